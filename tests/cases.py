@@ -197,7 +197,7 @@ def compiled_and_planned(shape, value, **asked):
     stacked = jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), value)
     program = jax.jit(f).lower(stacked).compile()
     plan = jc.plan(value, mesh=mesh, axis_name=axes, options=options, reduce_op="sum")
-    return program, read_hlo(program.as_text()), plan
+    return program, read_hlo(program.as_text()).collectives, plan
 
 
 class CompileCounter:

@@ -32,17 +32,11 @@ def by_picture(path):
 
 
 def by_method(path):
-    jc.Report.from_json(subprocess_free_report()).plot(path)
+    jc.inspect(Path(HLO).read_text()).plot(path)
 
 
 def by_checkpoint(path):
     jc.save_checkpoint(path, {"w": np.ones(100)})
-
-
-def subprocess_free_report():
-    from jaxcoll._observe.report import report_of
-
-    return report_of(Path(HLO).read_text()).to_json()
 
 
 WRITERS = [by_plan, by_inspect, by_picture, by_method, by_checkpoint]

@@ -6,7 +6,6 @@ from pathlib import Path
 import forks
 import pytest
 
-import jaxcoll as jc
 from jaxcoll.cli.main import main
 
 GOLDEN = Path(__file__).parent / "observe" / "golden"
@@ -40,7 +39,7 @@ def test_a_file(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "1 reduce-scatter, 1 collective-permute" in out
     assert "17.2 GFLOP, 1 op" in out
-    assert jc.Report.from_json(report.read_text()).count == 2
+    assert json.loads(report.read_text())["count"] == 2
     assert picture.stat().st_size > 10_000
 
 
@@ -117,7 +116,7 @@ def test_modules(tmp_path):
     for _ in range(2):
         report, end = decoder.raw_decode(rest)
         assert report["count"] == 1
-        assert report["compiled"][0]["leaves"] == [""]
+        assert report["rows"][0]["leaves"] == [""]
         rest = rest[end:].lstrip().removeprefix("0").lstrip()
     assert rest.split() == ["2"] * 4
     lines = [line for line in done.stderr.splitlines() if line.startswith("jaxcoll inspect")]

@@ -7,8 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from jaxcoll._show import codec
-
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
@@ -43,11 +41,12 @@ class Generation:
         return bool(self.differ) and (not self.members or name in self.differ[1:])
 
     def to_json(self) -> str:
-        return json.dumps(codec.plain(self))
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Generation:
-        return codec.read(cls, json.loads(text))
+        fields = json.loads(text)
+        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sets what was requested beside what was compiled: which collective came out of which."""
+"""Set requested and compiled collectives side by side: which came out of which."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class Origin:
     """The requested collectives that a compiled one carries out."""
 
     requested: tuple[int, ...] = ()  # their positions among the requested ones; () if none is known
-    # How that is known. "name": the compiler kept their names. "shape": sizes, kinds and groups
-    # fit in one way only. "order": several fit, and were taken in their order. "": it is not
-    # known, or the compiler added the collective
+    # "name": the compiler kept their names. "shape": sizes, kinds and groups fit in one way only.
+    # "order": several fit, and were taken in their order. "": it is not known, or the compiler
+    # added the collective
     by: By = ""
-    again: bool = False  # it repeats what another already does, as when a loop is unrolled
+    repeats: bool = False  # another already does it, as when a loop is unrolled
 
 
 def join(requested: Sequence[Collective], compiled: Sequence[Collective]) -> tuple[Origin, ...]:
-    """What each compiled collective carries out of what was requested.
+    """Find what each compiled collective carries out of what was requested.
 
-    Law: nothing requested is spent on more elements than it has, except by copies that bear its
-    own name; in a text without names, sizes decide, and then order, and the result says so.
+    Nothing requested is spent on more elements than it has, except by copies that bear its own
+    name; in a text without names, sizes decide, and then order, and the result says so.
     """
     joiner = _Joiner(requested, compiled)
-    for alike in (operator.eq, lambda asked, made: made in _BECOMES.get(asked, ())):
+    for alike in (operator.eq, lambda wanted, made: made in _BECOMES.get(wanted, ())):
         for in_loop in (True, False):
             joiner.spend(functools.partial(_fits, alike, in_loop))
     joiner.repeat()
@@ -59,7 +59,7 @@ def _fits(alike: Callable[[str, str], bool], in_loop: bool, r: Collective, c: Co
 
 
 def _members(c: Collective) -> frozenset[tuple[int, ...]]:
-    """The groups, in whichever order they and their devices were written."""
+    """Return the groups, in whichever order they and their devices were written."""
     if c.kind == "collective-permute":
         return frozenset(c.groups)
     return frozenset(tuple(sorted(group)) for group in c.groups)
@@ -91,22 +91,22 @@ class _Joiner:
                 self._join(k, range(len(self._left)), fits, "shape")
 
     def repeat(self) -> None:
-        """What is left over and bears a name that is spent already is a copy."""
+        """Take what is left over and bears a name that is spent already for a copy."""
         for k, c in enumerate(self._compiled):
             if not self.origins[k].requested:
-                found = [i for i in self._named(k) if self._requested[i].kind == c.kind]
-                if found and sum(_size(self._requested[i]) for i in found) >= _size(c):
-                    self.origins[k] = Origin(tuple(found), "name", again=True)
+                copied = [i for i in self._named(k) if self._requested[i].kind == c.kind]
+                if copied and sum(_size(self._requested[i]) for i in copied) >= _size(c):
+                    self.origins[k] = Origin(tuple(copied), "name", repeats=True)
 
     def _named(self, k: int) -> list[int]:
-        """What is requested under a name that the compiled collective bears."""
-        found: set[int] = set()
+        """Return what is requested under a name that the compiled collective bears."""
+        named: set[int] = set()
         for name in dict.fromkeys(names(self._compiled[k].op_name)):
             parts = name.split("/")
             # Compiled names have the scopes of callers in front: any tail may be the name.
             for start in range(len(parts)):
-                found.update(self._by_name.get("/".join(parts[start:]), ()))
-        return sorted(found)
+                named.update(self._by_name.get("/".join(parts[start:]), ()))
+        return sorted(named)
 
     def _join(self, k: int, among: Sequence[int], fits: Fits, by: By) -> None:
         c = self._compiled[k]
@@ -121,7 +121,7 @@ class _Joiner:
                 left -= spent
 
     def _chosen(self, free: Sequence[int], c: Collective) -> tuple[list[int], bool]:
-        """Which of `free` have the elements of `c` together, and whether no others might."""
+        """Choose those of `free` that have the elements of `c`; False if others might, too."""
         total = _size(c)
         # All that fits together has just these elements: no other choice is possible.
         if sum(self._left[i] for i in free) == total:
@@ -143,13 +143,14 @@ class _Joiner:
         return larger[:1], len(larger) == 1
 
     def _is_one_kind(self, requested: Sequence[int]) -> bool:
-        """Whether it makes no difference which of them it is."""
-        asked = [self._requested[i] for i in requested]
-        asked_for = {(r.op_name, r.source, r.operands) for r in asked}
-        return len(asked_for) == 1 and bool(asked[0].op_name)
+        """Return True if it makes no difference which of them it is."""
+        alike = {
+            (r.op_name, r.source, r.operands) for r in map(self._requested.__getitem__, requested)
+        }
+        return len(alike) == 1 and bool(self._requested[requested[0]].op_name)
 
     def _run(self, free: Sequence[int], total: int) -> list[int]:
-        """Neighbours that have `total` elements together; [] if none have."""
+        """Return neighbours that have `total` elements together; [] if none have."""
         # All sizes are above 0, so that a window which grows and shrinks meets every run.
         start = spent = 0
         for end, i in enumerate(free):

@@ -1,34 +1,36 @@
-"""What a program asked for and what the compiler made of it, as one frozen value."""
+"""One report: what a program requests, what is compiled of that, and what is sent."""
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import importlib
 import json
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxcoll._files import replacing
-from jaxcoll._observe import report_text
-from jaxcoll._observe.match import Origin, join
-from jaxcoll._observe.parse.collective import Collective, Groups
-from jaxcoll._observe.parse.hlo import read_program
-from jaxcoll._observe.parse.narrow_sums import narrow_sums
-from jaxcoll._observe.parse.stablehlo import read_stablehlo
-from jaxcoll._observe.report_data import PackedLeaves, ReportData
-from jaxcoll._observe.timeline import trace
+from jaxcoll._observe.overlap import Overlap, overlap
+from jaxcoll._observe.parse.collective import Collective, Groups, Loop, Matmul, runs, wire_bytes
+from jaxcoll._observe.parse.hlo import read_hlo
+from jaxcoll._observe.row_table import MOST, table, totals, without_folders
+from jaxcoll._observe.rows import Row, rows_of
 from jaxcoll._plan.plan import Plan
 from jaxcoll._prices.rates import Rates
-from jaxcoll._show import codec
+from jaxcoll._show.table import Table, folding_html, lines_html
+from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, scaled, shortened, size
 
-_SAME = ("name", "where", "devices", "instructions", "uncounted", "notes")
-_HELD = ("argument", "output", "temp")
+_FIGURES = (
+    "name", "where", "devices", "instructions", "count", "runs", "wire_bytes",
+    "requested_wire_bytes", "memory_bytes", "overlapped", "seconds", "exposed_seconds",
+    "predicted_from", "unread", "unbounded", "notes", "dropped",
+)  # fmt: skip
+"""Attributes that JSON has as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Report(ReportData):
+class Report:
     """Requested beside compiled: every collective of a program, read from its texts.
 
     `print(report)` is a table, `report.plot()` a picture of the schedule, `report.to_json()` the
@@ -39,127 +41,133 @@ class Report(ReportData):
       where: the topology it was compiled for; "" if not known.
       devices: how many devices it is for.
       requested: what the program asks for, as it was lowered; None if only compiled text is known.
-      collectives: what it was compiled to, in the order of the schedule; an asynchronous pair is
-        one.
-      origins: for each of `collectives`, which of `requested` it carries out.
-      packs: what each pack carries, of the plans that were recorded.
+      rows: a `Row` for each compiled collective, in the order of the schedule; an asynchronous
+        pair is one.
       matmuls: the instructions that multiply matrices.
       loops: the loops that collectives or matrix products stand in.
       instructions: of one run, the body of each loop once.
-      uncounted: what may send and is not counted, and why; empty if nothing is left out.
-      notes: what else is not known, and why; and what should not be so.
-      terms: what the devices it was compiled for cost; None if that is not known.
+      overlap: bytes and operations that the schedule puts side by side.
+      unread: what may send and is not understood, in words.
+      unbounded: loops that send, and do not say how often they turn, by name; they count one turn.
+      notes: what else is not known, and what should not be so.
+      predicted_from: the source of the prices that seconds are predicted from; "" if none are.
       memory_bytes: what the program takes of one device at most: arguments, results that take no
         argument's place, and all temporary memory; None if that is not known.
-      plans: the plans of the reductions by jaxcoll, in order; lost on the way through JSON.
+      plans: the plans of the reductions by jaxcoll, in order.
     """
+
+    name: str
+    where: str
+    devices: int
+    requested: tuple[Collective, ...] | None
+    rows: tuple[Row, ...]
+    matmuls: tuple[Matmul, ...]
+    loops: tuple[Loop, ...]
+    instructions: int
+    overlap: Overlap
+    unread: tuple[str, ...]
+    unbounded: tuple[str, ...]
+    notes: tuple[str, ...]
+    predicted_from: str = ""
+    memory_bytes: int | None = None
+    plans: tuple[Plan, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The compiled collectives, in the order of the schedule."""
+        return tuple(row.compiled for row in self.rows)
+
+    @property
+    def count(self) -> int:
+        """Collectives of the compiled program, each once however often its loop turns."""
+        return len(self.rows)
+
+    @property
+    def runs(self) -> int:
+        """Collectives that one run carries out; a loop that does not say counts one turn."""
+        return runs(self.collectives)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that leave one device when the program runs once.
+
+        They are what a byte-optimal implementation of each collective sends. A loop that does
+        not say how often it turns counts one turn, and `uncounted` says so.
+        """
+        return wire_bytes(self.collectives)
+
+    @property
+    def requested_wire_bytes(self) -> int | None:
+        """Likewise, of the program as it was requested; None if that is not known."""
+        return None if self.requested is None else wire_bytes(self.requested)
+
+    @property
+    def uncounted(self) -> tuple[str, ...]:
+        """Whatever may send beyond the figures, and why; empty if nothing is left out."""
+        turns = "does not say how often it turns: what it sends is counted for one turn."
+        return (*self.unread, *(f"loop {name!r} {turns}" for name in self.unbounded))
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Positions in `requested` of which nothing is seen in the compiled program."""
+        matched = {i for row in self.rows for i in row.requested}
+        return tuple(i for i in range(len(self.requested or ())) if i not in matched)
+
+    @property
+    def overlapped(self) -> float | None:
+        """Share of the reduced bytes that travel behind matrix products; None if none is reduced.
+
+        Counted are all-reduces and reduce-scatters, loops' turns included; behind products are
+        those in asynchronous collectives with a product scheduled between their start and end.
+        """
+        reduced = self.overlap.reduced
+        return reduced.behind / reduced.nbytes if reduced.nbytes else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted communication of one run; None without a prediction."""
+        if not self.predicted_from:
+            return None
+        return sum(row.compiled.turns * (row.seconds or 0.0) for row in self.rows)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """The part of `seconds` that no matrix product hides; None if that is not known."""
+        parts = [row.exposed_seconds for row in self.rows if row.exposed_seconds is not None]
+        return sum(parts) if self.predicted_from and len(parts) == self.count else None
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain numbers and strings, bytes and elements counted on one device."""
-        # Its own fields, and beside them what can be derived: totals, packs, changes.
-        groups: dict[Groups, int] = {}
-        requested = None
-        if self.requested is not None:
-            requested = [_collective(r, groups) for r in self.requested]
-        compiled = [
-            {
-                **_collective(c, groups),
-                "requested": list(origin.requested),
-                "requested_known_by": origin.by,
-                "again": origin.again,
-                "packs": list(self.packs_of(k)),
-                "leaves": list(self.leaves_of(k)),
-                "changes": list(self.changes(k)),
-                "predicted_seconds": self.seconds_of(k),
-                "exposed_seconds": self.exposed_of(k),
-            }
-            for k, (c, origin) in enumerate(zip(self.collectives, self.origins, strict=True))
-        ]
+        groups: dict[Groups, int] = {}  # each once; they are long
+
+        def plain(c: Collective) -> dict[str, Any]:
+            alone = dataclasses.asdict(dataclasses.replace(c, groups=()))
+            figures = {"bytes": c.nbytes, "wire_bytes": c.wire_bytes}
+            return alone | figures | {"groups": groups.setdefault(c.groups, len(groups))}
+
+        requested = None if self.requested is None else [plain(r) for r in self.requested]
         return {
-            **{name: codec.plain(getattr(self, name)) for name in _SAME},
-            "count": self.count,
-            "runs": self.runs,
-            "wire_bytes_per_device": self.wire_bytes,
-            "requested_wire_bytes_per_device": self.requested_wire_bytes,
-            "overlap": {
-                "overlapped": self.overlapped,
-                "bytes": {
-                    kind: {"sent": s.nbytes, "behind_matmuls": s.behind}
-                    for kind, s in self.overlap.shares.items()
-                },
-                "flops": self.overlap.flops,
-                "seconds": self.seconds,
-                "exposed_seconds": self.exposed_seconds,
-            },
-            "dropped": list(self.dropped),
+            **{name: getattr(self, name) for name in _FIGURES},
+            "overlap": dataclasses.asdict(self.overlap),
             "requested": requested,
-            "compiled": compiled,
-            "groups": [[list(group) for group in each] for each in groups],
-            "packs": [
-                {"name": p.name, "dtype": p.dtype, "bytes": p.nbytes, "leaves": list(p.leaves)}
-                for p in self.packs
+            "rows": [
+                vars(row) | {"compiled": plain(row.compiled), "wire_bytes": row.wire_bytes}
+                for row in self.rows
             ],
-            "matmuls": [list(codec.plain(m).values()) for m in self.matmuls],
-            "loops": [list(codec.plain(x).values()) for x in self.loops],
-            "terms": None if self.terms is None else codec.plain(self.terms),
-            "memory_bytes_per_device": self.memory_bytes,
+            "matmuls": [dataclasses.asdict(m) for m in self.matmuls],
+            "loops": [dataclasses.asdict(loop) for loop in self.loops],
+            "groups": list(groups),
         }
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text."""
         return json.dumps(self.to_dict(), indent=1)
 
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """The report that `to_json` wrote; equal to it, but without `plans`.
-
-        Raises:
-          ValueError: the text is not such JSON.
-        """
-        try:
-            data = json.loads(text)
-            groups = codec.read(tuple[Groups, ...], data["groups"])
-            asked, made = data["requested"], data["compiled"]
-            kinds = typing.get_type_hints(ReportData)
-            return cls(
-                **{
-                    name: codec.read(kinds[name], data[name])
-                    for name in (*_SAME, "matmuls", "loops")
-                },
-                requested=None if asked is None else tuple(_read(r, groups) for r in asked),
-                collectives=tuple(_read(c, groups) for c in made),
-                origins=codec.read(
-                    tuple[Origin, ...],
-                    [[c["requested"], c["requested_known_by"], c["again"]] for c in made],
-                ),
-                packs=codec.read(
-                    tuple[PackedLeaves, ...],
-                    [
-                        [p[key] for key in ("name", "dtype", "bytes", "leaves")]
-                        for p in data["packs"]
-                    ],
-                ),
-                terms=None if data["terms"] is None else codec.read(Rates, data["terms"]),
-                memory_bytes=data.get("memory_bytes_per_device"),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise ValueError(
-                f"expected what `Report.to_json` writes; got {text[:60]!r} ({error!r})."
-            ) from error
-
-    def plot(
-        self,
-        path: str | Path | None = None,
-        *,
-        seconds: Callable[[Collective], float] | None = None,
-    ) -> Any:
+    def plot(self, path: str | Path | None = None) -> Any:
         """Draw the compiled schedule: collectives by pack, matrix products, and what is hidden.
 
         Args:
           path: a file to write, its ending saying the format.
-          seconds: a prediction for one collective, which the bar of hidden and exposed
-            communication counts; None: that of the cost model, from `terms`, and bytes where
-            these are not known.
 
         Returns:
           A `matplotlib.figure.Figure`.
@@ -167,86 +175,141 @@ class Report(ReportData):
         Raises:
           ImportError: matplotlib is not installed.
         """
-        return _drawn("plot", path, self, seconds)
+        try:
+            picture = importlib.import_module("jaxcoll._observe.report_picture")
+        except ImportError as error:
+            raise ImportError(
+                "`Report.plot` needs matplotlib, which is not installed: "
+                "pip install 'jaxcoll[cli]'."
+            ) from error
+        figure = picture.plot(self)
+        if path is not None:
+            with replacing(Path(path)) as partial:
+                figure.savefig(partial, format=partial.suffix[1:] or "png")
+        return figure
 
-    def timeline(
-        self,
-        path: str | Path | None = None,
-        *,
-        name: str = "",
-        beside: Mapping[str, Report] | None = None,
-    ) -> Any:
-        """Draw the compiled schedule over time, as the cost model predicts it.
-
-        One lane multiplies, one carries; where the program comes to the end of a collective that
-        is not through, everything waits. A matrix product takes its operations at the rate of its
-        type, everything else no time, so that more waits than would.
-
-        Args:
-          path: a file to write, its ending saying the format.
-          name: above the panel; "": the program's.
-          beside: other reports, drawn below on the same axis, by their names.
-
-        Returns:
-          A `matplotlib.figure.Figure`.
-
-        Raises:
-          ValueError: `terms` are not known, or do not say how fast matrices are multiplied.
-          ImportError: matplotlib is not installed.
-        """
-        return _drawn("timeline", path, {name or self.name: self, **(beside or {})})
-
-    def chrome_trace(self, path: str | Path) -> None:
-        """Write the timeline as a Chrome trace, which https://ui.perfetto.dev opens.
-
-        Args:
-          path: a JSON file to write.
-
-        Raises:
-          ValueError: as in `timeline`.
-        """
-        text = json.dumps(trace(self))
-        with replacing(Path(path)) as partial:
-            partial.write_text(text, "utf8")
+    def text(self, width: int = WIDTH) -> str:
+        """The headline, a line for each compiled collective, what was dropped, and the notes."""
+        parts = [fold(line, width) for line in _heading(self)]
+        if self.rows:
+            parts.append(table(self.rows).text(width))
+        if self.dropped:
+            parts.append("\n".join(shortened(line, width) for line in _dropped(self)))
+        return "\n\n".join([*parts, *(fold(note, width) for note in _notes(self))])
 
     def __str__(self) -> str:
-        return report_text.text(self)
+        return self.text()
 
     def _repr_html_(self) -> str:
-        return report_text.html(self)
+        """Return the same as HTML, in the colours of the page that it stands in."""
+        headline, *lines = map(html.escape, _heading(self))
+        parts = [f"<p><b>{headline}</b></p>", *(f"<p>{line}</p>" for line in lines)]
+        if self.rows:
+            compiled = counted(self.count, "compiled collective")
+            parts.append(folding_html(compiled, table(self.rows).html()))
+        if rest := [*_dropped(self), *_notes(self)]:
+            parts.append(folding_html("notes", lines_html(rest, "white-space:pre-wrap")))
+        return f"<div>{''.join(parts)}</div>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
 
 
-def _collective(c: Collective, groups: dict[Groups, int]) -> dict[str, Any]:
-    return codec.plain(c) | {
-        "operands": [[operand.dtype, list(operand.shape)] for operand in c.operands],
-        "groups": groups.setdefault(c.groups, len(groups)),  # each once; they are long
-        "bytes": c.nbytes,
-        "wire_bytes": c.wire_bytes,
+def _heading(report: Report) -> list[str]:
+    """Return what is known of the whole program, each in a sentence; the first is the headline."""
+    least = "at least " if report.uncounted else ""
+    headline = f"{report.name}, {report.where or counted(report.devices, 'device')}: "
+    if report.requested is not None:
+        headline += f"requested {totals(report.requested)}; compiled: "
+    headline += totals(report.collectives)
+    if report.rows:
+        headline += f", {', '.join(_dtypes(report))}; {least}{size(report.wire_bytes)}"
+        headline += " wire bytes a device"
+    lines = [headline]
+    if shares := report.overlap.shares:
+        behind = ", ".join(
+            f"{percent(share.behind, share.nbytes)} of {size(share.nbytes)} "
+            + ("sent" if len(shares) == 1 else f"in {share.kind}")
+            for share in shares
+        )
+        flops = report.overlap.flops
+        beside = f", {scaled(flops)}FLOP of them" if flops else ""
+        lines.append(f"behind matrix products: {behind}{beside}{_prediction(report)}")
+    if report.memory_bytes is not None:
+        lines.append(f"memory: {size(report.memory_bytes)} of a device at most")
+    return lines
+
+
+def _prediction(report: Report) -> str:
+    seconds, exposed = report.seconds, report.exposed_seconds
+    if seconds is None:
+        return ""
+    words = f"; predicted {milliseconds(seconds)} of communication"
+    if exposed is None or not seconds:
+        return words
+    if exposed == seconds:
+        return f"{words}, all exposed"
+    return f"{words}, {milliseconds(exposed)} exposed ({percent(exposed, seconds)})"
+
+
+def _dtypes(report: Report) -> list[str]:
+    return sorted({dtype for c in report.collectives for dtype in c.dtypes})
+
+
+def _dropped(report: Report) -> list[str]:
+    requested, dropped = report.requested or (), report.dropped
+    lines = [
+        f"  {r.kind}  {','.join(r.dtypes)}  {size(r.nbytes)}  "
+        f"{without_folders(r.source)}  {r.op_name}".rstrip()
+        for r in (requested[i] for i in dropped[:MOST])
+    ]
+    more = [f"  … and {len(dropped) - MOST} more"] * (len(dropped) > MOST)
+    title = "requested, and not seen in the compiled program:"
+    return [title, *(shortened(line, WIDTH) for line in lines), *more] if lines else []
+
+
+def _notes(report: Report) -> list[str]:
+    uncounted = [f"not counted: {note}" for note in report.uncounted]
+    return [*uncounted, *(f"note: {note}" for note in report.notes)]
+
+
+def side_by_side(reports: Mapping[str, Report]) -> str:
+    """Return a table of programs: a line for each figure, and the ratio where there are two."""
+    columns = [_figures(report) for report in reports.values()]
+    lines = []
+    for figure in columns[0]:
+        cells, numbers = zip(*(column[figure] for column in columns), strict=True)
+        if any(cells):
+            pair = len(reports) == 2 and numbers[0] is not None and numbers[1]
+            ratio = f"{numbers[0] / numbers[1]:.2f}" if pair else ""
+            lines.append((figure, *(cell or "–" for cell in cells), ratio))
+    names = [shortened(name, 30) for name in reports]
+    return Table(("", *names, "ratio"), "<" + ">" * len(names) + ">", lines).text()
+
+
+def _figures(report: Report) -> dict[str, tuple[str, float | None]]:
+    """Return each figure in words, and as a number where a ratio says something."""
+    sent = sum(c.turns * c.nbytes for c in report.collectives)
+    before = sum(r.turns for r in report.requested or ())
+    requested = "" if report.requested is None else counted(before, "collective")
+    reduced, exposed, seconds = report.overlap.reduced, report.exposed_seconds, report.seconds
+    flops = report.overlap.flops
+    behind = percent(reduced.behind, reduced.nbytes) if reduced.nbytes else ""
+    share = percent(exposed, seconds) if exposed is not None and seconds else ""
+    asynchronous = sum(c.turns for c in report.collectives if c.is_async)
+    return {
+        "requested": (requested, None),
+        "compiled, of one run": (counted(report.runs, "collective"), report.runs),
+        "asynchronous of these": (f"{asynchronous:,}", None),
+        "bytes put in a device": (size(sent), sent),
+        "wire bytes a device": (size(report.wire_bytes), report.wire_bytes),
+        "types on the wire": (", ".join(_dtypes(report)), None),
+        "reduced behind products": (behind, None),
+        "product FLOP beside them": (f"{scaled(flops)}FLOP" if flops else "0", flops),
+        "predicted communication": ("" if seconds is None else milliseconds(seconds), seconds),
+        "of it exposed": ("" if exposed is None else milliseconds(exposed), exposed),
+        "share exposed": (share, None),
     }
-
-
-def _read(data: Mapping[str, Any], groups: tuple[Groups, ...]) -> Collective:
-    known = {f.name: data[f.name] for f in dataclasses.fields(Collective) if f.name in data}
-    return codec.read(Collective, {**known, "groups": groups[data["groups"]]})
-
-
-def _drawn(method: str, path: str | Path | None, *shown: Any) -> Any:
-    """The figure of a method, written to `path` if there is one."""
-    try:
-        pictures = importlib.import_module("jaxcoll._observe.report_picture")
-    except ImportError as error:
-        raise ImportError(
-            f"`Report.{method}` needs matplotlib, which is not installed: "
-            "pip install 'jaxcoll[cli]'."
-        ) from error
-    figure = getattr(pictures, method)(*shown)
-    if path is not None:
-        with replacing(Path(path)) as partial:
-            figure.savefig(partial, format=partial.suffix[1:] or "png")
-    return figure
 
 
 def report_of(
@@ -255,43 +318,33 @@ def report_of(
     plans: Sequence[Plan] = (),
     where: str = "",
     terms: Rates | None = None,
-    notes: Sequence[str] = (),
+    notes: Iterable[str] = (),
     memory: Mapping[str, int] | None = None,
 ) -> Report:
-    """A report from texts alone: HLO, and the StableHLO that it came from, if that is known.
+    """Read a report from texts alone: HLO, and the HLO that it was compiled from, if known.
 
     `memory` is bytes on one device of arguments, results, results that take an argument's place,
     and all that is temporary, by XLA's names.
     """
-    program = read_program(compiled)
-    asked, more = None, []
-    try:
-        if requested is not None:
-            asked, more = read_stablehlo(requested), narrow_sums(requested)
-    except ValueError as error:  # its notation is not known
-        more = [f"what was requested could not be read: {error}"]
-    known = program._replace(notes=(*program.notes, *more, *notes))._asdict()
+    program = read_hlo(compiled)
+    before = None if requested is None else read_hlo(requested, program.devices)
+    collectives = None if before is None else before.collectives
+    unread = () if before is None else before.unread
+    taken = ("argument", "output", "temp")
     return Report(
-        **known,
+        name=program.name,
         where=where,
-        requested=asked,
-        origins=join(asked or (), program.collectives),
-        packs=tuple(_packed(plans)),
-        terms=terms,
-        memory_bytes=sum(memory[x] for x in _HELD) - memory["alias"] if memory else None,
+        devices=program.devices,
+        requested=collectives,
+        rows=rows_of(program, collectives, plans, terms),
+        matmuls=program.matmuls,
+        loops=program.loops,
+        instructions=program.instructions,
+        overlap=overlap(program.collectives, program.matmuls),
+        unread=program.unread,
+        unbounded=program.unbounded,
+        notes=(*program.notes, *(f"of what was requested: {note}" for note in unread), *notes),
+        predicted_from="" if terms is None else terms.source,
+        memory_bytes=sum(memory[x] for x in taken) - memory["alias"] if memory else None,
         plans=tuple(plans),
     )
-
-
-def _packed(plans: Sequence[Plan]) -> list[PackedLeaves]:
-    found: dict[str, PackedLeaves] = {}
-    for plan in plans:
-        for k, pack in enumerate(plan.packs):
-            name = f"{plan.name}/pack{k}"
-            paths = tuple(dict.fromkeys(plan.leaves[s.leaf].path for s in pack.segments))
-            found[name] = PackedLeaves(name, pack.shown_type, pack.nbytes, paths)
-        for k, leaf in enumerate(plan.leaves):
-            if leaf.gathers:
-                name = f"{plan.name}/rows{k}"
-                found[name] = PackedLeaves(name, leaf.dtype.name, leaf.gathers, (leaf.path,))
-    return list(found.values())

@@ -1,94 +1,76 @@
-"""The pictures of a report: the compiled schedule, what it hides, and both over predicted time."""
+"""The picture of a report: the compiled schedule, and what it hides."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from jaxcoll._observe.overlap import exposed, predicted
 from jaxcoll._observe.parse.collective import Collective
-from jaxcoll._observe.report_data import ReportData
-from jaxcoll._observe.report_text import packs_in_words, totals
-from jaxcoll._observe.timeline import Timeline
-from jaxcoll._observe.timeline import timeline as play
+from jaxcoll._observe.report import Report
+from jaxcoll._observe.row_table import packs_in_words, totals
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, bare, legend, page
-from jaxcoll._show.units import counted, milliseconds, percent, scaled, size
+from jaxcoll._show.units import counted, scaled, size
 
 PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
 LEFT, RIGHT = 0.105, 0.965
 MOST_LANES = 14
-WAITS = "#e2725b"
-CARRIES = (COLOURS[0], "#6fb3c4")
-PANEL = 2.45
-TOP, BOTTOM = 1.0, 0.75
-"""Inches: of each panel, and of what is above and below all."""
 _LOOKS = (
     ("■", INK, "beside a matrix product", 0.152),
     ("■", "#a5a8ae", "asynchronous, beside none", 0.172),
     ("□", INK, "everything waits for it", 0.15),
 )
-_LANES = (
-    ("■", BUSY, "matrix products", 0.125),
-    ("■", CARRIES[0], "a collective has the links", 0.18),
-    ("■", WAITS, "everything waits for one", 0.17),
-    ("|", CARRIES[0], "started", 0.07),
-    ("|", FAINT, "its end", 0.07),
-)
-"""What the looks of a collective mean, and the marks of a timeline."""
+"""The meaning of a collective's looks."""
 
 
-def plot(report: ReportData, seconds: Callable[[Collective], float] | None = None) -> Figure:
-    """A figure of 1,920 × 1,080 pixels, of matplotlib's own kind: apart from pyplot's state.
-
-    `seconds` predicts one collective; None: as `report.terms` do, or in wire bytes without them.
-    """
+def plot(report: Report) -> Figure:
+    """Draw a figure of 1,920 × 1,080 pixels, apart from pyplot's state."""
     title = f"{report.name} on {report.where or counted(report.devices, 'device')}"
     figure = page(title, _subtitle(report))
     lanes = _lanes(report)
     legend(figure, LEFT, 0.811, _LOOKS)
     axes = figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49))
     _schedule(axes, report, lanes)
-    _hidden(figure.add_axes((LEFT, 0.085, RIGHT - LEFT, 0.075)), report, seconds)
+    _hidden(figure.add_axes((LEFT, 0.085, RIGHT - LEFT, 0.075)), report)
     return figure
 
 
-def _subtitle(report: ReportData) -> str:
-    made = totals(report.collectives, [c.trips for c in report.collectives])
-    asked = ""
+def _subtitle(report: Report) -> str:
+    requested = ""
     if report.requested is not None:
-        asked = f"Requested {totals(report.requested, report.trips)}."
+        requested = f"Requested {totals(report.requested)}."
     least = "at least " if report.uncounted else ""
-    found = f"Compiled to {made}: {least}{size(report.wire_bytes)} leave each device."
-    return (" " if len(asked + found) < 140 else "\n").join(filter(None, (asked, found)))
+    sent = f"{least}{size(report.wire_bytes)} leave each device"
+    compiled = f"Compiled to {totals(report.collectives)}: {sent}."
+    lines = filter(None, (requested, compiled))
+    return (" " if len(requested + compiled) < 140 else "\n").join(lines)
 
 
 Lane = tuple[str, str, list[int]]
-"""A label, a colour, and positions in `report.collectives`."""
+"""A label, a colour, and positions in `report.rows`."""
 
 
-def _lanes(report: ReportData) -> list[Lane]:
-    """Collectives by the packs they carry, each kind apart; those that carry none by kind."""
-    found: dict[str, list[int]] = {}
-    several = len({c.kind for c in report.collectives}) > 1
-    for k, c in enumerate(report.collectives):
-        packs = packs_in_words(report.packs_of(k)).partition(" of ")[0]
-        label = (f"{c.kind}\n{packs}" if several else packs) if packs else c.kind
-        found.setdefault(label, []).append(k)
-    lanes = list(found.items())
+def _lanes(report: Report) -> list[Lane]:
+    """Group collectives by the packs they carry, each kind apart; those without by kind."""
+    by_label: dict[str, list[int]] = {}
+    several = len({row.compiled.kind for row in report.rows}) > 1
+    for k, row in enumerate(report.rows):
+        kind, packs = row.compiled.kind, packs_in_words(row.packs).partition(" of ")[0]
+        label = (f"{kind}\n{packs}" if several else packs) if packs else kind
+        by_label.setdefault(label, []).append(k)
+    lanes = list(by_label.items())
     if len(lanes) > MOST_LANES:
         rest = [k for _, ks in lanes[MOST_LANES - 1 :] for k in ks]
         lanes = [*lanes[: MOST_LANES - 1], (f"{len(lanes) - MOST_LANES + 1} more", sorted(rest))]
     return [(label, COLOURS[n % len(COLOURS)], ks) for n, (label, ks) in enumerate(lanes)]
 
 
-def _schedule(axes: Axes, report: ReportData, lanes: Sequence[Lane]) -> None:
-    """Instructions from left to right; below, what multiplies; above, what travels meanwhile."""
+def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
+    """Draw instructions from left to right; below, products; above, what travels meanwhile."""
     end = max(report.instructions, 1)
     top = max(len(lanes) + 1.55, 4.5)
     text_size = 10 if len(lanes) < 11 else 9
@@ -108,7 +90,7 @@ def _schedule(axes: Axes, report: ReportData, lanes: Sequence[Lane]) -> None:
         beside = {"ha": "right", "va": "center", "size": text_size}
         axes.text(-end * 0.008, y, _label(label), color=colour, weight="bold", **beside)
         for k in ks:
-            _span(axes, report.collectives[k], y, colour, end)
+            _span(axes, report.rows[k].compiled, y, colour, end)
         _sizes(axes, report, ks, y, end)
     axes.text(-end * 0.008, 0.55, "matrix\nproducts", size=10, color=FAINT, ha="right", va="center")
     bare(axes, labelsize=10)
@@ -118,8 +100,8 @@ def _schedule(axes: Axes, report: ReportData, lanes: Sequence[Lane]) -> None:
     axes.set_xlabel("instruction of the compiled schedule", color=FAINT, size=10, loc="right")
 
 
-def _products(axes: Axes, report: ReportData) -> None:
-    """A stroke for each product, as high as its share of the largest's arithmetic."""
+def _products(axes: Axes, report: Report) -> None:
+    """Draw a stroke for each product, as high as its share of the largest's arithmetic."""
     most = max((m.flops for m in report.matmuls), default=0)
     spans = [(c.at, c.until) for c in report.collectives if c.is_async]
     for m in report.matmuls:
@@ -137,7 +119,7 @@ def _products(axes: Axes, report: ReportData) -> None:
 
 
 def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
-    """From start to end; one that everything waits for has no length, and is hollow."""
+    """Draw a collective from start to end; one that everything waits for is short and hollow."""
     tall = 0.26 + 0.34 * min(1.0, math.log10(max(c.wire_bytes, 1)) / 9)
     if c.is_async and c.until > c.at:
         hides = c.meanwhile is not None and c.meanwhile.flops > 0
@@ -151,12 +133,12 @@ def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
     )  # fmt: skip
 
 
-def _sizes(axes: Axes, report: ReportData, ks: Sequence[int], y: float, end: int) -> None:
-    """What leaves a device: behind the last of a lane, before the first, or else below."""
-    each = [report.collectives[k] for k in ks]
-    sent = sum(c.turns * c.wire_bytes for c in each)
-    first, last = min(c.at for c in each), max(max(c.until, c.at) for c in each) + end / 150
-    words = size(sent) if len(each) == 1 else f"{size(sent)} in {len(each)}"
+def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) -> None:
+    """Write what leaves a device: behind the last of a lane, before the first, or else below."""
+    lane = [report.rows[k].compiled for k in ks]
+    sent = sum(report.rows[k].wire_bytes for k in ks)
+    first, last = min(c.at for c in lane), max(max(c.until, c.at) for c in lane) + end / 150
+    words = size(sent) if len(lane) == 1 else f"{size(sent)} in {len(lane)}"
     behind, room = last < 0.9 * end, first > 0.1 * end
     x = last + end * 0.006 if behind else first - end * 0.006 if room else end
     axes.text(
@@ -166,26 +148,25 @@ def _sizes(axes: Axes, report: ReportData, ks: Sequence[int], y: float, end: int
     )  # fmt: skip
 
 
-def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], float] | None) -> None:
-    """One bar: what matrix products hide, and what everything else waits for."""
-    found, known = report.collectives, report.terms
-    source = f"predicted from {known.source}" if known else "counted in wire bytes"
-    if seconds:
-        source, each = "as `seconds` predicts", [seconds(c) for c in found]
-    else:
-        each = [predicted(c, known) if known else c.wire_bytes for c in found]
-    sent = [c.turns * one for c, one in zip(found, each, strict=True)]
-    total, left = sum(sent), known and exposed(found, each, report.matmuls, known)
-    if left is None:  # it is not known how long a product takes
-        waits = [not (c.meanwhile and c.meanwhile.flops) for c in found]
-        left = [one * w for one, w in zip(sent, waits, strict=True)]
+def _hidden(axes: Axes, report: Report) -> None:
+    """Draw one bar: what matrix products hide, and what everything else waits for."""
+    seconds, exposed = report.seconds, report.exposed_seconds
+    if seconds is None or exposed is None:  # it is not known how long a product takes
+        total = sum(row.wire_bytes for row in report.rows)
+        beside = total - sum(
+            row.wire_bytes
+            for row in report.rows
+            if not (row.compiled.meanwhile and row.compiled.meanwhile.flops)
+        )
+        amount = f"{size(total)}, counted in wire bytes"
         rule = (
             "A collective counts as hidden if a matrix product is scheduled between its start and "
             "its end"
         )
     else:
+        total, beside = seconds, seconds - exposed
+        amount = f"{total * 1e3:,.2f} ms, predicted from {report.predicted_from}"
         rule = "A collective is hidden for as long as the matrix products between its start and end"
-    beside = total - sum(left)
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1)
@@ -193,7 +174,6 @@ def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], floa
         axes.text(0, 0.5, "Nothing leaves a device.", size=12, color=FAINT, va="center")
         return
     share = beside / total
-    amount = f"{total * 1e3:,.2f} ms" if seconds or known else size(round(total))
     axes.add_patch(Rectangle((0, 0.0), share, 0.62, color=COLOURS[0], linewidth=0))
     axes.add_patch(Rectangle((share, 0.0), 1 - share, 0.62, color=COLOURS[1], linewidth=0))
     axes.text(0, 0.8, f"behind matrix products  {share:.0%}", size=11, color=COLOURS[0],
@@ -202,67 +182,15 @@ def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], floa
               ha="right", va="bottom")  # fmt: skip
     axes.text(
         0, -0.28,
-        f"of {amount}, {source}.\n{rule}: "
+        f"of {amount}.\n{rule}: "
         "the compiler's plan, not a measurement.",
         size=9.5, color=FAINT, va="top", linespacing=1.5,
     )  # fmt: skip
 
 
 def _label(label: str) -> str:
-    """In two lines where one would be too long."""
+    """Cut a label in two lines where one would be too long."""
     if "\n" in label or len(label) <= 12:
         return label
     end = "packs " if "pack" in label else "-"
     return label.replace(end, f"{end.rstrip()}\n", 1)
-
-
-def timeline(reports: Mapping[str, ReportData]) -> Figure:
-    """A figure with a panel for each report, under its name, over one axis of time."""
-    played = {name: play(report) for name, report in reports.items()}
-    high = TOP + BOTTOM + PANEL * len(played)
-    figure = page(f"One step on {next(iter(reports.values())).where}", high=high)
-    legend(figure, 0.041, 1 - 0.85 / high, _LANES)
-    end = max(each.seconds for each in played.values()) * 1e3
-    for n, (name, each) in enumerate(played.items()):
-        bottom = (BOTTOM + PANEL * (len(played) - 1 - n) + 0.25) / high
-        axes = figure.add_axes((0.105, bottom, 0.86, (PANEL - 0.95) / high))
-        _panel(axes, name, each, end, is_last=n == len(played) - 1)
-    return figure
-
-
-def _panel(axes: Axes, name: str, played: Timeline, end: float, *, is_last: bool) -> None:
-    axes.set_xlim(0, end)
-    axes.set_ylim(0, 2)
-    _blocks(axes, played.products, (1.12, 0.76), BUSY)
-    waits = [(s.asked, s.done) for s in played.sent if s.done > s.asked]
-    _blocks(axes, waits, (1.12, 0.76), WAITS)
-    for parity in (0, 1):
-        carried = [(s.begins, s.ends) for n, s in enumerate(played.sent) if n % 2 == parity]
-        _blocks(axes, carried, (0.12, 0.62), CARRIES[parity])
-    for s in played.sent:
-        axes.plot([s.start * 1e3] * 2, [0.74, 0.9], color=CARRIES[0], linewidth=0.9)
-        axes.plot([s.done * 1e3] * 2, [0.9, 1.06], color=FAINT, linewidth=0.9)
-    for y, words in ((1.5, "multiplies"), (0.43, "carries")):
-        axes.text(-end * 0.008, y, words, size=10.5, color=FAINT, ha="right", va="center")
-    axes.text(0, 2.16, name, size=12, weight="bold", color=INK, va="bottom")
-    axes.text(end, 2.16, _waited(played), size=10.5, color=FAINT, va="bottom", ha="right")
-    bare(axes, labelsize=9.5)
-    axes.set_yticks([])
-    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter("{x:g}")
-    if is_last:
-        axes.set_xlabel("milliseconds, as the cost model predicts", color=FAINT, size=10,
-                        loc="right")  # fmt: skip
-
-
-def _blocks(axes: Axes, spans: Sequence[Any], y: tuple[float, float], colour: str) -> None:
-    wide = [(start * 1e3, (end - start) * 1e3) for start, end in spans]
-    axes.broken_barh(wide, y, facecolor=colour, edgecolor="white", linewidth=0.35)
-
-
-def _waited(played: Timeline) -> str:
-    carried = sum(s.ends - s.begins for s in played.sent)
-    return (
-        f"{milliseconds(played.seconds)}: {milliseconds(played.waited)} of "
-        f"{milliseconds(carried)} of communication waited for ({percent(played.waited, carried)})"
-    )

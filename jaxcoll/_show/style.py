@@ -18,7 +18,7 @@ WIDE, HIGH = 12.8, 7.2
 """Inches of a page, which has 1,920 × 1,080 pixels."""
 
 LEFT = 0.04
-"""Where its heading begins."""
+"""The left edge of its heading."""
 
 
 def page(title: str, below: str = "", *, high: float = HIGH) -> Figure:

@@ -31,7 +31,7 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.scope import entered
 from jaxcoll._step.data_parallel import DataParallel
-from jaxcoll._step.lowering import Texts, called, jitted, stage_of
+from jaxcoll._step.lowering import Texts, called, jitted, requested_text, stage_of
 
 PYTHON = "JAXCOLL_AOT_PYTHON"
 """Names the Python, of another environment, that has the compilers installed."""
@@ -67,9 +67,10 @@ def compile_for(
         raise ImportError(_how_to_install(where, python))
     plans: list[Plan] = []
     traced = traced_over(fun, args, kwargs, where, mesh, plans.append)
-    requested = lowered_over(traced, where)
+    lowered = lowered_over(traced, where)
+    program = lowered.as_text(debug_info=True)
     # The sizes of the program's mesh, by which devices are put in order.
-    meshes = ([int(n) for n in re.findall(r"=(\d+)", axes)] for axes in _MESH.findall(requested))
+    meshes = ([int(n) for n in re.findall(r"=(\d+)", axes)] for axes in _MESH.findall(program))
     request = {
         "platform": where.platform,
         "size": where.size,
@@ -80,11 +81,11 @@ def compile_for(
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
-        (folder / "program.mlir").write_text(requested)
+        (folder / "program.mlir").write_text(program)
         memory = _ask(folder, python, where, timeout_seconds)
         compiled = (folder / "compiled.txt").read_text()
     terms = rates_of(topology_world(where))
-    repeated = repeated_reductions(traced.jaxpr)
+    requested, repeated = requested_text(lowered), repeated_reductions(traced.jaxpr)
     return Texts(compiled, requested, tuple(plans), str(where), terms, repeated, memory)
 
 
@@ -179,8 +180,8 @@ def traced_over(
     return traced
 
 
-def lowered_over(traced: jax.stages.Traced, topology: Topology) -> str:
-    """The text of the requested program, with source lines."""
+def lowered_over(traced: jax.stages.Traced, topology: Topology) -> jax.stages.Lowered:
+    """Lower the requested program for all devices of `topology`."""
     platform = "cuda" if topology.platform == "gpu" else topology.platform
     try:
         with no_mesh():
@@ -192,8 +193,7 @@ def lowered_over(traced: jax.stages.Traced, topology: Topology) -> str:
                 f"cannot be lowered for {topology.name!r} here; leave it out of what is inspected."
             )
         raise
-    text = lowered.as_text(debug_info=True)
-    found = _PARTITIONS.search(text)
+    found = _PARTITIONS.search(lowered.as_text())
     size = int(found[1]) if found else 1
     if size != topology.size:
         raise ValueError(
@@ -203,7 +203,7 @@ def lowered_over(traced: jax.stages.Traced, topology: Topology) -> str:
             "argument `mesh=jax.sharding.AbstractMesh(sizes, names)`, under which the function "
             "is traced as under `jax.set_mesh`."
         )
-    return text
+    return lowered
 
 
 def _as_argument(x: Any, mesh: AbstractMesh | None) -> Any:

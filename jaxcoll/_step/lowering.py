@@ -32,7 +32,7 @@ class Texts:
     """What is known of a program before it runs."""
 
     compiled: str  # HLO
-    # StableHLO with its lines of Python; None if there is none any more
+    # HLO before any optimization, with its lines of Python; None if there is none any more
     requested: str | None = None
     plans: tuple[Plan, ...] = ()  # of the reductions that were traced for it
     where: str = ""  # what it was compiled for; "" if for the devices that are here
@@ -75,12 +75,19 @@ def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
     memory, mesh = compiled.memory_analysis(), line_of(jax.devices(), "data")
     return Texts(
         compiled.as_text() or "",
-        lowered.as_text(debug_info=True) if isinstance(lowered, jax.stages.Lowered) else None,
+        requested_text(lowered) if isinstance(lowered, jax.stages.Lowered) else None,
         tuple(plans),
         terms=rates_of(mesh_world(mesh, {"data": mesh.size})),
         repeated=repeated_reductions(stage.jaxpr) if isinstance(stage, jax.stages.Traced) else (),
         memory=memory and memory_by_name(memory),
     )
+
+
+def requested_text(lowered: jax.stages.Lowered) -> str:
+    """Return the HLO that was requested, before any compiler has seen it, with source lines."""
+    # What `as_text("hlo")` returns, but without the numbers of large constants.
+    program: Any = lowered.compiler_ir("hlo")
+    return program.as_hlo_module().to_string()
 
 
 def _traced(

@@ -16,9 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxcoll._files import check_writable, write_result
 from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._mesh.mesh import abstract_mesh, checked_mesh, takes_mesh
-from jaxcoll._observe.report import Report, report_of
-from jaxcoll._observe.report_text import against
-from jaxcoll._observe.report_text import text as text_of
+from jaxcoll._observe.report import Report, report_of, side_by_side
 from jaxcoll._show.units import WIDTH, shortened
 from jaxcoll.bench.targets import SIMULATED
 from jaxcoll.cli.flags import add_devices, add_platform, check_least, check_results, write_lines
@@ -67,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         return 0
     if other:
-        print(against(report, other, _named(args.target), _named(args.against)))
+        print(side_by_side({_named(args.target): report, _named(args.against): other}))
     else:
-        print(text_of(report, terminal_width() or WIDTH))
+        print(report.text(terminal_width() or WIDTH))
     return 0
 
 

@@ -29,7 +29,7 @@ def test_every_collective_that_a_report_finds_is_compared_with_its_groups_and_pa
         groups = re.search(r" among (.*?)(?:, asked for |, carrying |$)", line)[1]
         assert read_groups(groups) or groups == "{}"
         assert f"={groups}, " in text
-    wanted = {pack for k in range(found.count) for pack in found.packs_of(k)}
+    wanted = {pack for row in found.rows for pack in row.packs}
     named = set(re.findall(r"\w+/(?:pack|rows)\d+", "\n".join(lines)))
     # TPU compilers keep the scopes of several beside their results, and the first one's here.
     assert named == wanted or ("v6e" in path.name and set() < named < wanted)

@@ -35,7 +35,7 @@ class Programs(list):
 
     def groups(self):
         """The groups of devices of the last program's collectives."""
-        return {tuple(map(tuple, each.groups)) for each in read_hlo(self[-1])}
+        return {tuple(map(tuple, each.groups)) for each in read_hlo(self[-1]).collectives}
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import forks
 import gpt
 import jax
 import numpy as np
-import packs
 import pytest
 import reading_ahead
 import sharded
@@ -169,14 +168,3 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_reading_ahead_is_timed_step_by_step(prefetch):
     assert len(reading_ahead.seconds(reading_ahead.Slow.rows[:200], prefetch)) == 2
-
-
-def test_packs_of_ours_and_of_the_compiler_have_kernels_around_them():
-    for example, asked in ((packs.ours, 1), (packs.compilers, 16)):
-        step, arguments = example()
-        report = jc.inspect(step, *arguments)
-        assert len(report.requested) == asked
-        kernels = [c.kernels for c in report.collectives]
-        # Gradients are written and their sums are read, whoever packs.
-        assert sum(k.nbytes for k in kernels) >= 2 * report.requested[0].nbytes * asked
-        assert sum(k.count for k in kernels) > 1

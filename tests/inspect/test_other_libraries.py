@@ -97,7 +97,8 @@ CALLS = {  # name: a function, and what it is called with
 def test_every_kind_of_function_is_looked_into(name):
     function, *arguments = CALLS[name]()
     sends = 1 if name in ("partial of pmap", "partial of a step") else 0
-    report = jc.assert_collectives(function, *arguments, max_count=sends)
+    report = jc.inspect(function, *arguments)
+    jc.assert_collectives(report, max_count=sends)
     assert report.count == sends
     assert report.requested is not None
     assert len(report.plans) == (name == "partial of a step")

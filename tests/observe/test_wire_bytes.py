@@ -3,7 +3,7 @@
 import pytest
 
 from jaxcoll._observe.parse.collective import KINDS, Collective, Operand, bytes_of, wire_bytes
-from jaxcoll._observe.report_text import totals
+from jaxcoll._observe.row_table import totals
 
 
 def collective(kind, n, *operands, **more):
@@ -82,4 +82,4 @@ def test_a_loop_of_unknown_turns_counts_one_and_one_that_never_turns_none(trips,
     found = collective("all-reduce", 8, Operand("f32", (4,)), trips=trips)
     assert found.turns == turns
     assert wire_bytes([found]) == turns * found.wire_bytes
-    assert totals([found], [trips]).startswith(f"{turns} all-reduce")
+    assert totals([found]).startswith(f"{turns} all-reduce")

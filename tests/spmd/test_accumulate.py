@@ -172,14 +172,11 @@ def test_eight_micro_batches_send_an_eighth():
         )
         return jax.tree.map(lambda x: x / 8, jax.lax.scan(turn, zero, pieces)[0])
 
-    report = jc.assert_collectives(once, PARAMS, BATCH, none_in_loops=True, max_count=1)
-    with pytest.warns(jc.ReductionInLoopWarning, match=r"added up.*float32\[5, 3\]"):
+    report = jc.assert_collectives(jc.inspect(once, PARAMS, BATCH), none_in_loops=True, max_count=1)
+    with pytest.warns(jc.ReductionInLoopWarning, match=r"`inspect`.*added up.*float32\[5, 3\]"):
         every_turn = jc.inspect(jc.data_parallel(each), PARAMS, BATCH)
     assert every_turn.wire_bytes == 8 * report.wire_bytes > 0
-    with pytest.warns(jc.ReductionInLoopWarning, match=r"`assert_collectives`.*jc\.accumulate"):
-        jc.assert_collectives(jc.data_parallel(each), PARAMS, BATCH)
-    assert "added up" in str(every_turn)
-    assert any("added up" in note for note in jc.Report.from_json(every_turn.to_json()).notes)
+    assert any("jc.accumulate" in note for note in every_turn.notes)
     close(jc.data_parallel(each)(PARAMS, BATCH), once(PARAMS, BATCH))
 
 

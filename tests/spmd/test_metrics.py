@@ -54,9 +54,8 @@ def test_one_collective_for_all_of_them_however_they_were_made():
         last |= {f"t{i}": jc.Total(x.argmax()) for i in range(5)}
         return jc.reduce_metrics([stacked, last], "data")
 
-    report = jc.assert_collectives(
-        jc.data_parallel(step), X, none_in_loops=True, max_count=1, dtypes=["f32"]
-    )
+    report = jc.inspect(jc.data_parallel(step), X)
+    jc.assert_collectives(report, none_in_loops=True, max_count=1, dtypes=["f32"])
     (asked,) = report.requested
     assert (report.count, asked.operands[0].size) == (1, 30)
 
@@ -78,7 +77,7 @@ def test_those_of_a_loss_travel_in_the_pack_of_its_gradients(op):
     wrapped = jc.data_parallel(step, options=options)
     report = jc.inspect(wrapped, np.ones(6, "f"), X)
     assert (report.count, len(report.requested)) == (1, 1)
-    assert ".metrics[\"[0]['top']\"].total" in report.leaves_of(0)
+    assert ".metrics[\"[0]['top']\"].total" in report.rows[0].leaves
     value, metrics, _ = wrapped(np.ones(6, "f"), X)
     np.testing.assert_allclose(value, X.sum() / (8 if op == "mean" else 1), rtol=1e-5)
     np.testing.assert_allclose(metrics["top"], X.max(axis=1).mean(), rtol=1e-6)

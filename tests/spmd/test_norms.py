@@ -28,7 +28,7 @@ def test_a_whole_tree_needs_no_collective():
     np.testing.assert_allclose(jc.global_norm(TREE), of_all(TREE), rtol=1e-6)
     np.testing.assert_allclose(jc.global_norm(whole), optax.tree.norm(whole), rtol=1e-6)
     step = jc.data_parallel(lambda t, x: (jc.global_norm(t), jc.all_finite(t)))
-    jc.assert_collectives(step, TREE, np.ones(8, "f"), max_count=0)
+    jc.assert_collectives(jc.inspect(step, TREE, np.ones(8, "f")), max_count=0)
     assert jc.global_norm({}) == 0
     assert jc.all_finite({"a": None, "n": 3})
 

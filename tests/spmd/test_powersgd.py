@@ -226,7 +226,7 @@ def test_bytes_are_those_of_the_plan_in_the_compiled_program():
     assert [len(p.leaves) for p in plans] == [5, 2]
     assert [p.carried(0) for p in plans] == ["['b']", "['kernel'].right"]
     plan = jc.plan(value, mesh=mesh_of(N), options=OPTIONS, reduce_op="sum")
-    sent = sum(c.wire_bytes for c in read_hlo(step.lower(*args).compile().as_text()))
+    sent = sum(c.wire_bytes for c in read_hlo(step.lower(*args).compile().as_text()).collectives)
     assert sent == plan.wire_bytes == sum(p.wire_bytes for p in plans)
     elements = 2 * (40 + 30) + 2 * (36 + 24) + 36 + 5 + 900
     assert plan.nbytes == 4 * elements

@@ -166,9 +166,7 @@ def test_the_reduction_is_in_the_loop_and_nothing_of_it_after(op):
         )(p, x)  # fmt: skip
 
     report = jc.inspect(jc.data_parallel(step), PARAMS, X)
-    depth = {
-        path: len(c.loops) for k, c in enumerate(report.collectives) for path in report.leaves_of(k)
-    }
+    depth = {path: len(row.compiled.loops) for row in report.rows for path in row.leaves}
     assert depth == {".value": 0, "": 0, "['w']": 2, "['b']": 2}
     elements = sum(c.nbytes * len(c.loops or "1") for c in report.collectives)
     assert elements

@@ -45,7 +45,8 @@ def takes_mesh(w, x, *, mesh):
 
 def requested(fun, args=(W, X), topology="h100:2x8", mesh=None):
     where = topology_named(topology)
-    return lowered_over(traced_over(fun, args, {}, where, mesh, lambda plan: None), where)
+    traced = traced_over(fun, args, {}, where, mesh, lambda plan: None)
+    return lowered_over(traced, where).as_text(debug_info=True)
 
 
 def partitions(text):

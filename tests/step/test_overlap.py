@@ -35,7 +35,7 @@ def test_requested_packs_are_compiled_packs(nbytes):
     (plan,) = report.plans
     assert len(plan.packs) > 3
     assert report.count == len(report.requested) == len(plan.packs)
-    assert sorted(report.packs_of(k) for k in range(report.count)) == [
+    assert sorted(row.packs for row in report.rows) == [
         (f"{plan.name}/pack{k}",) for k in range(report.count)
     ]
     assert all(len(c.operands) == 1 for c in report.collectives)

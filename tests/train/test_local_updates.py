@@ -79,7 +79,7 @@ def test_a_local_step_sends_nothing_and_a_round_sends_each_leaf_once():
     reports = [jc.inspect(train.sum, *train.fragment(state, k)) for k in range(3)]
     whole = 4 * sum(x.size for x in PARAMS.values())
     assert sum(r.wire_bytes for r in reports) == 2 * 3 * whole // 4
-    assert [list(r.leaves_of(0)) for r in reports] == [[f"['{a}']" for a in p] for p in PARTS]
+    assert [list(r.rows[0].leaves) for r in reports] == [[f"['{a}']" for a in p] for p in PARTS]
 
 
 def test_fragments_partition_the_leaves_and_each_is_sent_once_a_round():

@@ -154,10 +154,8 @@ def test_the_program_reduce_scatters_and_gathers_once_and_fits_a_cluster_by_its_
     optimizer = jc.sharded_optimizer(ADAM, "data", max_norm=1.0)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     state = optimizer.init(shapes)
-    report = jc.assert_collectives(
-        train_step(optimizer, 8), shapes, state, BATCHES[0],
-        kinds=["reduce-scatter", "all-reduce", "all-gather"],
-    )  # fmt: skip
+    report = jc.inspect(train_step(optimizer, 8), shapes, state, BATCHES[0])
+    jc.assert_collectives(report, kinds=["reduce-scatter", "all-reduce", "all-gather"])
     assert report.count == 3
     wide = AbstractMesh((16,), ("data",), (AxisType.Auto,))
     abstract = jc.sharded_optimizer(ADAM, "data", mesh=wide).init(PARAMS)

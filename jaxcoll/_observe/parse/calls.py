@@ -1,4 +1,4 @@
-"""From computations that call one another to what one run of the program carries out."""
+"""Flatten computations that call one another into what one run of the program carries out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxcoll._observe.parse.collective import Collective, Kernels, Meanwhile
+from jaxcoll._observe.parse.collective import Collective, Loop, Matmul, Meanwhile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,59 +18,28 @@ class Call:
     callee: str  # the computation that it calls
     trips: int | None = 1  # how often, each time; None when the text does not say
     is_async: bool = False  # other work may run meanwhile
-    branch: int | None = None  # which branch it is, when `site` is a conditional
+    branch: int | None = None  # the number of the branch, when `site` is a conditional
     is_loop: bool = False  # `site` is a loop
     # `callee` spells out what `site` does, as for a fusion, rather than a program
     is_part: bool = False
     at: int = 0  # the line of `site` in its computation
     until: int = 0  # the line where it ends, when it is asynchronous
     meanwhile: Meanwhile | None = None  # what is scheduled between the two
-    kernels: Kernels | None = None  # those around it, when it is asynchronous
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Matmul:
-    """An instruction that multiplies matrices, by itself or in what it fuses."""
-
-    name: str  # the instruction's name
-    flops: int  # floating-point operations each time
-    # How often one run carries it out; None when a loop does not say how often it turns
-    trips: int | None = 1
-    at: int = 0  # its place in the schedule, as in `Collective`
-    # The element type of what it multiplies (of several, of the largest); "" if the text does not
-    # say
-    dtype: str = ""
-
-    @property
-    def turns(self) -> int:
-        """How often one run carries it out; a loop that does not say how often it turns, once."""
-        return 1 if self.trips is None else self.trips
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Loop:
-    """A loop that collectives or matrix products stand in."""
-
-    name: str  # the instruction's name
-    # How often it turns in one run of the program; None when the text does not say
-    trips: int | None
-    at: int  # its place in the schedule
-    until: int  # the place of its end
-
-
-Bodies = Mapping[str, Sequence[Collective | Call | Matmul]]
-"""What matters of each computation, in its order."""
+Item = Collective | Call | Matmul
+Bodies = Mapping[str, Sequence[Item]]
+"""The items of each computation, in its order."""
 
 Event = Collective | Matmul | Loop
-"""What one run carries out."""
+"""Something that one run carries out."""
 
 
 def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple[Event, ...]:
-    """What one run of `entry` carries out, each with the loops and branches it is called in.
+    """List what one run of `entry` carries out, each with the loops and branches around it.
 
-    Law: a computation that is called from two places is listed twice, because both send; a
-    collective that no call reaches is an error rather than silence. Their places count through the
-    program as if each call were written out.
+    A computation that is called from two places is listed twice, because both send. Places count
+    through the program as if each call were written out.
 
     Raises:
       ValueError: a call leads nowhere or in a circle, or a collective is reached by no call.
@@ -80,9 +49,9 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
     extents: dict[str, int] = {}
 
     def extent(name: str) -> int:
-        """Instructions of a computation with its calls written out."""
+        """Count the instructions of a computation with its calls written out."""
         if name not in extents:
-            extents[name] = lengths.get(name, 0)  # stays if it calls itself, which is found below
+            extents[name] = lengths.get(name, 0)  # stays if it calls itself, as `within` refuses
             extents[name] += sum(extent(call.callee) for call in _calls(bodies[name], busy))
         return extents[name]
 
@@ -97,22 +66,22 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
         def place(line: int) -> int:
             return base + line + grown[bisect.bisect_left(lines, line)]
 
-        met = 0
+        callees = iter(grown)
         for item in bodies[name]:
             if isinstance(item, Collective):
-                yield _called(item, path, place(item.at), place(item.until))
+                yield _reached(item, path, place(item.at), place(item.until))
             elif isinstance(item, Matmul):
                 yield dataclasses.replace(item, trips=_trips(item.trips, path), at=place(item.at))
             elif item.callee in busy:
-                at, deeper = base + item.at + grown[met], (*path, item)
+                # Calls of one line, as a loop's condition and body, lie one behind another.
+                start = base + item.at + next(callees)
+                call = dataclasses.replace(item, at=place(item.at), until=place(item.until))
                 if item.is_loop:
-                    end = at + extent(item.callee)
-                    yield Loop(item.site, _trips(1, deeper), at, end)
-                spans = dataclasses.replace(item, at=place(item.at), until=place(item.until))
-                yield from within(item.callee, (*path, spans), at)
-                met += 1
+                    end = start + extent(item.callee)
+                    yield Loop(item.site, _trips(item.trips, path), start, end)
+                yield from within(item.callee, (*path, call), start)
 
-    found = tuple(within(entry, (), 0))
+    events = tuple(within(entry, (), 0))
     # What no call reaches would not be listed, and a report that lists less than all misleads.
     for name in sorted(busy - reached):
         lost = next((x for x in bodies[name] if isinstance(x, Collective)), None)
@@ -122,11 +91,11 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
                 "is understood here: the notation is newer than this reader, or the text is "
                 "damaged."
             )
-    return found
+    return events
 
 
 def busy_among(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
-    """The computations that hold one of `kinds`, or call one that does, however far down."""
+    """Name the computations that hold one of `kinds`, or call one that does, however far down."""
     callers: dict[str, list[str]] = {}
     for name, body in bodies.items():
         for item in body:
@@ -147,7 +116,7 @@ def busy_among(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
     return busy
 
 
-def _calls(body: Sequence[Collective | Call | Matmul], busy: set[str]) -> list[Call]:
+def _calls(body: Sequence[Item], busy: set[str]) -> list[Call]:
     return [item for item in body if isinstance(item, Call) and item.callee in busy]
 
 
@@ -157,8 +126,8 @@ def _trips(trips: int | None, path: Sequence[Call]) -> int | None:
     return trips
 
 
-def _called(collective: Collective, path: Sequence[Call], at: int, until: int) -> Collective:
-    """`collective` as it is met at the end of a path of calls."""
+def _reached(collective: Collective, path: Sequence[Call], at: int, until: int) -> Collective:
+    """Place `collective` at the end of a path of calls."""
     branches = tuple(
         ("/".join(c.site for c in path[: k + 1]), call.branch)
         for k, call in enumerate(path)
@@ -175,5 +144,4 @@ def _called(collective: Collective, path: Sequence[Call], at: int, until: int) -
         at=pair.at if pair else at,
         until=pair.until if pair else max(at, until),
         meanwhile=pair.meanwhile if pair else collective.meanwhile,
-        kernels=pair.kernels if pair else collective.kernels,
     )

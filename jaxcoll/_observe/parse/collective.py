@@ -1,4 +1,4 @@
-"""What a collective is, wherever it was read: what it sends, among whom, and how often."""
+"""Values that the reader makes: collectives, matrix products, and the loops around them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-
-from jaxcoll._show.codec import OPTIONAL
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -43,33 +41,25 @@ class Operand:
 
 
 def bytes_of(dtype: str, size: int) -> int:
-    """Bytes of `size` elements of an HLO type, rounded up to whole bytes."""
+    """Return the bytes of `size` elements of an HLO type, rounded up to whole bytes."""
     if dtype == "pred":
         return size
-    found = _BITS.fullmatch(dtype)
-    if found is None:
+    bits = _BITS.fullmatch(dtype)
+    if bits is None:
         raise ValueError(
             f"expected an element type of HLO (f32, bf16, s8, pred, ...), got {dtype!r}: it is "
             "newer than this reader, or the text is damaged."
         )
-    return -(-size * int(found[1]) // 8)
+    return -(-size * int(bits[1]) // 8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meanwhile:
-    """What is scheduled between the start and the end of an asynchronous collective."""
+    """Work that is scheduled between the start and the end of an asynchronous collective."""
 
     instructions: int  # those that do something; constants, tuples and the like are left out
     matmuls: int  # matrix products and convolutions among them, a loop's each time
     flops: int  # floating-point operations of these, two for each multiplication and addition
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kernels:
-    """The kernels that make what a collective sends, or take what it brings, each time."""
-
-    count: int
-    nbytes: int  # of memory that they read and write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +79,13 @@ class Collective:
         not say how often it turns.
       is_async: other work may run between its start and its end.
       op_name: the path of Python scopes that the text keeps, "" if it keeps none. Of several
-        that were combined it is "(one:another)" behind what they share; see `names`.
+        that were combined it is "(one:another)" behind what they share.
       branches: the conditionals around it, outer first, and which branch of each it is in.
       loops: the loops around it, outer first.
       source: file and line of the Python that asked for it, "" if the text does not say.
       at: its place in the schedule: instructions before it, each loop's body once.
       until: the place where it ends.
       meanwhile: what is scheduled while it is under way; None if it is not asynchronous.
-      kernels: those that make what it sends, or take what it brings: the cost of packing, where
-        it is not fused with what computes; None if that is not known.
     """
 
     kind: str
@@ -115,11 +103,10 @@ class Collective:
     at: int = 0
     until: int = 0
     meanwhile: Meanwhile | None = None
-    kernels: Kernels | None = dataclasses.field(default=None, metadata=OPTIONAL)
 
     @property
     def turns(self) -> int:
-        """How often one run carries it out; a loop that does not say how often it turns, once."""
+        """Times that one run carries it out; a loop that does not say how often it turns, once."""
         return 1 if self.trips is None else self.trips
 
     @property
@@ -142,7 +129,7 @@ class Collective:
 
 
 def _leaving(kind: str, operand: Operand, n: int) -> int:
-    """Bytes of one operand that leave the device of a group of `n` that sends most."""
+    """Return the bytes of one operand that leave the device of a group of `n` that sends most."""
     if n <= 1:
         return 0
     match kind:
@@ -156,10 +143,40 @@ def _leaving(kind: str, operand: Operand, n: int) -> int:
             return operand.nbytes
 
 
-def wire_bytes(collectives: Iterable[Collective]) -> int:
-    """Bytes that leave one device when the program runs once.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matmul:
+    """An instruction that multiplies matrices, by itself or in what it fuses."""
 
-    Law: with n devices in a group and S bytes in an operand, an all-reduce sends 2(n-1)/n·S,
+    name: str  # the instruction's name
+    flops: int  # floating-point operations each time
+    # How often one run carries it out; None when a loop does not say how often it turns
+    trips: int | None = 1
+    at: int = 0  # its place in the schedule, as in `Collective`
+    # The element type of what it multiplies (of several, of the largest); "" if the text does not
+    # say
+    dtype: str = ""
+
+    @property
+    def turns(self) -> int:
+        """Times that one run carries it out; a loop that does not say how often it turns, once."""
+        return 1 if self.trips is None else self.trips
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop that collectives or matrix products stand in."""
+
+    name: str  # the instruction's name
+    # How often it turns in one run of the program; None when the text does not say
+    trips: int | None
+    at: int  # its place in the schedule
+    until: int  # the place of its end
+
+
+def wire_bytes(collectives: Iterable[Collective]) -> int:
+    """Return the bytes that leave one device when the program runs once.
+
+    With n devices in a group and S bytes in an operand, an all-reduce sends 2(n-1)/n·S,
     a reduce-scatter and an all-to-all (n-1)/n·S, an all-gather (n-1)·S, a collective-permute
     and a collective-broadcast S, all of them what a byte-optimal implementation sends; a
     ragged all-to-all at most S, its sizes being known only when it runs. A group of one sends
@@ -179,12 +196,12 @@ def wire_bytes(collectives: Iterable[Collective]) -> int:
 
 
 def runs(collectives: Iterable[Collective]) -> int:
-    """How many collectives one run carries out: of a conditional those of its longest branch."""
+    """Count the collectives of one run: of a conditional those of its longest branch."""
     return _dearest([(c.branches, c.turns) for c in collectives])
 
 
 def _dearest(sent: list[tuple[tuple[tuple[str, int], ...], int]]) -> int:
-    """The sum over everything sent, with the dearest branch of each conditional."""
+    """Add up everything sent, with the dearest branch of each conditional."""
     total = sum(nbytes for branches, nbytes in sent if not branches)
     conditionals: dict[str, dict[int, list]] = {}
     for branches, nbytes in sent:

@@ -1,19 +1,25 @@
-"""Reads compiled programs: every collective of an HLO text, whichever compiler printed it."""
+"""Read compiled programs: every collective of an HLO text, whichever compiler printed it."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxcoll._observe.parse import hlo_text
-from jaxcoll._observe.parse.calls import Call, Loop, Matmul, carried_out
-from jaxcoll._observe.parse.collective import KINDS, Collective, Groups
-from jaxcoll._observe.parse.hlo_text import Computation, Instruction, Module, parse_instruction
+from jaxcoll._observe.parse.arithmetic import Arithmetic
+from jaxcoll._observe.parse.calls import Call, Item, carried_out
+from jaxcoll._observe.parse.collective import KINDS, Collective, Groups, Loop, Matmul
+from jaxcoll._observe.parse.hlo_text import (
+    Computation,
+    Instruction,
+    Module,
+    StackFrames,
+    pair_ends,
+    parse_instruction,
+    parse_module,
+)
 from jaxcoll._observe.parse.replica_groups import device_groups, group_size, read_groups
-from jaxcoll._observe.parse.schedule import Schedule
-from jaxcoll._observe.parse.source import StackFrames
 from jaxcoll._plan.scope_names import names, op_name_of
 
 _COMMUNICATES = re.compile(r" ((?:all-|collective-|reduce-scatter|ragged-all)[\w\-]*|send)\(")
@@ -36,45 +42,35 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _IS_SYNC = re.compile(r'is_sync\\?":\s*true')
 
 
-def read_hlo(text: str) -> tuple[Collective, ...]:
-    """The collectives of what `compiled.as_text()` returns, in the order of the text.
-
-    Law: nothing is skipped in silence. An asynchronous pair counts once; every operand of a
-    combined collective is listed, in the element type that the compiler settled on; loops,
-    calls, fusions and conditionals are followed from the entry; what is not understood is an
-    error. The order is the schedule where the compiler has made one.
-    """
-    return read_program(text, strict=True).collectives
-
-
 class Program(NamedTuple):
-    """A compiled program, as far as its text tells; `Report` says what each field is."""
+    """A compiled program, as far as its text tells."""
 
-    name: str
-    devices: int
-    instructions: int
-    collectives: tuple[Collective, ...]
-    matmuls: tuple[Matmul, ...] = ()
-    loops: tuple[Loop, ...] = ()
-    uncounted: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    name: str  # what was compiled, as in jit_step
+    devices: int  # it is for so many
+    instructions: int  # of one run, the body of each loop once
+    collectives: tuple[Collective, ...]  # an asynchronous pair is one
+    matmuls: tuple[Matmul, ...]  # the instructions that multiply matrices
+    loops: tuple[Loop, ...]  # those that collectives or matrix products stand in
+    unread: tuple[str, ...]  # what may send and is not understood, in words
+    unbounded: tuple[str, ...]  # loops that send, and do not say how often they turn, by name
+    notes: tuple[str, ...]  # what else is not known, and why
 
 
-def read_program(text: str, *, strict: bool = False) -> Program:
-    """A compiled program: its collectives, and the arithmetic that is scheduled around them.
+def read_hlo(text: str, devices: int = 1) -> Program:
+    """Read what `compiled.as_text()` returns, or the HLO of what is lowered for so many devices.
 
-    Law: as `read_hlo`; but what is not understood is listed in `uncounted`. If `strict`, it is an
-    error, and the arithmetic is left out.
+    Nothing is skipped in silence: every operand of a combined collective is listed, in the element
+    type that the compiler settled on; loops, calls, fusions and conditionals are followed from the
+    entry; what is not understood is in `unread`. The order is that of the compiler's schedule.
+
+    Raises:
+      ValueError: the text is not HLO, is cut off, or calls computations in a circle.
     """
-    module = hlo_text.parse_module(text)
-    uncounted: list[str] = []
-    notes: list[str] = []
-    reader = _Reader(module, None if strict else uncounted)
-    bodies = {name: reader.body(name) for name in module.computations}
-    if not strict:
-        bodies = Schedule(module, bodies, uncounted, notes).bodies()
+    module = parse_module(text, devices)
+    reader = _Reader(module)
+    arithmetic = Arithmetic(module, {name: reader.body(name) for name in module.computations})
     lengths = {name: len(lines) for name, lines in module.computations.items()}
-    events = carried_out(bodies, module.entry, lengths)
+    events = carried_out(arithmetic.bodies(), module.entry, lengths)
     ends = (event.at if isinstance(event, Matmul) else event.until for event in events)
     return Program(
         name=module.name,
@@ -83,49 +79,71 @@ def read_program(text: str, *, strict: bool = False) -> Program:
         collectives=tuple(e for e in events if isinstance(e, Collective)),
         matmuls=tuple(e for e in events if isinstance(e, Matmul)),
         loops=tuple(e for e in events if isinstance(e, Loop)),
-        uncounted=tuple(dict.fromkeys(uncounted)),
-        notes=tuple(dict.fromkeys(notes)),
+        unread=tuple(dict.fromkeys([*reader.unread, *arithmetic.unread])),
+        unbounded=tuple(dict.fromkeys(arithmetic.unbounded)),
+        notes=tuple(dict.fromkeys(arithmetic.notes)),
     )
 
 
 class _Reader:
     """Goes through each computation's lines once."""
 
-    def __init__(self, module: Module, uncounted: list[str] | None) -> None:
+    def __init__(self, module: Module) -> None:
         self._module = module
-        self._uncounted = uncounted
         self._frames = StackFrames(module.tables)
         # One computation's at a time: a large program's would take as much as its text.
         self._opened = functools.lru_cache(1)(lambda x: Computation(module.computations[x]))
         self._elements = functools.lru_cache(1)(lambda x: _elements(module.computations[x]))
+        self.unread: list[str] = []
 
-    def body(self, computation: str) -> list[Collective | Call | Matmul]:
-        """The collectives of one computation, and what it calls, in order."""
-        lines = self._module.computations[computation]
-        found: list[Collective | Call | Matmul] = []
-        for at, line in enumerate(lines):
+    def body(self, computation: str) -> list[Item]:
+        """Return the collectives of one computation, and what it calls, in order."""
+        items: list[Item] = []
+        for at, line in enumerate(self._module.computations[computation]):
             if fusion := _FUSION.match(line):  # most lines of a large program
                 site, callee = fusion.groups()
-                found.append(Call(site, callee, is_part=True, at=at, until=at))
+                items.append(Call(site, callee, is_part=True, at=at, until=at))
                 continue
             if _COMMUNICATES.search(line):
                 try:
                     instruction = parse_instruction(line)
                     if _is_collective(instruction):
-                        found.append(self._collective(computation, instruction, at))
+                        items.append(self._collective(computation, instruction, at))
                 except ValueError as error:
-                    if self._uncounted is None:
-                        raise
-                    self._uncounted.append(str(error))
+                    self.unread.append(str(error))
             if _MAY_CALL.search(line):
-                found += _calls(line, at, lambda loop: self._turns(computation, loop))
-        return found
+                items += self._calls(computation, parse_instruction(line), at)
+        return items
+
+    def _calls(self, computation: str, instruction: Instruction, at: int) -> Iterator[Call]:
+        """Yield what an instruction calls; the rest of an asynchronous pair repeats its start."""
+        opcode, attributes = instruction.opcode, instruction.attributes
+        if opcode.endswith(("-done", "-update")):
+            return
+        turns = self._turns(computation, instruction) if opcode == "while" else 1
+        for attribute, called in _CALLS.findall(attributes.partition(", metadata=")[0]):
+            for k, name in enumerate(n.strip().lstrip("%") for n in called.strip("{}").split(",")):
+                # The condition is asked once more than the body is carried out.
+                asked_once_more = opcode == "while" and attribute == "condition"
+                branch = _BRANCHES.get(attribute)
+                if name:
+                    yield Call(
+                        site=instruction.name,
+                        callee=name,
+                        trips=None if turns is None else turns + asked_once_more,
+                        is_async=opcode.endswith("-start"),
+                        branch=None if branch is None else branch + k,
+                        is_loop=opcode == "while",
+                        is_part=opcode not in ("while", "call", "conditional"),
+                        at=at,
+                        until=at,
+                    )
 
     def _turns(self, computation: str, loop: Instruction) -> int | None:
-        if known := _TRIPS.search(loop.attributes):
-            return int(known[1])
+        if count := _TRIPS.search(loop.attributes):
+            return int(count[1])
         try:
-            return _turns(self._module, loop, self._opened(computation))
+            return _counted_turns(self._module, loop, self._opened(computation))
         except (LookupError, ValueError):
             return None  # something of the loop is missing, or of a form that is not known here
 
@@ -155,7 +173,7 @@ class _Reader:
         )
 
     def _op_name(self, computation: str, instruction: Instruction, operands: int) -> str:
-        """Its own, or, where that names the first of several only, those of its results."""
+        """Return its own, or, where that names the first of several only, those of its results."""
         own = op_name_of(instruction.attributes)
         if operands < 2 or len(names(own)) > 1:
             return own
@@ -165,17 +183,17 @@ class _Reader:
 
 
 def _elements(lines: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Scopes of the instructions that take a tuple apart, by the tuple's name and index."""
-    starts = {name: start for _, name, _, start in hlo_text.pair_ends(lines)}
-    found: dict[str, dict[int, str]] = {}
+    """Map each tuple's name and index to the scopes of the instruction that takes that element."""
+    starts = {name: start for _, name, _, start in pair_ends(lines)}
+    elements: dict[str, dict[int, str]] = {}
     for element in filter(None, map(_ELEMENT.search, lines)):
         whole = starts.get(element[1], element[1])
-        found.setdefault(whole, {})[int(element[2])] = op_name_of(element.string)
-    return found
+        elements.setdefault(whole, {})[int(element[2])] = op_name_of(element.string)
+    return elements
 
 
 def _is_collective(instruction: Instruction) -> bool:
-    """Whether it is a collective, or the start of one; the rest of a pair says nothing new."""
+    """Tell a collective, or the start of one, from what says nothing new, such as its end."""
     opcode, attributes = instruction.opcode, instruction.attributes
     if opcode.removesuffix("-start") in KINDS:
         return True
@@ -192,9 +210,9 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def _groups(module: Module, kind: str, attributes: str) -> Groups:
-    found = (_PAIRS if kind == "collective-permute" else _GROUPS).search(attributes)
+    listed = (_PAIRS if kind == "collective-permute" else _GROUPS).search(attributes)
     return device_groups(
-        read_groups(attributes[found.end() :]) if found else (),
+        read_groups(attributes[listed.end() :]) if listed else (),
         kind,
         has_channel="channel_id=" in attributes,
         has_global_ids="use_global_device_ids=true" in attributes,
@@ -203,74 +221,46 @@ def _groups(module: Module, kind: str, attributes: str) -> Groups:
     )
 
 
-def _calls(line: str, at: int, turns_of: Callable[[Instruction], int | None]) -> Iterator[Call]:
-    """What an instruction calls; the rest of an asynchronous pair only repeats its start."""
-    instruction = parse_instruction(line)
-    opcode, attributes = instruction.opcode, instruction.attributes
-    if opcode.endswith(("-done", "-update")):
-        return
-    known = turns_of(instruction) if opcode == "while" else None
-    for attribute, called in _CALLS.findall(attributes.partition(", metadata=")[0]):
-        for k, name in enumerate(n.strip().lstrip("%") for n in called.strip("{}").split(",")):
-            trips: int | None = 1
-            if opcode == "while":
-                # The condition is asked once more than the body is carried out.
-                trips = None if known is None else known + (attribute == "condition")
-            branch = _BRANCHES.get(attribute)
-            if name:
-                yield Call(
-                    site=instruction.name,
-                    callee=name,
-                    trips=trips,
-                    is_async=opcode.endswith("-start"),
-                    branch=None if branch is None else branch + k,
-                    is_loop=opcode == "while",
-                    is_part=opcode not in ("while", "call", "conditional"),
-                    at=at,
-                    until=at,
-                )
+def _counted_turns(module: Module, loop: Instruction, caller: Computation) -> int | None:
+    """Count the turns of a `while` whose count the compiler dropped; LookupError where it is lost.
 
-
-def _turns(module: Module, loop: Instruction, caller: Computation) -> int | None:
-    """How often a `while` turns whose count the compiler dropped; LookupError where that is lost.
-
-    Law: a number only if a counter begins at a constant, grows by one in each turn, and the loop
+    It is a number only if a counter begins at a constant, grows by one in each turn, and the loop
     goes on while it is less than another constant; otherwise None.
     """
     parts = dict(_LOOP.findall(loop.attributes))
-    tested, body = (Computation(module.computations[parts[k]]) for k in ("condition", "body"))
-    test, state = tested.root, body.root
-    start = _made(loop.given[0], caller)
+    condition, body = (Computation(module.computations[parts[k]]) for k in ("condition", "body"))
+    test, state = condition.root, body.root
+    start = _through_copies(loop.operand_names[0], caller)
     if (test.opcode, state.opcode, start.opcode) != ("compare", "tuple", "tuple"):
         return None
-    counter, limit = (_made(name, tested) for name in test.given)
-    k, last = _element(counter, tested), _constant(limit)
+    counter, limit = (_through_copies(name, condition) for name in test.operand_names)
+    k, last = _element(counter, condition), _constant(limit)
     if k is None or last is None or "direction=LT" not in test.attributes:
         return None
-    step = _made(state.given[k], body)
-    first = _constant(_made(start.given[k], caller))
+    step = _through_copies(state.operand_names[k], body)
+    first = _constant(_through_copies(start.operand_names[k], caller))
     if step.opcode != "add" or first is None:
         return None
-    added = [_made(name, body) for name in step.given]
+    added = [_through_copies(name, body) for name in step.operand_names]
     if {_element(x, body) for x in added} != {k, None} or 1 not in map(_constant, added):
         return None
     return max(last - first, 0)
 
 
-def _made(name: str, inside: Computation) -> Instruction:
-    """What makes a value, seen through copies of it."""
-    found = inside[name]
-    while found.opcode == "copy":
-        found = inside[found.given[0]]
-    return found
+def _through_copies(name: str, inside: Computation) -> Instruction:
+    """Return the instruction that makes a value, seen through copies of it."""
+    instruction = inside[name]
+    while instruction.opcode == "copy":
+        instruction = inside[instruction.operand_names[0]]
+    return instruction
 
 
 def _element(x: Instruction, inside: Computation) -> int | None:
-    """Which element of its computation's only parameter it is."""
+    """Return the index of an element of its computation's only parameter; None for others."""
     if x.opcode != "get-tuple-element":
         return None
-    of, index = _made(x.given[0], inside), _INDEX.search(x.attributes)
-    return int(index[1]) if of.opcode == "parameter" and index else None
+    whole, index = _through_copies(x.operand_names[0], inside), _INDEX.search(x.attributes)
+    return int(index[1]) if whole.opcode == "parameter" and index else None
 
 
 def _constant(x: Instruction) -> int | None:

@@ -1,10 +1,11 @@
-"""The grammar of HLO text: computations, their instructions, and the types that they name."""
+"""The grammar of HLO text: computations, instructions, types, and lines of Python."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.collective import Operand
@@ -18,6 +19,14 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")  # bf16[8,128]
 _COMMENT = re.compile(r"/\*.*?\*/")  # /*index=5*/
 _PARENTHESIS = re.compile(r"[()]")
 _BRACKET = re.compile(r"[(\[{}\]),]")
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_FILE = re.compile(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?')
+_ENTRY = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})\s*')  # 3 "step", or 3 {file_name_id=1 line=22}
+_FIELD = re.compile(r"(\w+)=(\d+)")
+_OURS = re.compile(r"[/\\]jaxcoll[/\\]_\w+[/\\.]|[/\\]site-packages[/\\]jax[/\\]")
+_WRAPS = re.compile(
+    r"[/\\]jaxcoll[/\\](?:_inspect|_step[/\\]data_parallel|_distribute[/\\]strategy[/\\]replica_program)\b"
+)
 
 
 class Instruction(NamedTuple):
@@ -30,14 +39,14 @@ class Instruction(NamedTuple):
     attributes: str
 
     @property
-    def given(self) -> tuple[str, ...]:
-        """The names of what it is given."""
+    def operand_names(self) -> tuple[str, ...]:
+        """Return the names of its operands."""
         pieces = _pieces(_COMMENT.sub("", self.operands))
         return tuple(piece.rpartition(" ")[2].lstrip("%") for piece in pieces)
 
     @property
     def results(self) -> tuple[Operand, ...]:
-        """The arrays that it makes."""
+        """Return the arrays that it makes."""
         return arrays(self.type)
 
 
@@ -52,13 +61,13 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What makes its result."""
+        """Return the instruction that makes its result."""
         (root,) = (line for line in self.lines.values() if line.lstrip().startswith("ROOT "))
         return parse_instruction(root)
 
     def operands(self, instruction: Instruction) -> tuple[Operand, ...]:
-        """The arrays that an instruction is given, typed in place or where they are defined."""
-        found: list[Operand] = []
+        """Return the arrays of its operands, typed in place or where they are defined."""
+        operands: list[Operand] = []
         for piece in _pieces(_COMMENT.sub("", instruction.operands)):
             # Some compilers print the type of each operand in place, others its name alone.
             type_text, _, name = piece.rpartition(" ")
@@ -69,8 +78,8 @@ class Computation:
                         "which its computation does not define: the text looks cut off."
                     )
                 type_text = self[name.lstrip("%")].type
-            found += arrays(type_text)
-        return tuple(found)
+            operands += arrays(type_text)
+        return tuple(operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +95,20 @@ class Module:
     tables: list[str] = dataclasses.field(default_factory=list)
 
 
-def parse_module(text: str) -> Module:
-    """Cut HLO text into computations, each as its lines, in the text's order."""
+def parse_module(text: str, devices: int = 1) -> Module:
+    """Cut HLO text into computations, each as its lines, in the text's order.
+
+    Before it is compiled, a text does not say how many `devices` it is for.
+
+    Raises:
+      ValueError: the text is not HLO, or is cut off.
+    """
     lines = iter(text.splitlines())
     header = next((line for line in lines if line.strip()), "")
     if not header.startswith("HloModule"):
         raise ValueError(
             "expected HLO text, which begins with 'HloModule' (`compiled.as_text()`); got "
-            f"{header[:60]!r}. What `lowered.as_text()` returns is StableHLO: use "
-            "`read_stablehlo`."
+            f"{header[:60]!r}. Pass a program that is lowered only as it is, not its text."
         )
     computations: dict[str, list[str]] = {}
     entry, name = "", ""
@@ -115,21 +129,20 @@ def parse_module(text: str) -> Module:
         where = f"inside the computation {name!r}" if name else "before the ENTRY computation"
         raise ValueError(f"the HLO text looks cut off: it ends {where}.")
     replicas, partitions = (
-        int(found[1]) if (found := re.search(rf"\b{count}=(\d+)", header)) else 1
-        for count in ("replica_count", "num_partitions")
+        int(match[1]) if (match := re.search(rf"\b{count}=(\d+)", header)) else default
+        for count, default in (("replica_count", 1), ("num_partitions", devices))
     )
-    called = _MODULE.match(header)
-    title = called[1] if called else ""
-    return Module(title, computations, entry, replicas, partitions, tables)
+    title = _MODULE.match(header)
+    return Module(title[1] if title else "", computations, entry, replicas, partitions, tables)
 
 
 def parse_instruction(line: str) -> Instruction:
     """Take a line apart."""
-    found = _INSTRUCTION.match(line)
-    close = _closing(line, found.end() - 1) if found else -1
-    if found and close > 0:
-        name, type_text, opcode = found.groups()
-        operands, attributes = line[found.end() : close], line[close + 1 :]
+    match = _INSTRUCTION.match(line)
+    close = _closing(line, match.end() - 1) if match else -1
+    if match and close > 0:
+        name, type_text, opcode = match.groups()
+        operands, attributes = line[match.end() : close], line[close + 1 :]
         return Instruction(name, type_text, opcode, operands, attributes)
     raise ValueError(
         f"expected an instruction, `name = type opcode(operands)`; got {line.strip()[:80]!r}: the "
@@ -138,26 +151,26 @@ def parse_instruction(line: str) -> Instruction:
 
 
 def defined_name(line: str) -> str:
-    """The name that a line of a computation defines; "" if none."""
-    found = _DEFINES.match(line)
-    return found[1] if found else ""
+    """Return the name that a line of a computation defines; "" if none."""
+    match = _DEFINES.match(line)
+    return match[1] if match else ""
 
 
 def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
-    """The ends of asynchronous instructions: line number, name, opcode, and the start's name."""
+    """Yield the ends of asynchronous instructions: line number, name, opcode, the start's name."""
     first: dict[str, str] = {}
     for at, line in enumerate(lines):
         if "-done(" in line or "-update(" in line:
             instruction = parse_instruction(line)
             if instruction.opcode.endswith(("-done", "-update")):
-                start = next(iter(instruction.given), "")
+                start = next(iter(instruction.operand_names), "")
                 # What only prolongs another (`-update`) stands for the start afterwards.
                 first[instruction.name] = first.get(start, start)
                 yield at, instruction.name, instruction.opcode, first[instruction.name]
 
 
 def arrays(type_text: str) -> tuple[Operand, ...]:
-    """The arrays of a type.
+    """Return the arrays of a type.
 
     Examples:
       >>> arrays("(bf16[2,3]{1,0:T(8,128)}, token[], pred[<=4])")
@@ -171,22 +184,75 @@ def arrays(type_text: str) -> tuple[Operand, ...]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The parts of a list that commas separate outside of all brackets."""
+    """Yield the parts of a list that commas separate outside of all brackets."""
     depth = start = 0
-    for found in _BRACKET.finditer(text):
-        depth += {"(": 1, "[": 1, "{": 1, ",": 0}.get(found[0], -1)
-        if found[0] == "," and not depth:
-            yield text[start : found.start()].strip()
-            start = found.end()
+    for mark in _BRACKET.finditer(text):
+        depth += {"(": 1, "[": 1, "{": 1, ",": 0}.get(mark[0], -1)
+        if mark[0] == "," and not depth:
+            yield text[start : mark.start()].strip()
+            start = mark.end()
     if text[start:].strip():
         yield text[start:].strip()
 
 
 def _closing(text: str, start: int) -> int:
-    """The position of the parenthesis that closes the one at `start`; -1 if it is missing."""
+    """Return the position of the parenthesis that closes the one at `start`; -1 if none does."""
     depth = 0
-    for found in _PARENTHESIS.finditer(text, start):
-        depth += 1 if found[0] == "(" else -1
+    for mark in _PARENTHESIS.finditer(text, start):
+        depth += 1 if mark[0] == "(" else -1
         if not depth:
-            return found.start()
+            return mark.start()
     return -1
+
+
+def users(frames: Iterable[tuple[str, str]]) -> str:
+    """Return the innermost frame that is neither jaxcoll's nor JAX's, as file:line.
+
+    The caller of a wrapped step is not part of it, so frames beyond the wrapper do not count.
+
+    Examples:
+      >>> users([("/x/jaxcoll/_spmd/reduce.py", "115"), ("/home/me/train.py", "22")])
+      '/home/me/train.py:22'
+    """
+    for file, line in frames:
+        if _WRAPS.search(file):
+            return ""
+        if not _OURS.search(file):
+            return f"{file}:{line}"
+    return ""
+
+
+class StackFrames:
+    """The tables before an HLO module's computations, in which instructions name a row."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._tables: dict[str, dict[str, dict[str, str]]] = {}
+        table: dict[str, dict[str, str]] = {}
+        for line in lines:
+            if entry := _ENTRY.fullmatch(line):
+                number, text, fields = entry.groups()
+                table[number] = {"": text} if fields is None else dict(_FIELD.findall(fields))
+            elif line.strip():
+                table = self._tables.setdefault(line.strip(), {})
+        self._user = functools.cache(lambda number: users(self._frames(number)))
+
+    def source(self, attributes: str) -> str:
+        """Return file and line of the Python behind an instruction; "" if its text has none."""
+        if frame := _FRAME.search(attributes):
+            return self._user(frame[1])
+        file = _FILE.search(attributes)
+        return users([(file[1], file[2] or "0")]) if file else ""
+
+    def _frames(self, number: str) -> Iterator[tuple[str, str]]:
+        """Yield the frames, the innermost first; a parent is one less than what is written."""
+        for _ in range(1000):
+            frame = self._row("StackFrames", number)
+            place = self._row("FileLocations", frame.get("file_location_id", ""))
+            name = self._row("FileNames", place.get("file_name_id", "")).get("")
+            if name is None:
+                return
+            yield name, place.get("line", "0")
+            number = str(int(frame.get("parent_frame_id", "0")) - 1)
+
+    def _row(self, table: str, number: str) -> Mapping[str, str]:
+        return self._tables.get(table, {}).get(number, {})

@@ -1,4 +1,4 @@
-"""Reads replica groups, in each of the notations that compilers print."""
+"""Read replica groups, in each of the notations that compilers print."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SubAxis = tuple[str, int, int | None]
 
 
 def read_groups(text: str) -> Groups:
-    """The groups that `text` begins with, in any of `_NOTATIONS`; () for `{}`, one group of all."""
-    found = next(filter(None, (notation.match(text) for notation in _NOTATIONS)), None)
-    groups = None if found is None else _groups(found[0])
+    """Return the groups that `text` begins with; () for `{}`, one group of all."""
+    listed = next(filter(None, (notation.match(text) for notation in _NOTATIONS)), None)
+    groups = None if listed is None else _groups(listed[0])
     if groups is None:
         raise ValueError(
             "expected replica groups as {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'a'}; got "
@@ -39,17 +39,17 @@ def read_groups(text: str) -> Groups:
 
 @functools.lru_cache(maxsize=256)  # a program repeats a few groups thousands of times
 def _groups(text: str) -> Groups | None:
-    if found := _LISTED.fullmatch(text):
-        return tuple(numbers(group) for group in re.findall(r"\{([\d,\s]*)\}", found[1]))
-    if found := _COUNTED.fullmatch(text):
-        return as_groups(_device_order(found[2]).reshape(numbers(found[1])))
-    if found := _ON_MESH.fullmatch(text):
-        axes = [_AXIS.fullmatch(axis.strip()) for axis in found[1].split(",")]
-        refs = [_AXIS_REF.fullmatch(ref.strip()) for ref in found[3].split(",")]
+    if listed := _LISTED.fullmatch(text):
+        return tuple(numbers(group) for group in re.findall(r"\{([\d,\s]*)\}", listed[1]))
+    if counted := _COUNTED.fullmatch(text):
+        return as_groups(_device_order(counted[2]).reshape(numbers(counted[1])))
+    if on_mesh := _ON_MESH.fullmatch(text):
+        axes = [_AXIS.fullmatch(axis.strip()) for axis in on_mesh[1].split(",")]
+        refs = [_AXIS_REF.fullmatch(ref.strip()) for ref in on_mesh[3].split(",")]
         if all(axes) and all(refs):
             return mesh_groups(
                 {axis[1]: int(axis[2]) for axis in axes if axis},
-                _device_order(found[2]) if found[2] else None,
+                _device_order(on_mesh[2]) if on_mesh[2] else None,
                 [(r[1], int(r[2] or 1), int(r[3]) if r[3] else None) for r in refs if r],
             )
     return None
@@ -58,9 +58,10 @@ def _groups(text: str) -> Groups | None:
 def mesh_groups(
     sizes: dict[str, int], devices: np.ndarray | None, axes: Iterable[SubAxis]
 ) -> Groups:
-    """Devices that differ along `axes` of a mesh, and only there; a group counts in their order.
+    """Group devices that differ along `axes` of a mesh, and only there.
 
-    `sizes` are those of the mesh's axes, outer first; `devices` its device numbers (None: 0, 1, …).
+    A group counts in the order of `axes`. `sizes` are those of the mesh's axes, outer first;
+    `devices` its device numbers (None: 0, 1, …).
 
     Raises:
       ValueError: an axis is not one of the mesh's, or a part does not fit it.
@@ -104,7 +105,7 @@ def device_groups(
     replicas: int,
     partitions: int,
 ) -> Groups:
-    """What listed groups mean: XLA numbers devices in three ways, which two marks distinguish.
+    """Translate listed groups: XLA numbers devices in three ways, which two marks distinguish.
 
     With a channel it talks across partitions, rather than across replicas; with global ids it
     counts through all devices, replica by replica. Pairs of a collective-permute mean themselves.
@@ -128,24 +129,24 @@ def device_groups(
 
 
 def group_size(kind: str, groups: Groups) -> int:
-    """Devices of the largest group; of a collective-permute, those that send or receive."""
+    """Count devices of the largest group; of a collective-permute, those that send or receive."""
     if kind == "collective-permute":
         return len({device for pair in groups if len(set(pair)) > 1 for device in pair})
     return max(map(len, groups))
 
 
 def as_groups(rows: np.ndarray) -> Groups:
-    """The rows of a matrix of device numbers, as a value."""
+    """Return the rows of a matrix of device numbers, as a value."""
     return tuple(map(tuple, rows.tolist()))
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The integers of a list written with commas."""
+    """Return the integers of a list written with commas."""
     return tuple(map(int, text.rstrip(", ").split(","))) if text.strip() else ()
 
 
 def _device_order(text: str) -> np.ndarray:
-    """Devices written out (`3,1,2,0`) or counted off (`[4,2]T(1,0)`)."""
+    """Return devices written out (`3,1,2,0`) or counted off (`[4,2]T(1,0)`)."""
     counted = _ORDER.fullmatch(text)
     if counted is None:
         return np.array(numbers(text))

@@ -88,7 +88,7 @@ class JaxRank(Rank):
             for i, (spec, x) in enumerate(zip(self._specs, compiled(self._arrays), strict=True))
         ]
         memory = compiled.memory_analysis()
-        sent = read_hlo(compiled.as_text())
+        sent = read_hlo(compiled.as_text()).collectives
         return {
             "error": max(errors, default=0.0),
             "wire_bytes": wire_bytes(sent),

@@ -153,7 +153,8 @@ def main(where, *chosen):
         file = here / f"{backend}-{jax.__version__}-{name}.hlo"
         file.write_text(trimmed(compiled.as_text()))
         if backend == "cpu":  # what is requested is the same for all
-            (here / f"requested-{jax.__version__}-{name}.mlir").write_text(lowered.as_text())
+            requested = here / f"requested-{jax.__version__}-{name}.txt"
+            requested.write_text(lowered.as_text("hlo"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads the arithmetic of a compiled program, and what of it runs beside which collective."""
+"""Read the arithmetic of a compiled program, and what of it runs beside each collective."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxcoll._observe.parse.calls import Bodies, Call, Matmul, busy_among
-from jaxcoll._observe.parse.collective import Collective, Meanwhile, Operand
+from jaxcoll._observe.parse.calls import Bodies, Call, Item, busy_among
+from jaxcoll._observe.parse.collective import Collective, Matmul, Meanwhile, Operand
 from jaxcoll._observe.parse.hlo_text import (
     Computation,
     Instruction,
@@ -21,7 +21,6 @@ from jaxcoll._observe.parse.hlo_text import (
     pair_ends,
     parse_instruction,
 )
-from jaxcoll._observe.parse.kernels import KernelReader
 
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
 _CONTRACTED_IN_CONFIG = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # a GPU library's
@@ -50,7 +49,7 @@ class Work(NamedTuple):
     dtype: str = ""
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """Both together."""
+        """Add `other`, as often as it is carried out."""
         more = times * other.flops
         dtype = self.dtype if self.dtype and self.flops >= more else other.dtype
         return Work(self.matmuls + times * other.matmuls, self.flops + more, dtype)
@@ -60,128 +59,114 @@ def _together(works: Iterable[Work]) -> Work:
     return functools.reduce(Work.plus, works, Work())
 
 
-class Schedule:
-    """A module whose collectives and calls are known already.
+class Arithmetic:
+    """The arithmetic of a module whose collectives and calls are read already."""
 
-    Appends to `uncounted` what may send and cannot be counted, to `notes` such arithmetic.
-    """
-
-    def __init__(
-        self, module: Module, bodies: Bodies, uncounted: list[str], notes: list[str]
-    ) -> None:
+    def __init__(self, module: Module, bodies: Bodies) -> None:
         self._module, self._bodies = module, bodies
-        self._uncounted, self._notes = uncounted, notes
         self._busy = busy_among(bodies, (Collective,))
-        self._kernels = KernelReader(module)
         # The work at each line of a computation: its own, and with the programs it calls there.
         self._known: dict[str, tuple[dict[int, Work], dict[int, Work]]] = {}
+        self.unread: list[str] = []  # custom calls that may send by themselves
+        self.unbounded: list[str] = []  # loops that send, and do not say how often they turn
+        self.notes: list[str] = []  # products whose size is not known
 
     def bodies(self) -> Bodies:
-        """The bodies with matrix products in their places, and with what runs meanwhile.
+        """Return the bodies with matrix products in their places, and with what runs meanwhile.
 
-        What spells out a single instruction and sends nothing is dropped.
+        Calls that spell out a single instruction and send nothing are left out.
         """
         return {name: self._body(name) for name in self._bodies}
 
-    def _body(self, name: str) -> list[Collective | Call | Matmul]:
+    def _body(self, name: str) -> list[Item]:
         lines, ends = self._module.computations[name], self._ends(name)
-        items: list[Collective | Call | Matmul] = [
+        items: list[Item] = [
             Matmul(defined_name(lines[at]), work.flops, at=at, dtype=work.dtype)
             for at, work in self._work(name)[0].items()
         ]
         for item in self._bodies[name]:
-            if isinstance(item, Matmul) or (isinstance(item, Call) and self._is_dropped(item)):
-                continue
-            if isinstance(item, Collective) or item.callee in self._busy:
-                item = self._placed(name, item, ends)
-            items.append(item)
+            if isinstance(item, Call):
+                if self._is_arithmetic(item):
+                    continue
+                if item.is_loop and item.trips is None and item.callee in self._busy:
+                    self.unbounded.append(item.site)
+            items.append(self._scheduled(name, item, ends))
         return sorted(items, key=lambda item: item.at)
 
-    def _placed(
-        self, computation: str, item: Collective | Call, ends: Mapping[str, tuple[int, int]]
-    ) -> Collective | Call:
-        """A collective, or a call of what sends, with what is around it and runs meanwhile."""
-        name = item.site if isinstance(item, Call) else item.name
-        if isinstance(item, Call) and item.is_loop and item.trips is None:
-            self._uncounted.append(
-                f"loop {name!r} does not say how often it turns: what it sends is counted "
-                "for one turn."
-            )
-        if isinstance(item, Collective) or item.is_async:
-            try:
-                item = dataclasses.replace(item, kernels=self._kernels.around(computation, name))
-            except (ValueError, KeyError, IndexError) as error:
-                self._notes.append(f"the kernels around {name!r} could not be read: {error}")
-        if not item.is_async:
+    def _scheduled(self, computation: str, item: Item, ends: Mapping[str, tuple[int, int]]) -> Item:
+        """Say of what is asynchronous from where to where it goes, and what runs meanwhile."""
+        if isinstance(item, Matmul) or not item.is_async:
             return item
+        if isinstance(item, Call) and item.callee not in self._busy:
+            return item
+        name = item.site if isinstance(item, Call) else item.name
         at, until = ends.get(name, (item.at, item.at))
-        meanwhile = self._meanwhile(computation, at, until)
+        _, whole = self._work(computation)
+        work = _together(whole[line] for line in range(at + 1, until) if line in whole)
+        # Constants, tuples and the ends of other pairs take no time.
+        between = self._module.computations[computation][at + 1 : until]
+        count = sum(not _IDLE.search(line) for line in between)
+        meanwhile = Meanwhile(count, work.matmuls, work.flops)
         return dataclasses.replace(item, at=at, until=until, meanwhile=meanwhile)
 
-    def _is_dropped(self, call: Call) -> bool:
+    def _is_arithmetic(self, call: Call) -> bool:
         return call.is_part and call.callee not in self._busy
 
-    def _meanwhile(self, name: str, start: int, end: int) -> Meanwhile:
-        """What stands between two lines of a computation."""
-        _, whole = self._work(name)
-        work = _together(whole[at] for at in range(start + 1, end) if at in whole)
-        # Constants, tuples and the ends of other pairs take no time.
-        lines = self._module.computations[name][start + 1 : end]
-        count = sum(not _IDLE.search(line) for line in lines)
-        return Meanwhile(count, work.matmuls, work.flops)
-
     def _work(self, name: str) -> tuple[dict[int, Work], dict[int, Work]]:
-        """The work at each line of a computation: its own, and with the programs it calls there.
+        """Return the work at each line: its own, and with the programs that are called there.
 
         A fusion's own is that of what it fuses; of a conditional the longest branch counts.
         """
         if name not in self._known:
             # Empty while it is worked out, for a text in which a computation calls itself.
             self._known[name] = {}, {}
-            direct, called = self._own_work(name), {}
+            own, called = self._own_work(name), {}
             for call in self._bodies[name]:
                 if not isinstance(call, Call):
                     continue
                 turns = 1 if call.trips is None else call.trips
                 work = Work().plus(_together(self._work(call.callee)[1].values()), turns)
-                known = called.get(call.at, Work())
-                if self._is_dropped(call):
+                others = called.get(call.at, Work())
+                if self._is_arithmetic(call):
                     if work.matmuls:
-                        direct[call.at] = direct.get(call.at, Work()).plus(work)
+                        own[call.at] = own.get(call.at, Work()).plus(work)
                 else:
-                    called[call.at] = known.plus(work) if call.branch is None else max(known, work)
-            both = {at: direct.get(at, Work()).plus(w) for at, w in called.items()}
-            self._known[name] = direct, {**direct, **both}
+                    called[call.at] = (
+                        others.plus(work) if call.branch is None else max(others, work)
+                    )
+            both = {at: own.get(at, Work()).plus(work) for at, work in called.items()}
+            self._known[name] = own, {**own, **both}
         return self._known[name]
 
     def _own_work(self, name: str) -> dict[int, Work]:
-        found: dict[int, Work] = {}
+        works: dict[int, Work] = {}
         lines, inside = self._module.computations[name], None
         for at, line in enumerate(lines):
-            if not any(name in line for name in (" dot(", " convolution(", " custom-call(")):
-                continue  # quick, because it is asked of every line
+            # Every line of the text comes by: a search for words first, which is quick.
+            if not any(opcode in line for opcode in (" dot(", " convolution(", " custom-call(")):
+                continue
             if " custom-call(" in line and (target := _TARGET.search(line)):
                 # A backend_config may be long: it is searched only where it has that field.
                 config = line.partition("backend_config=")[2] if "has_comm" in line else ""
                 if _MAY_SEND.search(target[1]) or _MAY_SEND.search(config):
-                    self._uncounted.append(
+                    self.unread.append(
                         f"custom call {defined_name(line)!r} ({target[1]}) may send by itself, "
                         "which is not counted."
                     )
             inside, instruction = inside or Computation(lines), parse_instruction(line)
             operations = flops(instruction, inside)
             if operations is None:
-                self._notes.append(
+                self.notes.append(
                     f"{defined_name(line)!r} multiplies matrices of sizes that its text does not "
                     "say: its floating-point operations are not counted."
                 )
             if operations != 0:
                 operands = inside.operands(instruction)
-                found[at] = Work(1, operations or 0, operands[0].dtype if operands else "")
-        return found
+                works[at] = Work(1, operations or 0, operands[0].dtype if operands else "")
+        return works
 
     def _ends(self, name: str) -> dict[str, tuple[int, int]]:
-        """Where what each asynchronous start begins travels, and where it ends, by its name.
+        """Return where each asynchronous start sets something going, and where that ends.
 
         A start that is given nothing yet only prepares; what it sends comes with its update.
         """
@@ -189,23 +174,23 @@ class Schedule:
             return {}
         lines = self._module.computations[name]
         places = {defined_name(line): at for at, line in enumerate(lines) if "-start(" in line}
-        found: dict[str, tuple[int, int]] = {}
+        ends: dict[str, tuple[int, int]] = {}
         for at, _, opcode, start in pair_ends(lines):
-            begins, _ = found.get(start, (places.get(start, at), at))
+            begins, _ = ends.get(start, (places.get(start, at), at))
             if opcode.endswith("-update") and "-start()" in lines[begins]:
                 begins = at
-            found[start] = (begins, at)
-        return found
+            ends[start] = (begins, at)
+        return ends
 
 
 def flops(instruction: Instruction, inside: Computation) -> int | None:
-    """Floating-point operations of an instruction: 2 for each multiplication and addition.
+    """Count the floating-point operations of an instruction.
 
-    Law: a product with an output of N elements that sums over K has 2·N·K of them. A convolution
-    has 2 for each element of an output and of its kernel that meet an element of the input, and
-    neither padding nor what dilation puts between elements; a library's convolution, whose text
-    says less, has those, too. It is 0 if it multiplies no matrices; None if it does, and its text
-    does not say how large they are.
+    Each multiplication and addition is one: a product with an output of N elements that sums over
+    K has 2·N·K. A convolution has 2 for each element of an output and of its kernel that meet an
+    element of the input, and none for padding and for what dilation puts between elements; a
+    library's convolution, whose text says less, has those, too. It is 0 if it multiplies no
+    matrices; None if it does, and its text does not say how large they are.
 
     Examples:
       >>> from jaxcoll._observe.parse.hlo_text import parse_instruction
@@ -218,55 +203,56 @@ def flops(instruction: Instruction, inside: Computation) -> int | None:
     convolves = opcode == "convolution" or (target and _CONVOLVES.search(target[1]))
     if not (opcode == "dot" or convolves or (target and _PRODUCT.search(target[1]))):
         return 0
-    results, given = instruction.results, inside.operands(instruction)
-    if not results or len(given) < 2:
+    results, operands = instruction.results, inside.operands(instruction)
+    if not results or len(operands) < 2:
         return None
     if opcode == "convolution":
-        return _convolved(attributes, given[0], given[1], results[0])
-    summed = _kernel(attributes, given[1]) if convolves else _contracted(attributes, given[0])
-    return None if summed is None else 2 * results[0].size * summed
+        return _convolved(attributes, operands[0], operands[1], results[0])
+    read = (
+        _kernel_size(attributes, operands[1]) if convolves else _contracted(attributes, operands[0])
+    )
+    return None if read is None else 2 * results[0].size * read
 
 
 def _contracted(attributes: str, left: Operand) -> int | None:
-    """Elements of the left operand's dimensions that are summed over."""
-    found = _CONTRACTED.search(attributes) or _CONTRACTED_IN_CONFIG.search(attributes)
-    if not found:
+    """Count the elements of the left operand's dimensions that are summed over."""
+    match = _CONTRACTED.search(attributes) or _CONTRACTED_IN_CONFIG.search(attributes)
+    if not match:
         return None
-    dims = [int(d) for d in re.findall(r"\d+", found[1])]
-    return (
-        math.prod(left.shape[d] for d in dims) if all(d < len(left.shape) for d in dims) else None
-    )
+    dims = [int(d) for d in re.findall(r"\d+", match[1])]
+    if any(d >= len(left.shape) for d in dims):
+        return None
+    return math.prod(left.shape[d] for d in dims)
 
 
-def _kernel(attributes: str, kernel: Operand) -> int | None:
-    """Elements of a convolution's kernel for one output feature."""
-    found = _LABELS.search(attributes)
-    if not found or len(found[2]) != len(kernel.shape) or "o" not in found[2]:
+def _kernel_size(attributes: str, kernel: Operand) -> int | None:
+    """Count the elements of a convolution's kernel for one output feature."""
+    labels = _LABELS.search(attributes)
+    if not labels or len(labels[2]) != len(kernel.shape) or "o" not in labels[2]:
         return None
-    return math.prod(n for n, label in zip(kernel.shape, found[2], strict=True) if label != "o")
+    return math.prod(n for n, label in zip(kernel.shape, labels[2], strict=True) if label != "o")
 
 
 def _convolved(attributes: str, left: Operand, kernel: Operand, output: Operand) -> int | None:
-    """Operations of a convolution; TPUs write every product as one, batches as dilated windows."""
+    """Count a convolution's operations; TPUs write every product as one, batches as dilations."""
     labels, window = _LABELS.search(attributes), _WINDOW.search(attributes)
-    if not labels or [*map(len, labels.groups())] != [
-        len(each.shape) for each in (left, kernel, output)
-    ]:
+    arrays = (left, kernel, output)
+    if not labels or [*map(len, labels.groups())] != [len(array.shape) for array in arrays]:
         return None
     inputs, weights, outputs = (
-        dict(zip(named, each.shape, strict=True))
-        for named, each in zip(labels.groups(), (left, kernel, output), strict=True)
+        dict(zip(names, array.shape, strict=True))
+        for names, array in zip(labels.groups(), arrays, strict=True)
     )
-    given = dict(_FIELD.findall(window[1])) if window else {}
-    found = 2 * weights["i"] * outputs["b"] * outputs["f"]
+    fields = dict(_FIELD.findall(window[1])) if window else {}
+    total = 2 * weights["i"] * outputs["b"] * outputs["f"]
     for k, dim in enumerate(sorted(filter(str.isdigit, inputs))):
         stride, pad, dilated, spread = (
-            int(given[name].split("x")[k].partition("_")[0]) if name in given else usual
-            for name, usual in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+            int(fields[name].split("x")[k].partition("_")[0]) if name in fields else default
+            for name, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
         )
         # For each output element and kernel element the input position, which may be padding.
         at = np.arange(outputs[dim])[:, None] * stride - pad
         at = at + np.arange(weights[dim])[None] * spread
         inside = (at >= 0) & (at <= (inputs[dim] - 1) * dilated) & (at % dilated == 0)
-        found *= int(inside.sum())
-    return found
+        total *= int(inside.sum())
+    return total
