@@ -165,7 +165,7 @@ def initialize(
         arrived = reach(member, timeout) if rejoin else arrive(member, timeout)
     except BaseException as error:
         if coordinator is not None:
-            coordinator.end()
+            coordinator.close()
             _explain_loopback(error, coordinator.address, member)
         raise
     # Both stay until the system closes them, after JAX has taken its leave at the very end.
