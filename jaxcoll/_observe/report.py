@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxcoll._files import replacing
 from jaxcoll._observe import report_text
 from jaxcoll._observe.match import Origin, join
 from jaxcoll._observe.parse.collective import Collective, Groups
@@ -205,9 +204,7 @@ class Report(ReportData):
         Raises:
           ValueError: as in `timeline`.
         """
-        text = json.dumps(trace(self))
-        with replacing(Path(path)) as partial:
-            partial.write_text(text, "utf8")
+        Path(path).write_text(json.dumps(trace(self)), "utf8")
 
     def __str__(self) -> str:
         return report_text.text(self)
@@ -244,8 +241,8 @@ def _drawn(method: str, path: str | Path | None, *shown: Any) -> Any:
         ) from error
     figure = getattr(pictures, method)(*shown)
     if path is not None:
-        with replacing(Path(path)) as partial:
-            figure.savefig(partial, format=partial.suffix[1:] or "png")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format=Path(path).suffix[1:] or "png")
     return figure
 
 
