@@ -13,7 +13,7 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._compat import numerics
-from jaxcoll._train.rows import order
+from jaxcoll._train.batches import order
 from jaxcoll.cli.main import main
 
 pytestmark = pytest.mark.processes
@@ -75,16 +75,11 @@ def test_batches_are_the_same_for_any_number_of_processes(tmp_path):
         # Each process has devices for all rows: the axis that crosses processes holds copies.
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("model", "data"))
         (batch,) = jc.batches(rows, 50, mesh=mesh)
-        loaded = next(jc.prefetch([rows["id"][:8]], mesh=mesh))
-        seen = [np.asarray(s.data).tolist() for s in batch["id"].addressable_shards]
-        return seen, loaded.shape, loaded.addressable_shards[1].data.tolist()
+        return [np.asarray(s.data).tolist() for s in batch["id"].addressable_shards]
 
     def run():
         first, state = read({"epoch": 0, "row": 0, "rows": 50, "seed": 5})
-        rank = jax.process_index()
-        share = next(jc.prefetch([rows["x"][rank * 4 : rank * 4 + 4]]))
-        total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))(share)
-        return first, state, float(total), crossed()
+        return first, state, crossed()
 
     found = jc.launch(run, 2, devices_per_process=2, timeout=SECONDS)
     numbers = order(50, 5, 0)
@@ -95,15 +90,40 @@ def test_batches_are_the_same_for_any_number_of_processes(tmp_path):
         sums = [first[step][1] for (first, *_) in found]
         for value in sums:
             np.testing.assert_allclose(value, rows["x"][want].sum(0))
-    states = [state for _, state, *_ in found]
+    states = [state for _, state, _ in found]
     assert states == [{"epoch": 0, "row": 24, "rows": 50, "seed": 5}] * 2
-    assert {total for _, _, total, _ in found} == {float(rows["x"][:8].sum())}
     halves = [rows["id"][:25].tolist(), rows["id"][25:].tolist()]
-    assert [there for *_, there in found] == [(halves, (8,), [4, 5, 6, 7])] * 2
+    assert [there for _, _, there in found] == [halves] * 2
     # One process with eight devices goes on with the rows that two have left.
     left, _ = read(states[0])
     seen = np.concatenate([x for _, x in sorted(left[0][0], key=lambda pair: pair[0])])
     assert seen[:12].tolist() == numbers[24:36].tolist()
+
+
+def test_processes_that_would_read_rows_in_different_orders_are_refused():
+    def run():
+        rank, outcomes = jax.process_index(), []
+        local = jax.sharding.Mesh(jax.local_devices(), ("data",))
+        for rows, size, settings in (
+            (8, 4, {"seed": 3}),
+            (8, 4, {"seed": 3 + rank}),
+            (8 + rank, 4, {}),
+            (8, 4 + 4 * rank, {}),
+            (8, 4, {"seed": rank or None}),
+            (8, 4, {"seed": rank, "mesh": local}),  # of this process alone
+            (8, 8, {}),
+        ):
+            try:
+                list(jc.batches(np.zeros(rows), size, **settings))
+                outcomes.append("")
+            except jc.ProgramMismatchError as error:
+                outcomes.append(str(error))
+        return outcomes
+
+    for at, messages in enumerate(zip(*jc.launch(run, 2, timeout=SECONDS), strict=True)):
+        refused = [message for message in messages if message]
+        assert len(refused) == (at in (1, 2, 3, 4)), at
+        assert all("and another one" in message for message in refused)
 
 
 def wrong():
