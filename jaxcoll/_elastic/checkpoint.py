@@ -241,7 +241,7 @@ def _stored(name: str, leaf: Any) -> tuple[list[Any], np.ndarray]:
 
 def _read(array: np.ndarray, dtype: str, shape: list[int], impl: str = "") -> Any:
     if impl:
-        return jax.random.wrap_key_data(array, impl=impl)
+        return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=impl)
     return array.view(np.dtype(dtype)).reshape(shape)
 
 

@@ -231,7 +231,7 @@ def order(rows: int, seed: int | None, epoch: int) -> np.ndarray:
 def _rows(source: Any) -> tuple[int, Callable[[np.ndarray], Any]]:
     """Return how many rows a source has, and a function that reads some of them as host arrays."""
     # An iterator would be a leaf, with a warning of JAX's.
-    leaves = [source] if isinstance(source, Iterator) else jax.tree.leaves(source)
+    leaves = [source] if hasattr(source, "__next__") else jax.tree.leaves(source)
     counts = {x.shape[0] for x in leaves if getattr(x, "shape", ()) and hasattr(x, "__getitem__")}
     if len(counts) == 1 and all(getattr(x, "shape", ()) for x in leaves):
         columns = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, source)
