@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -180,5 +181,6 @@ def _on_host(x: Any) -> Any:
 
 
 def _show(rank: int, stream: str, line: str) -> None:
-    """Write what a process printed where `print` of the caller would."""
-    (sys.stdout if stream == "out" else sys.stderr).write(f"[{rank}] {line}")
+    """Write what a process printed where `print` of the caller would, if that is open."""
+    with contextlib.suppress(OSError, ValueError):
+        (sys.stdout if stream == "out" else sys.stderr).write(f"[{rank}] {line}")
