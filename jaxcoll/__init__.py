@@ -60,7 +60,6 @@ from jaxcoll._step.data_parallel import DataParallel as DataParallel
 from jaxcoll._step.data_parallel import data_parallel as data_parallel
 from jaxcoll._train.batches import Batches as Batches
 from jaxcoll._train.batches import batches as batches
-from jaxcoll._train.batches import prefetch as prefetch
 from jaxcoll._train.local_state import LocalState as LocalState
 from jaxcoll._train.local_updates import LocalUpdates as LocalUpdates
 from jaxcoll._train.local_updates import local_updates as local_updates

@@ -5,14 +5,12 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
-import functools
 import os
 import queue
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jaxcoll._compat.coordination import leave_coordinator
@@ -133,35 +131,6 @@ def abandon(thread: Worker | threading.Thread) -> None:
         sys.exit = _exit
     _abandoned[:] = [each for each in _abandoned if each is not thread and each.is_alive()]
     _abandoned.append(thread)
-
-
-def ahead(items: Iterator[Any], size: int, place: Callable[[Any], Any]) -> Iterator[Any]:
-    """`place(item)` of every item, in order, made in a thread before it is asked for."""
-    # At most `size` are made and not yet given; 0: there is no thread. `place` is called in the
-    # caller's thread, as soon as the caller asks for any item.
-    if not size:
-        yield from map(place, items)
-        return
-    worker, end = Worker("jaxcoll-ahead"), object()
-    made: deque[Task] = deque()
-    placed: deque[Any] = deque()
-    try:
-        while True:
-            while len(made) + len(placed) <= size:
-                made.append(worker.submit(functools.partial(next, items, end)))
-            while made and (made[0].done() or not placed):
-                try:
-                    item = made.popleft().result()
-                except Exception:  # it comes after what was made before it
-                    yield from placed
-                    raise
-                if item is end:
-                    yield from placed
-                    return
-                placed.append(place(item))
-            yield placed.popleft()
-    finally:
-        worker.close()
 
 
 def any_blocked() -> bool:

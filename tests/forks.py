@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jaxcoll
-from jaxcoll._cluster.launch import subprocesses
 from jaxcoll._cluster.launchers import OF_A_LAUNCH
 
 # Every request names what one fork does. Replies: who has begun, and who has ended with what.
@@ -31,9 +30,12 @@ for name in sys.argv[1:]:
 gc.collect()
 gc.freeze()
 
+living = set()
+
 def reap(*_):
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            living.discard(ended[0])
             os.write(1, b"ended %d %d\\n" % (ended[0], os.waitstatus_to_exitcode(ended[1])))
     except ChildProcessError:
         pass
@@ -45,8 +47,16 @@ for line in iter(sys.stdin.readline, ""):
         child = os.fork()
     if not child:
         break
+    living.add(child)
     os.write(1, b"began %d\\n" % child)
 else:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in living:  # unreaped from here on
+        try:
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            os.killpg(child, signal.SIGKILL)
+        except (ChildProcessError, ProcessLookupError):
+            pass
     sys.exit()
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 os.setsid()
@@ -158,9 +168,8 @@ class Child:
 class Running:
     """Forks for commands that begin with `python`, like the package's own `Running`."""
 
-    def __init__(self, running: subprocesses.Running) -> None:
-        self._running = running
-        self.processes = running.processes
+    def __init__(self):
+        self.processes = []
 
     def start(
         self, command: list[str], env: dict[str, str], *, stdout: Any, cwd: Path = Path(), **_: Any
@@ -175,15 +184,21 @@ class Running:
         own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
         log = Path(stdout.name).absolute()
         child = with_jaxcoll().start(code, words, {**own, **env}, log, log, cwd.absolute())
-        self._running.add(child)
+        self.processes.append(child)
         return child
 
 
 @contextlib.contextmanager
 def running() -> Iterator[Running]:
     """Start processes in here: at the end all are killed, with those that they started."""
-    with subprocesses.surely_ended() as started:
-        yield Running(started)
+    started = Running()
+    try:
+        yield started
+    finally:
+        for child in started.processes:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
 
 
 @functools.cache

@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import jaxcoll.bench
-from jaxcoll._cluster.launch.local import free_port
 from jaxcoll.bench.rank_pool import Launched, launched
 
 SOURCES = Path(__file__).parent
@@ -61,7 +61,7 @@ def _interpreter(name: str, python: str | None) -> str:
 
 def _worlds(processes: int) -> list[dict[str, str]]:
     """Each rank's environment variables, as PyTorch and as TensorFlow read them."""
-    port, *ports = (free_port() for _ in range(processes + 1))
+    port, *ports = (_free_port() for _ in range(processes + 1))
     cluster = {"worker": [f"127.0.0.1:{each}" for each in ports]}
     common = {**_SAFE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common["WORLD_SIZE"] = str(processes)
@@ -75,3 +75,9 @@ def _worlds(processes: int) -> list[dict[str, str]]:
         }
         for rank in range(processes)
     ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -82,7 +82,7 @@ class Coordinator:
         self.process.returncode = None
         threading.Thread(target=self.process.wait, name="jaxcoll-coordinator", daemon=True).start()
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.process.kill()
         self.process.wait()
         os.close(self.lifeline)
@@ -125,7 +125,7 @@ def start_coordinator(
         reply = json.loads(replies.readline() or b"{}")
     started = Coordinator(reply.get("address", ""), process, lifeline)
     if "address" not in reply:
-        started.end()
+        started.close()
         raise OSError(reply.get("error", f"its process ended with status {process.returncode}"))
     return started
 

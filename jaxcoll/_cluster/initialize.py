@@ -85,11 +85,10 @@ def initialize(
 
     To be called first, by every process. Arguments that are not given come from the environment,
     from the first of these launchers that left its marks: `jaxcoll launch`, `TF_CONFIG`, torchrun,
-    Open MPI, other launchers of MPI (MPICH, Intel MPI, MVAPICH, Cray PALS, Flux, jsrun, horovodrun:
-    none of them says where to meet), Slurm, those that write torchrun's variables (`MASTER_ADDR`,
-    `MASTER_PORT`, `RANK`, `WORLD_SIZE`), and then from JAX itself: Cloud TPU and Kubernetes.
-    `JAX_COORDINATOR_ADDRESS` says where they meet, whoever started them. Without any mark this
-    process is alone, and nothing is started.
+    Open MPI, Slurm, those that write torchrun's variables (`MASTER_ADDR`, `MASTER_PORT`, `RANK`,
+    `WORLD_SIZE`), and then from JAX itself: Cloud TPU and Kubernetes. `JAX_COORDINATOR_ADDRESS`
+    says where they meet, whoever started them. Without any mark this process is alone, and nothing
+    is started; where another launcher of MPI left its marks, the arguments must be given.
 
     Law: a job begins when all have arrived, or every process that did learns who did not, or what
     does not agree, within its `initialization_timeout`. Process 0 starts the coordinator as a
@@ -165,7 +164,7 @@ def initialize(
         arrived = reach(member, timeout) if rejoin else arrive(member, timeout)
     except BaseException as error:
         if coordinator is not None:
-            coordinator.end()
+            coordinator.close()
             _explain_loopback(error, coordinator.address, member)
         raise
     # Both stay until the system closes them, after JAX has taken its leave at the very end.

@@ -24,7 +24,18 @@ OF_A_LAUNCH = (COORDINATOR, PROCESSES, RANK, REJOIN)
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
 
-LAUNCH = "jaxcoll launch"
+LAUNCH, _SLURM = "jaxcoll launch", "Slurm"
+
+# Set by launchers of MPI that are not read here (MPICH, Intel MPI, Cray, MVAPICH, Flux, jsrun,
+# horovodrun): this process's number, and how many there are.
+_OTHER_RANKS = (
+    *("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MV2_COMM_WORLD_RANK"),
+    *("FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "HOROVOD_RANK"),
+)
+_OTHER_SIZES = (
+    *("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "HOROVOD_SIZE"),
+)
+
 _HIGHEST_PORT, _PORTS = 65535, 4096
 _STEPS = 61  # ports between those of a job's steps, which other jobs near it may have
 
@@ -106,31 +117,42 @@ def is_loopback(address: str) -> bool:
 
 
 def member_of(environment: Mapping[str, str]) -> Member | None:
-    """Which process this is, by the variables of the first launcher that left any.
+    """Return which process this is, by the variables of the first launcher that left any.
 
-    In this order: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI and other launchers of MPI,
-    Slurm, and those that write torchrun's variables. What Slurm starts may be torchrun's agents or
-    daemons of MPI, whose processes inherit its variables, so it comes after these. Where
-    `JAX_COORDINATOR_ADDRESS` is set, it is where they meet, whoever started them (but for `jaxcoll
-    launch`). A launcher of MPI does not say where; what comes after it may, for the same process.
+    In this order: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI, Slurm, and whoever writes
+    torchrun's variables. What Slurm starts may be torchrun's agents or daemons of MPI, whose
+    processes inherit its variables, so it comes after these. Where `JAX_COORDINATOR_ADDRESS` is
+    set, it is where they meet, whoever started them (but for `jaxcoll launch`).
 
     Returns:
       The process; None: there is no launcher's mark, it has started one process alone, or the task
       takes no part (an evaluator).
+
+    Raises:
+      ValueError: variables are missing or impossible, or another launcher of MPI numbered this
+        process, whose numbers are to be given by hand.
     """
-    found = next((found for read in _READERS if (found := read(environment))), None)
-    if found is None:
-        return _check_not_one_of_many(environment)
-    if found.is_launched:
+    found = next((member for read in _READERS if (member := read(environment))), None)
+    if found is None or found.source == _SLURM:
+        _check_numbers(environment, found)
+    if found is None or found.is_launched:
         return found
     if JAX_COORDINATOR in environment:
         return dataclasses.replace(found, coordinator_address=environment[JAX_COORDINATOR])
-    if found.coordinator_address is not None:
-        return found
-    others = [other for read in (_slurm, _master) if (other := read(environment))]
-    numbers = (found.num_processes, found.process_id)
-    same = [other for other in others if (other.num_processes, other.process_id) == numbers]
-    return same[0] if same else found if found.num_processes > 1 else None
+    return found if found.coordinator_address or found.num_processes > 1 else None
+
+
+def _check_numbers(environment: Mapping[str, str], found: Member | None) -> None:
+    """Refuse to be alone, or another process, where a launcher that is not read has a number."""
+    rank, size = (found.process_id, found.num_processes) if found else (0, 1)
+    expected = dict.fromkeys(_OTHER_RANKS, rank) | dict.fromkeys(_OTHER_SIZES, size)
+    for name, number in expected.items():
+        if environment.get(name, "").isdecimal() and int(environment[name]) != number:
+            raise ValueError(
+                f"`initialize`: {name}={environment[name]} comes from a launcher that is not read "
+                "here, and says that this process is one of several. Give `coordinator_address`, "
+                "`num_processes` and `process_id`."
+            )
 
 
 def _launched(environment: Mapping[str, str]) -> Member | None:
@@ -158,42 +180,25 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     # Steps of one job may run side by side, so each has a port of its own.
     with_step = {"SLURM_STEP_ID": "0", **environment}
-    job, step = _numbers(with_step, ("SLURM_JOB_ID", "SLURM_STEP_ID"), "Slurm")
+    job, step = _numbers(with_step, ("SLURM_JOB_ID", "SLURM_STEP_ID"), _SLURM)
     host = hosts_of(environment["SLURM_STEP_NODELIST"])[0]
     # As in "1(x4)": one task on each node, which then has all of its accelerators.
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     alone = re.fullmatch(r"1(\(x\d+\))?(,1(\(x\d+\))?)*", per_node) is not None
     address = f"{host}:{_port(job + _STEPS * step)}"
     names = count, "SLURM_PROCID", "SLURM_LOCALID"
-    return _process(environment, "Slurm", names, address, alone)
+    return _process(environment, _SLURM, names, address, alone)
 
 
-# The variables of this process's number (by which a launcher is known), of how many there are, and
-# of both on its host. None but Open MPI says where the processes could meet.
-_USUAL = "{0}_RANK", "{0}_SIZE", "{0}_LOCAL_RANK", "{0}_LOCAL_SIZE"
-_OF_MPI = {
-    "Open MPI": [name.format("OMPI_COMM_WORLD") for name in _USUAL],
-    "MVAPICH": [name.format("MV2_COMM_WORLD") for name in _USUAL],
-    "Cray PALS": ("PALS_RANKID", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_LOCAL_SIZE"),
-    "jsrun": [name.format("JSM_NAMESPACE") for name in _USUAL],
-    "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "horovodrun": [name.format("HOROVOD") for name in _USUAL],
-}
-
-
-def _mpi(environment: Mapping[str, str]) -> Member | None:
-    for source, (rank, size, local_rank, local_size) in _OF_MPI.items():
-        if rank not in environment:
-            continue
-        if source == "Cray PALS" and size not in environment:
-            continue
-        address = _open_mpi_address(environment) if source == "Open MPI" else None
-        alone = environment.get(local_size) == "1" or (
-            source == "Flux" and environment.get("FLUX_JOB_NNODES") == environment.get(size)
-        )
-        return _process(environment, source, (size, rank, local_rank), address, alone)
-    return None
+def _open_mpi(environment: Mapping[str, str]) -> Member | None:
+    if "OMPI_COMM_WORLD_RANK" not in environment:
+        return None
+    count, rank, local, here = (
+        f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    alone = environment.get(here) == "1"
+    address = _open_mpi_address(environment)
+    return _process(environment, "Open MPI", (count, rank, local), address, alone)
 
 
 def _open_mpi_address(environment: Mapping[str, str]) -> str | None:
@@ -205,17 +210,6 @@ def _open_mpi_address(environment: Mapping[str, str]) -> str | None:
         return None
     host = f"[{parts[2]}]" if parts[2] else parts[3]
     return f"{host}:{_port(int(parts[1]) // 4096)}"
-
-
-def _check_not_one_of_many(environment: Mapping[str, str]) -> None:
-    """Refuse to be alone where a launcher counts its processes, and does not say how many."""
-    for source, rank in (("PMIx", "PMIX_RANK"), ("ALPS", "ALPS_APP_PE"), ("PALS", "PALS_RANKID")):
-        if environment.get(rank, "0").isdecimal() and int(environment.get(rank, "0")) > 0:
-            raise ValueError(
-                f"`initialize`: {source} started this as process {environment[rank]} ({rank}) of a "
-                "job, and does not say of how many. Give `coordinator_address`, `num_processes` "
-                "and `process_id`."
-            )
 
 
 def _torchrun(environment: Mapping[str, str]) -> Member | None:
@@ -239,7 +233,7 @@ def _master(environment: Mapping[str, str]) -> Member | None:
 _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
     _launched,
     lambda environment: member_of_tasks(TFConfig.of(environment)),
-    *(_torchrun, _mpi, _slurm, _master),
+    *(_torchrun, _open_mpi, _slurm, _master),
 )
 
 

@@ -163,19 +163,22 @@ class SlurmClusterResolver(ClusterResolver):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         env = os.environ if environment is None else environment
-        names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID")
+        names = ["SLURM_STEP_NODELIST", "SLURM_PROCID"]
+        names += ["SLURM_STEP_TASKS_PER_NODE"] if tasks_per_node is None else []
         if missing := [name for name in names if not env.get(name)]:
             raise ValueError(
                 f"`SlurmClusterResolver`: {', '.join(missing)} is missing from the environment: "
                 "this is not a task of a step. Start it with `srun`."
             )
-        hosts, counts = hosts_of(env[names[0]]), counts_of(env[names[1]])
-        if tasks_per_node is not None:
+        hosts = hosts_of(env[names[0]])
+        if tasks_per_node is None:
+            counts = counts_of(env[names[2]])
+        else:
             counts = [tasks_per_node] * len(hosts)
         if len(counts) != len(hosts):
             raise ValueError(
                 f"`SlurmClusterResolver`: {len(hosts)} hosts ({env[names[0]]}), and tasks of "
-                f"{len(counts)} ({env[names[1]]})."
+                f"{len(counts)} ({env[names[2]]})."
             )
         placed = host_of_each_task(counts, turn_of(env))
         tasks = [

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxcoll._files import replacing
 from jaxcoll._observe.overlap import Overlap, overlap
 from jaxcoll._observe.parse.collective import Collective, Groups, Loop, Matmul, runs, wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo
@@ -184,8 +183,7 @@ class Report:
             ) from error
         figure = picture.plot(self)
         if path is not None:
-            with replacing(Path(path)) as partial:
-                figure.savefig(partial, format=partial.suffix[1:] or "png")
+            figure.savefig(path, format=Path(path).suffix[1:] or "png")
         return figure
 
     def text(self, width: int = WIDTH) -> str:

@@ -12,7 +12,7 @@ import jax
 
 import jaxcoll as jc
 from jaxcoll._cluster.launch.local import join, world
-from jaxcoll._cluster.launch.supervisor import Job, Owner
+from jaxcoll._cluster.launch.supervisor import Job
 from jaxcoll._files import check_writable, write_result
 from jaxcoll.bench.targets import devices_of
 from jaxcoll.cli import flags
@@ -105,23 +105,6 @@ def _train(
     return 1 if outcome.shortfalls() else 0
 
 
-class _First(Owner):
-    """Passes on what the first process prints, and keeps the rest for when another one fails."""
-
-    def __init__(self, processes: int) -> None:
-        self.others = [bytearray() for _ in range(processes)]
-
-    def show(self, rank: int, stream: str, piece: bytes) -> None:
-        if rank:
-            self.others[rank] += piece
-            return
-        if piece.startswith(b"[Gloo] Rank"):  # on standard output, where figures may be read
-            return
-        to = sys.stderr if stream == "err" else sys.stdout
-        to.buffer.write(piece)
-        to.flush()
-
-
 def _start(args: argparse.Namespace) -> int:
     """This command in several processes, each of which has `--devices` devices."""
     asked = {name: getattr(args, name) for name in ("processes", "steps", "seed", "out", "json")}
@@ -130,15 +113,24 @@ def _start(args: argparse.Namespace) -> int:
     own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(args.devices or 1)}
     if (sys.stderr if args.json == "-" else sys.stdout).isatty():
         own["TTY_COMPATIBLE"] = "1"  # for rich, which writes to a pipe
-    first = _First(args.processes)
+    others: dict[int, list[str]] = {rank: [] for rank in range(1, args.processes)}
+
+    def show(rank: int, stream: str, line: str) -> None:
+        """Pass on what the first process prints; keep the rest for when another one fails."""
+        if rank:
+            others[rank].append(line)
+        elif not line.startswith("[Gloo] Rank"):  # on standard output, where figures may be read
+            print(line, end="", file=sys.stderr if stream == "err" else sys.stdout, flush=True)
+
     with world(args.processes) as variables:
         command = [sys.executable, "-m", "jaxcoll", "demo", args.what, *given]
-        outcome = Job(command, [{**each, **own} for each in variables], first).run(None)
-    if not outcome.failed:
+        job = Job(command, [{**each, **own} for each in variables], show)
+        job.run()
+    if not job.failed:
         return 0
-    rank = outcome.failed[0]
-    status = outcome.statuses[rank] or 2
+    rank = job.failed[0]
+    status = job.statuses[rank] or 2
     if rank:
-        last = first.others[rank].decode(errors="replace").splitlines()[-10:]
+        last = "".join(others[rank]).splitlines()[-10:]
         complain("demo", "\n".join([f"process {rank} ended with status {status}:", *last]))
     return status if rank == 0 and status > 0 else 2

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import errno
+import os
 import re
+import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
-from jaxcoll._cluster.coordinator import Coordinator
-from jaxcoll._cluster.launch.local import coordinated, world_variables
-from jaxcoll._cluster.launch.output import Output
+from jaxcoll._cluster.launch.local import world
 from jaxcoll._cluster.launch.subprocesses import signal_name
-from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
+from jaxcoll._cluster.launch.supervisor import Job
 from jaxcoll._cluster.launchers import check_system
 from jaxcoll.cli.flags import check_least
 
@@ -58,106 +59,47 @@ def run(args: argparse.Namespace) -> int:
     """Start, pass on, and end; the exit status, as `EPILOG` has it."""
     command = _command(args)
     check_system()
-    until = time.monotonic() + (args.timeout or float("inf"))
-    with _logs(args.logs, args.processes) as logs, _noted() as signals:
-        launch = _Launch(args, command, logs, until, signals)
-        return launch.read_out(launch.run())
+    with contextlib.ExitStack() as at_end:
+        output = _Output(_logs(args.logs, args.processes, at_end))
+        signals = at_end.enter_context(_noted())
+        until = time.monotonic() + (args.timeout or float("inf"))
+        restarts = (f"restart {k} of {args.restarts}" for k in range(1, args.restarts + 1))
 
+        def may_restart(rank: int, status: int) -> bool:
+            if not args.keep_going or not (restart := next(restarts, "")):
+                return False
+            output.complain(
+                f"process {rank} of {args.processes} {_how(status)}; it is started again, to "
+                f"rejoin the others ({restart})."
+            )
+            return True
 
-@dataclasses.dataclass
-class _Launch(Owner):
-    """What is to run, and to whom it speaks."""
-
-    args: argparse.Namespace
-    command: list[str]
-    logs: list[FileIO]
-    until: float
-    signals: Sequence[int]
-
-    def __post_init__(self) -> None:
-        self._output = Output()
-        self._restarts = 0
-        self._coordinator: Coordinator | None = None
-        self._is_coordinator_lost = False
-        self.has_room = self._output.has_room
-
-    def run(self) -> int:
-        args, complain = self.args, self._output.complain
         while True:
-            outcome = self._run_once()
-            for rank in outcome.failed[:1] if not args.keep_going else outcome.failed:
-                others = "" if args.keep_going else "; the others were ended"
-                complain(
-                    f"process {rank} of {args.processes} {_how(outcome.statuses[rank])}{others}."
-                )
-            if outcome.interrupted:
-                complain(f"{signal_name(outcome.interrupted)}: all processes were ended.")
-                return 128 + outcome.interrupted
-            if outcome.late:
-                complain(f"not all processes ended within {args.timeout:g} s; they were ended.")
-                return 124
-            if not outcome.failed or (args.keep_going and 0 in outcome.statuses):
-                return 0
-            if not (restart := self._restart()):
-                status = outcome.statuses[outcome.failed[0]]
-                assert status is not None
-                return status if status > 0 else 128 - status
-            complain(f"all {args.processes} are started again ({restart}).")
-
-    def _run_once(self) -> Outcome:
-        """One world, from its coordinator's start to its end."""
-        args, self._is_coordinator_lost = self.args, False
-        with coordinated(args.processes, *self.logs[-1:]) as self._coordinator:
             devices = args.platform, args.devices_per_process or 1
-            variables = world_variables(self._coordinator.address, args.processes, *devices)
-            job = Job(self.command, variables, self, keep_going=args.keep_going)
-            return job.run(max(0.0, self.until - time.monotonic()))
+            with world(args.processes, *devices, *output.logs[-1:]) as variables:
+                job = Job(command, variables, output.show, args.keep_going, may_restart, signals)
+                job.run(max(0.0, until - time.monotonic()))
+            status = _status(args, job, output)
+            if not status or job.interrupted or job.is_late or not (restart := next(restarts, "")):
+                return status
+            output.complain(f"all {args.processes} are started again ({restart}).")
 
-    def read_out(self, status: int) -> int:
-        """Wait for the reader of the output, but not after the job was to end; the exit status."""
-        ending = self.signals or time.monotonic() > self.until
-        until = time.monotonic() + 1 if ending else self.until
-        before = len(self.signals)
-        if self._output.drain(lambda: len(self.signals) > before or time.monotonic() > until):
-            return status
-        if ending:
-            return status
-        return 128 + self.signals[-1] if self.signals else 124
 
-    def show(self, rank: int, stream: str, piece: bytes) -> None:
-        self._output.show(rank, stream, piece)
-        if self.logs:
-            try:
-                self.logs[rank].write(piece)
-            except OSError as error:  # a full disk, say, ends no training
-                self._output.complain(f"no more logs are kept: {error.strerror}.")
-                self.logs.clear()
-
-    def look(self) -> None:
-        assert self._coordinator is not None
-        status = self._coordinator.process.poll()
-        # A coordinator that nobody needs any more ends with 0, and not before this.
-        if status and not self._is_coordinator_lost:
-            self._is_coordinator_lost = True
-            how = f"the coordinator {_how(status)}"
-            self._output.complain(f"{how}: JAX aborts every process without it.")
-
-    def may_restart(self, rank: int, status: int) -> bool:
-        alone = self.args.keep_going and not self._is_coordinator_lost
-        if not alone or not (restart := self._restart()):
-            return False
-        self._output.complain(
-            f"process {rank} of {self.args.processes} {_how(status)}; it is started again, to "
-            f"rejoin the others ({restart})."
-        )
-        return True
-
-    def _restart(self) -> str:
-        """One restart more, in words; "" if there may be none."""
-        if self._restarts == self.args.restarts:
-            return ""
-        self._restarts += 1
-        return f"restart {self._restarts} of {self.args.restarts}"
+def _status(args: argparse.Namespace, job: Job, output: _Output) -> int:
+    """Say what went wrong; the exit status."""
+    others = "" if args.keep_going else "; the others were ended"
+    for rank in job.failed if args.keep_going else job.failed[:1]:
+        output.complain(f"process {rank} of {args.processes} {_how(job.statuses[rank])}{others}.")
+    if job.interrupted:
+        output.complain(f"{signal_name(job.interrupted)}: all processes were ended.")
+        return 128 + job.interrupted
+    if job.is_late:
+        output.complain(f"not all processes ended within {args.timeout:g} s; they were ended.")
+        return 124
+    if not job.failed or (args.keep_going and 0 in job.statuses):
+        return 0
+    status = job.statuses[job.failed[0]] or 0
+    return status if status > 0 else 128 - status
 
 
 def _command(args: argparse.Namespace) -> list[str]:
@@ -182,24 +124,69 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 def _how(status: int | None) -> str:
     assert status is not None
-    if status < 0:
-        return f"was ended by {signal_name(-status)}"
-    return f"ended with status {status}"
+    return f"was ended by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
 
 
-@contextlib.contextmanager
-def _logs(folder: Path | None, processes: int) -> Iterator[list[FileIO]]:
-    """A file for each rank, and one for the coordinator; none without a folder."""
-    with contextlib.ExitStack() as stack:
-        files: list[FileIO] = []
-        if folder is not None:
-            paths = [folder / f"{name}.log" for name in (*range(processes), "coordinator")]
+class _Output:
+    """Both standard streams, whose readers may stop without keeping the job from its end."""
+
+    def __init__(self, logs: list[FileIO]) -> None:
+        self.logs = logs
+        self._complained = False
+        self._files = {}
+        locks: dict[tuple[int, ...], threading.Lock] = {}
+        for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+            stream.flush()
+            number = stream.fileno()  # without Python's buffer, for whose lock it waits at exit
+            lock = locks.setdefault(os.fstat(number)[1:3], threading.Lock())
+            self._files[name] = number, lock
+
+    def show(self, rank: int, stream: str, line: str) -> None:
+        """Write a line of a process, here and in its log. What cannot be written ends no job."""
+        try:
+            self._write(stream, f"[{rank}] {line}")
+        except OSError as error:
+            if stream == "out" and not self._complained and error.errno != errno.EPIPE:
+                self._complained = True
+                words = f"standard output cannot be written ({error.strerror})"
+                self.complain(f"{words}; the job goes on without it.")
+        if self.logs:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                files = [stack.enter_context(path.open("wb", buffering=0)) for path in paths]
+                self.logs[rank].write(line.encode())
             except OSError as error:
-                raise OSError(f"--logs {folder}: {error.strerror}.") from None
-        yield files
+                self.complain(f"no more logs are kept: {error.strerror}.")
+                self.logs.clear()
+
+    def complain(self, words: str) -> None:
+        """Write a line of the launcher's own on standard error, as far as somebody reads it."""
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                self._write("err", f"jaxcoll launch: {words}\n")
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(1)
+
+    def _write(self, stream: str, text: str) -> None:
+        number, lock = self._files[stream]
+        data = text.encode()
+        with lock:
+            while data:
+                select.select((), (number,), ())  # somebody may have made it non-blocking
+                data = data[os.write(number, data) :]
+
+
+def _logs(folder: Path | None, processes: int, at_end: contextlib.ExitStack) -> list[FileIO]:
+    """A file for each rank, and one for the coordinator; none without a folder."""
+    if folder is None:
+        return []
+    paths = [folder / f"{name}.log" for name in (*range(processes), "coordinator")]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [at_end.enter_context(path.open("wb", buffering=0)) for path in paths]
+    except OSError as error:
+        raise OSError(f"--logs {folder}: {error.strerror}.") from None
 
 
 @contextlib.contextmanager

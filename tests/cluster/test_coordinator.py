@@ -45,7 +45,7 @@ def waiting():
     yield started
     with joined(started) as connections:
         assert [one.news() for one in connections] == [{}, {}]
-    started.end()
+    started.close()
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ def test_connections_that_say_nothing_keep_nobody_out_and_are_not_heard_later():
                 time.sleep(0.01)
             assert here.news()[1]["done"] == {"team": 3}
             assert not here.is_broken
-    started.end()
+    started.close()
 
 
 def test_a_stranger_that_says_nothing_keeps_nobody_from_hearing_why_there_is_no_job():
@@ -127,7 +127,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_from_hearing_why_there_is_no_
         with connection(started), pytest.raises(ValueError, match="expects 7 processes"):
             arrive(Member(started.address, 3, 0), 20)
         assert b"expects 7 processes" in silent.recv(1000)
-    started.end()
+    started.close()
 
 
 def test_the_port_is_free_only_once_the_service_is_loaded(monkeypatch):
@@ -156,7 +156,7 @@ def test_a_coordinator_that_dies_early_is_not_waited_for():
     with pytest.raises(jc.PeerLostError, match="coordinator at .* died before all had arr") as lost:
         arrive(Member(started.address, 2, 1), 60)
     assert (lost.value.ranks, time.monotonic() - began < 20) == ((), True)
-    started.end()
+    started.close()
 
 
 @pytest.mark.parametrize("seconds", [2_147_484, 1e9, sys.float_info.max])
@@ -176,4 +176,4 @@ def test_however_long_one_would_wait_the_others_are_waited_for(seconds):
     assert len(found) == 2
     for one in found:
         one.close()
-    started.end()
+    started.close()

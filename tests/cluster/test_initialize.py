@@ -32,7 +32,7 @@ def coordinator():
 
     yield start
     for each in started:
-        each.end()
+        each.close()
 
 
 @pytest.mark.parametrize(
@@ -150,22 +150,14 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
         _start(Member("no-such-host.invalid:1", 2, 0), None, True, TIMES)
 
 
-@pytest.mark.parametrize(
-    ("source", "size", "rank"),
-    [
-        ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-        ("MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK"),
-    ],
-)
-def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch, source, size, rank):
+def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):
     def unknown(*_, **__):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", unknown)
-    monkeypatch.setenv(size, "2")
-    monkeypatch.setenv(rank, "1")
-    words = f"{source} does not say where .* JAX_COORDINATOR_ADDRESS"
-    with pytest.raises(ValueError, match=words):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(ValueError, match="Open MPI does not say where .* JAX_COORDINATOR_ADDRESS"):
         jc.initialize()
 
 
@@ -225,9 +217,18 @@ def test_the_tf_config_resolver_and_its_arguments():
 )
 def test_the_slurm_resolver_refuses(jobs, change, words):
     env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0"}  # fmt: skip
-    assert jc.SlurmClusterResolver(tasks_per_node=2, environment=env).master() == "grpc://n1:8888"
     with pytest.raises(ValueError, match=words):
         jc.SlurmClusterResolver(jobs, environment={**env, **change})
+
+
+@pytest.mark.parametrize("per_node", [None, "3,1", "2(x2)"])
+def test_tasks_per_node_stand_in_the_place_of_slurms(per_node):
+    env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "3"}
+    env |= {} if per_node is None else {"SLURM_STEP_TASKS_PER_NODE": per_node}
+    resolver = jc.SlurmClusterResolver(tasks_per_node=2, environment=env)
+    assert resolver.cluster_spec() == {"worker": ("n1:8888", "n1:8889", "n2:8888", "n2:8889")}
+    assert resolver.master() == "grpc://n2:8889"
+    assert resolver.member() == Member("n1:8888", 4, 3, None, "SlurmClusterResolver")
 
 
 def test_the_slurm_resolver_puts_tasks_where_slurm_does():

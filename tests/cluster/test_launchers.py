@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jaxcoll._cluster import launchers
 from jaxcoll._cluster.launchers import Member, checked_seconds, host_and_port, member_of
 from jaxcoll._cluster.specs import counts_of, hosts_of
 
@@ -24,9 +25,6 @@ TORCH = {
     "WORLD_SIZE": "2",
     "LOCAL_RANK": "1",
 }
-
-
-MPICH = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALNRANKS": "3", "MPI_LOCALRANKID": "1"}
 
 
 def tf(cluster, kind=None, index=None, **more):
@@ -60,13 +58,11 @@ WORKERS = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
         ({**SLURM, **OPEN_MPI}, ("10.96.0.1:62624", 4, 2, None)),
         ({**SLURM, **OPEN_MPI, **TORCH, "TORCHELASTIC_RUN_ID": "7"}, ("a:29500", 2, 1, (1,))),
         ({**LAUNCH, **SLURM, "JAX_COORDINATOR_ADDRESS": "z:9"}, ("127.0.0.1:5", 4, 3, None)),
-        ({**LAUNCH, **MPICH}, ("127.0.0.1:5", 4, 3, None)),
-        ({**SLURM, **MPICH}, (None, 3, 2, (1,))),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_hnp_uri": ""}, None),
+        ({**LAUNCH, "PMI_SIZE": "3", "PMI_RANK": "2"}, ("127.0.0.1:5", 4, 3, None)),
         ({**SLURM, "PMI_SIZE": "10", "PMI_RANK": "9"}, ("node007:61441", 10, 9, (1,))),
-        ({**MPICH, "PMI_SIZE": "2", "PMI_RANK": "1", **TORCH}, ("a:29500", 2, 1, (1,))),
-        ({**MPICH, "JAX_COORDINATOR_ADDRESS": "z:9"}, ("z:9", 3, 2, (1,))),
-        ({**OPEN_MPI, **MPICH}, ("10.96.0.1:62624", 4, 2, None)),
-        ({"PMIX_RANK": "0"}, None),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", **TORCH}, ("a:29500", 2, 1, (1,))),
+        ({"PMIX_RANK": "0", "PMI_SIZE": "1"}, None),
     ],
     ids=lambda x: None,
 )  # fmt: skip
@@ -115,33 +111,11 @@ def test_what_cannot_be_is_refused_in_words(environment, words):
         member_of(environment).check()
 
 
-@pytest.mark.parametrize(
-    ("size", "rank", "local_size", "local_rank", "more"),
-    [
-        ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", {}),
-        ("PMI_SIZE", "PMI_RANK", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK", {"PALS_RANKID": "1"}),
-        *((f"{of}_SIZE", f"{of}_RANK", f"{of}_LOCAL_SIZE", f"{of}_LOCAL_RANK", {})
-          for of in ("MV2_COMM_WORLD", "JSM_NAMESPACE", "HOROVOD", "OMPI_COMM_WORLD")),
-        ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", None, "FLUX_TASK_LOCAL_ID", {"FLUX_JOB_NNODES": "2"}),
-    ],
-    ids=lambda x: x if isinstance(x, str) and x.endswith("_SIZE") else "",
-)  # fmt: skip
-def test_no_launcher_of_many_is_taken_for_none(size, rank, local_size, local_rank, more):
-    environment = {size: "4", rank: "1", local_rank: "1", **more}
-    environment |= {local_size: "2"} if local_size else {}
-    found = member_of(environment)
-    assert found == Member(None, 4, 1, (1,), found.source)
-    alone = {local_size: "1"} if local_size else {"FLUX_JOB_NNODES": "4"}
-    assert member_of(environment | alone).local_device_ids is None
-    assert member_of(environment | {size: "1", rank: "0"}) is None
-    with pytest.raises(ValueError, match=f"environment variable {size} is missing"):
-        member_of({k: v for k, v in environment.items() if k != size and k != "PALS_RANKID"})
-
-
-@pytest.mark.parametrize("rank", ["PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID"])
-def test_one_of_many_is_not_alone_where_nobody_says_of_how_many(rank):
-    with pytest.raises(ValueError, match=rf"as process 3 \({rank}\) of a job, and does not say"):
-        member_of({rank: "3"})
+@pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "Slurm"])
+@pytest.mark.parametrize("name", [*launchers._OTHER_RANKS, *launchers._OTHER_SIZES])
+def test_one_of_many_is_not_alone_where_its_launcher_is_not_read(name, around):
+    with pytest.raises(ValueError, match=f"{name}=3 comes from a launcher that is not read here"):
+        member_of({**around, name: "3"})
 
 
 @pytest.mark.parametrize("address", ["a", "a:", ":1", "a:b", "a:99999", "::1:1", "[::1:1", 5])

@@ -125,4 +125,4 @@ def test_a_farewell_reaches_the_others_when_its_process_has_ended():
     assert news[1]["done"] == {"team": 12}
     assert "done" not in news[2]
     found[0].close()
-    started.end()
+    started.close()

@@ -79,8 +79,6 @@ def test_mpirun_gives_all_one_address(stubs):
         "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     }  # fmt: skip
     assert found(environment) == ("node1:29500", 16, 9, (1,))
-    mpich = {"PMI_SIZE": "16", "PMI_RANK": "9", "JAX_COORDINATOR_ADDRESS": address}
-    assert found(mpich) == ("node1:29500", 16, 9, None)
 
 
 @pytest.mark.parametrize("file", ["indexed_job.yaml", "jobset.yaml"])

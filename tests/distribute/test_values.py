@@ -156,7 +156,6 @@ def test_a_python_integer_that_does_not_fit_is_refused_and_never_cut(take):
         lambda x: list(jc.MirroredStrategy().experimental_distribute_dataset([x])),
         lambda x: list(jc.batches(x, 8)),
         lambda x: list(jc.batches(Items(x.reshape(8, 1)), 8)),
-        lambda x: list(jc.prefetch([x])),
         lambda x: jc.Elastic(jc.data_parallel(lambda s, x: (s, 0)), x),
         lambda x: jc.save_checkpoint(os.devnull, x),
     ],

@@ -94,7 +94,7 @@ def test_the_last_checkpoint_that_cannot_be_written_is_an_error_and_an_earlier_o
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jaxcoll._elastic.checkpoint.replacing", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         jc.Elastic(step, START, checkpoint=tmp_path / "last.npz", every=2).run(rows, 3)
     assert ["after step 2 could not be written" in r.getMessage() for r in caplog.records] == [True]

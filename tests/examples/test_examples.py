@@ -12,7 +12,6 @@ import gpt
 import jax
 import numpy as np
 import pytest
-import reading_ahead
 import sharded
 import stacks
 import transformer
@@ -163,8 +162,3 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
     assert jax.eval_shape(over, whole, texts)[1].shape == ()
     assert sum(x.size for x in jax.tree.leaves(whole)) == parameters
     assert texts == args[1]
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_reading_ahead_is_timed_step_by_step(prefetch):
-    assert len(reading_ahead.seconds(reading_ahead.Slow.rows[:200], prefetch)) == 2

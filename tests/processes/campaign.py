@@ -26,7 +26,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxcoll._cluster.launch.local import coordinated, world_variables
+from jaxcoll._cluster.coordinator import start_coordinator
+from jaxcoll._cluster.launch.local import world_variables
 from jaxcoll._cluster.launch.subprocesses import surely_ended
 
 from .campaign_faults import DEADLINE, FAULTS, LATE, TIMEOUT
@@ -89,7 +90,10 @@ class Ran:
         faults = [dict(zip(("rank", "when", "what"), f, strict=True)) for f in fault.faults]
         spec = DEFAULTS | {"job": fault.job, "faults": faults} | fault.spec
         self._command = [sys.executable, str(JOBS), json.dumps(spec)]
-        with coordinated(fault.processes) as coordinator, started() as running:
+        with (
+            contextlib.closing(start_coordinator("127.0.0.1:0", fault.processes)) as coordinator,
+            started() as running,
+        ):
             self._coordinator, self._running = coordinator, running
             self._variables = world_variables(coordinator.address, fault.processes)
             self._processes = [self._start(rank) for rank in range(fault.processes)]

@@ -1,5 +1,6 @@
 """Copies of a command that form one world on this host, run to their end; what each printed."""
 
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -36,3 +37,10 @@ def launch(command, processes, *, timeout, env=None):
     ]
     assert set(statuses) == {0}, "\n".join(each)
     return texts
+
+
+def free_port():
+    """A port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,5 +1,6 @@
 """`jc.launch`: a function in several processes, its results in order, its errors with their rank."""
 
+import atexit
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._compat import numerics
-from jaxcoll._train.rows import order
+from jaxcoll._train.batches import order
 from jaxcoll.cli.main import main
 
 pytestmark = pytest.mark.processes
@@ -74,16 +75,11 @@ def test_batches_are_the_same_for_any_number_of_processes(tmp_path):
         # Each process has devices for all rows: the axis that crosses processes holds copies.
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("model", "data"))
         (batch,) = jc.batches(rows, 50, mesh=mesh)
-        loaded = next(jc.prefetch([rows["id"][:8]], mesh=mesh))
-        seen = [np.asarray(s.data).tolist() for s in batch["id"].addressable_shards]
-        return seen, loaded.shape, loaded.addressable_shards[1].data.tolist()
+        return [np.asarray(s.data).tolist() for s in batch["id"].addressable_shards]
 
     def run():
         first, state = read({"epoch": 0, "row": 0, "rows": 50, "seed": 5})
-        rank = jax.process_index()
-        share = next(jc.prefetch([rows["x"][rank * 4 : rank * 4 + 4]]))
-        total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))(share)
-        return first, state, float(total), crossed()
+        return first, state, crossed()
 
     found = jc.launch(run, 2, devices_per_process=2, timeout=SECONDS)
     numbers = order(50, 5, 0)
@@ -94,15 +90,40 @@ def test_batches_are_the_same_for_any_number_of_processes(tmp_path):
         sums = [first[step][1] for (first, *_) in found]
         for value in sums:
             np.testing.assert_allclose(value, rows["x"][want].sum(0))
-    states = [state for _, state, *_ in found]
+    states = [state for _, state, _ in found]
     assert states == [{"epoch": 0, "row": 24, "rows": 50, "seed": 5}] * 2
-    assert {total for _, _, total, _ in found} == {float(rows["x"][:8].sum())}
     halves = [rows["id"][:25].tolist(), rows["id"][25:].tolist()]
-    assert [there for *_, there in found] == [(halves, (8,), [4, 5, 6, 7])] * 2
+    assert [there for _, _, there in found] == [halves] * 2
     # One process with eight devices goes on with the rows that two have left.
     left, _ = read(states[0])
     seen = np.concatenate([x for _, x in sorted(left[0][0], key=lambda pair: pair[0])])
     assert seen[:12].tolist() == numbers[24:36].tolist()
+
+
+def test_processes_that_would_read_rows_in_different_orders_are_refused():
+    def run():
+        rank, outcomes = jax.process_index(), []
+        local = jax.sharding.Mesh(jax.local_devices(), ("data",))
+        for rows, size, settings in (
+            (8, 4, {"seed": 3}),
+            (8, 4, {"seed": 3 + rank}),
+            (8 + rank, 4, {}),
+            (8, 4 + 4 * rank, {}),
+            (8, 4, {"seed": rank or None}),
+            (8, 4, {"seed": rank, "mesh": local}),  # of this process alone
+            (8, 8, {}),
+        ):
+            try:
+                list(jc.batches(np.zeros(rows), size, **settings))
+                outcomes.append("")
+            except jc.ProgramMismatchError as error:
+                outcomes.append(str(error))
+        return outcomes
+
+    for at, messages in enumerate(zip(*jc.launch(run, 2, timeout=SECONDS), strict=True)):
+        refused = [message for message in messages if message]
+        assert len(refused) == (at in (1, 2, 3, 4)), at
+        assert all("and another one" in message for message in refused)
 
 
 def wrong():
@@ -112,7 +133,6 @@ def wrong():
 
 
 def killed():
-    print("last words")
     if jax.process_index() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
@@ -124,18 +144,48 @@ def parts():
     )
 
 
+class OfAnother:
+    """What a process returns, and no other can read."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def ends(how):
+    """Rank 1 ends in some way; the others return."""
+    if os.environ["JAXCOLL_RANK"] != "1":
+        return os.environ["JAXCOLL_RANK"]
+    if how == "after its result":
+        atexit.register(os._exit, 3)
+        return "1"
+    return {
+        "without a result": lambda: os._exit(0),
+        "in another program": lambda: os.execv("/bin/true", ["true"]),
+        "by sys.exit": lambda: sys.exit(0),
+        "with what cannot be sent": lambda: lambda: 1,
+        "with what cannot be read": OfAnother,
+    }[how]()
+
+
 @pytest.mark.parametrize(
     ("fn", "settings", "ranks", "words"),
     [
         (wrong, {}, (1,), r"rank 1 of 2 raised KeyError: 'no such row'\n\nTraceback of rank 1 .*in wrong\n    raise KeyError\(\"no such row\"\)"),
-        (killed, {}, (1,), "rank 1 of 2 died of SIGKILL. Its last lines:\nlast words$"),
-        (partial(time.sleep, 600), {"timeout": 4.0}, (0, 1), "not all of 2 processes ended within 4 s: ranks 0, 1 did not"),
+        (killed, {}, (1,), "rank 1 of 2 died of SIGKILL"),
+        (partial(time.sleep, 600), {"timeout": 4.0}, (0, 1), "ranks 0, 1 of 2 did not end within 4 s"),
         (parts, {}, None, "the function returned float32.8., of which each process has a part. Return"),
-        (partial(os._exit, 3), {"processes": 1}, (0,), "rank 0 of 1 ended with status 3"),
+        (partial(ends, "without a result"), {"processes": 3}, (1,), "rank 1 of 3 ended with status 0 before the function returned"),
+        (partial(ends, "in another program"), {}, (1,), "rank 1 of 2 ended with status 0 before the function returned"),
+        (partial(ends, "by sys.exit"), {}, (1,), "rank 1 of 2 raised SystemExit: 0"),
+        (partial(ends, "after its result"), {}, (1,), "rank 1 of 2 ended with status 3"),
+        (partial(ends, "with what cannot be sent"), {}, (1,), "rank 1 of 2 raised .*lambda"),
+        (partial(ends, "with what cannot be read"), {}, (1,), "rank 1 of 2 returned what cannot be read here: ValueError: invalid literal"),
     ],
-    ids=["raises", "dies", "late", "sharded", "exits"],
+    ids=lambda x: x.args[0] if isinstance(x, partial) else "",
 )  # fmt: skip
-def test_the_first_failure_is_raised_with_its_rank_and_all_end(fn, settings, ranks, words):
+def test_every_rank_returns_or_the_first_that_did_not_is_named_and_all_end(
+    fn, settings, ranks, words
+):
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as those of a notebook are

@@ -11,13 +11,12 @@ import pytest
 pytestmark = pytest.mark.processes
 
 CYCLES = """
-import json, os, sys, threading, time
+import json, os, socket, sys, threading, time
 import jax
 jax.config.update("jax_platforms", "cpu")
 import jaxcoll as jc
 from jaxcoll._compat.coordination import store
 from jaxcoll._dispatch.watchdog import watchdog
-from jaxcoll._cluster.launch.local import free_port
 
 def children_of(thread):
     try:
@@ -38,7 +37,9 @@ def settled():
     return held()
 
 def cycle(seconds):
-    jc.initialize(f"127.0.0.1:{free_port()}", 1, 0, initialization_timeout=seconds,
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    jc.initialize(f"127.0.0.1:{port}", 1, 0, initialization_timeout=seconds,
                   heartbeat_timeout_seconds=seconds, shutdown_timeout_seconds=seconds)
     assert watchdog() is not None
     kept.append(store())  # a client that is not destroyed keeps no connection

@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import forks
@@ -13,7 +14,8 @@ import pytest
 from processes.regroup_rows import local_rounds, owing_rows
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch.local import coordinated, world_variables
+from jaxcoll._cluster.coordinator import start_coordinator
+from jaxcoll._cluster.launch.local import world_variables
 
 pytestmark = pytest.mark.processes
 JOB = Path(__file__).with_name("regroup_job.py")
@@ -52,7 +54,7 @@ class Workers:
 
 
 def test_two_workers_of_whom_one_is_late_six_times_in_a_row_go_on(tmp_path):
-    with coordinated(2) as coordinator, forks.running() as running:
+    with closing(start_coordinator("127.0.0.1:0", 2)) as coordinator, forks.running() as running:
         both = Workers(2, "late", tmp_path, running, coordinator.address).wait()
     assert both[1]["late"] == 0, "it was late less often"
     for result in both:
@@ -67,7 +69,7 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
     turns = [2, 0, 2, 2, 0]
     (tmp_path / "turns").write_text(" ".join(map(str, (-1, *turns))))
     refused = []
-    with coordinated(3) as coordinator, forks.running() as running:
+    with closing(start_coordinator("127.0.0.1:0", 3)) as coordinator, forks.running() as running:
         workers = Workers(3, "lost", tmp_path, running, coordinator.address)
 
         def again(rank):
@@ -89,7 +91,7 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
 def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that_is_missing(
     tmp_path,
 ):
-    with coordinated(3) as coordinator, forks.running() as running:
+    with closing(start_coordinator("127.0.0.1:0", 3)) as coordinator, forks.running() as running:
         workers = Workers(3, "owing", tmp_path, running, coordinator.address)
 
         def again(rank):
@@ -123,7 +125,7 @@ def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that
 
 
 def test_local_updates_go_on_without_the_lost_and_a_newcomer_gets_the_shared_parameters(tmp_path):
-    with coordinated(3) as coordinator, forks.running() as running:
+    with closing(start_coordinator("127.0.0.1:0", 3)) as coordinator, forks.running() as running:
         workers = Workers(3, "rounds", tmp_path, running, coordinator.address)
 
         def again(rank):

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes.ranks import launch
-
-from jaxcoll._cluster.launch.local import free_port
+from processes.ranks import free_port, launch
 
 pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("strategy.py")

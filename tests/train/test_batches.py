@@ -1,6 +1,4 @@
-"""`batches` and `prefetch`: each row once, equally many for every replica, in an order by seed."""
-
-import time
+"""`batches`: each row once, equally many for every replica, in an order by seed."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxcoll as jc
-from jaxcoll._train.rows import order
+from jaxcoll._train.batches import order
 
 N = 53
 SOURCE = {"x": np.arange(N * 3.0, dtype="f").reshape(N, 3), "id": np.arange(N)}
@@ -27,16 +25,6 @@ class Items:
     def __getitem__(self, i):
         self.read.append(i)
         return {"x": SOURCE["x"][i], "id": i}
-
-
-class Tensor:
-    """As a framework's tensor: no numpy array, but one can be made of it."""
-
-    def __init__(self, value):
-        self.value = np.asarray(value)
-
-    def __array__(self, dtype=None, copy=None):
-        return self.value if dtype is None else self.value.astype(dtype)
 
 
 def ids(batches):
@@ -94,11 +82,11 @@ def test_padding_is_a_copy_of_a_real_row_and_counts_for_nothing():
     np.testing.assert_allclose([value, grad], [2 * want, want], rtol=1e-6)
 
 
-def test_a_state_leaves_out_what_was_given_and_not_what_was_read_ahead():
+def test_a_state_leaves_out_what_was_given():
     whole = jc.batches(SOURCE, 8, seed=1)
     epochs = [ids(whole), ids(whole)]
     for given in (1, 5, 6):
-        broken = jc.batches(SOURCE, 8, seed=1, prefetch=3)
+        broken = jc.batches(SOURCE, 8, seed=1)
         walk = iter(broken)
         for _ in range(given):
             next(walk)
@@ -138,41 +126,6 @@ def test_a_state_goes_through_a_checkpoint(tmp_path):
     again = jc.batches(SOURCE, 8)
     again.state, _ = jc.restore_checkpoint(tmp_path / "c.npz", again.state)
     assert ids(again) == ids(batches)[1:]
-
-
-def wait_for(read, n):
-    """Until so many were read by another thread; none more may come."""
-    until = time.monotonic() + 60
-    while len(read) < n and time.monotonic() < until:
-        time.sleep(0.001)
-    assert read == list(range(n))
-
-
-def test_batches_are_read_ahead_and_no_further():
-    items = Items(40)
-    walk = iter(jc.batches(items, 8, prefetch=2))
-    assert items.read == []
-    for rows in (24, 32, 40, 40, 40):
-        assert next(walk)["id"].shape == (8,)
-        wait_for(items.read, rows)
-    assert next(walk, None) is None
-    walk = iter(jc.batches(items := Items(40), 8, prefetch=0))
-    for rows in (8, 16):
-        next(walk)
-        assert items.read == list(range(rows))
-
-
-def test_what_reading_raises_is_raised_where_the_batch_is_asked_for():
-    class Broken(Items):
-        def __getitem__(self, i):
-            if i == 8:
-                raise OSError("no such row")
-            return super().__getitem__(i)
-
-    walk = iter(jc.batches(Broken(), 8))
-    assert next(walk)["id"].tolist() == list(range(8))
-    with pytest.raises(OSError, match="no such row"):
-        next(walk)
 
 
 @pytest.mark.parametrize("names", [("host", "gpu"), ("gpu",)])
@@ -219,90 +172,27 @@ def test_elastic_trains_on_them():
     assert seen == 2 * SOURCE["x"].sum()  # two epochs of three batches
 
 
-@pytest.mark.parametrize("kind", ["tuples of tensors", "list", "jax"])
-def test_a_loader_is_placed_as_it_yields(kind):
-    make = {
-        "tuples of tensors": lambda k: (Tensor(SOURCE["x"][k : k + 16]), Tensor(np.arange(16))),
-        "list": lambda k: [SOURCE["x"][k : k + 16], np.arange(16)],
-        "jax": lambda k: (jnp.asarray(SOURCE["x"][k : k + 16]), jnp.arange(16)),
-    }[kind]
-    found = list(jc.prefetch([make(0), make(16)]))
-    assert [type(batch) for batch in found] == [type(make(0))] * 2
-    for k, (x, y) in zip((0, 16), found, strict=True):
-        np.testing.assert_array_equal(x, SOURCE["x"][k : k + 16])
-        assert len(x.sharding.device_set) == 8
-        assert y.dtype == np.int32
-
-
-@pytest.mark.parametrize("size", [0, 1, 2])
-def test_a_loader_may_use_the_same_memory_again(size):
-    def loader():
-        memory = np.zeros((1024, 8), "f")
-        for k in range(6):
-            memory[:] = k
-            yield memory
-        memory[:] = -1
-
-    found = [np.asarray(batch) for batch in jc.prefetch(loader(), size)]
-    assert [set(batch.ravel().tolist()) for batch in found] == [{k} for k in range(6)]
-
-
-@pytest.mark.parametrize("uneven", ["drop", "pad"])
-def test_a_loaders_short_batches(uneven):
-    loader = [SOURCE["x"][:16], SOURCE["x"][16:29], SOURCE["x"][29:45]]
-    found = list(jc.prefetch(iter(loader), uneven=uneven))
-    if uneven == "drop":
-        assert [x.shape[0] for x in found] == [16, 16]
-        np.testing.assert_array_equal(found[1], loader[2])
-        return
-    assert [int(weights.sum()) for _, weights in found] == [16, 13, 16]
-    for (x, weights), rows in zip(found, loader, strict=True):
-        np.testing.assert_array_equal(np.asarray(x)[np.asarray(weights) == 1], rows)
-        assert (np.asarray(x)[len(rows) :] == rows[-1]).all()
-
-
-def test_a_loader_is_read_ahead_and_no_further():
-    read = []
-
-    def loader():
-        for k in range(5):
-            read.append(k)
-            yield np.full(8, k)
-
-    walk = jc.prefetch(loader(), 1)
-    assert read == []
-    for k in range(4):
-        assert next(walk)[0] == k
-        wait_for(read, k + 2)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: jc.batches(SOURCE, 0), "`batch_size` to be an integer above 0; got 0"),
         (lambda: jc.batches(SOURCE, 8, seed=-1), "`seed` to be an integer from 0, or None; got -1"),
         (lambda: jc.batches(SOURCE, 8, uneven="keep"), "`uneven` to be 'drop' or 'pad'; got 'keep'"),
-        (lambda: jc.batches(SOURCE, 8, prefetch=True), "a whole number of batches ahead, from 0; got True"),
         (lambda: jc.batches(SOURCE, 64), "the source has 53 rows, fewer than one batch of 64"),
-        (lambda: jc.batches([], 8), "`len` and `\\[i\\]` that gives a row; got list, empty"),
-        (lambda: jc.batches([1, 2], 8), "got list in which one leaf is int, without rows"),
-        (lambda: jc.batches(iter([1]), 8), "got list_iterator. What gives one batch after another"),
+        (lambda: jc.batches(np.ones((0, 3)), 8, uneven="pad"), "the source has 0 rows, fewer than one batch of 8. Give it rows"),
+        (lambda: jc.batches([], 8), "`len` and `\\[i\\]` that gives a row; got list of nothing"),
+        (lambda: jc.batches([1, 2], 8), "got list of int, int"),
+        (lambda: jc.batches(iter([1]), 8), "got list_iterator of list_iterator"),
         (lambda: jc.batches({"x": np.ones(8), "y": np.ones(9)}, 8),
-         r"source\['x'\] has 8, and source\['y'\] 9"),
+         r"equally many rows.* got dict of \(8,\), \(9,\)"),
         (lambda: list(jc.batches(SOURCE, 12)), r"12 rows does not divide over 8 replicas \(12 = 8 × 1 \+ 4\)"),
         (lambda: jc.batches(SOURCE, 8, axis_name="model", mesh=jax.make_mesh((8,), ("data",))),
          "`batches` over axis 'model': the mesh has no such axis"),
         (lambda: setattr(jc.batches(SOURCE, 8), "state", {"epoch": 0}), r"must be what `batches\(...\).state` was"),
         (lambda: setattr(jc.batches(SOURCE, 8), "state", jc.batches(SOURCE, 8, seed=4).state),
-         "it is of 53 rows in the order of seed 4, and these are of 53 rows and seed -1"),
+         r"\{'rows': 53, 'seed': -1\}; got \{'epoch': 0, 'row': 0, 'rows': 53, 'seed': 4\}"),
         (lambda: setattr(b := jc.batches(SOURCE, 8), "state", {**b.state, "row": -8}),
-         "an epoch from 0 and a row from 0 to 52; got 0 and -8"),
-        (lambda: jc.prefetch(3), "expects an iterable of batches; got int"),
-        (lambda: list(jc.prefetch([np.ones(9)])), "batch 0 of the loader has 9 rows, which do not divide over this process's 8"),
-        (lambda: list(jc.prefetch([np.ones(8), np.ones(16)])), "batch 1 of the loader has 16 rows, more than the first"),
-        (lambda: list(jc.prefetch([np.float32(1)])), r"at least one; its shapes are: \(\)"),
-        (lambda: list(jc.prefetch([(np.ones(8), np.ones(9))])), r"its shapes are: \(8,\), \(9,\)"),
-        (lambda: list(jc.prefetch([{}])), "its shapes are: none"),
+         r"must be what `batches\(...\).state` was .*'row': -8"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip

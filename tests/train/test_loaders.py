@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -47,10 +46,7 @@ def test_the_shares_are_equal_and_together_all_rows(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_takes_what_prefetch_places(name):
+def test_a_step_takes_what_a_loader_yields(name):
     step = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))
-    sums = [float(step(batch)) for batch in jc.prefetch(loader(name, 1))]
+    sums = [float(step(np.asarray(batch))) for batch in loader(name, 1)]
     assert sums == [float(np.asarray(batch).sum()) for batch in loader(name, 1)]
-    assert all(
-        batch.sharding.device_set == set(jax.devices()) for batch in jc.prefetch(loader(name, 0))
-    )

@@ -1,7 +1,6 @@
 #!/bin/bash
 # Start this on the first host of the host file: process 0 is there, and all meet there.
-# Open MPI 4 would say where by itself; Open MPI 5, MPICH and Intel MPI do not.
-# MPICH and Intel MPI: mpiexec -f hosts -n 16 -ppn 8 -genv NAME VALUE
+# Open MPI 4 would say where by itself; Open MPI 5 does not.
 set -euo pipefail
 JAX_COORDINATOR_ADDRESS="${FIRST_HOST:-$(hostname -f)}:29500"
 export JAX_COORDINATOR_ADDRESS

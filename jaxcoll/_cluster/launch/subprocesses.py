@@ -11,31 +11,23 @@ from typing import Any
 
 from jaxcoll._cluster.launchers import OF_A_LAUNCH, check_system
 
-# Reads process groups, one per line, until the writer is gone.
-_WATCH = 'while read -r group; do set -- "$@" "-$group"; done; kill -s KILL -- "$@" 2>/dev/null'
+# Leads the group. Its standard input ends when the process that started it does, however that was.
+_LEADER = "trap '' HUP INT TERM; read -r _; kill -s KILL 0"
 
 
 def signal_name(number: int) -> str:
-    """A signal by its name; real-time signals are counted from the first of them.
-
-    Examples:
-      >>> signal_name(9), signal_name(signal.SIGRTMIN + 3)
-      ('SIGKILL', 'SIGRTMIN+3')
-    """
-    first = getattr(signal, "SIGRTMIN", None)  # macOS has no real-time signals
-    if first is not None and first < number < signal.SIGRTMAX:
-        return f"SIGRTMIN+{number - first}"
+    """Return a signal's name, such as "SIGKILL"."""
     try:
         return signal.Signals(number).name
-    except ValueError:
+    except ValueError:  # one of the real-time signals
         return f"signal {number}"
 
 
 class Running:
-    """Processes that lead sessions of their own, in the order in which they were started."""
+    """The processes of a `surely_ended`, in the order in which they were started."""
 
-    def __init__(self, watch: subprocess.Popen[bytes]) -> None:
-        self._watch = watch
+    def __init__(self, group: int) -> None:
+        self._group = group
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -45,47 +37,36 @@ class Running:
         # This process may itself belong to a job, which its children must not enter.
         own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
         process: subprocess.Popen[Any] = subprocess.Popen(
-            command, env={**own, **env}, start_new_session=True, **streams
+            command, env={**own, **env}, process_group=self._group, **streams
         )
-        self.add(process)
+        self.processes.append(process)
         return process
 
-    def add(self, process: Any) -> None:
-        """Have a process that leads a session end with the others."""
-        self.processes.append(process)
-        assert self._watch.stdin is not None
-        self._watch.stdin.write(b"%d\n" % process.pid)
-        self._watch.stdin.flush()
-
     def signal(self, number: int) -> None:
-        """Send a signal to every process that has not ended, and to those that it started."""
-        for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+        """Send a signal to all of them that run, and to the processes that they started."""
+        os.killpg(self._group, number)
 
 
 @contextlib.contextmanager
 def surely_ended() -> Iterator[Running]:
-    """Start processes in here: at the end all are killed, with those that they started."""
-    # If this process is killed first, a shell of a few hundred kilobytes does it: it holds the
-    # other end of a pipe, which the system closes. Processes that left their session escape.
+    """Start processes in here: at the end all are killed, with those that they started.
+
+    They are one process group, led by a shell that outlives them and is waited for last: until
+    then the system gives the group's number to nobody else, and no other number is signalled.
+    Processes that they start and that leave the group escape.
+
+    Yields:
+      What starts them.
+    """
     check_system()
-    watch = subprocess.Popen(
-        ["/bin/sh", "-c", _WATCH, "jaxcoll-watch"], stdin=subprocess.PIPE, start_new_session=True
-    )
-    running = Running(watch)
-    try:
-        yield running
-    finally:
-        for process in running.processes:
-            # Also if the process itself has ended: those that it started may not have.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in running.processes:
-            process.wait()
-        watch.kill()
-        watch.wait()
-        assert watch.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            watch.stdin.close()
+    with subprocess.Popen(
+        ["/bin/sh", "-c", _LEADER], stdin=subprocess.PIPE, process_group=0
+    ) as leader:
+        running = Running(leader.pid)
+        try:
+            yield running
+        finally:
+            running.signal(signal.SIGKILL)
+            for process in running.processes:
+                process.kill()  # it may have left the group; one that is reaped gets no signal
+                process.wait()

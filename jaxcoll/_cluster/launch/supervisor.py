@@ -2,142 +2,141 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
+import io
+import math
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
 
-from jaxcoll._cluster.launch.output import Lines
 from jaxcoll._cluster.launch.subprocesses import Running, surely_ended
 from jaxcoll._cluster.launchers import REJOIN
 
-GRACE = 5.0
-"""Seconds that processes have to end when they are asked to."""
-
-SETTLES = 4.0
-"""Seconds after which survivors of a failure have found out whether they can go on."""
-
+_GRACE_SECONDS = 5.0  # between asking processes to end and killing them
+_SETTLE_SECONDS = 4.0  # after which survivors of a failure know whether they can go on
+_OUTPUT_SECONDS = 1.0  # for the last output of a job that was ended
 _POLL_SECONDS = 0.05
+_LONGEST_LINE = 1 << 24  # characters
 
 
 @dataclasses.dataclass
-class Outcome:
-    """How a job ended."""
-
-    # Of each process: its exit status, or the negative number of the signal that ended it; None: it
-    # was ended here
-    statuses: list[int | None]
-    # The ranks that failed by themselves, the first one first
-    failed: list[int] = dataclasses.field(default_factory=list)
-    late: bool = False  # whether the time was up
-    interrupted: int = 0  # the signal by which the job was to end; 0: none
-
-
-class Owner:
-    """Whoever starts a job, and is called while it runs; none of these may wait."""
-
-    # That came so far; the first one ends the job, a second one takes the grace away
-    signals: Sequence[int] = ()
-
-    def show(self, rank: int, stream: str, piece: bytes) -> None:
-        """A process printed this; see `Lines`."""
-        raise NotImplementedError
-
-    def has_room(self, stream: str) -> bool:
-        """Whether more can be shown; else processes wait, as they would for any reader."""
-        return True
-
-    def look(self) -> None:
-        """Called now and then."""
-
-    def may_restart(self, rank: int, status: int) -> bool:
-        """Whether a process that failed is started again, to rejoin those that run."""
-        return False
-
-
 class Job:
     """One process for each set of environment variables, which are added to this process's."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        variables: Sequence[Mapping[str, str]],
-        owner: Owner,
-        *,
-        keep_going: bool = False,
-    ) -> None:
-        self._command, self._variables = command, variables
-        self._owner, self._keep_going = owner, keep_going
-        self._outcome = Outcome([None] * len(variables))
-        self._lines = Lines(owner.show, owner.has_room)
+    command: Sequence[str]
+    variables: Sequence[Mapping[str, str]]  # of each rank
+    # Called with a rank, "out" or "err", and a line that it printed, or what a progress bar drew up
+    # to a return. Each stream has a thread that calls it, and is not read meanwhile
+    show: Callable[[int, str, str], None]
+    keep_going: bool = False  # a process that fails does not end the others
+    # Called with the rank and the status of a process that failed while others run: shall it be
+    # started again, to rejoin them?
+    may_restart: Callable[[int, int], bool] = lambda rank, status: False
+    # That came to this process so far. The first ends the job, a second one does not wait
+    signals: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        # The exit status of each rank, or minus the signal that ended it; None: the job ended it
+        self.statuses: list[int | None] = [None] * len(self.variables)
+        self.failed: list[int] = []  # the ranks that failed by themselves, the first one first
+        self.is_late, self.interrupted = False, 0  # the time was up; the signal that ended the job
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._failed_at: dict[int, float] = {}
+        self._readers: list[_Reader] = []
 
-    def run(self, timeout: float | None, grace: float = GRACE) -> Outcome:
+    def run(self, timeout: float | None = None) -> None:
         """Run it to its end; no process outlives this call."""
-        # `grace`: seconds between asking processes to end and killing them.
-        until = time.monotonic() + (float("inf") if timeout is None else timeout)
-        owner, outcome = self._owner, self._outcome
-        with surely_ended() as running, contextlib.ExitStack() as at_end:
-            at_end.callback(self._lines.finish)
-            for rank in range(len(self._variables)):
+        until = time.monotonic() + (math.inf if timeout is None else timeout)
+        with surely_ended() as running:
+            for rank in range(len(self.variables)):
                 self._start(running, rank)
-            while None in outcome.statuses:
+            while None in self.statuses and not self._must_end(until):
+                time.sleep(_POLL_SECONDS)
                 self._note_ended()
-                outcome.interrupted = owner.signals[0] if owner.signals else 0
-                outcome.late = time.monotonic() > until and None in outcome.statuses
-                failed = outcome.failed and not self._keep_going
-                if failed or outcome.interrupted or outcome.late:
-                    break
-                self._lines.pass_on(_POLL_SECONDS)
-                owner.look()
                 self._restart(running)
-            if grace:
-                self._ask_to_end(running, grace)
-        return outcome
+            self._ask_to_end(running)
+        self._wait_for_output(until)
 
     def _start(self, running: Running, rank: int, **more: str) -> None:
         process = running.start(
-            self._command, {**self._variables[rank], **more},
+            self.command, {**self.variables[rank], **more},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        self._lines.of(rank, process)
         self._processes[rank] = process
+        for stream, pipe in (("out", process.stdout), ("err", process.stderr)):
+            assert pipe is not None
+            self._readers.append(_Reader(pipe, functools.partial(self.show, rank, stream)))
+
+    def _must_end(self, until: float) -> bool:
+        self.interrupted = self.signals[0] if self.signals else 0
+        self.is_late = time.monotonic() > until
+        failed = bool(self.failed) and not self.keep_going
+        return failed or self.is_late or bool(self.interrupted)
 
     def _note_ended(self) -> None:
-        statuses, new = self._outcome.statuses, []
+        new = []
         for rank, process in self._processes.items():
-            if statuses[rank] is None and process.poll() is not None:
-                statuses[rank] = process.returncode
-                if process.returncode:
+            if self.statuses[rank] is None and (status := process.poll()) is not None:
+                self.statuses[rank] = status
+                if status:
                     new.append(rank)
                     self._failed_at[rank] = time.monotonic()
         # The killed ones first: a process that aborts most often does so because of another.
-        killed = {rank for rank in new if statuses[rank] in (-signal.SIGKILL, -signal.SIGSEGV)}
-        self._outcome.failed += sorted(new, key=lambda rank: (rank not in killed, rank))
+        killed = {rank for rank in new if self.statuses[rank] in (-signal.SIGKILL, -signal.SIGSEGV)}
+        self.failed += sorted(new, key=lambda rank: (rank not in killed, rank))
 
     def _restart(self, running: Running) -> None:
         """Restart failed processes that may be, if others run whom they can rejoin."""
-        statuses = self._outcome.statuses
         # Once one has finished, the others are about to: there would be nobody to rejoin.
-        if None not in statuses or 0 in statuses:
+        if None not in self.statuses or 0 in self.statuses:
             return
         for rank, at in list(self._failed_at.items()):
-            status = statuses[rank]
-            if status is not None and time.monotonic() > at + SETTLES:
+            status = self.statuses[rank]
+            if status is not None and time.monotonic() > at + _SETTLE_SECONDS:
                 del self._failed_at[rank]
-                if self._owner.may_restart(rank, status):
-                    self._outcome.failed.remove(rank)
-                    statuses[rank] = None
+                if self.may_restart(rank, status):
+                    self.failed.remove(rank)
+                    self.statuses[rank] = None
                     self._start(running, rank, **{REJOIN: "1"})
 
-    def _ask_to_end(self, running: Running, grace: float) -> None:
+    def _ask_to_end(self, running: Running) -> None:
         """Give processes time to end by themselves; another signal takes it from them."""
-        running.signal(self._outcome.interrupted or signal.SIGTERM)
-        before, until = len(self._owner.signals), time.monotonic() + grace
+        before, until = len(self.signals), time.monotonic() + _GRACE_SECONDS
+        running.signal(self.interrupted or signal.SIGTERM)
         while any(process.poll() is None for process in self._processes.values()):
-            if time.monotonic() > until or len(self._owner.signals) > before:
+            if time.monotonic() > until or len(self.signals) > before:
                 return
-            self._lines.pass_on(_POLL_SECONDS, freely=True)
+            time.sleep(_POLL_SECONDS)
+
+    def _wait_for_output(self, until: float) -> None:
+        """Wait for whoever reads the output, but not for a process that left the group."""
+        soon, before = time.monotonic() + _OUTPUT_SECONDS, len(self.signals)
+        is_ended = self.is_late or self.interrupted
+        for reader in self._readers:
+            while reader.is_alive() and (reader.is_showing or time.monotonic() < soon):
+                if time.monotonic() > (soon if is_ended else until) or len(self.signals) > before:
+                    if not is_ended:
+                        self._must_end(until)  # which notes why
+                    return
+                reader.join(0.01)
+
+
+class _Reader(threading.Thread):
+    """Shows what comes out of a pipe, line by line, until its end."""
+
+    def __init__(self, pipe: IO[bytes], show: Callable[[str], None]) -> None:
+        super().__init__(name="jaxcoll-output", daemon=True)
+        self._pipe, self.show = pipe, show
+        self.is_showing = False
+        self.start()
+
+    def run(self) -> None:
+        with io.TextIOWrapper(self._pipe, "utf-8", "replace", newline="") as lines:
+            while line := lines.readline(_LONGEST_LINE):
+                self.is_showing = True
+                self.show(line if line.endswith(("\n", "\r")) else f"{line}\n")
+                self.is_showing = False
