@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxcoll import _compat
 from jaxcoll._errors import RepeatedSumWarning
@@ -146,8 +146,7 @@ def _warn(words: str, line: str) -> None:
 
 
 def _platform(mesh: Any) -> str:
-    devices = getattr(mesh, "devices", None)
-    return devices.flat[0].platform if isinstance(devices, np.ndarray) else ""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
 
 
 def checked_rule(rule: Any) -> Any:
@@ -179,7 +178,7 @@ class Outputs:
         changed = {
             name: leaf
             for name, leaf in _in_mutable_objects(args, kwargs).items()
-            if leaf is not before.get(name, leaf)
+            if leaf is not before.get(name, leaf) and isinstance(leaf, jax.Array)
         }
         self._changed = [*changed]
         flat, self._tree = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_shards)
