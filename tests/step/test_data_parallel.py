@@ -176,9 +176,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
     with pytest.raises(ValueError, match=r"batch\['x'\] has 21 rows, which do not divide over 8 "
                        r"replicas along 'data' \(21 = 8 × 2 \+ 5\).*WeightedLoss"):  # fmt: skip
         step(PARAMS, {"x": X[:21], "y": Y[:21]})
-    with pytest.raises(
-        ValueError, match=r"batch\['x'\] is a scalar and cannot be split over 8"
-    ):
+    with pytest.raises(ValueError, match=r"batch\['x'\] is a scalar and cannot be split over 8"):
         step(PARAMS, {"x": 3.0, "y": Y})
     assert traces == []
     step(PARAMS, {"x": X, "y": Y})
@@ -200,9 +198,7 @@ def test_arrays_of_a_batch_that_fit_each_other_only_in_their_shares_are_refused(
         with pytest.raises(ValueError, match=rf"x has {a} rows and y has {b}. As a "
                            r"whole they do not fit.*\(\d,.* broadcast.*equally many rows"):  # fmt: skip
             both(x, y)
-        with pytest.raises(
-            ValueError, match=rf"batch\['x'\] has {a} rows and .*\['y'\] has {b}"
-        ):
+        with pytest.raises(ValueError, match=rf"batch\['x'\] has {a} rows and .*\['y'\] has {b}"):
             within.trace({"x": x, "y": y})
     # What cannot meet by accident may have as many rows as it needs: tokens, and keys for rows.
     apart = jc.data_parallel(
@@ -469,7 +465,9 @@ def test_what_is_put_together_does_not_depend_on_types():
         }
 
     for check_vma in (True, False):
-        joined = jc.data_parallel(step, varying_outputs="concatenate", check_vma=check_vma)(PARAMS, X)
+        joined = jc.data_parallel(step, varying_outputs="concatenate", check_vma=check_vma)(
+            PARAMS, X
+        )
         np.testing.assert_array_equal(joined["zeros"], np.zeros((24, 2)))
         np.testing.assert_allclose(joined["mean"], np.tile(X.reshape(8, 3, 5).mean(0), (8, 1)), rtol=1e-4)  # fmt: skip
         np.testing.assert_allclose(joined["p"], X @ PARAMS["w"], rtol=1e-5)
