@@ -26,7 +26,7 @@ def step(options: jc.CommunicationOptions, params: list[Any], x: jax.Array) -> l
 def _example(options: jc.CommunicationOptions) -> Any:
     leaves = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 16
     rows = jax.ShapeDtypeStruct((8,), jnp.float32)
-    return jc.data_parallel(functools.partial(step, options), checks=False), (leaves, rows)
+    return jc.data_parallel(functools.partial(step, options)), (leaves, rows)
 
 
 def ours() -> Any:
