@@ -50,8 +50,22 @@ def own_state():
 
 def test_an_update_in_place_that_is_not_returned_is_refused():
     step = jc.data_parallel(update, batch_argnums="batch")
-    with pytest.raises(ValueError, match=r"changes args\[0\]\.\S+ in place \(and .* = nnx.split"):
+    with pytest.raises(ValueError, match=r"changes module\.\S+ in place \(and .* = nnx.split"):
         step(*own_state(), BATCH)
+
+
+def test_an_update_in_place_that_is_used_needs_no_return():
+    """As of a loss after a step that is only tried."""
+
+    def tried(module, optimizer, batch):
+        update(module, optimizer, batch)
+        return jc.pmean(loss(module, batch)), optimizer.step[...]
+
+    module, optimizer = own_state()
+    module.eval()
+    after, steps = jc.data_parallel(tried, batch_argnums="batch")(module, optimizer, BATCH)
+    assert after < loss(module, BATCH)
+    assert steps == 1
 
 
 @pytest.mark.parametrize("form", ["objects", "states"])
