@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 

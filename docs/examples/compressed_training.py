@@ -78,7 +78,7 @@ def train(
     options, tx = WAYS[way], task.optimizer(steps)
     take = jc.value_and_grad(task.loss, "data", options=options, feedback=True)
 
-    @jc.data_parallel(mesh=mesh)
+    @jc.data_parallel(mesh=mesh, batch_argnums="batch")
     def step(params: Any, state: Any, residual: Any, batch: Any) -> Any:
         value, grads, residual = take(params, batch, residual=residual)
         updates, state = tx.update(grads, state, params)

@@ -54,7 +54,7 @@ def train(steps: int) -> list[float]:
     """The loss of every step."""
     optimizer = jc.sharded_optimizer(optax.adamw(1e-2), "data")
 
-    @jc.data_parallel
+    @jc.data_parallel(batch_argnums="tokens")
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         value, grads = jc.value_and_grad(loss, "data")(params, tokens)
         updates, state = optimizer.update(grads, state, params)

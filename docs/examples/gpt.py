@@ -183,7 +183,8 @@ def train(mode: Mode | None, devices: list[jax.Device], steps: int, seed: int) -
             tx = jc.sharded_optimizer(tx, AXIS, mesh=mesh)
         if mode.parameters:
             params = in_shards(params, mesh)
-        step = jc.data_parallel(_step(mode.value_and_grad, tx), mesh=mesh, options=mode.options)
+        step = _step(mode.value_and_grad, tx)
+        step = jc.data_parallel(step, mesh=mesh, batch_argnums="tokens", options=mode.options)
     state, report, losses = tx.init(params), None, []
     for tokens in batches(batch_size(len(devices)), steps, seed):
         if mode is not None and report is None:

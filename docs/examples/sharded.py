@@ -65,10 +65,8 @@ def in_place(mesh: AnyMesh) -> Example:
 
     def step(layers: Any, x: jax.Array, *, mesh: AnyMesh) -> Any:
         rows = P(None, "data")
-        over = jax.shard_map(
-            _step(stack), mesh=mesh, in_specs=(rows, P("data")), out_specs=(rows, P())
-        )
-        return over(layers, x)
+        specs = {"in_specs": (rows, P("data")), "out_specs": (rows, P())}
+        return jax.shard_map(_step(stack, _by_jax), mesh=mesh, **specs)(layers, x)
 
     return step, (layer(WIDTH, jnp.float32, LAYERS), _texts(mesh, LENGTH))
 
@@ -81,14 +79,28 @@ def _texts(mesh: AnyMesh, length: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((mesh.size * TEXTS, length, WIDTH), jnp.bfloat16)
 
 
-def _step(stack: Callable[..., jax.Array]) -> Callable[..., Any]:
+def _by_jax(loss: Callable[..., Any], axis: str) -> Callable[..., Any]:
+    """A replica's own loss and gradient, of which the derivative of the gather makes the sum."""
+
+    def of(layers: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(layers, x)
+        return jax.lax.pmean(value, axis), jax.tree.map(
+            lambda g: g / jax.lax.axis_size(axis), grads
+        )
+
+    return of
+
+
+def _step(
+    stack: Callable[..., jax.Array], value_and_grad: Callable[..., Any] = jc.value_and_grad
+) -> Callable[..., Any]:
     """Gradient descent on every replica's rows."""
 
     def loss(layers: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(stack(layers, x).astype(jnp.float32) ** 2)
 
     def step(layers: Any, x: jax.Array) -> Any:
-        value, grads = jc.value_and_grad(loss, "data")(layers, x)
+        value, grads = value_and_grad(loss, "data")(layers, x)
         return jax.tree.map(lambda p, g: p - jnp.float32(1e-3) * g, layers, grads), value
 
     return step

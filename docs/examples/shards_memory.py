@@ -50,7 +50,7 @@ def step_of(value_and_grad: Any, optimizer: Any) -> Any:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    return jc.data_parallel(step, donate_argnums=(0, 1))
+    return jc.data_parallel(step, batch_argnums="x", donate_argnums=("params", "state"))
 
 
 def steps() -> dict[str, tuple[Any, tuple[Any, ...]]]:

@@ -60,18 +60,22 @@ _FUNCTIONS |= {
     "lu_pivots_to_permutation", "symmetric_product", "layout_constraint", "platform_index",
     "with_memory_space_constraint", "dot_product_attention_fwd_wrapper", "dimension_size",
     "dot_product_attention_bwd_wrapper", "dim_as_value", "reduced_vary_cast_p",
+    "reduced_vary_cast",
 }  # fmt: skip
 """Functions of their operands: JAX's public list, and what JAX 0.10 to 0.12 have beside it."""
+_OF_OWN_PLACES = {"get", "swap", "addupdate", "masked_load", "masked_swap", "program_id"}
+_OF_OWN_PLACES |= {"num_programs"}
+"""In a program that makes its places for itself, as a kernel does, all is of its operands."""
 _PLAIN = {"add", "add_any", "sub", "mul", "div", "neg", "max", "min", "exp", "log", "tanh", "sqrt"}
 _PLAIN |= {"rsqrt", "integer_pow", "pow", "sign", "abs", "square", "logistic", "erf", "select_n"}
 _PLAIN |= {"dot_general", "transpose", "reshape", "broadcast_in_dim", "convert_element_type"}
-_PLAIN |= {"reduce_sum", "reduce_max", "squeeze", "expand_dims", "slice", "concatenate", "pad"}
+_PLAIN |= {"reduce_sum", "reduce_max", "squeeze", "slice", "concatenate", "pad"}
 _PLAIN |= {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "iota", "stop_gradient"}
 """The most frequent functions, whose parameters hold neither axes nor programs."""
 _MIXING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce", "argmax", "argmin"}
 _MIXING |= {"cumsum", "cumprod", "cummax", "cummin", "dot_general", "sort", "top_k"}
 """They make numbers of several elements: a row's mean, of a pack whose rows are no leaf's."""
-_MOVES = {"reshape", "squeeze", "expand_dims", "transpose", "copy", "neg", "div", "slice"}
+_MOVES = {"reshape", "squeeze", "transpose", "copy", "neg", "div", "slice"}
 _MOVES |= {"convert_element_type", "broadcast_in_dim", "concatenate", "select_n", *_FIRST}
 
 _CHOSEN = """\
@@ -227,7 +231,9 @@ class _Proof(Dataflow[int]):
             return self.outputs(bodies[0], ins)
         # Read in an order that is not known, with any operands: only what is made of these by
         # nothing but functions of them is the same where they are.
-        known = all(map(self._is_function, (e for body in bodies for e in equations(body))))
+        own = set() if any(map(is_ref, eqn.invars)) else _OF_OWN_PLACES
+        within = (e for body in bodies for e in equations(body))
+        known = all(e.primitive.name in own or self._is_function(e) for e in within)
         return [self.join(ins) | self.all * (not known)] * len(eqn.outvars)
 
     def _named(self, params: Mapping[str, Any]) -> int:

@@ -96,7 +96,8 @@ class Signature:
         needed = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
         if len(needed) in (1, 2) and all(p.kind != p.VAR_POSITIONAL for p in needed):
             return (needed[-1].name,)
-        name = getattr(self._step, "__name__", "step")
+        name = getattr(self._step, "__name__", "")
+        name = name if name.isidentifier() else "step"
         named = [p.name for p in needed if p.kind != p.VAR_POSITIONAL]
         example = repr(named[-1]) if named else "(1,)"
         step = f"{name}{self._signature or '(...)'}"

@@ -202,7 +202,7 @@ class DataParallel:
         """The axis, or axes, that a batch is split over."""
         return self._axis_name
 
-    @functools.cached_property
+    @property
     def donate_argnums(self) -> tuple[int, ...]:
         """Positions of the arguments whose memory may be reused."""
         return self.signature.positions(self._donated)
@@ -287,7 +287,7 @@ class DataParallel:
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
         # What follows from the mesh is found anew, but for what `changed` says of it.
-        for cached in ("mesh", "_scope", "_devices", "_processes", "_arguments", "donate_argnums"):
+        for cached in ("mesh", "_scope", "_devices", "_processes", "_arguments"):
             vars(twin).pop(cached, None)
         vars(twin).update(changed, _known={}, _inner=dispatched.InnerDeadlines())
         return twin
@@ -382,7 +382,7 @@ class DataParallel:
         """Return the result of the step on every device of the mesh; this is traced."""
         rows = PartitionSpec(self._axis_name)
         in_specs = (
-            tuple(rows if i in batch else specs_of(arg) for i, arg in enumerate(args)),
+            *(rows if i in batch else specs_of(arg) for i, arg in enumerate(args)),
             {name: rows if name in batch else specs_of(arg) for name, arg in kwargs.items()},
         )
         scope = dataclasses.replace(
@@ -401,7 +401,8 @@ class DataParallel:
                 scope,
                 self._varying_outputs,
                 in_specs,
-                (args, kwargs),
+                (*args, kwargs),
+                [*map(self.signature.name, range(len(args)))],
                 check_vma=self._check_vma,
             )
         except jax.errors.ConcretizationTypeError as error:

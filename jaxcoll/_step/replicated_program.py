@@ -7,14 +7,16 @@ this replica's loss. The axes of the mesh that the batch is not split over are l
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxcoll import _compat
 from jaxcoll._errors import RepeatedSumWarning
@@ -146,8 +148,7 @@ def _warn(words: str, line: str) -> None:
 
 
 def _platform(mesh: Any) -> str:
-    devices = getattr(mesh, "devices", None)
-    return devices.flat[0].platform if isinstance(devices, np.ndarray) else ""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
 
 
 def checked_rule(rule: Any) -> Any:
@@ -172,14 +173,17 @@ class Outputs:
         shards = [spec_of(c, stack) for c in several for stack in ((), (1,))]
         self.specs = [*dict.fromkeys([PartitionSpec(), PartitionSpec(axes), *shards])]
 
-    def of(self, step: Callable[..., Any], args: Any, kwargs: Any) -> list[list[Any]]:
+    def of(
+        self, step: Callable[..., Any], args: Any, kwargs: Any, names: Sequence[str]
+    ) -> list[list[Any]]:
         """The leaves of the step's result, in a list for each spec, and what it has changed."""
-        before = _in_mutable_objects(args, kwargs)
+        named = {**dict(zip(names, args, strict=True)), **kwargs}
+        before = _in_mutable_objects(named)
         result = step(*args, **kwargs)
         changed = {
             name: leaf
-            for name, leaf in _in_mutable_objects(args, kwargs).items()
-            if leaf is not before.get(name, leaf)
+            for name, leaf in _in_mutable_objects(named).items()
+            if leaf is not before.get(name, leaf) and isinstance(leaf, jax.Array)
         }
         self._changed = [*changed]
         flat, self._tree = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_shards)
@@ -265,17 +269,26 @@ def stepped(
     scope: Scope,
     rule: Any,
     in_specs: Any,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: tuple[Any, ...],
+    names: Sequence[str],
     *,
     check_vma: bool,
 ) -> Any:
-    """The result of a step of `data_parallel`, called on every replica with its rows."""
+    """The result of a step of `data_parallel`, called on every replica with its rows.
+
+    The last of the `arguments` are those by keyword, as a dict; of the others there are names.
+    """
     outputs = Outputs(axes, rule)
 
     @functools.wraps(step, updated=())
-    def replica(args: Any, kwargs: Any) -> Any:
-        return outputs.of(step, args, kwargs)
+    def replica(*given: Any) -> Any:
+        return outputs.of(step, given[:-1], given[-1], names)
 
+    # For the messages of JAX: a name of an argument is no index into all of them.
+    words = dict.fromkeys(re.sub(r"\W+", "_", name).strip("_") for name in (*names, "kwargs"))
+    replica.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in words]
+    )
     specs = [*outputs.specs, PartitionSpec()]
     groups, proven = replicated(
         replica, mesh, axes, scope, in_specs, specs, arguments, check_vma=check_vma
@@ -288,9 +301,8 @@ def _name(path: Any) -> str:
     return f"output {jax.tree_util.keystr(path)}" if path else "the output"
 
 
-def _in_mutable_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _in_mutable_objects(trees: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of those arguments that have objects in them which a step may change, by name."""
-    trees = {**{f"args[{i}]": x for i, x in enumerate(args)}, **kwargs}
     return {
         name + jax.tree_util.keystr(path): leaf
         for name, tree in trees.items()

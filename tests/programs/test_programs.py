@@ -15,39 +15,36 @@ import jaxcoll as jc
 
 pytestmark = pytest.mark.usefixtures("types_may_mix")
 
-USUAL = {
-    "@jax.jit": "@jc.data_parallel",
-    "jax.value_and_grad(loss)": 'jc.value_and_grad(loss, "data")',
-}
+NAMED = '@jc.data_parallel(batch_argnums="batch")'
+TWO = {"@jax.jit": "@jc.data_parallel", "jax.value_and_grad(loss)": "jc.value_and_grad(loss)"}
+MORE = {**TWO, "@jax.jit": NAMED}
 PROGRAMS = {  # module and name: lines of the plain program that change or go, lines that come, words
-    (with_flax, "train_state"): (2, 2, USUAL),
+    (with_flax, "train_state"): (2, 2, TWO),
     (with_flax, "batch_norm"): (3, 3, {
-        "@jax.jit": "@jc.data_parallel",
+        "@jax.jit": NAMED,
         "NORMED.apply": "SYNCED.apply",
-        "return cross_entropy(scores, batch[1])":
-            'return jax.lax.pmean(cross_entropy(scores, batch[1]), "data")',
+        "jax.value_and_grad": "jc.value_and_grad",
     }),
     (with_flax, "nnx_in_place"): (4, 4, {
-        "@nnx.jit": "@jc.data_parallel",
-        "nnx.value_and_grad(loss)(module)":
-            'jc.all_reduce("mean", nnx.value_and_grad(loss)(module), "data")',
+        "@nnx.jit": NAMED,
+        "nnx.value_and_grad(loss)(module)": "jc.pmean(nnx.value_and_grad(loss)(module))",
         "return value": "return value, module, optimizer",
         "value = step": "value, module, optimizer = step",
     }),
     (with_flax, "nnx_functional"): (3, 3, {
-        "@jax.jit": "@jc.data_parallel",
+        "@jax.jit": NAMED,
         "tx = optax.adam(1e-2)": 'tx = jc.sharded_optimizer(optax.adam(1e-2), "data")',
-        "jax.value_and_grad(loss)": 'jc.value_and_grad(loss, "data", scatter=True)',
+        "jax.value_and_grad(loss)": "jc.value_and_grad(loss, scatter=True)",
     }),
     (with_equinox, "filtered"): (7, 11, None),
     (with_equinox, "recurrent"): (2, 2, {
-        "@eqx.filter_jit": "@jc.data_parallel",
-        "eqx.filter_value_and_grad(cross_entropy)": 'jc.value_and_grad(cross_entropy, "data")',
+        "@eqx.filter_jit": NAMED,
+        "eqx.filter_value_and_grad(cross_entropy)": "jc.value_and_grad(cross_entropy)",
     }),
-    (with_haiku_and_optax, "averaged"): (2, 2, USUAL),
-    (with_haiku_and_optax, "clipped"): (2, 2, USUAL),
+    (with_haiku_and_optax, "averaged"): (2, 2, MORE),
+    (with_haiku_and_optax, "clipped"): (2, 2, MORE),
     (with_haiku_and_optax, "accumulated"): (9, 6, None),
-    (with_haiku_and_optax, "lookahead"): (2, 2, USUAL),
+    (with_haiku_and_optax, "lookahead"): (2, 2, TWO),
 }  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def filtered_parallel():
         def loss(params):
             return cross_entropy(eqx.combine(params, static), x, y)
 
-        value, grads = jc.value_and_grad(loss, "data")(params)
+        value, grads = jc.value_and_grad(loss)(params)
         updates, state = TX.update(grads, state, params)
         return eqx.apply_updates(params, updates), state, value
 

@@ -49,14 +49,28 @@ def own_state():
 
 
 def test_an_update_in_place_that_is_not_returned_is_refused():
-    step = jc.data_parallel(lambda m, o, batch: update(m, o, batch))
-    with pytest.raises(ValueError, match=r"changes args\[0\]\.\S+ in place \(and .* = nnx.split"):
+    step = jc.data_parallel(update, batch_argnums="batch")
+    with pytest.raises(ValueError, match=r"changes module\.\S+ in place \(and .* = nnx.split"):
         step(*own_state(), BATCH)
+
+
+def test_an_update_in_place_that_is_used_needs_no_return():
+    """As of a loss after a step that is only tried."""
+
+    def tried(module, optimizer, batch):
+        update(module, optimizer, batch)
+        return jc.pmean(loss(module, batch)), optimizer.step[...]
+
+    module, optimizer = own_state()
+    module.eval()
+    after, steps = jc.data_parallel(tried, batch_argnums="batch")(module, optimizer, BATCH)
+    assert after < loss(module, BATCH)
+    assert steps == 1
 
 
 @pytest.mark.parametrize("form", ["objects", "states"])
 def test_an_update_in_place_that_is_returned_is_kept(form):
-    @jc.data_parallel
+    @jc.data_parallel(batch_argnums="batch")
     def step(module, optimizer, batch):
         value = update(module, optimizer, batch)
         stats = jc.all_reduce("mean", nnx.state(module, nnx.BatchStat), "data")
@@ -122,9 +136,9 @@ def test_modules_with_leaves_that_are_not_arrays_are_refused_by_their_name():
     with pytest.raises(ValueError, match=r"args\[0\]\.activation is no array .* `eqx.partition"):
         step(module, BATCH)
     inside = jc.data_parallel(lambda batch: jc.value_and_grad(loss, "data")(module, batch))
-    with pytest.raises(TypeError, match=r"args\[0\]\.activation is .*custom_jvp.* `eqx.partition"):
+    with pytest.raises(TypeError, match=r"module\.activation is .*custom_jvp.* `eqx.partition"):
         inside(BATCH)
-    with pytest.raises(TypeError, match=r"args\[0\]\.dropout.* is uint32.* `nnx.split"):
+    with pytest.raises(TypeError, match=r"module\.dropout.* is uint32.* `nnx.split"):
         step(Net(), BATCH)
 
 

@@ -86,7 +86,7 @@ def test_a_call_unlike_the_last_is_looked_at_closely_and_refused_however_often_i
 
 
 def test_an_array_that_is_passed_twice_is_given_away_once():
-    step = jc.data_parallel(lambda w, v, x: (w + x.sum(), v), mesh=MESH, donate_argnums=(0, 1), varying_outputs="concatenate")  # fmt: skip
+    step = jc.data_parallel(lambda w, v, x: (w + x.sum(), v), mesh=MESH, batch_argnums="x", donate_argnums=("w", "v"), varying_outputs="concatenate")  # fmt: skip
     x = rows(np.ones(4))
     for _ in range(2):
         w, v = copies(np.zeros(2)), copies(np.ones(2))

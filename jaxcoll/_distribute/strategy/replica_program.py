@@ -25,7 +25,10 @@ from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import InPlace, is_array, place, viewed
 from jaxcoll._mesh.scopes import mesh_scope
 from jaxcoll._plan.options import UNSET, CommunicationOptions
+from jaxcoll._spmd.same import Claims
 from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._step.claims import are_new as claims_are_new
+from jaxcoll._step.claims import checked
 from jaxcoll._step.replicated_program import replicated
 
 
@@ -40,10 +43,15 @@ def run_on_replicas(
 ) -> Any:
     """Call `function` once on every device, and wait for it if there is a deadline."""
     carried = options.replace(timeout_seconds=UNSET)
-    program, inner = replica_program(devices, function, carried, context)
+    program, inner, claims = replica_program(devices, function, carried, context)
     with no_mesh():
         placed = _ready(caller, program, inner, arguments, devices)
-        return run(Call(program, placed, devices, what, options, inner=inner))
+        compares = claims.found and claims_are_new(claims, placed)
+        if compares:
+            program, inner, claims = replica_program(devices, function, carried, context, True)
+            inner.traced(program, placed)
+        result = run(Call(program, placed, devices, what, options, inner=inner))
+        return checked(claims, line_of(devices, AXIS), (AXIS,))(result) if compares else result
 
 
 _last: weakref.WeakKeyDictionary[Any, tuple[InPlace | None, Any, Any]] = weakref.WeakKeyDictionary()
@@ -78,16 +86,19 @@ def replica_program(
     function: Callable[..., Any],
     options: CommunicationOptions,
     context: ReplicaContext | None,
-) -> tuple[Any, InnerDeadlines]:
+    compares: bool = False,
+) -> tuple[Any, InnerDeadlines, Claims]:
     """The program that runs `function` on every device, compiled once for each shape.
 
     Law: as of `Strategy.run`. Beside the jitted program of placed arguments are the deadlines that
-    its traces ask for.
+    its traces ask for, and what `jc.same` vouches for in it, which is reported if it `compares`.
     """
-    inner = InnerDeadlines()
+    inner, claims = InnerDeadlines(), Claims(compares)
     name = getattr(function, "__name__", type(function).__name__)
     mesh = line_of(devices, AXIS)
-    scope = dataclasses.replace(mesh_scope(mesh), options=options, deadline=inner.ask, axes=(AXIS,))
+    scope = dataclasses.replace(
+        mesh_scope(mesh), options=options, deadline=inner.ask, axes=(AXIS,), claims=claims
+    )
 
     def replica(args: Any, kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(
@@ -117,7 +128,7 @@ def replica_program(
         return _distributed(empty, copies, rows, varies)
 
     replica.__name__ = program.__name__ = name  # what messages and profiles show
-    return jax.jit(program), inner
+    return jax.jit(program), inner, claims
 
 
 @jax.tree_util.register_static

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ def mean_loss(
     asked = Asked(fun, ReduceOp.MEAN, argnums, has_aux=False, scatter=False, feedback=None)
     gradient = reduced_gradient(asked, axis_name, scope, options)
 
+    @functools.wraps(fun, updated=())
     def mean(*args: Any, **kwargs: Any) -> Any:
         places = asked.places(args)
         learned = tuple(args[i] for i in places)

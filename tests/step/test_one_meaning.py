@@ -1,0 +1,451 @@
+"""A step means what `pmap` means: what is right in it, what is refused by its line, what only warns."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import close, grid, mapped
+from jax import lax
+
+import jaxcoll as jc
+
+P = jax.sharding.PartitionSpec
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((16, 5)).astype("f")
+W = RNG.standard_normal(5).astype("f")
+HERE = r"test_one_meaning.py:\d+"
+
+
+def loss(w, x):
+    """Of one replica's share."""
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+WANT = np.asarray(jax.grad(loss)(W, X))
+
+
+def refused(step, words, *args, error=ValueError, **settings):
+    with pytest.raises(error, match=words):
+        jc.data_parallel(step, **settings).trace(*args or (W, X))
+
+
+def typed(w, x):
+    return jax.grad(lambda w: lax.pmean(loss(w, x), "data"))(w)
+
+
+def test_the_gradient_of_an_averaged_loss_is_a_replicas_own_and_three_ways_lead_to_that_of_the_mean():
+    line = typed.__code__.co_firstlineno + 1
+    refused(typed, rf"the output of the step differs .*was taken at \S+{__file__[-20:]}:{line}: .*"
+            r"`lax.pmean\(grads, 'data'\)`.*`jc.value_and_grad` .*`jc.mean_loss\(loss\)`.*check_vma=True")  # fmt: skip
+    refused(jax.grad(loss), r"or mark it|mark it: `jc.same")
+    ways = {
+        "the mean of it": (lambda w, x: lax.pmean(typed(w, x), "data"), {}),
+        "jc.grad": (jc.grad(loss), {}),
+        "jc.mean_loss": (jax.grad(jc.mean_loss(loss)), {}),
+        "types": (typed, {"check_vma": True}),
+    }
+    for name, (step, settings) in ways.items():
+        got = jc.data_parallel(step, **settings)(W, X)
+        np.testing.assert_allclose(got, WANT, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_the_names_of_a_users_scopes_mean_nothing():
+    named = jax.named_scope("transpose_all_reduce")
+    for step in (
+        named(lambda w, x: lax.pmean(jax.grad(loss)(w, x), "data")),
+        lambda w, x: jc.grad(named(loss))(w, x),
+    ):
+        np.testing.assert_allclose(jc.data_parallel(step)(W, X), WANT, rtol=1e-5, atol=1e-6)
+    with pytest.warns(jc.RepeatedSumWarning):
+        jc.data_parallel(named(lambda w, x: lax.psum(jc.grad(loss)(w, x), "data"))).trace(W, X)
+
+
+def mean_gradient(w, x):
+    return lax.pmean(jax.grad(loss)(w, x), "data")
+
+
+def optimized(g, w, tx):
+    with jax.numpy_dtype_promotion("standard"):
+        return tx.update(g, tx.init(w), w)[0]
+
+
+REPEATED = {  # of the gradient's mean g, the parameters w, and the rows x
+    "after an update": lambda g, w, x: lax.psum(optimized(g, w, optax.sgd(0.1)), "data"),
+    "after a clip": lambda g, w, x: lax.psum(
+        optimized(g, w, optax.clip_by_global_norm(0.1)), "data"),
+    "times a factor": lambda g, w, x: lax.psum(0.1 * g, "data"),
+    "chosen": lambda g, w, x: lax.psum(jnp.where(jnp.isfinite(g), g, 0), "data"),
+    "with weight decay": lambda g, w, x: lax.psum(g + 1e-4 * w, "data"),
+    "by ours": lambda g, w, x: jc.psum(jc.grad(loss)(w, x)),
+    "packed with what varies": lambda g, w, x: jc.all_reduce("sum", {"g": g, "x": x.sum()}),
+    "in a scan": lambda g, w, x: lax.scan(lambda c, _: (c + lax.psum(g, "data"), None), w, x)[0],
+    "in a norm": lambda g, w, x: jc.global_norm(g, "data"),
+    "in another program": lambda g, w, x: jax.jit(lambda g: lax.psum((g, 1), "data"))(g),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_sum_of_what_is_summed_already_warns_with_both_lines(name):
+    step = jc.data_parallel(lambda w, x: REPEATED[name](mean_gradient(w, x), w, x))
+    with pytest.warns(jc.RepeatedSumWarning, match=rf"sum over 'data' \(.*{HERE}\) of float32.* is 8 "
+                      rf"times what .*from the re(duction at .*{HERE}|sult of a reduction)") as heard:  # fmt: skip
+        step.trace(W, X)
+    assert heard[0].filename == __file__
+
+
+def test_a_sum_over_two_axes_of_what_is_summed_along_one_of_them_warns():
+    step = lambda w, x: lax.psum(lax.pmean(loss(w, x), "node"), ("node", "data"))
+    with pytest.warns(jc.RepeatedSumWarning, match="over 'node' .* is 2 times"):
+        jc.data_parallel(step, mesh=grid(2, 4), axis_name=("node", "data")).trace(W, X)
+
+
+def test_what_a_repeated_sum_warns_of_is_what_it_returns():
+    twice = jc.data_parallel(lambda w, x: lax.psum(mean_gradient(w, x), "data"))
+    with pytest.warns(jc.RepeatedSumWarning):
+        np.testing.assert_allclose(twice(W, X), 8 * WANT, rtol=1e-5)
+
+
+def test_counts_sums_of_parameters_and_means_of_means_are_silent():
+    def synced(w, x):
+        return loss(w, x - lax.pmean(x.mean(0), "data")[None])
+
+    def step(w, x):
+        g = mean_gradient(w, x)
+        own = lax.cond(x[0, 0] > 0, lambda: g, lambda: 2 * g)
+        return {
+            "count": lax.psum(1, "data") + lax.psum(jnp.ones(()), "data") + jc.psum(1),
+            "parameters": lax.psum(w, "data") / lax.psum(jnp.ones(()), "data"),
+            "means": [lax.pmean(g, "data"), jc.pmean(g), lax.psum(g, "data") / 8,
+                      lax.psum(g, "data") * (1 / 8), lax.psum(g, "data") / lax.axis_size("data")],
+            "share": lax.psum(g * x.sum(), "data") / lax.psum(x.sum(), "data"),
+            "transposed": lax.pmean(jax.grad(lambda w: lax.pmean(loss(w, x), "data"))(w), "data"),
+            "statistics": jc.grad(synced)(w, x),
+            "chosen": lax.psum(own, "data"),
+        }  # fmt: skip
+
+    normed = jax.grad(loss)(W, X - X.mean(0))
+    want = {"count": 24, "parameters": W, "means": [WANT] * 5, "share": WANT, "transposed": WANT}
+    want |= {"statistics": normed, "chosen": np.where(X[::2, 0] > 0, 1.0, 2.0).sum() * WANT}
+    close(jc.data_parallel(step)(W, X), want)
+
+
+EXCHANGES = {
+    "pmean": lambda w, x: lax.pmean(w, "data"),
+    "ppermute": lambda w, x: lax.ppermute(w, "data", [(k, (k + 1) % 8) for k in range(8)]),
+    "all_gather": lambda w, x: lax.all_gather(w, "data")[0],
+    "a pack": lambda w, x: jc.all_reduce("mean", [w, x[0]])[0],
+    "jc.grad": jc.grad(loss),
+    "sync_in_backward": lambda w, x: jax.grad(lambda w: loss(jc.sync_in_backward(w), x))(w),
+}
+PLACES = {  # where a function of w stands, chosen by a number
+    "branch": lambda f, w, by: lax.cond(by > 0, f, lambda w: 2 * w, w),
+    "loop": lambda f, w, by: lax.while_loop(
+        lambda c: (c[0] < 1) & (by > -9), lambda c: (c[0] + 1, f(c[1])), (0, w))[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exchange_where_replicas_choose_for_themselves_is_refused_by_its_line(place, exchange):
+    """It would hang, or over processes mix what does not belong together."""
+    f = EXCHANGES[exchange]
+    step = lambda w, x, by: PLACES[place](lambda w: f(w, x), w, by(x))
+    words = rf"`\w+` over 'data' \(.*{HERE}\) stands in a {place} .*{HERE}.*lax.pmax.*jc.same"
+    words += "|must be the same on every replica"  # what a loop has changed before
+    refused(lambda w, x: lax.pmean(step(w, x, jnp.sum), "data"), words)
+    for by in (lambda x: lax.pmax(x.sum(), "data"), lambda x: jc.same(jnp.float32(1))):
+        together = jc.data_parallel(lambda w, x, by=by: lax.pmean(step(w, x, by), "data"))
+        alone = jc.data_parallel(lambda w, x: lax.pmean(f(w, x), "data"))
+        np.testing.assert_allclose(together(W, X), alone(W, X), rtol=1e-6)
+
+
+def test_losses_with_choices_of_their_own_have_the_mean_of_their_gradients():
+    own = lambda w, x: lax.cond(x[0, 0] > 0, lambda: w, lambda: 3 * w).sum() * jnp.mean(x)
+    for f in (own, jax.checkpoint(own), lambda w, x: lax.cond(x[0, 0] > 0, loss, own, w, x)):
+        want = np.mean([jax.grad(f)(W, x) for x in X.reshape(8, 2, 5)], axis=0)
+        np.testing.assert_allclose(jc.data_parallel(jc.grad(f))(W, X), want, rtol=1e-4, atol=1e-6)
+
+
+CHOSEN = lambda w, x: lax.cond(x[0, 0] > 0, lambda: w, lambda: 3 * w)
+TAKEN = {
+    "jc.grad": lambda w, x: jc.grad(loss)(w, x),
+    "jc.accumulate": lambda w, x: jc.accumulate(loss, num_micro_batches=2)(w, x)[1],
+    "sync_in_backward": lambda w, x: jax.grad(lambda w: loss(jc.sync_in_backward(w), x))(w),
+    "sharded_optimizer": lambda w, x: jc.sharded_optimizer(optax.adam(0.1), "data").init(w),
+}
+
+
+@pytest.mark.usefixtures("types_may_mix")
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_each_replica_chooses_for_itself_is_not_taken_for_a_parameter(name):
+    refused(lambda w, x: TAKEN[name](CHOSEN(w, x), x), "must be the same on every replica")
+
+
+def test_the_batch_is_no_parameter():
+    for of in (jc.grad(loss, argnums=1), jc.value_and_grad(loss, argnums=(0, -1))):
+        refused(of, r"over 'data': x must be the same .*take its gradient with `jax.grad`")
+    rows = lambda w, x: jax.grad(loss, argnums=1)(w, x) / 8
+    got = jc.data_parallel(rows, varying_outputs="concatenate")(W, X)
+    np.testing.assert_allclose(got, jax.grad(loss, argnums=1)(W, X), rtol=1e-5, atol=1e-6)
+
+
+def mean_of(w, x, y):
+    return jc.pmean((x @ w - y).mean())
+
+
+STEPS = {
+    "w, x, y": lambda w, x, y: mean_of(w, x, y),
+    "params, inputs, targets": lambda params, inputs, targets: mean_of(params, inputs, targets),
+    "w, batch, key": lambda w, batch, key: mean_of(w, *batch),
+    "w": lambda *w: mean_of(*w),
+}
+
+
+@pytest.mark.parametrize("names", STEPS)
+def test_a_batch_of_more_than_two_parameters_is_asked_for_with_a_line_to_paste(names):
+    step, y = STEPS[names], X.sum(1)
+    with pytest.raises(
+        ValueError, match=rf"which arguments of \S+\(\*?{names}\) are the batch"
+    ) as e:
+        jc.data_parallel(step)(W, X, y)
+    (line,) = re.findall(r"^    (jc.data_parallel\(.*\))$", str(e.value), re.M)
+    assert isinstance(eval(line, {"jc": jc, "step": step}), jc.DataParallel)
+    args = (W, (X, y), jax.random.key(0)) if "batch" in names else (W, X, y)
+    for batch in ("batch", 1, -2) if "batch" in names else ((1, 2), (-2, -1)):
+        got = jc.data_parallel(step, batch_argnums=batch)(*args)
+        np.testing.assert_allclose(got, (X @ W - y).mean(), rtol=1e-4)
+
+
+def test_arguments_are_named_wherever_they_have_a_position():
+    def step(w, count, x, *, y=None):
+        return w + 0 * jc.pmean(x.mean()), count + 1
+
+    named = jc.data_parallel(step, batch_argnums=("x", "y"), donate_argnums=("w", 1))
+    assert named.donate_argnums == (0, 1)
+    w, count = (jax.device_put(a, jax.NamedSharding(named.mesh, P())) for a in (W, jnp.int32(0)))
+    named(w, count, X, y=X)
+    assert w.is_deleted()
+    with pytest.raises(ValueError, match="'v' is named in `donate_argnums`, .*'w', 'count', 'x'"):
+        jc.data_parallel(step, batch_argnums="x", donate_argnums="v")(W, 0, X)
+    with pytest.raises(ValueError, match="argument 'z' is named in `batch_argnums`"):
+        jc.data_parallel(step, batch_argnums="z")(W, 0, X)
+
+
+def test_one_row_for_each_replica_is_rows_like_any_other():
+    """As of local training, or of an expert each."""
+    step = lambda w, x: (w[0] - jax.grad(loss)(w[0], x))[None]
+    settings = {"batch_argnums": (0, 1), "varying_outputs": "concatenate"}
+    got = jc.data_parallel(step, **settings)(np.tile(W, (8, 1)), X)
+    want = [W - jax.grad(loss)(W, x) for x in X.reshape(8, 2, 5)]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_inside_a_step_the_axis_need_not_be_named():
+    def step(w, x):
+        value, grads = jc.value_and_grad(loss)(w, x)
+        parts = jc.reduce_scatter("mean", jax.grad(loss)(w, x))
+        others = jc.pmean(jax.grad(loss)(w, x)), jc.all_gather(parts)
+        return grads, *others, jc.all_reduce("mean", value), jc.broadcast(w), jc.psum(1)
+
+    want = WANT, WANT, WANT, loss(W, X), W, 8
+    for mesh, axes in ((None, "data"), (jax.make_mesh((8,), ("rows",)), "rows"),
+                       (grid(2, 4), ("node", "data"))):  # fmt: skip
+        close(jc.data_parallel(step, mesh=mesh, axis_name=axes)(W, X), want)
+    strategy = jc.MirroredStrategy()
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: X[2 * context.replica_id_in_sync_group :][:2]
+    )
+    found = strategy.run(lambda x: step(W, x), (rows,))
+    close([strategy.experimental_local_results(x)[0] for x in found], list(want))
+    for entry in (jc.pmean, lambda x: jc.all_reduce("mean", x), jc.same, jc.grad(jnp.sum)):
+        with pytest.raises(
+            ValueError, match=r"needs an `axis_name` here. Only inside `jc.data_par"
+        ):
+            mapped(entry, P("data"), P("data"), 8, check_vma=False).trace(X)
+
+
+def test_psum_and_pmean_are_those_of_lax_with_options():
+    tree = lambda x: {"x": x, "more": [1, 2.5, True, None, x.astype(int)], "none": ()}
+    ring = jc.CommunicationOptions(implementation="ring")
+    for ours, theirs in ((jc.psum, lax.psum), (jc.pmean, lax.pmean)):
+
+        def both(w, x, ours=ours, theirs=theirs):
+            plain = ours(tree(x[0]), "data"), theirs(tree(x[0]), "data")
+            return plain, ours(x[0], options=ring), theirs(x[0], "data"), ours(3)
+
+        plan = jc.data_parallel(both).plans(W, X)[-1]
+        (got, want), by_ring, of_lax, number = jc.data_parallel(both)(W, X)
+        close(got, want, dtypes=True)
+        np.testing.assert_allclose(by_ring, of_lax, rtol=1e-6)
+        assert plan.algorithm == "ring"
+        assert number == (24 if ours is jc.psum else 3)
+        refused(lambda w, x, f=ours: f("mean", x), "takes the value first and then the axis")
+    refused(
+        lambda w, x: jc.all_reduce(x, "data"), r'first: `jc.all_reduce\("mean", value, "data"\)`'
+    )
+
+
+def of_host(x):
+    return jax.pure_callback(lambda a: np.float32(0.5), jax.ShapeDtypeStruct((), np.float32), x)
+
+
+def read(w):
+    ref = jax.new_ref(w)
+    ref[...] = 2 * ref[...]
+    return ref[...]
+
+
+SAME = {
+    "a number of the host": (lambda w, x, same: same(of_host(w[0])), 0.5),
+    "a reference": (lambda w, x, same: same(read(w)), 2 * W),
+    "what decides": (
+        lambda w, x, same: lax.cond(
+            same(of_host(w[0])) > 0, lambda: lax.pmean(x.mean(), "data"), lambda: 0.0), X.mean()),
+    "a parameter": (lambda w, x, same: jc.grad(loss)(same(read(w) / 2), x), WANT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_nothing_shows_to_be_the_same_may_be_marked(name):
+    step, want = SAME[name]
+    refused(lambda w, x: step(w, x, lambda y: y), "differs between|jc.same")
+    marked = jc.data_parallel(lambda w, x: step(w, x, jc.same))
+    for _ in range(2):
+        np.testing.assert_allclose(marked(W, X), want, rtol=1e-5)
+
+
+def test_a_wrong_mark_is_found_on_the_first_call_of_each_shape():
+    step = jc.data_parallel(lambda x: jc.same({"rate": x.sum()}))
+    for rows in (X, X[:8]):
+        with pytest.raises(jc.ReplicaDivergenceError, match=rf"\['rate'\] \(.*{HERE}\)"):
+            step(rows)
+    assert step(np.ones((16, 5), "f")) == {"rate": 10}  # a shape that was compared
+    with pytest.raises(jc.ReplicaDivergenceError, match=HERE):
+        jc.MirroredStrategy().run(lambda: jc.same(lax.axis_index("replica")))
+
+
+@pytest.mark.usefixtures("types_may_mix")
+def test_a_line_search_on_the_mean_loss_trains_as_on_one_device():
+    tx = optax.lbfgs(memory_size=3)
+
+    def step_by(f):
+        def step(w, state, x):
+            value, grads = optax.value_and_grad_from_state(f)(w, x, state=state)
+            by = {"value": value, "grad": grads, "value_fn": lambda w: f(w, x)}
+            updates, state = tx.update(grads, state, w, **by)
+            return optax.apply_updates(w, updates), state
+
+        return step
+
+    one = jax.jit(step_by(loss))
+    many = jc.data_parallel(step_by(jc.mean_loss(loss)), batch_argnums="x")
+    averaged = step_by(lambda w, x: lax.pmean(loss(w, x), "data"))
+    with jax.enable_x64(True):
+        x, start = X.astype(float), W.astype(float)
+        (a, mine), (b, own) = (start, tx.init(start)), (start, tx.init(start))
+        for _ in range(4):
+            (a, mine), (b, own) = one(a, mine, x), many(b, own, x)
+        np.testing.assert_allclose(b, a, rtol=1e-5)
+        # Each replica would search in a direction of its own, and wait for others that do not.
+        refused(averaged, "choose for themselves", b, own, x, batch_argnums="x")
+
+
+def test_the_mean_loss_has_derivatives_in_both_modes():
+    def step(w, x):
+        f = jc.mean_loss(loss)
+        value, slope = jax.jvp(lambda w: f(w, x), (w,), (jnp.ones(5),))
+        weighted = jc.mean_loss(lambda w, x: jc.WeightedLoss(jnp.sum(x @ w), x.shape[0]))
+        return value, slope, jax.value_and_grad(f)(w, x), jax.grad(weighted)(w, x)
+
+    value, slope, pair, weighted = jc.data_parallel(step)(W, X)
+    close((value, slope, pair), (loss(W, X), WANT.sum(), (loss(W, X), WANT)))
+    np.testing.assert_allclose(weighted, X.mean(0), rtol=1e-4, atol=1e-6)
+
+
+def within(w, x):
+    """A normalisation within each replica's rows, by an axis of its own."""
+    h = jax.vmap(lambda r: r * w - lax.pmean(r * w, "batch"), axis_name="batch")(x)
+    return jnp.mean(h**2)
+
+
+def in_groups(w, x):
+    halves = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    mean = lax.pmean((x * w).mean(0), "data", axis_index_groups=halves)
+    return jnp.mean((x * w - mean) ** 2)
+
+
+def along_its_own_direction(w, x):
+    key = jax.random.fold_in(jax.random.key(0), lax.axis_index("data"))
+    direction = jax.random.normal(key, w.shape)
+    return jax.jvp(lambda w: loss(w, x), (w,), (direction,))[1] * direction
+
+
+def regularised_only(w, x):
+    return jax.grad(lambda p: loss(p[0], x) + 0.01 * jnp.sum(p[1] ** 2))((w, w + 1))
+
+
+AS_PMAP = {
+    "an axis of a vmap": jax.grad(within),
+    "groups": jax.grad(in_groups),
+    "a direction": along_its_own_direction,
+    "what the data does not reach": regularised_only,
+}
+
+
+@pytest.mark.usefixtures("types_may_mix")
+@pytest.mark.parametrize("name", AS_PMAP)
+def test_a_step_is_what_pmap_makes_of_it(name):
+    f = AS_PMAP[name]
+    by_lax = lambda w, x: lax.pmean(f(w, x), "data")
+    want = jax.pmap(by_lax, axis_name="data", in_axes=(None, 0))(W, X.reshape(8, 2, 5))
+    want = jax.tree.map(lambda x: x[0], want)
+    for step in (by_lax, lambda w, x: jc.all_reduce("mean", f(w, x))):
+        close(jc.data_parallel(step)(W, X), want)
+
+
+def test_modes_that_debug_work_as_they_do_without_us():
+    nan = lambda x: lax.pmean(jnp.log(x - 100).mean(), "data")
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        jc.data_parallel(nan)(X)
+
+
+def test_an_axis_that_is_left_to_the_compiler_has_no_name_in_a_step():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with pytest.raises(NameError) as caught:
+        jc.data_parallel(lambda w, x: lax.psum(w, "model"), mesh=mesh)(W, X)
+    assert (
+        "name it in `axis_name`, or in a `jax.shard_map` of your own" in caught.value.__notes__[0]
+    )
+
+
+def seen_by_types_alone(reduced):
+    """A step that does more with the gradient of an averaged loss than to take its mean."""
+
+    def step(w, x):
+        own = jax.grad(lambda w: lax.pmean(loss(w, x), "data"))(w)
+        return w - 0.1 * reduced(own)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "reduced",
+    [
+        lambda g: lax.psum(g, "data"),
+        lambda g: lax.pmean(jnp.clip(g, -0.01, 0.01), "data"),
+        lambda g: lax.pmean(g / jnp.linalg.norm(g), "data"),
+    ],
+    ids=["summed", "clipped", "normalized"],
+)
+def test_what_types_alone_would_have_refused_is_found_by_the_test_of_a_step(reduced):
+    """The meaning of `pmap` runs it in silence: each replica's own gradient is no gradient."""
+    step = jc.data_parallel(seen_by_types_alone(reduced))
+    step(W, X)
+    with pytest.raises(AssertionError, match="the output"):
+        jc.n_devices_equal_one(step, W, X)
+    jc.n_devices_equal_one(
+        jc.data_parallel(seen_by_types_alone(lambda g: lax.pmean(g, "data"))), W, X
+    )
