@@ -24,6 +24,7 @@ from jaxcoll._compat.primitives import as_stored as as_stored
 from jaxcoll._compat.primitives import at_once as at_once
 from jaxcoll._compat.primitives import needing as needing
 from jaxcoll._compat.primitives import ordered as ordered
+from jaxcoll._compat.primitives import terms_of_sum as terms_of_sum
 from jaxcoll._compat.primitives import through_backward as through_backward
 from jaxcoll._compat.settings import configuration as configuration
 from jaxcoll._compat.settings import configured as configured

@@ -102,7 +102,7 @@ def tracks_variance(axis: str) -> bool:
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
-    """Axes over which `x` is, by its type, a sum that is still owed."""
+    """Axes over which `x` is, by its type, a sum that is still to be made."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset(getattr(manual, "unreduced", ()))
 
@@ -123,9 +123,7 @@ def as_varying(x: Any, axes: Sequence[str]) -> Any:
 
 def retyped(aval: Any, varying: frozenset[str]) -> Any:
     """The same type, but for the axes it varies over."""
-    manual = aval.manual_axis_type
-    kept = {k: getattr(manual, k) for k in ("unreduced", "reduced")}
-    return aval.update(manual_axis_type=type(manual)(varying=varying, **kept))
+    return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=varying))
 
 
 def is_partially_sharded(x: Any) -> bool:

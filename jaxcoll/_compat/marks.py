@@ -6,10 +6,11 @@ None of them computes anything, and nothing of them is left in a compiled progra
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -17,9 +18,9 @@ from jaxcoll._compat.axes import types_tell
 from jaxcoll._compat.primitives import first_of, unchanged
 
 SAME = "same_everywhere"
-DIFFERENTIATED = "differentiated"
+CHECKED = "checked_leaves"
 PARTS = "parts_of_sum"
-ALL = {SAME, DIFFERENTIATED, PARTS}
+ALL = {SAME, CHECKED, PARTS}
 """The names of these primitives, each of which has a parameter `axes`."""
 
 
@@ -40,12 +41,15 @@ def same(
     return _same_p.bind(*results, *before, axes=tuple(axes), sums=sums, count=len(results))
 
 
-def differentiated(
-    x: Any, leaves: Sequence[Any], axes: Sequence[str], caller: str, paths: Sequence[str]
+def checked(
+    x: Any, leaves: Mapping[str, Any], axes: Sequence[str], caller: str, *, rows: bool = False
 ) -> Any:
-    """`x`, beside the leaves by which gradients are taken that `caller` reduces over `axes`."""
-    params = {"axes": tuple(axes), "caller": caller, "paths": tuple(paths)}
-    return _differentiated_p.bind(x, *leaves, **params)
+    """`x`, beside leaves of `caller`, by name, that must be the same everywhere along `axes`.
+
+    With `rows` they must not be: each replica holds its own rows.
+    """
+    params = {"axes": tuple(axes), "caller": caller, "leaves": tuple(leaves), "rows": rows}
+    return _checked_p.bind(x, *map(jnp.asarray, leaves.values()), **params)
 
 
 def part_of_sum(x: Any, axes: Sequence[str]) -> Any:
@@ -85,7 +89,7 @@ batching.primitive_batchers[_same_p] = lambda xs, dims, count, **params: (
 ad.primitive_jvps[_same_p] = _same_jvp
 ad.primitive_transposes[_same_p] = _same_transpose
 
-_differentiated_p = first_of(DIFFERENTIATED)
+_checked_p = first_of(CHECKED)
 _parts_p = unchanged(PARTS)
 
 

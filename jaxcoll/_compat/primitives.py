@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxcoll._compat.axes import (
     as_varying,
     retyped,
     tracks_variance,
+    unreduced_axes,
     varying_axes,
     varying_axes_of_type,
 )
@@ -86,6 +87,34 @@ _as_invariant_p = unchanged(AS_INVARIANT, transpose=_as_invariant_transpose)
 _as_invariant_p.def_abstract_eval(
     lambda aval, *, axes, **_: retyped(aval, varying_axes_of_type(aval) - set(axes))
 )
+
+
+def terms_of_sum(x: Any, axes: Iterable[str]) -> Any:
+    """This replica's term of what is, by its type, a sum over `axes` that is still to be made.
+
+    It is what the type `unreduced` stands for, typed as varying: no data moves. What is of another
+    type is left as it is.
+    """
+    owed = tuple(a for a in axes if a in unreduced_axes(x))
+    return _terms_p.bind(x, axes=owed) if owed else x
+
+
+def _terms_aval(aval: Any, *, axes: tuple[str, ...]) -> Any:
+    manual = aval.manual_axis_type
+    terms = {"varying": manual.varying.union(axes), "unreduced": manual.unreduced.difference(axes)}
+    if not terms["unreduced"] and hasattr(manual, "unreduced_kind"):  # since JAX 0.12
+        terms["unreduced_kind"] = None
+    return aval.update(manual_axis_type=manual.update(**terms))
+
+
+_terms_p = unchanged(
+    "terms_of_sum",
+    # Each replica has the cotangent of the sum, which is of the type `reduced`.
+    transpose=lambda cotangent, axes: [
+        lax.pcast(as_invariant(cotangent, axes), axes, to="reduced")
+    ],
+)
+_terms_p.def_abstract_eval(_terms_aval)
 
 
 def ordered(x: Any, after: Any) -> Any:

@@ -86,10 +86,15 @@ the same everywhere, such as `lax.pmax(..., {axis!r})` of it; or compute both si
 with `jnp.where`. If the number is the same although nothing shows it, mark it: `jc.same(...)`."""
 
 _DIFFERENT = """\
-`{caller}` over {axis!r}: {path} must be the same on every replica, and differs between them, or \
+`{caller}` over {axis!r}: {leaf} must be the same on every replica, and differs between them, or \
 nothing shows that it does not. Its gradients would be those of different values. If it is the \
 same, say so with `jc.same`, or make it so with `jc.broadcast`; if it is meant to differ (an \
 expert, the batch), take its gradient with `jax.grad`, or pass it as `Shards`."""
+
+_WHOLE = """\
+`{caller}` over {axis!r}: {leaf} is said to be one replica's rows, and is the same on every \
+replica, so that gathering it would repeat it. Say that it is whole; or cut it over the axis, as \
+`jc.shard` does."""
 
 _PARTS_SUMMED = """\
 `lax.psum` over {axis!r}{at} of {like}: these are parts of a sum, in shards, which is reduced over \
@@ -264,15 +269,8 @@ class _Proof(Dataflow[int]):
         named = self._named(params)
         if name == marks.PARTS:
             return [ins[0] | named * (_VARIES | _PART | _MOVED)]
-        if name == marks.DIFFERENTIATED:
-            for path, leaf in zip(params["paths"], ins[1:], strict=True):
-                if leaf & named and self._refuses:
-                    axis = self._first(leaf & named)
-                    raise ValueError(
-                        _DIFFERENT.format(
-                            path=path or "the value", axis=axis, caller=params["caller"]
-                        )
-                    )
+        if name == marks.CHECKED:
+            self._check_leaves(ins[1:], named, **params)
             return ins[:1]
         count = len(eqn.outvars)
         results, before = ins[:count], ins[count:]
@@ -286,6 +284,15 @@ class _Proof(Dataflow[int]):
                 for fact, more in zip(results, reduced, strict=True)
             ]
         return results
+
+    def _check_leaves(
+        self, facts: Sequence[int], named: int, leaves: Any, caller: str, rows: bool, **_: Any
+    ) -> None:
+        """Refuse leaves that differ and must not, or are the same and should be rows."""
+        for leaf, fact in zip(leaves, facts, strict=True):
+            if wrong := named & self._long & (~fact if rows else fact):
+                words = {"leaf": leaf, "axis": self._first(wrong), "caller": caller}
+                raise ValueError((_WHOLE if rows else _DIFFERENT).format(**words))
 
     def _exchange(self, eqn: JaxprEqn, ins: list[int], named: int, jaxpr: Jaxpr) -> list[int]:
         """The facts of the results of an equation that names an axis."""

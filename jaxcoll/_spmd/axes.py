@@ -73,15 +73,30 @@ def listed(axes: Iterable[str]) -> str:
 
 
 def already_reduced(
-    caller: str, instead: str, path: str, axes: Mapping[str, int], same: Mapping[str, int]
+    caller: str,
+    path: str,
+    array: Any,
+    axes: Mapping[str, int],
+    same: Mapping[str, int],
+    *,
+    value: str,
+    gradient: str,
 ) -> AlreadyReducedError:
-    """The refusal of a leaf that is the same on every replica along some of the axes."""
-    return AlreadyReducedError(
+    """The refusal of a leaf that is the same on every replica along some of the axes.
+
+    What to do is said for a value that all replicas hold, and for a gradient, if it can be one.
+    """
+    n = count(same)
+    message = (
         f"`{caller}` over {named(axes)}: {where(path)} is already the same on every replica along "
-        f"{named(same)}, so reducing it again would count it {count(same)} times. What probably "
-        "happened: autodiff has summed this gradient already, because its parameter enters a "
-        f"checked `shard_map` replicated. {instead.format(n=count(same))}"
+        f"{named(same)}, so reducing it would count it {n} times. {value.format(n=n)}"
     )
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        message += (
+            " If it is a gradient, autodiff has summed it, because its parameter enters this "
+            f"checked `shard_map` replicated: {gradient.format(n=n)}"
+        )
+    return AlreadyReducedError(message)
 
 
 def count(axes: Mapping[str, int]) -> int:

@@ -39,11 +39,13 @@ from jaxcoll._spmd.wire_formats.two_phase import Coded, How
 
 Invariant = Literal["error", "summed", "replicated"]
 
-_SUMMED_ALREADY = """\
-Take the gradient with `jc.value_and_grad` or `jc.grad`, which keep it per replica; or say what \
-the leaf is: `invariant="summed"` if it is the sum over the replicas (SUM leaves it, MEAN divides \
-it by {n}), `invariant="replicated"` if every replica holds this value (SUM multiplies it by {n}, \
-MEAN leaves it)."""
+_REPLICATED = """\
+If every replica holds this value, as a learning rate, say `invariant="replicated"`: MEAN leaves \
+it, SUM multiplies it by {n}."""
+
+_SUMMED = """\
+take it with `jc.value_and_grad` or `jc.grad`, which keep it per replica, or say \
+`invariant="summed"`: SUM leaves it, MEAN divides it by {n}."""
 
 _LEAF_BY_LEAF = """\
 leaf by leaf, by the compiler's own all-reduce: the compiler splits leaves over {axes}, and would \
@@ -86,7 +88,7 @@ def all_reduce(
     flat, treedef = flattened(value, is_sparse)
     paths = [path for path, _ in flat]
     along = [same.get(path, frozenset[str]()) for path in paths]
-    taken = [_taken(*leaf, equal) for leaf, equal in zip(flat, along, strict=True)]
+    taken = [_taken(*leaf, axes, equal) for leaf, equal in zip(flat, along, strict=True)]
     scope = _without_factors(scope, paths, taken, exact, in_backward)
     leaves = [
         _leaf(reduce_op, path, x, axes, world, scope.options, invariant, equal, path in exact)
@@ -168,7 +170,9 @@ def _leaf(
     by_type = _compat.same_axes(array, axes)
     missing = {a: n for a, n in axes.items() if a in by_type or a in equal}
     if invariant == "error" and array.size and not equal.issuperset(by_type):
-        raise already_reduced("all_reduce", _SUMMED_ALREADY, path, axes, missing)
+        raise already_reduced(
+            "all_reduce", path, array, axes, missing, value=_REPLICATED, gradient=_SUMMED
+        )
     repeated = 1 if invariant == "summed" else count(missing)
     over = tuple(a for a, n in axes.items() if n > 1 and a not in missing)
     divisor = count(axes) // repeated if reduce_op is ReduceOp.MEAN else None
@@ -233,7 +237,9 @@ def _carry_out(
     return results, lost
 
 
-def _taken(path: str, leaf: Any, equal: frozenset[str]) -> jax.Array | IndexedSlices:
+def _taken(
+    path: str, leaf: Any, axes: Mapping[str, int], equal: frozenset[str]
+) -> jax.Array | IndexedSlices:
     """`leaf` as it is reduced, or an error that names its place."""
     if is_sparse(leaf):
         leaf.check(f"`all_reduce`: {where(path)}")
@@ -241,5 +247,6 @@ def _taken(path: str, leaf: Any, equal: frozenset[str]) -> jax.Array | IndexedSl
         return alike(leaf)
     array = as_array(leaf, f"`all_reduce` cannot reduce {where(path)}", "an array or a number")
     check_reducible(path, dtype_of(leaf))
+    array = _compat.terms_of_sum(array, axes)
     # Equal values are those of the first replica, which alone has their cotangent.
     return _compat.as_invariant(array, tuple(equal), summed=True)

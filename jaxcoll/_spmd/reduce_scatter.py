@@ -27,10 +27,12 @@ from jaxcoll._spmd.reduce import hiding_axis
 from jaxcoll._spmd.scope import Scope, retyped
 from jaxcoll._spmd.shards import Shards, blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
 
-_SUMMED_ALREADY = """\
-Take the gradient with `jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each \
-replica its part; or, if it is the mean already, give it to the optimizer's `update` with \
-`reduced=True`."""
+_REDUCED = """\
+If it is the mean already, give it to the optimizer's `update` with `reduced=True`."""
+
+_SUMMED = """\
+take it with `jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each replica \
+its part."""
 
 
 def reduce_scatter(
@@ -45,11 +47,13 @@ def reduce_scatter(
     axes = bound_axes(axis_name, "reduce_scatter")
     world = scope.world(axes)
     treedef, found = sharded_leaves(value, axes, "reduce_scatter")
-    arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
+    arrays = [_compat.terms_of_sum(jnp.asarray(x), axes) for x in treedef.flatten_up_to(value)]
     for leaf, array in zip(found, arrays, strict=True):
         same = {a: axes[a] for a in _compat.same_axes(array, axes)}
         if same and array.size:
-            raise already_reduced("reduce_scatter", _SUMMED_ALREADY, leaf.path, axes, same)
+            raise already_reduced(
+                "reduce_scatter", leaf.path, array, axes, same, value=_REDUCED, gradient=_SUMMED
+            )
     recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in found]
     if layout is not None:
         check_fits(layout, treedef, found, count(axes), "reduce_scatter")

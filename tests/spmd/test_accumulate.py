@@ -38,7 +38,6 @@ def weighted_loss(p, batch):
 
 
 def scanned_loss(p, batch):
-    """Its loop starts from a constant, which a checked shard_map refuses by itself."""
     row = lambda total, row: (total + mean_loss(p, jax.tree.map(lambda x: x[None], row)), None)
     return jax.lax.scan(row, 0.0, batch)[0] / batch["x"].shape[0]
 
@@ -68,19 +67,22 @@ LOSSES = [mean_loss, sum_loss, weighted_loss, scanned_loss, checkpointed_loss]
 def test_K32_micro_batches_equal_the_whole_batch(runner):
     """Every loss, several batch arguments, keywords and argnums; one program for each way to map."""
 
+    # Its loop starts from a constant, which JAX's types refuse.
+    losses = [x for x in LOSSES if runner != "checked" or x is not scanned_loss]
+
     def product(x, s, p, y, *, scale):
         return scale * s * mean_loss(p, {"x": x, "y": y})
 
     def f(b):
         found = []
-        for loss in LOSSES:
+        for loss in losses:
             step = jc.accumulate(loss, "data", 4, reduce_op="sum" if loss is sum_loss else "mean")
             found.append(step(PARAMS, b))
         step = jc.accumulate(product, "data", 2, batch_argnums=(0, 3), argnums=(2, 1))
         return found, step(b["x"], 2.0, PARAMS, b["y"], scale=3.0)
 
     found, of_product = on_replicas(runner, f, 4, BATCH)
-    for got, loss in zip(found, LOSSES, strict=True):
+    for got, loss in zip(found, losses, strict=True):
         close(got, whole(loss), rtol=3e-5)
     alone = jax.jit(jax.value_and_grad(product, argnums=(2, 1)))
     close(of_product, alone(X, 2.0, PARAMS, Y, scale=3.0))

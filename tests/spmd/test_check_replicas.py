@@ -253,7 +253,7 @@ def test_every_hundredth_step_inside_a_loop():
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), same)
         return jax.lax.cond(step % 100 == 0, check, lambda w: zeros, w)
 
-    program = jc.data_parallel(lambda step, w, x: every(step, w))
+    program = jc.data_parallel(lambda step, w, x: every(step, w), batch_argnums=2)
     assert program(100, lying(), np.ones(8, "f")).divergent()
     assert not program(101, lying(), np.ones(8, "f")).divergent()
 

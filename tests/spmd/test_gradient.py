@@ -97,8 +97,10 @@ def found(runner, n):
         call = lambda loss, *args, **how: jc.value_and_grad(loss, "data", **how)(*args)
         (value, aux), grads = call(with_aux, PARAMS, x, y, has_aux=True)
         again, aux_again = jc.grad(with_aux, "data", has_aux=True)(PARAMS, x, y)
+        untyped = () if runner != "checked" else (scanned_loss, branching_loss)
+        means = {k: f for k, f in MEANS.items() if f not in untyped}
         found = {
-            "means": {k: call(loss, PARAMS, x, y) for k, loss in MEANS.items()},
+            "means": {k: call(loss, PARAMS, x, y) for k, loss in means.items()},
             # The batch enters through the closure: autodiff must still not sum by itself.
             "captured": call(lambda p: mean_loss(p, x, y), PARAMS),
             "sum": call(sum_loss, PARAMS, x, y, reduce_op="SUM"),
@@ -108,9 +110,10 @@ def found(runner, n):
                 call(scaled_loss, 2.0, PARAMS, x, y, argnums=k) for k in (1, -3, (0, 1), (1, 0))
             ],
         }
-        if runner != "vmap":
+        if runner in ("pmap", "unchecked"):
             # Reverse mode cannot pass a fori_loop with a traced bound; a static one is a scan.
             found["means"]["while"] = call(while_loss, PARAMS, x, y)
+        if runner != "vmap":
             ones = jax.tree.map(jnp.ones_like, PARAMS)
             g = lambda p: jc.grad(mean_loss, "data")(p, x, y)
             found["hessian"] = jax.jvp(g, (PARAMS,), (ones,))[1]
@@ -179,62 +182,45 @@ def test_options_reach_the_reduction(name):
     assert text.count('"stablehlo.all_reduce"') == (0 if name == "ring" else 2)
 
 
-@pytest.mark.parametrize(
-    ("call", "loss", "count"),
-    [(jc.value_and_grad, mean_loss, 3), (jc.grad, mean_loss, 2), (jc.value_and_grad, scanned_loss, 3)],
-)  # fmt: skip
-def test_value_and_gradient_travel_together_and_autodiff_adds_nothing(call, loss, count):
+@pytest.mark.parametrize(("call", "count"), [(jc.value_and_grad, 3), (jc.grad, 2)])
+def test_value_and_gradient_travel_together_and_autodiff_adds_nothing(call, count):
     """One requested all-reduce a leaf: loss, bias, weight. None that autodiff put there."""
-    f = call(loss, "data")
+    f = call(mean_loss, "data")
     text = lowered(lambda x, y: f(PARAMS, x, y), 8, *split(8, (X, Y))).as_text()
     assert text.count('"stablehlo.all_reduce"') == count
 
 
-def test_a_loss_that_reduces_itself_is_refused():
-    def own(p, x, y):
+@pytest.mark.parametrize("how", ["step", "strategy", "pmap", "unchecked", "checked"])
+def test_a_loss_that_is_averaged_inside_has_the_gradient_of_the_mean(how):
+    def averaged(p, x, y):
         return jax.lax.pmean(mean_loss(p, x, y), "data")
 
-    with pytest.raises(
-        jc.AlreadyReducedError,
-        match=r"`jc.value_and_grad` over 'data': the loss is already the same",
-    ):
-        on_replicas("checked", lambda x, y: jc.value_and_grad(own, "data")(PARAMS, x, y), 8, X, Y)
-    with pytest.raises(jc.AlreadyReducedError, match=r"`jc.grad` over 'data'"):
-        on_replicas("checked", lambda x, y: jc.grad(own, "data")(PARAMS, x, y), 8, X, Y)
-
-
-def test_a_loop_that_mixes_captured_data_keeps_jaxs_own_message():
-    """Beyond reach: the capture cannot be retyped, and guessing would sum the gradient twice."""
-
     def f(x, y):
-        def loss(p):
-            body = lambda c, r: (c + jnp.mean(p["w"] * r[:, None]), None)
-            return jax.lax.scan(body, 0.0, x)[0]
+        return jc.value_and_grad(averaged, "data")(PARAMS, x, y)
 
-        return jc.grad(loss, "data")(PARAMS)
+    if how == "checked":  # where types show that it is reduced
+        with pytest.raises(jc.AlreadyReducedError, match=r"the loss is already the same"):
+            on_replicas(how, f, 8, X, Y)
+        return
+    if how == "step":
+        got = jc.data_parallel(f, batch_argnums=(0, 1))(X, Y)
+    elif how == "strategy":
+        strategy = jc.MirroredStrategy(devices=jax.devices()[:4])
+        averaged_there = lambda *args: jax.lax.pmean(mean_loss(*args), "replica")
+        rows = zip(*split(4, (X, Y)), strict=True)
+        x, y = ([jnp.asarray(r) for r in each] for each in zip(*rows, strict=True))
+        got = strategy.run(
+            lambda x, y: jc.value_and_grad(averaged_there)(PARAMS, x, y),
+            (jc.PerReplica(x), jc.PerReplica(y)),
+        )
+        got = strategy.experimental_local_results(got)[0]
+    else:
+        got = on_replicas(how, f, 8, X, Y)
+    close(got, on_one_device(mean_loss))
 
-    with pytest.raises(TypeError, match="manual axis types"):
-        on_replicas("checked", f, 8, X, Y)
-    close(on_replicas("unchecked", f, 8, X, Y)["b"], PARAMS["b"])
 
-
-@pytest.mark.parametrize("communicate", ["captured", "gather", "broadcast", "index"])
-def test_a_loop_from_a_constant_in_a_loss_that_communicates_is_refused(communicate):
-    """Its types cannot be trusted once they have been taken away, and wrong numbers are worse."""
-
-    def f(x, y):
-        def loss(w, x_given, y):
-            s = {
-                "captured": lambda: jax.lax.pmean(jnp.sum(w * x), "data"),
-                "gather": lambda: jc.all_gather(w * x_given, "data").sum(),
-                "broadcast": lambda: jc.broadcast(jnp.sum(jnp.sin(w * x_given)), "data", source=3),
-                "index": lambda: jnp.sum(w * x_given) * jax.lax.axis_index("data").astype("f"),
-            }[communicate]()
-            row = lambda c, r: (c + jnp.sum(r * s) ** 2 * jnp.sum(jnp.sin(r)), None)
-            return jax.lax.pmean(jax.lax.scan(row, 0.0, y)[0], "data")
-
-        return jc.grad(loss, "data")(jnp.float32(1), x, y)
-
+def test_a_loop_from_a_constant_is_refused_by_jaxs_types():
+    f = lambda x, y: jc.grad(scanned_loss, "data")(PARAMS, x, y)
     with pytest.raises(TypeError, match="manual axis types"):
         on_replicas("checked", f, 8, X, Y)
 
@@ -285,11 +271,7 @@ def test_a_loss_may_reduce_statistics_on_the_way(runner):
         call = jc.value_and_grad(loss, "data")
         return [call(PARAMS, x, y, options, scanned) for options in asked]
 
-    kinds = (False, True)
-    if runner == "checked":
-        kinds = (False,)
-        with pytest.raises(TypeError, match="manual axis types"):
-            on_replicas(runner, lambda x, y: grads(x, y, True), 4, X, Y)
+    kinds = (False,) if runner == "checked" else (False, True)
 
     def whole(p):
         h = predict(p, X)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import WHOLE, grid, mapped, rows, run, vmapped
+from cases import WHOLE, grid, mapped, mesh_of, rows, run, vmapped
+from jax import lax
 
 import jaxcoll as jc
 
@@ -28,7 +29,7 @@ def test_a_gradient_that_autodiff_has_summed_is_refused_by_name():
         with pytest.raises(
             jc.AlreadyReducedError,
             match=rf"leaf \['layer'\]\[0\] is already the same on every replica along 'data' \(size {n}\)"
-            rf".*count it {n} times.*invariant=\"summed\".*invariant=\"replicated\"",
+            rf".*count it {n} times.*invariant=\"replicated\".*If it is a gradient.*invariant=\"summed\"",
         ):
             checked(f, jnp.ones(()), rows(n), mesh=n, in_specs=(P(), P("data")))
     assert issubclass(jc.AlreadyReducedError, ValueError)
@@ -70,15 +71,58 @@ def test_replicated_says_every_replica_holds_it(op, factor):
     assert checked(f, jnp.ones(()) * 3, in_specs=P()) == 3 * factor
 
 
-@pytest.mark.parametrize("invariant", ["summed", "replicated"])
-def test_varying_leaves_are_reduced_whatever_is_said_of_the_invariant_ones(invariant):
-    x = rows(8, 3)
-    got = checked(
-        lambda p, x: jc.all_reduce("sum", {"p": p, "x": x}, "data", invariant=invariant),
-        jnp.ones((2,)), x, in_specs=(P(), P("data")),
-    )  # fmt: skip
-    np.testing.assert_array_equal(got["x"][0], np.asarray(x).sum(0))
-    np.testing.assert_array_equal(got["p"], [1.0, 1.0] if invariant == "summed" else [8.0, 8.0])
+def mixed(x):
+    """A learning rate and a count that every replica holds, beside what differs."""
+    return {"lr": jnp.float32(0.5), "step": jnp.int32(3), "loss": x}
+
+
+@pytest.mark.parametrize("runner", ["step", "strategy", "pmap", "vmap", "unchecked", "checked"])
+def test_the_mean_of_equal_numbers_is_that_number(runner):
+    """In a checked `shard_map` one word says that they are equal on purpose."""
+    settings = {"invariant": "replicated"} if runner == "checked" else {}
+    f = lambda x: jc.all_reduce("mean", mixed(x), "data", **settings)
+    x = rows(4)
+    if runner == "step":
+        got = jc.data_parallel(lambda x: f(x[0]), mesh=mesh_of(4))(x)
+    elif runner == "strategy":
+        strategy = jc.MirroredStrategy(jax.devices()[:4])
+        given = jc.PerReplica([jnp.asarray(row) for row in x])
+        got = strategy.run(lambda x: jc.all_reduce("mean", mixed(x)), (given,))
+        got = strategy.experimental_local_results(got)[0]
+    else:
+        got = jax.tree.map(lambda x: x[0], run(runner, f, 4, x))
+    assert jax.tree.map(float, got) == {"lr": 0.5, "step": 3, "loss": x.mean()}
+
+
+def test_a_value_that_cannot_be_a_gradient_is_called_none():
+    f = lambda x: jc.all_reduce("mean", {"loss": x, "step": jnp.int32(3)}, "data")
+    with pytest.raises(jc.AlreadyReducedError, match=r"leaf \['step'\].*\"replicated\"") as caught:
+        checked(f, rows(8), in_specs=P("data"))
+    assert "gradient" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"invariant": "summed"}, {"options": jc.CommunicationOptions(algorithm="ring")}]
+)
+def test_a_sum_that_types_say_is_still_to_be_made_is_made_once(how):
+    """JAX's `unreduced`: also of gradients by parameters that are `reduced`, and differentiated."""
+    x = rows(4, 3)
+
+    def f(x):
+        owed = lax.pcast(x, "data", to="unreduced")
+        w = lax.pcast(jnp.ones(()), "data", to="reduced")
+        grads = jax.grad(lambda w: jnp.sum(w * x))(w)
+        total = lambda x: jc.all_reduce("sum", lax.pcast(x**2, "data", to="unreduced"), "data")
+        slope = jax.grad(lambda x: jnp.sum(total(x)))(x)
+        reduced = [jc.all_reduce(op, (owed, x, grads), "data", **how) for op in ("sum", "mean")]
+        scattered = jc.all_gather(jc.reduce_scatter("sum", owed, "data"), "data")
+        return reduced, scattered, lax.pmax(jnp.max(jnp.abs(slope - 2 * x)), "data")
+
+    (total, mean), scattered, off = checked(f, x, in_specs=P("data"), mesh=4)
+    want = x.sum(0, keepdims=True)
+    for got in (*total[:2], *(4 * each for each in mean[:2]), scattered):
+        np.testing.assert_array_equal(got, want)
+    assert (total[2], 4 * mean[2], off) == (x.sum(), x.sum(), 0)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +186,7 @@ def summed(axis, **settings):
     ("call", "words"),
     [
         *((lambda axis=axis: vmapped(summed(axis), rows(2)), words) for axis, words in (
-            (3, "a string or a non-empty tuple"), ((), "non-empty tuple"), (None, "got None"),
+            (3, "a string or a non-empty tuple"), ((), "non-empty tuple"), (None, "needs an `axis_name` here"),
             (("data", "data"), "an axis twice"),
         )),
         (lambda: jax.jit(lambda axis: summed(axis)(jnp.ones(3)))(3), "make the argument static"),

@@ -57,15 +57,14 @@ def test_what_every_replica_holds_counts_once_beside_shards():
     assert not program(tree)[1]
 
 
-@pytest.mark.parametrize("checks", [True, False])
-def test_shards_and_what_stands_beside_them_count_once_whatever_types_say(checks):
+def test_shards_and_what_stands_beside_them_count_once_in_a_step():
     """Shards over one axis and over both, and an array that all replicas hold."""
     mesh = grid(2, 4)
     both, arrays = ("node", "data"), [RNG.standard_normal(300).astype("f") for _ in range(3)]
     tree = [jc.shard(arrays[0], "data", mesh=mesh), jc.shard(arrays[1], both, mesh=mesh), arrays[2]]
 
     def step_of(f):
-        return jc.data_parallel(f, mesh=mesh, axis_name=both, checks=checks)
+        return jc.data_parallel(f, mesh=mesh, axis_name=both)
 
     found = step_of(lambda t, x: (jc.global_norm(t, both), jc.all_finite(t, both)))(
         tree, np.ones(8)
@@ -76,9 +75,8 @@ def test_shards_and_what_stands_beside_them_count_once_whatever_types_say(checks
         for axes in (None, "data"):
             with pytest.raises(ValueError, match="is `Shards` along .*only this replica's part"):
                 step_of(lambda t, x, f=function, a=axes: f(t, a)).lower(tree, np.ones(8))
-    if not checks:  # by types it would be one replica's own part of a whole
-        with pytest.raises(ValueError, match=r"leaf \[1\].*differs between replicas"):
-            step_of(lambda t, x: jc.global_norm([t[0], x], both)).lower(tree, np.ones(8))
+    with pytest.raises(ValueError, match=r"leaf \[1\] must be the same .* differs between them"):
+        step_of(lambda t, x: jc.global_norm([t[0], x], both)).lower(tree, np.ones(8))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

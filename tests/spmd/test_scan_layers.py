@@ -109,14 +109,29 @@ def weighted(scan, stack, x, mask):
     return jc.WeightedLoss(jnp.sum(x[:, 0] ** 2 * jnp.mean(h**2, -1)), jnp.sum(x[:, 0] ** 2))
 
 
+def in_shards(axis="data", mesh=None):
+    """The stack with its matrices in `Shards`, and the layer that takes them so."""
+    cut = {name: STACK[name] for name in ("w", "v")}
+    return {"cut": jc.shard(cut, axis, stacked=True, mesh=mesh), "b": STACK["b"]}
+
+
+def of_shards(scan):
+    """The same scan of a stack in shards."""
+
+    def scanned(layer, x, stack):
+        return scan(lambda h, p: layer(h, {**p["cut"], "b": p["b"]}), x, stack)
+
+    return scanned
+
+
 @pytest.mark.parametrize("call", ["value_and_grad", "accumulate", "sum", "weighted"])
 def test_what_is_reduced_here_is_not_sent_again(call):
     """Inside the calls that reduce everything else; mean, sum and weighted mean."""
 
-    def replica(stack, x, mask):
+    def step(stack, x, mask):
         found = []
         for ahead, remat in ((1, True), (9, False)):
-            scan = scan_of(ahead=ahead, remat=remat)
+            scan = of_shards(scan_of(ahead=ahead, remat=remat, sharded=None))
             loss = functools.partial(weighted if call == "weighted" else loss_of, scan)
             if call == "accumulate":
                 f = jc.accumulate(loss, "data", 2, batch_argnums=1, argnums=(0, 2))
@@ -126,8 +141,6 @@ def test_what_is_reduced_here_is_not_sent_again(call):
             found.append(f(stack, x, mask))
         return found
 
-    out = [(P(), (SPECS, P()))] * 2
-    got = on_rows(replica, STACK, X, MASK, specs=(SPECS, ROWS, P()), out_specs=out)
     value, (of_stack, _, of_mask) = one_device()
     want = value, (of_stack, of_mask)
     if call == "weighted":
@@ -139,8 +152,9 @@ def test_what_is_reduced_here_is_not_sent_again(call):
         want = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(STACK, MASK)
     if call == "sum":
         want = jax.tree.map(lambda g: N * g, want)
-    for each in got:
-        close(each, want, rtol=2e-5)
+    for value, (stack, mask) in jc.data_parallel(step, batch_argnums=1)(in_shards(), X, MASK):
+        got = value, ({**jc.unshard(stack["cut"]), "b": stack["b"]}, mask)
+        close(got, want, rtol=2e-5)
 
 
 ODD = normal(LAYERS, 5, WIDTH)
@@ -162,22 +176,25 @@ def tied_alone():
     return jax.jit(jax.value_and_grad(functools.partial(tied_loss, plain)))(whole, X)
 
 
-@pytest.mark.parametrize("checks", [True, False, "step", "step unchecked"])
-def test_shards_of_layers(checks):
+@pytest.mark.parametrize("how", ["checked", "unchecked", "step"])
+def test_shards_of_layers(how):
     """Padded packs of leaves whose rows do not divide; a plain leaf beside them is whole."""
     shards = jc.shard({"u": ODD}, "data", stacked=True)
     stack = {"large": shards, "norm": STACK["b"]}
     specs = {"large": shards.replace([P(None, "data")]), "norm": P()}
     loss = functools.partial(tied_loss, scan_of(sharded=None))
-    if isinstance(checks, str):
-        step = jc.data_parallel(jc.value_and_grad(loss, "data"), checks="un" not in checks)
+    if how == "step":
+        step = jc.data_parallel(jc.value_and_grad(loss, "data"))
         got_value, got = step(stack, X)
         close(got_value, tied_alone()[0])
         gather, scatter, rest = step.plans(stack, X)
         assert [p.collective for p in (gather, scatter)] == ["all_gather", "reduce_scatter"]
         assert [leaf.path for leaf in rest.leaves] == [".value", ".grads['norm']"]
     else:
-        got = on_rows(jax.grad(loss), stack, X, specs=(specs, ROWS), out_specs=specs, checks=checks)
+        got = on_rows(
+            jax.grad(loss), stack, X,
+            specs=(specs, ROWS), out_specs=specs, checks=how == "checked",
+        )  # fmt: skip
     _, want = tied_alone()
     close(got["norm"], want["norm"], rtol=2e-5)
     close(jc.unshard(got["large"]), want["large"], rtol=2e-5)
@@ -193,45 +210,52 @@ def test_plans_have_the_rows_of_all_replicas():
     assert [leaf.shape for p in (gather, scatter) for leaf in p.leaves] == [tuple(rows)] * 2
 
 
-@pytest.mark.parametrize("again", [
-    lambda g: jc.all_reduce("mean", g, "data"),
-    lambda g: jax.tree.map(lambda x: lax.pmean(x, "data"), g),
-])  # fmt: skip
-@pytest.mark.parametrize("checks", [True, False])
-def test_gradients_in_shards_are_reduced_no_more(again, checks):
+def test_gradients_in_shards_are_reduced_no_more():
     """A mean of different rows would be a number without meaning."""
     shards = jc.shard({"u": ODD}, "data", stacked=True)
 
     def step(stack, x):
         loss = functools.partial(tied_loss, scan_of(sharded=None))
-        return again(jc.grad(loss, "data")(stack, x))
+        return jax.tree.map(lambda g: lax.pmean(g, "data"), jc.grad(loss, "data")(stack, x))
 
-    with pytest.raises(jc.AlreadyReducedError, match="part"):
-        jc.data_parallel(step, checks=checks).lower({"large": shards, "norm": STACK["b"]}, X)
+    with pytest.raises(ValueError, match="these are parts of a sum, in shards"):
+        jc.data_parallel(step).lower({"large": shards, "norm": STACK["b"]}, X)
+
+
+def test_rows_that_every_replica_holds_whole_are_refused_in_a_step():
+    """Gathered, they would be n times as many, and nothing of the layer's shapes need show it."""
+
+    def step(stack, x):
+        layer = lambda h, p: h + jnp.sum(p["v"] ** 2)
+        return jc.scan_layers(layer, x, stack, "data", sharded=True)[0].mean()
+
+    words = r"leaf \['v'\] of `stacked` is said to be one replica's rows, and is the same on every"
+    with pytest.raises(ValueError, match=words):
+        jc.data_parallel(step).lower({"v": STACK["v"]}, X)
 
 
 HYBRID = grid(2, 4)
 WORDS = {"w": "data", "v": "data", "b": False}
 
 
-@pytest.mark.parametrize("how", ["grad", "grad unchecked", "value_and_grad"])
+@pytest.mark.parametrize("how", ["checked", "unchecked", "step"])
 def test_shards_within_a_host_and_sums_between(how):
     both = ("node", "data")
 
     def scan(layer, x, stack):
-        return jc.scan_layers(layer, x, stack, both, sharded=WORDS)
+        words = None if how == "step" else WORDS
+        return jc.scan_layers(layer, x, stack, both, sharded=words)
 
-    loss = functools.partial(loss_of, scan)
-
-    def replica(stack, x, mask):
-        if how == "value_and_grad":
-            return jc.grad(loss, both)(stack, x, mask)
-        return jax.grad(loss)(stack, x, mask)
-
-    got = on_rows(
-        replica, STACK, X, MASK,
-        specs=(SPECS, P(both), P()), out_specs=SPECS, checks="un" not in how, mesh=HYBRID,
-    )  # fmt: skip
+    if how == "step":
+        loss = functools.partial(loss_of, of_shards(scan))
+        step = jc.data_parallel(jc.grad(loss, both), mesh=HYBRID, axis_name=both, batch_argnums=1)
+        got = step(in_shards(mesh=HYBRID), X, MASK)
+        got = {**jc.unshard(got["cut"]), "b": got["b"]}
+    else:
+        got = on_rows(
+            jax.grad(functools.partial(loss_of, scan)), STACK, X, MASK,
+            specs=(SPECS, P(both), P()), out_specs=SPECS, checks=how == "checked", mesh=HYBRID,
+        )  # fmt: skip
     close(got, one_device()[1][0], rtol=2e-5)
 
 
@@ -428,10 +452,6 @@ BAD = {
         jc.AlreadyReducedError, r"over 'data': leaf \['b'\] of `stacked` is the same .* 8 times",
         {"sharded": None},
     ),
-    "rows that are whole, in a loss": (
-        jc.AlreadyReducedError, r"over 'data': leaf \['b'\] of `stacked` is the same .* each of",
-        {"sharded": None, "outer": GRAD, "layer": lambda h, p: h * jnp.sum(p["b"])},
-    ),
     "all is whole": (
         ValueError, "every leaf of `stacked` is held whole",
         {"stack": rows_of(2, 16, 16), "specs": {"w": P()}, "sharded": False},
@@ -440,9 +460,9 @@ BAD = {
         ValueError, r"leaf \['v'\] of `stacked` differs between replicas along 'data'",
         {"sharded": {**SHARDED, "v": False}},
     ),
-    "whole ones that differ, in a loss": (
-        ValueError, r"`scan_layers` over 'data': leaf \['v'\] differs between replicas",
-        {"sharded": {**SHARDED, "v": False}, "outer": GRAD},
+    "rows in a loss": (
+        ValueError, r"`jc.grad` over 'data': leaf .*\['v'\] must be the same .* by its type",
+        {"outer": GRAD},
     ),
     "nothing said where types are silent": (
         ValueError, r"types say nothing here .* whether leaf \['b'\]",

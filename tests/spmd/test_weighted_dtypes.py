@@ -116,18 +116,3 @@ def test_aux_of_micro_batches_may_hold_what_is_no_array():
     assert aux["one"][0].tolist() == [1.0] * N * 2
     assert aux["seen"][0] == N * 6
     assert (value[0], grads[0]) == (23, 11.5)
-
-
-def test_a_loop_from_a_constant_may_have_aux_that_is_no_array():
-    def loss(w, x):
-        return jax.lax.scan(lambda total, row: (total + w * row, None), 0.0, x)[0], jnp.sin
-
-    found = []
-
-    def step(x):
-        grads, f = jc.grad(loss, "data", has_aux=True)(2.0, x)
-        found.append(f)
-        return grads
-
-    assert run("checked", step, N, jnp.ones((N, 3)))[0] == 3
-    assert found == [jnp.sin]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import close, run
+from cases import ROWS, WHOLE, close, mapped, run
 from flax import nnx
 
 import jaxcoll as jc
@@ -84,26 +84,19 @@ def test_accumulation_norm_and_finite_check_take_the_trees_as_they_are():
     close(found, jax.jit(of_each(one))(MODELS, X.reshape(-1, 5)), rtol=1e-4)
 
 
-def test_gradients_that_types_would_sum_are_a_replicas_own_or_refused_until_they_are_said_to_be():
-    model = MODELS["linen"]
+def test_gradients_that_autodiff_has_summed_are_refused_until_they_are_said_to_be():
+    model, rows = MODELS["linen"], X.reshape(-1, 5)
 
     def step(model, x, **settings):
         tx = jc.all_reduce_updates("data", **settings)
         return tx.update(jax.grad(loss)(model, x), tx.init(model))[0]
 
-    rows = X.reshape(-1, 5)
+    checked = functools.partial(mapped, ins=(WHOLE, ROWS))
     with pytest.raises(jc.AlreadyReducedError, match=r"leaf \['params'\]\['bias'\]"):
-        jc.data_parallel(step, checks=True)(model, rows)
-    summed = functools.partial(step, invariant="summed")
-    for right in (
-        jc.data_parallel(step),
-        jc.data_parallel(summed),
-        jc.data_parallel(summed, checks=True),
-    ):
-        jax.tree.map(
-            lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4),
-            *(right(model, rows), jax.grad(loss)(model, rows)),
-        )
+        checked(step)(model, rows)
+    want = jax.grad(loss)(model, rows)
+    for right in (jc.data_parallel(step), checked(functools.partial(step, invariant="summed"))):
+        close(right(model, rows), want, rtol=1e-4)
 
 
 def test_the_sum_and_the_options_are_taken():

@@ -23,15 +23,11 @@ def loss(p, batch):
     return jnp.mean((batch["x"] @ p["w"] + p["b"][None] - batch["y"]) ** 2)
 
 
-def local(p):
-    return jax.tree.map(lambda x: lax.pcast(x, "data", to="varying"), p)
-
-
 def updated(reduced, rate=0.1):
     """A step that returns new parameters, from gradients reduced in some way."""
 
     def step(params, batch):
-        value, grads = jax.value_and_grad(loss)(local(params), batch)
+        value, grads = jax.value_and_grad(loss)(params, batch)
         return jax.tree.map(lambda p, g: p - rate * g, params, reduced(grads)), lax.pmean(
             value, "data"
         )
@@ -90,12 +86,13 @@ def test_optimizer_state_shows_the_square():
 
     @jax.numpy_dtype_promotion("standard")
     def step(params, state, batch):
-        grads = jc.all_reduce("sum", jax.grad(loss)(local(params), batch), "data")
+        grads = jc.all_reduce("sum", jax.grad(loss)(params, batch), "data")
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     with pytest.raises(AssertionError) as caught:
-        jc.n_devices_equal_one(jc.data_parallel(step), PARAMS, tx.init(PARAMS), BATCH)
+        wrapped = jc.data_parallel(step, batch_argnums="batch")
+        jc.n_devices_equal_one(wrapped, PARAMS, tx.init(PARAMS), BATCH)
     message = str(caught.value)
     assert "output [1][0].mu['w']: is 8.0 times too large" in message
     assert "output [1][0].nu['w']: is 64.0 times too large: 8 squared" in message
@@ -130,7 +127,7 @@ def test_what_differs_by_no_factor_or_in_shape_says_so():
 
 
 def test_a_tolerance_and_whole_numbers_and_keys():
-    step = jc.data_parallel(lambda key, n, x: (key, n + 1, x.sum(0) * 0))
+    step = jc.data_parallel(lambda key, n, x: (key, n + 1, x.sum(0) * 0), batch_argnums=2)
     with pytest.raises(ValueError, match="differs between replicas"):
         jc.n_devices_equal_one(step, jax.random.key(0), 3, BATCH["x"])
     step = jc.data_parallel(lambda n, x: (n + 1, jc.all_reduce("sum", x.sum(), "data")))
@@ -178,7 +175,7 @@ def trained(loss, tx, scale=lambda g, n: g):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    return jc.data_parallel(step)
+    return jc.data_parallel(step, batch_argnums="batch")
 
 
 @pytest.mark.parametrize(
@@ -242,6 +239,6 @@ def test_a_leaf_is_measured_from_the_argument_of_its_own_path():
         jc.n_devices_equal_one(
             jc.data_parallel(step), {"w": w, "ema": ema}, BATCH["x"], tolerance=1e-5
         )
-    renamed = jc.data_parallel(lambda p, old, x: {"layer": [{"w": p["layer"][0]["w"] * (1 + 1e-2 * lax.axis_size("data"))}]})  # fmt: skip
+    renamed = jc.data_parallel(lambda p, old, x: {"layer": [{"w": p["layer"][0]["w"] * (1 + 1e-2 * lax.axis_size("data"))}]}, batch_argnums="x")  # fmt: skip
     with pytest.raises(AssertionError, match=r"change from args\[0\]\['layer'\]\[0\]\['w'\]"):
         jc.n_devices_equal_one(renamed, {"layer": [{"w": w}]}, w * np.float32(1.01), BATCH["x"])

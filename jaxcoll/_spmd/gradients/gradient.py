@@ -248,7 +248,7 @@ class Asked:
             scope=scope,
             ready=ready,
             same=same,
-            repeats=local.weight is not None,
+            repeats=local.weight is not None or bool(same),
             exact=frozenset(path for path, _ in beside),
             reasons=(again,) if same else (),
         )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
@@ -37,10 +38,9 @@ cannot be known whether {leaf} of `stacked` holds this replica's rows or is whol
 `sharded`: True, False, or a tree of them; or pass `Shards`."""
 
 _UNTYPED_GRADIENT = """\
-`scan_layers` over {axis!r}, inside the loss of `jc.value_and_grad` or its like: types say nothing \
-here (`pmap`, `vmap`, check_vma=False), so that would take {leaf} of `stacked` for one that all \
-replicas hold alike, and average the gradients of different rows. Pass the parameters as `Shards`, \
-or run it in a checked `jax.shard_map`; or take `jax.grad` of this replica's own loss."""
+`scan_layers` over {axis!r}, inside the loss of `jc.value_and_grad` or its like, which would take \
+{leaf} of `stacked` for one that all replicas hold alike, and average the gradients of different \
+rows. Pass the parameters as `Shards`; or take `jax.grad` of this replica's own loss."""
 
 _NOTHING = """\
 `scan_layers`: every leaf of `stacked` is held whole by every replica, so there is nothing to \
@@ -89,6 +89,9 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
                 over.append(_axes_of_shards(name, node, word, axes))
             else:
                 over.append(_axes_of_rows(names[-1], arrays[-1], word, axes))
+                if over[-1] and not _compat.types_tell():  # then who reads the program checks it
+                    rows = {f"{where(name)} of `stacked`": part}
+                    arrays[-1] = marks.checked(arrays[-1], rows, over[-1], CALLER, rows=True)
     _check_layers(names, arrays)
     if not any(over):
         raise ValueError(_NOTHING)
