@@ -197,7 +197,6 @@ class _Proof(Dataflow[int]):
         self.all = sum(self.bit.values())
         # Along an axis of size 1 nobody waits for others, and nothing is counted twice
         self._long = sum(bit for axis, bit in self.bit.items() if sizes[axis] > 1 and refuses)
-        self._refuses = refuses
         self._varying = varying
         self._narrow_sums_abort = narrow_sums_abort
         self._sums: dict[int, tuple[JaxprEqn, Jaxpr, list[int]]] = {}

@@ -90,8 +90,8 @@ def test_optimizer_state_shows_the_square():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    wrapped = jc.data_parallel(step, batch_argnums="batch")
     with pytest.raises(AssertionError) as caught:
-        wrapped = jc.data_parallel(step, batch_argnums="batch")
         jc.n_devices_equal_one(wrapped, PARAMS, tx.init(PARAMS), BATCH)
     message = str(caught.value)
     assert "output [1][0].mu['w']: is 8.0 times too large" in message
@@ -100,7 +100,7 @@ def test_optimizer_state_shows_the_square():
 
 def test_a_function_that_takes_a_mesh_and_one_that_makes_a_step():
     def right(params, batch, *, mesh):
-        return jax.jit(jax.shard_map(updated(by("mean")), mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))(params, batch)  # fmt: skip
+        return jax.jit(jax.shard_map(updated(by("mean")), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False))(params, batch)  # fmt: skip
 
     def wrong(mesh):
         return jc.data_parallel(updated(by("sum")), mesh=mesh)
@@ -108,6 +108,17 @@ def test_a_function_that_takes_a_mesh_and_one_that_makes_a_step():
     jc.n_devices_equal_one(right, PARAMS, BATCH)
     with pytest.raises(AssertionError, match="8.0 times too large"):
         jc.n_devices_equal_one(wrong, PARAMS, BATCH)
+
+
+def test_what_is_made_of_the_gradient_of_an_averaged_loss_is_found():
+    """Under `pmap`'s meaning that is each replica's own, and its sum is n times the gradient."""
+
+    def step(p, batch):
+        grads = jax.grad(lambda p: lax.pmean(loss(p, batch), "data"))(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, lax.psum(grads, "data"))
+
+    with pytest.raises(AssertionError, match="8.0 times too large"):
+        jc.n_devices_equal_one(jc.data_parallel(step), PARAMS, BATCH)
 
 
 def test_what_differs_by_no_factor_or_in_shape_says_so():
