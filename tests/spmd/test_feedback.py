@@ -356,26 +356,6 @@ def test_a_leaf_that_some_replicas_hold_alike_has_no_residual():
         mapped(f, (P("node"), P(axes)), mesh=mesh)(g, jc.residual(g[:1], axes, mesh=mesh))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_what_is_a_replicas_own_travel_exactly_beside_a_residual(kind):
-    mesh, axes, g = grid(2, 2), ("node", "data"), gaussian(4, 40, 30)
-    w = {"common": np.zeros((1, 40, 30), "f"), "own": np.zeros((2, 40, 30), "f")}
-    like = {"common": w["common"], "own": w["own"][:1]}
-    residual = jc.residual(like, axes, mesh=mesh, options=KINDS[kind])
-
-    def f(w, residual, g):
-        loss = lambda w: jnp.sum((w["common"] + w["own"]) * g)
-        step = jc.grad(loss, axes, reduce_op="sum", feedback=True, options=KINDS[kind])
-        return step(w, residual=residual)
-
-    own, of_residual = {"common": P(), "own": P("data")}, specs_of(residual)
-    specs = (own, of_residual, P(axes))
-    grads, after = mapped(f, specs, (own, of_residual), mesh)(w, residual, g)
-    np.testing.assert_allclose(grads["own"], g[:2] + g[2:], rtol=1e-6)
-    assert not np.allclose(grads["common"][0], g.sum(0), rtol=1e-6)
-    assert not owed(after)["own"].any()
-
-
 def test_feedback_without_a_state_and_where_there_is_none():
     w, x = parameters(), gaussian(2, 4, 40)
     step = jc.value_and_grad(loss, "data", options=OPTIONS["int8"], feedback=True)
