@@ -105,4 +105,5 @@ def test_programs_side_by_side(report):
     assert "reduced behind products" in rows[6]
     assert rows[6].split()[-2:] == ["0", "%"]
     three = side_by_side({"a": report, "b": plain, "c": report}).splitlines()
+    assert three[0].split() == ["a", "b", "c"]
     assert three[1].split()[4:] == ["2", "collectives", "1", "collective", "2", "collectives"]
