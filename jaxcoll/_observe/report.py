@@ -316,7 +316,7 @@ def report_of(
     requested: str | None = None,
     plans: Sequence[Plan] = (),
     where: str = "",
-    terms: Rates | None = None,
+    rates: Rates | None = None,
     notes: Iterable[str] = (),
     memory: Mapping[str, int] | None = None,
 ) -> Report:
@@ -335,7 +335,7 @@ def report_of(
         where=where,
         devices=program.devices,
         requested=collectives,
-        rows=rows_of(program, collectives, plans, terms),
+        rows=rows_of(program, collectives, plans, rates),
         matmuls=program.matmuls,
         loops=program.loops,
         instructions=program.instructions,
@@ -343,7 +343,7 @@ def report_of(
         unread=program.unread,
         unbounded=program.unbounded,
         notes=(*program.notes, *(f"of what was requested: {note}" for note in unread), *notes),
-        predicted_from="" if terms is None else terms.source,
+        predicted_from="" if rates is None else rates.source,
         memory_bytes=sum(memory[x] for x in taken) - memory["alias"] if memory else None,
         plans=tuple(plans),
     )
