@@ -201,7 +201,7 @@ def _complaints(
     if (kinds := allowed["kinds"]) is not None:
         single.append((f"kinds={sorted(kinds)}", lambda c: {c.kind} - kinds))
     for limit, excess_of in single:
-        excess = {k: [*excess_of(c)] for k, c in enumerate(report.collectives)}
+        excess = {k: sorted(excess_of(c)) for k, c in enumerate(report.collectives)}
         if places := [f"#{k}" for k in excess if excess[k]]:
             words = ", ".join(dict.fromkeys(itertools.chain(*excess.values())))
             yield f"{limit}, found {words} in {', '.join(some(places, 8))}."

@@ -63,7 +63,7 @@ def exposed(
     collectives: Sequence[Collective],
     seconds: Sequence[float],
     matmuls: Sequence[Matmul],
-    terms: Rates,
+    rates: Rates,
 ) -> list[float] | None:
     """Return each collective's seconds in one run that no matrix product hides.
 
@@ -76,10 +76,10 @@ def exposed(
     """
     left = [c.turns * once for c, once in zip(collectives, seconds, strict=True)]
     for m, under_way in _meetings(collectives, matmuls):
-        if under_way and not terms.products:
+        if under_way and not rates.products:
             return None
         # Earliest deadline first: `under_way` is sorted by end, which makes greedy hide the most.
-        rate = terms.product_rate(m.dtype)
+        rate = rates.product_rate(m.dtype)
         spare = m.turns * m.flops / rate if rate else 0.0
         for k in under_way:
             hidden = min(left[k], spare)
@@ -105,21 +105,21 @@ def _meetings(
         yield m, [k for _, k in sorted(under_way)]
 
 
-def predicted(c: Collective, terms: Rates) -> float:
+def predicted(c: Collective, rates: Rates) -> float:
     """Return the seconds of `c` each time, alone; 0.0 for a group of one."""
-    met = _met(c.groups, terms.per_island)
-    if met.n == 1:
+    group = _group(c.groups, rates.per_island)
+    if group.n == 1:
         return 0.0
-    return collective(c.kind, c.nbytes, met, terms).seconds + terms.array * len(c.operands)
+    return collective(c.kind, c.nbytes, group, rates).seconds + rates.array * len(c.operands)
 
 
 @functools.lru_cache(64)
-def _met(groups: Groups, per_island: int) -> Group:
+def _group(groups: Groups, per_island: int) -> Group:
     """Count devices of the largest group, most of them on one island, and islands of it."""
     # JAX numbers devices host by host, so a number divided by the size of an island is the island.
     n = near = islands = 1
     for group in groups:
-        met = Counter(device // per_island for device in set(group))
-        n = max(n, met.total())
-        near, islands = max(near, *met.values()), max(islands, len(met))
+        on = Counter(device // per_island for device in set(group))
+        n = max(n, on.total())
+        near, islands = max(near, *on.values()), max(islands, len(on))
     return Group(n, near, islands)

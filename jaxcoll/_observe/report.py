@@ -274,15 +274,16 @@ def _notes(report: Report) -> list[str]:
 def side_by_side(reports: Mapping[str, Report]) -> str:
     """Return a table of programs: a line for each figure, and the ratio where there are two."""
     columns = [_figures(report) for report in reports.values()]
+    is_pair = len(columns) == 2
     lines = []
     for figure in columns[0]:
         cells, numbers = zip(*(column[figure] for column in columns), strict=True)
         if any(cells):
-            pair = len(reports) == 2 and numbers[0] is not None and numbers[1]
-            ratio = f"{numbers[0] / numbers[1]:.2f}" if pair else ""
-            lines.append((figure, *(cell or "–" for cell in cells), ratio))
-    names = [shortened(name, 30) for name in reports]
-    return Table(("", *names, "ratio"), "<" + ">" * len(names) + ">", lines).text()
+            has_ratio = is_pair and numbers[0] is not None and numbers[1]
+            ratio = f"{numbers[0] / numbers[1]:.2f}" if has_ratio else ""
+            lines.append((figure, *(cell or "–" for cell in cells), *[ratio] * is_pair))
+    names = ["", *(shortened(name, 30) for name in reports), *["ratio"] * is_pair]
+    return Table(tuple(names), "<" + ">" * (len(names) - 1), lines).text()
 
 
 def _figures(report: Report) -> dict[str, tuple[str, float | None]]:
@@ -315,7 +316,7 @@ def report_of(
     requested: str | None = None,
     plans: Sequence[Plan] = (),
     where: str = "",
-    terms: Rates | None = None,
+    rates: Rates | None = None,
     notes: Iterable[str] = (),
     memory: Mapping[str, int] | None = None,
 ) -> Report:
@@ -334,7 +335,7 @@ def report_of(
         where=where,
         devices=program.devices,
         requested=collectives,
-        rows=rows_of(program, collectives, plans, terms),
+        rows=rows_of(program, collectives, plans, rates),
         matmuls=program.matmuls,
         loops=program.loops,
         instructions=program.instructions,
@@ -342,7 +343,7 @@ def report_of(
         unread=program.unread,
         unbounded=program.unbounded,
         notes=(*program.notes, *(f"of what was requested: {note}" for note in unread), *notes),
-        predicted_from="" if terms is None else terms.source,
+        predicted_from="" if rates is None else rates.source,
         memory_bytes=sum(memory[x] for x in taken) - memory["alias"] if memory else None,
         plans=tuple(plans),
     )

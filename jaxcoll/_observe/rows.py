@@ -53,7 +53,7 @@ def rows_of(
     compiled: Program,
     requested: Sequence[Collective] | None,
     plans: Sequence[Plan],
-    terms: Rates | None,
+    rates: Rates | None,
 ) -> tuple[Row, ...]:
     """Return a row for each compiled collective, in the order of the schedule."""
     collectives = compiled.collectives
@@ -62,10 +62,10 @@ def rows_of(
     leaves = _leaves_by_pack(plans)
     unknown: list[float | None] = [None] * len(collectives)
     seconds, exposures = unknown, unknown
-    if terms is not None:
-        prices = [predicted(c, terms) for c in collectives]
+    if rates is not None:
+        prices = [predicted(c, rates) for c in collectives]
         seconds = [*prices]
-        exposures = [*(exposed(collectives, prices, compiled.matmuls, terms) or unknown)]
+        exposures = [*(exposed(collectives, prices, compiled.matmuls, rates) or unknown)]
     rows = []
     for c, origin, price, exposure in zip(collectives, origins, seconds, exposures, strict=True):
         carried = [*((requested or ())[i] for i in origin.requested), c]

@@ -78,7 +78,7 @@ def test_what_products_of_an_unknown_rate_hide_is_not_claimed():
 @pytest.fixture(scope="module")
 def report():
     text = (GOLDEN / "gpu-0.12.0.1-overlapped.hlo").read_text()
-    return report_of(text, where="h100:8", terms=H100)
+    return report_of(text, where="h100:8", rates=H100)
 
 
 def test_a_compiled_program(report):
@@ -98,11 +98,12 @@ def test_without_prices_there_are_bytes_and_no_seconds(report):
 
 
 def test_programs_side_by_side(report):
-    plain = report_of((GOLDEN / "gpu-0.12.0.1-packs.hlo").read_text(), terms=H100)
+    plain = report_of((GOLDEN / "gpu-0.12.0.1-packs.hlo").read_text(), rates=H100)
     rows = side_by_side({"ours": report, "plain": plain}).splitlines()
     assert rows[0].split() == ["ours", "plain", "ratio"]
     assert rows[-1].split()[:2] == ["share", "exposed"]
     assert "reduced behind products" in rows[6]
     assert rows[6].split()[-2:] == ["0", "%"]
     three = side_by_side({"a": report, "b": plain, "c": report}).splitlines()
+    assert three[0].split() == ["a", "b", "c"]
     assert three[1].split()[4:] == ["2", "collectives", "1", "collective", "2", "collectives"]

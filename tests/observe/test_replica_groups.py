@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from jaxcoll._observe.parse.replica_groups import (
     device_groups,
     group_size,
-    mesh_groups,
     read_groups,
 )
 
@@ -65,8 +64,9 @@ def test_groups_of_a_mesh_differ_along_the_axes_and_only_there(sizes, data):
     names = [f"n{k}" for k in range(len(sizes))]
     chosen = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
     devices = np.array(data.draw(st.permutations(range(math.prod(sizes)))))
-    axes = [(name, 1, None) for name in chosen]
-    groups = mesh_groups(dict(zip(names, sizes, strict=True)), devices, axes)
+    mesh = ",".join(f"'{name}'={size}" for name, size in zip(names, sizes, strict=True))
+    order, axes = ",".join(map(str, devices)), ",".join(f"'{name}'" for name in chosen)
+    groups = read_groups(f"mesh[{mesh}], device_ids=({order}) {{{axes}}}")
 
     place = {d: np.unravel_index(k, sizes) for k, d in enumerate(devices.tolist())}
     apart = [names.index(name) for name in chosen]

@@ -21,9 +21,6 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")  # [4,2]T(1,0)
 _AXIS = re.compile(r"'?([^',=:]+)'?=(\d+)")  # 'a'=2
 _AXIS_REF = re.compile(r"'?([^',=:]+)'?(?::\((\d+)\)(\d+))?")  # 'a', or 'a':(2)4 for a part of it
 
-SubAxis = tuple[str, int, int | None]
-"""A mesh axis, how much of it lies before the part that is meant, the part (None: all of it)."""
-
 
 def read_groups(text: str) -> Groups:
     """Return the groups that `text` begins with; () for `{}`, one group of all."""
@@ -47,7 +44,7 @@ def _groups(text: str) -> Groups | None:
         axes = [_AXIS.fullmatch(axis.strip()) for axis in on_mesh[1].split(",")]
         refs = [_AXIS_REF.fullmatch(ref.strip()) for ref in on_mesh[3].split(",")]
         if all(axes) and all(refs):
-            return mesh_groups(
+            return _mesh_groups(
                 {axis[1]: int(axis[2]) for axis in axes if axis},
                 _device_order(on_mesh[2]) if on_mesh[2] else None,
                 [(r[1], int(r[2] or 1), int(r[3]) if r[3] else None) for r in refs if r],
@@ -55,20 +52,15 @@ def _groups(text: str) -> Groups | None:
     return None
 
 
-def mesh_groups(
-    sizes: dict[str, int], devices: np.ndarray | None, axes: Iterable[SubAxis]
+def _mesh_groups(
+    sizes: dict[str, int], devices: np.ndarray | None, axes: Iterable[tuple[str, int, int | None]]
 ) -> Groups:
-    """Group devices that differ along `axes` of a mesh, and only there.
+    """Group devices that differ along `axes` of a mesh, and only there, in the order of `axes`.
 
-    A group counts in the order of `axes`. `sizes` are those of the mesh's axes, outer first;
-    `devices` its device numbers (None: 0, 1, …).
+    An axis comes with how much of it lies before the part that is meant, and that part (None: all).
 
     Raises:
       ValueError: an axis is not one of the mesh's, or a part does not fit it.
-
-    Examples:
-      >>> mesh_groups({"a": 4}, None, [("a", 2, 2)])
-      ((0, 1), (2, 3))
     """
     spans = []
     for name, pre, size in axes:
@@ -91,7 +83,7 @@ def mesh_groups(
         if name == axis and low <= a and b <= high
     ]
     rest = [k for k in range(len(pieces)) if k not in chosen]
-    grid = np.arange(math.prod(sizes.values())) if devices is None else np.asarray(devices)
+    grid = np.arange(math.prod(sizes.values())) if devices is None else devices
     grid = grid.reshape([b // a for _, a, b in pieces]).transpose(rest + chosen)
     return as_groups(grid.reshape(-1, math.prod(grid.shape[len(rest) :])))
 
