@@ -47,6 +47,7 @@ FORBIDDEN_WORDS = {
     "_jaxpr": {"jnp", "print"} | DEVICES | COMPILING | TIME | ENVIRONMENT,
     "_cluster": {"jnp", "lax", "Array"} | DEVICES | SPECS | COMPILING,
     "_plan": {"lax", "jnp", "print"} | DEVICES | COMPILING | TIME | ENVIRONMENT,
+    "_prices": {"lax", "jnp", "print"} | DEVICES | COMPILING | TIME | ENVIRONMENT,
     "_show": {"jax", "jnp", "lax", "Plan", "Report", "print"} | TIME | ENVIRONMENT,
 }
 

@@ -104,7 +104,7 @@ class Topology:
         return (self.size,) if axes == 1 else (self.hosts, self.size // self.hosts)
 
     def request(self) -> dict[str, Any]:
-        """What JAX is asked for: the arguments of `topologies.get_topology_desc`."""
+        """Return the arguments of `topologies.get_topology_desc`."""
         chip = CHIPS[self.chip]
         if isinstance(chip, Gpu):
             return {

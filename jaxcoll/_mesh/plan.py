@@ -42,7 +42,7 @@ def plan(
     topology: str | None = None,
     collective: str = "all_reduce",
 ) -> Plan:
-    """What `all_reduce`, or a half of it, will send for a tree of these shapes, and why.
+    """Return the plan of an `all_reduce`, or of a half of it, for a tree of these shapes.
 
     Law: it is the plan that `all_reduce` carries out with the same options on the same world; of
     `jc.PowerSGD`, which is carried out as two plans, both together.

@@ -1,4 +1,4 @@
-"""Which algorithms there are, what each is called, and what a composition of them costs.
+"""The algorithms: their names, and the steps and bytes of a composition of them.
 
 An algorithm is known here by its name and its arithmetic alone; `_spmd` holds the programs.
 The costs are the standard ones, per device and for n replicas: Thakur, Rabenseifner and Gropp,
@@ -43,7 +43,7 @@ IN_TREE_ORDER: dict[str, Callable[[int], bool]] = {
     "halving_doubling": _is_power_of_two,
     "shuffle": lambda n: True,
 }
-"""Whether over n replicas an algorithm sums every element as ((0+1)+(2+3))+((4+5)+(6+7))."""
+"""True of an algorithm that sums every element over n replicas as ((0+1)+(2+3))+((4+5)+(6+7))."""
 
 
 def exchange(replicas: int) -> str:
@@ -90,7 +90,9 @@ class Stage:
 
 
 def coded_by(algorithm: str) -> str:
-    """What carries codes where `algorithm` would carry numbers: its outermost part is a shuffle.
+    """Return the algorithm that carries codes where `algorithm` would carry numbers.
+
+    Its outermost part is a shuffle.
 
     Codes cannot be added on the way, so each part goes to its owner at once.
 
@@ -105,7 +107,7 @@ def coded_by(algorithm: str) -> str:
 def stages(
     algorithm: str, shards: int, over: tuple[int, ...], format: str = ""
 ) -> tuple[Stage, ...]:
-    """What a named algorithm does along each of the axes `over`, inner first.
+    """Return the stages of a named algorithm along the axes `over`, inner first.
 
     Every stage but the last reduce-scatters, hands its shard to the next, and all-gathers what
     comes back; the last one all-reduces. An axis of size 1 has no stage. The first part of a name
@@ -131,7 +133,7 @@ def stages(
 
 
 def owns_shards(algorithm: str) -> bool:
-    """Whether `shards` says how many owners there are, rather than how many parts travel alone."""
+    """Return whether `shards` counts owners, rather than parts that travel alone."""
     return algorithm.split("/")[-1] == "shuffle"
 
 
@@ -154,7 +156,7 @@ def check_fits(algorithm: str, shards: int, world: World) -> None:
 
 
 def in_tree_order(stages: Sequence[Stage]) -> bool:
-    """Whether the stages together sum every element in the order of the one tree over replicas.
+    """Return whether the stages sum every element in the order of the one tree over replicas.
 
     That tree is of pairs, over the replicas as the axes count them, outer first; a missing leaf
     is passed over. An owner of a shuffle without as many others as replicas adds what comes as it
@@ -205,7 +207,7 @@ _STEPS: dict[str, Callable[[Stage, bool], int]] = {
     "halving_doubling": lambda stage, is_last: 2 * (stage.replicas - 1).bit_length(),
     "shuffle": lambda s, is_last: 2 if s.shards == s.replicas else 2 * (s.replicas - 1),
 }
-"""Of one stage of a composition; the last one all-reduces."""
+"""Collectives of one stage of a composition; the last one all-reduces."""
 
 
 def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
@@ -240,7 +242,7 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
 
 
 def is_coded(stages: Sequence[Stage]) -> bool:
-    """Whether the last stage has a format; an axis of size 1 has no stage, whatever was asked."""
+    """Return whether the last stage has a format; an axis of size 1 has no stage."""
     return bool(stages) and bool(stages[-1].format)
 
 

@@ -10,12 +10,12 @@ from jax.core import Tracer
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer, NumPy's included. True is an `int` to Python, and is not."""
+    """Return whether it is an integer, NumPy's included; True and False are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite real number, NumPy's included; True and False are not."""
+    """Return whether it is a finite real number, NumPy's included; True and False are not."""
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return real and math.isfinite(value)
 

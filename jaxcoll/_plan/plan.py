@@ -53,12 +53,12 @@ class Cost:
 
     def __rmul__(self, count: float) -> Cost:
         parts = (self.latency, self.bandwidth, self.reduction, self.copy)
-        return Cost(*(count * part for part in parts))
+        return Cost(*[count * part for part in parts], source="")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one `all_reduce`, or one half of it, will send, decided from shapes alone.
+    """The plan of one `all_reduce`, or of one half of it, decided from shapes alone.
 
     `str(plan)` is a table, of which `plan.text()` shows all rows; `plan.to_json()` is the same for
     machines.
@@ -111,12 +111,12 @@ class Plan:
 
     @property
     def reproducible(self) -> bool:
-        """Whether every element has the same bits in every other plan that is."""
+        """True if every element has the same bits in every other plan that is."""
         return self.options.reproducible
 
     @property
     def algorithm(self) -> str:
-        """What sums the packs, by name; several joined by " and " where they differ."""
+        """The algorithm of the packs, by name; several joined by " and " where they differ."""
         return " and ".join(dict.fromkeys(pack.algorithm for pack in self.packs)) or "native"
 
     @property
@@ -126,7 +126,7 @@ class Plan:
 
     @functools.cached_property
     def name(self) -> str:
-        """What the reduction is called in a program's scopes; equal plans share it.
+        """The name of the reduction in a program's scopes; equal plans share it.
 
         `jc.inspect` and profilers find packs by it: pack 3 travels as `<name>/pack3`.
         """
@@ -173,7 +173,7 @@ class Plan:
         return of_packs + 2 * len(self.gathers)
 
     def stages(self, pack: Pack) -> tuple[Stage, ...]:
-        """What is done along each axis to sum `pack`, inner first."""
+        """Return the stages along each axis that sum `pack`, inner first."""
         return stages(pack.algorithm, self.owners, pack.over, pack.format)
 
     def elements(self, pack: Pack) -> int:
@@ -184,7 +184,7 @@ class Plan:
 
     @property
     def chained(self) -> bool:
-        """Whether each pack waits for the sum of the one before.
+        """True if each pack waits for the sum of the one before.
 
         It keeps packs apart in any program on GPUs; on TPUs it would cost most of what overlaps,
         and where gradients appear one after another it would only hold them up.
@@ -192,7 +192,7 @@ class Plan:
         return self.overlap and not self.in_backward and self.world.platform != "tpu"
 
     def compiler_options(self, platform: str | None = None) -> dict[str, Any]:
-        """What a program with this plan should be compiled with, for its packs to stay apart.
+        """Return compiler options that keep the packs of a program with this plan apart.
 
         Args:
           platform: "cpu", "gpu" or "tpu"; None: that of the plan.
@@ -291,7 +291,7 @@ class Plan:
 
     @property
     def headline(self) -> str:
-        """What is reduced over what, and what that sends, in one sentence."""
+        """The reduction, its world, and the bytes that it sends, in one sentence."""
         called = self.collective + f" {self.reduce_op.name}" * (self.collective != "all_gather")
         return (
             f"{called} of {counted(len(self.leaves), 'leaf', 'leaves')}, "
@@ -302,7 +302,7 @@ class Plan:
 
     @property
     def prediction(self) -> str:
-        """What it is predicted to take, and from what, in one sentence; "" if nobody predicted."""
+        """The predicted time and its source, in one sentence; "" if nobody predicted."""
         if (cost := self.predicted) is None:
             return ""
         return (
@@ -312,7 +312,7 @@ class Plan:
         )
 
     def text(self, rows: int | None = None, width: int | None = None) -> str:
-        """What `str(plan)` shows, with all rows of the table.
+        """Return the text of `str(plan)`, with all rows of the table.
 
         Args:
           rows: of the table at most; None: all.

@@ -44,14 +44,13 @@ def make_plan(
     """
     choice = choose(options, world)
     apart = overlap.is_wanted(options, world, leaves, choice.algorithm, in_backward)
-    rule = packing
-    if rule is None and apart:
-        rule = overlap.packing_for(leaves, options.bytes_per_pack, world, in_backward)
-    elif rule is None:
-        rule = packing_for(options, world, any(leaf.format for leaf in leaves))
+    if packing is None and apart:
+        packing = overlap.packing_for(leaves, options.bytes_per_pack, world, in_backward)
+    elif packing is None:
+        packing = packing_for(options, world, any(leaf.format for leaf in leaves))
     packs = tuple(
         pack if name == pack.algorithm else dataclasses.replace(pack, algorithm=name)
-        for pack in plan_packs(leaves, rule)
+        for pack in plan_packs(leaves, packing)
         for name in [choice.of(pack)]
     )
     if choice.parts > 1:
@@ -60,7 +59,7 @@ def make_plan(
         _check_mapped(leaves, packs)
         _check_uncut(leaves, packs)
     return Plan(
-        reduce_op, tuple(leaves), packs, world, options, rule, choice.owners, apart, in_backward,
+        reduce_op, tuple(leaves), packs, world, options, packing, choice.owners, apart, in_backward,
         notes=notes,
     )  # fmt: skip
 

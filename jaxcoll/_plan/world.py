@@ -1,4 +1,4 @@
-"""Where a reduction runs, as far as a plan needs to know."""
+"""The world of a reduction, as far as a plan needs to know it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class World:
 
     @property
     def over_gloo(self) -> bool:
-        """Whether Gloo carries what leaves a device: CPU devices of several processes."""
+        """True where Gloo carries what leaves a device: for CPU devices of several processes."""
         return self.platform == "cpu" and self.processes > 1
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxcoll._dispatch.call import Call
+from jaxcoll._distribute.ops.all_reduce_spec import first_that_takes
 from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps, Reduction
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
 from jaxcoll._distribute.ops.packing import GroupSmall, NumPacks
@@ -21,7 +22,6 @@ from jaxcoll._distribute.values.replica_axis import AXIS
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._mesh.scopes import mesh_scope
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
-from jaxcoll._plan.all_reduce_spec import first_that_takes
 from jaxcoll._plan.checks import count, is_integer
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.packing import UNPACKED, PackingRule

@@ -9,10 +9,10 @@ import jax
 from jax.sharding import Mesh
 
 from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, Route, grid_of
+from jaxcoll._distribute.ops.all_reduce_spec import parse_spec
 from jaxcoll._distribute.values.destinations import devices_named
 from jaxcoll._plan import checks
 from jaxcoll._plan.algorithms import check_fits
-from jaxcoll._plan.all_reduce_spec import parse_spec
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.world import World
 

@@ -1,1 +1,1 @@
-"""Which elements travel together."""
+"""Packs: elements that travel together."""

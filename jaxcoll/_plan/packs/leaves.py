@@ -1,4 +1,4 @@
-"""What a plan knows of a leaf: where it stands in its tree, its shape, what it travels as."""
+"""A leaf as a plan knows it: its place in the tree, its shape, and the type it travels in."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Leaf:
 
     @property
     def travels(self) -> bool:
-        """Whether any pack carries it: it holds something, and is summed over some axis."""
+        """True if a pack carries it: it holds something, and is summed over some axis."""
         return self.size > 0 and math.prod(self.over) > 1 and self.indices is None
 
     @property
@@ -111,7 +111,7 @@ def travels_as(
 
 
 def _is_free(world: World, options: CommunicationOptions) -> bool:
-    """Whether Gloo carries the sum, and nothing was asked that 16 bits do not go with."""
+    """Return whether Gloo carries the sum, and no option is against 16 bits."""
     asked = options.algorithm or options.shards or options.reproducible
     automatic = options.implementation is CommunicationImplementation.AUTO
     return world.over_gloo and not world.partly_mapped and automatic and not asked
@@ -136,12 +136,12 @@ def check_reducible(path: str, dtype: np.dtype, caller: str = "all_reduce") -> N
 
 
 def is_reducible(dtype: np.dtype) -> bool:
-    """Whether `check_reducible` refuses nothing."""
+    """Return whether `check_reducible` accepts the type."""
     return not _why_not_reducible(dtype)
 
 
 def no_array(value: Any) -> str | None:
-    """What stands where an array or a number is expected, for a message; None for one of these."""
+    """Return the kind of a value that is no array and no number, for a message; else None."""
     if isinstance(value, bool | int | float | complex):
         return None
     dtype = getattr(value, "dtype", None)
@@ -160,7 +160,7 @@ def dtype_of(value: Any) -> Any:
 
 
 def where(path: str) -> str:
-    """How a message speaks of the leaf at `path`."""
+    """Return the words of a message for the leaf at `path`."""
     return f"leaf {path}" if path else "the value"
 
 

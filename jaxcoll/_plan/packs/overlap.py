@@ -46,8 +46,8 @@ OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     # Packs are larger than this, metrics are not, which then still travel together.
     ("tpu", "all-reduce"): {"xla_jf_crs_combiner_threshold_in_bytes": ALONE},
 }
-"""What keeps packs apart in a program that is compiled for a platform, by their collective; of the
-kind "loop" what lets a gather and a scatter of other layers be under way in one turn."""
+"""Compiler options that keep packs apart, by platform and collective; of the kind "loop" those
+that let a gather and a scatter of other layers be under way in one turn."""
 
 
 @dataclasses.dataclass(frozen=True)

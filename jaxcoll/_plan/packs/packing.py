@@ -94,7 +94,7 @@ UNPACKED = BytesPerPack(0)
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """What travels as one array: segments of one dtype, in order."""
+    """One array that travels: segments of one dtype, in order."""
 
     dtype: np.dtype  # the type it is summed in, and travels in where no format is named
     # Sizes of the reduction's axes, outer first; 1 along those it is not summed over
@@ -129,7 +129,7 @@ class Pack:
         return f"{self.dtype.name} as {self.format}" if self.format else self.dtype.name
 
     def is_leaf(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether it is one whole leaf, which is not copied."""
+        """Return whether it is one whole leaf, which is not copied."""
         return len(self.segments) == 1 and self.size == leaves[self.segments[0].leaf].size
 
 

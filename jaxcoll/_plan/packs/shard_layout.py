@@ -1,4 +1,4 @@
-"""How a tree is laid out in shards: packs, padded so that every replica has as much of each."""
+"""The layout of a tree in shards: packs, padded so that every replica has as much of each."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ShardedLeaf(Leaf):
 
     @property
     def travels(self) -> bool:
-        """Whether any pack carries it: it holds something."""
+        """True if a pack carries it: it holds something."""
         return self.size > 0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShardLayout:
-    """Where every element of a tree is among the shards of n replicas: a frozen, hashable value.
+    """The place of every element of a tree among the shards of n replicas, a hashable value.
 
     A pack's elements, in the order of its leaves and followed by zeros, make n × rows × 128; the
     first rows are the first replica's, and so on. The zeros are fewer than 128 n.
@@ -78,7 +78,7 @@ class ShardLayout:
 
 
 class SummedLayout(ShardLayout):
-    """Where a tree lies of which every replica holds a summand, in an array for each leaf."""
+    """The layout of a tree of which every replica holds a summand, in an array for each leaf."""
 
     def rows(self, pack: Pack) -> int:
         """Rows of 128 elements that one replica has of `pack`: those of all of it."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcoll._plan.all_reduce_spec import first_that_takes, parse_spec
+from jaxcoll._distribute.ops.all_reduce_spec import first_that_takes, parse_spec
 
 EIGHT = {
     "nccl": "native", "xring": "ring", "pscpu": "shuffle", "psgpu": "shuffle",
