@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import functools
 import os
@@ -21,120 +22,81 @@ _LOOK_SECONDS = 0.02
 _EXIT_SECONDS = 0.5  # how long the exit waits for abandoned calls to return
 
 
-class Task:
-    """One call for a worker to make. It is settled once, by whatever comes first."""
+class Task(concurrent.futures.Future[Any]):
+    """One call of a worker's. It is done once: when the call ends, or by `abandon`."""
 
-    def __init__(
-        self, worker: Worker, call: Callable[[], Any], then: Callable[[], Any] | None = None
-    ) -> None:
-        self.is_settled = False  # whether `result` returns at once
-        self._worker, self._then = worker, then
-        self._call: Callable[[], Any] | None = call
-        self._checks = checks_of_thread()
-        self._outcome: tuple[BaseException | None, Any] = None, None
-        # A bare lock: its hand-over between threads takes half the time of an event's.
-        self._settling, self._unsettled = threading.Lock(), threading.Lock()
-        self._unsettled.acquire()
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self._worker = worker
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait so many seconds (None: without an end); whether it is settled by then.
+        """Wait so many seconds (None: without an end); whether it is done by then.
 
         An exception meanwhile, such as Ctrl-C, abandons the call.
         """
-        bound = -1 if seconds is None else min(seconds, threading.TIMEOUT_MAX)
         try:
-            if not self._unsettled.acquire(timeout=bound):
-                return False
+            self.exception(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+        except TimeoutError:
+            return False
         except BaseException:
             abandon(self._worker)
             raise
-        self._unsettled.release()  # for whoever else waits
         return True
 
-    def result(self) -> Any:
-        """What the call of a settled task returned; or what it raised is raised."""
-        error, result = self._outcome
-        if error is not None:
-            raise error
-        return result
-
     def abandon(self, error: BaseException) -> None:
-        """Settle it with this error, and leave the call, which may be blocked, to its thread."""
+        """Have it raise this error, and leave the call, which may be blocked, to its thread."""
         abandon(self._worker)
-        self.settle(error)
-
-    def run(self) -> None:
-        """Make the call, in the worker's thread, and settle it."""
-        outcome = self._make()
-        self._worker.returned()
-        # Last: a caller that wakes earlier only contends for the interpreter.
-        self.settle(*outcome)
-
-    def _make(self) -> tuple[BaseException | None, Any]:
-        """What the call raised, and what it returned."""
-        call, self._call = self._call, None  # its arguments may be large
-        try:
-            assert call is not None
-            with self._checks():
-                return None, call()
-        except BaseException as error:
-            return error, None
-
-    def settle(self, error: BaseException | None, result: Any = None) -> None:
-        """Let `wait` return, unless the task is settled."""
-        if self._settling.acquire(blocking=False):
-            self._outcome, self.is_settled = (error, result), True
-            self._unsettled.release()
-            if self._then is not None:
-                self._then()
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.set_exception(error)
 
 
 class Worker:
     """A thread that makes one call after another, and may be abandoned in any of them.
 
     An abandoned call stays in the thread to its end, and what is submitted next begins after it.
-    The thread ends when nobody has the worker any more.
+    The thread ends when nobody has the worker any more, and no exit of Python waits for it.
     """
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._submitted = self._returned = 0
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._unfinished: deque[None] = deque()  # one for each call that has not returned
         # Not a method of this worker, which would keep it alive.
-        threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True).start()
+        args = self._calls, self._unfinished
+        threading.Thread(target=_work, args=args, name=name, daemon=True).start()
 
     def __del__(self) -> None:
         self.close()
 
     def is_alive(self) -> bool:
         """Whether it still has a call to make, or is in one."""
-        return self._returned < self._submitted
+        return bool(self._unfinished)
 
-    def submit(self, call: Callable[[], Any], then: Callable[[], Any] | None = None) -> Task:
-        """Have the thread make `call()`; `then()` follows when the task is settled."""
-        task = Task(self, call, then)
-        self.start(task)
+    def submit(self, call: Callable[[], Any], task: Task | None = None) -> Task:
+        """Have the thread make `call()`, under the checks of results that this thread asks for."""
+        task = Task(self) if task is None else task
+        self._unfinished.append(None)
+        self._calls.put((task, call, checks_of_thread()))
         return task
-
-    def start(self, task: Task) -> None:
-        """Have the thread make the call of a task that is this worker's."""
-        with self._lock:
-            self._submitted += 1
-        self._tasks.put(task)
 
     def close(self) -> None:
         """End the thread after the calls that it was given."""
-        self._tasks.put(None)
-
-    def returned(self) -> None:
-        """A call has returned, in the thread."""
-        self._returned += 1
+        self._calls.put(None)
 
 
-def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
-    while (task := tasks.get()) is not None:
-        task.run()
-        del task  # a step's results are large
+def _work(calls: queue.SimpleQueue[Any], unfinished: deque[None]) -> None:
+    while (given := calls.get()) is not None:
+        task, call, checks = given
+        error = result = None
+        try:
+            with checks() if checks else contextlib.nullcontext():
+                result = call()
+        except BaseException as raised:
+            error = raised
+        unfinished.pop()
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was abandoned
+            # Last: a caller that wakes earlier only contends for the interpreter.
+            task.set_result(result) if error is None else task.set_exception(error)
+        del given, task, call, error, result  # a step's arguments and results are large
 
 
 _abandoned: list[Worker | threading.Thread] = []
@@ -187,8 +149,7 @@ def ahead(items: Iterator[Any], size: int, place: Callable[[Any], Any]) -> Itera
         while True:
             while len(made) + len(placed) <= size:
                 made.append(worker.submit(functools.partial(next, items, end)))
-            while made and (made[0].is_settled or not placed):
-                made[0].wait()
+            while made and (made[0].done() or not placed):
                 try:
                     item = made.popleft().result()
                 except Exception:  # it comes after what was made before it

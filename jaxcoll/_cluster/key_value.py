@@ -122,7 +122,7 @@ class CoordinatorClient:
             while left > 0 and not task.wait(min(left, HEARTBEAT_SECONDS)):
                 self.check()
                 left -= HEARTBEAT_SECONDS  # no clock: a process that is stopped has not waited
-            if not task.is_settled:
+            if not task.done():
                 task.abandon(StoreUnreachableError(_SILENT.format(limit=limit)))
                 if limit == self.patience:
                     self.lose()

@@ -29,12 +29,17 @@ class Store:
 
     def __init__(self, client: Any, process: int, processes: int) -> None:
         self._client: Any = client
+        self._state = joined_state()
         self.process = process
         self.processes = processes
 
     def is_of(self, other: object) -> bool:
         """Whether both use one client: of one world, joined once."""
         return isinstance(other, Store) and self._client is other._client
+
+    def is_current(self) -> bool:
+        """Whether it is the store of the world that this process is in now."""
+        return getattr(self._state, "client", None) is self._client
 
     def set(self, key: str, value: str) -> None:
         """Write a value, also over another one."""

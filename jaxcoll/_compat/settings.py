@@ -49,15 +49,17 @@ def configured(name: str) -> Any:
     return getattr(jax.config, f"jax_{name}")
 
 
-def checks_of_thread() -> Callable[[], contextlib.ExitStack]:
-    """The checks of results that this thread has asked for, to be entered in another one."""
-    both = {"debug_nans": jax.debug_nans, "debug_infs": jax.debug_infs}
-    asked = [check for name, check in both.items() if configured(name)]
+def checks_of_thread() -> Callable[[], contextlib.ExitStack] | None:
+    """The checks of results that this thread asks for, to be entered in another; None: none."""
+    config: Any = jax.config
+    if not (config.jax_debug_nans or config.jax_debug_infs):
+        return None
+    wanted = config.jax_debug_nans, config.jax_debug_infs
 
     def entered() -> contextlib.ExitStack:
         stack = contextlib.ExitStack()
-        for check in asked:
-            stack.enter_context(check(True))
+        for check, is_wanted in zip((jax.debug_nans, jax.debug_infs), wanted, strict=True):
+            stack.enter_context(check(is_wanted))
         return stack
 
     return entered

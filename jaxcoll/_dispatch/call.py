@@ -26,16 +26,12 @@ class InnerDeadlines:
     """
 
     def __init__(self) -> None:
-        self._shortest: float | None = None
+        self.shortest: float | None = None
         self._traced: set[Hashable] = set()
 
     def ask(self, seconds: float) -> None:
         """Note the deadline of a reduction that is being traced."""
-        self._shortest = self.bound(seconds)
-
-    def bound(self, seconds: float | None) -> float | None:
-        """`seconds`, or the shortest deadline inside if that is less; 0 and None are none."""
-        return min((s for s in (seconds, self._shortest) if s), default=seconds)
+        self.shortest = min(seconds, self.shortest or seconds)
 
     def traced(self, program: Any, args: tuple[Any, ...]) -> None:
         """Trace a jitted program for arguments like these, once, so that it can ask; JAX keeps it.
@@ -70,7 +66,8 @@ class Call:
     def timeout_seconds(self) -> float | None:
         """The deadline, as far as the traces made until now ask for one; None and 0: none."""
         own = self.options.timeout_seconds
-        return own if self.inner is None else self.inner.bound(own)
+        inner = self.inner.shortest if self.inner else None
+        return min(own, inner) if own and inner else inner or own
 
     def settings_text(self) -> str:
         """What all processes must have in common beside the program, as they compare it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,43 +26,21 @@ _alone = threading.local()
 """For calls within this process each thread has a worker: so they overlap, as without a deadline,
 and a callback of a program may make some, too."""
 
-_started: list[tuple[Task, Callable[[], Any]]] = []
-"""Calls that may still run, and that nobody may ever wait for; and what waits for them."""
+_started: list[_Begun] = []
+"""Calls that may still run, and that nobody may ever wait for."""
 
 
-def run(call: Call) -> Any:
-    """Make one call: see `run_all`."""
-    return run_all([call])[0]
+def run(call: Call, until: float | None = None) -> Any:
+    """Make one call.
 
+    The result is waited for if there is a deadline, or Gloo below it. The program then runs in
+    another thread, because a backend may run a program while it dispatches it, as XLA's CPU backend
+    does with small ones; and over several processes always, so that news of another's failure ends
+    the wait.
 
-def start(call: Call) -> Callable[[], Any]:
-    """Begin one call: the function that is returned waits, returns and raises as `run` does.
-
-    Calls over the same processes run one after another, in the order in which they begin. The
-    deadline counts from here.
-    """
-    task, finish = _begin([call], call.devices)
-    if task is not None:
-        _started[:] = [*(each for each in _started if not each[0].is_settled), (task, finish)]
-        not_at_exit(_await_started)  # so that it is registered last, and runs first
-        at_exit(_await_started)
-    return lambda: finish()[0]
-
-
-def _await_started() -> None:
-    """Wait, at exit, for programs that the other processes run too: Python must not end in one."""
-    for _, finish in _started:
-        with contextlib.suppress(Exception):
-            finish()
-
-
-def run_all(calls: Sequence[Call]) -> list[Any]:
-    """What each call returns, made one after another; the name and options of the first hold.
-
-    Results are waited for if there is a deadline, or Gloo below them. The programs then
-    run in another thread, because a backend may run a program while it dispatches it, as XLA's CPU
-    backend does with small ones; and over several processes always, so that news of another's
-    failure ends the wait.
+    Args:
+      call: the call.
+      until: when its deadline passes, by `time.monotonic`; None: as long from now as it has.
 
     Raises:
       PeerLostError: another process has died, or was cut off.
@@ -70,92 +49,99 @@ def run_all(calls: Sequence[Call]) -> list[Any]:
         is given up, not the program: it ends when it can, and the process stays usable. What is
         called next over the same processes begins after that.
     """
-    first = calls[0]
-    devices = first.devices
-    if len(calls) > 1:
-        devices = tuple(dict.fromkeys(device for call in calls for device in call.devices))
-    return _begin(calls, devices)[1]()
+    group = group_of(call.devices)
+    if group is None and not call.timeout_seconds:
+        worker = getattr(_alone, "worker", None)
+        # After a call that was given up, others wait in its worker, so that none overtakes it.
+        if worker is None or not worker.is_alive():
+            return call.program(*call.args, **call.kwargs)
+    return _result(*_begun(call, group, until))
 
 
-def _begin(
-    calls: Sequence[Call], devices: Sequence[jax.Device]
-) -> tuple[Task | None, Callable[[], list[Any]]]:
-    """Begin calls: the task of a worker that makes them, if one does; and what waits for them."""
-    first, group = calls[0], group_of(devices)
-    worker = getattr(_alone, "worker", None) if group is None else _workers.get(group.name)
-    # After a call that was given up, others wait in its worker, so that none overtakes it.
-    is_busy = worker is not None and worker.is_alive()
-    if group is None and not first.timeout_seconds and not is_busy:
-        results = [call.program(*call.args, **call.kwargs) for call in calls]
-        return None, lambda: results
+def run_all(calls: Sequence[Call]) -> list[Any]:
+    """What each call returns, made one after another within the deadline of the first."""
+    seconds = calls[0].timeout_seconds
+    until = time.monotonic() + seconds if seconds else None
+    return [run(call, until) for call in calls]
+
+
+def start(call: Call) -> Callable[[], Any]:
+    """Begin one call: the function that is returned waits, returns and raises as `run` does.
+
+    Calls over the same processes run one after another, in the order in which they begin. The
+    deadline counts from here.
+    """
+    group = group_of(call.devices)
+    if group is None and not call.timeout_seconds:
+        result = run(call)
+        return lambda: result
+    begun = _begun(call, group, None)
+    _started[:] = [*(other for other in _started if not other[0].done()), begun]
+    not_at_exit(_await_started)  # so that it is registered last, and runs first
+    at_exit(_await_started)
+    return functools.partial(_result, *begun)
+
+
+def _await_started() -> None:
+    """Wait, at exit, for programs that the other processes run too: Python must not end in one."""
+    for begun in _started:
+        with contextlib.suppress(Exception):
+            _result(*begun)
+
+
+_Begun = tuple[Task, Worker, Call, Program, ProcessGroup | None, float | None]
+
+
+def _begun(call: Call, group: ProcessGroup | None, until: float | None) -> _Begun:
+    """Have a worker make a call: all that it takes to wait for it, and to say why it is late."""
     # Compiled in this thread: a trace belongs to the thread whose JAX configuration it is made
     # under. The deadline is read after that, because a trace may ask for a shorter one.
-    groups = [group] if len(calls) == 1 else [group_of(call.devices) for call in calls]
-    execution = _Execution(calls, groups)
-    seconds = first.timeout_seconds
-    if worker is None:
-        worker = Worker("jaxcoll-worker")
-        if group is None:
-            _alone.worker = worker
-        else:
-            worker = _workers.setdefault(group.name, worker)
-    # Something that failed over Gloo may never be ready: whoever waited for it would hang.
-    over_gloo = group is not None and devices[0].platform == "cpu"
-    execution.is_waited_for = bool(seconds) or over_gloo
-    task = Task(worker, execution.run)
+    program = compiled_for(call, shared=group is not None)
+    seconds = call.timeout_seconds
+    if until is None and seconds:
+        until = time.monotonic() + seconds
+    if group is None:
+        if getattr(_alone, "worker", None) is None:
+            _alone.worker = Worker("jaxcoll-worker")
+        worker = _alone.worker
+        make = functools.partial(_waited_for, program, call)
+    else:
+        if group.name not in _workers:
+            _workers[group.name] = Worker("jaxcoll-worker")
+        worker = _workers[group.name]
+        # Something that failed over Gloo may never be ready: whoever waited for it would hang.
+        wait = bool(seconds) or call.devices[0].platform == "cpu"
+        make = functools.partial(group.run, call, program, wait)
+    task = Task(worker)
     if group is not None:
-        group.check()
-    for each in filter(None, {group, *groups}):  # before it starts, so that it misses no failure
-        each.register(task)
-    until = time.monotonic() + seconds if seconds else None
-    worker.start(task)
-
-    def finish() -> list[Any]:
-        if task.wait(None if until is None else max(0.0, until - time.monotonic())):
-            return task.result()
-        abandon(worker)
-        ranks, why = execution.late()
-        text = f"{first.name} did not finish within {seconds:g} s.{why}"
-        raise DeadlineExceededError(text, ranks=ranks)
-
-    return task, finish
+        group.begin(task)  # before the call is made, so that it misses no failure
+    return worker.submit(make, task), worker, call, program, group, until
 
 
-class _Execution:
-    """Calls that one worker makes, each with a process group or alone, and how far it is."""
+def _waited_for(program: Program, call: Call) -> Any:
+    return jax.block_until_ready(program.compiled(*call.args, **call.kwargs))
 
-    def __init__(self, calls: Sequence[Call], groups: Sequence[ProcessGroup | None]) -> None:
-        self._calls, self._groups = calls, groups
-        self._programs = [
-            compiled_for(call, shared=group is not None)
-            for call, group in zip(calls, groups, strict=True)
-        ]
-        self.is_waited_for = True  # whether results are
-        self._begun: tuple[ProcessGroup, Program, int] | None = None
 
-    def run(self) -> list[Any]:
-        """Make them all, in the worker's thread."""
-        results = []
-        for call, group, program in zip(self._calls, self._groups, self._programs, strict=True):
-            if group is None:
-                result = program.compiled(*call.args, **call.kwargs)
-            else:
-                self._begun = group, program, group.position + 1
-                result = group.run(program, call.args, call.kwargs, self.is_waited_for)
-            results.append(result)
-        if self.is_waited_for and None in self._groups:  # a group has waited for its own
-            jax.block_until_ready(results)
-        return results
-
-    def late(self) -> tuple[tuple[int, ...], str]:
-        """The processes that did not arrive, and why the call is late, in words."""
-        if self._begun is not None:
-            group, program, position = self._begun
-            ranks, who = group.arrivals(position)
-            return ranks, f" {who} {program.starts_with}"
-        if not any(self._groups):
-            return (), ""
-        return (), (
+def _result(
+    task: Task,
+    worker: Worker,
+    call: Call,
+    program: Program,
+    group: ProcessGroup | None,
+    until: float | None,
+) -> Any:
+    """Wait for a call that was begun, until its deadline passes."""
+    if task.wait(None if until is None else max(0.0, until - time.monotonic())):
+        return task.result()
+    ranks, why = (), ""
+    if group is not None and group.call is call:
+        ranks, who = group.arrivals(group.position)
+        why = f" {who} {program.starts_with()}"
+    elif group is not None:
+        why = (
             " It has not begun: an earlier call over the same processes, which was given up, has "
             "not ended yet."
         )
+    abandon(worker)
+    text = f"{call.name} did not finish within {call.timeout_seconds:g} s.{why}"
+    raise DeadlineExceededError(text, ranks=ranks)

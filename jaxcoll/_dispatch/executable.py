@@ -8,22 +8,19 @@ from then on; rows that are the same on all of them are one batch several times.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import re
-import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark
+from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark, packed
 from jaxcoll._plan.plan import Plan
 
 _PACK = re.compile(r"(\w+_[0-9a-f]{6})/(pack|rows)(\d+)")
@@ -37,43 +34,35 @@ class FirstValues:
     # Of each leaf of which this process has its share; leaves that hold one number in every place
     # are left out, because equal ones prove nothing
     rows: dict[str, str]
-    done: bool = False  # whether they were compared, and nothing differed that should be the same
 
-    @property
-    def short(self) -> str:
-        """All of them, as short as two numbers."""
-        rows = _digest(json.dumps(self.rows).encode()) if self.rows else ""
-        return f"{_digest(json.dumps(self.replicated).encode())}:{rows}"
+    def short(self) -> tuple[str, str]:
+        """Return all of them, as two digests; the second is "" without rows."""
+        whole, rows = (json.dumps(digests).encode() for digests in (self.replicated, self.rows))
+        return _digest(whole), _digest(rows) if self.rows else ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Program:
     """A compiled program."""
 
     compiled: jax.stages.Compiled  # what is called
     name: str  # for messages
-    lines: tuple[str, ...] = ()  # its fingerprint, which processes compare
-    mark: str = ""  # a hash of these lines
-    moved: tuple[str, ...] = ()  # its collectives, one line each
-    # What this process brings to its first run; None: nothing is compared
+    lines: str = ""  # its fingerprint, `packed`
+    mark: str = ""  # a digest of it, which processes compare
+    # What this process brings to its first run, until it has been compared; None: nothing is
     first: FirstValues | None = None
 
-    @property
-    def uncompared(self) -> FirstValues | None:
-        """What this process brings to the first run, if that is still to be compared."""
-        return None if self.first is None or self.first.done else self.first
-
-    @property
     def starts_with(self) -> str:
-        """The collective at which processes that arrived wait for the others, in a sentence."""
-        if not self.moved:
+        """Return the collective at which processes that arrived wait for the others, in words."""
+        moved = collectives(self.compiled.as_text() or "")
+        if not moved:
             return f"{self.name} has no collective."
-        more = f" of {len(self.moved)}" * (len(self.moved) > 1)
-        return f"Collective 1{more} of {self.name} is {self.moved[0]}{_leaves(self.moved[0])}."
+        more = f" of {len(moved)}" * (len(moved) > 1)
+        return f"Collective 1{more} of {self.name} is {moved[0]}{_leaves(moved[0])}."
 
 
 _LAST = "last"
-_known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_programs: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """Of each jitted program, what it is compiled to; under `_LAST` the last key and its program."""
 
 _plans: dict[str, Plan] = {}
@@ -102,7 +91,7 @@ def _leaves(line: str) -> str:
 def compiled_for(call: Call, *, shared: bool) -> Program:
     """The program of a call, compiled once for arguments like these; `shared` by other processes.
 
-    Cost, when it is known: about a third of a microsecond per array.
+    Cost, when it is compiled: about a third of a microsecond per array.
     """
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     key = (
@@ -113,101 +102,64 @@ def compiled_for(call: Call, *, shared: bool) -> Program:
         *[x.aval for x in leaves],
         *[x.sharding for x in leaves],
     )
-    known = _known.setdefault(call.program, {})
+    programs = _programs.setdefault(call.program, {})
     # A loop calls with what the last call returned, whose types are the same objects: to compare
     # these takes a fraction of the time that their hashes take.
-    last, found = known.get(_LAST, (None, None))
+    last, program = programs.get(_LAST, (None, None))
     if last != key:
-        found = known.get(key)
-    if found is None:
+        program = programs.get(key)
+    if program is None:
         lowered = call.program.lower(*call.args, **call.kwargs)
         name = getattr(call.program, "__name__", "program")
         if not shared:
-            found = Program(lowered.compile(), _name(name, leaves))
+            program = Program(lowered.compile(), _name(name, leaves))
         else:
-            # Only a function's first program: later ones are given state that it returned.
-            first = None if known else _first_values(call)
-            found = shared_program(lowered, name, leaves, call.settings_text())
-            found = dataclasses.replace(found, first=first)
-        known[key] = found
-    elif found.uncompared:  # a call before this one did not come to it, or was refused
-        found = known[key] = dataclasses.replace(found, first=_first_values(call))
-    known[_LAST] = key, found
-    return found
+            program = shared_program(lowered, name, leaves, call.settings_text())
+            if not programs:  # a function's first program: others are given state that it returned
+                program.first = _first_values(call)
+        programs[key] = program
+    elif program.first is not None:  # the call before this one did not come to compare them
+        program.first = _first_values(call)
+    programs[_LAST] = key, program
+    return program
 
 
 def shared_program(
     lowered: jax.stages.Lowered, name: str, leaves: Sequence[Any], settings: str
 ) -> Program:
     """Compile a program that other processes run, too; they compare `settings` beside its text."""
-    compiled = lowered.compile()
-    moved = collectives(compiled.as_text() or "")
+    meshes = (getattr(x.sharding, "mesh", None) for x in leaves)
+    mesh = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
+    # The devices in the order in which the program counts them, as the first array lies on them.
+    devices = "" if mesh is None else " ".join(str(d.id) for d in mesh.devices.flat)
     here = filter(None, (x.sharding.addressable_devices for x in leaves))
     device = min(next(here, jax.local_devices()), key=lambda d: d.id)
-    lines = fingerprint(f"`{name}`", device, settings, _devices(leaves), lowered, moved)
-    return Program(compiled, _name(name, leaves), lines, mark(lines), moved)
+    lines = fingerprint(f"`{name}`", device, settings, devices, lowered)
+    return Program(lowered.compile(), _name(name, leaves), packed(lines), mark(lines))
 
 
 def _name(function: str, leaves: Sequence[Any]) -> str:
     """The function and the first arrays, in short."""
-    words = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves[:3]]
+    arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves[:3]]
     more = f" and {len(leaves) - 3} more" * (len(leaves) > 3)
-    return f"`{function}` of {', '.join(words)}{more}"
-
-
-def _devices(leaves: Sequence[Any]) -> str:
-    """The devices in the order in which a program counts them, as the first array lies on them."""
-    meshes = (getattr(x.sharding, "mesh", None) for x in leaves)
-    found = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
-    return "" if found is None else " ".join(str(d.id) for d in found.devices.flat)
-
-
-def known_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
-    """The options among `wanted` that the compiler for `device` knows; it warns of the others.
-
-    Cost: the first time, the compilation of an empty program for each option.
-    """
-    unknown = [name for name, value in wanted.items() if not _is_known(name, value, device)]
-    if unknown:
-        warnings.warn(
-            f"the compiler for {device.platform} does not know {', '.join(unknown)}, by which "
-            "jaxcoll would keep packs apart (`overlap=True`): it may combine them. `jc.inspect` "
-            "shows what it does.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return {name: value for name, value in wanted.items() if name not in unknown}
-
-
-@functools.cache
-def _is_known(name: str, value: Any, device: jax.Device) -> bool:
-    nothing = jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(device))
-    try:
-        jax.jit(lambda x: x, compiler_options={name: value}).lower(nothing).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" in str(error):
-            return False
-        raise
-    return True
+    return f"`{function}` of {', '.join(arrays)}{more}"
 
 
 def _first_values(call: Call) -> FirstValues:
     """The digests of a call's arguments, of which this process's part is read once."""
-    found = FirstValues({}, {})
+    replicated, rows = {}, {}
     for tree, name in ((tuple(call.args), "args"), (dict(call.kwargs), "kwargs")):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            shards = [_host(shard.data) for shard in leaf.addressable_shards]
-            if not shards:
-                continue
+            shards = [_bytes(shard.data) for shard in leaf.addressable_shards]
             place = name + jax.tree_util.keystr(path)
-            if leaf.is_fully_replicated:
-                found.replicated[place] = _digest(shards[0].view(np.uint8))
-            elif call.rows and any(np.any(x != x[:1]) for x in shards):
-                found.rows[place] = _digest(b"".join(x.tobytes() for x in shards))
-    return found
+            if shards and leaf.is_fully_replicated:
+                replicated[place] = _digest(shards[0])
+            elif shards and call.rows and any(np.any(x != x[:1]) for x in shards):
+                rows[place] = _digest(b"".join(x.tobytes() for x in shards))
+    return FirstValues(replicated, rows)
 
 
-def _host(x: jax.Array) -> np.ndarray:
+def _bytes(x: jax.Array) -> np.ndarray:
     """The elements as bytes, a row each: bits are compared, whatever they mean."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)

@@ -1,4 +1,4 @@
-"""Fingerprints of compiled programs: lines that processes compare and a person can read.
+"""Fingerprints of programs: lines that processes compare and a person can read.
 
 The same program rounds differently where the compiler gets other flags or compiles for another
 processor. Replicas that each update their own copy of the parameters then drift apart, and no
@@ -7,12 +7,15 @@ collective notices.
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import itertools
+import json
 import os
 import platform
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,61 +54,67 @@ _WHO = re.compile(
     r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"  # counted off: [2,4]<=[4,2]T(1,0)
     r"|mesh\[[^\]]*\](?:, device_ids=\(.*?\))? \{[^}]*\})"  # mesh['a'=2,'b'=4] {'b'}
 )
-_CHANNEL = re.compile(r"channel_id=(\d+)")
-_ASKED = re.compile(r'op_name="[^"]*?(\w+)[:)]*"')
+_PRIMITIVE = re.compile(r'op_name="[^"]*?(\w+)[:)]*"')
 _LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")  # {1,0:T(8,128)}, /*index=5*/
 
+_LONGEST_LINE = 2000
+"""Letters of a line that are shown to others; a large constant is one line."""
 
-def collectives(compiled: str) -> tuple[str, ...]:
-    """The collectives of a compiled program in the order in which it comes to them, a line each.
 
-    A line has all that two processes must have in common: the kind, the element types and shapes,
-    the groups, the channel, and the pack of jaxcoll that travels.
+def fingerprint(
+    name: str,
+    device: jax.Device,
+    options: str,
+    devices: str,
+    lowered: jax.stages.Lowered,
+) -> list[str]:
+    """All that processes must agree upon before they run a program; the most telling lines first.
 
-    Examples:
-      >>> collectives("%a.1 = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}")
-      ('all-reduce f32[8] among {{0,1}}, channel 1',)
-      >>> collectives("%a.1 = f32[] all-reduce(%x), replica_groups=mesh['a'=2,'b'=2] {'b'}, x=1")
-      ("all-reduce f32[] among mesh['a'=2,'b'=2] {'b'}",)
+    `device` is one of this process's, and `devices` are in the order of the mesh.
     """
-    return tuple(map(_line, _in_order(compiled)))
+    args, kwargs = lowered.args_info
+    # Without the places in Python's files, which are elsewhere on another machine.
+    program = lowered.as_text().splitlines()
+    return [
+        f"JAX {jax.__version__} with jaxlib {jaxlib.__version__}",
+        f"program {name}",
+        *environment(device),
+        *([f"options {options}"] if options else []),
+        *([f"devices {devices}"] if devices else []),
+        *(f"argument {line}" for line in _arrays((args, kwargs), ("args", "kwargs"))),
+        *(f"result {line}" for line in _arrays((lowered.out_info,), ("",))),
+        *(f"line {k + 1} of the program: {line.strip()}" for k, line in enumerate(program)),
+    ]
 
 
-def _in_order(compiled: str) -> Iterator[re.Match[str]]:
-    """Every line that communicates; the text has those of a loop before those ahead of it."""
-    bodies: dict[str, list[str | re.Match[str]]] = {"": []}
-    entry, body = "", bodies[""]
-    for line in compiled.splitlines():
-        if line.endswith("{") and (head := _HEAD.match(line)):
-            body = bodies[head[2]] = []
-            entry = head[2] if head[1] else entry
-        elif found := _COLLECTIVE.match(line):
-            body.append(found)
-        else:
-            body += [name for called in _CALLED.findall(line) for name in _NAME.findall(called)]
-
-    def run(name: str) -> Iterator[re.Match[str]]:
-        for step in bodies.pop(name, ()):
-            if isinstance(step, str):
-                yield from run(step)
-            else:
-                yield step
-
-    for name in (entry, *bodies):  # after the entry what no call was found of
-        yield from run(name)
+def _arrays(trees: tuple[Any, ...], names: tuple[str, ...]) -> Iterator[str]:
+    for name, tree in zip(names, trees, strict=True):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            sizes = ",".join(map(str, leaf.shape))
+            yield f"{name}{jax.tree_util.keystr(path)}: {leaf.dtype}[{sizes}]"
 
 
-def _line(found: re.Match[str]) -> str:
-    rest = found["rest"]
-    who, channel, asked = _WHO.search(rest), _CHANNEL.search(rest), _ASKED.search(rest)
-    packs = dict.fromkeys(filter(None, map(pack_of, names(op_name_of(rest)))))
-    return (
-        f"{found['kind'].removesuffix('-start')} {_LAYOUT.sub('', found['type'])}"
-        + (f" among {who[1]}" if who else "")
-        + (f", channel {channel[1]}" if channel else "")
-        + (f", asked for as {asked[1]}" if asked else "")
-        + (f", carrying {' and '.join(packs)}" if packs else "")
-    )
+def mark(lines: Sequence[str]) -> str:
+    """A short name that two programs share if their lines are the same."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def packed(lines: Sequence[str]) -> str:
+    """Lines as one text, a tenth as long, to be kept and sent."""
+    shown = [x if len(x) <= _LONGEST_LINE else f"{x[:200]} … {mark([x])}" for x in lines]
+    return base64.b85encode(zlib.compress(json.dumps(shown).encode(), 1)).decode()
+
+
+def unpacked(text: str) -> list[str]:
+    """The lines of a `packed` text."""
+    return json.loads(zlib.decompress(base64.b85decode(text)))
+
+
+def first_difference(sides: Mapping[int, Sequence[str]]) -> str:
+    """The lines of two processes where they first differ, as a message shows them."""
+    pairs = itertools.zip_longest(*sides.values(), fillvalue="(nothing more)")
+    lines = next((pair for pair in pairs if len(set(pair)) > 1), ("(no difference)",) * len(sides))
+    return "\n".join(f"process {p}: {line}" for p, line in zip(sides, lines, strict=True))
 
 
 def environment(device: jax.Device) -> tuple[str, ...]:
@@ -139,57 +148,55 @@ def _processor() -> str:
 
 def kind_of(cpuinfo: str) -> str:
     """The first processor that Linux describes, as far as a compiler knows it."""
-    known = {}
+    fields = {}
     for line in cpuinfo.partition("\n\n")[0].splitlines():
         name, _, value = line.partition(":")
-        known[name.strip()] = value.strip()
-    flags = known.get("flags", known.get("Features", "")).split()
-    kind = [f"{name} {known[name]}" for name in _KIND if name in known]
+        fields[name.strip()] = value.strip()
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    kind = [f"{name} {fields[name]}" for name in _KIND if name in fields]
     instructions = sorted(flag for flag in flags if _INSTRUCTIONS.fullmatch(flag))
     return ", ".join([*kind, " ".join(instructions)])
 
 
-def fingerprint(
-    name: str,
-    device: jax.Device,
-    options: str,
-    devices: str,
-    lowered: jax.stages.Lowered,
-    moved: Sequence[str],
-) -> tuple[str, ...]:
-    """All that processes must agree upon before they run a program; the most telling lines first.
+def collectives(compiled: str) -> list[str]:
+    """The collectives of a compiled program in the order in which it comes to them, a line each.
 
-    `device` is one of this process's, `devices` are in the order of the mesh, and `moved` are the
-    program's `collectives`.
+    Examples:
+      >>> collectives("%a.1 = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}")
+      ['all-reduce f32[8] among {{0,1}}']
+      >>> collectives("%a.1 = f32[] all-reduce(%x), replica_groups=mesh['a'=2,'b'=2] {'b'}, x=1")
+      ["all-reduce f32[] among mesh['a'=2,'b'=2] {'b'}"]
     """
-    args, kwargs = lowered.args_info
-    # Constants are left out, because a process may bake in its rank.
+    bodies: dict[str, list[str | re.Match[str]]] = {"": []}
+    entry, body = "", bodies[""]
+    for line in compiled.splitlines():
+        if line.endswith("{") and (head := _HEAD.match(line)):
+            body = bodies[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif collective := _COLLECTIVE.match(line):
+            body.append(collective)
+        else:
+            body += [name for called in _CALLED.findall(line) for name in _NAME.findall(called)]
+
+    # The text has the computation of a loop ahead of the one that runs it.
+    def run(name: str) -> Iterator[re.Match[str]]:
+        for step in bodies.pop(name, ()):
+            if isinstance(step, str):
+                yield from run(step)
+            else:
+                yield step
+
+    # After the entry what no call was found of.
+    return [_described(match) for name in (entry, *bodies) for match in run(name)]
+
+
+def _described(collective: re.Match[str]) -> str:
+    rest = collective["rest"]
+    who, primitive = _WHO.search(rest), _PRIMITIVE.search(rest)
+    packs = dict.fromkeys(filter(None, map(pack_of, names(op_name_of(rest)))))
     return (
-        f"JAX {jax.__version__} with jaxlib {jaxlib.__version__}",
-        f"program {name}",
-        *environment(device),
-        *([f"options {options}"] if options else []),
-        *([f"devices {devices}"] if devices else []),
-        *(f"argument {line}" for line in _arrays((args, kwargs), ("args", "kwargs"))),
-        *(f"result {line}" for line in _arrays((lowered.out_info,), ("",))),
-        *(f"collective {k + 1}: {line}" for k, line in enumerate(moved)),
+        f"{collective['kind'].removesuffix('-start')} {_LAYOUT.sub('', collective['type'])}"
+        + (f" among {who[1]}" if who else "")
+        + (f", asked for as {primitive[1]}" if primitive else "")
+        + (f", carrying {' and '.join(packs)}" if packs else "")
     )
-
-
-def _arrays(trees: tuple[Any, ...], names: tuple[str, ...]) -> Iterator[str]:
-    for name, tree in zip(names, trees, strict=True):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            sizes = ",".join(map(str, leaf.shape))
-            yield f"{name}{jax.tree_util.keystr(path)}: {leaf.dtype}[{sizes}]"
-
-
-def mark(lines: Sequence[str]) -> str:
-    """A short name that two programs share if their lines are the same."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def first_difference(sides: Mapping[int, Sequence[str]]) -> str:
-    """The lines of two processes where they first differ, in words."""
-    pairs = itertools.zip_longest(*sides.values(), fillvalue="(nothing more)")
-    lines = next((pair for pair in pairs if len(set(pair)) > 1), ("(no difference)",) * len(sides))
-    return "\n".join(f"process {p}: {line}" for p, line in zip(sides, lines, strict=True))

@@ -45,19 +45,21 @@ class Peers:
         processes: Iterable[int],
         patience: float = REPLY_SECONDS,
         coordinator: float = COORDINATOR_SECONDS,
+        lines: bool = False,
     ) -> dict[int, dict[str, Any]]:
         """Ask processes where they are in a group's calls; silent ones are not in the result.
 
         `patience` is for all replies together; after `coordinator` seconds more, a coordinator that
-        does not answer is given up (StoreUnreachableError).
+        does not answer is given up (StoreUnreachableError). `lines`: see `ProcessGroup.status`.
         """
-        asked = list(processes)
-        coordinator += _EACH_SECONDS * len(asked)
+        processes = list(processes)
+        coordinator += _EACH_SECONDS * len(processes)
         folder = f"{self.root}/replies/{self._name}.{next(self._sent)}"
-        self._send(asked, {"to": group, "ask": folder, "position": position}, coordinator)
+        question = {"to": group, "ask": folder, "position": position, "lines": lines}
+        self._send(processes, question, coordinator)
         replies = {}
         until = time.monotonic() + patience
-        for process in asked:
+        for process in processes:
             with contextlib.suppress(TimeoutError):
                 left = max(until - time.monotonic(), 0.01)
                 replies[process] = json.loads(self.store.get(f"{folder}/{process}", left))

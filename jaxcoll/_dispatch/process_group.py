@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,16 +14,11 @@ import jax
 from jaxcoll._cluster.liveness import followed
 from jaxcoll._cluster.timing import REPLY_SECONDS, RETRY_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._dispatch.call_history import (
-    CallHistory,
-    CallPredictor,
-    Entered,
-    disordered,
-    in_words,
-)
+from jaxcoll._dispatch.agreement import Agreement
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.call_order import CallOrder
 from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.peers import Peers
-from jaxcoll._dispatch.program_check import ProgramCheck
 from jaxcoll._errors import PeerLostError, ProgramMismatchError
 from jaxcoll._threads import Task
 
@@ -37,22 +31,25 @@ _TRANSPORT = re.compile("gloo|connection|peer|nccl|socket|heartbeat|unavailable|
 class ProcessGroup:
     """The processes of one mesh, this one among them.
 
-    Law: all of them run the same programs in the same order. A program that follows on another as
-    it never did before (see `CallPredictor`) is agreed upon before any of its data moves; all else
-    is compared after the fact, twice a second, by neighbours.
+    Guarantees: all of them run the same programs in the same order. A program that is new, or not
+    the one that is expected (see `CallOrder`), runs once all processes have agreed on it.
     """
 
     def __init__(self, peers: Peers, processes: tuple[int, ...]) -> None:
         self.processes = processes  # their numbers, sorted
         self.name = f"{processes[0]}-{processes[-1]}-{zlib.crc32(repr(processes).encode()):08x}"
         self.failure: Exception | None = None  # the error that all calls raise from now on
+        self.position = 0  # of the call that was entered last, counted from 1
         self.done = 0  # the last call of which this process has done its part
+        self._program: Program | None = None  # of the call that was entered last
+        self.call: Call | None = None  # the one that was entered and has not ended
+        self._agreed = 0  # the last call that is known to run, or has run
+        self._since = time.monotonic()  # when the last call was entered, or ended
+        self._failed = 0, ""  # a call in which others may wait, and why it failed here
+        self._order = CallOrder()
+        self._last_folder = ""  # where processes agreed before
         self._peers = peers
         self._waiting: set[weakref.ref[Task]] = set()
-        self.history = CallHistory()
-        self._predictor = CallPredictor()
-        self._check = ProgramCheck(peers, self.name, processes)
-        self._published = 0
         self._missed: tuple[int, set[int]] = (0, set())
 
     @property
@@ -60,78 +57,77 @@ class ProcessGroup:
         """The processes but this one."""
         return tuple(p for p in self.processes if p != self._peers.process)
 
-    @property
-    def position(self) -> int:
-        """Of the call that was entered last."""
-        return self.history.last.position
+    def begin(self, task: Task) -> None:
+        """Have a task abandoned if the group fails before it is done.
 
-    def check(self) -> None:
-        """Refuse to begin anything with processes that are lost or out of step."""
+        Raises:
+          PeerLostError: a process of the group is lost already.
+          ProgramMismatchError: the processes are out of step.
+        """
+        self._check()
+        # It is not kept: results are large.
+        self._waiting.add(weakref.ref(task, self._waiting.discard))
+
+    def _check(self) -> None:
+        if not (self.failure or self._peers.lost or self._peers.gone):
+            return
         if self.failure:
             raise self.failure
         lost = self._peers.lost.intersection(self.processes)
         if lost := lost or self._gone_before(self.position + 1):
             raise self._loss(lost, "it was known before this call, which was not begun")
 
-    def register(self, task: Task) -> None:
-        """Have a task abandoned if the group fails before it is settled."""
-        # It is not kept: results are large.
-        self._waiting.add(weakref.ref(task, self._waiting.discard))
-
-    def _interrupt(self, error: Exception) -> None:
-        """End all waits for calls of this group."""
-        for known in list(self._waiting):
-            if (task := known()) and not task.is_settled:
-                task.abandon(error)
-
-    def run(
-        self, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any], wait: bool = True
-    ) -> Any:
-        """Call a program together with the others, and `wait` for the result.
+    def run(self, call: Call, program: Program, wait: bool = True) -> Any:
+        """Make a call of a program together with the others, and `wait` for the result.
 
         Raises:
           ProgramMismatchError: they call another one.
           PeerLostError: the call failed, and somebody has died, or does not answer any more.
         """
-        self.check()
-        call = self.history.enter(program)
+        self._check()
+        self.position += 1
+        self.call, self._program, self._since = call, program, time.monotonic()
+        is_expected = self._order.follow(program.mark)
         try:
-            unexpected = self._predictor.is_unexpected(call.mark)
             # A program made anew may have the mark of one that ran, and gets other values.
-            if unexpected or program.uncompared:
-                self._agree(program, call)
-            self._predictor.follow(call.mark, unexpected)
-            self.history.agreed = call  # before it runs: others ask while this process waits in it
-            result = program.compiled(*args, **kwargs)
+            if program.first is not None or not is_expected:
+                self._agree(program)
+            self._agreed = self.position  # first: others ask while this process waits below
+            result = program.compiled(*call.args, **call.kwargs)
             if wait:
                 jax.block_until_ready(result)
-            self.done = call.position  # a process that ends publishes it, and is not missed there
+            self.done = self.position  # a process that ends publishes it, and is not missed there
             return result
-        except StoreUnreachableError as error:
-            raise PeerLostError(
-                f"Call {call.position}, {call.name}, could not be agreed upon: the process of the "
-                f"coordination service is dead or cut off. What was seen: {error}",
-            ) from error
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # Gloo's errors are the latter
-            if self.history.agreed is call:
-                self.history.fail(call, error)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self._failed = self.position, lines[-1][:300]  # of a callback's error the last line
             raise self.explained(error) from error
         finally:
-            self.history.leave()
+            self.call, self._since = None, time.monotonic()
 
-    def _agree(self, program: Program, call: Entered) -> None:
+    def _agree(self, program: Program) -> None:
+        """Wait until all processes are about to run this program, or raise what is wrong."""
+        agreement = Agreement(self._peers, self.name, self.processes, self.position, program)
+        disagreement, is_run = None, False
         try:
-            disagreement = self._check.disagreement(program, call)
+            disagreement, is_run = agreement.reach()
+            if disagreement is None and self._peers.process == self.processes[0]:
+                if self._last_folder:  # all are here, and so have read the verdict before this one
+                    self._peers.store.delete(self._last_folder)
+                self._last_folder = agreement.folder
+        except StoreUnreachableError as error:
+            disagreement = PeerLostError(
+                f"Call {self.position}, {program.name}, could not be agreed upon: the process of "
+                f"the coordination service is dead or cut off. What was seen: {error}",
+            )
         except PeerLostError as error:
-            raise self._lost(error.ranks, str(error)) from None
-        if disagreement is None:
-            return
-        error, nobody_ran = disagreement
-        if not nobody_ran:
-            self._fail(error)
-        self.history.take_back()
-        self._predictor.interrupt()
-        raise error
+            disagreement = self._lost(error.ranks, str(error))
+        if disagreement is not None:
+            self._order.interrupt()
+            if is_run:
+                self._fail(disagreement)
+            raise disagreement
+        program.first = None
 
     def explained(self, error: Exception) -> Exception:
         """A transport's error as the loss of a process, if one is lost; else the error itself."""
@@ -143,34 +139,38 @@ class ProcessGroup:
             lost = self._peers.lost.intersection(self.processes) or self._silent_processes()
         except StoreUnreachableError as unknown:
             return PeerLostError(
-                f"Call {self.position}, {self.history.last.name}, failed, and nobody can be asked "
-                f"who is lost: {unknown} The transport reported: {str(error).splitlines()[0]}",
+                f"Call {self.position}, {self._name}, failed, and nobody can be asked who is "
+                f"lost: {unknown} The transport reported: {str(error).splitlines()[0]}",
             )
         if not lost:
             return error
         return self._lost(lost, f"the transport reported: {str(error).splitlines()[0]}")
 
+    @property
+    def _name(self) -> str:
+        return self._program.name if self._program else "nothing"
+
     def _gone_before(self, position: int) -> set[int]:
         """Processes that ended without their part of this call, as far as they published it."""
         if not (gone := self._peers.gone):  # as a rule
             return set()
-        known = ((p, gone[p].get(self.name, 0)) for p in self.processes if p in gone)
-        return {p for p, done in known if done < position}
+        done = {p: gone[p].get(self.name, 0) for p in self.processes if p in gone}
+        return {p for p in done if done[p] < position}
 
     def _lost(self, lost: Iterable[int], why: str) -> PeerLostError:
         """The error that names lost processes; all others get it, too."""
         failure = self._loss(lost, why)
         if not self._peers.lost.issuperset(lost):
             self._peers.lost.update(lost)
-            self._alarm(failure, {"lost": sorted(lost)})
+            self._alarm(failure, lost=sorted(lost))
         return failure
 
     def _loss(self, lost: Iterable[int], why: str) -> PeerLostError:
         who = "; ".join(f"process {p} {self._peers.silence(p)}" for p in sorted(lost))
         return PeerLostError(
-            f"Call {self.position} among {len(self.processes)} processes, "
-            f"{self.history.last.name}, failed: {who}. Those that live can go on over a mesh of "
-            f"their own devices. What was seen: {why}",
+            f"Call {self.position} among {len(self.processes)} processes, {self._name}, failed: "
+            f"{who}. Those that live can go on over a mesh of their own devices. What was seen: "
+            f"{why}",
             ranks=sorted(lost),
         )
 
@@ -192,7 +192,7 @@ class ProcessGroup:
                 break
         return silent
 
-    def _alarm(self, failure: Exception, more: dict[str, Any]) -> None:
+    def _alarm(self, failure: Exception, **more: Any) -> None:
         # In words and numbers: what processes exchange is never unpickled.
         alarm = {"error": type(failure).__name__, "text": str(failure), **more}
         self._peers.alarm(self.name, [p for p in self.others if p not in self._peers.lost], alarm)
@@ -201,7 +201,13 @@ class ProcessGroup:
         """Have every process of the group raise this, from now on."""
         self.failure = self.failure or failure
         self._interrupt(self.failure)
-        self._alarm(failure, {})
+        self._alarm(failure)
+
+    def _interrupt(self, error: Exception) -> None:
+        """End all waits for calls of this group."""
+        for reference in list(self._waiting):
+            if (task := reference()) and not task.done():
+                task.abandon(error)
 
     def alarmed(self, alarm: dict[str, Any]) -> None:
         """Another process found a failure."""
@@ -211,6 +217,20 @@ class ProcessGroup:
             failure = self.failure = self.failure or ProgramMismatchError(alarm["text"])
         self._interrupt(failure)
 
+    def status(self, position: int, lines: bool = False) -> dict[str, Any]:
+        """Where this process is, for one at `position`; `lines`: its program there, too."""
+        status = {
+            "at": self.position,
+            "name": self._name,
+            "inside": self.call is not None,
+            "seconds": time.monotonic() - self._since,
+            "failed": self._failed[1] if self._failed[0] == position else "",
+            "ran": self._order.ran(position) if position <= self._agreed else None,
+        }
+        if lines and self._program is not None and self.position == position:
+            status["lines"] = self._program.lines
+        return status
+
     def arrivals(self, position: int) -> tuple[tuple[int, ...], str]:
         """Which processes have not come as far as `position`, and the same in words."""
         try:
@@ -218,10 +238,13 @@ class ProcessGroup:
             words = {p: self._peers.silence(p) for p in self.others if p not in replies}
         except (StoreUnreachableError, RuntimeError) as error:
             return (), f"Who did not arrive is not known: {error}"
-        words |= {p: in_words(a) for p, a in replies.items() if a["at"] < position}
+        words |= {p: in_words(reply) for p, reply in replies.items() if reply["at"] < position}
         what = "did not arrive" if words else "failed in it"
         # A transport's error on one process may follow from another's absence, which comes first.
-        words = words or {p: f"has {a['failed']}" for p, a in replies.items() if a.get("failed")}
+        failed = {
+            p: f"has {reply['failed']}" for p, reply in replies.items() if reply.get("failed")
+        }
+        words = words or failed
         if not words:
             return (), "All processes have arrived: the call is slow, or its transport is stuck."
         late = sorted(words)
@@ -229,37 +252,7 @@ class ProcessGroup:
         each = "; ".join(f"process {p} {words[p]}" for p in late)
         return tuple(late), f"{who} of {len(self.processes)} {what}: {each}."
 
-    def confirm(self) -> None:
-        """Ask all others now for what a heartbeat compares with one."""
-        now, here = self.history.agreed, self._peers.process
-        replies = self._peers.ask(self.name, now.position, self.others)
-        for process, reply in sorted(replies.items()):
-            if reply.get("digest") not in (None, now.digest):
-                called = f"{now.name} on process {here} and {reply['then']} on process {process}"
-                if reply["mark"] == now.mark:
-                    called = "the same there, and something before it was not"
-                failure = disordered(f"call {now.position} was {called}")
-                self._fail(failure)
-                raise failure
-
     def beat(self) -> None:
-        """Publish how far this process is, compare with the next one, and see who has ended."""
-        self._end_vain_wait()
-        published, here = self.history.published(), self._peers.process
-        store, folder = self._peers.store, f"{self._peers.root}/order/{self.name}"
-        if published["at"] != self._published:
-            self._published = published["at"]
-            store.set(f"{folder}/{here}", json.dumps(published))
-        elif not self.history.is_inside:
-            return
-        # One neighbour each is enough: if any two orders differ, so do those of two neighbours.
-        there = self.processes[(self.processes.index(here) + 1) % len(self.processes)]
-        text = store.try_get(f"{folder}/{there}")
-        if text and not self.failure:
-            if difference := self.history.difference(here, there, json.loads(text)):
-                self._fail(disordered(difference))
-
-    def _end_vain_wait(self) -> None:
         """Stop waiting in a call for processes that ended, and since the last heartbeat at least.
 
         The rest of the call may be this process's own part, which takes less than a heartbeat.
@@ -268,3 +261,12 @@ class ProcessGroup:
         if missed[1] and missed == self._missed:
             self._interrupt(self._lost(missed[1], "the coordinator reported it"))
         self._missed = missed
+
+
+def in_words(status: dict[str, Any]) -> str:
+    """Where a process is that is not where it is expected."""
+    if not status["at"]:
+        return "has made no call over these devices"
+    if status["inside"]:
+        return f"is in call {status['at']}, {status['name']}, for {status['seconds']:.1f} s"
+    return f"has been outside of any call for {status['seconds']:.1f} s, since call {status['at']}"

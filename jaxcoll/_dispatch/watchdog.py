@@ -91,14 +91,15 @@ class Watchdog:
             return
         self.peers.store.lose()
         until = time.monotonic() + COORDINATOR_SECONDS
-        while self.is_of(store()) and not self._ended and time.monotonic() < until:
+        while self.is_current() and not self._ended and time.monotonic() < until:
             time.sleep(0.02)  # JAX forgets a client after it has shut it down
-        if not self._ended and not self.is_of(store()):
+        if not self._ended and not self.is_current():
             self._let_go()
 
-    def is_of(self, found: Store | None) -> bool:
-        """Whether it uses the client of this store, which JAX knows now."""
-        return found is not None and found.is_of(self.peers.store.keys)
+    def is_current(self) -> bool:
+        """Whether this process is still in the world in which it speaks for it."""
+        keys = self.peers.store.keys
+        return isinstance(keys, Store) and keys.is_current()
 
     def _serve(self) -> None:
         """Handle messages, with a heartbeat in between, until this process ends."""
@@ -144,7 +145,7 @@ class Watchdog:
                 to.alarmed(received["alarm"])
         else:
             reply = (
-                to.history.status(received["position"])
+                to.status(received["position"], received["lines"])
                 if isinstance(to, ProcessGroup)
                 else {"at": 0}
             )
@@ -162,7 +163,7 @@ def watchdog() -> Watchdog | None:
     if found is None:
         return None
     with _lock:
-        if _watchdog is None or not _watchdog.is_of(found):
+        if _watchdog is None or not _watchdog.is_current():
             _watchdog = Watchdog(found)
         return _watchdog
 
@@ -180,19 +181,12 @@ def group_of(devices: Sequence[jax.Device]) -> ProcessGroup | None:
     if jax.process_count() == 1:
         return None
     processes = _processes(tuple(devices))
-    here = watchdog() if len(processes) > 1 and jax.process_index() in processes else None
-    return None if here is None else here.group(processes)
-
-
-def confirm() -> None:
-    """Ask the processes that answer whether they ran the same programs as this one."""
-    groups = [] if _watchdog is None else list(_watchdog.groups.values())
-    for group in groups:
-        if group.failure:
-            raise group.failure
-    with contextlib.suppress(StoreUnreachableError):
-        for group in groups:
-            group.confirm()
+    if len(processes) == 1 or jax.process_index() not in processes:
+        return None
+    here = _watchdog
+    if here is None or not here.is_current():
+        here = watchdog()
+    return here and (here.groups.get(processes) or here.group(processes))
 
 
 @in_forked_child

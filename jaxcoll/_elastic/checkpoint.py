@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxcoll._dispatch.watchdog import confirm
 from jaxcoll._files import locked, put, replacing
 from jaxcoll._mesh.shard_arrays import cut_like, joined, whole_shapes
 from jaxcoll._spmd.shards import Shards, is_shards
@@ -88,7 +87,6 @@ def save_newest(path: Path, tree: Any, stamp: Stamp, patience: float) -> Stamp:
 
 
 def _write(path: Path, tree: Any, stamp: Stamp, rename: Callable[[Path, Path], None]) -> None:
-    confirm()
     leaves = {name: on_host(name, leaf) for name, leaf in _named(tree, _whole).items()}
     about = {
         "format": _FORMAT,

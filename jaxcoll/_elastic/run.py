@@ -145,7 +145,7 @@ class Run:
         job, membership, name = self._job, self._membership, self._membership.name
         generation = self._generation
         if self._programs is not None:
-            show(membership, self._programs.lines)
+            show(membership, self._programs.lines())
         if generation.ends_for_its_program(name):
             raise mismatch(membership)
         is_member = name in generation.members
@@ -313,12 +313,13 @@ def outcome_of(
     """
     global _worker
     worker = _worker = _worker or Worker("jaxcoll-step")
-    task = worker.submit(lambda: jax.block_until_ready(call()), then=membership.woken.set)
+    task = worker.submit(lambda: jax.block_until_ready(call()))
+    task.add_done_callback(lambda _: membership.woken.set())
     until = time.monotonic() + (seconds or float("inf"))
     try:
         while True:
             membership.woken.clear()  # first: what comes after it wakes the wait below
-            if task.is_settled:
+            if task.done():
                 break
             membership.check()
             membership.check_members()

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._dispatch.call import settings_of
 from jaxcoll._dispatch.executable import Program, shared_program
-from jaxcoll._dispatch.fingerprint import first_difference
+from jaxcoll._dispatch.fingerprint import first_difference, unpacked
 from jaxcoll._elastic.generation import listed, rank_of
 from jaxcoll._elastic.heartbeat import StepStatus
 from jaxcoll._elastic.membership import Membership
@@ -41,8 +41,7 @@ class StepPrograms:
         self._rows = NamedSharding(mesh, PartitionSpec(step.axis_name))
         self._membership = membership
         self._known: dict[Any, list[Program]] = {}
-        # The program that this worker ran last, as workers compare it; (): none yet
-        self.lines: tuple[str, ...] = ()
+        self._last: Sequence[Program] | None = ()  # what this worker ran last; None: it has ended
 
     def prepared(
         self, step: int, state: ReplicatedState, batches: Callable[[int], Any]
@@ -87,15 +86,21 @@ class StepPrograms:
 
     def _begin(self, step: int, programs: Sequence[Program], is_new: bool) -> str:
         """Have the heartbeat say which programs this step takes, if they are known; their mark."""
-        self.lines = tuple(line for program in programs for line in program.lines)
+        self._last = programs
         mark = " ".join(program.mark for program in programs)
         number = self._membership.generation.number
         self._membership.status = StepStatus(number, step, is_new, mark)
         return mark
 
+    def lines(self) -> tuple[str, ...]:
+        """What this worker ran last, as workers compare it; (): nothing yet."""
+        if self._last is None:
+            return "", "no program: its training ends here"
+        return tuple(line for program in self._last for line in unpacked(program.lines))
+
     def end(self, step: int) -> None:
         """Wait until all workers have taken their last step."""
-        self.lines = ("", "no program: its training ends here")
+        self._last = None
         number = self._membership.generation.number
         self._membership.status = StepStatus(number, step, True, "end")
         self._membership.gather("finished", "", same=True)

@@ -13,9 +13,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcoll import _compat
+from jaxcoll._compat.compiler_options import known_options
 from jaxcoll._dispatch import call as dispatched
 from jaxcoll._dispatch.dispatch import run, start
-from jaxcoll._dispatch.executable import known_options, remember
+from jaxcoll._dispatch.executable import remember
 from jaxcoll._mesh.mesh import (
     abstract_mesh,
     axis_names,

@@ -24,6 +24,9 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
+from jaxcoll._dispatch import dispatch  # noqa: E402
+from jaxcoll._distribute.strategy import replica_program  # noqa: E402
+from jaxcoll._step import data_parallel  # noqa: E402
 from jaxcoll.bench.timing import interleaved, ratio  # noqa: E402
 
 
@@ -56,12 +59,13 @@ def by_batch_reduce(tree):
 
 def bare_of(call):
     """The call, and the jitted call that it comes to."""
-    from jaxcoll._dispatch import dispatch
-
-    made, run = [], dispatch._run
-    dispatch._run = lambda calls, devices: (made.extend(calls), run(calls, devices))[1]
+    made, modules = [], (data_parallel, replica_program, dispatch)
+    run = dispatch.run
+    for module in modules:
+        module.run = lambda one, *until: (made.append(one), run(one, *until))[1]
     call()
-    dispatch._run = run
+    for module in modules:
+        module.run = run
     (found,) = made
     return call, lambda: found.program(*found.args, **found.kwargs)
 

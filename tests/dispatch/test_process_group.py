@@ -1,16 +1,16 @@
-"""What neighbours tell one another once a second finds orders that nobody asked about."""
+"""Who is lost, and when a group learns it; and what of an agreement is kept."""
 
 import dataclasses
 import threading
-import types
 
 import pytest
 
 from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._dispatch.call_history import Entered
+from jaxcoll._dispatch.agreement import Agreement
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.process_group import ProcessGroup
-from jaxcoll._dispatch.program_check import ProgramCheck
 from jaxcoll._errors import PeerLostError, ProgramMismatchError
 
 
@@ -33,59 +33,33 @@ class Wired:
 class Waiting:
     """As much of a `Task` as a process group needs."""
 
-    is_settled = False
+    is_done = False
 
     def __init__(self, given_up):
         self.abandon = given_up.append
 
+    def done(self):
+        return self.is_done
+
 
 @pytest.fixture
 def three(monkeypatch):
-    monkeypatch.setattr(ProgramCheck, "disagreement", lambda *args: None)
+    monkeypatch.setattr(Agreement, "reach", lambda self: (None, False))
     keys, groups = LocalKeys(processes=3), {}
     wired = [Wired(dataclasses.replace(keys, process=process), groups) for process in range(3)]
     groups.update({peers.process: ProcessGroup(peers, (0, 1, 2)) for peers in wired})
     return list(zip(wired, groups.values(), strict=True))
 
 
-def call(one, mark):
-    program = types.SimpleNamespace(
-        mark=mark, name=f"`{mark}`", lines=(), uncompared=None, compiled=lambda: mark
-    )
-    one.run(program, (), {})
-
-
-def test_an_order_that_differs_is_told_to_all(three):
-    for _, one in three:
-        for mark in "aab":
-            call(one, mark)
-    for _, one in three * 2:
-        one.beat()
-    assert not any(one.failure for _, one in three)
-    for process, marks in enumerate(("ab", "ab", "ba")):
-        for mark in marks:
-            call(three[process][1], mark)
-    for _, one in three * 2:
-        one.beat()
-    for _, one in three:
-        with pytest.raises(ProgramMismatchError, match="call 4 was `b` on process 2 and `a` on pr"):
-            call(one, "a")
-
-
-def test_who_is_ahead_is_not_out_of_order(three):
-    for process, marks in enumerate(("abab", "ab", "a")):
-        for mark in marks:
-            call(three[process][1], mark)
-    for _, one in three * 3:
-        one.beat()
-    assert not any(one.failure for _, one in three)
+def call(one, mark, compiled=dict):
+    one.run(Call(None, (), (), "a call"), Program(compiled, f"`{mark}`", mark=mark))
 
 
 def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(three):
     (peers, one), *_ = three
     given_up = []
     waiting = Waiting(given_up)
-    one.register(waiting)
+    one.begin(waiting)
     for _ in range(3):
         call(one, "a")
     peers.gone = {1: {one.name: 3}}  # it entered this call before it ended
@@ -101,7 +75,7 @@ def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(t
     assert {error.ranks for error in given_up} == {(2,)}
     assert "the coordinator reported it" in str(given_up[0])
     assert peers.lost == {2}
-    waiting.is_settled = True  # what has its result is left alone, and what nobody has is forgotten
+    waiting.is_done = True  # what has its result is left alone, and what nobody has is forgotten
     one._fail(ProgramMismatchError("another"))
     del waiting
     assert len(given_up) == 1
@@ -129,11 +103,8 @@ def test_an_error_of_the_transport_is_a_loss_also_where_nobody_can_be_asked(thre
 
     peers.look, peers.ask = lambda: None, unreachable
     call(one, "a")
-    program = types.SimpleNamespace(
-        mark="a", name="`a`", lines=(), uncompared=None, compiled=broken
-    )
     with pytest.raises(PeerLostError, match="Call 2, `a`, failed.*is stopped.*Gloo") as caught:
-        one.run(program, (), {})
+        call(one, "a", broken)
     assert caught.value.ranks == ()
     assert (one.position, one.done) == (2, 1)  # its part of the second is not done
 
@@ -155,19 +126,17 @@ def test_who_did_its_part_is_not_blamed_for_another_and_who_died_is_at_once(thre
 
 def test_of_what_was_agreed_upon_only_the_last_is_kept():
     keys = LocalKeys(processes=2)
-    checks = [
-        ProgramCheck(Wired(dataclasses.replace(keys, process=process), {}), "both", (0, 1))
+    groups = [
+        ProcessGroup(Wired(dataclasses.replace(keys, process=process), {}), (0, 1))
         for process in range(2)
     ]
-    program = types.SimpleNamespace(lines=(), uncompared=None)
 
-    def agree_often(process):
+    def call_often(process):
         for position in range(1, 30):
-            call = Entered(position, "m", "`m`", 0)
-            assert checks[process].disagreement(program, call) is None
+            call(groups[process], f"m{position}")  # which is never expected
 
-    other = threading.Thread(target=agree_often, args=(1,))
+    other = threading.Thread(target=call_often, args=(1,))
     other.start()
-    agree_often(0)
+    call_often(0)
     other.join()
     assert len(keys.all("watch/agree")) == 3  # two marks and a verdict

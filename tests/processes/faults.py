@@ -9,10 +9,10 @@ from jaxcoll._cluster.launch.local import join
 jax.config.update("jax_enable_recoverability", True)
 assert join()
 
+import collections  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
-import tempfile  # noqa: E402
 import time  # noqa: E402
 
 import jax.numpy as jnp  # noqa: E402
@@ -20,7 +20,7 @@ import numpy as np  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
 from jaxcoll._compat.coordination import store  # noqa: E402
-from jaxcoll._dispatch import call_history, watchdog  # noqa: E402
+from jaxcoll._dispatch import watchdog  # noqa: E402
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 
@@ -86,14 +86,7 @@ def out_of_step():
     ):
         attempt(f"swapped {name}", lambda f=f: f(ones(7)))
     ops = jc.NcclAllReduce()
-    per_replica = jc.PerReplica.from_global(
-        jax.make_array_from_process_local_data(
-            jax.NamedSharding(
-                jax.sharding.Mesh(np.array(jax.devices()), ("x",)), jax.sharding.PartitionSpec("x")
-            ),
-            ones(3),
-        )
-    )
+    per_replica = over_all(ones(3))
     attempt(
         "cross-device op",
         lambda: ops.reduce("mean" if odd else "sum", per_replica, per_replica).tree,
@@ -104,22 +97,78 @@ def out_of_step():
     meet("end")
 
 
+def other_meaning():
+    """Calls that look alike, of which two processes mean something else, before each is right."""
+
+    def one_of(*choices):
+        return choices[RANK]
+
+    def sine(x):
+        return jc.all_reduce("sum", jnp.sin(x[0]), "data")
+
+    def exponential(x):
+        return jc.all_reduce("sum", jnp.exp(x[0]), "data")
+
+    def scaled(by):
+        def step(x):
+            return jc.all_reduce("sum", by * x[0], "data")
+
+        return jc.data_parallel(step)
+
+    exponential.__name__ = sine.__name__ = "step"
+    moments = collections.namedtuple("Moments", one_of("mean var", "var mean"))
+    strategy = jc.MultiWorkerMirroredStrategy()
+    value = jc.PerReplica([np.ones((2, 2), "f")])
+    in_order = lambda one, two: collections.OrderedDict(
+        one_of([("a", one), ("b", two)], [("b", one), ("a", two)])
+    )
+    names = one_of("a", "c")
+    nested = one_of({"a": {"b": value}}, {"a": value})
+    own = {
+        "code": lambda: jc.data_parallel(one_of(sine, exponential))(ones(20)),
+        "lambda": lambda: jc.data_parallel(one_of(lambda x: total(x), lambda x: -total(x)))(ones()),
+        "constant": lambda: scaled(one_of(0.1, 0.2))(ones()),
+        "tree of a step": lambda: step(in_order(ones(), ones())),
+        "run": lambda: strategy.run(one_of(lambda x: jnp.sin(x), lambda x: jnp.exp(x)), (value,)),
+        "arguments of run": lambda: strategy.run(lambda x: x, (in_order(value, value),)),
+        "order": lambda: strategy.reduce("sum", in_order(value, value), None),
+        "names": lambda: strategy.reduce("sum", {names: value}, None),
+        "fields": lambda: strategy.reduce("sum", moments(value, value), None),
+        "nesting": lambda: strategy.reduce("sum", nested, None),
+        "axis": lambda: strategy.reduce("sum", value, one_of(0, 1)),
+        "op along an axis": lambda: strategy.reduce(one_of("sum", "mean"), value, 0),
+        "names along an axis": lambda: strategy.reduce("sum", {names: value}, 0),
+        "order of a gather": lambda: strategy.gather(in_order(value, value), 0),
+        "axis of a gather": lambda: strategy.gather(value, one_of(0, 1)),
+        "batch": lambda: jc.NcclAllReduce().batch_reduce(
+            "sum", [(v, v) for v in [over_all(in_order(ones(2), ones(2)))]]
+        ),
+    }
+    for name, call in own.items():
+        attempt(name, call)
+        attempt(f"after {name}", lambda: step(ones()))
+    meet("end")
+
+
+def over_all(tree):
+    """A value over all processes, of which this one has a row."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    rows = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    place = lambda x: jax.make_array_from_process_local_data(rows, x)
+    return jc.PerReplica.from_global(jax.tree.map(place, tree))
+
+
 def departs():
-    """Two pairs that went round a loop; then one of each leaves it earlier than it ever did."""
-    if RANK > 1:
-        call_history.FREE_CHECKS = (
-            0  # as where the order is so irregular that processes stopped to agree
-        )
-    mesh = of([0, 1] if RANK < 2 else [2, 3])
-    one, two = step.on(mesh), twice.on(mesh)
-    for f in (one, one, two) * 4:
+    """Two pairs that went round a loop, or called one program; then one of each departs from it."""
+    pair = [0, 1] if RANK < 2 else [2, 3]
+    one, two = step.on(of(pair)), twice.on(of(pair))
+    for f in (one, two) if RANK > 1 else (one, one, two) * 4:
         f(ones())
+    if RANK > 1:
+        for _ in range(1000):
+            one(ones())
     for f in (one, two, one) if RANK % 2 else (one, one, two):
         attempt("departs", lambda f=f: f(ones()))
-    if RANK > 1:
-        with tempfile.TemporaryDirectory() as folder:
-            attempt("saved", lambda: jc.save_checkpoint(f"{folder}/last.npz", np.ones(3)))
-            assert not os.listdir(folder)
     attempt("afterwards", lambda: one(ones()))
     meet("end")
 

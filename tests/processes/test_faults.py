@@ -55,7 +55,7 @@ def test_processes_out_of_step_are_told_so_and_go_on(faulty):
     }
     for result in both:
         for fault, difference in differences.items():
-            assert result[fault]["error"] == "ProgramMismatchError", fault
+            assert result[fault]["error"] == "ProgramMismatchError", result[fault]
             message = result[fault]["message"]
             assert "nothing was run" in message
             assert difference.replace(r"\n", "\n") in message, message
@@ -63,26 +63,38 @@ def test_processes_out_of_step_are_told_so_and_go_on(faulty):
             assert result[fault].get("sum") == 2, result[fault]
         recompiled = result["one recompiles"]
         assert recompiled["error"] == "ProgramMismatchError"
-        assert (
-            "0: `total` of float32[2,4]\nprocess 1: `total` of float32[2,11]"
-            in recompiled["message"]
+        difference = "0: argument args[0]: float32[2,4]\nprocess 1: argument args[0]: float32[2,11]"
+        assert difference in recompiled["message"]
+
+
+def test_calls_that_look_alike_and_mean_something_else_are_refused_before_they_run(faulty):
+    both = faulty("other_meaning", 2, ends=(0, 1))
+    for result in both:
+        names = [name for name in result if not name.startswith("after ")]
+        assert len(names) == 16
+        for name in names:
+            assert result[name].get("error") == "ProgramMismatchError", (name, result[name])
+            assert "nothing was run" in result[name]["message"]
+            assert "(no difference)" not in result[name]["message"]
+            assert result[f"after {name}"].get("sum") == 2, result[f"after {name}"]
+        assert re.search(
+            r"process 0: line \d+ of the program: .* = stablehlo.sine .*\n"
+            r"process 1: line \d+ of the program: .* = stablehlo.exponential ",
+            result["code"]["message"],
         )
 
 
 def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_returned(faulty):
-    *asked, third, fourth = faulty("departs", 4, ends=(0, 1, 2, 3))
-    for result in asked:
+    for rank, result in enumerate(faulty("departs", 4, ends=(0, 1, 2, 3))):
+        call = 14 if rank < 2 else 1004
         assert result["departs"]["sum"] == 2  # the first of the calls
         assert result["afterwards"]["error"] == "ProgramMismatchError"
         assert (
-            "run different programs as call 14. The first difference:\n"
-            "process 0: `total` of float32[2,4]\nprocess 1: `double` of float32[2,4]"
+            f"run different programs as call {call}; process {rank // 2 * 2} runs one and waits in "
+            "it. The first difference:"
         ) in result["afterwards"]["message"]
-    for result in (third, fourth):  # nobody asked: it is found out before anything is saved
-        for found in (result["saved"], result["afterwards"]):
-            assert found["error"] == "ProgramMismatchError"
-            assert "in different orders: call 1" in found["message"]
-            assert "`double` of float32[2,4] on process" in found["message"]
+        assert "program `total`" in result["afterwards"]["message"]
+        assert "program `double`" in result["afterwards"]["message"]
 
 
 def test_a_late_process_is_named_with_the_collective_that_waits(faulty):
