@@ -125,7 +125,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
         )
         program = all_reduce_program(mesh, batch.reduce_op, routes)
-        settings = batch.reduce_op, routes
+        settings = batch.reduce_op, routes, batch.settings
         return Call(program, (values,), devices, batch.name, options, settings=settings)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, final
 
 import jax
@@ -68,6 +68,7 @@ class Batch:
     reductions: Sequence[Reduction]
     options: CommunicationOptions  # those of the call, over those of the object
     name: str
+    settings: Hashable = ()  # what all processes must have in common beside the values
 
 
 class CrossDeviceOps(abc.ABC):
@@ -257,12 +258,24 @@ class CrossDeviceOps(abc.ABC):
           >>> NcclAllReduce().gather(uneven, "cpu:0", axis=0).tolist()
           [1.0, 2.0, 3.0]
         """
-        options = self._options.merge(checked(options))
-        _check_between_programs("gather", per_replica_value)
+        return self._gathered(per_replica_value, destinations, axis, checked(options))
+
+    @final
+    def _gathered(
+        self,
+        value: Any,
+        destinations: Any,
+        axis: int,
+        options: CommunicationOptions,
+        path: str = "",
+    ) -> Any:
+        """`gather` of the value at this path of a tree, the same on all processes."""
+        options = self._options.merge(options)
+        _check_between_programs("gather", value)
         devices = destination_devices(destinations, "gather")
         name = type(self).__name__
         with no_mesh():
-            return Gather(name, devices, axis, options, self._group).of(per_replica_value)
+            return Gather(name, devices, axis, options, self._group, path).of(value)
 
     @abc.abstractmethod
     def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
@@ -278,6 +291,7 @@ class CrossDeviceOps(abc.ABC):
         reduce_op: ReduceOp | str,
         pairs: Sequence[tuple[str, tuple[Any, Any]]],
         options: CommunicationOptions,
+        settings: Hashable = (),
     ) -> list[Any]:
         op, merged = ReduceOp.of(reduce_op), self._options.merge(options)
         _check_between_programs(caller, [pair for _, pair in pairs])
@@ -288,7 +302,7 @@ class CrossDeviceOps(abc.ABC):
             values = counted(len(moving), "value")
             what = f"`{type(self).__name__}.{caller}` ({op.name} of {values})"
             with no_mesh():
-                calls = self._prepare(Batch(op, moving, merged, what))
+                calls = self._prepare(Batch(op, moving, merged, what, settings))
                 returned = run_all([call for call, _ in calls])
                 for (_, reduced), results in zip(calls, returned, strict=True):
                     for r, result in zip(reduced, results, strict=True):

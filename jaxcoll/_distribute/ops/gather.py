@@ -43,6 +43,7 @@ class Gather:
     axis: int
     options: CommunicationOptions
     group: tuple[jax.Device, ...]
+    path: str  # where the value stands in a tree, the same on all processes
 
     def of(self, value: Any) -> Any:
         """The joined value, with the errors of `CrossDeviceOps.gather`."""
@@ -103,7 +104,7 @@ class Gather:
         """One compiled all-gather of a value, to its own devices."""
         carried = self.options.replace(timeout_seconds=UNSET)
         program = replicating("gathered", value.devices, _gathered, carried, int(self.axis))
-        name, settings = f"`{self.name}.gather`", (self.axis, carried)
+        name, settings = f"`{self.name}.gather`", (self.path, self.axis, carried)
         return run(Call(program, (value,), value.devices, name, self.options, settings=settings))
 
     def _of_held(self, value: Held) -> Any:
@@ -112,7 +113,8 @@ class Gather:
         leaves, treedef = jax.tree.flatten(part)
         who = f"`gather`: the part of replica {first}"
         axes = [gather.dimension(self.axis, np.shape(leaf), who) for leaf in leaves]
-        shapes = value.shapes("gather", [(k,) for k in axes], self.options.timeout_seconds)
+        timeout, settings = self.options.timeout_seconds, f"gather {self.path} along {self.axis}"
+        shapes = value.shapes("gather", [(k,) for k in axes], timeout, settings)
         sizes = [[spec.shape[k] for spec in specs] for specs, k in zip(shapes, axes, strict=True)]
 
         def padded(part: Any) -> Any:

@@ -35,10 +35,12 @@ def reduce_along(
     axis: Any,
     devices: tuple[jax.Device, ...],
     options: CommunicationOptions,
+    path: str,
 ) -> Any:
     """Reduce each replica's part along `axis`, and by `ops` the results over the replicas.
 
-    Values and results are those of `Strategy.reduce` over `devices`.
+    Values and results are those of `Strategy.reduce` over `devices`; `path` is where the value
+    stands in a tree.
     """
     here = of_this_process(devices)
     first = devices[here[0]]
@@ -52,14 +54,15 @@ def reduce_along(
         shared = ops.broadcast(value, first)
         axes = dimensions_of(axis, shared.shape, "")
         return (jnp.mean if reduce_op is ReduceOp.MEAN else jnp.sum)(shared, axes)
+    settings = f"{reduce_op} of {path or 'the value'} along {axis!r}"
     if isinstance(value, Held):
-        sums, counts = _sums_of_parts(reduce_op, value, axis, options.timeout_seconds)
+        sums, counts = _sums_of_parts(reduce_op, value, axis, options.timeout_seconds, settings)
         like = value.parts[min(value.parts)]
     else:
         sums, counts = _sums_of_rows(reduce_op, value, axis)
         like = value.tree
     # A mean of means would weigh small parts like large ones: one sum, and one division.
-    total = ops.reduce(ReduceOp.SUM, sums, first, options)
+    (total,) = ops._reduced("reduce", ReduceOp.SUM, [("", (sums, first))], options, settings)
     return total if reduce_op is ReduceOp.SUM else jax.tree.map(divided, total, counts, like)
 
 
@@ -78,13 +81,13 @@ def _sums_of_rows(
 
 
 def _sums_of_parts(
-    reduce_op: ReduceOp, value: Held, axis: Any, timeout_seconds: float | None
+    reduce_op: ReduceOp, value: Held, axis: Any, timeout_seconds: float | None, settings: str
 ) -> tuple[PerReplica, Any]:
     """The sums of this process's parts, and how many elements all replicas have in each."""
     part = value.parts[min(value.parts)]
     axes = _axes_of(part, axis, 0)
     treedef = jax.tree.structure(part)
-    shapes = value.shapes("reduce", axes, timeout_seconds)
+    shapes = value.shapes("reduce", axes, timeout_seconds, settings)
     counts = [sum(_elements(x, own) for x in x_of) for x_of, own in zip(shapes, axes, strict=True)]
     program = local_sums(reduce_op, axes, None)
     sums = {

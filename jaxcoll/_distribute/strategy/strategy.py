@@ -203,14 +203,18 @@ class Strategy:
             if axis is None:
                 check_no_list(caller, path, leaf)
             check_has_sum(caller, op, leaf, self._devices)
-        leaves = [leaf for _, leaf in flat]
         if axis is None:
-            return treedef.unflatten(
-                self._ops.batch_reduce(op, [(leaf, first) for leaf in leaves], merged)
-            )
+            pairs = [(f"[{i}]", (leaf, first)) for i, (_, leaf) in enumerate(flat)]
+            # Processes that hold other trees would add leaves that have nothing to do with another.
+            paths = tuple(path for path, _ in flat)
+            results = self._ops._reduced("batch_reduce", op, pairs, merged, paths)
+            return treedef.unflatten(results)
         with no_mesh():
             return treedef.unflatten(
-                [reduce_along(self._ops, op, leaf, axis, self._devices, merged) for leaf in leaves]
+                [
+                    reduce_along(self._ops, op, leaf, axis, self._devices, merged, path)
+                    for path, leaf in flat
+                ]
             )
 
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -242,7 +246,7 @@ class Strategy:
         caller = self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
         first, merged = self._devices[self._here[0]], self._options.merge(checked(options))
 
-        def gathered(leaf: Any) -> Any:
+        def gathered(path: Any, leaf: Any) -> Any:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
                 raise ValueError(
                     f"`{caller}` got the plain value {leaf!r}, which belongs to no replica and has "
@@ -251,9 +255,10 @@ class Strategy:
                 )
             if isinstance(leaf, list | tuple):
                 leaf = parts_of(caller, leaf, len(self._here))
-            return self._ops.gather(leaf, first, axis, merged)
+            place = jax.tree_util.keystr(path)
+            return self._ops._gathered(leaf, first, axis, merged, place)
 
-        return jax.tree.map(gathered, value, is_leaf=has_parts)
+        return jax.tree_util.tree_map_with_path(gathered, value, is_leaf=has_parts)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The value of each replica of this process, in their order.

@@ -131,19 +131,23 @@ class Held:
         return PerReplica.from_function(self.parts.__getitem__, devices=self.devices)
 
     def shapes(
-        self, caller: str, axes: Sequence[Sequence[int]], timeout_seconds: float | None
+        self,
+        caller: str,
+        axes: Sequence[Sequence[int]],
+        timeout_seconds: float | None,
+        settings: str,
     ) -> list[list[jax.ShapeDtypeStruct]]:
         """For each leaf the shape and dtype of every replica's part, known to all processes.
 
         `axes` are, for each leaf, the only dimensions along which its parts may differ, from 0:
-        parts that differ otherwise are refused on every process.
+        parts that differ otherwise are refused on every process. `settings`: see `known_to_all`.
         """
         # One exchange for all leaves: it is a round trip, whatever it carries.
         facts = {
             i: [_facts(caller, leaf) for leaf in jax.tree.leaves(part)]
             for i, part in self.parts.items()
         }
-        table = known_to_all(facts, self.devices, caller, timeout_seconds)
+        table = known_to_all(facts, self.devices, caller, timeout_seconds, settings)
         found = [[*map(_shape_of, column)] for column in table.swapaxes(0, 1).tolist()]
         for parts, own in zip(found, axes, strict=True):
             check_parts(caller, parts, own)
