@@ -1,8 +1,5 @@
 """Laws of every cross-device op and every strategy call, each asserted once over all of them."""
 
-import functools
-import itertools
-import operator
 import re
 import threading
 from functools import partial
@@ -17,143 +14,21 @@ from cases import (
     assert_trees_equal,
     check,
     devices,
-    each_row,
-    noise,
-    of_replicas,
     on,
-    tree,
 )
+from distribute.test_reductions import KINDS, all_reduce, workers
 
 import jaxcoll as jc
 from jaxcoll import CommunicationOptions, PerReplica
 
-WORKERS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 6: 3, 7: 7, 8: 2}
-"""Of so many devices, how many workers: of one, two, three, four or five devices each."""
-
-
-def to_one(*args):
-    return lambda n: jc.ReductionToOneDevice(*args)
-
-
-def all_reduce(*args):
-    return lambda n: jc.AllReduceCrossDeviceOps(*args)
-
-
-def collective(**settings):
-    return lambda n: jc.CollectiveAllReduce(devices(n), n, CommunicationOptions(**settings))
-
-
-def workers(*algorithms, **more):
-    """Each algorithm in two shards, for arrays up to 100 bytes but for the last."""
-
-    def make(n):
-        count = WORKERS[n]
-        limits = [*[100] * (len(algorithms) - 1), -1]
-        spec = [(a, min(2, count), x) for a, x in zip(algorithms, limits, strict=True)]
-        names = [f"/job:worker/replica:0/task:{i}" for i in range(count)]
-        return jc.MultiWorkerAllReduce(names, n // count, spec, **more)
-
-    return make
-
-
-KINDS = {
-    "one": to_one(),
-    "one-cpu0": to_one("/device:CPU:0"),
-    "one-add_n": to_one(None, functools.partial(functools.reduce, operator.add)),
-    "nccl": lambda n: jc.NcclAllReduce(),
-    "nccl-packs0": lambda n: jc.NcclAllReduce(num_packs=0),
-    "nccl-packs3": lambda n: jc.NcclAllReduce(num_packs=3),
-    "hierarchical-packs8": lambda n: jc.HierarchicalCopyAllReduce(num_packs=8),
-    "hierarchical-small": all_reduce("hierarchical_copy", 0, 100, 10),
-    "collective": collective(),
-    "collective-ring": collective(implementation="ring"),
-    "collective-nccl": collective(implementation="NCCL"),
-    "collective-packed": collective(bytes_per_pack=8),
-    "workers": workers("pscpu/pscpu"),
-    "workers-pack": workers("pscpu/pscpu", num_packs=1),
-    "workers-aggregation": workers("pscpu/pscpu", agg_small_grads_max_bytes=100),
-    "workers-specs": workers("pscpu/pscpu", "xring"),
-}
-ALGORITHMS = {
-    **{alg: all_reduce(alg, 2) for alg in ("NCCL", "native", "ring", "xring", "rechd", "pscpu",
-                                           "shuffle", "hierarchical_copy")},
-    **{f"workers {alg}": workers(alg) for alg in ("nccl", "xring", "pscpu", "psgpu", "nccl/xring",
-                                                  "nccl/rechd", "nccl/pscpu")},
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_B1_B2_B4_B5_B7_C1_C2_C4_F1_F2_F4_F5_F10_F11_F34_to_three_kinds_of_destinations(make, n):
-    ops = make(n)
-    x, y = of_replicas(n, float), of_replicas(n, lambda d: d + 1.0)
-    total = n * (n - 1) / 2
-    places = [on(devices(n)), on(devices(1)), "/device:CPU:0"]
-    for to in places:
-        check(ops.reduce("mean", x, to), total / n, to)
-        check(ops.reduce(jc.ReduceOp.SUM, x, to), total, to)
-        check(ops.reduce("Sum", y, to), total + n, to)
-    # Every pair of places for two devices; for other numbers each place before another and after.
-    pairs = (
-        itertools.product(places, places)
-        if n == 2
-        else zip(places, places[1:] + places[:1], strict=True)
-    )
-    for first, second in pairs:
-        results = ops.batch_reduce("sum", [(x, first), (y, second)])
-        assert type(results) is list
-        check(results[0], total, first)
-        check(results[1], total + n, second)
-
-
-@pytest.mark.parametrize(
-    ("kind", "n"),
-    [*((kind, 2) for kind in KINDS), *((kind, n) for kind in ("one", "nccl") for n in (1, 5))],
-)
-def test_B8_broadcast(kind, n):
-    ops = KINDS[kind](n)
+def test_B8_broadcast(n):
+    ops = jc.NcclAllReduce()
     for one in (1.0, np.float32(1), jnp.ones(())):
         for to in (on(devices(n)), on(devices(1)), "/device:CPU:0"):
             check(ops.broadcast(one, to), 1.0, to)
             assert not any(x.weak_type for x in jax.tree.leaves(ops.broadcast(one, to)))
-
-
-def replicas_of(name):
-    """How an algorithm sums over other numbers of replicas is spmd/test_conformance.py's."""
-    if name == "workers nccl/pscpu":  # also of one worker, and of workers with one device
-        return (5, 6, 7, 8)
-    return (6,) if name.startswith("workers") or name in ALGORITHMS else (5,)
-
-
-@pytest.mark.parametrize(
-    ("make", "n"),
-    [
-        pytest.param(make, n, id=f"{name}-{n}")
-        for name, make in {**KINDS, **ALGORITHMS}.items()
-        for n in replicas_of(name)
-    ],
-)
-def test_D14_D16_L38_L40_results_equal_the_float64_reference_in_order_and_structure(make, n):
-    ops, x = make(n), jax.tree.map(np.asarray, {"noise": noise(n, 5, 3), **tree(n)})
-    op, share = ("sum", 1) if n % 2 else ("mean", n)
-    parts = (
-        (x, x["odd"])
-        if make in KINDS.values()
-        else ({k: x[k] for k in ("noise", "int")}, x["half"])
-    )
-    values = [each_row(n, part) for part in parts]
-    results = ops.batch_reduce(op, [(v, v) for v in values])
-    for part, result in zip(parts, results, strict=True):
-        assert jax.tree.structure(result.tree) == jax.tree.structure(part)
-        for leaf, want in zip(jax.tree.leaves(result.tree), jax.tree.leaves(part), strict=True):
-            bits = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
-            assert len(bits) == 1, "every replica has the same bits"
-            exact = np.asarray(want, np.float64)
-            integer = want.dtype == np.int32
-            assert leaf.dtype == (np.float32 if integer and op == "mean" else want.dtype)
-            eps = 0.0 if leaf.dtype == np.int32 else float(jnp.finfo(leaf.dtype).eps)
-            error = np.abs(np.asarray(leaf, np.float64) - exact.sum(0) / share)
-            assert np.all(error <= n * eps * np.abs(exact).sum(0) / share)
 
 
 # What options ask for is in the program
@@ -186,24 +61,6 @@ def test_the_options_of_a_call_are_in_its_program(programs, make, options, want)
     value = PerReplica([[np.full((k + 3,), k, "f") for k in range(4)]] * 4)
     result = KINDS.get(make, make)(4).reduce("sum", value, value, options)
     assert [x.tolist() for x in result[3]] == [[4.0 * k] * (k + 3) for k in range(4)]
-    assert programs.count() == want
-
-
-@pytest.mark.parametrize(
-    ("options", "want"),
-    [
-        (None, {"all-gather": 3}),
-        (CommunicationOptions(bytes_per_pack=1000), {"all-gather": 1}),
-        (CommunicationOptions(implementation="ring"), {"collective-permute": 9}),
-    ],
-)
-@pytest.mark.parametrize("of", ["call", "object"])
-def test_the_options_of_a_gather_are_in_its_program(programs, of, options, want):
-    value = PerReplica([[np.ones(k, "f") for k in (3, 4, 5)]] * 4)
-    if of == "call":
-        jc.NcclAllReduce().gather(value, value, 0, options)
-    else:
-        jc.CollectiveAllReduce(devices(4), 4, options).gather(value, value, 0)
     assert programs.count() == want
 
 
@@ -253,8 +110,6 @@ def calls_of(ops):
         (f"`{kind}.reduce` (SUM of 1 value)", partial(ops.reduce, "sum", value, value)),
         (f"`{kind}.reduce` (SUM of 1 value)", partial(ops.reduce, "sum", sparse, sparse)),
         (f"`{kind}.batch_reduce` (MEAN of 2 values)", partial(ops.batch_reduce, "mean", pairs[:2])),
-        (f"`{kind}.gather`", partial(ops.gather, value, value, 0)),
-        (f"`{kind}.gather`", partial(ops.gather, value, "cpu:0", 0)),
     ]
 
 
@@ -281,7 +136,7 @@ def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(where, r
     calls = [
         (f"{ops}.batch_reduce` (SUM of 1 value)", partial(s.reduce, "sum", value, None)),
         (f"{ops}.reduce` (SUM of 1 value)", partial(s.reduce, "mean", value, 0)),
-        (f"{ops}.gather`", partial(s.gather, value, 0)),
+        ("`MultiWorkerMirroredStrategy.gather`", partial(s.gather, value, 0)),
         (f"{ops}.reduce` (SUM of 1 value)", partial(s.extended.reduce_to, "sum", value, value)),
         (
             f"{ops}.batch_reduce` (SUM of 1 value)",

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from cases import each_row, of_replicas, rows
+from cases import of_replicas
 
 from jaxcoll import Mirrored, MultiWorkerAllReduce, PerReplica
 
@@ -26,25 +26,6 @@ def copies(result):
 
 
 # Laws
-
-
-@pytest.mark.parametrize(
-    ("workers", "gpus", "spec"),
-    [
-        *((3, 2, spec) for spec in (("nccl", 3), ("pscpu", 2), ("xring", 1), ("xring", 3))),
-        *((2, 2, spec) for spec in (("pscpu/pscpu", 2), ("pscpu", 1), ("xring", 2))),
-        # What TensorFlow could not build.
-        (2, 1, ("nccl/xring", 2)), (2, 3, ("nccl/xring", 2)), (3, 1, "nccl/rechd"),
-        (3, 2, "nccl/rechd"), (2, 4, "nccl/rechd"), (5, 1, ("nccl/rechd", 3)),
-    ],
-)  # fmt: skip
-def test_L67_L68_L70_L80_lengths_that_do_not_divide_are_exact(workers, gpus, spec):
-    n = workers * gpus
-    x = [rows(n, *shape) for shape in ((1,), (7,), (7, 13))]
-    value = each_row(n, x)
-    got = MultiWorkerAllReduce(names(workers), gpus, spec).reduce("sum", value, value)
-    for replica in got:
-        assert [a.tolist() for a in replica] == [np.asarray(a).sum(0).tolist() for a in x]
 
 
 @ALGORITHM

@@ -1,6 +1,8 @@
 """Strategies: rows of facts/tensorflow_cases.md, laws, and what is refused where."""
 
 import copy
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -60,23 +62,6 @@ def local(s, value):
 # Part A
 
 
-@EVERY
-def test_A7_A8_a_function_is_traced_once_and_gives_back_what_it_is_given(s):
-    traces = []
-
-    def identity(x):
-        traces.append(1)
-        return x
-
-    value = of_replica(s, lambda i: 1.0 + i)
-    for k in range(6):
-        out = s.run(identity, (value,))
-        assert local(s, out) == [2.0**k * (1 + i) for i in range(len(value))]
-        assert (type(out), out.devices) == (PerReplica, s.devices)
-        value = PerReplica.from_global(out.tree * 2)
-    assert len(traces) == 1
-
-
 def test_A16_A17_A19_A20_each_leaf_of_a_nest_is_distributed():
     nest = lambda c: {"a": (1 * c, [2 * c]), "b": (3 * c, 4 * c)}
     for kind, scale in ((PerReplica, (1, 10)), (Mirrored, (1, 1)), (PerReplica, (1,))):
@@ -96,7 +81,7 @@ def named():
     [
         (TypeError, lambda: jax.lax.cond(True, lambda: {1}, lambda: {2}), "not a valid JAX type"),
         (TypeError, lambda: [0] * replica_id(), "unsupported operand"),
-        (TypeError, named, "function named at .* returned a value of type <class 'str'>"),
+        (TypeError, named, "not a valid JAX array type"),
         *((ValueError, lambda size=size: jax.vmap(
             lambda v: jc.all_reduce("sum", v, "replica"), axis_name="replica")(
             jnp.zeros(size)), "a `vmap` here has taken the name of an axis of the mesh")
@@ -271,15 +256,6 @@ def test_H28_K28_a_training_loop_whose_state_is_mirrored(s):
     assert isinstance(grads, PerReplica) == (n > 0)
 
 
-@TWO
-def test_H29_gradients_of_shares_of_a_dataset(s):
-    n = s.num_replicas_in_sync
-    data = np.arange(5.0, 5.0 + 2 * n, dtype="f").reshape(2, n)
-    batches = s.experimental_distribute_dataset(iter(data))
-    got = [s.run(jax.grad(lambda x: jnp.sum(x**2)), (batch,)) for batch in batches]
-    assert [s.gather(x, axis=0).tolist() for x in got] == (2 * data).tolist()
-
-
 @EVERY
 def test_H32_an_exception_reaches_the_caller_and_the_next_call_works(s):
     def broken(x):
@@ -293,7 +269,7 @@ def test_H32_an_exception_reaches_the_caller_and_the_next_call_works(s):
 
 
 @EVERY
-def test_H34_ten_runs_are_one_trace_and_one_program_a_shape(s):
+def test_A7_A8_H34_ten_runs_are_one_trace_and_one_program_a_shape(s):
     traces = []
 
     def step(w, batch, *, scale):
@@ -416,20 +392,16 @@ def test_K5_L32_L34_parts_of_unequal_sizes(s, axis, kept):
 def test_K7_K8_parts_that_do_not_fit_are_refused_with_both_shapes(s):
     value = of_replica(s, lambda i: np.ones((1, i + 1)))
     with pytest.raises(
-        ValueError, match=r"differ in size along axis 0 only; replica 1 has shape \(1, 2\), replica 0 \(1, 1\)"
+        ValueError, match=r"one shape but along axis 0 .* shape \(1, 2\) on replica 1, \(1, 1\) on repl"
     ):  # fmt: skip
         s.gather(value, 0)
-    with pytest.raises(
-        ValueError, match=r"`reduce` expects parts that differ in size along axis 0 only"
-    ):
+    with pytest.raises(ValueError, match=r"`reduce` expects one shape but along axis 0"):
         s.reduce("sum", value, 0)
     value = of_replica(s, lambda i: np.ones((1,) * (i + 1)))
-    with pytest.raises(ValueError, match=r"replica 1 has shape \(1, 1\), replica 0 \(1,\)"):
+    with pytest.raises(ValueError, match=r"shape \(1, 1\) on replica 1, \(1,\) on replica 0"):
         s.gather(value, 0)
     mixed = [np.ones(1, "f")] * (s.num_replicas_in_sync - 1) + [np.ones(1, "i4")]
-    with pytest.raises(
-        ValueError, match=r"expects one dtype; replica \d has int32, replica 0 float32"
-    ):
+    with pytest.raises(ValueError, match=r"has dtype int32 on replica \d, float32 on replica 0"):
         s.gather(mixed, 0)
 
 
@@ -642,7 +614,7 @@ def test_a_distributed_value_that_was_captured_is_refused():
 
 
 @EVERY
-def test_a_dataset_is_split_into_consecutive_shares(s):
+def test_H29_a_dataset_is_split_into_consecutive_shares(s):
     n = s.num_replicas_in_sync
     x = np.arange(2 * n * 3, dtype="f").reshape(2 * n, 3)
     source = [(x, {"y": np.arange(2 * n, dtype="i4"), "none": None})] * 2
@@ -655,17 +627,21 @@ def test_a_dataset_is_split_into_consecutive_shares(s):
         for i in range(n):
             assert_trees_equal(share[i], jnp.asarray(x[2 * i : 2 * i + 2]))
             assert labels["y"][i].tolist() == [2 * i, 2 * i + 1]
-    on_device = s.experimental_distribute_dataset(iter([jnp.arange(float(n))]))
-    assert [local(s, v) for v in on_device] == [[[float(i)] for i in range(n)]]
+    (on_device,) = s.experimental_distribute_dataset(iter([jnp.arange(float(n))]))
+    assert local(s, on_device) == [[float(i)] for i in range(n)]
+    grads = s.run(jax.grad(lambda x: jnp.sum(x**2)), (on_device,))
+    assert s.gather(grads, axis=0).tolist() == [2.0 * i for i in range(n)]
 
 
-def test_a_batch_that_cannot_be_split_is_refused_by_name():
-    batches = iter(PAIR.experimental_distribute_dataset([{"x": np.ones(4)}, {"x": np.ones(5)}]))
-    next(batches)
-    with pytest.raises(
-        ValueError, match=r"batch 1: leaf \['x'\] has 5 rows, .* over 2 replicas \(5 = 2 × 2 \+ 1\).*Weigh"
-    ):  # fmt: skip
-        next(batches)
+def test_rows_that_do_not_divide_are_uneven_and_what_has_none_is_refused_by_name():
+    x = np.arange(10.0, dtype="f").reshape(5, 2)
+    (batch,) = PAIR.experimental_distribute_dataset([{"x": x}])
+    assert [part.shape for part in batch["x"]] == [(3, 2), (2, 2)]
+    assert PAIR.gather(batch, 0)["x"].tolist() == x.tolist()
+    assert PAIR.reduce("mean", batch, 0)["x"].tolist() == x.mean(0).tolist()
+    for call in (PAIR.extended.reduce_to, jc.NcclAllReduce().reduce):
+        with pytest.raises(ValueError, match="`reduce` got parts of unequal shapes"):
+            call("sum", batch["x"], "cpu:0")
     for bad, message in (
         (3.0, "batch 0 is a scalar and has no rows"),
         (np.array(["a", "b"]), "batch 0 holds no numbers: it is an array of <U1"),
@@ -676,6 +652,28 @@ def test_a_batch_that_cannot_be_split_is_refused_by_name():
         ValueError, match="expects an iterable of batches, pytrees of arrays; got int"
     ):
         PAIR.experimental_distribute_dataset(3)
+
+
+def test_a_function_made_anew_is_forgotten_with_what_it_closes_over():
+    class Model:
+        def __init__(self):
+            self.weights = jnp.ones(3)
+
+        def step(self, x):
+            return x * self.weights
+
+    kept = []
+    for _ in range(3):
+        model = Model()
+        with CompileCounter() as compiled:
+            assert PAIR.run(model.step, (2.0,))[1].tolist() == [2.0] * 3
+            PAIR.run(model.step, (3.0,))
+            PAIR.run(lambda x, w=model.weights: x + w, (2.0,))
+        assert compiled.count <= 2, "a bound method is compiled once"
+        kept.append(weakref.ref(model.weights))
+        del model
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
 
 
 # Bad input
@@ -709,9 +707,8 @@ def test_strategy_calls_inside_a_replica_say_what_to_call_instead(s, message, ca
         lambda ops, x: ops.reduce("sum", x, "cpu:0"),
         lambda ops, x: ops.batch_reduce("sum", [(1.0, "cpu:0"), (x, "cpu:0")]),
         lambda ops, x: ops.broadcast(x, "cpu:0"),
-        lambda ops, x: ops.gather(x, "cpu:0", 0),
     ],
-    ids=["reduce", "batch_reduce", "broadcast", "gather"],
+    ids=["reduce", "batch_reduce", "broadcast"],
 )
 def test_cross_device_ops_are_for_between_programs(call):
     """Inside, a value is one replica's, so that there is nothing to reduce, gather or copy."""

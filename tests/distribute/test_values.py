@@ -150,7 +150,7 @@ def test_a_python_integer_that_does_not_fit_is_refused_and_never_cut(take):
         *[lambda x, kind=kind: kind([x, x]) for kind in KINDS],
         lambda x: jc.NcclAllReduce().broadcast({"x": x}, "cpu:1"),
         lambda x: jc.NcclAllReduce().reduce("sum", x, "cpu:1"),
-        lambda x: jc.NcclAllReduce().gather([x, x], "cpu:1", 0),
+        lambda x: jc.MirroredStrategy().gather([x] * 8, axis=0),
         lambda x: jc.MirroredStrategy().reduce("mean", [x] * 8, axis=0),
         lambda x: jc.MirroredStrategy().run(lambda x: x, (x,)),
         lambda x: list(jc.MirroredStrategy().experimental_distribute_dataset([x])),

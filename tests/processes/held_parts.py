@@ -87,8 +87,6 @@ def entries(strategy, held):
         ),
         "along an axis": lambda op, v: strategy.reduce(op, v, axis=0),
         "gather": lambda op, v: strategy.gather(v, axis=0),
-        "collective gather": lambda op, v: fixed.gather(v, own(v), 0),
-        "gather to one": lambda op, v: fixed.gather(v, last, -1),
     }  # fmt: skip
 
 

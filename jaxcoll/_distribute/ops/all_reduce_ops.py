@@ -11,14 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._distribute.ops.all_reduce_spec import first_that_takes
 from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps, Reduction
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
 from jaxcoll._distribute.ops.packing import GroupSmall, NumPacks
 from jaxcoll._distribute.values.destinations import devices_named
-from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
-from jaxcoll._distribute.values.replica_axis import AXIS
+from jaxcoll._distribute.values.replica_axis import AXIS, Step, without_row
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._mesh.scopes import mesh_scope
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
@@ -33,7 +30,7 @@ HIERARCHICAL_COPY = "hierarchical_copy"
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How the arrays of some sizes are reduced."""
+    """The algorithm and the packing of the arrays up to some size."""
 
     options: CommunicationOptions  # what carries them, and how they are packed without a rule
     packing: PackingRule | None  # a rule that stands whatever the options say
@@ -43,8 +40,8 @@ class Route:
 class AllReduceCrossDeviceOps(CrossDeviceOps):
     """All-reduces in one compiled program, with the algorithm and the packing it is given.
 
-    Law: all values of a batch that share a set of devices travel in one program, one dtype per
-    pack, and come back in their order. A value with other destinations than its own devices goes
+    All values of a batch that share a set of devices travel in one program, one dtype per pack,
+    and come back in their order. A value with other destinations than its own devices goes
     to `ReductionToOneDevice`, one at a time; but a value over several processes is always
     all-reduced over its own devices, and each process takes its copy to the destinations.
 
@@ -82,12 +79,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> None:
         self._algorithm = _algorithm(all_reduce_alg)
         bytes_of_small = " number of bytes (0: no grouping)"
-        given = (
+        arguments = (
             ("num_packs", " (0: no packing)", num_packs),
             ("agg_small_grads_max_bytes", bytes_of_small, agg_small_grads_max_bytes),
             ("agg_small_grads_max_group", " (0: no grouping)", agg_small_grads_max_group),
         )
-        sizes = {name: count(name, meaning, value) for name, meaning, value in given}
+        sizes = {name: count(name, meaning, value) for name, meaning, value in arguments}
         packs, max_bytes, max_group = sizes.values()
         small = GroupSmall(max_bytes, max_group) if max_bytes and max_group else UNPACKED
         self._packing: PackingRule | None = NumPacks(packs) if packs else small
@@ -99,46 +96,46 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return f"{type(self).__name__}({arguments})"
 
     def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
-        """The mesh that an all-reduce over `devices` runs on, and the routes of its arrays."""
+        """Return the mesh that an all-reduce over `devices` runs on, and its arrays' routes."""
         devices = self._group if set(devices) == set(self._group) else devices
         mesh, options = arrangement(devices, self._algorithm)
         return mesh, (Route(options, self._packing),)
 
-    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
-        together: dict[frozenset[jax.Device] | None, list[Reduction]] = {None: []}
+    def _prepare(self, batch: Batch) -> list[tuple[Step, Sequence[Reduction]]]:
+        together: dict[frozenset[jax.Device], list[Reduction]] = {}
+        alone: list[Reduction] = []
         for r in batch.reductions:
-            over = frozenset(r.value.devices) if r.is_all_reduce else None
-            together.setdefault(over, []).append(r)
-        alone, *others = (dataclasses.replace(batch, reductions=x) for x in together.values())
-        calls = [(self._all_reduce(each), each.reductions) for each in others]
-        return calls + self._otherwise._prepare(alone)
+            (
+                together.setdefault(frozenset(r.value.devices), []) if r.is_all_reduce else alone
+            ).append(r)
+        steps = [(self._all_reduce(batch, rs), rs) for rs in together.values()]
+        rest = dataclasses.replace(batch, reductions=alone)
+        return [*steps, *(self._otherwise._prepare(rest) if alone else ())]
 
-    def _all_reduce(self, batch: Batch) -> Call:
-        """The call that all-reduces values over the same devices, to a list of them."""
-        options = batch.options
-        mesh, routes = self._arranged(batch.reductions[0].value.devices)
+    def _all_reduce(self, batch: Batch, reductions: Sequence[Reduction]) -> Step:
+        """Describe the all-reduce of values over the same devices, to a list of them."""
+        mesh, routes = self._arranged(reductions[0].value.devices)
         # One program has one order of devices, and a sum does not care in which it is made.
         devices = tuple(mesh.devices.flat)
-        values = [r.value.reordered(devices) for r in batch.reductions]
-        carried = options.replace(timeout_seconds=UNSET)
-        packed = bool(options.bytes_per_pack)
-        routes = tuple(
-            Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
-        )
-        program = all_reduce_program(mesh, batch.reduce_op, routes)
-        settings = batch.reduce_op, routes, batch.settings
-        return Call(program, (values,), devices, batch.name, options, settings=settings)
+        values = [
+            r.value if r.value.devices == devices else r.value.reordered(devices)
+            for r in reductions
+        ]
+        routes = _over(routes, batch.options)
+        replicated = tuple([value.replicated for value in values])
+        program = all_reduce_program(mesh, batch.reduce_op, routes, replicated)
+        settings = (batch.reduce_op, routes, batch.structure)
+        return Step(program, [value.tree for value in values], devices, settings)
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
     """All-reduces in one compiled program, packed; NCCL carries it on NVIDIA GPUs.
 
-    Law: as of `AllReduceCrossDeviceOps`, which it is with the algorithm "nccl". On other
-    platforms their own all-reduce carries it.
+    It is an `AllReduceCrossDeviceOps` with the algorithm "nccl". On other platforms their own
+    all-reduce carries it.
 
     Args:
-      num_packs: packs of near-equal bytes to make of all the values together, one for each of
-        their dtypes at least; 0: no packing.
+      num_packs: as in `AllReduceCrossDeviceOps`.
 
     Raises:
       ValueError: `num_packs` is not an integer, or negative.
@@ -157,13 +154,13 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """All-reduces within each half of the devices, then between the halves.
 
-    Law: every device counts. An even number of devices, from four on, is reduced in two halves
-    of neighbours: a reduce-scatter within, an all-reduce of each shard between them, an
-    all-gather within. Two devices, and an odd number, which has no halves, take one all-reduce
-    over all. (TensorFlow's own, made for the links of a DGX-1, loses the last of an odd number.)
+    Every device counts. An even number of devices, from four on, is reduced in two halves of
+    neighbours: a reduce-scatter within, an all-reduce of each shard between them, an all-gather
+    within. Two devices, and an odd number, take one all-reduce over all. (TensorFlow's own, made
+    for the links of a DGX-1, loses the last of an odd number.)
 
     Args:
-      num_packs: as in `NcclAllReduce`.
+      num_packs: as in `AllReduceCrossDeviceOps`.
 
     Raises:
       ValueError: `num_packs` is not an integer, or negative.
@@ -182,9 +179,9 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 class CollectiveAllReduce(AllReduceCrossDeviceOps):
     """All-reduces over the devices of a group, as its options say.
 
-    Law: as of `AllReduceCrossDeviceOps`, but for the group's devices only, and packed, carried
-    and bounded as `options` say; a call's own options take precedence. With several processes each
-    passes what it holds, and gets the reduction of what all hold: see `CrossDeviceOps`.
+    It is an `AllReduceCrossDeviceOps` for the group's devices only, packed, carried and bounded
+    as `options` say; a call's own options take precedence. With several processes each passes
+    what it holds, and gets the reduction of what all hold: see `CrossDeviceOps`.
 
     Args:
       devices: this worker's devices, or device strings.
@@ -213,46 +210,64 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
     ) -> None:
         super().__init__(num_packs=0)
         name = type(self).__name__
-        self._group = found = devices_named(devices, name)
-        if not is_integer(group_size) or group_size < 1 or group_size % len(found):
+        self._group = own = devices_named(devices, name)
+        if not is_integer(group_size) or group_size < 1 or group_size % len(own):
             raise ValueError(
-                f"`group_size` must be a positive multiple of the number of devices, {len(found)}, "
+                f"`group_size` must be a positive multiple of the number of devices, {len(own)}, "
                 f"so that every worker has as many; got {group_size!r}."
             )
-        if group_size > len(found):
+        if group_size > len(own):
             every = jax.devices()
-            if set(found) != set(jax.local_devices()) or group_size != len(every):
+            if set(own) != set(jax.local_devices()) or group_size != len(every):
                 raise ValueError(
-                    f"`group_size` {group_size} takes {group_size // len(found)} workers of "
-                    f"{len(found)} devices; there {'is' if jax.process_count() == 1 else 'are'} "
+                    f"`group_size` {group_size} takes {group_size // len(own)} workers of "
+                    f"{len(own)} devices; there {'is' if jax.process_count() == 1 else 'are'} "
                     f"{jax.process_count()}, with {len(every)} devices together, "
-                    f"{len(jax.local_devices())} of them here. Pass group_size={len(found)}, or "
+                    f"{len(jax.local_devices())} of them here. Pass group_size={len(own)}, or "
                     f"this process's devices and group_size={len(every)}."
                 )
             self._group = tuple(sorted(every, key=lambda device: (device.process_index, device.id)))
         self._options, self._packing = checked(options), None
-        self._arguments = {"devices": list(map(str, found)), "group_size": int(group_size)}
+        self._arguments = {"devices": list(map(str, own)), "group_size": int(group_size)}
         self._arguments |= {"options": self._options} if options else {}
 
 
 @functools.lru_cache(maxsize=256)
-def all_reduce_program(
-    mesh: Mesh, reduce_op: ReduceOp, routes: tuple[Route, ...]
-) -> Callable[[list[PerReplica | Mirrored]], list[Mirrored]]:
-    """The all-reduce of a list of values over the same devices, compiled once for each shape.
+def _over(routes: tuple[Route, ...], options: CommunicationOptions) -> tuple[Route, ...]:
+    """Return the routes of a call with these options, which take precedence."""
+    carried = options.replace(timeout_seconds=UNSET)  # a deadline is no part of a program
+    packed = bool(options.bytes_per_pack)
+    return tuple(
+        Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
+    )
 
-    Law: every array takes the first route whose limit it does not exceed (the last one has none);
-    those of one route are packed together; all come back in the order and structure they had.
+
+@functools.lru_cache(maxsize=256)
+def all_reduce_program(
+    mesh: Mesh, reduce_op: ReduceOp, routes: tuple[Route, ...], replicated: tuple[bool, ...]
+) -> Callable[[list[Any]], list[Any]]:
+    """The all-reduce of a list of trees over the same devices, compiled once for each shape.
+
+    A tree that is not `replicated` has a row on each device. Every array takes the first route
+    whose limit it does not exceed (the last one has none); those of one route are packed together;
+    all come back in the order and structure they had.
     """
     axes = tuple(mesh.axis_names)
     scope = mesh_scope(mesh)
 
-    def reduced(values: list[PerReplica | Mirrored]) -> list[Mirrored]:
-        local = [v.local(v.tree) for v in values]
+    def route_of(array: jax.Array) -> int:
+        nbytes = array.size * array.dtype.itemsize
+        return next(
+            k for k, route in enumerate(routes) if route.limit == -1 or nbytes <= route.limit
+        )
+
+    def reduced(trees: list[Any]) -> list[Any]:
+        local = [
+            tree if copies else without_row(tree)
+            for tree, copies in zip(trees, replicated, strict=True)
+        ]
         leaves, treedef = jax.tree.flatten(local, is_leaf=is_sparse)
-        arrays = [leaf.values if is_sparse(leaf) else leaf for leaf in leaves]
-        limits = [route.limit for route in routes]
-        taken = [first_that_takes(limits, x.size * x.dtype.itemsize) for x in arrays]
+        taken = [route_of(leaf.values if is_sparse(leaf) else leaf) for leaf in leaves]
         for k, route in enumerate(routes):
             mine = [leaf if taker == k else None for leaf, taker in zip(leaves, taken, strict=True)]
             sums = reduce.all_reduce(
@@ -263,15 +278,16 @@ def all_reduce_program(
                 invariant="replicated",
                 packing=route.packing,
             )
-            found = zip(leaves, treedef.flatten_up_to(sums), strict=True)
-            leaves = [leaf if total is None else total for leaf, total in found]
-        return [Mirrored.of(total) for total in treedef.unflatten(leaves)]
+            pairs = zip(leaves, treedef.flatten_up_to(sums), strict=True)
+            leaves = [leaf if total is None else total for leaf, total in pairs]
+        return treedef.unflatten(leaves)
 
-    def batch_reduce(values: list[PerReplica | Mirrored]) -> list[Mirrored]:
-        specs = [PartitionSpec() if v.replicated else PartitionSpec(axes) for v in values]
+    specs = [PartitionSpec() if copies else PartitionSpec(axes) for copies in replicated]
+
+    def batch_reduce(trees: list[Any]) -> list[Any]:
         return jax.shard_map(
             reduced, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=True
-        )(values)
+        )(trees)
 
     return jax.jit(batch_reduce)
 
@@ -280,7 +296,7 @@ def all_reduce_program(
 def arrangement(
     devices: tuple[jax.Device, ...], algorithm: str | None
 ) -> tuple[Mesh, CommunicationOptions]:
-    """The mesh for an algorithm as `_algorithm` names it, and the options that ask for it."""
+    """Return the mesh for an algorithm named by `_algorithm`, and the options that ask for it."""
     mesh = line_of(devices, AXIS)
     if algorithm == HIERARCHICAL_COPY:
         # Halves of one device would be the line again, and odd counts have no halves.
@@ -291,13 +307,13 @@ def arrangement(
 
 
 def grid_of(devices: Sequence[jax.Device], groups: int) -> Mesh:
-    """A mesh of two Auto axes: groups of neighbouring devices, and the devices of a group."""
+    """Return a mesh of two Auto axes: groups of neighbours, and the devices of a group."""
     grid = np.array(devices, dtype=object).reshape(groups, -1)
     return Mesh(grid, ("group", AXIS), axis_types=(AxisType.Auto,) * 2)
 
 
 def _algorithm(name: Any) -> str | None:
-    """A canonical name, or that of the hierarchical copy; None: as the options say."""
+    """Return a canonical name, or that of the hierarchical copy; None: as the options say."""
     if name == HIERARCHICAL_COPY:
         return name
     try:
@@ -306,5 +322,5 @@ def _algorithm(name: Any) -> str | None:
             return None if algorithm == "native" else algorithm
     except (ValueError, AttributeError):
         pass
-    known = ", ".join([HIERARCHICAL_COPY, *TENSORFLOW, *DESCRIPTIONS])
-    raise ValueError(f"`all_reduce_alg` must be one of {known}; got {name!r}.")
+    algorithms = ", ".join([HIERARCHICAL_COPY, *TENSORFLOW, *DESCRIPTIONS])
+    raise ValueError(f"`all_reduce_alg` must be one of {algorithms}; got {name!r}.")

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run_all
-from jaxcoll._distribute.ops.gather import Gather
-from jaxcoll._distribute.strategy.replica_context import check_cross_replica
-from jaxcoll._distribute.values.assemble import own_devices
+from jaxcoll._distribute.context import check_cross_replica
 from jaxcoll._distribute.values.destinations import (
-    copied,
-    copy_near,
+    broadcast_to,
     delivered,
     destination_devices,
 )
-from jaxcoll._distribute.values.parts import Held, first_of_each_process, of_all
+from jaxcoll._distribute.values.parts import Uneven, refuse_traced, taken
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_distributed
+from jaxcoll._distribute.values.replica_axis import Step, run_steps
 from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import host_array, is_array
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked, given
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, given
 from jaxcoll._plan.packs.leaves import check_reducible, flattened, is_reducible, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.sparse import is_sparse
+
+INSTEAD = "`jc.get_replica_context()` reduces and gathers"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,43 +36,26 @@ class Reduction:
 
     value: PerReplica | Mirrored
     destinations: tuple[jax.Device, ...]
-
-    @property
-    def is_all_reduce(self) -> bool:
-        """Whether several replicas reduce to exactly the devices they lie on, in any order.
-
-        Those of several processes always do: each process then has the copy that it passes on.
-        """
-        devices = self.value.devices
-        wanted = set(devices) == set(self.destinations) or span_processes(devices)
-        return len(devices) > 1 and wanted
-
-    def is_in_place(self, reduce_op: ReduceOp) -> bool:
-        """Whether the value is its own reduction, where it lies, in the dtype it has."""
-        if len(self.value) > 1 or set(self.value.devices) != set(self.destinations):
-            return False
-        # The mean of integers is a float, for one replica as for many.
-        leaves = jax.tree.leaves(self.value.tree, is_leaf=is_sparse)
-        dtypes = (x.values.dtype if is_sparse(x) else x.dtype for x in leaves)
-        integers = (jax.dtypes.issubdtype(dtype, np.integer) for dtype in dtypes)
-        return reduce_op is ReduceOp.SUM or not any(integers)
+    # True if several replicas reduce to exactly the devices they lie on, in any order. Those of
+    # several processes always do: each process then has the copy that it passes on
+    is_all_reduce: bool
+    is_in_place: bool  # the value is its own reduction, where it lies, in the dtype it has
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Reductions that are made together, and how; none of them is in place."""
+    """Reductions that are made together; none of them is in place."""
 
     reduce_op: ReduceOp
     reductions: Sequence[Reduction]
     options: CommunicationOptions  # those of the call, over those of the object
-    name: str
-    settings: Hashable = ()  # what all processes must have in common beside the values
+    structure: str = ""  # of the tree whose leaves they are, which all processes compare
 
 
 class CrossDeviceOps(abc.ABC):
-    """How values are reduced and broadcast across devices, between programs.
+    """Reductions and broadcasts across devices, between programs.
 
-    Law: `reduce` sums a value over its replicas, or takes their mean, with the arithmetic of
+    Guarantees: `reduce` sums a value over its replicas, or takes their mean, with the arithmetic of
     `jc.all_reduce`, and leaves the result on the destinations. What is in place already is not
     copied: a value of one replica whose device is its destination comes back as it is.
 
@@ -98,7 +79,8 @@ class CrossDeviceOps(abc.ABC):
     result on those destinations that are its own; where none is, a copy on one of its devices of
     the value.
 
-    A subclass says how by `_prepare`.
+    All raise `RuntimeError` in a replica function, and `DeadlineExceededError` once the
+    `timeout_seconds` of their options passed. A subclass describes its programs in `_prepare`.
     """
 
     _options = CommunicationOptions()  # those under the options of every call
@@ -128,9 +110,7 @@ class CrossDeviceOps(abc.ABC):
           A `Mirrored`, or the plain value for one device, in the structure of a replica's value.
 
         Raises:
-          RuntimeError: called in a replica function.
           ValueError: an argument is invalid, or a leaf has no sum.
-          DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
           >>> value = PerReplica([1.0, 3.0])
@@ -139,9 +119,9 @@ class CrossDeviceOps(abc.ABC):
           >>> float(NcclAllReduce().reduce("sum", value, destinations="cpu:5"))
           4.0
         """
-        pair = (per_replica_value, destinations)
-        asked = given(options, experimental_hints)
-        return self._reduced("reduce", reduce_op, [("", pair)], asked)[0]
+        check_cross_replica("reduce", INSTEAD)
+        pairs = [(per_replica_value, destinations)]
+        return self._reduced("reduce", reduce_op, pairs, given(options, experimental_hints))[0]
 
     @final
     def batch_reduce(
@@ -157,24 +137,22 @@ class CrossDeviceOps(abc.ABC):
           reduce_op: as in `reduce`.
           value_destination_pairs: any iterable of tuples of a value and its destinations.
           options: as in `reduce`; `timeout_seconds` bounds the entire call.
-          experimental_hints: the older name of `options`.
+          experimental_hints: as in `reduce`.
 
         Returns:
           One result for each pair, in their order; none for no pairs.
 
         Raises:
-          RuntimeError: called in a replica function.
           ValueError: as in `reduce`, naming the pair; or an item is not a pair.
-          DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
           >>> x, y = PerReplica([1.0, 3.0]), PerReplica([2, 4])
           >>> [z[0].tolist() for z in NcclAllReduce().batch_reduce("sum", [(x, x), (y, y)])]
           [4.0, 6]
         """
+        check_cross_replica("batch_reduce", INSTEAD)
         pairs = checked_pairs(value_destination_pairs)
-        named = [(f"[{i}]", pair) for i, pair in enumerate(pairs)]
-        return self._reduced("batch_reduce", reduce_op, named, given(options, experimental_hints))
+        return self._reduced("batch_reduce", reduce_op, pairs, given(options, experimental_hints))
 
     @final
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
@@ -191,183 +169,112 @@ class CrossDeviceOps(abc.ABC):
           A `Mirrored`, or the plain value for one device. Copies that are in place are kept.
 
         Raises:
-          RuntimeError: called in a replica function.
           ValueError: an argument is invalid, or the only destination belongs to another process.
 
         Examples:
           >>> NcclAllReduce().broadcast(1.0, PerReplica([0, 0, 0]))
           Mirrored(float32[] on 3: cpu:0, cpu:1, cpu:2)
         """
+        check_cross_replica("broadcast", INSTEAD)
         return self._broadcast(tensor, destinations, self._options)
 
     @final
     def _broadcast(self, tensor: Any, destinations: Any, options: CommunicationOptions) -> Any:
-        """`broadcast`; `timeout_seconds` bounds its exchange with other processes."""
-        _check_between_programs("broadcast", tensor)
         devices = destination_devices(destinations, "broadcast")
-        if isinstance(tensor, Mirrored):
-            tensor = tensor.settled()
-            spans = span_processes(tensor.devices)
-            # Each process has a copy of its own already: nothing is sent.
-            if spans or (set(tensor.devices) == set(devices) and len(devices) > 1):
-                return delivered(tensor, devices)
-            return copied(copy_near(tensor, devices), devices, options.timeout_seconds)
-        for path, leaf in flattened(tensor, is_distributed)[0]:
-            if not is_array(leaf):
-                raise ValueError(
-                    f"`broadcast` expects arrays or numbers, or a Mirrored; {where(path)} is "
-                    f"{leaf!r} ({type(leaf).__name__})."
-                )
-        return copied(jax.tree.map(host_array, tensor), devices, options.timeout_seconds)
-
-    @final
-    def gather(
-        self,
-        per_replica_value: Any,
-        destinations: Any,
-        axis: int,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        """Join the replicas' values along one dimension, in replica order.
-
-        Law: the result is `jnp.concatenate` of the parts, to the bit. Every class gathers alike:
-        to the value's own devices by one compiled all-gather, to others by copies. Over several
-        processes parts may differ in size from process to process, too.
-
-        Args:
-          per_replica_value: a `PerReplica` or `Mirrored`, of pytrees too; an array, which is the
-            value of one replica; or, for parts whose sizes along `axis` differ, a list or tuple
-            with one array for each replica.
-          destinations: as in `reduce`.
-          axis: the dimension along which each leaf is joined; negative ones count from the last.
-          options: what carries the all-gather; `timeout_seconds` bounds the call.
-
-        Returns:
-          A `Mirrored`, or the plain value for one device.
-
-        Raises:
-          RuntimeError: called in a replica function.
-          NotImplementedError: a leaf is an `IndexedSlices`.
-          ValueError: an argument is invalid; a leaf has no such dimension; or parts differ in
-            dtype, rank or another dimension, and both shapes are named.
-          DeadlineExceededError: `timeout_seconds` passed.
-
-        Examples:
-          >>> import numpy as np
-          >>> uneven = [np.array([1.0]), np.array([2.0, 3.0])]
-          >>> NcclAllReduce().gather(uneven, "cpu:0", axis=0).tolist()
-          [1.0, 2.0, 3.0]
-        """
-        return self._gathered(per_replica_value, destinations, axis, checked(options))
-
-    @final
-    def _gathered(
-        self,
-        value: Any,
-        destinations: Any,
-        axis: int,
-        options: CommunicationOptions,
-        path: str = "",
-    ) -> Any:
-        """`gather` of the value at this path of a tree, the same on all processes."""
-        options = self._options.merge(options)
-        _check_between_programs("gather", value)
-        devices = destination_devices(destinations, "gather")
-        name = type(self).__name__
         with no_mesh():
-            return Gather(name, devices, axis, options, self._group, path).of(value)
+            if isinstance(tensor, Mirrored):  # each process has a copy of its own already
+                return delivered(tensor.settled(), devices)
+            for path, leaf in flattened(tensor, is_distributed)[0]:
+                if isinstance(leaf, Tracer):
+                    refuse_traced("broadcast")
+                if not is_array(leaf):
+                    raise ValueError(
+                        f"`broadcast` expects arrays or numbers, or a Mirrored; {where(path)} is "
+                        f"{leaf!r} ({type(leaf).__name__})."
+                    )
+            tree = jax.tree.map(host_array, tensor)
+            return broadcast_to(tree, devices, options.timeout_seconds)
 
     @abc.abstractmethod
-    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
-        """The calls to make, in this order.
+    def _prepare(self, batch: Batch) -> list[tuple[Step, Sequence[Reduction]]]:
+        """Return the programs to run, in this order.
 
-        Each has beside it the reductions whose results it returns as a list: `Mirrored`s, or plain
-        trees on one device.
+        Each has beside it the reductions whose results it returns as a list of trees, on its one
+        device, or replicated over all of its devices.
         """
 
+    @final
     def _reduced(
         self,
         caller: str,
         reduce_op: ReduceOp | str,
-        pairs: Sequence[tuple[str, tuple[Any, Any]]],
+        pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions,
-        settings: Hashable = (),
+        structure: str = "",
     ) -> list[Any]:
+        """Reduce pairs of values and destinations; `structure` is of the tree that they make up."""
         op, merged = ReduceOp.of(reduce_op), self._options.merge(options)
-        _check_between_programs(caller, [pair for _, pair in pairs])
-        reductions = [self._checked(caller, name, *pair) for name, pair in pairs]
-        moving = [r for r in reductions if not r.is_in_place(op)]
-        made: dict[Reduction, Any] = {}
-        if moving:
-            values = counted(len(moving), "value")
-            what = f"`{type(self).__name__}.{caller}` ({op.name} of {values})"
-            with no_mesh():
-                calls = self._prepare(Batch(op, moving, merged, what, settings))
-                returned = run_all([call for call, _ in calls])
-                for (_, reduced), results in zip(calls, returned, strict=True):
-                    for r, result in zip(reduced, results, strict=True):
-                        take = delivered if isinstance(result, Mirrored) else copied
-                        made[r] = take(result, r.destinations)
-        return [made[r] if r in made else r.value[0] for r in reductions]
-
-    def _checked(self, caller: str, name: str, value: Any, destinations: Any) -> Reduction:
-        caller += name
-        devices = destination_devices(destinations, caller)
+        reductions: list[Reduction] = []
+        results: dict[Reduction, Any] = {}
         with no_mesh():
-            wrapped = self._of_all(caller, value, devices[0])
-        dtypes = dict.fromkeys([leaf.dtype for leaf in jax.tree.leaves(wrapped.tree)])
-        if not all(map(is_reducible, dtypes)):
-            for path, leaf in flattened(wrapped.tree)[0]:
-                check_reducible(name + path, leaf.dtype)
-        return Reduction(wrapped, devices)
+            for i, (value, destinations) in enumerate(pairs):
+                number = f"[{i}]" if caller == "batch_reduce" else ""
+                reductions.append(self._checked(caller, number, op, value, destinations))
+            moving = [r for r in reductions if not r.is_in_place]
+            if moving:
+                steps = self._prepare(Batch(op, moving, merged, structure))
+                values = counted(len(moving), "value")
+                name = f"`{type(self).__name__}.{caller}` ({op.name} of {values})"
+                returned = run_steps([step for step, _ in steps], name, merged)
+                for (step, of_step), totals in zip(steps, returned, strict=True):
+                    for r, total in zip(of_step, totals, strict=True):
+                        if len(step.devices) > 1:
+                            total = Mirrored.of(total, step.devices)
+                        results[r] = delivered(total, r.destinations)
+            return [results[r] if r in results else r.value[0] for r in reductions]
 
-    def _of_all(self, caller: str, value: Any, device: jax.Device) -> PerReplica | Mirrored:
-        """A value of all replicas, from what this process passes of it."""
-        if isinstance(value, PerReplica | Mirrored):
-            return of_all(type(self).__name__, value, self._group)
-        if is_sparse(value):
-            value.check(f"`{caller}`")
-        elif not is_array(value):
+    def _checked(
+        self, caller: str, number: str, op: ReduceOp, value: Any, destinations: Any
+    ) -> Reduction:
+        caller += number
+        wanted = destination_devices(destinations, caller)
+        if isinstance(value, Uneven):
             raise ValueError(
-                f"`{caller}` expects a PerReplica, a Mirrored, an array or a number; got {value!r} "
-                f"({type(value).__name__}). `PerReplica` takes a list with each replica's value."
+                f"`{caller}` got parts of unequal shapes, which `strategy.reduce` along an axis "
+                "and `strategy.gather` take. Pad them to equal ones for this."
             )
-        elif isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
-            raise ValueError(
-                f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which "
-                "does not say what it is: `PerReplica.from_global` takes it for one row for each "
-                "replica, `Mirrored.from_global` for one copy for each."
-            )
-        if span_processes(self._group):
-            return Held.of_process([value], first_of_each_process(self._group)).assembled()
-        if is_sparse(value):  # rows that no other replica shares
-            return Mirrored([value], devices=own_devices([value]) or [device])
-        if not isinstance(value, jax.Array):
-            return Mirrored([value], devices=[device])
-        return Mirrored.from_global(value)
+        whole = taken(caller, type(self).__name__, value, self._group, wanted[0])
+        if isinstance(whole, Uneven):
+            whole = whole.assembled()
+        devices = whole.devices
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(whole.tree)}
+        if not all(map(is_reducible, dtypes)):
+            for path, leaf in flattened(whole.tree)[0]:
+                check_reducible(number + path, leaf.dtype)
+        same = wanted == devices or set(wanted) == set(devices)
+        if len(devices) > 1:
+            return Reduction(whole, wanted, same or span_processes(devices), False)
+        # The mean of integers is a float, for one replica as for many.
+        in_place = same and (op is ReduceOp.SUM or not _has_integers(whole.tree))
+        return Reduction(whole, wanted, False, in_place)
+
+
+def _has_integers(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=is_sparse)
+    dtypes = (leaf.values.dtype if is_sparse(leaf) else leaf.dtype for leaf in leaves)
+    return any(jax.dtypes.issubdtype(dtype, np.integer) for dtype in dtypes)
 
 
 def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    """Values with their destinations, as `batch_reduce` takes them."""
+    """Return values with their destinations, as `batch_reduce` takes them."""
     expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
     if not isinstance(pairs, Iterable):
         raise ValueError(f"{expected}; got {pairs!r}.")
-    found = list(pairs)
-    for i, pair in enumerate(found):
+    checked_ones = list(pairs)
+    for i, pair in enumerate(checked_ones):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
                 f"{expected}; item {i} is a {type(pair).__name__}"
                 + (f" of {len(pair)}." if isinstance(pair, tuple) else ".")
             )
-    return found
-
-
-def _check_between_programs(caller: str, tree: Any) -> None:
-    """Refuse a call from inside a program, where a value is one replica's, or has none yet."""
-    check_cross_replica(caller, "`jc.get_replica_context()` reduces and gathers")
-    if any(issubclass(kind, Tracer) for kind in set(map(type, jax.tree.leaves(tree)))):
-        raise ValueError(
-            f"`{caller}` got a value that is being traced, so it lies on no device. Call it "
-            "between programs; inside one, `jc.all_reduce` and its like deal with the value that "
-            "the replica holds."
-        )
+    return checked_ones

@@ -20,9 +20,8 @@ from jaxcoll._plan.world import World
 class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
     """All-reduces over workers with several devices each, by an algorithm for each size.
 
-    Law: as of `AllReduceCrossDeviceOps`, for the workers' devices only. Each array takes the
-    first tuple of the specification whose limit it does not exceed; all come back in the order
-    they had. A value that is reduced to other devices goes to `ReductionToOneDevice`.
+    It is an `AllReduceCrossDeviceOps` for the workers' devices only. Each array takes the first
+    tuple of the specification whose limit it does not exceed.
 
     Algorithms, in TensorFlow's names: "nccl", "xring", "pscpu", "psgpu" run over all devices;
     "nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu" reduce-scatter within each worker,
@@ -73,9 +72,9 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
         name = type(self).__name__
         workers = _workers_of(worker_devices, num_gpus_per_worker, name)
         tuples, per_worker = parse_spec(all_reduce_spec), len(workers[0])
-        for each in tuples:
+        for line in tuples:
             try:
-                check_fits(each.algorithm, each.shards, World(sizes=(len(workers), per_worker)))
+                check_fits(line.algorithm, line.shards, World(sizes=(len(workers), per_worker)))
             except ValueError as error:
                 raise ValueError(
                     f"`all_reduce_spec` does not fit {len(workers)} workers of {per_worker} "
@@ -85,11 +84,11 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
         self._mesh = grid_of(self._group, len(workers))
         self._routes = tuple(
             Route(
-                CommunicationOptions(algorithm=each.algorithm, shards=each.shards),
+                CommunicationOptions(algorithm=line.algorithm, shards=line.shards),
                 self._packing,
-                each.limit,
+                line.limit,
             )
-            for each in tuples
+            for line in tuples
         )
         del self._arguments["all_reduce_alg"]
         self._arguments = {
@@ -108,7 +107,7 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
 def _workers_of(
     workers: Any, num_gpus_per_worker: Any, caller: str
 ) -> tuple[tuple[jax.Device, ...], ...]:
-    """The devices of each worker: equally many for all, none of them twice."""
+    """Return the devices of each worker: equally many for all, none of them twice."""
     meaning = " (0: workers without GPUs, of one device each)"
     count = checks.count("num_gpus_per_worker", meaning, num_gpus_per_worker) or 1
     if not isinstance(workers, list | tuple) or not workers:

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps, Reduction
 from jaxcoll._distribute.values.destinations import copy_near, device_named
 from jaxcoll._distribute.values.per_replica import PerReplica
-from jaxcoll._distribute.values.replica_axis import AXIS, without_row
+from jaxcoll._distribute.values.replica_axis import AXIS, Step, without_row
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._mesh.scopes import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
@@ -27,7 +26,7 @@ Accumulation = Callable[[list[jax.Array]], jax.Array]
 class ReductionToOneDevice(CrossDeviceOps):
     """Copies every replica's value to one device, reduces there, copies the result onwards.
 
-    Law: any destinations will do: more, fewer or other devices than the value lies on. The sum
+    Any destinations will do: more, fewer or other devices than the value lies on. The sum
     is made in one order every time, by one program compiled once for each shape.
 
     Of the options only `timeout_seconds` and `reproducible` have a meaning: nothing is packed, and
@@ -78,31 +77,28 @@ class ReductionToOneDevice(CrossDeviceOps):
             f"accumulation_fn={self._accumulation_fn})"
         )
 
-    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
-        op, options = batch.reduce_op, batch.options
-        carried = CommunicationOptions(reproducible=options.reproducible)
-        calls = []
-        for reduction in batch.reductions:
-            value, device = reduction.value, self._reduce_to_device or reduction.destinations[0]
-            near = (device, *reduction.destinations)
-            every: tuple[Any, ...] = (*value.devices, *near)
-            foreign = [d for d in every if d.process_index != jax.process_index()]
-            if foreign:
+    def _prepare(self, batch: Batch) -> list[tuple[Step, Sequence[Reduction]]]:
+        return [(self._step(batch, reduction), [reduction]) for reduction in batch.reductions]
+
+    def _step(self, batch: Batch, reduction: Reduction) -> Step:
+        value, device = reduction.value, self._reduce_to_device or reduction.destinations[0]
+        near = (device, *reduction.destinations)
+        lie_on: tuple[Any, ...] = (*value.devices, *near)
+        for other in lie_on:
+            if other.process_index != jax.process_index():
                 raise ValueError(
                     f"A reduction to one device copies between the devices of one process; "
-                    f"{foreign[0]} belongs to process {foreign[0].process_index}. Reduce to the "
-                    "value's own devices with `NcclAllReduce` instead."
+                    f"{other} belongs to process {other.process_index}. Reduce to the value's own "
+                    "devices with `NcclAllReduce` instead."
                 )
-            rows = isinstance(value, PerReplica)
-            if isinstance(value, PerReplica):
-                parts = [value.part(d) for d in value.devices]
-            else:
-                parts = [copy_near(value, near)] * len(value)
-            moved = jax.device_put(parts, device)
-            program = one_device_program(device, op, self._accumulation_fn, rows, carried)
-            call = Call(program, (moved,), (device,), batch.name, options)
-            calls.append((call, [reduction]))
-        return calls
+        rows = isinstance(value, PerReplica)
+        if isinstance(value, PerReplica):
+            parts = [value.part(d) for d in value.devices]
+        else:
+            parts = [copy_near(value, near)] * len(value.devices)
+        carried = CommunicationOptions(reproducible=batch.options.reproducible)
+        program = one_device_program(device, batch.reduce_op, self._accumulation_fn, rows, carried)
+        return Step(program, jax.device_put(parts, device), (device,))
 
 
 @functools.lru_cache(maxsize=256)
@@ -145,8 +141,8 @@ def one_device_program(
 def _accumulated(reduce_op: ReduceOp, accumulate: Accumulation, *arrays: jax.Array) -> jax.Array:
     total = accumulate(list(arrays))
     expected = jax.typeof(arrays[0])
-    found = (getattr(total, "shape", None), getattr(total, "dtype", None))
-    if found != (expected.shape, expected.dtype):
+    shape, dtype = getattr(total, "shape", None), getattr(total, "dtype", None)
+    if (shape, dtype) != (expected.shape, expected.dtype):
         raise ValueError(
             "`accumulation_fn` must return an array like each of those it is given, "
             f"{expected.str_short()}; got {total!r}."

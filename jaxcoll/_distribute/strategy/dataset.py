@@ -8,61 +8,70 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcoll._distribute.values.parts import distributed
 from jaxcoll._distribute.values.per_replica import PerReplica
 from jaxcoll._distribute.values.replica_axis import rows_over
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.placement import host_array, place
+from jaxcoll._plan.packs.leaves import flattened
+
+_CALLER = "experimental_distribute_dataset"
 
 
 class DistributedDataset:
     """The batches of an iterable, each split over the replicas; iterate over it.
 
-    Law: replica i gets the i-th of R equal, consecutive shares of every batch. With several
-    processes each iterates over its own rows, which are split over its own replicas: the global
-    batch is theirs one after another. Nothing is read ahead, and iterating again iterates over
+    Replica i gets the i-th of R consecutive shares of every batch. Shares are equal, or the first
+    have a row more: they are uneven parts then, which `run` refuses. With several processes each
+    iterates over its own rows, which are split over its own replicas: the global batch is theirs
+    one after another. They exchange the shapes of the shares of each batch, in one round trip;
+    arrays over all processes need none. Nothing is read ahead, and iterating again iterates over
     the source again.
     """
 
     def __init__(self, batches: Iterable[Any], devices: tuple[jax.Device, ...]) -> None:
         if not isinstance(batches, Iterable):
             raise ValueError(
-                "`experimental_distribute_dataset` expects an iterable of batches, pytrees of "
-                f"arrays; got {type(batches).__name__}."
+                f"`{_CALLER}` expects an iterable of batches, pytrees of arrays; got "
+                f"{type(batches).__name__}."
             )
         self._batches = batches
         self._devices = devices
 
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(self._batches):
-            yield _split(number, batch, self._devices)
+            with no_mesh():
+                shares = _split(number, batch, self._devices)
+            yield shares
 
 
 def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """One batch as a tree of `PerReplica`s."""
-    here = len(of_this_process(devices))
-
-    def shares(path: Any, leaf: Any) -> PerReplica:
-        name = f"batch {number}" + (f": leaf {jax.tree_util.keystr(path)}" if path else "")
+    """Return one batch as a tree of `PerReplica`s, or of `Uneven`s where shares differ."""
+    here = of_this_process(devices)
+    flat, treedef = flattened(batch)
+    whole: dict[str, PerReplica] = {}
+    pieces: dict[int, dict[str, Any]] = {i: {} for i in here}
+    for path, leaf in flat:
+        name = f"batch {number}" + (f": leaf {path}" if path else "")
         if not isinstance(leaf, jax.Array):
             leaf = np.asarray(host_array(leaf))
             if not jax.dtypes.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
                 raise ValueError(f"{name} holds no numbers: it is an array of {leaf.dtype}.")
         if not leaf.ndim:
             raise ValueError(
-                f"{name} is a scalar and has no rows to split over {here} replicas; pass what "
+                f"{name} is a scalar and has no rows to split over {len(here)} replicas; pass what "
                 "all replicas share to `run` beside the batch."
             )
         # A global array has the rows of all processes, any other those of this one.
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        replicas, rows = len(devices) if is_global else here, leaf.shape[0]
-        if rows % replicas:
-            raise ValueError(
-                f"{name} has {rows} rows, which do not divide over {replicas} replicas ({rows} = "
-                f"{replicas} × {rows // replicas} + {rows % replicas}). Drop the remainder, or pad "
-                "the batch and give the padding weight 0 with `jc.WeightedLoss`."
-            )
-        split = leaf.reshape(replicas, rows // replicas, *leaf.shape[1:])
-        return PerReplica.of(place(split, rows_over(devices)))
-
-    with no_mesh():
-        return jax.tree_util.tree_map_with_path(shares, batch)
+        if is_global or (len(here) == len(devices) and not leaf.shape[0] % len(here)):
+            split = leaf.reshape(len(devices), -1, *leaf.shape[1:])
+            whole[path] = PerReplica.of(place(split, rows_over(devices)), devices)
+            continue
+        start = 0
+        for k, i in enumerate(here):
+            end = start + leaf.shape[0] // len(here) + (k < leaf.shape[0] % len(here))
+            pieces[i][path] = leaf[start:end]
+            start = end
+    own = distributed(_CALLER, pieces, devices) if any(pieces.values()) else {}
+    return treedef.unflatten([{**whole, **own}[path] for path, _ in flat])

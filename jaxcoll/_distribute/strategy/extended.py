@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxcoll._distribute.context import check_cross_replica
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps, checked_pairs
-from jaxcoll._distribute.strategy.replica_context import check_cross_replica
 from jaxcoll._distribute.strategy.replica_program import run_on_replicas
-from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_distributed
+from jaxcoll._distribute.values.per_replica import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    is_distributed,
+)
 from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, given
@@ -21,7 +26,11 @@ from jaxcoll._spmd.sparse import is_sparse
 
 @dataclasses.dataclass(eq=False, repr=False)
 class StrategyExtended:
-    """`strategy.extended`: reductions, broadcasts and updates of plain trees."""
+    """Reductions, broadcasts and updates with explicit destinations, as `strategy.extended`.
+
+    Arguments, results and errors are those of the methods of `CrossDeviceOps`, under the options of
+    the strategy. None of them can be called in a replica function.
+    """
 
     _name: str
     _ops: CrossDeviceOps
@@ -38,25 +47,11 @@ class StrategyExtended:
     ) -> Any:
         """Reduce one value to its destinations, as `CrossDeviceOps.reduce` does.
 
-        Args:
-          reduce_op: SUM or MEAN, or their names in any case.
-          value: as in `CrossDeviceOps.reduce`; a plain value has a MEAN, itself, but no SUM. With
-            several processes it is one of each process, and is reduced over these.
-          destinations: as in `CrossDeviceOps.reduce`.
-          options: over those of the strategy.
-          experimental_hints: the older name of `options`.
-
-        Returns:
-          A `Mirrored`, or the plain value for one device.
-
-        Raises:
-          RuntimeError: called in a replica function.
-          ValueError: an argument is invalid, or there is no sum.
+        A plain value has a MEAN, itself, but no SUM, unless it is 0. With several processes it is
+        one of each process, and is reduced over these.
         """
-        self._check("reduce_to", "call `jc.get_replica_context().all_reduce(...)`")
-        op, asked = ReduceOp.of(reduce_op), given(options, experimental_hints)
-        check_has_sum(f"{self._name}.reduce_to", op, value, self._devices)
-        return self._ops.reduce(op, value, destinations, self._options.merge(asked))
+        pairs = [(value, destinations)]
+        return self._reduced("reduce", reduce_op, pairs, given(options, experimental_hints))[0]
 
     def batch_reduce_to(
         self,
@@ -65,43 +60,13 @@ class StrategyExtended:
         options: CommunicationOptions | None = None,
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Reduce many values at once, as `CrossDeviceOps.batch_reduce` does.
-
-        Args:
-          reduce_op: SUM or MEAN, or their names in any case.
-          value_destination_pairs: any iterable of tuples of a value and its destinations.
-          options: over those of the strategy.
-          experimental_hints: the older name of `options`.
-
-        Returns:
-          One result for each pair, in their order.
-
-        Raises:
-          RuntimeError: called in a replica function.
-          ValueError: as in `reduce_to`; or an item is not a pair.
-        """
-        self._check("batch_reduce_to", "call `jc.get_replica_context().all_reduce(...)`")
-        op, asked = ReduceOp.of(reduce_op), given(options, experimental_hints)
+        """Reduce many values at once, as `CrossDeviceOps.batch_reduce` does; see `reduce_to`."""
         pairs = checked_pairs(value_destination_pairs)
-        for i, (value, _) in enumerate(pairs):
-            check_has_sum(f"{self._name}.batch_reduce_to[{i}]", op, value, self._devices)
-        return self._ops.batch_reduce(op, pairs, self._options.merge(asked))
+        return self._reduced("batch_reduce", reduce_op, pairs, given(options, experimental_hints))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Copy one value to every destination, as `CrossDeviceOps.broadcast` does.
-
-        Args:
-          tensor: a number, an array, a pytree of them, or a `Mirrored`.
-          destinations: as in `CrossDeviceOps.reduce`.
-
-        Returns:
-          A `Mirrored`, or the plain value for one device; of a Python number too.
-
-        Raises:
-          RuntimeError: called in a replica function.
-          ValueError: an argument is invalid.
-        """
-        self._check("broadcast_to", "every replica may use the value itself")
+        """Copy one value to every destination, as `CrossDeviceOps.broadcast` does."""
+        check_cross_replica(f"{self._name}.broadcast_to", "every replica may use the value itself")
         return self._ops._broadcast(tensor, destinations, self._options)
 
     def update(
@@ -111,9 +76,9 @@ class StrategyExtended:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The new value that `fn` makes of each component of `value`, where it lies.
+        """Return the value that `fn` makes of each component of `value`, where it lies.
 
-        Law: component i is `fn(value[i], *args[i], **kwargs[i])`. There are no variables:
+        Guarantees: component i is `fn(value[i], *args[i], **kwargs[i])`. There are no variables:
         nothing is assigned, the caller keeps what is returned.
 
         Args:
@@ -128,7 +93,6 @@ class StrategyExtended:
           device, as it is when only `Mirrored`s and shared values went in.
 
         Raises:
-          RuntimeError: called in a replica function.
           ValueError: `value` holds a leaf that is not distributed, or an argument is invalid.
 
         Examples:
@@ -136,8 +100,8 @@ class StrategyExtended:
           >>> MirroredStrategy().extended.update(params, lambda p, g: {"w": p["w"] - g}, (0.5,))
           Mirrored({'w': float32[]} on 2: cpu:0, cpu:1)
         """
-        self._check("update", "compute the new value and return it")
         caller = f"{self._name}.update"
+        check_cross_replica(caller, "compute the new value and return it")
         parts = jax.tree.leaves(value, is_leaf=is_distributed)
         if not parts or not all(map(is_distributed, parts)):
             raise ValueError(
@@ -150,16 +114,27 @@ class StrategyExtended:
         with no_mesh():
             return _joined(result) if is_distributed(value) else result
 
-    def _check(self, method: str, instead: str) -> None:
-        check_cross_replica(f"{self._name}.{method}", instead)
+    def _reduced(
+        self,
+        method: str,
+        reduce_op: ReduceOp | str,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        caller = f"{self._name}.{method}_to"
+        check_cross_replica(caller, "call `jc.get_replica_context().all_reduce(...)`")
+        op = ReduceOp.of(reduce_op)
+        if op is ReduceOp.SUM:
+            for i, (value, _) in enumerate(pairs):
+                number = f"[{i}]" if method == "batch_reduce" else ""
+                check_has_sum(caller + number, value, self._devices)
+        return self._ops._reduced(method, op, pairs, self._options.merge(options))
 
 
-def check_has_sum(
-    caller: str, reduce_op: ReduceOp, value: Any, devices: tuple[jax.Device, ...]
-) -> None:
+def check_has_sum(caller: str, value: Any, devices: tuple[jax.Device, ...]) -> None:
     """Refuse the SUM over several replicas of a value that does not say how many hold it."""
     # Over several processes a value is one of each.
-    if reduce_op is not ReduceOp.SUM or len(devices) == 1 or span_processes(devices):
+    if isinstance(value, DistributedValues) or len(devices) == 1 or span_processes(devices):
         return
     # Reading a value that lies on a device would wait for it.
     on_host = isinstance(value, int | float | np.generic | np.ndarray)
@@ -173,7 +148,7 @@ def check_has_sum(
 
 
 def _joined(result: Any) -> Mirrored | PerReplica:
-    """One value of a tree of them: `Mirrored` if all are."""
+    """Return one value of a tree of them: a `Mirrored` if all are."""
     parts = jax.tree.leaves(result, is_leaf=is_distributed)
     kind = Mirrored if all(isinstance(part, Mirrored) for part in parts) else PerReplica
 

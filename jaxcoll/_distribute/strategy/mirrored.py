@@ -53,24 +53,24 @@ class MirroredStrategy(Strategy):
                 "`MirroredStrategy` expects `cross_device_ops` to be a CrossDeviceOps, such as "
                 f"`jc.NcclAllReduce()`, or None; got {cross_device_ops!r}."
             )
-        found = devices_named(
+        line = devices_named(
             jax.local_devices() if devices is None else devices, "MirroredStrategy"
         )
-        if span_processes(found):
+        if span_processes(line):
             raise ValueError(
                 "`MirroredStrategy` has its replicas in one process; these devices belong to "
-                f"several: {', '.join(map(str, found))}. `MultiWorkerMirroredStrategy` spans them."
+                f"several: {', '.join(map(str, line))}. `MultiWorkerMirroredStrategy` spans them."
             )
-        check_here(found[0])
-        super().__init__(found, cross_device_ops or NcclAllReduce(), CommunicationOptions())
+        check_here(line[0])
+        super().__init__(line, cross_device_ops or NcclAllReduce(), CommunicationOptions())
 
 
 class MultiWorkerMirroredStrategy(Strategy):
     """Replicas on all devices of all processes, worker by worker.
 
-    Law: every process makes the same calls in the same order, and passes what it holds: its own
-    rows of a batch, its own value of a plain number. What all replicas share must be equal on
-    all; `extended.broadcast_to` makes it so, from the first worker's. Results are global, and
+    Every process makes the same calls in the same order, and passes what it holds: its own rows of
+    a batch, its own value of a plain number. What all replicas share must be equal on all;
+    `extended.broadcast_to` makes it so, from the first worker's. Results are global, and
     `experimental_local_results` has those of this process's replicas.
 
     Args:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxcoll._api.collectives import all_gather, all_reduce
+from jaxcoll._distribute.context import context_in_trace as context_in_trace
 from jaxcoll._distribute.values.per_replica import is_distributed
 from jaxcoll._distribute.values.replica_axis import AXIS
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, given
@@ -15,10 +16,10 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp, given
 class ReplicaContext:
     """The replica that runs a function of `strategy.run`, as `jc.get_replica_context()` gives it.
 
-    Law: every replica computes with values that are its own. A constant made inside, an array
-    captured from outside and an argument that all replicas share each count once per replica, so
-    that a SUM of one is R times it and a MEAN is itself; and a gradient taken inside is the
-    gradient of this replica's own result, until it is reduced.
+    Every replica computes with values that are its own. A constant made inside, an array captured
+    from outside and an argument that all replicas share each count once per replica, so that a
+    SUM of one is R times it and a MEAN is itself; and a gradient taken inside is the gradient of
+    this replica's own result, until it is reduced.
 
     The replicas lie along the mapped axis "replica", which is the `axis_name` of
     `jc.value_and_grad`, `jc.all_reduce` and `jax.lax` here.
@@ -36,7 +37,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run the function; a Python int."""
+        """The number of replicas that run the function; a Python int."""
         return self._strategy.num_replicas_in_sync
 
     @property
@@ -52,20 +53,18 @@ class ReplicaContext:
         options: CommunicationOptions | None = None,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduce every leaf of a pytree over the replicas.
-
-        Law: as `jc.all_reduce`. The cotangent is the `all_reduce` of the replicas' cotangents
-        with the same op.
+        """Reduce every leaf of a pytree over the replicas, as `jc.all_reduce` does.
 
         Args:
           reduce_op: SUM or MEAN, or their names in any case.
           value: any pytree of numeric arrays and IndexedSlices, alike on all replicas.
-          options: over those of the strategy and of `run`. Their `timeout_seconds` bounds the
-            call of `run` that this is a part of: the shortest one inside counts.
+          options: over those of the strategy and of `run`; `timeout_seconds` bounds the call of
+            `run` that this is a part of.
           experimental_hints: the older name of `options`.
 
         Returns:
-          A pytree like `value`, *invariant*: as a result of the function it is a `Mirrored`.
+          A pytree like `value`, *invariant*: as a result of the function it is a `Mirrored`. The
+          cotangent is the `all_reduce` of the replicas' cotangents with the same op.
 
         Raises:
           RuntimeError: the function that this context belongs to has returned.
@@ -73,13 +72,11 @@ class ReplicaContext:
         """
         self._check_here()
         check_own("all_reduce", value)
-        asked = given(options, experimental_hints)
-        return all_reduce(reduce_op, value, AXIS, options=asked, invariant="replicated")
+        options = given(options, experimental_hints)
+        return all_reduce(reduce_op, value, AXIS, options=options, invariant="replicated")
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Join every leaf of a pytree with those of the other replicas, in replica order.
-
-        Law: as `jc.all_gather`: the cotangent is this replica's slice of the summed cotangents.
+        """Join every leaf of a pytree with those of the other replicas, as `jc.all_gather` does.
 
         Args:
           value: any pytree of arrays of rank 1 or more, alike on all replicas: what a compiled
@@ -89,7 +86,8 @@ class ReplicaContext:
           options: over those of the strategy and of `run`.
 
         Returns:
-          A pytree like `value`, with R times the size along `axis`, *invariant*.
+          A pytree like `value`, with R times the size along `axis`, *invariant*. The cotangent is
+          this replica's slice of the summed cotangents.
 
         Raises:
           RuntimeError: the function that this context belongs to has returned.
@@ -112,13 +110,8 @@ class ReplicaContext:
             )
 
 
-# Part of JAX's trace-cache key, so that a function jitted by the user, and traced inside one
-# replica function, is traced anew for another strategy and outside.
-context_in_trace = jax.make_user_context(default_value=None)
-
-
 def get_replica_context() -> ReplicaContext | None:
-    """The context of the replica function that is being traced.
+    """Return the context of the replica function that is being traced.
 
     Returns:
       A `ReplicaContext` inside a function that `strategy.run` calls; None elsewhere, where
@@ -140,12 +133,3 @@ def check_own(caller: str, value: Any) -> None:
                 "which holds the values of all. If the function has it from outside, pass it to "
                 "`run` in `args`: each replica then sees its own part."
             )
-
-
-def check_cross_replica(caller: str, instead: str) -> None:
-    """Refuse a call of a strategy from inside a replica function; say what to call `instead`."""
-    if get_replica_context() is not None:
-        raise RuntimeError(
-            f"`{caller}` was called inside a function that `strategy.run` runs on every replica; "
-            f"it works on the values of all of them, between programs. Inside, {instead}."
-        )

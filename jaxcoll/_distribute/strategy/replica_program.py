@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
+from jaxcoll._distribute.strategy.per_function import per_function
 from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, context_in_trace
 from jaxcoll._distribute.values.destinations import copy_near
 from jaxcoll._distribute.values.parts import Uneven, of_all
@@ -80,7 +80,7 @@ def _ready(
     return placed
 
 
-@functools.lru_cache(maxsize=256)
+@per_function
 def replica_program(
     devices: tuple[jax.Device, ...],
     function: Callable[..., Any],

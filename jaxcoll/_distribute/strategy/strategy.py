@@ -11,15 +11,21 @@ from typing import Any, Self
 
 import jax
 
+from jaxcoll._distribute.context import check_cross_replica
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
-from jaxcoll._distribute.strategy.axis_reduction import reduce_along
+from jaxcoll._distribute.strategy.along_axis import gather_along, reduce_along
 from jaxcoll._distribute.strategy.dataset import DistributedDataset
 from jaxcoll._distribute.strategy.extended import StrategyExtended, check_has_sum
-from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_cross_replica
+from jaxcoll._distribute.strategy.replica_context import ReplicaContext
 from jaxcoll._distribute.strategy.replica_program import run_on_replicas
-from jaxcoll._distribute.values.parts import Uneven, check_no_list, distributed, has_parts, parts_of
+from jaxcoll._distribute.values.parts import (
+    Uneven,
+    check_no_list,
+    distributed,
+    has_parts,
+)
 from jaxcoll._distribute.values.per_replica import DistributedValues, is_distributed
-from jaxcoll._mesh.mesh import no_mesh, of_this_process
+from jaxcoll._mesh.mesh import of_this_process
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked, given
 from jaxcoll._plan.packs.leaves import flattened
@@ -43,6 +49,10 @@ class Strategy:
 
     State is an ordinary pytree: it goes into `run` as a `Mirrored` and comes out as one. There
     are no variable objects, and nothing needs to be made under `scope`.
+
+    The methods that work on the values of all replicas raise `RuntimeError` in a replica function
+    and under the scope of another strategy, and `DeadlineExceededError` once the
+    `timeout_seconds` of their options passed.
     """
 
     def __init__(
@@ -65,7 +75,7 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas `run` runs on."""
+        """The number of replicas that `run` runs on."""
         return len(self._devices)
 
     @property
@@ -101,7 +111,7 @@ class Strategy:
     ) -> Any:
         """Call a function once on every replica, in one compiled program.
 
-        Law: replica i computes with component i of what is a `PerReplica` and with its copy of
+        Replica i computes with component i of what is a `PerReplica` and with its copy of
         everything else. The function is traced and compiled once for each shape; so a function
         made anew for each call (a lambda in a loop) is compiled for each.
 
@@ -120,9 +130,7 @@ class Strategy:
           shared ones), and a `PerReplica` in the place of each other.
 
         Raises:
-          RuntimeError: called in a replica function.
           ValueError: an argument is invalid, or lies on other devices.
-          DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
@@ -160,32 +168,28 @@ class Strategy:
     ) -> Any:
         """Reduce over the replicas, and along dimensions of each one's value.
 
-        Law: with an axis, a mean is the sum of all elements over their number, so that a
+        Guarantees: with an axis, a mean is the sum of all elements over their number, so that a
         replica with a smaller share counts for less. With several processes all of them call
-        it, each with what it holds, and each gets the result.
+        it, each with what it holds, and each gets the result of all.
 
         Args:
           reduce_op: SUM or MEAN, or their names in any case.
-          value: a `PerReplica` or `Mirrored`, or a pytree of them. With an axis also a list or
-            tuple of one array for each replica, whose sizes along it may differ. A plain value
-            has a MEAN, itself, but no SUM, unless it is 0.
+          value: a `PerReplica` or `Mirrored`, or a pytree of them. With an axis also uneven parts,
+            or a list or tuple of one array for each replica, whose sizes along it may differ. A
+            plain value has a MEAN, itself, but no SUM, unless it is 0. With several processes a
+            value may lie over this process's replicas only, which is its share; a plain value is
+            one of each process; a list or tuple has an array for each replica of this process.
           axis: None: over the replicas only. A dimension, or a tuple or list of them: along
             these too; negative ones count from the last.
           options: over those of the strategy; `timeout_seconds` bounds the call.
           experimental_hints: the older name of `options`.
 
-        With several processes a value may lie over the replicas of this process only: it is then
-        this process's share. A plain value is one of each process, and is reduced over these; a
-        list or tuple has an array for each replica of this process.
-
         Returns:
           Plain arrays, on this process's first device, in the structure of `value`.
 
         Raises:
-          RuntimeError: called in a replica function.
           ValueError: a leaf has no such dimension, or no sum; a list or tuple of plain values
             comes without an axis; or an argument is invalid.
-          DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
           >>> import numpy as np
@@ -196,34 +200,31 @@ class Strategy:
           3.0
         """
         caller = self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
-        op, first = ReduceOp.of(reduce_op), self._devices[self._here[0]]
-        merged = self._options.merge(given(options, experimental_hints))
+        op, options = ReduceOp.of(reduce_op), given(options, experimental_hints)
+        merged = self._options.merge(options)
         flat, treedef = flattened(value, has_parts)
         for path, leaf in flat:
             if axis is None:
                 check_no_list(caller, path, leaf)
-            check_has_sum(caller, op, leaf, self._devices)
-        if axis is None:
-            pairs = [(f"[{i}]", (leaf, first)) for i, (_, leaf) in enumerate(flat)]
-            # Processes that hold other trees would add leaves that have nothing to do with another.
-            paths = tuple(path for path, _ in flat)
-            results = self._ops._reduced("batch_reduce", op, pairs, merged, paths)
-            return treedef.unflatten(results)
-        with no_mesh():
-            return treedef.unflatten(
-                [
-                    reduce_along(self._ops, op, leaf, axis, self._devices, merged, path)
-                    for path, leaf in flat
-                ]
-            )
+            if op is ReduceOp.SUM:
+                check_has_sum(caller, leaf, self._devices)
+        # Processes that pass other trees would add each other's leaves by position.
+        paths = [path for path, _ in flat]
+        structure = f"{op.name} of {paths} along {axis}" * (len(self._here) < len(self._devices))
+        if axis is not None:
+            results = reduce_along(self._ops, op, flat, axis, self._devices, merged, structure)
+        else:
+            pairs = [(leaf, self._devices[self._here[0]]) for _, leaf in flat]
+            results = self._ops._reduced("batch_reduce", op, pairs, merged, structure)
+        return treedef.unflatten(results)
 
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Join the replicas' values along one dimension, in replica order.
 
         Args:
           value: a `PerReplica` or `Mirrored`, or a pytree of them, over all replicas or over
-            those of this process, as in `reduce`; or a list or tuple with one array for each
-            replica (of this process), whose sizes along `axis` may differ.
+            those of this process, as in `reduce`; or uneven parts, or a list or tuple with one
+            array for each replica (of this process), whose sizes along `axis` may differ.
           axis: the dimension; negative ones count from the last.
           options: over those of the strategy; `timeout_seconds` bounds the call.
 
@@ -231,9 +232,7 @@ class Strategy:
           Plain arrays, on this process's first device, in the structure of `value`.
 
         Raises:
-          RuntimeError: called in a replica function.
           NotImplementedError: a leaf is an `IndexedSlices`.
-          DeadlineExceededError: `timeout_seconds` passed.
           ValueError: parts differ in dtype, rank or another dimension (both shapes are named);
             a leaf has no such dimension; or a value is plain.
 
@@ -244,24 +243,22 @@ class Strategy:
           [1, 2, 3, 4]
         """
         caller = self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
-        first, merged = self._devices[self._here[0]], self._options.merge(checked(options))
-
-        def gathered(path: Any, leaf: Any) -> Any:
+        name = type(self).__name__
+        merged = self._ops._options.merge(self._options.merge(checked(options)))
+        flat, treedef = flattened(value, has_parts)
+        results = []
+        for path, leaf in flat:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
                 raise ValueError(
                     f"`{caller}` got the plain value {leaf!r}, which belongs to no replica and has "
                     "no parts to join. `Mirrored` is one that every replica holds, `PerReplica` "
                     "one with parts."
                 )
-            if isinstance(leaf, list | tuple):
-                leaf = parts_of(caller, leaf, len(self._here))
-            place = jax.tree_util.keystr(path)
-            return self._ops._gathered(leaf, first, axis, merged, place)
-
-        return jax.tree_util.tree_map_with_path(gathered, value, is_leaf=has_parts)
+            results.append(gather_along(self._ops, name, path, leaf, axis, self._devices, merged))
+        return treedef.unflatten(results)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The value of each replica of this process, in their order.
+        """Return the value of each replica of this process, in their order.
 
         Args:
           value: a `PerReplica` or `Mirrored`, or a pytree of them, such as `run` returns.
@@ -286,7 +283,7 @@ class Strategy:
         def of(k: int, part: Any) -> Any:
             if isinstance(part, DistributedValues):
                 return part[self._replicas_here(part)[k]]
-            return part[k] if isinstance(part, Uneven) else part
+            return [*part.parts.values()][k] if isinstance(part, Uneven) else part
 
         return tuple(
             jax.tree.map(functools.partial(of, k), value, is_leaf=is_distributed)
@@ -294,11 +291,11 @@ class Strategy:
         )
 
     def _replicas_here(self, value: DistributedValues) -> list[int]:
-        """The replicas of a value that are those of the strategy in this process, in its order."""
-        own, found = [self._devices[i] for i in self._here], value.devices
-        if set(own) <= set(found):
-            return [found.index(device) for device in own]
-        here = of_this_process(found)
+        """Return the replicas of a value on this process's devices, in the strategy's order."""
+        own, devices = [self._devices[i] for i in self._here], value.devices
+        if set(own) <= set(devices):
+            return [devices.index(device) for device in own]
+        here = of_this_process(devices)
         if len(here) != len(own):
             raise ValueError(
                 f"`{type(self).__name__}.experimental_local_results` has "
@@ -310,7 +307,7 @@ class Strategy:
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """The values that a function gives for each replica.
+        """Return the values that a function gives for each replica.
 
         Args:
           value_fn: from a `ValueContext`, which has `replica_id_in_sync_group` and
@@ -319,10 +316,11 @@ class Strategy:
 
         Returns:
           That tree with a `PerReplica` in the place of each leaf; where the replicas' shapes
-          differ, a tuple of their arrays, for `gather` and for `reduce` along an axis.
+          differ, on any process, uneven parts for `gather` and for `reduce` along an axis, of
+          which `value[i]` is replica i's. Over several processes all of them call it, and
+          exchange shapes in one round trip.
 
         Raises:
-          RuntimeError: called in a replica function.
           ValueError: the replicas' values disagree in structure or dtype, or hold no arrays.
 
         Examples:
@@ -331,13 +329,10 @@ class Strategy:
           ...     lambda context: 10.0 * context.replica_id_in_sync_group)[1].tolist()
           10.0
         """
-        self._check(
-            "experimental_distribute_values_from_function", "each replica makes its own value"
-        )
-        replicas = len(self._devices)
-        return distributed(
-            {i: value_fn(ValueContext(i, replicas)) for i in self._here}, self._devices
-        )
+        method, replicas = "experimental_distribute_values_from_function", len(self._devices)
+        self._check(method, "each replica makes its own value")
+        values = {i: value_fn(ValueContext(i, replicas)) for i in self._here}
+        return distributed(method, values, self._devices)
 
     def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
         """Split every batch of an iterable over the replicas.
@@ -348,11 +343,12 @@ class Strategy:
 
         Returns:
           An iterable of the same trees with a `PerReplica` in the place of each array: the
-          replicas (of this process) have equal, consecutive shares. Nothing is read ahead.
+          replicas (of this process) have equal, consecutive shares. Where the shares of some have
+          more rows, on any process, they are uneven parts, as in
+          `experimental_distribute_values_from_function`. Nothing is read ahead.
 
         Raises:
-          RuntimeError: called in a replica function.
-          ValueError: `dataset` is not an iterable; while iterating, a batch does not divide.
+          ValueError: `dataset` is not an iterable; while iterating, a leaf of a batch has no rows.
 
         Examples:
           >>> import numpy as np

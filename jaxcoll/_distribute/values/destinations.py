@@ -9,12 +9,16 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run
+from jaxcoll._distribute.values.parts import Uneven
 from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
-from jaxcoll._distribute.values.replica_axis import AXIS, copies_over, replicating
+from jaxcoll._distribute.values.replica_axis import (
+    AXIS,
+    Step,
+    copies_over,
+    replicating,
+    run_steps,
+)
 from jaxcoll._mesh.mesh import checked_devices, of_this_process, span_processes
-from jaxcoll._mesh.placement import place
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._spmd.broadcast import broadcast
 from jaxcoll._spmd.scope import Scope
@@ -28,8 +32,8 @@ _SPELLING = re.compile(
 
 
 def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...]:
-    """The devices that a result is wanted on, in the order of the replicas where there are any."""
-    if isinstance(destinations, DistributedValues):
+    """Return the devices that a result is wanted on, in the order of the replicas."""
+    if isinstance(destinations, DistributedValues | Uneven):
         return destinations.devices
     if isinstance(destinations, jax.Array) and not isinstance(destinations, Tracer):
         return tuple(destinations.sharding.devices_indices_map(destinations.shape))
@@ -46,13 +50,13 @@ def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...
 
 
 def devices_named(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
-    """Devices, or device strings in their place, as different devices."""
-    found = [device_named(d, caller) if isinstance(d, str) else d for d in devices]
-    return checked_devices(found, caller)
+    """Return devices, or those of device strings in their place, none twice."""
+    named = [device_named(d, caller) if isinstance(d, str) else d for d in devices]
+    return checked_devices(named, caller)
 
 
 def device_named(name: str, caller: str) -> jax.Device:
-    """The device of this name, of whichever process.
+    """Return the device of this name, of whichever process.
 
     A name is `str(device)`, by which JAX tells the devices of all processes apart; or platform and
     number, in any case, in TensorFlow's spellings: "/gpu:1", "/device:GPU:1" of this process,
@@ -81,52 +85,53 @@ def device_named(name: str, caller: str) -> jax.Device:
     of_task = [device for device in devices if device.process_index == process]
     if number < len(of_task):
         return of_task[number]
-    known = ", ".join(map(str, of_task or devices or jax.devices()))
-    raise ValueError(f"`{caller}` got {name!r}, but there is no such device. There are: {known}.")
+    there = ", ".join(map(str, of_task or devices or jax.devices()))
+    raise ValueError(f"`{caller}` got {name!r}, but there is no such device. There are: {there}.")
 
 
-def copied(tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | None = None) -> Any:
-    """`tree` on one device, or a `Mirrored` of it on several.
+def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
+    """Return a result on `devices`: a `Mirrored` over several, plain on one.
 
-    Over several processes all of them call it, and what the first device's process holds is
-    copied; `timeout_seconds` bounds that.
+    A result that lies there already is not copied. Of another `Mirrored`, or of a plain result of
+    this process, each process copies what it has to those devices that it owns; a process without
+    any of them keeps its copy.
     """
-    if len(devices) == 1:
-        check_here(devices[0])
-        return jax.device_put(tree, devices[0])
-    if span_processes(devices):
-        # Processes may hold different values, which is no error here: hence rows, not copies.
-        rows = PerReplica.from_function(lambda _: tree, devices=devices)
-        options = CommunicationOptions(timeout_seconds=timeout_seconds)
-        program = replicating("broadcast", devices, _from_the_first)
-        return run(Call(program, (rows,), devices, "`broadcast`", options))
-    return Mirrored.of(place(tree, copies_over(devices)))
-
-
-def spread(copy: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """A value of which every process has a copy, on `devices`: each fills those that it owns.
-
-    It is a `Mirrored` over several, plain on one. A process without any of them keeps its copy.
-    """
+    if isinstance(result, Mirrored):
+        if len(devices) > 1 and result.devices == devices:
+            return result
+        if len(devices) > 1 and set(devices) == set(result.devices):
+            return result.reordered(devices)
+        result = copy_near(result, devices)
     here = [devices[i] for i in of_this_process(devices)]
     if not here:
-        return copy
-    if not span_processes(devices):
-        return copied(copy, devices)
+        return result
+    if len(devices) == 1:
+        return jax.device_put(result, devices[0])
     sharding = copies_over(devices)
 
     def on_all(leaf: Any) -> jax.Array:
         parts = jax.device_put([leaf] * len(here), here)
-        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+        return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, parts)
 
-    return Mirrored.of(jax.tree.map(on_all, copy))
+    return Mirrored.of(jax.tree.map(on_all, result))
 
 
-def delivered(value: Mirrored, devices: tuple[jax.Device, ...]) -> Any:
-    """A result on the devices where it is wanted: in place, or each process's copy `spread`."""
-    if set(devices) == set(value.devices):
-        return value.reordered(devices)
-    return spread(copy_near(value, devices), devices)
+def broadcast_to(
+    tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | None = None
+) -> Any:
+    """Return a plain tree on `devices`; over several processes what the first device's passes."""
+    if not span_processes(devices):
+        check_here(devices[0])
+        return delivered(tree, devices)
+    # Processes may hold different values, which is no error here: hence rows, not copies.
+    rows = Uneven(dict.fromkeys(of_this_process(devices), tree), devices).assembled()
+    program = replicating("broadcast", devices, _from_the_first)
+    options = CommunicationOptions(timeout_seconds=timeout_seconds)
+    return run_steps([Step(program, rows, devices)], "`broadcast`", options)[0]
+
+
+def _from_the_first(value: PerReplica, scope: Scope) -> Mirrored:
+    return Mirrored.of(broadcast(value.tree, AXIS, source=0, scope=scope))
 
 
 def check_here(device: jax.Device) -> None:
@@ -139,12 +144,7 @@ def check_here(device: jax.Device) -> None:
         )
 
 
-def _from_the_first(value: PerReplica, scope: Scope) -> Mirrored:
-    """What the first device holds, on all."""
-    return Mirrored.of(broadcast(value.tree, AXIS, source=0, scope=scope))
-
-
 def copy_near(value: Mirrored, devices: tuple[jax.Device, ...]) -> Any:
-    """The copy of `value` that lies on one of `devices`, or any, of this process."""
+    """Return the copy of `value` that lies on one of `devices`, or any, of this process."""
     here = of_this_process(value.devices)
     return value[next((i for i in here if value.devices[i] in devices), here[0])]

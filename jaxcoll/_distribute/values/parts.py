@@ -1,41 +1,70 @@
-"""Parts of a value, one for each replica, that are in no global array yet, or never can be."""
+"""Values as users pass them to an op or a strategy: one path to what all replicas hold."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from jax.core import Tracer
 
-from jaxcoll._distribute.values.assemble import check_structures
+from jaxcoll._distribute.values.assemble import (
+    array_of,
+    assembled,
+    check_alike,
+    check_structures,
+    described,
+    own_devices,
+)
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_distributed
-from jaxcoll._distribute.values.replica_axis import known_to_all
-from jaxcoll._mesh.mesh import of_this_process, span_processes
+from jaxcoll._distribute.values.replica_axis import shapes_of_all
+from jaxcoll._mesh.mesh import no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import host_array, is_array
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd.sparse import is_sparse
 
-_MOST = 32  # dimensions of an array, and letters of a dtype's name
 
+@final
+class Uneven:
+    """One value for each replica whose shapes may differ, so that no global array holds it.
 
-class Uneven(tuple):
-    """One array for each replica of this process, of a shape of its own, on its replica's device.
-
-    JAX treats it as a leaf. `gather` and `reduce` along an axis interpret any list or tuple of
-    arrays as one; this class tells it from a tuple of values.
+    Every process holds the parts of its own replicas. JAX treats it as a leaf. `gather` and
+    `reduce` along an axis take it, and interpret a list or tuple of arrays as one.
     """
 
-    __slots__ = ()
+    __slots__ = ("devices", "parts")
+
+    def __init__(self, parts: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> None:
+        self.parts = parts  # pytrees of arrays, by replica
+        self.devices = devices  # one for each replica, of all processes
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, replica: int) -> Any:
+        if replica in self.parts:
+            return self.parts[replica]
+        raise IndexError(
+            f"This process has the parts of replicas {', '.join(map(str, self.parts))}; got "
+            f"{replica!r}."
+        )
 
     def __repr__(self) -> str:
-        return f"Uneven({', '.join(f'{x.dtype.name}{[*x.shape]}' for x in self)})"
+        shapes = (f"{i}: {x.dtype.name}{[*x.shape]}" for i, x in self.parts.items())
+        return f"Uneven({', '.join(shapes)})"
+
+    def assembled(self) -> PerReplica:
+        """Return the value of all replicas; the program that takes it compares the shapes."""
+        return PerReplica.of(
+            assembled("PerReplica", self.devices, self.parts.__getitem__, rows=True, exchange=False)
+        )
 
 
 def has_parts(value: Any) -> bool:
-    """Whether `value` is one value with a part for each replica, as far as one can see."""
+    """Return true for one value with a part for each replica, as far as one can see."""
     return is_distributed(value) or is_sparse(value) or _is_list(value)
 
 
@@ -51,163 +80,167 @@ def check_no_list(caller: str, path: str, value: Any) -> None:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether `value` is a list or tuple of plain values; one with names is a tree."""
+    """Return true for a list or tuple of plain values; one with names is a tree."""
     plain = isinstance(value, list | tuple) and not hasattr(value, "_fields")
     return plain and bool(value) and all(map(is_array, value))
 
 
-def parts_of(caller: str, value: Sequence[Any], replicas: int | None = None) -> list[Any]:
-    """The arrays of a list or tuple that has one for each replica; `replicas` None: any number."""
-    who = f"`{caller}` interprets a list or tuple as one array per replica"
-    if not value or (replicas is not None and len(value) != replicas):
-        raise ValueError(f"{who}; expected {replicas or 'one or more'}, got {len(value)}.")
-    for i, part in enumerate(value):
-        if not is_array(part):
-            raise ValueError(
-                f"{who}; the part of replica {i} is {part!r} ({type(part).__name__}). Trees go "
-                "inside a `PerReplica`."
-            )
-    return [*map(host_array, value)]
+def taken(
+    caller: str,
+    name: str,
+    value: Any,
+    group: tuple[jax.Device, ...],
+    device: jax.Device,
+) -> PerReplica | Mirrored | Uneven:
+    """Return a value of all replicas, or this process's parts of one, from what a user passes.
 
-
-def check_parts(caller: str, parts: Sequence[Any], axes: Sequence[int]) -> None:
-    """Refuse parts that differ in dtype, rank, or along any dimension but `axes`."""
-    first = parts[0]
-    kept = [k for k in range(first.ndim) if k not in axes]
-    along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {', '.join(map(str, axes))}"
-    for i, part in enumerate(parts):
-        if part.ndim != first.ndim or any(part.shape[k] != first.shape[k] for k in kept):
-            raise ValueError(
-                f"`{caller}` expects parts that differ in size along {along} only; replica {i} "
-                f"has shape {part.shape}, replica 0 {first.shape}."
-            )
-        if part.dtype != first.dtype:
-            raise ValueError(
-                f"`{caller}` expects one dtype; replica {i} has {part.dtype}, replica 0 "
-                f"{first.dtype}."
-            )
-
-
-def distributed(values: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> Any:
-    """A tree with a `PerReplica` in the place of each leaf, or an `Uneven` where shapes differ."""
-    first, *_ = values
-    structures = {i: jax.tree.structure(v, is_leaf=is_sparse) for i, v in values.items()}
-    check_structures("experimental_distribute_values_from_function", structures)
-    leaves = (jax.tree.leaves(value, is_leaf=is_sparse) for value in values.values())
-    columns = (dict(zip(values, column, strict=True)) for column in zip(*leaves, strict=True))
-    return structures[first].unflatten([_column(column, devices) for column in columns])
-
-
-def _column(parts: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> PerReplica | Uneven:
-    alike = len({np.shape(part) for part in parts.values() if is_array(part)}) < 2
-    if alike:
-        return PerReplica.from_function(parts.__getitem__, devices=devices)
-    arrays = parts_of("experimental_distribute_values_from_function", [*parts.values()])
-    return Uneven(jax.device_put(x, devices[i]) for i, x in zip(parts, arrays, strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """This process's parts of a value; every other process of `devices` brings its own."""
-
-    parts: Mapping[int, Any]  # pytrees of arrays, by replica, whose shapes may differ
-    devices: tuple[jax.Device, ...]  # one for each replica, of all processes
-
-    @classmethod
-    def of_process(cls, parts: Sequence[Any], devices: tuple[jax.Device, ...]) -> Self:
-        """One part for each replica of this process."""
-        return cls(dict(zip(of_this_process(devices), parts, strict=True)), devices)
-
-    @classmethod
-    def of_plain(cls, caller: str, value: Any, devices: tuple[jax.Device, ...]) -> Self:
-        """A list or tuple of parts, as above; or a value of one replica for each process."""
-        if not isinstance(value, list | tuple):
-            value, devices = [value], first_of_each_process(devices)
-        parts = parts_of(caller, value, len(of_this_process(devices)))
-        return cls.of_process(parts, devices)
-
-    def assembled(self) -> PerReplica:
-        """The value of all replicas. Parts have one shape, but rows of IndexedSlices are padded."""
-        return PerReplica.from_function(self.parts.__getitem__, devices=self.devices)
-
-    def shapes(
-        self,
-        caller: str,
-        axes: Sequence[Sequence[int]],
-        timeout_seconds: float | None,
-        settings: str,
-    ) -> list[list[jax.ShapeDtypeStruct]]:
-        """For each leaf the shape and dtype of every replica's part, known to all processes.
-
-        `axes` are, for each leaf, the only dimensions along which its parts may differ, from 0:
-        parts that differ otherwise are refused on every process. `settings`: see `known_to_all`.
-        """
-        # One exchange for all leaves: it is a round trip, whatever it carries.
-        facts = {
-            i: [_facts(caller, leaf) for leaf in jax.tree.leaves(part)]
-            for i, part in self.parts.items()
-        }
-        table = known_to_all(facts, self.devices, caller, timeout_seconds, settings)
-        found = [[*map(_shape_of, column)] for column in table.swapaxes(0, 1).tolist()]
-        for parts, own in zip(found, axes, strict=True):
-            check_parts(caller, parts, own)
-        return found
-
-
-def held(
-    name: str, value: PerReplica | Mirrored, group: tuple[jax.Device, ...]
-) -> PerReplica | Mirrored | Held:
-    """`value` if it lies over all of `group`; else this process's parts of one that does.
-
-    TensorFlow's workers pass what is theirs, and get the result of all. So it is here for whatever
-    has a group of devices, one for each replica; (): any. A value over the first device of each
-    process of the group is one of all, too. A `Mirrored` of one process counts as a row for each
-    replica: the copies of other processes may differ from it.
+    Args:
+      caller: the call, for messages.
+      name: the op or strategy, for messages.
+      value: a `PerReplica`, `Mirrored` or `Uneven` over the group, over this process's devices of
+        it, or over the first device of each process; or a plain value, which is that of one
+        replica, and over several processes one of each.
+      group: the devices of every value, one for each replica; (): any.
+      device: where a plain value that lies on no device goes.
 
     Raises:
-      ValueError: it lies on other devices.
+      ValueError: it is something else, or lies on other devices.
     """
-    value = value.settled()
-    found, spans = set(value.devices), span_processes(group)
-    if not group or found == set(group) or (spans and found == set(first_of_each_process(group))):
-        return value
-    own = [group[i] for i in of_this_process(group)]
-    if spans and found == set(own):
-        part_of = dict(zip(value.devices, value, strict=True))
-        return Held.of_process([part_of[device] for device in own], group)
-    hint = " Or pass a value over this process's share of them, as every process then does."
+    if isinstance(value, PerReplica | Mirrored | Uneven):
+        return _over_group(name, value, group)
+    if isinstance(value, Tracer):
+        refuse_traced(caller)
+    if is_sparse(value):
+        value.check(f"`{caller}`")
+    elif not is_array(value):
+        raise ValueError(
+            f"`{caller}` expects a PerReplica, a Mirrored, an array or a number; got {value!r} "
+            f"({type(value).__name__}). `PerReplica` takes a list with each replica's value."
+        )
+    elif isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
+        raise ValueError(
+            f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which "
+            "does not say what it is: `PerReplica.from_global` takes it for one row for each "
+            "replica, `Mirrored.from_global` for one copy for each."
+        )
+    if span_processes(group):
+        firsts = first_of_each_process(group)
+        (replica,) = of_this_process(firsts)
+        return Uneven({replica: value if is_sparse(value) else host_array(value)}, firsts)
+    if isinstance(value, jax.Array):
+        return Mirrored.from_global(value)
+    if device.process_index != jax.process_index():  # the op refuses it, or has a use for it
+        device = jax.local_devices()[0]
+    return Mirrored([value], devices=own_devices([value]) or [device])
+
+
+def listed(caller: str, value: Sequence[Any], devices: tuple[jax.Device, ...]) -> Uneven:
+    """Return a list or tuple as one array for each replica of this process on `devices`.
+
+    Raises:
+      ValueError: it has another number of them, or something else.
+    """
+    interpretation = f"`{caller}` interprets a list or tuple as one array per replica"
+    replicas = of_this_process(devices)
+    if len(value) != len(replicas):
+        raise ValueError(f"{interpretation}; expected {len(replicas)}, got {len(value)}.")
+    for i, part in enumerate(value):
+        if isinstance(part, Tracer):
+            refuse_traced(caller)
+        if not is_array(part):
+            raise ValueError(
+                f"{interpretation}; the part of replica {i} is {part!r} ({type(part).__name__}). "
+                "Trees go inside a `PerReplica`."
+            )
+    return Uneven(dict(zip(replicas, map(host_array, value), strict=True)), devices)
+
+
+def refuse_traced(caller: str) -> None:
+    """Refuse a value that is being traced.
+
+    Raises:
+      ValueError: always.
+    """
     raise ValueError(
-        f"`{name}` reduces over its own {len(group)} devices, {', '.join(map(str, group))}; got a "
-        f"value over {', '.join(map(str, value.devices))}." + hint * spans
+        f"`{caller}` got a value that is being traced, so it lies on no device. Call it "
+        "between programs; inside one, `jc.all_reduce` and its like deal with the value that "
+        "the replica holds."
     )
 
 
 def of_all(
     name: str, value: PerReplica | Mirrored, group: tuple[jax.Device, ...]
 ) -> PerReplica | Mirrored:
-    """`value` over all devices of `group`, of which every process may pass its parts only."""
-    found = held(name, value, group)
-    return found.assembled() if isinstance(found, Held) else found
+    """Return `value` over all devices of `group`, of which every process may pass its parts."""
+    of_group = _over_group(name, value, group)
+    return of_group.assembled() if isinstance(of_group, Uneven) else of_group
+
+
+def _over_group(
+    name: str, value: PerReplica | Mirrored | Uneven, group: tuple[jax.Device, ...]
+) -> PerReplica | Mirrored | Uneven:
+    """Return `value` if it lies over all of `group`; else this process's parts of one that does.
+
+    TensorFlow's workers pass what is theirs, and get the result of all. A `Mirrored` of one process
+    counts as a row for each replica: the copies of other processes may differ from it.
+
+    Raises:
+      ValueError: it lies on other devices.
+    """
+    if not isinstance(value, Uneven):
+        value = value.settled()
+    devices = value.devices
+    if not group or devices == group:
+        return value
+    lies_on, spans = set(devices), span_processes(group)
+    if lies_on == set(group) or (spans and lies_on == set(first_of_each_process(group))):
+        return value
+    own = of_this_process(group)
+    if spans and lies_on == {group[i] for i in own}:
+        part_on = dict(zip(devices, value, strict=True))
+        return Uneven({i: part_on[group[i]] for i in own}, group)
+    hint = " Or pass a value over this process's share of them, as every process then does."
+    raise ValueError(
+        f"`{name}` reduces over its own {len(group)} devices, {', '.join(map(str, group))}; got a "
+        f"value over {', '.join(map(str, devices))}." + hint * spans
+    )
 
 
 def first_of_each_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
-    """The first of each process's devices, in the order of `devices`."""
+    """Return the first of each process's devices, in the order of `devices`."""
     first = {device.process_index: device for device in reversed(devices)}
     return tuple(device for device in devices if first[device.process_index] == device)
 
 
-def _facts(caller: str, part: Any) -> list[int]:
-    """The shape and dtype of an array, in as many integers for each."""
-    if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
-        raise ValueError(
-            f"`{caller}` expects arrays; a part is a typed PRNG key. Pass its "
-            "`jax.random.key_data`."
-        )
-    name = part.dtype.name.encode().ljust(_MOST)
-    # Every process must send as many integers, before it knows whether they agree.
-    return [part.ndim, *part.shape, *[0] * (_MOST - part.ndim), *name]
+def distributed(caller: str, values: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> Any:
+    """Return a tree with a `PerReplica` for each leaf, or an `Uneven` where shapes differ.
 
-
-def _shape_of(facts: Sequence[int]) -> jax.ShapeDtypeStruct:
-    dtype = bytes(facts[_MOST + 1 :]).decode().strip()
-    return jax.ShapeDtypeStruct(tuple(facts[1 : facts[0] + 1]), jnp.dtype(dtype))
+    `values` are the trees of this process's replicas. All processes exchange shapes, so that each
+    leaf is of one kind on all of them.
+    """
+    flat, treedef = flattened(next(iter(values.values())), is_sparse)
+    check_structures(caller, values)
+    rows = {
+        i: [
+            leaf if is_sparse(leaf) else array_of(caller, i, path, leaf)
+            for (path, _), leaf in zip(flat, treedef.flatten_up_to(value), strict=True)
+        ]
+        for i, value in values.items()
+    }
+    dense = {i: [leaf for leaf in row if not is_sparse(leaf)] for i, row in rows.items()}
+    shapes = iter(shapes_of_all(caller, dense, devices, described(next(iter(values.values())))))
+    leaves: list[PerReplica | Uneven] = []
+    for (path, first), *parts in zip(flat, *rows.values(), strict=True):
+        leaf = Uneven(dict(zip(rows, parts, strict=True)), devices)
+        if is_sparse(first):
+            leaves.append(leaf.assembled())
+            continue
+        of_leaf = next(shapes)
+        if len({shape.shape for shape in of_leaf.values()}) == 1:
+            check_alike(caller, path, of_leaf)
+            leaves.append(leaf.assembled())
+        else:
+            with no_mesh():
+                placed = jax.device_put(parts, [devices[i] for i in rows])
+            leaves.append(Uneven(dict(zip(rows, placed, strict=True)), devices))
+    return treedef.unflatten(leaves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, Self, final
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxcoll._distribute.values.assemble import assembled, own_devices
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over, rows_over, without_row
 from jaxcoll._mesh.mesh import checked_devices, no_mesh
-from jaxcoll._mesh.placement import is_in_place, viewed
+from jaxcoll._mesh.placement import viewed
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._show.units import counted
 
@@ -22,15 +23,26 @@ from jaxcoll._show.units import counted
 class DistributedValues:
     """A value on several replicas: a `PerReplica`, one for each, or a `Mirrored`, the same on all.
 
-    It is a pytree of global arrays that lie over a line of devices, one for each replica. Over
-    several processes every process holds its own replicas' parts.
+    It is a pytree of global arrays that lie over a line of devices, one for each replica; `tree`
+    has them in the structure of one replica's value, without a copy. Over several processes every
+    process holds its own replicas' parts, and all of them make the value: they exchange shapes
+    (and digests of copies), in one round trip, and all refuse what disagrees.
+
+    Args:
+      values: a list or tuple with one value for each replica: numbers, numpy arrays,
+        single-device arrays, or pytrees of these, all of one structure, shape and dtype.
+      devices: one for each value. None: the devices on which the values lie, if each lies on
+        its own; else all devices, if there are as many; else the first ones of this process.
+
+    Raises:
+      ValueError: the values disagree (replica and leaf are named), or one is not an array; the
+        devices do not match.
     """
 
-    __slots__ = ("_devices", "_tree")
-    _devices: tuple[jax.Device, ...] | None
-    _tree: Any
+    tree: Any
+    """The global arrays, in the structure of one replica's value."""
     replicated: ClassVar[bool]
-    """Whether every device holds the same; else each a row of its own."""
+    """True if every device holds the same, False if each holds a row of its own."""
 
     def __init_subclass__(cls, *, replicated: bool) -> None:
         cls.replicated = replicated
@@ -65,21 +77,21 @@ class DistributedValues:
             count, every = len(values), jax.devices()
             usual = every if len(every) == count else jax.local_devices()[:count]
             devices = own_devices(values) or usual
-        found = checked_devices(devices, name)
-        if len(found) != len(values):
+        line = checked_devices(devices, name)
+        if len(line) != len(values):
             raise ValueError(
                 f"`{name}` expects one device for each value; got "
-                f"{counted(len(values), 'value')} and {counted(len(found), 'device')}."
+                f"{counted(len(values), 'value')} and {counted(len(line), 'device')}."
             )
-        self._tree = assembled(name, found, values.__getitem__, rows=not self.replicated)
-        self._devices = None
+        self.tree = assembled(name, line, values.__getitem__, rows=not self.replicated)
+        self.devices = line
 
     @final
     @classmethod
     def from_function(
         cls, fun: Callable[[int], Any], *, devices: Sequence[jax.Device] | None = None
     ) -> Self:
-        """The values that `fun` gives for the replica ids 0, 1, ...
+        """Make a value from what `fun` gives for the replica ids 0, 1, ...
 
         Args:
           fun: from a replica id to that replica's value, called for the replicas of this
@@ -93,13 +105,13 @@ class DistributedValues:
           >>> PerReplica.from_function(lambda i: 10.0 * i)[3].tolist()
           30.0
         """
-        found = checked_devices(jax.devices() if devices is None else devices, cls.__name__)
-        return cls.of(assembled(cls.__name__, found, fun, rows=not cls.replicated))
+        line = checked_devices(jax.devices() if devices is None else devices, cls.__name__)
+        return cls.of(assembled(cls.__name__, line, fun, rows=not cls.replicated), line)
 
     @final
     @classmethod
     def from_global(cls, tree: Any) -> Self:
-        """A view of arrays that lie over the devices already: nothing is copied.
+        """View arrays that lie over the devices already: nothing is copied.
 
         Args:
           tree: a global `jax.Array`, or a pytree of them over the same devices.
@@ -114,36 +126,27 @@ class DistributedValues:
 
     @final
     @classmethod
-    def of(cls, tree: Any) -> Self:
-        """`tree` wrapped without a check, as JAX's transformations need it."""
+    def of(cls, tree: Any, devices: tuple[jax.Device, ...] | None = None) -> Self:
+        """Wrap `tree` without a check, as JAX's transformations need it."""
         self = object.__new__(cls)
-        self._tree, self._devices = tree, None
+        self.tree = tree
+        if devices is not None:
+            self.devices = devices
         return self
 
-    @final
-    @property
-    def tree(self) -> Any:
-        """The global arrays, in the structure of one replica's value: nothing is copied."""
-        return self._tree
-
-    @final
-    @property
+    @functools.cached_property
     def devices(self) -> tuple[jax.Device, ...]:
         """The device of each replica, in the order of their ids."""
-        if self._devices is None:
-            leaves = jax.tree.leaves(self._tree)
-            if not leaves:
-                name = type(self).__name__
-                raise ValueError(f"`{name}` got a tree without leaves; it needs an array.")
-            self._devices = self._usual_devices_of(leaves[0]) or self._devices_of(
-                *jax.tree_util.tree_leaves_with_path(self._tree)[0]
-            )
-        return self._devices
+        paths_and_leaves = jax.tree_util.tree_leaves_with_path(self.tree)
+        if not paths_and_leaves:
+            name = type(self).__name__
+            raise ValueError(f"`{name}` got a tree without leaves; it needs an array.")
+        return self._devices_of(*paths_and_leaves[0])
 
     @final
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are, which is also `len(value)`."""
+        """The number of replicas, which is also `len(value)`."""
         return len(self.devices)
 
     @final
@@ -179,23 +182,23 @@ class DistributedValues:
 
     @final
     def part(self, device: jax.Device) -> Any:
-        """What lies on `device`, of which a row has its leading dimension still."""
+        """Return what lies on `device`, of which a row has its leading dimension still."""
 
         def here(leaf: jax.Array) -> jax.Array:
             return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
 
-        return jax.tree.map(here, self._tree)
+        return jax.tree.map(here, self.tree)
 
     @final
     @classmethod
     def local(cls, part: Any) -> Any:
-        """One replica's value, from its part of the global arrays."""
+        """Return one replica's value, from its part of the global arrays."""
         return part if cls.replicated else without_row(part)
 
     @final
     @property
     def spec(self) -> PartitionSpec:
-        """How each leaf is cut for a program that maps the replicas."""
+        """The spec of each leaf in a program that maps the replicas."""
         return PartitionSpec() if self.replicated else PartitionSpec(AXIS)
 
     def __reduce__(self) -> NoReturn:
@@ -205,69 +208,69 @@ class DistributedValues:
         )
 
     def __copy__(self) -> Self:
-        return type(self).of(self._tree)
+        return type(self).of(self.tree)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self).of(copy.deepcopy(self._tree, memo))
+        return type(self).of(copy.deepcopy(self.tree, memo))
 
     def __repr__(self) -> str:
         try:
             devices = [str(device) for device in self.devices]
         except ValueError:  # a transformation holds it, or its leaves have moved
-            return f"{type(self).__name__}({self._tree!r})"
+            return f"{type(self).__name__}({self.tree!r})"
         skipped = int(not self.replicated)
         tree = jax.tree.map(
-            lambda leaf: _Plain(f"{leaf.dtype.name}{[*leaf.shape[skipped:]]}"), self._tree
+            lambda leaf: _Plain(f"{leaf.dtype.name}{[*leaf.shape[skipped:]]}"), self.tree
         )
         shown = devices if len(devices) < 5 else [devices[0], devices[1], "…", devices[-1]]
         return f"{type(self).__name__}({tree!r} on {len(devices)}: {', '.join(shown)})"
 
     @final
     def settled(self) -> Self:
-        """A view of it, each leaf checked, and typed by the one mesh of its devices."""
+        """Return a view of it, each leaf checked, and typed by the one mesh of its devices."""
         devices = self.devices
         sharding = self._over(devices)
-        if is_in_place(self._tree, sharding):
+        for leaf in jax.tree.leaves(self.tree):
+            if getattr(leaf, "sharding", None) != sharding or leaf.is_deleted():
+                break
+        else:
             return self
 
         def settle(path: Any, leaf: Any) -> jax.Array:
             if getattr(leaf, "sharding", None) == sharding:
                 return leaf
-            found = self._devices_of(path, leaf)
-            if found != devices:
+            of_leaf = self._devices_of(path, leaf)
+            if of_leaf != devices:
                 raise ValueError(
                     f"`{type(self).__name__}`: leaf {jax.tree_util.keystr(path)} lies on "
-                    f"{', '.join(map(str, found))}, but the first leaf on "
+                    f"{', '.join(map(str, of_leaf))}, but the first leaf on "
                     f"{', '.join(map(str, devices))}; all must lie on the same, in one order."
                 )
             return viewed(leaf, sharding)
 
-        return self.of(jax.tree_util.tree_map_with_path(settle, self._tree))
+        return self.of(jax.tree_util.tree_map_with_path(settle, self.tree), devices)
 
     @final
     def reordered(self, devices: tuple[jax.Device, ...]) -> Self:
-        """A view whose replicas are counted in the order of `devices`: nothing is copied."""
+        """Return a view whose replicas are counted in the order of `devices`: nothing is copied."""
         if devices == self.devices:
             return self
         sharding = self._over(devices)
-        return self.of(jax.tree.map(lambda leaf: viewed(leaf, sharding), self._tree))
-
-    def _usual_devices_of(self, leaf: Any) -> tuple[jax.Device, ...] | None:
-        """The devices of an array that lies as `settled` has it; None: it does not."""
-        # Every call comes this way: one comparison, in place of an index for each device.
-        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        if isinstance(leaf, Tracer) or not isinstance(mesh, Mesh):
-            return None
-        devices = tuple(mesh.devices.flat)
-        rows = self.replicated or leaf.shape[:1] == (len(devices),)
-        return devices if rows and leaf.sharding == self._over(devices) else None
+        return self.of(jax.tree.map(lambda leaf: viewed(leaf, sharding), self.tree), devices)
 
     def _over(self, devices: tuple[jax.Device, ...]) -> NamedSharding:
-        """How each leaf lies on `devices`."""
+        """Return the sharding of each leaf over `devices`."""
         return (copies_over if self.replicated else rows_over)(devices)
 
     @final
     def _devices_of(self, path: Any, leaf: Any) -> tuple[jax.Device, ...]:
+        # Results of programs come this way: one comparison, not an index for each device.
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(mesh, Mesh) and not isinstance(leaf, Tracer):
+            devices = tuple(mesh.devices.flat)
+            if leaf.sharding == self._over(devices):
+                if self.replicated or leaf.shape[:1] == (len(devices),):
+                    return devices
         name = where(jax.tree_util.keystr(path))
         if isinstance(leaf, Tracer):
             raise ValueError(
@@ -304,19 +307,10 @@ class DistributedValues:
 class PerReplica(DistributedValues, replicated=False):
     """One value for each replica: a pytree of arrays, a row on each device.
 
-    Law: a leaf is a global array of shape (n, *shape) with row i on device i, which is what
-    `jax.pmap` returns and takes: wrapping one, and taking `tree` out, copies nothing. It passes
-    through `jax.jit`; `value[i]` is replica i's part, on its device.
-
-    Args:
-      values: a list or tuple with one value for each replica: numbers, numpy arrays,
-        single-device arrays, or pytrees of these, all of one structure, shape and dtype.
-      devices: one for each value. None: the devices on which the values lie, if each lies on
-        its own; else all devices, if there are as many; else the first ones of this process.
-
-    Raises:
-      ValueError: the values disagree (replica and leaf are named), or one is not an array; the
-        devices do not match.
+    Guarantees: a leaf of `tree` is a global array of shape (n, *shape) with row i on device i,
+    which is what `jax.pmap` returns and takes: wrapping one, and taking `tree` out, copies
+    nothing. It passes through `jax.jit`; `value[i]` is replica i's part, on its device. Arguments
+    and errors are those of `DistributedValues`; IndexedSlices are padded to the longest.
 
     Examples:
       >>> value = PerReplica([{"w": 1.0}, {"w": 2.0}])
@@ -326,34 +320,23 @@ class PerReplica(DistributedValues, replicated=False):
       ([1.0, 2.0], 2.0)
     """
 
-    __slots__ = ()
-
 
 @final
 class Mirrored(DistributedValues, replicated=True):
     """One value with a copy on every replica's device: a pytree of replicated arrays.
 
-    Law: the copies are equal to the bit. The constructor compares them; `from_global` takes
-    JAX's word for it, and copies nothing, nor does taking `tree` out. `value[i]` is the copy on
-    replica i's device.
-
-    Args:
-      values: a list or tuple with the value of each replica, all equal; as in `PerReplica`.
-      devices: as in `PerReplica`.
-
-    Raises:
-      ValueError: as in `PerReplica`; the copies differ.
+    Guarantees: the copies are equal to the bit. The constructor compares them; `from_global` takes
+    JAX's word for it. `value[i]` is the copy on replica i's device. Arguments and errors are
+    those of `DistributedValues`; copies that differ are refused.
 
     Examples:
       >>> Mirrored.from_function(lambda i: [1, 2.5])
       Mirrored([int32[], float32[]] on 8: cpu:0, cpu:1, …, cpu:7)
     """
 
-    __slots__ = ()
-
 
 def is_distributed(value: Any) -> bool:
-    """Whether `value` has a part on every replica, so that it is one argument and not a tree."""
+    """Return true for a value with a part on every replica: one argument, not a tree."""
     return isinstance(value, DistributedValues)
 
 
