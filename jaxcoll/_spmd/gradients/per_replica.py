@@ -45,7 +45,7 @@ def taken_by(
     if not leaves:
         return x
     if not _compat.types_tell():
-        return marks.checked(x, {where(name): y for name, y in leaves.items()}, axes, caller)
+        return marks.checked(x, {where(name): y for name, y in leaves.items()}, tuple(axes), caller)
     known = frozenset(axes) - retyped()
     for name, leaf in leaves.items():
         if varying := known & _compat.varying_axes(leaf):
