@@ -61,7 +61,7 @@ def accumulated(loop):
 
 def sam(p, b):
     g = pmean(jax.grad(loss)(p, b))
-    near = descend(p, g, -0.05 / (optax.global_norm(g) + 1e-9))
+    near = descend(p, g, -0.05 / (optax.tree.norm(g) + 1e-9))
     return descend(p, pmean(jax.grad(loss)(near, b)))
 
 
@@ -119,7 +119,7 @@ def dynamic_scale(p, b):
 
 def skip_bad_steps(p, b):
     g = pmean(jax.grad(loss)(p, b))
-    return lax.cond(jnp.isfinite(optax.global_norm(g)), lambda: descend(p, g), lambda: p)
+    return lax.cond(jnp.isfinite(optax.tree.norm(g)), lambda: descend(p, g), lambda: p)
 
 
 def contrastive(p, b):
@@ -170,7 +170,7 @@ def cross_correlation(p, b):
 def private(p, b):
     one = lambda x, y: jax.grad(loss)(p, {"x": x[None], "y": y[None]})
     grads = jax.vmap(one)(b["x"], b["y"])
-    norms = jax.vmap(optax.global_norm)(grads)
+    norms = jax.vmap(optax.tree.norm)(grads)
     clipped = jax.tree.map(
         lambda g: (g * jnp.minimum(1, 0.1 / norms).reshape(-1, *[1] * (g.ndim - 1))).sum(0), grads
     )
