@@ -1,4 +1,4 @@
-"""The rule beside the best choice, in predicted seconds: `python benchmarks/predicted_regret.py`.
+"""The rule beside the best choice, in predicted seconds: `python -m benchmarks.predicted_regret`.
 
 Random trees over 2, 4 and 8 CPU processes, on one host or on two that a network of 100 Mbit/s,
 1 Gbit/s or 10 Gbit/s joins. The rule does not know which; the prediction does. The best choice has

@@ -2,7 +2,7 @@
 
 Options that are given stand. What they leave open follows from the constants below; nothing is
 searched, measured or read while a program is traced, so all processes of a job choose alike.
-`python benchmarks/predicted_regret.py` compares the rule with the best choice.
+`python -m benchmarks.predicted_regret` compares the rule with the best choice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxcoll._plan.world import World
 
 KiB, MiB = 1 << 10, 1 << 20
 
-# The constants, each with the command that measured it; `bench` is `jaxcoll bench`.
+# The constants, each with its command; `bench` is `python -m benchmarks.all_reduce`.
 
 PACKED = BytesPerPack(16 * MiB, alone=2 * MiB)
 """Packs over Gloo, and packs of codes on accelerators. A larger leaf takes longer to copy into a
