@@ -24,7 +24,7 @@ from jaxcoll._spmd.checks.check_replicas import WORDS, ReplicaCheck, digest
 def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) -> ReplicaCheck:
     """Compare what the replicas hold, bit by bit, by digests of a few bytes.
 
-    Law: equal bits are never reported, and one element that differs always is; of other
+    Guarantees: equal bits are never reported, and one element that differs always is; of other
     differences one in 2⁶⁴ escapes. That a type says "the same everywhere" is a claim like any
     other: the copies are read. A leaf without a second copy is refused, never passed.
 
@@ -60,7 +60,7 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
     """
     if axis_name is not None:
         return _check.check_replicas(tree, axis_name, scope=scope_here())
-    given = [
+    passed = [
         (leaf, isinstance(node, PerReplica))
         for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PerReplica))
         for leaf in jax.tree.leaves(node)
@@ -69,16 +69,16 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
         paths, arrays = _check.arrays_of(tree)
         leaves = [
             _leaf(path, array, leaf, stacked)
-            for path, array, (leaf, stacked) in zip(paths, arrays, given, strict=True)
+            for path, array, (leaf, stacked) in zip(paths, arrays, passed, strict=True)
         ]
         _check_copies(leaves)
-        words = _exchanged(leaves, [_words(leaf) for leaf in leaves])
-    return _compared(leaves, words)
+        digests = _exchanged(leaves, [_words(leaf) for leaf in leaves])
+    return _compared(leaves, digests)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Leaf:
-    """What is compared of one leaf."""
+    """The copies of one leaf that are compared."""
 
     path: str  # where it stands
     array: jax.Array  # what this process has of it
@@ -102,8 +102,8 @@ def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:
     if stacked:
         part = dict.fromkeys(devices, "row")
     else:
-        found = array.sharding.devices_indices_map(array.shape)
-        part = {device: str(index) for device, index in found.items()}
+        indices = array.sharding.devices_indices_map(array.shape)
+        part = {device: str(index) for device, index in indices.items()}
     alone = min(Counter(part.values()).values()) < 2
     if jax.device_count() == 1 or (len(devices) == 1 and on_a_mesh):
         alone = False  # one replica, which cannot differ
@@ -111,7 +111,7 @@ def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:
 
 
 def _whose(given: Any) -> str:
-    """Where the only copy of a leaf is."""
+    """Say where the only copy of a leaf is."""
     if not isinstance(given, jax.Array):
         return f"a {type(given).__name__} of this process"
     devices = given.sharding.device_set
@@ -139,10 +139,10 @@ def _check_copies(leaves: Sequence[_Leaf]) -> None:
 
 def _words(leaf: _Leaf) -> dict[jax.Device, np.ndarray]:
     """The digest of the part on each device of this process."""
-    found = {s.device: _digest(s.data) for s in leaf.array.addressable_shards}
+    digests = {s.device: _digest(s.data) for s in leaf.array.addressable_shards}
     if leaf.part.keys() != leaf.array.sharding.device_set:  # one value, which stands for all
-        found = dict.fromkeys(jax.local_devices(), *found.values())
-    return {device: np.asarray(words) for device, words in found.items()}
+        digests = dict.fromkeys(jax.local_devices(), *digests.values())
+    return {device: np.asarray(words) for device, words in digests.items()}
 
 
 def _exchanged(

@@ -4,10 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jaxcoll._distribute.ops.all_reduce_spec import first_that_takes, parse_spec
+from jaxcoll._distribute.ops.all_reduce_spec import parse_spec
 
 EIGHT = {
     "nccl": "native", "xring": "ring", "pscpu": "shuffle", "psgpu": "shuffle",
@@ -78,13 +76,3 @@ FORM = r"`all_reduce_spec` must be a name such as .*, or a list of such tuples; 
 def test_L73_L74_what_is_malformed_is_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         parse_spec(spec)
-
-
-limits = st.lists(st.integers(0, 1000), unique=True).map(lambda xs: [*sorted(xs), -1])
-
-
-@given(limits, st.integers(0, 1100))
-def test_an_array_takes_the_first_tuple_whose_limit_it_does_not_exceed(limits, nbytes):
-    k = first_that_takes(limits, nbytes)
-    assert limits[k] == -1 or nbytes <= limits[k]
-    assert all(nbytes > limit for limit in limits[:k])

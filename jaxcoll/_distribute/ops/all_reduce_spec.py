@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxcoll._plan.algorithms import TENSORFLOW, canonical
@@ -59,11 +58,6 @@ def parse_spec(spec: Any) -> tuple[SpecTuple, ...]:
             f"{spec!r}."
         )
     return lines
-
-
-def first_that_takes(limits: Iterable[int], nbytes: int) -> int:
-    """The number of the first limit that an array of `nbytes` does not exceed; -1 is none."""
-    return next(k for k, limit in enumerate(limits) if limit == -1 or nbytes <= limit)
 
 
 def _line(item: Any, spec: Any) -> SpecTuple:

@@ -1,4 +1,4 @@
-"""What is made of a function once, and kept for as long as the function lives."""
+"""A cache of what is made of functions, which keeps no function alive."""
 
 from __future__ import annotations
 
