@@ -11,7 +11,7 @@ from cases import mapped
 
 import jaxcoll as jc
 from jaxcoll._compat import compiler
-from jaxcoll._dispatch.executable import known_options
+from jaxcoll._compat.compiler_options import known_options
 from jaxcoll._mesh.clusters import topology_named
 
 PARAMS = [np.full((16, 16), 0.1, np.float32) for _ in range(6)]
