@@ -286,7 +286,7 @@ def stepped(
 
     # For the messages of JAX: a name of an argument is no index into all of them.
     words = dict.fromkeys(re.sub(r"\W+", "_", name).strip("_") for name in (*names, "kwargs"))
-    replica.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+    replica.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in words]
     )
     specs = [*outputs.specs, PartitionSpec()]
