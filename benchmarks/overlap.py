@@ -25,31 +25,18 @@ WARM = 3
 
 @dataclasses.dataclass(frozen=True)
 class Overlapped:
-    """One tree's overlap; seconds are those of the slowest rank.
-
-    Attributes:
-      workload: name of the tree.
-      bytes: of the tree.
-      processes: that exchange it.
-      parts: programs that reduce it.
-      algorithm: of all of them, as on the command line.
-      communication: seconds of the programs alone, one dispatched right after the other.
-      compute: seconds of the sleeps alone, asked to be as long.
-      step: seconds of both.
-      exposed: (step - compute) / communication, by rounds.
-      twin: communication over itself, measured again in the same rounds.
-    """
+    """One tree's overlap; seconds are those of the slowest rank."""
 
     workload: str
     bytes: int
     processes: int
-    parts: int
+    parts: int  # programs that reduce it
     algorithm: str
-    communication: Estimate
-    compute: Estimate
-    step: Estimate
-    exposed: Estimate
-    twin: Estimate
+    communication: Estimate  # seconds of the programs alone, one dispatched right after the other
+    compute: Estimate  # of the sleeps alone, which are to be as long
+    step: Estimate  # of both
+    exposed: Estimate  # (step - compute) / communication, by rounds
+    twin: Estimate  # communication over itself, measured again in the same rounds
 
 
 def parts_of(workload: Workload, count: int) -> list[tuple[int, int]]:

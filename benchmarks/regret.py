@@ -45,21 +45,13 @@ PROCESSES = (2, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One tree in one world.
+    """One tree in one world."""
 
-    Attributes:
-      number: among those of its seed.
-      hosts: 1, whose loopback interface carries everything, or 2.
-      processes: on all of them, of one CPU device each.
-      rate: of the hosts' links, as `tc` spells it; "none" on one host.
-      elements: of each leaf, of float32.
-    """
-
-    number: int
-    hosts: int
-    processes: int
-    rate: str
-    elements: tuple[int, ...]
+    number: int  # among those of its seed
+    hosts: int  # 1, whose loopback interface carries everything, or 2
+    processes: int  # on all of them, of one CPU device each
+    rate: str  # of the hosts' links, as `tc` spells it; "none" on one host
+    elements: tuple[int, ...]  # of each leaf, of float32
 
     @property
     def nbytes(self) -> int:
@@ -118,16 +110,11 @@ def candidates(case: Case) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Regret:
-    """What one case showed.
-
-    Attributes:
-      case: it.
-      seconds: for each contestant, those of each round.
-      alike: candidates with the plan of the automatic choice, which were not measured again.
-    """
+    """The seconds of one case."""
 
     case: Case
-    seconds: Mapping[str, tuple[float, ...]]
+    seconds: Mapping[str, tuple[float, ...]]  # for each contestant, those of each round
+    # Candidates with the plan of the automatic choice, which were not measured again
     alike: tuple[str, ...] = ()
 
     @property
