@@ -105,7 +105,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
     """One axis over all devices, or two where several hosts, or processes, have several each."""
     grid, axes = np.array(devices, dtype=object), ("data",)
     owners = [device.process_index for device in devices]
-    hosts = [hosts_of_job().of_processes[owner] for owner in owners] if len(set(owners)) > 1 else []
+    hosts = [hosts_of_job()[owner] for owner in owners] if len(set(owners)) > 1 else []
     # Hierarchical algorithms need an axis within a host or process and one between them.
     for name, islands in (("host", hosts), ("process", owners)):
         groups = len(set(islands))
