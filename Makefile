@@ -56,7 +56,7 @@ format: venv ## let ruff put the code in order
 docs: venv ## build the site into site/, warnings are errors
 	.venv/bin/mkdocs build --strict
 
-bench: venv ## the figures of docs/performance.md
+bench: venv ## all-reduces beside JAX's own, on the devices here; benchmarks/README.md has more
 	.venv/bin/jaxcoll bench $(BENCH_ARGS)
 
 clean: ## remove everything that make has made

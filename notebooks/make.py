@@ -17,15 +17,16 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "docs" / "examples"), str(HERE.parent)]
+from benchmarks import simulation
 from jaxcoll.cli.main import main
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "docs" / "examples"))
 IMAGES = HERE.parent / "docs" / "images"
 STORED = sorted(path.stem for path in HERE.glob("*.ipynb"))
 PICTURES = {
-    "report.png": ["inspect", "transformer:example", "--topology", "h100:8"],
-    "simulation.png": ["plan", "--simulate", "--topology", "h100:2x8"],
+    "report.png": (main, ["inspect", "transformer:example", "--topology", "h100:8"]),
+    "simulation.png": (simulation.main, []),
 }
 _CELL = re.compile(r"(?:/[\w./-]*/ipykernel_\d+/|\b)\d{6,}\.py:")  # a cell's file, by chance
 
@@ -54,8 +55,9 @@ def store(name: str) -> None:
 
 def draw(name: str) -> None:
     """Draw one picture of the pages."""
-    if status := main([*PICTURES[name], "--plot", str(IMAGES / name)]):
-        raise SystemExit(status)
+    command, flags = PICTURES[name]
+    if command([*flags, "--plot", str(IMAGES / name)]) == 2:
+        raise SystemExit(2)
 
 
 if __name__ == "__main__":

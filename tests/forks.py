@@ -223,6 +223,6 @@ _OWN = {
 
 @functools.cache
 def _with_commands() -> Python:
-    modules = ("jaxcoll.cli.main", "jaxcoll.demos.picture", "jaxcoll.demos.report", "optax",
+    modules = ("jaxcoll.cli.main", "jaxcoll.cli.bench", "jaxcoll.cli.demo", "matplotlib", "optax",
                "sklearn.datasets", "sklearn.model_selection")  # fmt: skip
     return Python(modules, {**os.environ, **_OWN}, "-W", "error")

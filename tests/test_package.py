@@ -95,7 +95,7 @@ def test_the_source_archive_has_what_a_packager_needs_and_nothing_else():
     assert needed | {"docs/start.md", "mkdocs.yml", "Makefile"} <= names
     tops = {name.partition("/")[0] for name in names}
     known = {
-        *"jaxcoll tests docs notebooks PKG-INFO CONTRIBUTING.md .gitignore".split(),
+        *"jaxcoll tests benchmarks docs notebooks PKG-INFO CONTRIBUTING.md .gitignore".split(),
         *tops & needed,
     }
     assert tops <= known | {"mkdocs.yml", "Makefile", "uv.lock"}

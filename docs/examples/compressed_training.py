@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 import jaxcoll as jc
-from jaxcoll.demos import digits, network
+from jaxcoll.cli import demo
 
 LAST = 13
 MOST, CONTROL = 0.005, 0.5
@@ -62,10 +62,10 @@ def _adam(steps: int) -> optax.GradientTransformation:
 
 TASKS = {
     "digits": Task(
-        network.initial,
-        lambda params, batch: network.loss(params, *batch),
+        demo.initial,
+        lambda params, batch: demo.loss(params, *batch),
         _momentum,
-        lambda steps, seed: digits.batches(digits.load(), 128, steps, seed),
+        lambda steps, seed: demo.batches(demo.load(), 128, steps, seed),
     ),
     "gpt": Task(gpt.initial, gpt.loss, _adam, lambda steps, seed: gpt.batches(8, steps, seed)),
 }

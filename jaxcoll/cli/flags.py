@@ -1,31 +1,149 @@
-"""Flags that several commands have: declared, checked before the work, and carried out."""
+"""Flags that several commands have, and what is written behind them: trees, algorithms, sizes."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import re
 import sys
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxcoll._files import check_writable, write_text
-from jaxcoll.bench.targets import SIMULATED
-from jaxcoll.bench.workloads import TREES
+import jax
+import numpy as np
 
-PLATFORMS = ("cpu", "gpu", "tpu", "auto")
-_PACKAGES = {"sklearn": "scikit-learn"}
+import jaxcoll as jc
+from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical
+
+SIMULATED = 8
+"""Simulated CPU devices by default."""
+
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_EVERYTHING = 1 << 60
+Shapes = dict[str, tuple[int, ...]]
 
 
-def add_platform(parser: Any, *, default: str | None = "cpu", help: str = "") -> None:
-    """`--platform`: whose devices."""
-    words = "simulated CPU devices (default), or the accelerators that are here"
-    parser.add_argument("--platform", choices=PLATFORMS, default=default, help=help or words)
+def resnet50() -> Shapes:
+    """161 leaves, 25,557,032 elements: convolutions, and a scale and a bias for each."""
+    kernels: Shapes = {"conv1": (7, 7, 3, 64)}
+    channels = 64
+    for k, (width, blocks) in enumerate(zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True), 1):
+        for block in range(blocks):
+            at = f"layer{k}.{block}"
+            kernels[f"{at}.conv1"] = (1, 1, channels, width)
+            kernels[f"{at}.conv2"] = (3, 3, width, width)
+            kernels[f"{at}.conv3"] = (1, 1, width, 4 * width)
+            if block == 0:
+                kernels[f"{at}.shortcut"] = (1, 1, channels, 4 * width)
+            channels = 4 * width
+    shapes: Shapes = {}
+    for name, kernel in kernels.items():
+        shapes |= {name: kernel, f"{name}.scale": kernel[-1:], f"{name}.bias": kernel[-1:]}
+    return {**shapes, "out": (2048, 1000), "out.bias": (1000,)}
 
 
-def add_devices(parser: Any, help: str) -> None:
-    """`--devices`: how many."""
-    help = help.format(simulated=SIMULATED)
-    parser.add_argument("--devices", type=int, metavar="N", help=help)
+def gpt2_small() -> Shapes:
+    """148 leaves, 124,439,808 elements."""
+    d = 768
+    layer = {
+        "norm1.scale": (d,), "norm1.bias": (d,), "qkv": (d, 3 * d), "qkv.bias": (3 * d,),
+        "attention": (d, d), "attention.bias": (d,), "norm2.scale": (d,), "norm2.bias": (d,),
+        "up": (d, 4 * d), "up.bias": (4 * d,), "down": (4 * d, d), "down.bias": (d,),
+    }  # fmt: skip
+    layers = {f"layer{k}.{name}": shape for k in range(12) for name, shape in layer.items()}
+    ends = {"norm.scale": (d,), "norm.bias": (d,)}
+    return {"tokens": (50257, d), "positions": (1024, d), **layers, **ends}
+
+
+TREES = {
+    "resnet50": resnet50,
+    "gpt2-small": gpt2_small,
+    # Leaves of 1 to 4,096 elements, scattered by a multiplicative hash.
+    "many-small": lambda: {str(i): (1 + (i * 2654435761 % 2**32) % 4096,) for i in range(1000)},
+    "200x1KiB": lambda: {str(i): (256,) for i in range(200)},
+}
+
+
+def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
+    """One of `TREES`, or that of a .json file of `[{"shape": .., "dtype": .., "name": ..}, ..]`."""
+    try:
+        if name in TREES:
+            rows = [(k, tuple(shape), dtype) for k, shape in TREES[name]().items()]
+        else:
+            rows = [
+                (str(row.get("name", k)), tuple(row["shape"]), row.get("dtype", dtype))
+                for k, row in enumerate(json.loads(Path(name).read_text()))
+            ]
+        leaves = [(k, jax.ShapeDtypeStruct(shape, dtype_of(t))) for k, shape, t in rows]
+        if not leaves or not all(isinstance(n, int) for _, x in leaves for n in x.shape):
+            raise ValueError("no leaves, or a shape that is none")
+        return OrderedDict(leaves)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"--tree {name}: expected one of {', '.join(TREES)}, or a file of "
+            f'[{{"shape": [..], "dtype": ".."}}, ..] ({type(error).__name__}: {error}).'
+        ) from None
+
+
+def options_of(name: str) -> jc.CommunicationOptions:
+    """The options of an algorithm's name: "auto+int8", "ring@4MiB", "shuffle/native@all".
+
+    Behind "+" stands the wire format, behind "@" the largest pack, or "all" for one pack.
+
+    Raises:
+      ValueError: there is no such algorithm, format or size.
+    """
+    rest, at, pack = name.partition("@")
+    algorithm, plus, wire_format = rest.partition("+")
+    options: dict[str, Any] = {"compression": wire_format} if plus else {}
+    if at:
+        options["bytes_per_pack"] = _EVERYTHING if pack == "all" else bytes_of(pack)
+    if algorithm == "reproducible":
+        options["reproducible"] = True
+    elif algorithm != "auto":
+        try:
+            options["algorithm"] = canonical(algorithm.replace("-", "_"))
+        except ValueError:
+            names = ", ".join(
+                ["auto", "reproducible", *(a.replace("_", "-") for a in DESCRIPTIONS)]
+            )
+            raise ValueError(f"no algorithm {name!r}: choose {names}, or inner/outer.") from None
+    return jc.CommunicationOptions(**options)
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of a size with a unit ("1.5KiB"), or of a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)?", text.strip())
+    size = int(float(match[1]) * UNITS[match[2] or "B"]) if match else 0
+    if not size:
+        raise ValueError(f"expected a size such as 1KiB, 4MiB or 1GiB; got {text!r}.")
+    return size
+
+
+def dtype_of(name: str) -> np.dtype:
+    """A dtype that JAX keeps as it is."""
+    try:
+        kept = jax.dtypes.canonicalize_dtype(dtype := np.dtype(name))
+    except TypeError:
+        raise ValueError(f"no dtype {name!r}: expected one such as float32 or bfloat16.") from None
+    if kept != dtype:
+        raise ValueError(f"JAX holds {dtype} as {kept}: ask for that, or set JAX_ENABLE_X64=1.")
+    return kept
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A flag's type: an integer that is not below `least`."""
+
+    def integer(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}; got {number}")
+        return number
+
+    return integer
 
 
 def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
@@ -37,44 +155,64 @@ def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
             raise ValueError(f"--{flag} must be at least {least}; got {number}.")
 
 
-def add_tree(parser: argparse.ArgumentParser, *, several: bool = False) -> Any:
-    """`--tree`, `--dtype` and `--reduce-op` in a group; `several`: any number of trees, or none."""
-    group = parser.add_argument_group("what is reduced")
-    each = f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype, name}}, ...]"
-    if several:
-        words = f"{each}; may be given several times (default: resnet50, unless --sizes is given)"
-        group.add_argument("--tree", action="append", default=[], metavar="NAME", help=words)
-    else:
-        words = f"{each} (default: resnet50)"
-        group.add_argument("--tree", default="resnet50", metavar="NAME", help=words)
-    group.add_argument("--dtype", default="float32", help="of what does not say (default: float32)")
-    group.add_argument("--reduce-op", choices=["mean", "sum"], default="mean")
-    return group
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """`--devices` and `--platform`."""
+    words = f"how many (default: {SIMULATED} simulated ones, or all accelerators)"
+    parser.add_argument("--devices", type=at_least(1), metavar="N", help=words)
+    words = "simulated CPU devices (default), or the accelerators that are here"
+    parser.add_argument("--platform", choices=["cpu", "gpu", "tpu", "auto"], help=words)
 
 
-def check_installed(extra: str, *modules: str, flag: str = "") -> None:
-    """Refuse what needs a package that is not installed, and name the extra that brings it."""
-    missing = [_PACKAGES.get(m, m) for m in modules if not importlib.util.find_spec(m)]
-    if missing:
+def add_tree(parser: argparse.ArgumentParser, **settings: Any) -> None:
+    """`--tree`, `--dtype` and `--reduce-op`."""
+    add = parser.add_argument
+    words = f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype, name}}, ...]"
+    add("--tree", metavar="NAME", help=f"{words} (default: resnet50)", **settings)
+    add("--dtype", default="float32", help="of what does not say (default: float32)")
+    add("--reduce-op", choices=["mean", "sum"], default="mean")
+
+
+def choose_platform(platform: str | None, count: int | None) -> None:
+    """Have JAX use simulated CPU devices, or a platform's; before it looks for devices."""
+    if platform in (None, "cpu"):
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count or SIMULATED)
+    elif platform != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
+
+
+def devices_of(platform: str | None, count: int | None) -> list[jax.Device]:
+    """The devices of the job that this process is in, or else those that the flags ask for."""
+    if platform is None and count is None:
+        jc.initialize()
+    if jax.distributed.is_initialized():
+        return jax.devices()
+    choose_platform(platform, count)
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
         raise ValueError(
-            f"{flag} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-            f"installed: pip install 'jaxcoll[{extra}]'".lstrip()
+            f"--platform {platform}: JAX finds no such device ({error}). Install JAX for "
+            f"{platform}, or leave --platform out for simulated CPU devices."
+        ) from error
+    if count is not None and count > len(devices):
+        raise ValueError(f"--devices {count}: there are {len(devices)} {devices[0].platform} here.")
+    return devices[:count]
+
+
+def check_installed(extra: str, *modules: str) -> None:
+    """Refuse what needs a package that is not installed, and name the extra that brings it."""
+    if missing := [name for name in modules if not importlib.util.find_spec(name)]:
+        raise ValueError(
+            f"needs {', '.join(missing)}, not installed here: pip install 'jaxcoll[{extra}]'"
         )
 
 
-def check_results(json: str | None, plot: Path | None = None) -> None:
-    """Find out before the work whether the files of --json and --plot can be written."""
-    if plot is not None:
-        if plot.suffix != ".png":
-            raise ValueError(f"--plot: expected a name that ends in .png; got {plot}.")
-        check_writable("--plot", plot)
-    if json not in (None, "-"):
-        check_writable("--json", Path(json))
-
-
-def write_lines(json: str | None, text: str) -> None:
-    """Write all of `text` or nothing to the file of --json; "-" is standard output."""
-    if json == "-":
+def write_json(file: str | None, data: Any, *, as_lines: bool = False) -> None:
+    """Write to the file of --json; "-" is standard output, None nowhere."""
+    rows = map(json.dumps, data) if as_lines else [json.dumps(data, indent=1)]
+    text = "".join(f"{row}\n" for row in rows)
+    if file == "-":
         sys.stdout.write(text)
-    elif json is not None:
-        write_text("--json", Path(json), text)
+    elif file is not None:
+        Path(file).write_text(text)

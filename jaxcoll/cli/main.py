@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jaxcoll
-from jaxcoll.cli.streams import READER_LEFT, broken_output, complain, open_closed_streams
+from jaxcoll._errors import LaunchError
 
 COMMANDS = {
-    "demo": ("jaxcoll.cli.demo", "train on real data over several devices; show what is sent"),
-    "plan": (
-        "jaxcoll.cli.plan_command",
-        "show what a tree would send and what that would take, for a cluster you do not have",
-    ),
-    "inspect": (
-        "jaxcoll.cli.inspect_command",
-        "show what a program will send, before it runs: requested beside compiled",
-    ),
-    "launch": ("jaxcoll.cli.launch_command", "run a program in several processes on this host"),
-    "doctor": ("jaxcoll.cli.doctor", "look over this machine, or a running job: what to fix"),
-    "bench": ("jaxcoll.cli.bench_command", "measure all-reduces beside JAX's own"),
-    "completion": ("jaxcoll.cli.completion", "print what lets a shell complete commands and flags"),
+    "demo": "train on real data over several devices; show what is sent",
+    "plan": "show what a tree would send and what that would take, for a cluster you do not have",
+    "inspect": "show what a program will send, before it runs: requested beside compiled",
+    "launch": "run a program in several processes on this host",
+    "doctor": "look over this machine, or a running job: what to fix",
+    "bench": "measure all-reduces beside JAX's own",
 }
-"""Each command's module, which has `add_arguments(parser)` and `run(arguments)`; and its help."""
+"""Each command with its help; its module has `add_arguments(parser)` and `run(arguments)`."""
+
+READER_LEFT = 141
+"""The exit status when the reader, such as `head`, has read enough: as after a SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,35 +34,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0, or what the command's help says; 2 with one line on standard error for
-      what cannot be done, a standard output that cannot be written included; 130 for Ctrl-C; 141
-      where the reader of standard output has left.
+      what cannot be done; 130 for Ctrl-C; 141 where the reader of standard output has left.
 
     Raises:
       SystemExit: a flag is wrong, or --help was asked for.
     """
-    open_closed_streams()
-    command, status, failed = "", 2, None
+    command = ""
     try:
-        try:
-            arguments = parser().parse_args(argv)
-            command = arguments.command
-            status = importlib.import_module(COMMANDS[command][0]).run(arguments)
-        except (ValueError, OSError, SystemExit) as error:
-            failed = error
-        broken = broken_output(failed)
-    except KeyboardInterrupt:
-        broken_output()
-        complain(command, "interrupted.")
-        return 130
-    if isinstance(broken, BrokenPipeError):
+        arguments = parser().parse_args(argv)
+        command = arguments.command
+        status = _module(command).run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        _discard()
         return READER_LEFT
-    if broken is not None:
-        complain(command, f"standard output cannot be written: {broken.strerror}.")
-    elif isinstance(failed, SystemExit):  # of a wrong flag, or --help
-        raise failed
-    elif failed is not None:
-        complain(command, " ".join(str(failed).split()))
-    return status if broken is None else 2
+    except KeyboardInterrupt:
+        return _complain(command, "interrupted.", 130)
+    except LaunchError as error:  # with the traceback of a process
+        return _complain(command, str(error), 2)
+    except (ValueError, OSError, ImportError) as error:
+        _discard()
+        return _complain(command, " ".join(str(error).split()), 2)
+
+
+def _discard() -> None:
+    """Drop what standard output cannot take: Python flushes it once more at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(command: str, words: str, status: int) -> int:
+    print(f"jaxcoll {command}".rstrip() + f": {words}", file=sys.stderr, flush=True)
+    return status
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,7 +76,11 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(prog="jaxcoll", description=jaxcoll.__doc__)
     whole.add_argument("--version", action="version", version=f"jaxcoll {jaxcoll.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, summary) in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
-        importlib.import_module(module).add_arguments(command)
+        _module(name).add_arguments(command)
     return whole
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"jaxcoll.cli.{command}")

@@ -27,7 +27,7 @@ import jaxcoll as jc  # noqa: E402
 from jaxcoll._dispatch import dispatch  # noqa: E402
 from jaxcoll._distribute.strategy import replica_program  # noqa: E402
 from jaxcoll._step import data_parallel  # noqa: E402
-from jaxcoll.bench.timing import interleaved, ratio  # noqa: E402
+from jaxcoll.cli.bench import interleaved, ratio  # noqa: E402
 
 
 def by_data_parallel(tree):

@@ -381,9 +381,7 @@ def test_the_doctor_looks_over_a_job_and_sees_devices_that_differ(tmp_path):
     assert well.returncode in (0, 1), well.stderr
     found = {f["what"]: f for f in json_lines(well)}
     assert found["processes"]["found"] == "2 on 1 host"
-    assert found["interface"]["found"] == "127.0.0.1"
-    assert found["version of jax"]["level"] == "ok"
-    assert "GB/s over 1 link" in found["between ranks"]["found"]
+    assert found["versions of each process"]["level"] == "ok"
     ill = run("-n", "2", file)
     assert ill.returncode == 2, ill.stderr
     found = {f["what"]: f for f in json_lines(ill)}
@@ -400,6 +398,6 @@ def json_lines(done):
 def test_the_doctor_looks_over_this_machine(capsys):
     assert main(["doctor"]) in (0, 1)
     text = capsys.readouterr().out
-    for what in ("versions", "devices", "collectives", "open files", "shared memory", "loopback"):
+    for what in ("versions", "devices", "collectives", "open files", "shared memory"):
         assert what in text
     assert os.uname().nodename in text

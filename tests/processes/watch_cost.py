@@ -19,7 +19,7 @@ import numpy as np
 import jaxcoll as jc
 from jaxcoll._cluster.launch.local import RANK, join
 from jaxcoll._dispatch import dispatch
-from jaxcoll.bench.timing import interleaved, ratio
+from jaxcoll.cli.bench import interleaved, ratio
 
 WATCHED = dispatch.group_of
 ROUND_SECONDS = 0.04

@@ -1,0 +1,1 @@
+"""Benchmarks of jaxcoll, each run by one command from a checkout (README.md)."""

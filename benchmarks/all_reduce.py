@@ -1,0 +1,298 @@
+r"""All-reduces by jaxcoll beside those of other libraries, on this host or over a slow network.
+
+python -m benchmarks.all_reduce --processes 4 --tree resnet50 --against torch \
+        --torch-python ~/torch/bin/python --plot bench.png --json bench.jsonl
+python -m benchmarks.all_reduce --rate 100mbit --hosts 2 --per-host 2 \
+        --tree docs/examples/third.json --reduce-op sum --algorithms auto,auto+int8
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from benchmarks.rank_pool import Entry, Team
+from benchmarks.teams import PEERS, add_world, peer, team_of
+from jaxcoll._show.table import Table
+from jaxcoll._show.units import scaled
+from jaxcoll.cli import flags
+from jaxcoll.cli.bench import (
+    AGAIN,
+    BASELINE,
+    MOST_CALLS,
+    SHORTEST,
+    WARM,
+    Estimate,
+    estimate,
+    interleaved,
+    ratio,
+    sizes_of,
+)  # fmt: skip
+
+COMPILES, TRIALS = 3, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A tree or an array to reduce."""
+
+    name: str  # of the tree, or the size of the array
+    leaves: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes on one replica
+    is_size: bool = False  # it is one of several sizes, rather than a tree
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one replica (S)."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.leaves)
+
+    def prepare(self, team: Team, reduce_op: str) -> None:
+        """Have a team hold its values. As plain values: other interpreters may have no JAX."""
+        leaves = [{"shape": tuple(x.shape), "dtype": x.dtype.name} for x in self.leaves]
+        team.do("prepare", leaves=leaves, reduce_op=reduce_op)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One contestant in one round; each figure is that of one call."""
+
+    seconds: float
+    cpu_seconds: float
+    socket_bytes: float
+
+
+@dataclasses.dataclass
+class Contestant:
+    """One way to reduce the workload, and its figures so far."""
+
+    name: str  # as its team spells it
+    team: Team  # that carries it out
+    # Of the slowest rank, each time that it was built
+    compile_seconds: list[float] = dataclasses.field(default_factory=list)
+    # Of `Rank.describe`; the error is the largest of all ranks
+    description: dict[str, Any] = dataclasses.field(default_factory=dict)
+    warm: float = 0.0  # seconds of the last call that did not count
+    calls: int = 1  # in one round
+    rounds: list[Round] = dataclasses.field(default_factory=list)  # what was measured
+
+    def compile(self) -> float | None:
+        """Build it anew; seconds on the slowest rank, or None where nothing is built."""
+        seconds = self.team.do("compile", name=self.name)
+        return None if None in seconds else max(seconds)
+
+    def warm_up(self) -> None:
+        """Carry it out once, uncounted, and settle how many calls make a turn."""
+        self.calls = 1
+        self.warm = self.turn().seconds
+        self.calls = min(MOST_CALLS, math.ceil(SHORTEST / self.warm))
+
+    def turn(self) -> Round:
+        """Carry it out, `calls` times."""
+        before = self.team.sent_bytes() or 0
+        ranks = self.team.do("time", name=self.name, calls=self.calls)
+        sent = (self.team.sent_bytes() or 0) - before - self.team.barrier_bytes
+        return Round(
+            seconds=max(x["seconds"] for x in ranks) / self.calls,
+            cpu_seconds=sum(x["cpu_seconds"] for x in ranks) / self.calls,
+            socket_bytes=max(0.0, sent) / self.calls,
+        )
+
+    def values(self, field: str) -> list[float]:
+        """One figure, round by round."""
+        return [getattr(measured, field) for measured in self.rounds]
+
+
+def measure(
+    workload: Workload, teams: Sequence[Team], *, reduce_op: str, rounds: int
+) -> list[dict[str, Any]]:
+    """Measure all entries of all teams on one workload; only one team works at a time.
+
+    The first team has the baseline. After `WARM` rounds `rounds` are timed.
+
+    Returns:
+      A line for each contestant (README.md has its fields).
+    """
+    for team in teams:
+        workload.prepare(team, reduce_op)
+    chosen = {c.name: c for team in teams for c in _shortlist(workload, team)}
+    for compiled in interleaved(_turns(chosen, Contestant.compile), COMPILES):
+        for name, seconds in compiled.items():
+            if seconds is not None:
+                chosen[name].compile_seconds.append(seconds)
+    for c in chosen.values():
+        descriptions = c.team.do("describe", name=c.name)
+        c.description = {**descriptions[0], "error": max(x["error"] for x in descriptions)}
+    for _ in range(WARM):
+        for c in chosen.values():
+            c.warm_up()
+    for team in teams:
+        team.barrier_bytes = _barrier_bytes(team)
+    for measured in interleaved(_turns(chosen, Contestant.turn), rounds):
+        for name, values in measured.items():
+            chosen[name].rounds.append(values)
+    return [_line(workload, reduce_op, c, chosen[BASELINE]) for c in chosen.values()]
+
+
+T = TypeVar("T")
+
+
+def _turns(
+    chosen: Mapping[str, Contestant], turn: Callable[[Contestant], T]
+) -> dict[str, Callable[[], T]]:
+    return {c.name: lambda c=c: turn(c) for c in chosen.values()}
+
+
+def _line(workload: Workload, reduce_op: str, c: Contestant, base: Contestant) -> dict[str, Any]:
+    """All rounds of a contestant together."""
+    seconds, n = estimate(c.values("seconds")), c.team.world["devices"]
+    algbw = workload.nbytes / seconds.median / 1e9
+    # Other traffic only ever adds, so the least is nearest to the truth.
+    sent = None if c.team.sent_bytes() is None else min(c.values("socket_bytes")) / n
+    built = c.compile_seconds
+    return {
+        "workload": workload.name,
+        "is_size": workload.is_size,
+        "algorithm": c.name,
+        **{name: c.team.world[name] for name in ("library", "device", "devices", "processes")},
+        "network": c.team.network,
+        "reduce_op": reduce_op,
+        "leaves": len(workload.leaves),
+        "bytes": workload.nbytes,
+        "rounds": len(c.rounds),
+        "calls": c.calls,
+        "seconds": dataclasses.asdict(seconds),
+        "ratio": dataclasses.asdict(ratio(c.values("seconds"), base.values("seconds"))),
+        "algbw": algbw,
+        "busbw": algbw * 2 * (n - 1) / n,
+        "cpu_seconds": float(np.median(c.values("cpu_seconds"))),
+        "wire_bytes": c.description.get("wire_bytes"),
+        "socket_bytes": sent,
+        "operands": c.description.get("operands"),
+        "compile_seconds": float(np.median(built)) if built else None,
+        "compile_ratio": ratio(built, base.compile_seconds).median if built else None,
+        "error": c.description["error"],
+    }
+
+
+def _shortlist(workload: Workload, team: Team) -> Iterator[Contestant]:
+    """The contestants: of several in one entry, the one with the best median of a few trials."""
+    # A short trial: to measure all of them in every round would take the time of the others.
+    for entry in team.entries:
+        those = {name: Contestant(name, team) for name in entry}
+        if len(those) == 1:
+            yield from those.values()
+        elif len(workload.leaves) > 1:  # which differ in how they pack: nothing for one array
+            trials = list(interleaved(_turns(those, Contestant.turn), TRIALS))
+            yield those[min(entry, key=lambda n: np.median([t[n].seconds for t in trials]))]
+
+
+def _barrier_bytes(team: Team) -> float:
+    """Bytes that a barrier sends."""
+
+    def sent() -> float:
+        before = team.sent_bytes() or 0
+        team.do("time", name="", calls=0)
+        return (team.sent_bytes() or 0) - before
+
+    return float(np.median([sent() for _ in range(3)]))
+
+
+def text_of(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The lines as a table, behind what they were measured on."""
+    columns = ("", "algorithm", "ms", f"÷ {BASELINE} [95 %]", "busbw", "CPU ms", "sent", "kernel",
+               "arrays", "error", "build s", "÷")  # fmt: skip
+    rows = [
+        [
+            line["workload"], line["algorithm"], f"{line['seconds']['median'] * 1e3:.3g}",
+            str(Estimate(**line["ratio"])), f"{line['busbw']:.3g}",
+            f"{line['cpu_seconds'] * 1e3:.3g}", _bytes(line["wire_bytes"]),
+            _bytes(line["socket_bytes"]), str(line["operands"] or "–"), f"{line['error']:.1e}",
+            *("–" if line[name] is None else f"{line[name]:.2f}"
+              for name in ("compile_seconds", "compile_ratio")),
+        ]
+        for line in lines
+    ]  # fmt: skip
+    first = lines[0]
+    return (
+        f"{first['reduce_op']} over {world_of(first)}, medians of {first['rounds']} rounds\n"
+        + Table(columns, "<<>>>>>>>>>>", rows).text()
+    )
+
+
+def world_of(line: Mapping[str, Any]) -> str:
+    """The replicas of a line in words."""
+    n, processes = line["devices"], line["processes"]
+    on = f" on {line['network']}" * bool(line["network"])
+    return f"{processes} processes × {n // processes} {line['device']} devices{on}"
+
+
+def _bytes(nbytes: float | None) -> str:
+    return "–" if nbytes is None else f"{scaled(round(nbytes))}B"
+
+
+def workloads_of(args: argparse.Namespace) -> list[Workload]:
+    """The workloads that --tree, --sizes and --dtype name."""
+    sizes = getattr(args, "sizes", None)
+    trees = args.tree or ([] if sizes else ["resnet50"])
+    found = [Workload(n, tuple(flags.tree_of(n, args.dtype).values())) for n in trees]
+    dtype = flags.dtype_of(args.dtype)
+    for name, size in sizes_of(sizes).items() if sizes else ():
+        leaf = jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype)
+        found.append(Workload(name, (leaf,), is_size=True))
+    return found
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help begins with a module's docstring."""
+    how = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=how)
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Measure, show and write; returns the lines."""
+    parser = parser_of(__doc__)
+    flags.add_tree(parser, action="append", default=[])
+    add = parser.add_argument
+    add("--sizes", metavar="RANGE", help="arrays, as `jaxcoll bench` has it")
+    add("--algorithms", default="auto", metavar="LIST", help="likewise (default: auto)")
+    add("--rounds", type=flags.at_least(1), default=20, help="timed rounds (default: 20)")
+    add_world(parser)
+    words = "torch (torch.distributed over Gloo, in place), tensorflow (RING); without --rate"
+    add("--against", choices=PEERS, action="append", default=[], help=words)
+    for name in PEERS:
+        add(f"--{name}-python", metavar="PATH", help=f"an interpreter with {name} (default: this)")
+    add("--json", metavar="FILE", help="one JSON line per result; - for standard output")
+    add("--plot", type=Path, metavar="FILE.png", help="draw a picture of the results")
+    args = parser.parse_args(argv)
+    names = dict.fromkeys([BASELINE, BASELINE + AGAIN, *args.algorithms.split(",")])
+    entries: list[Entry] = [(name,) for name in names]
+    if args.against and (args.rate or args.devices > 1):
+        parser.error("--against compares processes of one device each on this host.")
+    lines = []
+    with contextlib.ExitStack() as stack:
+        teams = [stack.enter_context(team_of(args, entries))]
+        for name in args.against:
+            python = getattr(args, f"{name}_python")
+            teams.append(stack.enter_context(peer(name, python, args.processes, args.timeout)))
+        for workload in workloads_of(args):
+            print(f"measuring {workload.name} …", file=sys.stderr, flush=True)
+            lines += measure(workload, teams, reduce_op=args.reduce_op, rounds=args.rounds)
+    flags.write_json(args.json, lines, as_lines=True)
+    if args.plot is not None:
+        from benchmarks.chart import draw
+
+        draw(lines, args.plot)
+    print(text_of(lines), file=sys.stderr if args.json == "-" else sys.stdout)
+    return lines
+
+
+if __name__ == "__main__":
+    main()

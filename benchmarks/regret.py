@@ -1,0 +1,279 @@
+"""How much longer the automatic choice takes than the best one made by hand.
+
+    python -m benchmarks.regret --json regret.jsonl
+
+Random trees over 2, 4 and 8 processes of one host and of two, whose network has a rate or none.
+Each case is written to the file of --json as soon as it is known; cases that are there already are
+not measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.all_reduce import Contestant, parser_of
+from benchmarks.lab import Network
+from benchmarks.rank_pool import Team
+from benchmarks.teams import on_hosts, on_this_host
+from jaxcoll._show.table import Table
+from jaxcoll.cli.bench import AGAIN, BASELINE, MOST_CALLS, SHORTEST, WARM, interleaved
+from jaxcoll.cli.flags import at_least
+
+SECONDS = 8.0
+"""That the rounds of one case may take, beyond the fewest."""
+FEWEST = 4
+HOPELESS = 4.0
+"""Times as long as the fastest that a candidate may take in its last warm-up, to be measured."""
+
+AUTO = "auto"
+TWIN = AUTO + AGAIN
+MOST_BYTES, FEWEST_BYTES = 8 << 20, 4 << 10
+MOST_LEAVES = 100
+RATES = ("100mbit", "1gbit", "none")
+PROCESSES = (2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One tree in one world."""
+
+    number: int  # among those of its seed
+    hosts: int  # 1, whose loopback interface carries everything, or 2
+    processes: int  # on all of them, of one CPU device each
+    rate: str  # of the hosts' links, as `tc` spells it; "none" on one host
+    elements: tuple[int, ...]  # of each leaf, of float32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tree."""
+        return 4 * sum(self.elements)
+
+    @property
+    def world(self) -> tuple[int, int]:
+        """What cases must share to be measured by the same processes."""
+        return self.hosts, self.processes
+
+    def __str__(self) -> str:
+        where = "one host" if self.hosts == 1 else f"{self.hosts} hosts, {self.rate}"
+        arrays = f"{len(self.elements)} array{'s' * (len(self.elements) > 1)}"
+        return f"{self.processes} processes, {where}: {self.nbytes / 1e6:.3g} MB in {arrays}"
+
+
+def cases(count: int, seed: int) -> list[Case]:
+    """The first `count` cases of a seed.
+
+    Law: with more cases the first ones stay as they are.
+
+    Examples:
+      >>> cases(3, seed=0) == cases(40, seed=0)[:3]
+      True
+    """
+    return [_case(number, np.random.default_rng([seed, number])) for number in range(count)]
+
+
+def _case(number: int, random: np.random.Generator) -> Case:
+    hosts, processes = int(random.choice((1, 2))), int(random.choice(PROCESSES))
+    rate = str(random.choice(RATES)) if hosts > 1 else "none"
+    leaves = int(_between(random, 1, MOST_LEAVES))
+    nbytes = _between(random, FEWEST_BYTES, MOST_BYTES)
+    # Leaves of a model differ in size by orders of magnitude.
+    shares = random.lognormal(sigma=2.0, size=leaves)
+    elements = np.maximum(1, nbytes / 4 * shares / shares.sum()).astype(int)
+    return Case(number, hosts, processes, rate, tuple(elements.tolist()))
+
+
+def _between(random: np.random.Generator, low: float, high: float) -> float:
+    """A number whose logarithm is as likely anywhere between the two."""
+    return float(np.exp(random.uniform(np.log(low), np.log(high))))
+
+
+def candidates(case: Case) -> tuple[str, ...]:
+    """What a user could ask for by hand, as `jaxcoll bench --algorithms` has it."""
+    packs = ("all",) if case.nbytes <= 1 << 20 or len(case.elements) == 1 else ("1MiB", "all")
+    names = ["native", "halving-doubling"]
+    if case.hosts > 1 and case.processes > case.hosts:
+        names += ["shuffle/native", "shuffle/halving-doubling"]
+    # Each array of its own takes as long as a small pack, so that many cannot be the best choice.
+    alone = (BASELINE,) if len(case.elements) <= 8 else ()
+    return (*alone, *(f"{name}@{pack}" for name in names for pack in packs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Regret:
+    """The seconds of one case."""
+
+    case: Case
+    seconds: Mapping[str, tuple[float, ...]]  # for each contestant, those of each round
+    # Candidates with the plan of the automatic choice, which were not measured again
+    alike: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> str:
+        """The candidate with the least median; one with the automatic plan as "auto"."""
+        return self._best(slice(None))
+
+    @property
+    def ratio(self) -> float:
+        """Seconds of the automatic choice over those of the best by hand.
+
+        The best is picked in every other round and compared in the rounds between, in turn: the
+        least of several medians of the same rounds would be too small by chance. A candidate of the
+        same plan is the same program, and so is the twin.
+        """
+        halves = slice(0, None, 2), slice(1, None, 2)
+        found = [
+            self._median(AUTO, there) / self._median(self._best(here), there)
+            for here, there in (halves, halves[::-1])
+        ]
+        return statistics.geometric_mean(found)
+
+    @property
+    def twin(self) -> float:
+        """Seconds of the automatic choice over its own, measured as another contestant."""
+        return statistics.median(self.seconds[AUTO]) / statistics.median(self.seconds[TWIN])
+
+    def _best(self, rounds: slice) -> str:
+        by_hand = [name for name in self.seconds if name not in (AUTO, TWIN)]
+        by_hand += [AUTO] * bool(self.alike)
+        return min(by_hand, key=lambda name: self._median(name, rounds))
+
+    def _median(self, name: str, rounds: slice) -> float:
+        found = self.seconds[name][rounds]
+        return statistics.median(found + self.seconds[TWIN][rounds] if name == AUTO else found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """One JSON line."""
+        figures = {"best": self.best, "ratio": self.ratio, "twin": self.twin}
+        return {**dataclasses.asdict(self), **figures}
+
+
+def regret_of(line: dict[str, Any]) -> Regret:
+    """The value that `Regret.to_dict` gave."""
+    case = Case(**{**line["case"], "elements": tuple(line["case"]["elements"])})
+    seconds = {name: tuple(rounds) for name, rounds in line["seconds"].items()}
+    return Regret(case, seconds, tuple(line["alike"]))
+
+
+def measure(wanted: Sequence[Case], rounds: int, timeout: float) -> Iterator[Regret]:
+    """Measure cases, those of one world with the same processes.
+
+    Yields:
+      What each showed, as soon as it is known.
+
+    Raises:
+      LabUnavailableError: a case has two hosts, which cannot be made here.
+      LaunchError: a rank failed.
+    """
+    order = sorted(wanted, key=lambda case: (case.world, case.number))
+    for world, alike in itertools.groupby(order, key=lambda case: case.world):
+        with _ranks(*world, timeout) as (team, limit):
+            for case in alike:
+                limit(case.rate)
+                yield _measured(case, team, rounds)
+
+
+@contextlib.contextmanager
+def _ranks(
+    hosts: int, processes: int, timeout: float
+) -> Iterator[tuple[Team, Callable[[str], None]]]:
+    """Processes on hosts, and what sets the rate between these."""
+    entries = [(AUTO,)]
+    if hosts == 1:
+        with on_this_host(processes, entries, 1, timeout) as team:
+            yield team, lambda rate: None
+    else:
+        network = Network(hosts, processes // hosts, "none")
+        with on_hosts(network, entries, 1, timeout) as (team, lab):
+            yield team, lab.limit
+
+
+def _measured(case: Case, team: Team, rounds: int) -> Regret:
+    leaves = [{"shape": (size,), "dtype": "float32"} for size in case.elements]
+    team.do("prepare", leaves=leaves, reduce_op="mean")
+    names = (AUTO, *candidates(case))
+    plans = {name: team.do("plan", name=name)[0]["plan"] for name in names}
+    alike = tuple(name for name in plans if name != AUTO and plans[name] == plans[AUTO])
+    names = (AUTO, TWIN, *(name for name in plans if name != AUTO and name not in alike))
+    contestants = [Contestant(name, team) for name in names]
+    for contestant in contestants:
+        contestant.compile()
+    for contestant in contestants * WARM:
+        contestant.warm_up()
+    fastest = min(c.warm for c in contestants)
+    turns = {
+        c.name: c for c in contestants if c.name in (AUTO, TWIN) or c.warm <= HOPELESS * fastest
+    }
+    # As many calls for each: the first after a barrier takes longer than those that follow.
+    for c in turns.values():
+        c.calls = min(MOST_CALLS, math.ceil(SHORTEST / fastest))
+    once = sum(c.warm * c.calls for c in turns.values())
+    rounds = max(FEWEST, min(rounds, int(SECONDS / once)))
+    calls = {name: lambda c=c: c.turn().seconds for name, c in turns.items()}
+    found = list(interleaved(calls, rounds))
+    return Regret(case, {name: tuple(each[name] for each in found) for name in turns}, alike)
+
+
+def summary(found: Sequence[Regret]) -> dict[str, float]:
+    """Geometric mean and worst of the ratios, and of the twins', whichever is the slower of two."""
+    ratios, twins = [x.ratio for x in found], [x.twin for x in found]
+    return {
+        "cases": len(found),
+        "mean": statistics.geometric_mean(ratios),
+        "worst": max(ratios),
+        "twin_mean": math.exp(statistics.fmean(abs(math.log(twin)) for twin in twins)),
+        "twin_worst": max(max(twin, 1 / twin) for twin in twins),
+    }
+
+
+def text_of(found: Sequence[Regret]) -> str:
+    """A row for each case, the worst last, and what they come to together."""
+    rows = [
+        [str(x.case.number), str(x.case), x.best, f"{x.ratio:.2f}", f"{x.twin:.2f}"]
+        for x in sorted(found, key=lambda x: x.ratio)
+    ]
+    table = Table(("case", "", "best by hand", "ratio", "again"), "><<>>", rows)
+    total = summary(found)
+    return (
+        f"{table.text()}\n{total['cases']} cases: the automatic choice takes {total['mean']:.3f} "
+        f"times as long as the best by hand (geometric mean), {total['worst']:.2f} times in the "
+        f"worst case; measured again it differs by a factor of {total['twin_mean']:.3f} (geometric "
+        f"mean), {total['twin_worst']:.2f} in the worst case."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> list[Regret]:
+    """Measure what an earlier run has not, and show all; returns the cases."""
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--cases", type=at_least(1), default=40, help="(default: 40)")
+    add("--seed", type=at_least(0), default=0, help="of these cases (default: 0)")
+    add("--rounds", type=at_least(FEWEST), default=20, help="of each, at most (default: 20)")
+    add("--timeout", type=float, default=600, help="seconds for any single step (default: 600)")
+    add("--json", type=Path, metavar="FILE", help="a line for each case, also of earlier runs")
+    args = parser.parse_args(argv)
+    text = args.json.read_text() if args.json and args.json.exists() else ""
+    earlier = [regret_of(json.loads(line)) for line in text.splitlines()]
+    wanted = cases(args.cases, args.seed)
+    found = [regret for regret in earlier if regret.case in wanted]
+    missing = [case for case in wanted if case not in [regret.case for regret in found]]
+    for regret in measure(missing, args.rounds, args.timeout):
+        found.append(regret)
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(regret.to_dict()) + "\n")
+    print(text_of(found))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Teams of ranks: of JAX, on this host or on several with a slow network; of other libraries."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.lab import Lab, Network, lab
+from benchmarks.rank_pool import Entry, Team, launched
+
+HERE = Path(__file__).parent
+PEERS = ("torch", "tensorflow")
+"""Libraries that can be measured in the same run."""
+
+_JAX = [sys.executable, "-m", "benchmarks.ranks.jax_rank"]
+# A folder of the user's that is called torch must not be taken for the library.
+_SAFE = {"PYTHONSAFEPATH": "1"}
+
+
+def add_world(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that say which ranks of JAX there are."""
+    add = parser.add_argument
+    add("--processes", type=int, default=2, metavar="N", help="here, over Gloo (default: 2)")
+    add("--devices", type=int, default=1, metavar="N", help="simulated, of each (default: 1)")
+    add(
+        "--rate",
+        metavar="RATE",
+        help="start the processes on hosts of their own, network namespaces on this machine, whose "
+        "links carry so much each way: 200mbit, 1gbit, none (for no limit)",
+    )
+    add("--hosts", type=int, default=2, metavar="H", help="with --rate (default: 2)")
+    add("--per-host", type=int, default=1, metavar="P", help="processes, with --rate (default: 1)")
+    add("--timeout", type=float, default=600, help="seconds for any single step (default: 600)")
+
+
+@contextlib.contextmanager
+def team_of(args: argparse.Namespace, entries: Sequence[Entry]) -> Iterator[Team]:
+    """The ranks of JAX that the flags of `add_world` describe."""
+    if args.rate is not None:
+        network = Network(args.hosts, args.per_host, args.rate)
+        with on_hosts(network, entries, args.devices, args.timeout) as (team, _):
+            yield team
+        return
+    with on_this_host(args.processes, entries, args.devices, args.timeout) as team:
+        yield team
+
+
+def on_this_host(
+    processes: int, entries: Sequence[Entry], devices: int, timeout: float
+) -> contextlib.AbstractContextManager[Team]:
+    """A team of JAX whose ranks meet on the loopback interface."""
+    # Where one process is all, there is nobody to meet.
+    those = worlds(processes) if processes > 1 else [{}]
+    variables = [{**ours(devices), **world} for world in those]
+    return launched("jax", entries, _JAX, variables, timeout)
+
+
+def ours(devices: int) -> dict[str, str]:
+    """Environment variables of a rank of JAX, by which it finds this checkout."""
+    path = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
+    return {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+@contextlib.contextmanager
+def on_hosts(
+    network: Network, entries: Sequence[Entry], devices: int, timeout: float
+) -> Iterator[tuple[Team, Lab]]:
+    """A team of JAX whose ranks are on hosts of their own, and these hosts."""
+    with lab(network.hosts, network.rate) as made:
+        variables = [{**ours(devices), **world} for world in made.variables(network.per_host)]
+        of_rank = [made.on(rank // network.per_host) for rank in range(len(variables))]
+        with launched("jax", entries, _JAX, variables, timeout, of_rank) as team:
+            team.network, team.sent_bytes = str(network), made.sent_bytes
+            yield team, made
+
+
+def peer(
+    name: str, python: str | None, processes: int, timeout: float
+) -> contextlib.AbstractContextManager[Team]:
+    """A team of another library, whose ranks idle while others are measured.
+
+    Raises:
+      ValueError: the library is not there.
+    """
+    interpreter = sys.executable if python is None else shutil.which(python)
+    if interpreter is None:
+        raise ValueError(f"--{name}-python: there is no interpreter {python!r}.")
+    code = f"import importlib.util, sys; sys.exit(not importlib.util.find_spec({name!r}))"
+    safe = {**os.environ, **_SAFE}
+    if subprocess.run([interpreter, "-c", code], env=safe, capture_output=True).returncode:
+        raise ValueError(
+            f"--against {name}: {interpreter} has no {name}; name an interpreter that has it with "
+            f"--{name}-python."
+        )
+    # `ranks` is found without jaxcoll, which would need JAX; the folder comes last, so that nothing
+    # in it hides a module of the library's own.
+    code = f"import sys; sys.path.append({str(HERE)!r}); import ranks.{name}_rank as r; r.main()"
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(processes)]
+    variables = []
+    for rank, world in enumerate(worlds(processes)):
+        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        variables.append({**_SAFE, **world, "TF_CONFIG": json.dumps(task)})
+    return launched(name, (), [interpreter, "-c", code], variables, timeout)
+
+
+def worlds(processes: int) -> list[dict[str, str]]:
+    """Each rank's environment variables, as torchrun has them."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common["WORLD_SIZE"] = str(processes)
+    return [{**common, "RANK": str(rank)} for rank in range(processes)]
+
+
+def free_port() -> int:
+    """A port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

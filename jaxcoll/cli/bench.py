@@ -1,0 +1,303 @@
+"""`jaxcoll bench`: all-reduces of several sizes by several algorithms, on the devices here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxcoll as jc
+from jaxcoll._cluster.hosts import hosts_of_job
+from jaxcoll._show.table import Table
+from jaxcoll._show.units import scaled
+from jaxcoll.cli import flags
+from jaxcoll.cli.flags import UNITS, bytes_of, options_of
+
+EPILOG = """\
+In a job of a launcher that jc.initialize knows (jaxcoll launch, Slurm, Open MPI, ...) every process
+takes part and process 0 prints. "per-leaf" is one lax.psum or lax.pmean per leaf; it is measured
+twice, and what differs between the two is the noise of the run. ms: one call on the slowest
+process, the median of all rounds; busbw: GB/s as in nccl-tests; sent: bytes that leave one device,
+as compiled; arrays: handed to collectives; temp: memory beside arguments and results; error:
+largest deviation from the exact result, over the sum of magnitudes; build: trace and compile.
+"""
+
+BASELINE = "per-leaf"
+AGAIN = " again"
+BUILDS, WARM = 2, 2
+SHORTEST, MOST_CALLS = 0.01, 100
+"""Seconds that a turn takes at least, by as many calls as that needs, up to so many."""
+
+_BLOCK = 65_537  # elements that repeat in each array; no pack or shard is a multiple of them
+T = TypeVar("T")
+
+
+def sizes_of(text: str) -> dict[str, int]:
+    """The sizes of "first:last" or "first:last:factor" (2 without it), or of one alone, by name."""
+    parts = re.fullmatch(r"([^:]+)(?::([^:]+))?(?::(\d+))?", text)
+    low, high = (bytes_of(parts[1]), bytes_of(parts[2] or parts[1])) if parts else (1, 0)
+    factor = int(parts[3] or 2) if parts else 0
+    if high < low or factor < 2:
+        raise ValueError(
+            "--sizes: expected SIZE, FIRST:LAST or FIRST:LAST:FACTOR, rising, with a whole factor "
+            f"of at least 2, as in 1KiB:256MiB; got {text!r}."
+        )
+    count = math.floor(math.log(high / low, factor) + 1e-9) + 1
+    return {spelled(size): size for size in (low * factor**k for k in range(count))}
+
+
+def spelled(nbytes: int) -> str:
+    """A size in the largest unit that leaves at most one decimal: "1.5KiB"."""
+    units = reversed(UNITS.items())
+    unit, size = next((u, s) for u, s in units if not (nbytes < s or 10 * nbytes % s))
+    return f"{nbytes / size:g}{unit}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A median over rounds, with its 95 % bootstrap interval (2,000 resamples)."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+    """The median of at least one value, one per round; `seed` is for the resampling."""
+    rounds = np.asarray(values, float)
+    # The median of rounds and not their mean: a round that was disturbed is off by any factor.
+    picks = np.random.default_rng(seed).integers(0, len(rounds), (2000, len(rounds)))
+    low, high = np.percentile(np.median(rounds[picks], axis=1), [2.5, 97.5])
+    return Estimate(float(np.median(rounds)), float(low), float(high))
+
+
+def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Estimate:
+    """The quotients of each round."""
+    return estimate([a / b for a, b in zip(numerator, denominator, strict=True)])
+
+
+def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[dict[str, T]]:
+    """Make every call once per round, in turned order every other one; yields results by name."""
+    names = list(calls)
+    for k in range(rounds):
+        # Reversed, so that a drift of the machine within rounds cancels over two of them.
+        order = names if k % 2 == 0 else names[::-1]
+        yield {name: calls[name]() for name in order}
+
+
+def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
+    """One axis over all devices, or two where several hosts, or processes, have several each."""
+    grid, axes = np.array(devices, dtype=object), ("data",)
+    owners = [device.process_index for device in devices]
+    hosts = [hosts_of_job()[owner] for owner in owners] if len(set(owners)) > 1 else []
+    # Hierarchical algorithms need an axis within a host or process and one between them.
+    for name, islands in (("host", hosts), ("process", owners)):
+        groups = len(set(islands))
+        alike = islands == sorted(islands) and len(set(Counter(islands).values())) == 1
+        if 1 < groups < len(devices) and alike:
+            grid, axes = grid.reshape(groups, -1), (name, "device")
+            break
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def program_of(algorithm: str, mesh: Mesh, reduce_op: str) -> Any:
+    """The jitted reduction of a list of arrays that have a leading dimension of replicas."""
+    axes, plain = mesh.axis_names, lax.pmean if reduce_op == "mean" else lax.psum
+    algorithm = algorithm.removesuffix(AGAIN)
+
+    def reduce(arrays: list[jax.Array]) -> list[jax.Array]:
+        leaves = [x[0] for x in arrays]
+        if algorithm == BASELINE:
+            return [plain(x, axes) for x in leaves]
+        return jc.all_reduce(reduce_op, leaves, axes, options=options_of(algorithm))
+
+    rows, copies = PartitionSpec(axes), PartitionSpec()
+    return jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=rows, out_specs=copies))
+
+
+def measure(
+    name: str,
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    algorithms: Sequence[str],
+    mesh: Mesh,
+    *,
+    reduce_op: str,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Measure the reduction of `leaves` by every algorithm; all processes return the same lines."""
+    n, nbytes = mesh.size, sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    numbers = np.random.default_rng(0).standard_normal((n, _BLOCK))
+    rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+    def placed(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        def row(index: Any) -> np.ndarray:
+            return np.resize(numbers[index[0].start or 0], leaf.shape)[None].astype(leaf.dtype)
+
+        return jax.make_array_from_callback((n, *leaf.shape), rows, row)
+
+    arrays, ones = [placed(leaf) for leaf in leaves], placed(jax.ShapeDtypeStruct((), np.int32))
+    # A sum of one number is the barrier: nothing returns before all processes have entered it.
+    barrier = program_of(BASELINE, mesh, "sum")
+    compiled: dict[str, Any] = {}
+    built: dict[str, list[float]] = {a: [] for a in algorithms}
+    for _ in range(BUILDS):
+        for a in algorithms:
+            start = time.perf_counter()
+            compiled[a] = program_of(a, mesh, reduce_op).lower(arrays).compile()
+            built[a].append(time.perf_counter() - start)
+
+    def turn(a: str, calls: int) -> float:
+        jax.block_until_ready(barrier([ones]))
+        start = time.perf_counter()
+        for _ in range(calls):
+            jax.block_until_ready(compiled[a](arrays))
+        return (time.perf_counter() - start) / calls
+
+    once = [_slowest([turn(a, 1) for a in algorithms]) for _ in range(WARM)][-1]
+    calls = {
+        a: min(MOST_CALLS, math.ceil(SHORTEST / s)) for a, s in zip(algorithms, once, strict=True)
+    }
+    turns = {a: functools.partial(turn, a, calls[a]) for a in algorithms}
+    timed = [[r[a] for a in algorithms] for r in interleaved(turns, rounds)]
+    seconds = dict(zip(algorithms, _slowest(timed).T.tolist(), strict=True))
+    total, magnitude = (f(numbers).sum(0) for f in (np.asarray, np.abs))
+    scale = n if reduce_op == "mean" else 1
+    lines = []
+    for a in algorithms:
+        report = jc.inspect(compiled[a].as_text())
+        errors = (_error(x, scale, total, magnitude) for x in compiled[a](arrays))
+        algbw = nbytes / float(np.median(seconds[a])) / 1e9
+        lines.append({
+            "workload": name, "algorithm": a, "bytes": nbytes, "leaves": len(leaves),
+            "devices": n, "processes": jax.process_count(),
+            "device": mesh.devices.flat[0].device_kind, "jax": jax.__version__,
+            "reduce_op": reduce_op, "rounds": rounds, "calls": calls[a],
+            "seconds": dataclasses.asdict(estimate(seconds[a])),
+            "ratio": dataclasses.asdict(ratio(seconds[a], seconds[BASELINE])),
+            "algbw": algbw, "busbw": algbw * 2 * (n - 1) / n,
+            "wire_bytes": report.wire_bytes, "error": max(errors, default=0.0),
+            "operands": sum(c.turns * len(c.operands) for c in report.collectives),
+            "temporary_bytes": int(compiled[a].memory_analysis().temp_size_in_bytes),
+            "compile_seconds": min(built[a]), "compile_ratio": min(built[a]) / min(built[BASELINE]),
+        })  # fmt: skip
+    return lines
+
+
+def _error(x: jax.Array, scale: int, total: np.ndarray, magnitude: np.ndarray) -> float:
+    """The largest deviation of a result from the exact sum, over the sum of magnitudes."""
+    off = np.abs(np.asarray(x.addressable_data(0), float) * scale - np.resize(total, x.shape))
+    return float(np.max(off / np.resize(magnitude, x.shape), initial=0))
+
+
+def _slowest(values: Any) -> np.ndarray:
+    """The largest of each value over all processes."""
+    mine = np.asarray(values)
+    return np.max(np.reshape(process_allgather(mine), (-1, *mine.shape)), axis=0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.epilog = EPILOG
+    flags.add_tree(parser, action="append", default=[])
+    add = parser.add_argument
+    words = "one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (times 4)"
+    add("--sizes", metavar="RANGE", help=words)
+    add(
+        "--algorithms",
+        default="auto",
+        metavar="LIST",
+        help="comma-separated: auto, native, ring, halving-doubling, shuffle, or inner/outer of "
+        "two; +bf16, +int8 or +int4 says what travels, @4MiB or @all how large packs are",
+    )
+    flags.add_devices(parser)
+    words = "start N CPU processes here, over Gloo, of --devices each (default: 1)"
+    add("--processes", type=flags.at_least(2), metavar="N", help=words)
+    add("--rounds", type=flags.at_least(1), default=20, help="timed rounds (default: 20)")
+    add("--json", metavar="FILE", help="write one JSON line per result; - for here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and show; the exit status."""
+    names = list(dict.fromkeys(name.strip() for name in args.algorithms.split(",")))
+    for name in names:
+        if name.removesuffix(AGAIN) != BASELINE:
+            options_of(name)
+    trees = args.tree or ([] if args.sizes else ["resnet50"])
+    workloads = [(name, list(flags.tree_of(name, args.dtype).values())) for name in trees]
+    for name, size in sizes_of(args.sizes).items() if args.sizes else ():
+        dtype = flags.dtype_of(args.dtype)
+        if size % dtype.itemsize:
+            raise ValueError(f"--sizes: {name} is no whole number of elements of {dtype}.")
+        workloads.append((name, [jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype)]))
+    work = functools.partial(_measured, workloads, [BASELINE, BASELINE + AGAIN, *names], args)
+    if args.processes:
+        if args.platform not in (None, "cpu"):
+            raise ValueError("--processes starts CPU processes; leave --platform out.")
+        lines = jc.launch(work, args.processes, devices_per_process=args.devices or 1)[0]
+    else:
+        lines = work()
+    if jax.process_index() == 0:
+        flags.write_json(args.json, lines, as_lines=True)
+        if args.json != "-":
+            print(text_of(lines))
+    return 0
+
+
+def _measured(
+    workloads: Sequence[tuple[str, Sequence[jax.ShapeDtypeStruct]]],
+    names: Sequence[str],
+    args: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """The lines of every workload, the same in each process of the job."""
+    mesh = mesh_of(flags.devices_of(args.platform, args.devices))
+    lines = []
+    for name, leaves in workloads:
+        if jax.process_index() == 0 and sys.stderr.isatty():
+            print(f"measuring {name} …", file=sys.stderr, flush=True)
+        lines += measure(name, leaves, names, mesh, reduce_op=args.reduce_op, rounds=args.rounds)
+    return lines
+
+
+def text_of(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The lines as a table, behind what they were measured on."""
+    columns = ("", "algorithm", "ms", f"÷ {BASELINE} [95 %]", "busbw", "sent", "arrays", "temp",
+               "error", "build s", "÷")  # fmt: skip
+    rows = [
+        [
+            line["workload"],
+            line["algorithm"],
+            f"{line['seconds']['median'] * 1e3:.3g}",
+            str(Estimate(**line["ratio"])),
+            f"{line['busbw']:.3g}",
+            f"{scaled(line['wire_bytes'])}B",
+            str(line["operands"]),
+            f"{scaled(line['temporary_bytes'])}B",
+            f"{line['error']:.1e}",
+            f"{line['compile_seconds']:.2f}",
+            f"{line['compile_ratio']:.2f}",
+        ]
+        for line in lines
+    ]
+    first = lines[0]
+    head = (
+        f"{first['reduce_op']} over {first['devices']} devices ({first['device']}) of "
+        f"{first['processes']} process{'es' * (first['processes'] > 1)}, JAX {first['jax']}, "
+        f"medians of {first['rounds']} rounds"
+    )
+    return f"{head}\n{Table(columns, '<<>>>>>>>>>', rows).text()}"

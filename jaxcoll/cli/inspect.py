@@ -1,0 +1,127 @@
+"""`jaxcoll inspect`: what a compiled text, or a function that is compiled now, will send."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxcoll._inspect import inspect
+from jaxcoll._mesh.clusters import topology_named
+from jaxcoll._mesh.mesh import abstract_mesh, checked_mesh, takes_mesh
+from jaxcoll._observe.report import Report, side_by_side
+from jaxcoll._show.units import WIDTH, shortened
+from jaxcoll.cli import flags
+
+EPILOG = """\
+TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a
+function that has its arguments in an attribute `example_args`, a tuple of arrays or
+jax.ShapeDtypeStructs; or one that returns (fun, args), (fun, args, kwargs), or what `.lower`
+returned, and takes nothing, or a `mesh`: then it gets one with the axis "data". Nothing of it is
+run on a device. With --against there is a table of both instead of the report of one.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="FILE.hlo, or module:name")
+    add("--against", metavar="OTHER", help="another TARGET, of which the figures stand beside")
+    flags.add_devices(parser)
+    add("--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for")
+    add("--json", metavar="FILE", help="write the report to FILE; - for here")
+    add("--plot", type=Path, metavar="FILE", help="draw the schedule, as in a.png")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read or compile, and show; the exit status."""
+    report = _report(args.target, args)
+    other = _report(args.against, args) if args.against else None
+    if args.plot:
+        report.plot(args.plot)
+    flags.write_json(args.json, report.to_dict() | ({"against": other.to_dict()} if other else {}))
+    if args.json == "-":
+        return 0
+    if other:
+        print(side_by_side({_short(args.target): report, _short(args.against): other}))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+        print(report.text(width))
+    return 0
+
+
+def _short(target: str) -> str:
+    """A target without the folders or packages that it is in."""
+    module, colon, name = target.rpartition(":")
+    is_file = Path(target).is_file() or not colon
+    return PurePath(target).name if is_file else f"{module.rpartition('.')[2]}:{name}"
+
+
+def _report(target: str, args: argparse.Namespace) -> Report:
+    module, colon, name = target.rpartition(":")
+    if Path(target).is_file() and not target.endswith(".py"):
+        if args.topology:
+            raise ValueError("--topology is for module:name; a file is compiled already.")
+        return inspect(Path(target).read_text(encoding="utf-8", errors="replace"))
+    if not colon:
+        raise ValueError(
+            f"{target} is no file of HLO text. A function is named with its module, as in "
+            f"{PurePath(target).with_suffix('').as_posix().replace('/', '.')}:step."
+        )
+    flags.choose_platform(args.platform, args.devices)
+    fun, arguments, named = _program(module, name, args.topology)
+    # A user's function may raise anything while it is traced, and so may a compiler.
+    with _explained(f"{target} cannot be compiled"):
+        return inspect(fun, *arguments, topology=args.topology, **named)
+
+
+def _program(
+    module: str, name: str, topology: str | None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The program that module:name stands for, and its arguments."""
+    sys.path.insert(0, "")
+    # Importing runs the user's file, which may raise anything.
+    with _explained(f"no {name!r} in {module!r}"):
+        target = getattr(importlib.import_module(module), name)
+    if hasattr(target, "example_args"):
+        return target, tuple(target.example_args), dict(getattr(target, "example_kwargs", {}))
+    if not callable(target):
+        raise ValueError(f"{module}:{name} is not a function; it is {type(target).__name__}.")
+    # A platform that is not here, for one, has errors of its own.
+    with _explained(f"no mesh for {module}:{name}"):
+        mesh = {"mesh": _mesh(topology)} if takes_mesh(target, {}) else {}
+    alone = "with a `mesh` alone" if mesh else "without arguments"
+    with _explained(f"{module}:{name} has no `example_args`, and cannot be called {alone}"):
+        made = target(**mesh)
+    if not isinstance(made, tuple):
+        return made, (), {}
+    if len(made) not in (2, 3) or not isinstance(made[1], tuple | list):
+        raise ValueError(f"{module}:{name} should return (fun, args) or (fun, args, kwargs).")
+    return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+
+
+def _mesh(topology: str | None) -> Mesh | AbstractMesh:
+    if topology is None:
+        return checked_mesh(None, "data", "jaxcoll inspect")
+    return abstract_mesh(topology_named(topology), ("data",))
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Any error as one line behind `what`, with its type where its words alone do not say it."""
+    try:
+        yield
+    except Exception as error:
+        words = shortened(" ".join(str(error).split()), 400)
+        is_plain = isinstance(error, ValueError | OSError) and words
+        raise ValueError(
+            f"{what}: {words if is_plain else f'{type(error).__name__}: {words}'}"
+        ) from error

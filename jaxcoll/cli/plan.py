@@ -1,0 +1,59 @@
+"""`jaxcoll plan`: what a tree would send, and how long that would take, on any cluster."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+
+from jaxcoll._mesh.clusters import topology_named, topology_world
+from jaxcoll._mesh.plan import plan_in
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.plan import MOST_ROWS
+from jaxcoll._plan.world import World
+from jaxcoll._prices.predict import predict
+from jaxcoll._prices.rates import rates_of
+from jaxcoll.cli import flags
+
+EPILOG = """\
+Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted by the
+cost model (docs/cost_model.md).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.epilog = EPILOG
+    flags.add_tree(parser, default="resnet50")
+    add = parser.add_argument
+    add("--algorithm", default="auto", metavar="NAME", help="and packs, as in ring@4MiB")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--topology", metavar="NAME", help="a cluster, such as h100:2x8 or v5e:4x4")
+    words = f"of one CPU process (default: {flags.SIMULATED})"
+    add("--devices", type=flags.at_least(1), metavar="N", help=words)
+    words = "CPU processes on this machine, over Gloo"
+    add("--processes", type=flags.at_least(1), metavar="N", help=words)
+    add = parser.add_argument
+    add("--all-rows", action="store_true", help="show all rows of a long table, not the first")
+    add("--json", metavar="FILE", help="write it to FILE as JSON; - for here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and show; the exit status."""
+    options = flags.options_of(args.algorithm)
+    if args.topology:
+        topology = topology_named(args.topology)
+        # "inner/outer" needs the two axes of the cluster; one algorithm takes all replicas as one.
+        axes = (options.algorithm or "").count("/") + 1
+        world = topology_world(topology, topology.sizes(axes))
+    else:
+        n = args.processes or args.devices or flags.SIMULATED
+        world = World("cpu", (n,), processes=args.processes or 1)
+    tree = flags.tree_of(args.tree, args.dtype)
+    planned = plan_in(tree, world, options, ReduceOp.of(args.reduce_op))
+    plan = predict(planned, rates_of(world))
+    flags.write_json(args.json, plan.to_dict())
+    if args.json != "-":
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(plan.text(None if args.all_rows else MOST_ROWS, width))
+    return 0

@@ -1,1 +1,0 @@
-"""Example trainings, through the public face."""

@@ -1,0 +1,124 @@
+"""Ranks in processes of their own: that teams take turns, how ranks fail, and that none is left."""
+
+import os
+import re
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import teams
+from benchmarks.all_reduce import Workload, measure, text_of
+from benchmarks.rank_pool import launched
+from jaxcoll._errors import LaunchError
+from jaxcoll.cli.bench import AGAIN, BASELINE
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), str(teams.HERE)]
+TREE = Workload("pair", (jax.ShapeDtypeStruct((3,), np.float32),) * 2)
+TWIN = BASELINE + AGAIN
+
+
+@contextmanager
+def team(tmp_path, *entries, timeout=30, **env):
+    journal = {"JOURNAL": str(tmp_path / "journal")}
+    worlds = [{**journal, "RANK": str(rank), **env} for rank in range(2)]
+    with launched("fake", entries, FAKE, worlds, timeout) as found:
+        try:
+            yield found
+        finally:
+            pids = [process.pid for process in found._running]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_two_teams_take_turns_in_one_run(tmp_path):
+    ours = [(BASELINE,), (TWIN,), ("slow",)]
+    theirs = [("theirs slow", "theirs quick")]
+    with team(tmp_path, *ours) as first, team(tmp_path, *theirs) as second:
+        lines = measure(TREE, [first, second], reduce_op="sum", rounds=4)
+    assert [line["algorithm"] for line in lines] == [BASELINE, TWIN, "slow", "theirs quick"]
+    _, _, slow, quick = lines
+    assert quick["ratio"]["median"] < 2 < slow["ratio"]["median"], "50 ms and 2 ms"
+    assert (slow["compile_seconds"], quick["compile_seconds"]) == (0.5, None)
+    assert (slow["calls"], quick["calls"] > 1) == (1, True)
+    assert {line["error"] for line in lines} == {0.25}, "the worst rank's"
+    assert (slow["bytes"], slow["leaves"], slow["devices"]) == (24, 2, 2)
+    assert slow["busbw"] == pytest.approx(24e-9 / slow["seconds"]["median"])
+    assert "theirs quick" in text_of(lines)
+    journal = (tmp_path / "journal").read_text().split("\n")
+    order = [name for k, name in enumerate(journal) if name and (k == 0 or name != journal[k - 1])]
+    names = [BASELINE, TWIN, "slow", "theirs quick"]
+    assert order[-4 * 4 + 3 :] == [*names, *names[2::-1], *names[1:], *names[2::-1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("killed", r"fake: process 1 of 2 was killed by SIGKILL \(time 'killed'\)\.$"),
+        ("raises", r"fake: process \d of 2 failed \(time 'raises'\): ValueError: it went wrong$"),
+        ("exits", r"process \d of 2 ended \(3\) \(time 'exits'\)\. Its last words: these were its"),
+        ("stuck", r"fake: time 'stuck' took longer than 1 s on processes 0, 1 of 2; --timeout"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_team(tmp_path, name, words):
+    with pytest.raises(LaunchError, match=words), team(tmp_path, (name,), timeout=1) as found:
+        found.do("time", name=name, calls=1)
+
+
+def test_ranks_that_cannot_meet_say_why_in_one_line():
+    worlds = [{"FAIL": "1"}] * 2
+    with pytest.raises(LaunchError, match=r"of 2 failed \(start\): OSError: no such world$"):
+        launched("fake", [], FAKE, worlds, 30).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [
+        (sys.executable, "has no tensorflow; name an interpreter that has it with --tensorflow-py"),
+        ("/no/such/python", "--tensorflow-python: there is no interpreter '/no/such/python'"),
+    ],
+)
+def test_a_library_that_is_not_there(python, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        teams.peer("tensorflow", python, 2, 30)
+
+
+PEER = """
+import json, os
+from ranks.data import block
+from ranks.rank import Rank, serve
+
+class Peer(Rank):
+    def world(self):
+        return {"devices": 2, "processes": 2, "device": "cpu", "library": "json 1",
+                "entries": [["json flat"], ["json@1", "json@2"]]}
+    def prepare(self, leaves, reduce_op): ...
+    def barrier(self): ...
+    def call(self, name): ...
+    def describe(self, name):
+        task = json.loads(os.environ["TF_CONFIG"])["task"]
+        return {"torch": (os.environ["RANK"], os.environ["WORLD_SIZE"]), "tensorflow": task["index"]}
+
+def main():
+    serve(Peer)
+"""
+
+
+def test_a_peer_names_its_contestants_and_knows_its_world_as_its_library_reads_it(
+    monkeypatch, tmp_path
+):
+    for file in ("__init__", "rank", "data"):
+        (tmp_path / "ranks").mkdir(exist_ok=True)
+        text = (teams.HERE / "ranks" / f"{file}.py").read_text()
+        (tmp_path / "ranks" / f"{file}.py").write_text(text)
+    (tmp_path / "ranks" / "json_rank.py").write_text(PEER)
+    monkeypatch.setattr(teams, "HERE", tmp_path)
+    with teams.peer("json", None, 2, 30) as found:
+        assert found.entries == (("json flat",), ("json@1", "json@2"))
+        replies = found.do("describe", name="")
+    assert [r["torch"] for r in replies] == [("0", "2"), ("1", "2")]
+    assert [r["tensorflow"] for r in replies] == [0, 1]

@@ -1,0 +1,187 @@
+"""Every benchmark at a tiny size, by the function that its command runs, and its arithmetic."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import all_reduce, calibrate, on_one_gpu, overlap, regret, simulation
+from benchmarks.counters import transmitted_bytes
+from benchmarks.ranks.data import BLOCK, Exact, block, leaf
+from jaxcoll.cli.bench import BASELINE
+from jaxcoll.cli.flags import options_of
+
+PNG = b"\x89PNG"
+
+
+@pytest.mark.processes
+def test_all_reduce(tmp_path):
+    file, picture = tmp_path / "lines.json", tmp_path / "bench.png"
+    lines = all_reduce.main([
+        "--processes", "3", "--tree", "200x1KiB", "--sizes", "6MiB", "--rounds", "4",
+        "--algorithms", "auto,ring,halving-doubling", "--json", str(file), "--plot", str(picture),
+    ])  # fmt: skip
+    assert [json.loads(line)["algorithm"] for line in file.read_text().splitlines()] == [
+        line["algorithm"] for line in lines
+    ]
+    assert picture.read_bytes().startswith(PNG)
+    for line in lines:
+        assert (line["processes"], line["devices"]) == (3, 3)
+        assert line["error"] < 1e-6
+        if line["is_size"] and line["socket_bytes"] is not None:
+            # The compiler's count and the kernel's, among whose bytes may be those of others.
+            assert line["socket_bytes"] > 0.99 * line["wire_bytes"], line["algorithm"]
+
+
+@pytest.mark.processes
+def test_overlap(capsys):
+    (found,) = overlap.main(["--tree", "200x1KiB", "--parts", "3", "--rounds", "2"])
+    assert (found.processes, found.parts, found.bytes) == (2, 3, 204800)
+    assert "exposed" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_calibrate(tmp_path):
+    file = tmp_path / "found.json"
+    found = calibrate.main(["--most", "1MiB", "--seconds", "0.1", "--trees", "200x1KiB",
+                            "--json", str(file)])  # fmt: skip
+    assert json.loads(file.read_text()) == found
+    assert found["trees"]["200x1KiB"]["measured"] > 0
+
+
+def test_constants_come_back_from_the_times_that_they_predict():
+    per_byte, per_leaf, per_array, step, byte = 0.3e-9, 7e-6, 40e-6, 5e-6, 2e-9
+    seconds = {}
+    for p in calibrate.probes_of(4, calibrate.SIZES, calibrate.EXCHANGED):
+        nbytes = p.count * p.nbytes
+        if p.algorithm.startswith("halving"):
+            seconds[p] = 4 * step + 1.5 * nbytes * byte
+        else:
+            packed = p.algorithm == "native@all" and p.count > 1
+            more = per_leaf * p.count + 2 * nbytes * per_byte if packed else per_array * p.count
+            seconds[p] = 1e-3 + 1e-9 * nbytes * (packed or p.count == 1) + more
+            seconds[p] += 0 if packed or p.algorithm == BASELINE else -per_array
+    found = calibrate.constants_of(seconds, 4)
+    expected = {"copy of a byte": per_byte, "leaf in a pack": per_leaf,
+                "step of an exchange": step, "byte of an exchange": byte}  # fmt: skip
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=0.02), name
+    assert found["array beyond the first"] == pytest.approx(per_array, rel=0.1)
+
+
+def test_simulation(tmp_path, capsys):
+    picture = tmp_path / "a.png"
+    words = ["--tree", "200x1KiB", "--algorithms", "native,native/native,ring"]
+    lines = simulation.main([*words, "--plot", str(picture)])
+    assert {name: len(line) for name, line in lines.items()} == {
+        "native": 14, "native/native": 14, "ring": 14,
+    }  # fmt: skip
+    assert lines["native"][2] == lines["native/native"][2], "on one host"
+    assert lines["ring"][-1] > lines["native"][-1]
+    assert picture.read_bytes().startswith(PNG)
+    assert "Predicted, not measured, from" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_one_gpu_in_the_place_of_which_a_cpu_stands(tmp_path):
+    file = tmp_path / "one.json"
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found = on_one_gpu.main(["--tiny", "--json", str(file)])
+    assert json.loads(file.read_text()) == json.loads(json.dumps(found))
+    assert (found["ran_on"]["platform"], found["ran_on"]["is_gpu"]) == ("cpu", False)
+    sections = found["sections"]
+    assert [name for name in sections if "reason" in sections[name]] == []
+    for name in ("packing", "codecs"):
+        times = sections[name]["times"]
+        assert {"one copy", "one copy again"} < times.keys(), "the baseline twice"
+        assert all(times[way]["GB/s"] > 0 for way in times)
+    assert {f"{way} {format}" for way in ("encode", "decode") for format in on_one_gpu.FORMATS} < (
+        sections["codecs"]["times"].keys()
+    )
+    calls = sections["step"]["leaves"]["10"]["until it returns"]
+    assert list(calls) == ["jit", "jit again", "data_parallel"]
+    compiled = sections["programs"][on_one_gpu.PROGRAMS[0]]["compiled"]
+    assert compiled["client"]["kinds"] == {"all-reduce": 1}
+    assert compiled["client"]["packs"] == [16]
+    for topology in on_one_gpu.AHEAD:
+        assert (
+            compiled[topology].keys() >= {"kinds"}
+            or "needs the compiler" in (compiled[topology]["reason"])
+        )
+
+
+CASE = regret.Case(0, 2, 4, "1gbit", (100, 200))
+AUTO, TWIN = regret.AUTO, regret.TWIN
+
+
+def test_cases_of_regret_are_of_their_seed_and_of_every_kind_of_world():
+    found = regret.cases(200, seed=0)
+    assert found[:5] == regret.cases(5, seed=0) != regret.cases(5, seed=1)
+    assert {(case.hosts, case.rate) for case in found} == {
+        (1, "none"), *((2, rate) for rate in regret.RATES),
+    }  # fmt: skip
+    assert {case.processes for case in found} == set(regret.PROCESSES)
+    for case in found:
+        assert 0.5 * regret.FEWEST_BYTES < case.nbytes < 1.1 * regret.MOST_BYTES
+        names = regret.candidates(case)
+        assert all(name == BASELINE or options_of(name) for name in names)
+        assert any("/" in name for name in names) == (case.processes > case.hosts > 1)
+
+
+def test_the_best_is_picked_in_other_rounds_than_it_is_compared_in():
+    seconds = {AUTO: (3.0,) * 4, TWIN: (1.0,) * 4, "a": (1.0, 3.0, 1.0, 3.0), "b": (4.0,) * 4}
+    found = regret.Regret(CASE, seconds)
+    assert found.ratio == pytest.approx(math.sqrt(2 / 3 * 2 / 1)), "2 is the median of both twins"
+    assert (found.twin, found.best) == (3.0, "a")
+    same = {AUTO: (2.0,) * 4, TWIN: (2.0,) * 4, "b": (4.0,) * 4}
+    assert regret.Regret(CASE, same, ("a",)).ratio == 1.0, "a is the same program"
+    assert regret.Regret(CASE, same).ratio == 0.5
+
+
+def test_cases_whose_regret_is_written_are_not_measured_again(tmp_path, capsys):
+    seconds = {AUTO: (1.5, 1.5), TWIN: (1.5, 1.5), "native@all": (1.0, 1.0)}
+    known = [regret.Regret(case, seconds) for case in regret.cases(3, seed=7)]
+    file = tmp_path / "regret.jsonl"
+    file.write_text("".join(json.dumps(case.to_dict()) + "\n" for case in known))
+    assert regret.main(["--cases", "2", "--seed", "7", "--json", str(file)]) == known[:2]
+    assert "2 cases: the automatic choice takes 1.500 times as long" in capsys.readouterr().out
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 12))
+def test_every_leaf_is_in_one_part_and_no_part_is_larger_than_an_even_share_and_a_leaf(
+    sizes, count
+):
+    leaves = tuple(jax.ShapeDtypeStruct((n,), "float32") for n in sizes)
+    parts = overlap.parts_of(all_reduce.Workload("tree", leaves), count)
+    assert [i for first, stop in parts for i in range(first, stop)] == list(range(len(sizes)))
+    assert len(parts) <= count
+    even = sum(sizes) / count
+    assert all(sum(sizes[first:stop]) <= even + 2 * max(sizes) for first, stop in parts)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("shape", [(), (3, 5), (BLOCK + 7,)])
+def test_the_exact_sum_of_a_leaf_costs_no_copy_of_it(shape, mean):
+    blocks = [block(replica) for replica in range(3)]
+    assert not np.array_equal(*blocks[:2])
+    exact = Exact(blocks, mean)
+    for index in (0, 1000):
+        rows = [leaf(values, index, shape).astype(np.float64) for values in blocks]
+        total = np.array(np.sum(rows, axis=0) / (3 if mean else 1))
+        assert exact.error(index, total) < 1e-15
+        assert exact.error(index + 1, total) > 0.01
+        total.flat[-1] += 1
+        assert exact.error(index, total) > 0.01
+        total.flat[0] = np.nan
+        assert exact.error(index, total) == np.inf
+
+
+def test_transmitted_bytes():
+    text = "    lo: 5000 12 0 0 0 0 0 0 4000 12\n  eth0:88888888 34 0 0 0 0 0 0 77 34\n"
+    assert [transmitted_bytes(text, name) for name in ("lo", "eth0")] == [4000, 77]
+    with pytest.raises(ValueError, match=r"expected the text of /proc/net/dev with a line for 'lo"):
+        transmitted_bytes("lo: 1 2 3", "lo")

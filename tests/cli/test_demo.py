@@ -1,0 +1,63 @@
+"""`jaxcoll demo`: that it trains one model, and what it shows."""
+
+import re
+
+import forks
+import jax
+import numpy as np
+import pytest
+
+from jaxcoll.cli import demo
+from jaxcoll.cli.main import main
+
+BYTES = 153_132  # 38,282 parameters and the loss, in float32
+
+
+def figure(printed, words):
+    return float(re.search(rf"{words} ([\d.e-]+)", printed)[1])
+
+
+@pytest.mark.slow
+def test_a_full_run_meets_its_bars_and_shows_what_it_sent(tmp_path):
+    done = forks.with_commands().run(forks.COMMAND, "jaxcoll", "demo", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "8 devices in 1 process, 600 steps of 256 images" in done.stdout
+    assert figure(done.stdout, "test accuracy") >= 0.96
+    assert 0 < figure(done.stdout, "one device's by") <= 1e-4
+    assert f"9 leaves, {BYTES:,} bytes a replica" in done.stdout
+    assert "['hidden']['kernel']" in done.stdout
+    assert "requested 9 all-reduces, 153.1 kB; compiled: 1 all-reduce" in done.stdout
+
+
+@pytest.mark.processes
+def test_over_processes_gradients_are_packed_and_the_model_is_the_same(tmp_path):
+    words = ["launch", "-n", "2", "-m", "jaxcoll", "demo", "--steps", "3"]
+    done = forks.with_commands().run(forks.COMMAND, "jaxcoll", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[0] 2 devices in 2 processes" in done.stdout
+    assert "1 array" in done.stdout, "the leaves are one pack"
+    assert figure(done.stdout, "one device's by") < 1e-5
+
+
+@jax.numpy_rank_promotion("allow")
+@jax.numpy_dtype_promotion("standard")
+def test_a_model_that_differs_is_a_status(monkeypatch, capsys):
+    assert main(["demo", "--steps", "2", "--platform", "auto", "--devices", "2"]) == 0
+    monkeypatch.setattr(demo, "MOST_DIFFERENCE", 0.0)
+    assert main(["demo", "--steps", "2", "--platform", "auto", "--devices", "2"]) == 1
+
+
+def test_a_seed_names_its_batches_and_parameters_and_no_image_is_trained_on_and_tested():
+    data = demo.load()
+    one, again, other = (next(demo.batches(data, 256, 1, seed)) for seed in (0, 0, 1))
+    assert all(map(np.array_equal, one, again))
+    assert not np.array_equal(one[1], other[1])
+    seen = {image.tobytes() for image in data.images}
+    assert not any(image.tobytes() in seen for image in data.test_images)
+
+
+def test_extras_that_are_not_installed(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["demo"]) == 2
+    words = "needs optax, sklearn, not installed here: pip install 'jaxcoll[train]'"
+    assert words in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""What the doctor finds in the facts of processes."""
+
+import pytest
+
+from jaxcoll.cli import doctor
+
+WELL = {
+    "versions": {"jax": "1"}, "host": "a", "platform": "cpu", "kind": "cpu", "devices": 1,
+    "collectives": "gloo", "malloc": [], "processes": 2, "keeps_memory": True, "files": 4096,
+    "shared": 1 << 34,
+}  # fmt: skip
+
+
+def levels(findings):
+    assert all(bool(finding.fix) == (finding.level != "ok") for finding in findings)
+    return {finding.what: finding.level for finding in findings if finding.level != "ok"}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, {}),
+        ({"keeps_memory": False}, {"malloc": "warn"}),
+        ({"keeps_memory": False, "malloc": ["MALLOC_TOP_PAD_"]}, {"malloc": "warn"}),
+        ({"keeps_memory": False, "processes": 1}, {}),
+        ({"keeps_memory": False, "platform": "gpu"}, {}),
+        ({"collectives": "None"}, {"collectives": "bad"}),
+        ({"files": 256}, {"open files": "warn"}),
+        ({"files": -1, "shared": None}, {}),
+        ({"shared": 1 << 26}, {"shared memory": "warn"}),
+    ],
+)
+def test_a_machine(change, expected):
+    assert levels(list(doctor.machine_findings({**WELL, **change}))) == expected
+
+
+@pytest.mark.parametrize(
+    ("other", "what", "words"),
+    [
+        ({"versions": {"jax": "2"}}, "versions", "{jax: 1} on process 0; {jax: 2} on process 1"),
+        ({"devices": 8}, "devices", "1 on process 0; 8 on process 1"),
+        ({"kind": "H100"}, "kind", "cpu on process 0; H100 on process 1"),
+    ],
+)
+def test_processes_that_differ(other, what, words):
+    findings = list(doctor.job_findings([WELL, {**WELL, **other}]))
+    assert levels(findings) == {f"{what} of each process": "bad"}
+    (finding,) = (finding for finding in findings if finding.level == "bad")
+    assert finding.found == words
+
+
+def test_a_process_that_dies_is_not_waited_for_longer_than_asked():
+    class Store(dict):
+        process, processes = 0, 2
+
+        def set(self, key, value):
+            self[key] = value
+
+        def get(self, key, seconds):
+            assert seconds <= 0.2
+            if key not in self:
+                raise TimeoutError
+            return self[key]
+
+    with pytest.raises(ValueError, match=r"process 1 of 2 did not answer within 0\.2 s"):
+        doctor._reports(Store(), "here", {}, 0.2)
