@@ -13,6 +13,7 @@ from jaxcoll._spmd import broadcast as _broadcast
 from jaxcoll._spmd import gather, reduce
 from jaxcoll._spmd import reduce_scatter as _halves
 from jaxcoll._spmd import same as _same
+from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.scope import differentiation
 from jaxcoll._spmd.shards import Shards, axes_of_shards, check_no_shards, is_shards, shards_in
 
@@ -83,12 +84,12 @@ def all_reduce(
     given, op = checked(options), ReduceOp.of(reduce_op)
     reduce.check_any_coded(value, given)
     scope = scope_here().merged(given)
-    axis_name = scope.over(axis_name, "jc.all_reduce")
-    check_no_shards(value, axis_name, "all_reduce")
+    axes = scope.over(axis_name, "jc.all_reduce")
+    check_no_shards(value, axes, "all_reduce")
     if residual is None:
-        return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
+        return reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant)
     return _with_feedback.all_reduce(
-        op, value, axis_name,
+        op, value, axes,
         residual=residual, of=value, caller="all_reduce", scope=scope, invariant=invariant,
     )  # fmt: skip
 
@@ -204,13 +205,10 @@ def _in_laxs_order(
     )
     if not all(is_number) or not leaves:
         rest = all_reduce(op, rest, axes, options=options, invariant=invariant)
-    lax_ = jax.lax.psum if op is ReduceOp.SUM else jax.lax.pmean
+    times = count(bound_axes(axes, caller)) if op is ReduceOp.SUM else 1
     arrays = iter(jax.tree.leaves(rest))
     return treedef.unflatten(
-        [
-            lax_(x, axes) if number else next(arrays)
-            for x, number in zip(leaves, is_number, strict=True)
-        ]
+        [x * times if number else next(arrays) for x, number in zip(leaves, is_number, strict=True)]
     )
 
 
@@ -276,10 +274,10 @@ def all_gather(
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
     scope, given = scope_here(), checked(options, exactly="all_gather")
-    axis_name = scope.over(axis_name, "jc.all_gather")
+    axes = scope.over(axis_name, "jc.all_gather")
     if not shards_in(value):
         scope = scope.merged(given)
-        return gather.all_gather(value, axis_name, axis=axis, scope=scope)
+        return gather.all_gather(value, axes, axis=axis, scope=scope)
     # The derivative's reduce-scatter is the reduction that an enclosing `value_and_grad` asks for.
     inside = differentiation()
     scope = scope.merged(inside.options if inside else None).merged(given)
@@ -294,7 +292,7 @@ def all_gather(
             "n times as long: gather the Shards by themselves."
         )
     return jax.tree.map(
-        lambda x: _halves.all_gather(x, axis_name, scope=scope), value, is_leaf=is_shards
+        lambda x: _halves.all_gather(x, axes, scope=scope), value, is_leaf=is_shards
     )
 
 
@@ -338,10 +336,10 @@ def reduce_scatter(
     """
     _check_order(reduce_op, value, "jc.reduce_scatter")
     scope = scope_here().merged(checked(options))
-    axis_name = scope.over(axis_name, "jc.reduce_scatter")
-    check_no_shards(value, axis_name, "reduce_scatter")
+    axes = scope.over(axis_name, "jc.reduce_scatter")
+    check_no_shards(value, axes, "reduce_scatter")
     op = ReduceOp.of(reduce_op)
-    return _halves.reduce_scatter(op, value, axis_name, scope=scope)
+    return _halves.reduce_scatter(op, value, axes, scope=scope)
 
 
 def broadcast(
@@ -379,6 +377,6 @@ def broadcast(
       [2.0, 2.0, 2.0]
     """
     scope = scope_here().merged(checked(options, exactly="broadcast"))
-    axis_name = scope.over(axis_name, "jc.broadcast")
-    check_no_shards(value, axis_name, "broadcast")
-    return _broadcast.broadcast(value, axis_name, source=source, scope=scope)
+    axes = scope.over(axis_name, "jc.broadcast")
+    check_no_shards(value, axes, "broadcast")
+    return _broadcast.broadcast(value, axes, source=source, scope=scope)

@@ -363,7 +363,5 @@ def scan_layers(
     """
     asked = scan.Asked(ReduceOp.of(reduce_op), gather_dtype, ahead, remat, unroll)
     scope = scope_here()
-    axis_name = scope.over(axis_name, "jc.scan_layers")
-    return scan.scan_layers(
-        layer, carry, stacked, axis_name, sharded, asked, scope, checked(options)
-    )
+    axes = scope.over(axis_name, "jc.scan_layers")
+    return scan.scan_layers(layer, carry, stacked, axes, sharded, asked, scope, checked(options))

@@ -26,6 +26,7 @@ from jaxcoll._compat.primitives import needing as needing
 from jaxcoll._compat.primitives import ordered as ordered
 from jaxcoll._compat.primitives import terms_of_sum as terms_of_sum
 from jaxcoll._compat.primitives import through_backward as through_backward
+from jaxcoll._compat.primitives import traced_once as traced_once
 from jaxcoll._compat.settings import configuration as configuration
 from jaxcoll._compat.settings import configured as configured
 from jaxcoll._compat.settings import has_backend as has_backend

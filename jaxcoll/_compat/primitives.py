@@ -266,6 +266,12 @@ _as_stored_p = unchanged(
 )
 
 
+def traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:
+    """The program of `fun(*args)`, and a function that calls this same trace."""
+    jitted = jax.jit(fun)
+    return jitted.trace(*args).jaxpr, jitted
+
+
 def apart(function: Callable[..., Any], **known: Any) -> Callable[..., Any]:
     """`function` with some arguments known, which no compiler joins with what is around it.
 

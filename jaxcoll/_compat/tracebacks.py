@@ -11,7 +11,7 @@ import jax
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_filter = getattr(sys.modules[jax.jit.__module__], "traceback_util", None)
+_filter: Any = getattr(sys.modules[jax.jit.__module__], "traceback_util", None)
 
 if hasattr(_filter, "register_exclusion"):
     # JAX_TRACEBACK_FILTERING=off shows our frames as it shows JAX's.

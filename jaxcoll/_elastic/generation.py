@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,9 @@ class Generation:
 
     @classmethod
     def from_json(cls, text: str) -> Generation:
-        fields = json.loads(text)
-        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()})
+        fields: Any = json.loads(text)
+        lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}
+        return cls(**(fields | lists))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -162,7 +162,8 @@ def prove(
     """
     proof = _Proof(axes, narrow_sums_abort=narrow_sums_abort)
     jaxpr = opened(program)
-    facts = proof.outputs(jaxpr, [sum(map(proof.bit.get, proof.bit.keys() & x)) for x in inputs])
+    facts = [sum(bit for axis, bit in proof.bit.items() if axis in along) for along in inputs]
+    facts = proof.outputs(jaxpr, facts)
     # An empty array cannot differ.
     facts = [
         fact if getattr(x.aval, "size", 1) else 0
@@ -424,7 +425,8 @@ def _behind(jaxpr: Jaxpr, atom: Any) -> Iterator[JaxprEqn]:
         yield eqn
         body = called(eqn)
         if body is not None:
-            yield from _behind(body, body.outvars[eqn.outvars.index(x)])
+            k = next(k for k, out in enumerate(eqn.outvars) if out is x)
+            yield from _behind(body, body.outvars[k])
         queue.extend(eqn.invars)
 
 

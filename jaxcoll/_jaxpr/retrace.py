@@ -11,6 +11,7 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
+from jaxcoll import _compat
 from jaxcoll._jaxpr.subjaxprs import called, opened, programs
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul"}
@@ -51,33 +52,37 @@ def traced_call(fun: Callable[..., Any], *inputs: Any) -> Traced:
     What `fun` captures may belong to the program at hand. Leaves of the result that are not a
     `jax.Array` are those of that one call.
     """
-    flat, treedef = jax.tree.flatten(inputs)
-    arrays_of, parts = _arrays_of(lambda *leaves: fun(*treedef.unflatten(leaves)))
-    arrays_of.__name__ = getattr(fun, "__name__", "function")
-    jitted = jax.jit(arrays_of)
-    return Traced(jitted.trace(*flat).jaxpr, *parts[-1], jitted)
+    arrays_of, others = _arrays_of(fun, inputs)
+    program, call = _compat.traced_once(arrays_of, *jax.tree.leaves(inputs))
+    return Traced(program, *others(), call)
 
 
 def traced(fun: Callable[..., Any], *inputs: Any) -> Traced:
     """Trace `fun(*inputs)`, so that its equations can be cut; a call makes them part of another."""
-    flat, treedef = jax.tree.flatten(inputs)
-    arrays_of, parts = _arrays_of(lambda *leaves: fun(*treedef.unflatten(leaves)))
-    closed = jax.make_jaxpr(arrays_of)(*flat)
-    return Traced(closed, *parts[-1], jaxpr_as_fun(closed))
+    arrays_of, others = _arrays_of(fun, inputs)
+    program = jax.make_jaxpr(arrays_of)(*jax.tree.leaves(inputs))
+    return Traced(program, *others(), jaxpr_as_fun(program))
 
 
-def _arrays_of(fun: Callable[..., Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """`fun`, returning the arrays of its result, and a list of what else each call has returned."""
-    parts: list[tuple[Any, tuple[tuple[Any] | None, ...]]] = []
+_Others = tuple[jax.tree_util.PyTreeDef, tuple[tuple[Any] | None, ...]]
+
+
+def _arrays_of(
+    fun: Callable[..., Any], inputs: Any
+) -> tuple[Callable[..., list[Any]], Callable[[], _Others]]:
+    """`fun` from leaves to the arrays of its result, and what else its first call returned."""
+    treedef = jax.tree.structure(inputs)
+    calls: list[_Others] = []
 
     def arrays_of(*leaves: Any) -> list[Any]:
-        results, treedef = jax.tree.flatten(fun(*leaves))
+        results, structure = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
         is_array = [isinstance(x, jax.Array) for x in results]
         others = tuple(None if a else (x,) for x, a in zip(results, is_array, strict=True))
-        parts.append((treedef, others))
+        calls.append((structure, others))
         return [x for x, a in zip(results, is_array, strict=True) if a]
 
-    return arrays_of, parts
+    arrays_of.__name__ = getattr(fun, "__name__", "function")
+    return arrays_of, lambda: calls[0]
 
 
 def with_captured(program: Traced) -> tuple[Traced, list[Any]]:

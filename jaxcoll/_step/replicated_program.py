@@ -222,9 +222,9 @@ class Outputs:
         Raises:
           ValueError: one is not, or a change of an object would be lost.
         """
-        for k, (path, spec, word) in enumerate(self._places if proven else ()):
-            self._check(path, spec, word, proven.varying[k], proven, k)
-        if proven:
+        if proven is not None:
+            for k, (path, spec, word) in enumerate(self._places):
+                self._check(path, spec, word, proven.varying[k], proven, k)
             self._check_changes(proven.jaxpr)
         leaves = [*map(iter, groups)]
         return jax.tree.unflatten(self._tree, [next(leaves[k]) for k in self._order])

@@ -58,7 +58,8 @@ def mean_loss(
             value, grads = gradient(*with_learned(primals), **kwargs)
             grads = (grads,) if isinstance(argnums, int) else grads
             products = jax.tree.map(lambda g, t: jnp.sum(g * t), grads, tuple(tangents))
-            return value, sum(jax.tree.leaves(products)).astype(value.dtype)
+            tangent = sum(jax.tree.leaves(products), jnp.zeros((), value.dtype))
+            return value, tangent.astype(value.dtype)
 
         return of_learned(*learned)
 
