@@ -205,10 +205,13 @@ def _in_laxs_order(
     )
     if not all(is_number) or not leaves:
         rest = all_reduce(op, rest, axes, options=options, invariant=invariant)
-    times = count(bound_axes(axes, caller)) if op is ReduceOp.SUM else 1
+    n = count(bound_axes(axes, caller))
     arrays = iter(jax.tree.leaves(rest))
     return treedef.unflatten(
-        [x * times if number else next(arrays) for x, number in zip(leaves, is_number, strict=True)]
+        [
+            (x * n if op is ReduceOp.SUM else x * n / n) if number else next(arrays)
+            for x, number in zip(leaves, is_number, strict=True)
+        ]
     )
 
 

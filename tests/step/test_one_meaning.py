@@ -186,7 +186,7 @@ def test_what_each_replica_chooses_for_itself_is_not_taken_for_a_parameter(name)
 
 def test_the_batch_is_no_parameter():
     for of in (jc.grad(loss, argnums=1), jc.value_and_grad(loss, argnums=(0, -1))):
-        refused(of, r"over 'data': x must be the same .*take its gradient with `jax.grad`")
+        refused(of, r"over 'data': leaf x must be the same .*take its gradient with `jax.grad`")
     rows = lambda w, x: jax.grad(loss, argnums=1)(w, x) / 8
     got = jc.data_parallel(rows, varying_outputs="concatenate")(W, X)
     np.testing.assert_allclose(got, jax.grad(loss, argnums=1)(W, X), rtol=1e-5, atol=1e-6)
