@@ -249,18 +249,19 @@ drifting.__name__ = "step"
 
 def write_in_two_parts():
     """Let a checkpoint be half written for a moment."""
-    written = np.savez
+    write, steps = np.lib.format.write_array, set()
 
-    def savez(file, **parts):
+    def write_array(file, array, **settings):
         whole = io.BytesIO()
-        written(whole, **parts)
+        write(whole, array, **settings)
         half = whole.tell() // 2
         file.write(whole.getvalue()[:half])
-        file.flush()
-        injected(f"while writing {job.trainer.finished}")
+        if job.trainer.finished not in steps:  # in the first leaf of each checkpoint
+            steps.add(job.trainer.finished)
+            injected(f"while writing {job.trainer.finished}")
         file.write(whole.getvalue()[half:])
 
-    np.savez = savez
+    np.lib.format.write_array = write_array
 
 
 class Calls:
