@@ -212,7 +212,7 @@ class Odd(Elastic):
             options = jc.CommunicationOptions(algorithm="ring")
         if self.odd == "function":
             function = lambda state, batch: (state, jnp.float32(0))
-        if self.odd == "drift":
+        if SPEC["odd"] == "drift":
             function = drifting
         other = jc.data_parallel(function, batch_argnums=1, options=options)
         self.trainer = jc.Elastic(other, self.start, **self.settings, report=self.report)
@@ -235,13 +235,17 @@ class Odd(Elastic):
         if self.odd and at == self.since:
             emit("FAULT")
         few = at >= 20 and self.odd in ("rows", "slow rows")
-        return tuple(x[: 4 if few else 8] for x in super().batches(at, rank, world))
+        rows = tuple(x[: 4 if few else 8] for x in super().batches(at, rank, world))
+        if SPEC["odd"] != "drift":
+            return rows
+        return *rows, np.full(8, 1e-6 if self.odd and at >= self.since else 0, "f")
 
 
 def drifting(state, batch):
-    """A constant in the program, which no collective shows."""
-    state, value = step.__wrapped__(state, batch)
-    return {**state, "w": state["w"] + jnp.where(state["seen"] > 12, 1e-6, 0.0)}, value
+    """A number that is wrongly said to be the same everywhere, and is so at first."""
+    *rows, error = batch
+    state, value = step.__wrapped__(state, tuple(rows))
+    return {**state, "w": state["w"] + jc.same(error.max())}, value
 
 
 drifting.__name__ = "step"

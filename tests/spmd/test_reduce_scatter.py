@@ -212,7 +212,7 @@ def of_rows(f):
         (of_rows(lambda v: jc.all_gather(jc.reduce_scatter("sum", v, "data"), "data", axis=1)),
          r"`all_gather` of Shards gives the tree .* `axis` \(1\)"),
         (of_rows(lambda v: jc.reduce_scatter("mean", {"w": jnp.ones(3), "v": v}, "data")),
-         r"leaf \['w'\] is already the same .* count it 2 times.*scatter=True.*reduced=True"),
+         r"leaf \['w'\] is already the same .* count it 2 times.*reduced=True.*scatter=True"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_by_its_path(call, words):
