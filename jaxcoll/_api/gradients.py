@@ -31,13 +31,11 @@ def value_and_grad(
     Law: n devices equal one device. The value and the gradient are those that `fun` would
     have on the whole batch, to rounding, under `pmap` and under `shard_map` with checks on or
     off: for MEAN with equal shares, for SUM with any, and for a mean weighted by tokens or by
-    real examples when `fun` returns a `WeightedLoss`. A leaf that a checked `shard_map` types as
-    varying is this replica's own (an expert, a part of a sharded parameter, the batch): it is
-    reduced over the other axes only, and its gradient is that of the same global loss by this copy.
-    `Shards`, which `fun` puts together by `jc.all_gather` or `jc.scan_layers`, are so everywhere:
-    their gradients come as Shards, reduced by the derivative of the gather. Where types say nothing
-    (`pmap`, `vmap`, `check_vma=False`) every other leaf is taken for one that all replicas hold
-    alike; use `jax.grad` for those that are not.
+    real examples when `fun` returns a `WeightedLoss`. The gradient of every leaf is reduced, but of
+    `Shards`, which `fun` puts together by `jc.all_gather` or `jc.scan_layers`: theirs come as
+    Shards, reduced by the derivative of the gather. Every other leaf must be the same on every
+    replica; one that differs (an expert, the batch) is refused by name in a step of jaxcoll's and
+    in a checked `shard_map`, and is differentiated by `jax.grad`.
 
     Args:
       fun: the loss of one replica's share of the batch, a scalar or a `WeightedLoss`. It must
@@ -63,9 +61,8 @@ def value_and_grad(
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a WeightedLoss meets SUM, a leaf that is a replica's own meets `scatter`, or an
-        argument is invalid (a wrong `fun` or `argnums` is refused at once). Where jaxcoll
-        reads the whole program (`strategy.run`), a leaf that differs between replicas.
+      ValueError: a WeightedLoss meets SUM, `Shards` meet `scatter`, a leaf differs between replicas
+        where that is known, or an argument is invalid (a wrong `fun` or `argnums` at once).
       TypeError: the loss is not a scalar, or a tuple without `has_aux`.
       AlreadyReducedError: the loss was reduced inside `fun`.
 
@@ -107,7 +104,7 @@ def grad(
 
     Returns:
       A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`; the gradients
-      are *invariant* over the axes, but for leaves that are a replica's own, `aux` *varying*.
+      are *invariant* over the axes, but for `Shards`; `aux` is *varying*.
     """
     feeding, op = with_feedback if feedback else None, ReduceOp.of(reduce_op)
     asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feeding, with_value=False)
@@ -250,8 +247,7 @@ def accumulate(
 
     Returns:
       A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
-      Value and gradients are *invariant*, gradients in `Shards` and of what is a replica's own
-      *varying*, as in `value_and_grad`. Each `WeightedMean` and `Total` in `aux` becomes one number
+      Value and gradients are *invariant*, gradients in `Shards` *varying*, as in `value_and_grad`. Each `WeightedMean` and `Total` in `aux` becomes one number
       over pieces and replicas; the rest of `aux` is this replica's own (*varying*), with the pieces
       along a new leading dimension; what is neither array nor number is as it was. Gradients
       narrower than 32 bits are added up in float32 and travel in their own type. Cost: the memory

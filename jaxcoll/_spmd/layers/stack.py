@@ -1,4 +1,4 @@
-"""The parameters of all layers: which leaves are cut over which axes, as types confirm."""
+"""The parameters of all layers: which leaves are cut over which axes."""
 
 from __future__ import annotations
 
