@@ -53,9 +53,8 @@ def value_and_grad(
 
     Returns:
       A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux),
-      grads)`. Value and gradients are *invariant* over the axes, gradients in `Shards` and of what
-      is a replica's own *varying*; `aux` is this replica's own (*varying*), but each `WeightedMean`
-      and `Total` in it comes back as a number over all replicas (*invariant*). Cost: one
+      grads)`. Value and gradients are *invariant* over the axes, gradients in `Shards`
+      *varying*; `aux` is this replica's own (*varying*), but each `WeightedMean` and `Total` in it comes back as a number over all replicas (*invariant*). Cost: one
       `all_reduce` of the gradients with loss and metrics among them; with `scatter` a
       `reduce_scatter`, and an `all_reduce` of the rest.
 
@@ -173,9 +172,8 @@ def sync_in_backward(
     Inside the loss of `jc.value_and_grad` or `jc.grad`, which is where it belongs, n devices
     equal one device for every mixture of leaves that are synced, partly synced or not synced:
     what is proven to be the same everywhere is not sent again, and what differs between replicas is
-    refused. Inside plain `jax.grad` the synced
-    leaves are all that is right: others keep each replica's own gradient or, under a checked
-    `shard_map`, the sum that autodiff makes of it.
+    refused. Inside plain `jax.grad` the synced leaves alone are averaged: others keep each
+    replica's own gradient or, under a checked `shard_map`, the sum that autodiff makes of it.
 
     Args:
       params: a pytree of floating arrays, *invariant* or *varying* over the axes; None passes.
@@ -247,9 +245,10 @@ def accumulate(
 
     Returns:
       A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
-      Value and gradients are *invariant*, gradients in `Shards` *varying*, as in `value_and_grad`. Each `WeightedMean` and `Total` in `aux` becomes one number
-      over pieces and replicas; the rest of `aux` is this replica's own (*varying*), with the pieces
-      along a new leading dimension; what is neither array nor number is as it was. Gradients
+      Value and gradients are *invariant*, gradients in `Shards` *varying*. Each `WeightedMean` and
+      `Total` in `aux` becomes one number over pieces and replicas; the rest of `aux` is this
+      replica's own (*varying*), with the pieces along a new leading dimension; what is neither
+      array nor number is as it was. Gradients
       narrower than 32 bits are added up in float32 and travel in their own type. Cost: the memory
       of one piece and of one gradient more (in float32); one `all_reduce` for all.
 
