@@ -53,10 +53,10 @@ def value_and_grad(
 
     Returns:
       A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux),
-      grads)`. Value and gradients are *invariant* over the axes, gradients in `Shards`
-      *varying*; `aux` is this replica's own (*varying*), but each `WeightedMean` and `Total` in it comes back as a number over all replicas (*invariant*). Cost: one
-      `all_reduce` of the gradients with loss and metrics among them; with `scatter` a
-      `reduce_scatter`, and an `all_reduce` of the rest.
+      grads)`. Value and gradients are *invariant* over the axes, gradients in `Shards` *varying*;
+      `aux` is this replica's own (*varying*), but each `WeightedMean` and `Total` in it comes back
+      as a number over all replicas (*invariant*). Cost: one `all_reduce` of the gradients with loss
+      and metrics among them; with `scatter` a `reduce_scatter`, and an `all_reduce` of the rest.
 
     Raises:
       NameError: an axis is not mapped here.
