@@ -123,7 +123,9 @@ def test_a_parameter_that_differs_between_replicas_is_refused_by_its_path(name):
 
 @pytest.mark.parametrize("step", [trained, in_while])
 def test_a_parameter_that_comes_to_differ_in_a_loop_is_refused(step):
-    with pytest.raises(ValueError, match=r"`jc.grad` over .replica.: leaf p.*\['b'\] must be the same"):
+    with pytest.raises(
+        ValueError, match=r"`jc.grad` over .replica.: leaf p.*\['b'\] must be the same"
+    ):
         strategy().run(step, (W, own(X)))
 
 
