@@ -163,7 +163,8 @@ def same(value: Any, axis_name: str | tuple[str, ...] | None = None) -> Any:
     Made for a number that the host returned (`jax.pure_callback`), a value read from a reference,
     or a sum in an order of your own: an output, a predicate, a parameter. Nothing is sent. On the
     first call for arguments of each shape, `jc.data_parallel` and `strategy.run` compare the
-    copies, bit by bit, over processes too; elsewhere nobody does.
+    copies, bit by bit, over processes too. Elsewhere, and in a program that was compiled by
+    `.lower(...).compile()`, nobody does.
 
     Args:
       value: a pytree of arrays.

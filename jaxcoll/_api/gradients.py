@@ -114,7 +114,6 @@ def mean_loss(
     fun: Callable[..., Any],
     axis_name: str | tuple[str, ...] | None = None,
     *,
-    argnums: int | Sequence[int] = 0,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
     """The mean of the replicas' losses, as a function with the derivative of that mean.
@@ -127,17 +126,18 @@ def mean_loss(
       fun: the loss of one replica's share of the batch, as in `value_and_grad`; it must not reduce
         the loss itself.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
-      argnums: positions of the arguments that it may be differentiated by, in forward and in
-        reverse mode. It has no derivative by any other.
       options: as in `all_reduce`, for the gradients.
 
     Returns:
-      A function with `fun`'s arguments that returns a scalar, *invariant* over the axes. Cost: an
-      `all_reduce` of a number; where it is differentiated, one of value and gradients together.
+      A function with `fun`'s arguments that returns a scalar, *invariant* over the axes, with
+      derivatives in forward and reverse mode by whatever is the same on every replica, arguments
+      or captured values. Cost: an `all_reduce` of a number; where it is differentiated, one of
+      value and gradients together.
 
     Raises:
       NameError: an axis is not mapped here.
       TypeError: the loss is not a scalar.
+      ValueError: it is differentiated by what differs between replicas.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -148,7 +148,7 @@ def mean_loss(
       >>> value.tolist(), grad.tolist()
       ([5.0, 5.0], [2.5, 2.5])
     """
-    return mean.mean_loss(fun, axis_name, argnums, scope_here, checked(options))
+    return mean.mean_loss(fun, axis_name, scope_here, checked(options))
 
 
 def sync_in_backward(

@@ -365,6 +365,32 @@ def test_the_mean_loss_has_derivatives_in_both_modes():
     np.testing.assert_allclose(weighted, X.mean(0), rtol=1e-4, atol=1e-6)
 
 
+def in_a_scan(w, x):
+    mean = jc.mean_loss(loss)
+    turn = lambda c, _: ((c[0] * 1.0, c[1]), mean(*c))
+    return lax.scan(turn, (w, x), None, length=3)[1].mean()
+
+
+MEANS = {
+    "the parameter is captured": lambda w, x: jc.mean_loss(lambda x: loss(w, x))(x),
+    "everything is captured": lambda w, x: jc.mean_loss(lambda: loss(w, x))(),
+    "by keyword": lambda w, x: jc.mean_loss(loss)(x=x, w=w),
+    "jitted": lambda w, x: jax.jit(jc.mean_loss(loss))(w, x),
+    "recomputed": lambda w, x: jax.checkpoint(jc.mean_loss(loss))(w, x),
+    "recomputed, captured": jax.checkpoint(lambda w, x: jc.mean_loss(lambda: loss(w, x))()),
+    "in a scan": in_a_scan,
+    "a setting beside": lambda w, x: jc.mean_loss(lambda w, k, x: loss(w, x) if k == "k" else 0)(w, "k", x),
+    "a mean of its own": lambda w, x: jc.mean_loss(lambda w: lax.pmean(loss(w, x), "data"))(w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS)
+def test_the_mean_loss_is_differentiated_by_whatever_is_the_same(mean):
+    value, grad = jc.data_parallel(jax.value_and_grad(mean))(W, X)
+    close((value, grad), (loss(W, X), WANT))
+    refused(jax.grad(mean, 1), "the same on every replica")
+
+
 def within(w, x):
     """A normalisation within each replica's rows, by an axis of its own."""
     h = jax.vmap(lambda r: r * w - lax.pmean(r * w, "batch"), axis_name="batch")(x)

@@ -83,6 +83,7 @@ class Asked:
     feedback: Callable[..., Any] | None
     with_value: bool = True
     micro_batches: MicroBatches | None = None
+    called: str | None = None  # the function to name in a message, where it is another
 
     def __post_init__(self) -> None:
         if not callable(self.fun):
@@ -103,6 +104,8 @@ class Asked:
     @property
     def caller(self) -> str:
         """The function to name in a message."""
+        if self.called is not None:
+            return self.called
         if self.micro_batches is not None:
             return "jc.accumulate"
         return "jc.value_and_grad" if self.with_value else "jc.grad"

@@ -16,10 +16,10 @@ from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.scope import Differentiation, differentiated
 
 _TUPLE_LOSS = """\
-`{caller}`: the loss returned a tuple of {n}. If the rest is auxiliary output, pass \
-`has_aux=True`. If it is a weight (tokens, unpadded examples), return \
-`jc.WeightedLoss(total, weight)`: the sum of the weighted losses of this replica and the sum of \
-their weights."""
+`{caller}`: the loss returned a tuple of {n}. If the rest is auxiliary output, \
+`jc.value_and_grad` takes it with `has_aux=True`. If it is a weight (tokens, unpadded examples), \
+return `jc.WeightedLoss(total, weight)`: the sum of the weighted losses of this replica and the \
+sum of their weights."""
 
 _NO_SCALAR = """\
 `{caller}` expects the loss to be a scalar or a `jc.WeightedLoss`; got {got}. Return its mean over \

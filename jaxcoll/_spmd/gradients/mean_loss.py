@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
+from jaxcoll import _compat
+from jaxcoll._jaxpr.retrace import traced, with_captured
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.arithmetic import quotient
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.gradient import Asked, reduced_gradient
-from jaxcoll._spmd.gradients.loss import value_and_weight
+from jaxcoll._spmd.gradients.loss import WeightedLoss, value_and_weight
 from jaxcoll._spmd.reduce import all_reduce
-from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.scope import Differentiation, Scope, differentiated, retyped
 
 CALLER = "jc.mean_loss"
 
@@ -23,44 +29,97 @@ CALLER = "jc.mean_loss"
 def mean_loss(
     fun: Callable[..., Any],
     axis_name: Any,
-    argnums: int | Sequence[int],
     scope: Callable[[], Scope],
     options: CommunicationOptions,
 ) -> Callable[..., Any]:
     """The body of `jc.mean_loss`, which says what it does."""
-    asked = Asked(fun, ReduceOp.MEAN, argnums, has_aux=False, scatter=False, feedback=None)
-    gradient = reduced_gradient(asked, axis_name, scope, options)
+    if not callable(fun):
+        raise ValueError(f"`{CALLER}` expects a function, the loss; got {type(fun).__name__}.")
 
     @functools.wraps(fun, updated=())
     def mean(*args: Any, **kwargs: Any) -> Any:
-        places = asked.places(args)
-        learned = tuple(args[i] for i in places)
+        here = scope()
+        axes = tuple(bound_axes(here.over(axis_name, CALLER), CALLER))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = treedef.unflatten([x if _is_array(x) else None for x in leaves])
+        inputs = [*arrays[0], *arrays[1].values()]
 
-        def with_learned(learned: Sequence[Any]) -> tuple[Any, ...]:
-            replaced = dict(zip(places, learned, strict=True))
-            return tuple(replaced.get(i, x) for i, x in enumerate(args))
+        def loss(*inputs: Any) -> tuple[Any, Any]:
+            traced_leaves = iter(jax.tree.leaves(inputs))
+            together = [next(traced_leaves) if _is_array(x) else x for x in leaves]
+            args, kwargs = treedef.unflatten(together)
+            value, weight = value_and_weight(fun(*args, **kwargs), CALLER)
+            return jnp.asarray(value), weight
+
+        def varying(tree: Any) -> Any:
+            if not _compat.types_tell():
+                return tree
+            return jax.tree.map(lambda x: _compat.as_varying(jnp.asarray(x), axes), tree)
+
+        # JAX may trace the rule of a custom derivative when the function around it is finished, so
+        # whatever the loss computes with is an operand, also what it captures.
+        with differentiated(Differentiation(axes, options, enclosing=retyped())):
+            program, captured = with_captured(traced(loss, *varying(inputs)))
+
+        def again(*operands: Any) -> Any:
+            value, weight = program.result(program.outputs(*operands))
+            return value if weight is None else WeightedLoss(value, weight)
+
+        again.__signature__ = _signature(fun, len(args), [*arrays[1]], len(captured))  # pyright: ignore[reportFunctionMemberAccess]
 
         @jax.custom_jvp
-        def of_learned(*learned: Any) -> Any:
-            here = scope()
-            axes = bound_axes(here.over(axis_name, CALLER), CALLER)
-            value, weight = value_and_weight(fun(*with_learned(learned), **kwargs), CALLER)
+        def of_operands(*operands: Any) -> Any:
+            value, weight = program.result(program.outputs(*varying(operands)))
             exactly = here.merged(options).exactly
             if weight is None:
-                return all_reduce(ReduceOp.MEAN, value, tuple(axes), scope=exactly)
-            pair = all_reduce(
-                ReduceOp.SUM, (value, weight), tuple(axes), scope=exactly, repeats=True
-            )
+                return all_reduce(ReduceOp.MEAN, value, axes, scope=exactly)
+            pair = all_reduce(ReduceOp.SUM, (value, weight), axes, scope=exactly, repeats=True)
             return quotient(pair[0], by=pair[1])
 
-        @of_learned.defjvp
-        def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
-            value, grads = gradient(*with_learned(primals), **kwargs)
-            grads = (grads,) if isinstance(argnums, int) else grads
-            products = jax.tree.map(lambda g, t: jnp.sum(g * t), grads, tuple(tangents))
+        def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            by = [
+                i
+                for i, tree in enumerate(tangents)
+                if not all(map(_is_zero, jax.tree.leaves(tree)))
+            ]
+            if not by:
+                value = of_operands(*primals)
+                return value, jnp.zeros_like(value)
+            asked = Asked(again, ReduceOp.MEAN, by, False, False, None, called=CALLER)
+            value, grads = reduced_gradient(asked, axes, lambda: here, options)(*varying(primals))
+            products = jax.tree.map(
+                lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
+                grads,
+                tuple(tangents[i] for i in by),
+            )
             tangent = sum(jax.tree.leaves(products), jnp.zeros((), value.dtype))
-            return value, tangent.astype(value.dtype)
+            return value, jnp.real(tangent).astype(value.dtype)
 
-        return of_learned(*learned)
+        of_operands.defjvp(rule, symbolic_zeros=True)
+        return of_operands(*inputs, *captured)
 
     return mean
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
+
+
+def _is_zero(tangent: Any) -> bool:
+    """True of the tangent of what is not differentiated by."""
+    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+
+
+def _signature(
+    fun: Callable[..., Any], positional: int, keywords: Sequence[str], captured: int
+) -> inspect.Signature:
+    """Names of the operands, for messages."""
+    names = [f"args_{i}" for i in range(positional)]
+    with contextlib.suppress(TypeError, ValueError):  # one of C's has none
+        parameters = inspect.signature(fun).parameters.values()
+        own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        names[: len(own)] = own[:positional]
+    names += [*keywords, *(f"captured_{i}" for i in range(captured))]
+    return inspect.Signature(
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in names]
+    )
