@@ -185,7 +185,7 @@ class _Reader:
         return [at(x) for x in jaxpr.outvars]
 
     def _constant(self, x: Any) -> _Value:
-        is_key = jax.numpy.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+        is_key = jax.numpy.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
         if isinstance(x, Tracer) or is_key or not is_array(x):
             return self.value(_TABLE if jax.numpy.shape(x) else None, "captured", id(x))
         array = np.asarray(x)
@@ -209,9 +209,9 @@ class _Reader:
                 for results in zip(*outs, strict=True)
             ]
         owner = _owner(operands)
-        in_place = owner is None or shape_of(eqn.invars[0]) == shape_of(eqn.outvars[0])
-        if in_place and (name in _IDENTITIES or _keeps_dtype(eqn)):
-            return operands[: len(eqn.outvars)]
+        if name in _IDENTITIES or _keeps_dtype(eqn):
+            if owner is None or shape_of(eqn.invars[0]) == shape_of(eqn.outvars[0]):
+                return operands[: len(eqn.outvars)]
         params = str(sorted((k, str(v)) for k, v in eqn.params.items() if k not in _TYPES_ONLY))
         results = []
         for k, var in enumerate(eqn.outvars):
@@ -241,10 +241,10 @@ def _formulas(values: Sequence[_Value]) -> list[int]:
 
 
 def _keeps_dtype(eqn: JaxprEqn) -> bool:
-    """Whether a conversion changes nothing but how weak the type is."""
-    return eqn.primitive.name == "convert_element_type" and (
-        eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
-    )
+    """Say if a conversion changes nothing but how weak the type is."""
+    of_operand: Any = eqn.invars[0].aval if eqn.invars else None
+    of_result: Any = eqn.outvars[0].aval if eqn.outvars else None
+    return eqn.primitive.name == "convert_element_type" and of_operand.dtype == of_result.dtype
 
 
 @contextlib.contextmanager
