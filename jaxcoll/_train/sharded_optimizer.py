@@ -17,16 +17,30 @@ from jaxcoll._mesh.shard_arrays import abstract, cut, own_shapes, specs_of, whol
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import flattened
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.gradients.per_replica import taken_by
 from jaxcoll._spmd.norms import clipped
-from jaxcoll._spmd.shards import Shards, all_parts, is_shards, own_part, sharded_leaves, shards_in
-from jaxcoll._train import elementwise as checks
-from jaxcoll._train.elementwise import CALLER
+from jaxcoll._spmd.shards import (
+    Shards,
+    all_parts,
+    check_fits,
+    is_shards,
+    own_part,
+    sharded_leaves,
+    shards_in,
+)
+from jaxcoll._train.elementwise import check_elementwise
 from jaxcoll._train.shard import unshard
+
+CALLER = "sharded_optimizer"
+# Large enough for moments to be factored, were they to be.
+_PROBE = {
+    "matrix": jax.ShapeDtypeStruct((128, 256), "float32"),
+    "vector": jax.ShapeDtypeStruct((130,), "float32"),
+}
 
 
 def sharded_optimizer(
@@ -46,9 +60,8 @@ def sharded_optimizer(
 
     Args:
       tx: an optax transformation, or anything with its `init` and `update`, that treats every
-        element by itself: sgd, adam, adamw, lion, rmsprop ..., with schedules. It is tried on a
-        small tree, with and without shards, and its program is read; it is refused if the updates
-        differ, or depend on several elements.
+        element by itself: sgd, adam, adamw, lion, rmsprop ..., with schedules. Its program is
+        read; it is refused if updates depend on several elements, or differ between leaves.
       axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.
       mesh: where `init` and `shard` place a state between programs; None: all devices on one
         axis. An `AbstractMesh` makes shapes, for `jc.inspect` with a topology.
@@ -90,7 +103,9 @@ def sharded_optimizer(
     if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
         raise ValueError(f"`max_norm` must be None or a positive number; got {max_norm!r}.")
     if not assume_elementwise:
-        checks.check_elementwise(tx)
+        treedef, leaves = sharded_leaves(_PROBE, {"probe": 2}, CALLER)
+        parts = own_shapes(abstract(layout_of(treedef, leaves, 2), ("probe",)))
+        check_elementwise(tx, _PROBE, parts)
     return ShardedOptimizer(
         tx, axis_name, mesh, ReduceOp.of(reduce_op), max_norm, checked(options), assume_elementwise
     )
@@ -140,14 +155,13 @@ class ShardedOptimizer:
         """
         own = set(self._axes) <= set(_compat.axes_in_scope())
         if shards_in(params):
-            checks.check_all_in_shards(params)
+            _check_all_in_shards(params)
         else:
             params = self._in_shards(params, own)
         shapes = jax.eval_shape(lambda: params)
         if not self._assumed:
-            whole = jax.tree.map(whole_shapes, shapes, is_leaf=is_shards)
             parts = jax.tree.map(lambda x: x if own else own_shapes(x), shapes, is_leaf=is_shards)
-            checks.check_on_structure(self._tx, whole, parts)
+            check_elementwise(self._tx, _whole(shapes), parts)
         if own:
             return _varying(self._tx.init(params))
         leaves = jax.tree.leaves(params)
@@ -212,9 +226,9 @@ class ShardedOptimizer:
         found, in_shards = shards_in(state), bool(shards_in(params))
         layout = found[0].layout if found else None
         if in_shards:
-            checks.check_gradients_in_shards(grads, params)
+            _check_gradients_in_shards(grads, params)
         elif is_shards(grads):
-            checks.check_like(grads, layout, count(axes))
+            _check_like(grads, layout, count(axes))
         elif reduced:
             grads = own_part(grads, self._axis_name, CALLER, scope=scope, layout=layout)
         else:
@@ -227,7 +241,8 @@ class ShardedOptimizer:
             leaves[0] = taken_by(leaves[0], arrays, axes, f"{CALLER}.update")
             grads = jax.tree.unflatten(jax.tree.structure(grads), leaves)
         if extra and not self._assumed:
-            checks.check_with_more(self._tx, grads, state, extra)
+            parts = jax.eval_shape(lambda: grads)
+            check_elementwise(self._tx, _whole(parts), parts, extra)
         if self._max_norm is not None:
             grads = clipped(grads, tuple(axes), self._max_norm, scope=scope)
         if params is not None and not in_shards:
@@ -338,3 +353,47 @@ def _varying(state: Any) -> Any:
         return x.replace([_compat.as_varying(part, x.axes) for part in x.parts])
 
     return jax.tree.map(typed, state, is_leaf=is_shards)
+
+
+def _whole(tree: Any) -> Any:
+    return jax.tree.map(whole_shapes, tree, is_leaf=is_shards)
+
+
+def _check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> None:
+    """Refuse shards that are laid out otherwise than the state's."""
+    if layout is None or grads.layout == layout:
+        return
+    check_fits(layout, grads.layout.treedef, grads.layout.leaves, replicas, f"{CALLER}.update")
+    raise ValueError(
+        f"`{CALLER}.update`: the gradients' shards are packed otherwise than the state's "
+        f"({grads.layout} and {layout}). Give `bytes_per_pack` to both, in the options of "
+        "`sharded_optimizer` and of `data_parallel` or `value_and_grad`, or to none."
+    )
+
+
+def _check_all_in_shards(params: Any) -> None:
+    """Refuse a tree with arrays beside `Shards`, of which it would not be known who holds what."""
+    for path, x in flattened(params, is_shards)[0]:
+        if not is_shards(x):
+            raise ValueError(
+                f"`{CALLER}`: {where(path)} of the parameters is an array "
+                "beside `Shards`. Make Shards of it as well, by `jc.shard`, which takes any "
+                "shapes; or use another optimizer for what every replica holds whole."
+            )
+
+
+def _check_gradients_in_shards(grads: Any, params: Any) -> None:
+    """Refuse gradients that are not in the shards of the parameters."""
+    _check_all_in_shards(params)
+    if jax.tree.structure(grads) == jax.tree.structure(params):
+        return
+    if not shards_in(grads):
+        raise ValueError(
+            f"`{CALLER}.update` got parameters in `Shards` and whole gradients, which belong to "
+            "the tree that was gathered. Differentiate the Shards: `jc.value_and_grad(loss, axis)"
+            "(shards, ...)`, whose loss calls `jc.all_gather` or `jc.scan_layers` itself."
+        )
+    raise ValueError(
+        f"`{CALLER}.update`: the gradients are not in the shards of the parameters: "
+        f"{jax.tree.structure(grads)} and {jax.tree.structure(params)}."
+    )

@@ -248,7 +248,7 @@ def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
         (lambda: jc.Elastic(train_step(optax.sgd(1.0), 8), in_shards(8)),
          r"`Elastic`: state\['layers'\] is `Shards`\. .* holds a part that no"),
         (lambda: jc.sharded_optimizer(optax.flatten(optax.sgd(0.1, momentum=0.9)), "data"),
-         "expects an elementwise optimizer.*of its state ends as"),
+         "expects an elementwise optimizer.*depends on several elements"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_stacked_placed_or_put_together_is_refused(call, words):

@@ -26,7 +26,6 @@ PARAMS = {
     "scale": np.float32(1),
 }
 BATCHES = [normal(2, 24, 32) * 5, normal(3, 24, 32) * 5]
-# One each: that they are elementwise is tried with programs, which JAX keeps for the same function.
 ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
 
 
@@ -231,16 +230,17 @@ MIXING = {
 
 @pytest.mark.parametrize("what", [*NOT_ELEMENTWISE, *MIXING])
 def test_what_mixes_elements_is_refused_however_rarely_it_does(what):
-    tx, words = NOT_ELEMENTWISE.get(what), "as one and in 2 shards.*pass `max_norm`"
-    if tx is None:
-        tx, words = optax.chain(MIXING[what], optax.scale(0.1)), "should_skip_update_fn"
-    with pytest.raises(ValueError, match=f"expects an elementwise optimizer.*{words}"):
+    tx = NOT_ELEMENTWISE.get(what) or optax.chain(MIXING[what], optax.scale(0.1))
+    words = "(?s)expects an elementwise optimizer.*pass `max_norm`.*should_skip_update_fn"
+    with pytest.raises(ValueError, match=words):
         jc.sharded_optimizer(tx, "data")
 
 
 ELEMENTWISE = {
     "adan": optax.adan(1e-3), "radam": optax.radam(1e-3), "rprop": optax.rprop(1e-3),
     "yogi": optax.yogi(1e-3), "adadelta": optax.adadelta(1e-3), "amsgrad": optax.amsgrad(1e-3),
+    "adagrad": optax.adagrad(1e-3), "accumulated": optax.MultiSteps(ADAM, 3),
+    "a table of rates": optax.sgd(optax.piecewise_interpolate_schedule("linear", 0.1, {5: 0.1})),
     "clipped by value": optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9, nesterov=True)),
     "hyperparameters": optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(0.1, 60)),
     "only at times": optax.conditionally_transform(ADAM, lambda step: step % 3 == 0),
@@ -250,7 +250,7 @@ ELEMENTWISE = {
 @pytest.mark.parametrize("what", ELEMENTWISE)
 def test_what_treats_every_element_by_itself_is_taken(what):
     optimizer = jc.sharded_optimizer(ELEMENTWISE[what], "data", mesh=mesh_of(2))
-    assert optimizer.init({"w": np.ones((7, 3), "f"), "b": np.float32(1)})
+    assert optimizer.init(PARAMS)
 
 
 def test_a_program_that_mixes_only_at_the_size_of_the_parameters_is_found_by_them():
@@ -265,13 +265,13 @@ def test_a_program_that_mixes_only_at_the_size_of_the_parameters_is_found_by_the
     with pytest.raises(ValueError, match=r"the update of \['w'\] depends on several.*`reduce_max`"):
         optimizer.init({"w": np.ones(1000, "f")})
     with pytest.raises(
-        ValueError, match=r"what belongs to a leaf of shape \(\d+, 128\) has \(1,\)"
+        ValueError, match=r"what belongs to leaves of shapes .*\(\d+, 128\).* has .*\(1,\)"
     ):
         jc.sharded_optimizer(tx, "data")
     by_size = jc.sharded_optimizer(
         optax.masked(ADAM, lambda p: jax.tree.map(lambda x: x.size != 1000, p)), "data"
     )
-    with pytest.raises(ValueError, match=r"in the state of this one"):
+    with pytest.raises(ValueError, match=r"does not run on such shapes"):
         by_size.init({"w": np.ones(1000, "f"), "v": np.ones(1, "f")})
 
 
@@ -339,18 +339,18 @@ def test_what_mixes_elements_only_with_an_argument_more_is_refused_when_it_comes
 def test_masks_by_name_are_found_out_by_the_parameters():
     fixed = optax.adamw(1e-3, mask=jax.tree.map(lambda x: True, PARAMS))
     with pytest.raises(
-        ValueError, match=r"(?s)does not run there \(ValueError.*assume_elementwise=True"
+        ValueError, match=r"(?s)does not run on such shapes \(ValueError.*assume_elementwise=True"
     ):
         jc.sharded_optimizer(fixed, "data")
     named = optax.adamw(
         1e-3, mask=lambda p: jax.tree_util.tree_map_with_path(lambda at, x: "'b'" not in str(at), p)
     )
     optimizer = jc.sharded_optimizer(named, "data")
-    with pytest.raises(ValueError, match=r"the update of an element of \['in'\]\['b'\] in step 1"):
+    with pytest.raises(ValueError, match=r"the update of \['in'\]\['b'\] is computed otherwise"):
         optimizer.init(PARAMS)
     broken = optax.GradientTransformation(SGD.init, lambda g, s, p=None: (jnp.zeros(3), s))
     with pytest.raises(
-        ValueError, match=r"does not run on shards \(ValueError: expected updates like"
+        ValueError, match=r"does not run on such shapes \(ValueError: expected updates like"
     ):
         jc.sharded_optimizer(broken, "data")
     needs = optax.GradientTransformationExtraArgs(
