@@ -22,10 +22,10 @@ from jaxcoll import _compat
 from jaxcoll._cluster.coordinator import Coordinator, jax_heartbeat, start_coordinator
 from jaxcoll._cluster.coordinator_proxy import through_proxy
 from jaxcoll._cluster.hosts import publish_host
+from jaxcoll._cluster.launch.subprocesses import REJOIN
 from jaxcoll._cluster.launchers import (
     JAX_BIND,
     JAX_COORDINATOR,
-    REJOIN,
     Member,
     checked_seconds,
     host_and_port,

@@ -114,7 +114,9 @@ class Membership:
         """Wait until all who are to begin are here, or were once; name those who do not come."""
         self._keys.set(f"{self._root}/here/{self._keys.process}", self.name)
         until = time.monotonic() + self.startup
-        while absent := sorted(self._beginners() - {*map(int, self._keys.all(f"{self._root}/here"))}):
+        while absent := sorted(
+            self._beginners() - {*map(int, self._keys.all(f"{self._root}/here"))}
+        ):
             if time.monotonic() > until:
                 raise DeadlineExceededError(
                     f"Worker{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of "

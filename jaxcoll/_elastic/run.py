@@ -268,8 +268,7 @@ class Run:
         if self._membership.name != self._writers[0] or self._job.file is None:
             return
         if self._saving is not None and not self._saving.done():
-            words = "There is no checkpoint after step %d: the one before it is still being written."
-            _LOG.warning(words, finished)
+            _LOG.warning("No checkpoint after step %d: the last is still being written.", finished)
             return
         write = self._state.to_write(self._job.file, finished, PATIENCE)
         self._saving = self._saver.submit(functools.partial(_or_warn, write))

@@ -197,7 +197,9 @@ class Elastic:
         after = f"{root}/{number - 1}"  # where who finished it is written
         here = watchdog() or Watchdog(LocalKeys())
         try:
-            with contextlib.closing(Membership(here, f"{root}/{number}", after=after, **limits)) as membership:
+            with contextlib.closing(
+                Membership(here, f"{root}/{number}", after=after, **limits)
+            ) as membership:
                 membership.meet()
                 _exchange_devices()
                 with when_coordinator_is_lost(membership.lose_coordinator, patience):

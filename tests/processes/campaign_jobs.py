@@ -363,7 +363,10 @@ try:
         injected("while exchanging"),
         exchange(*a, **k),
     )[1]
-    limits = {"initialization_timeout": SPEC["arrival"], "heartbeat_timeout_seconds": SPEC["heartbeat"]}
+    limits = {
+        "initialization_timeout": SPEC["arrival"],
+        "heartbeat_timeout_seconds": SPEC["heartbeat"],
+    }
     jc.initialize(*where, **limits, rejoin=AGAIN)
     injected("after the meeting")
     jobs = {"elastic": Elastic, "owing": Owing, "odd": Odd, "calls": Calls}
