@@ -1,5 +1,8 @@
 """Collectives for JAX programs, compiled by XLA: how replicas exchange tensors."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from jaxcoll import distribute as distribute
 from jaxcoll._api.collectives import all_gather as all_gather
 from jaxcoll._api.collectives import all_reduce as all_reduce
@@ -17,16 +20,11 @@ from jaxcoll._api.gradients import value_and_grad as value_and_grad
 from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
-from jaxcoll._cluster.initialize import initialize as initialize
-from jaxcoll._cluster.launch.function import launch as launch
 from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver
 from jaxcoll._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
 from jaxcoll._cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
+from jaxcoll._dispatch.dispatch import group_by as _group_by
 from jaxcoll._distribute.check_replicas import check_replicas as check_replicas
-from jaxcoll._elastic.checkpoint import restore_checkpoint as restore_checkpoint
-from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
-from jaxcoll._elastic.generation import WorldChange as WorldChange
-from jaxcoll._elastic.trainer import Elastic as Elastic
 from jaxcoll._errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._errors import DeadlineExceededError as DeadlineExceededError
 from jaxcoll._errors import LaunchError as LaunchError
@@ -86,4 +84,43 @@ from jaxcoll.distribute import ReductionToOneDevice as ReductionToOneDevice
 from jaxcoll.distribute import ReplicaContext as ReplicaContext
 from jaxcoll.distribute import get_replica_context as get_replica_context
 
+if _TYPE_CHECKING:
+    from jaxcoll._cluster.initialize import initialize as initialize
+    from jaxcoll._cluster.launch.function import launch as launch
+    from jaxcoll._elastic.checkpoint import restore_checkpoint as restore_checkpoint
+    from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
+    from jaxcoll._elastic.generation import WorldChange as WorldChange
+    from jaxcoll._elastic.trainer import Elastic as Elastic
+
 __version__ = "0.2.0"
+
+_LATER = {
+    "initialize": "jaxcoll._cluster.initialize",
+    "launch": "jaxcoll._cluster.launch.function",
+    "restore_checkpoint": "jaxcoll._elastic.checkpoint",
+    "save_checkpoint": "jaxcoll._elastic.checkpoint",
+    "WorldChange": "jaxcoll._elastic.generation",
+    "Elastic": "jaxcoll._elastic.trainer",
+}
+"""Names whose modules are imported when they are first used: those of several processes."""
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
+
+@_group_by
+def _group_of(devices: _Any) -> _Any:
+    """Return the processes that have these devices: what watches them is imported when needed."""
+    from jaxcoll._dispatch.watchdog import group_of
+
+    return group_of(devices)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxcoll
-from jaxcoll._cluster.launchers import OF_A_LAUNCH
+from jaxcoll._cluster.launch.subprocesses import OF_A_LAUNCH
 
 # Every request names what one fork does. Replies: who has begun, and who has ended with what.
 SERVER = """

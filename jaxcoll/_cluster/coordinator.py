@@ -19,6 +19,7 @@ import os
 import runpy
 import selectors
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -42,6 +43,8 @@ LINGERS = 2.0
 STRANGERS = 256
 """Connections that may be open without a first line; one more closes the oldest of them."""
 
+_LOOK_SECONDS = 1.0  # between two looks for clients of the service, where there are no members
+
 _LONGEST_IDLE = 32767  # seconds: what Linux takes for TCP_KEEPIDLE
 
 
@@ -60,6 +63,15 @@ def break_when_silent(connection: socket.socket, seconds: float) -> None:
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def jax_heartbeat(seconds: int, recoverable: bool) -> int:
+    """Return the heartbeat timeout that JAX's client and service are given.
+
+    JAX aborts a process that was stopped for longer, once it goes on. Where the others may go on
+    without it, closed connections tell who has ended, and JAX's heartbeats have nothing to tell.
+    """
+    return 10**8 if recoverable else seconds
 
 
 @dataclasses.dataclass
@@ -102,8 +114,9 @@ def start_coordinator(
     settings = {
         "address": address,
         "num_processes": num_processes,
+        "silence": heartbeat_timeout_seconds,
         "service": {
-            "heartbeat_timeout": heartbeat_timeout_seconds,
+            "heartbeat_timeout": jax_heartbeat(heartbeat_timeout_seconds, recoverable),
             "shutdown_timeout": shutdown_timeout_seconds,
             "recoverable": recoverable,
         },
@@ -146,14 +159,29 @@ class _Coordinator:
 
     def run(self) -> None:
         """Serve until nobody needs it, or a process does not arrive in time."""
-        while self._wanted or self._members:
-            waits = None
+        while self._wanted or self._members or self._has_clients():
+            waits = None if self._wanted or self._members else _LOOK_SECONDS
             if self._service is None and self._members:
                 waits = self._deadline - time.monotonic()
                 if waits <= 0:
                     self._refuse(self._missing())
             for key, _ in self._selector.select(waits):
                 key.data(key.fileobj)
+
+    def _has_clients(self) -> bool:
+        """Return whether anybody is connected to the service: one that came back is no member."""
+        port = self._settings["address"].rpartition(":")[2]
+        found = False
+        for name in os.listdir("/dev/fd") if self._service is not None else ():
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    copy.getpeername()  # OSError: it is not connected
+                    if str(copy.getsockname()[1]) == port:
+                        break_when_silent(copy, self._settings["silence"])
+                        found = True
+        return found
 
     def _lifeline(self, fd: int) -> None:
         """Nobody writes to it: it is readable when the process that started this has ended."""
@@ -172,7 +200,7 @@ class _Coordinator:
         try:
             connection, _ = listener.accept()
             connection.setblocking(False)
-            break_when_silent(connection, self._settings["service"]["heartbeat_timeout"])
+            break_when_silent(connection, self._settings["silence"])
         except OSError:  # it has hung up already; or there are no descriptors left
             if strangers:
                 return self._close(strangers[0])

@@ -19,13 +19,13 @@ from typing import Any
 import jax
 
 from jaxcoll import _compat
-from jaxcoll._cluster.coordinator import Coordinator, start_coordinator
+from jaxcoll._cluster.coordinator import Coordinator, jax_heartbeat, start_coordinator
 from jaxcoll._cluster.coordinator_proxy import through_proxy
 from jaxcoll._cluster.hosts import publish_host
+from jaxcoll._cluster.launch.subprocesses import REJOIN
 from jaxcoll._cluster.launchers import (
     JAX_BIND,
     JAX_COORDINATOR,
-    REJOIN,
     Member,
     checked_seconds,
     host_and_port,
@@ -106,7 +106,8 @@ def initialize(
       initialization_timeout: seconds until all must have arrived; and, over CPUs, from the first
         use of devices until all use theirs. Of these seconds, here and below, 23 days count at
         most.
-      heartbeat_timeout_seconds: a process that was silent for so long counts as dead.
+      heartbeat_timeout_seconds: a process whose host does not answer for so long counts as dead;
+        where `recoverable` is False, also one that is stopped.
       shutdown_timeout_seconds: how long processes wait for each other at their end, where
         `recoverable` is False.
       coordinator_bind_address: "host:port" at which the coordinator listens, where that is not
@@ -186,6 +187,7 @@ def _enter_jax(
         limits["heartbeat_timeout_seconds"],
         functools.partial(_part, joined),
     )
+    heartbeat = jax_heartbeat(limits["heartbeat_timeout_seconds"], joined.recoverable)
     join = functools.partial(
         jax.distributed.initialize,
         proxy.address,
@@ -197,7 +199,7 @@ def _enter_jax(
         cluster_detection_method="deactivate",
         # At the end of this time JAX ends the process with a signal, so ours must be up before.
         initialization_timeout=JAX_STARTUP_SECONDS,
-        **limits,
+        **limits | {"heartbeat_timeout_seconds": heartbeat},
     )
     # The coordinator reports nothing on the connection of a process that was restarted.
     followed = None if rejoin else joined.connection

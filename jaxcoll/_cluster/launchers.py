@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxcoll._cluster.coordinator import LONGEST_SECONDS
+from jaxcoll._cluster.launch.subprocesses import COORDINATOR, PROCESSES, RANK, check_system
 from jaxcoll._cluster.specs import TFConfig, hosts_of
 from jaxcoll._plan.checks import is_number
-
-COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
-"""Set by `jaxcoll launch`, which already runs a coordinator, for the processes that it starts."""
-
-REJOIN = "JAXCOLL_REJOIN"
-"""Set to "1" by `jaxcoll launch` for a process that is started again while the others go on."""
-
-OF_A_LAUNCH = (COORDINATOR, PROCESSES, RANK, REJOIN)
-"""Variables that a job inside a job must not inherit."""
 
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
@@ -77,16 +68,6 @@ class Member:
                 "`initialize` needs a port that all processes know: 0, as in "
                 f"{self.coordinator_address!r} from {self.source}, stands for any that is free."
             )
-
-
-def check_system() -> None:
-    """Refuse to start processes on Windows."""
-    if platform.system() == "Windows":
-        raise OSError(
-            "several processes need Linux or macOS: JAX has no collectives between CPU processes "
-            "on Windows. One process with simulated devices works there "
-            "(`jax.config.update('jax_num_cpu_devices', 8)`), and WSL 2 is Linux."
-        )
 
 
 def host_and_port(address: Any) -> tuple[str, int]:

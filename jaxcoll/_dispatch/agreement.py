@@ -21,6 +21,7 @@ from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_CALLER_SECONDS
 from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.fingerprint import first_difference, unpacked
 from jaxcoll._dispatch.peers import Peers
+from jaxcoll._dispatch.shared_program import FirstValues
 from jaxcoll._errors import (
     PeerLostError,
     ProgramMismatchError,
@@ -56,10 +57,17 @@ class Agreement:
     """How the processes of a group, by its name, agree on the program of one call."""
 
     def __init__(
-        self, peers: Peers, group: str, processes: Sequence[int], position: int, program: Program
+        self,
+        peers: Peers,
+        group: str,
+        processes: Sequence[int],
+        position: int,
+        program: Program,
+        first: FirstValues | None,
     ) -> None:
         self._peers, self._group, self._processes = peers, group, processes
         self._position, self._program = position, program
+        self._first = first  # what this process brings to its first run; None: nothing
         self.folder = f"{peers.root}/agree/{group}/{position}"
         # Processes that run the same program here, and saw nothing to agree upon
         self._alike: set[int] = set()
@@ -75,7 +83,7 @@ class Agreement:
         Raises:
           PeerLostError: a process does not come any more.
         """
-        store, me, first = self._peers.store, self._peers.process, self._program.first
+        store, me, first = self._peers.store, self._peers.process, self._first
         whole, rows = ("", "") if first is None else first.short()
         if first is not None:
             store.set(f"{self.folder}/values/{me}", json.dumps(first.replicated))

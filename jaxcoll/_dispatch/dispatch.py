@@ -7,16 +7,39 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.executable import Program, compiled_for
-from jaxcoll._dispatch.process_group import ProcessGroup
-from jaxcoll._dispatch.watchdog import group_of
+from jaxcoll._dispatch.executable import Compile, Program, compiled_for
 from jaxcoll._errors import DeadlineExceededError
 from jaxcoll._threads import Task, Worker, abandon, at_exit, not_at_exit
+
+
+class Group(Protocol):
+    """The processes that run a program together, as calls need them; see `ProcessGroup`."""
+
+    name: str
+    compiled: Compile
+
+    def begin(self, task: Task) -> None: ...
+    def run(self, call: Call, program: Program, wait: bool = True) -> Any: ...
+    def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]: ...
+
+
+_groups: list[Callable[[Sequence[jax.Device]], Group | None]] = []
+
+
+def group_by(find: Callable[[Sequence[jax.Device]], Group | None]) -> None:
+    """Have `find` name the group of a mesh's devices, where there are several processes."""
+    _groups[:] = [find]
+
+
+def group_of(devices: Sequence[jax.Device]) -> Group | None:
+    """Return the group that watches calls over these devices; None: nobody needs to."""
+    return None if jax.process_count() == 1 else _groups[0](devices)
+
 
 _workers: dict[str, Worker] = {}
 """One worker for each process group. Groups have connections of their own, so that their calls may
@@ -89,14 +112,14 @@ def _await_started() -> None:
             _result(*begun)
 
 
-_Begun = tuple[Task, Worker, Call, Program, ProcessGroup | None, float | None]
+_Begun = tuple[Task, Worker, Call, Program, Group | None, float | None]
 
 
-def _begun(call: Call, group: ProcessGroup | None, until: float | None) -> _Begun:
+def _begun(call: Call, group: Group | None, until: float | None) -> _Begun:
     """Have a worker make a call: all that it takes to wait for it, and to say why it is late."""
     # Compiled in this thread: a trace belongs to the thread whose JAX configuration it is made
     # under. The deadline is read after that, because a trace may ask for a shorter one.
-    program = compiled_for(call, shared=group is not None)
+    program = compiled_for(call, None if group is None else group.compiled)
     seconds = call.timeout_seconds
     if until is None and seconds:
         until = time.monotonic() + seconds
@@ -127,21 +150,13 @@ def _result(
     worker: Worker,
     call: Call,
     program: Program,
-    group: ProcessGroup | None,
+    group: Group | None,
     until: float | None,
 ) -> Any:
     """Wait for a call that was begun, until its deadline passes."""
     if task.wait(None if until is None else max(0.0, until - time.monotonic())):
         return task.result()
-    ranks, why = (), ""
-    if group is not None and group.call is call:
-        ranks, who = group.arrivals(group.position)
-        why = f" {who} {program.starts_with()}"
-    elif group is not None:
-        why = (
-            " It has not begun: an earlier call over the same processes, which was given up, has "
-            "not ended yet."
-        )
+    ranks, why = ((), "") if group is None else group.absence(call, program)
     abandon(worker)
     text = f"{call.name} did not finish within {call.timeout_seconds:g} s.{why}"
     raise DeadlineExceededError(text, ranks=ranks)

@@ -1,44 +1,17 @@
-"""Compiled programs, cached by the shapes and shardings of their arguments.
-
-With the digests of a program's first arguments, which processes compare once. Arguments that every
-replica gets in full must be the same on all processes, or they compute with different parameters
-from then on; rows that are the same on all of them are one batch several times.
-"""
+"""Compiled programs, cached by the shapes and shardings of their arguments."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark, packed
 from jaxcoll._plan.plan import Plan
-
-_PACK = re.compile(r"(\w+_[0-9a-f]{6})/(pack|rows)(\d+)")
-
-
-@dataclasses.dataclass
-class FirstValues:
-    """Digests of one process's arguments."""
-
-    replicated: dict[str, str]  # of each leaf that every replica gets in full, by its path
-    # Of each leaf of which this process has its share; leaves that hold one number in every place
-    # are left out, because equal ones prove nothing
-    rows: dict[str, str]
-
-    def short(self) -> tuple[str, str]:
-        """Return all of them, as two digests; the second is "" without rows."""
-        whole, rows = (json.dumps(digests).encode() for digests in (self.replicated, self.rows))
-        return _digest(whole), _digest(rows) if self.rows else ""
 
 
 @dataclasses.dataclass
@@ -49,47 +22,33 @@ class Program:
     name: str  # for messages
     lines: str = ""  # its fingerprint, `packed`
     mark: str = ""  # a digest of it, which processes compare
-    # What this process brings to its first run, until it has been compared; None: nothing is
-    first: FirstValues | None = None
+    # Its function's first, so that processes compare the arguments of its first run, too
+    is_first: bool = False
 
-    def starts_with(self) -> str:
-        """Return the collective at which processes that arrived wait for the others, in words."""
-        moved = collectives(self.compiled.as_text() or "")
-        if not moved:
-            return f"{self.name} has no collective."
-        more = f" of {len(moved)}" * (len(moved) > 1)
-        return f"Collective 1{more} of {self.name} is {moved[0]}{_leaves(moved[0])}."
 
+Compile = Callable[[jax.stages.Lowered, str, Sequence[Any], str], Program]
+"""`(lowered, name, leaves, settings)`: a program that other processes run, too."""
 
 _LAST = "last"
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """Of each jitted program, what it is compiled to; under `_LAST` the last key and its program."""
 
-_plans: dict[str, Plan] = {}
+plans: dict[str, Plan] = {}
 """The plans that were traced last, by name, so that messages can name the leaves of a pack."""
 
 
 def remember(plan: Plan) -> None:
     """Keep a plan that is being traced, for messages."""
-    _plans.pop(plan.name, None)
-    _plans[plan.name] = plan
-    if len(_plans) > 256:
-        del _plans[next(iter(_plans))]
+    plans.pop(plan.name, None)
+    plans[plan.name] = plan
+    if len(plans) > 256:
+        del plans[next(iter(plans))]
 
 
-def _leaves(line: str) -> str:
-    """The leaves that a collective carries, in packs or as gathered rows."""
-    carried = []
-    for name, kind, number in _PACK.findall(line):
-        if plan := _plans.get(name):
-            k = int(number)
-            leaves = plan.carried(k) if kind == "pack" else plan.leaves[k].path or "(the value)"
-            carried.append(f"{name}/{kind}{number} has {leaves}")
-    return f" ({'; '.join(carried)})" if carried else ""
+def compiled_for(call: Call, shared: Compile | None = None) -> Program:
+    """Return the program of a call, compiled once for arguments like these.
 
-
-def compiled_for(call: Call, *, shared: bool) -> Program:
-    """The program of a call, compiled once for arguments like these; `shared` by other processes.
+    What other processes run, too, is compiled by `shared`.
 
     Cost, when it is compiled: about a third of a microsecond per array.
     """
@@ -97,7 +56,7 @@ def compiled_for(call: Call, *, shared: bool) -> Program:
     key = (
         _compat.configuration(),  # under other settings of JAX it is another program
         tree,
-        shared,
+        shared is None,
         call.settings,  # processes compare them, whoever called the program before
         *[x.aval for x in leaves],
         *[x.sharding for x in leaves],
@@ -111,61 +70,18 @@ def compiled_for(call: Call, *, shared: bool) -> Program:
     if program is None:
         lowered = call.program.lower(*call.args, **call.kwargs)
         name = getattr(call.program, "__name__", "program")
-        if not shared:
-            program = Program(lowered.compile(), _name(name, leaves))
+        if shared is None:
+            program = Program(lowered.compile(), name_of(name, leaves))
         else:
-            program = shared_program(lowered, name, leaves, call.settings_text())
-            if not programs:  # a function's first program: others are given state that it returned
-                program.first = _first_values(call)
+            program = shared(lowered, name, leaves, call.settings_text())
+            program.is_first = not programs  # others are given state that the first returned
         programs[key] = program
-    elif program.first is not None:  # the call before this one did not come to compare them
-        program.first = _first_values(call)
     programs[_LAST] = key, program
     return program
 
 
-def shared_program(
-    lowered: jax.stages.Lowered, name: str, leaves: Sequence[Any], settings: str
-) -> Program:
-    """Compile a program that other processes run, too; they compare `settings` beside its text."""
-    meshes = (getattr(x.sharding, "mesh", None) for x in leaves)
-    mesh = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
-    # The devices in the order in which the program counts them, as the first array lies on them.
-    devices = "" if mesh is None else " ".join(str(d.id) for d in mesh.devices.flat)
-    here = filter(None, (x.sharding.addressable_devices for x in leaves))
-    device = min(next(here, jax.local_devices()), key=lambda d: d.id)
-    lines = fingerprint(f"`{name}`", device, settings, devices, lowered)
-    return Program(lowered.compile(), _name(name, leaves), packed(lines), mark(lines))
-
-
-def _name(function: str, leaves: Sequence[Any]) -> str:
+def name_of(function: str, leaves: Sequence[Any]) -> str:
     """The function and the first arrays, in short."""
     arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves[:3]]
     more = f" and {len(leaves) - 3} more" * (len(leaves) > 3)
     return f"`{function}` of {', '.join(arrays)}{more}"
-
-
-def _first_values(call: Call) -> FirstValues:
-    """The digests of a call's arguments, of which this process's part is read once."""
-    replicated, rows = {}, {}
-    for tree, name in ((tuple(call.args), "args"), (dict(call.kwargs), "kwargs")):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            shards = [_bytes(shard.data) for shard in leaf.addressable_shards]
-            place = name + jax.tree_util.keystr(path)
-            if shards and leaf.is_fully_replicated:
-                replicated[place] = _digest(shards[0])
-            elif shards and call.rows and any(np.any(x != x[:1]) for x in shards):
-                rows[place] = _digest(b"".join(x.tobytes() for x in shards))
-    return FirstValues(replicated, rows)
-
-
-def _bytes(x: jax.Array) -> np.ndarray:
-    """The elements as bytes, a row each: bits are compared, whatever they mean."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    flat = np.ascontiguousarray(np.asarray(x)).reshape(-1)
-    return flat.view(np.uint8).reshape(flat.size, -1) if flat.size else np.zeros((0, 1), np.uint8)
-
-
-def _digest(data: Any) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -19,6 +19,7 @@ from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.call_order import CallOrder
 from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.peers import Peers
+from jaxcoll._dispatch.shared_program import first_values, shared_program, starts_with
 from jaxcoll._errors import PeerLostError, ProgramMismatchError
 from jaxcoll._threads import Task
 
@@ -77,6 +78,8 @@ class ProcessGroup:
         if lost := lost or self._gone_before(self.position + 1):
             raise self._loss(lost, "it was known before this call, which was not begun")
 
+    compiled = staticmethod(shared_program)
+
     def run(self, call: Call, program: Program, wait: bool = True) -> Any:
         """Make a call of a program together with the others, and `wait` for the result.
 
@@ -90,8 +93,8 @@ class ProcessGroup:
         is_expected = self._order.follow(program.mark)
         try:
             # A program made anew may have the mark of one that ran, and gets other values.
-            if program.first is not None or not is_expected:
-                self._agree(program)
+            if program.is_first or not is_expected:
+                self._agree(call, program)
             self._agreed = self.position  # first: others ask while this process waits below
             result = program.compiled(*call.args, **call.kwargs)
             if wait:
@@ -105,9 +108,11 @@ class ProcessGroup:
         finally:
             self.call, self._since = None, time.monotonic()
 
-    def _agree(self, program: Program) -> None:
+    def _agree(self, call: Call, program: Program) -> None:
         """Wait until all processes are about to run this program, or raise what is wrong."""
-        agreement = Agreement(self._peers, self.name, self.processes, self.position, program)
+        first = first_values(call) if program.is_first else None
+        where = self._peers, self.name, self.processes, self.position
+        agreement = Agreement(*where, program, first)
         disagreement, is_run = None, False
         try:
             disagreement, is_run = agreement.reach()
@@ -127,7 +132,7 @@ class ProcessGroup:
             if is_run:
                 self._fail(disagreement)
             raise disagreement
-        program.first = None
+        program.is_first = False
 
     def explained(self, error: Exception) -> Exception:
         """A transport's error as the loss of a process, if one is lost; else the error itself."""
@@ -251,6 +256,16 @@ class ProcessGroup:
         who = f"Process{'es' * (len(late) > 1)} {', '.join(map(str, late))}"
         each = "; ".join(f"process {p} {words[p]}" for p in late)
         return tuple(late), f"{who} of {len(self.processes)} {what}: {each}."
+
+    def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
+        """Return which processes keep a call from its end, and the same in words."""
+        if self.call is call:
+            late, words = self.arrivals(self.position)
+            return late, f" {words} {starts_with(program)}"
+        return (), (
+            " It has not begun: an earlier call over the same processes, which was given up, has "
+            "not ended yet."
+        )
 
     def beat(self) -> None:
         """Stop waiting in a call for processes that ended, and since the last heartbeat at least.

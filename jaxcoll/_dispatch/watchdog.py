@@ -178,8 +178,6 @@ def group_of(devices: Sequence[jax.Device]) -> ProcessGroup | None:
 
     JAX lets a process without any of them call a program: it runs nothing, and waits for nobody.
     """
-    if jax.process_count() == 1:
-        return None
     processes = _processes(tuple(devices))
     if len(processes) == 1 or jax.process_index() not in processes:
         return None

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxcoll._cluster.liveness import ended
 from jaxcoll._cluster.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.watchdog import Watchdog
@@ -41,7 +42,14 @@ class Membership:
     """One worker's part in a run."""
 
     def __init__(
-        self, watchdog: Watchdog, root: str, *, patience: float, startup: float, most: int | None
+        self,
+        watchdog: Watchdog,
+        root: str,
+        *,
+        patience: float,
+        startup: float,
+        most: int | None,
+        after: str = "",
     ) -> None:
         self._watchdog, self._keys = watchdog, watchdog.peers.store
         self.name = new_name(self._keys.process)
@@ -52,6 +60,7 @@ class Membership:
         self.broken: set[frozenset[str]] = set()  # pairs of its workers that cannot connect
         self.woken = threading.Event()  # something has happened that a waiting worker looks at
         self._root, self._patience = root, patience
+        self._after = after  # the root of the run before this one
         self._most = most or self._keys.processes
         self._asked = self._ended = False
         self._lock = threading.Lock()
@@ -102,18 +111,25 @@ class Membership:
         return json.loads(first)["late"]
 
     def meet(self) -> None:
-        """Wait until every process of the job is here, or was once; the others are named."""
+        """Wait until all who are to begin are here, or were once; name those who do not come."""
         self._keys.set(f"{self._root}/here/{self._keys.process}", self.name)
         until = time.monotonic() + self.startup
-        while len(here := self._keys.all(f"{self._root}/here")) < self._keys.processes:
+        while absent := sorted(
+            self._beginners() - {*map(int, self._keys.all(f"{self._root}/here"))}
+        ):
             if time.monotonic() > until:
-                absent = [r for r in range(self._keys.processes) if str(r) not in here]
                 raise DeadlineExceededError(
                     f"Worker{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
                     f"{self._keys.processes} did not begin to train within {self.startup:g} s.",
                     ranks=absent,
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _beginners(self) -> set[int]:
+        """Return who begins this run: who finished the one before, or else all; none that ended."""
+        finished = self._keys.try_get(f"{self._after}/finished") if self._after else None
+        ranks = json.loads(finished) if finished else range(self._keys.processes)
+        return set(ranks) - ended().keys()
 
     def enter(self, step: int, term: int = 0) -> Generation | None:
         """Take part in the first generation, or wait to be taken into a later one.
@@ -189,6 +205,7 @@ class Membership:
     def finish(self) -> None:
         """Tell workers that still wait that the work is done."""
         done = Generation(self.generation.number + 1, (), 0, ended=True)
+        self._keys.set(f"{self._root}/finished", json.dumps(self.generation.ranks))
         self._keys.agree(self._key(done.number, "generation"), done.to_json())
 
     def _agreed(
@@ -222,7 +239,7 @@ class Membership:
     def _is_complete(self, ready: Mapping[str, Any], waited: float, number: int) -> bool:
         """Whether nobody else is worth waiting for."""
         if self.generation.number < 0:
-            return len(ready) >= self._keys.processes or waited > self.startup
+            return self._beginners() <= {*map(rank_of, ready)} or waited > self.startup
         _, odd = self._differ(ready)
         if odd == self.generation.members:
             return True

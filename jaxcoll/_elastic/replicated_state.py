@@ -109,13 +109,22 @@ class ReplicatedState:
 
     def save(self, path: Path, step: int, patience: float) -> int:
         """Write the state after `step`, unless a later one is there; the step in the file then."""
+        return self.to_write(path, step, patience)()
+
+    def to_write(self, path: Path, step: int, patience: float) -> Callable[[], int]:
+        """Return what does the same with the state as it is now, in whichever thread."""
         if step not in self._held:
             raise OSError(f"worker {jax.process_index()} does not hold the state after step {step}")
-        found = save_newest(path, self.to_save(step), Stamp(step, self.term), patience).step
-        if found > step:
-            words = "%s holds the state after step %d, and stays: that after step %d is older."
-            _LOG.warning(words, path, found, step)
-        return found
+        state, stamp = self.to_save(step), Stamp(step, self.term)
+
+        def write() -> int:
+            in_file = save_newest(path, state, stamp, patience).step
+            if in_file > step:
+                words = "%s holds the state after step %d, and stays: that after step %d is older."
+                _LOG.warning(words, path, in_file, step)
+            return in_file
+
+        return write
 
     def keep(self, step: int, state: Any) -> None:
         """Hold this state and the last one before it."""

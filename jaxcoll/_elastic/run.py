@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
 from jaxcoll._mesh.mesh import line_of
-from jaxcoll._threads import Worker, abandon
+from jaxcoll._threads import Task, Worker, abandon
 
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers that want to be taken in
@@ -66,6 +67,9 @@ class Run:
         self._changes: list[tuple[float, WorldChange]] = []  # without their durations yet
         self._writers: tuple[str, ...] = ()
         self._every = 0  # steps between two checkpoints, where there are writers
+        # A checkpoint is written beside the next steps: it may take longer than a step
+        self._saver = Worker("jaxcoll-checkpoint")
+        self._saving: Task | None = None
 
     def run(self) -> Any:
         self._membership.reconnects = may_be_broken()
@@ -75,8 +79,8 @@ class Run:
         try:
             while not (self._generation.ended and self._state.finished >= self._steps):
                 try:
-                    self._check_place()
                     self._announce()
+                    self._check_place()
                     with Connections(self._membership) as connections:
                         self._train(self._settle(connections), connections)
                         self._end()
@@ -93,6 +97,8 @@ class Run:
                     self._failed, self._failing = self._failing, None
         finally:
             self._date_changes()
+            self._finish_saving()
+            self._saver.close()
         return self._state.latest
 
     @property
@@ -119,6 +125,7 @@ class Run:
     def _written(self, step: int) -> tuple[str, OSError | None]:
         def write() -> None:
             if self._job.file:  # which a writer has: others wait for it, and write nothing
+                self._finish_saving()
                 self._state.save(self._job.file, step, LAST_PATIENCE)
 
         return written_by_one(self._membership, self._writers, write)
@@ -187,6 +194,8 @@ class Run:
 
     def _announce(self) -> None:
         generation = self._generation
+        if self._membership.name not in generation.members:
+            return
         self._job.workers = generation.ranks
         if not generation.number:
             return
@@ -258,10 +267,23 @@ class Run:
         self._compare()
         if self._membership.name != self._writers[0] or self._job.file is None:
             return
-        try:
-            self._state.save(self._job.file, finished, PATIENCE)
-        except OSError as error:  # a later checkpoint may succeed; that of the end must
-            _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
+        if self._saving is not None and not self._saving.done():
+            _LOG.warning("No checkpoint after step %d: the last is still being written.", finished)
+            return
+        write = self._state.to_write(self._job.file, finished, PATIENCE)
+        self._saving = self._saver.submit(functools.partial(_or_warn, write))
+
+    def _finish_saving(self) -> None:
+        if self._saving is not None:
+            self._saving.wait(self._job.startup)
+
+
+def _or_warn(write: Callable[[], object]) -> None:
+    """Write a checkpoint, or say why not: a later one may succeed, and that of the end must."""
+    try:
+        write()
+    except Exception as error:
+        _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
 
 
 def writers_of(membership: Membership, every: int) -> tuple[tuple[str, ...], int]:

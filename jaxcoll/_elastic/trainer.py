@@ -192,11 +192,14 @@ class Elastic:
                 "before `jax.distributed.initialize`."
             )
         patience = job.timeout or job.startup
-        root = f"jaxcoll/elastic/{next(_runs)}"
+        number, root = next(_runs), "jaxcoll/elastic"
         limits = {"patience": patience, "startup": job.startup, "most": job.most}
+        after = f"{root}/{number - 1}"  # where who finished it is written
         here = watchdog() or Watchdog(LocalKeys())
         try:
-            with contextlib.closing(Membership(here, root, **limits)) as membership:
+            with contextlib.closing(
+                Membership(here, f"{root}/{number}", after=after, **limits)
+            ) as membership:
                 membership.meet()
                 _exchange_devices()
                 with when_coordinator_is_lost(membership.lose_coordinator, patience):

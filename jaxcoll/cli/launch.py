@@ -17,9 +17,8 @@ from io import FileIO
 from pathlib import Path
 
 from jaxcoll._cluster.launch.local import world
-from jaxcoll._cluster.launch.subprocesses import signal_name
+from jaxcoll._cluster.launch.subprocesses import check_system, signal_name
 from jaxcoll._cluster.launch.supervisor import Job
-from jaxcoll._cluster.launchers import check_system
 from jaxcoll.cli.flags import check_least
 
 EPILOG = """\

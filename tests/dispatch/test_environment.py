@@ -7,6 +7,7 @@ from jaxcoll._dispatch import fingerprint
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import compiled_for
 from jaxcoll._dispatch.fingerprint import environment, kind_of
+from jaxcoll._dispatch.shared_program import shared_program
 
 INTEL = """\
 processor\t: 0
@@ -30,7 +31,7 @@ def lines():
 def marks():
     """Of one program that is compiled for other processes to run, too."""
     x = jax.numpy.ones(4)
-    return compiled_for(Call(jax.jit(lambda x: x + 1), (x,), (), "a call"), shared=True).mark
+    return compiled_for(Call(jax.jit(lambda x: x + 1), (x,), (), "a call"), shared_program).mark
 
 
 @pytest.mark.parametrize(

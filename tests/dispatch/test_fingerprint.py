@@ -11,9 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import group_of
 from jaxcoll._dispatch.executable import compiled_for
 from jaxcoll._dispatch.fingerprint import collectives, first_difference
-from jaxcoll._dispatch.watchdog import group_of, watchdog
+from jaxcoll._dispatch.shared_program import shared_program, starts_with
+from jaxcoll._dispatch.watchdog import watchdog
 from jaxcoll._observe.parse.replica_groups import read_groups
 from jaxcoll._observe.report import report_of
 
@@ -55,7 +57,7 @@ def test_programs_that_sum_over_other_axes_of_one_mesh_differ():
         def step(x, axis=axis):
             return x + jax.lax.psum(x, axis)
 
-        marks.add(compiled_for(Call(step, (x,), (), "step"), shared=True).mark)
+        marks.add(compiled_for(Call(step, (x,), (), "step"), shared_program).mark)
     assert len(marks) == 3
 
 
@@ -66,12 +68,12 @@ def test_a_collective_is_named_with_the_leaves_that_it_carries():
         return jc.all_gather(mean, "data")
 
     call, _ = step._call((jnp.ones((8, 128)),), {})
-    program = compiled_for(call, shared=True)
+    program = compiled_for(call, shared_program)
     assert [line.split()[0] for line in moved(program)] == ["reduce-scatter", "all-gather"]
     for half, line in zip(("reduce_scatter", "all_gather"), moved(program), strict=True):
         assert re.search(rf", carrying {half}_[0-9a-f]{{6}}/pack0$", line)
     assert re.search(
-        r"Collective 1 of 2 of .*/pack0 has \['b'\] … \['w'\]\)\.", program.starts_with()
+        r"Collective 1 of 2 of .*/pack0 has \['b'\] … \['w'\]\)\.", starts_with(program)
     )
 
 
@@ -84,13 +86,13 @@ def test_the_collective_that_processes_wait_at_is_the_first_that_they_come_to():
         last = jax.lax.fori_loop(0, 5, lambda _, x: jax.lax.ppermute(x * 2, "data", ring), first)
         return jc.all_reduce("sum", last, "data")
 
-    program = compiled_for(step._call((jnp.ones((8, 4)),), {})[0], shared=True)
+    program = compiled_for(step._call((jnp.ones((8, 4)),), {})[0], shared_program)
     assert [line.split()[0] for line in moved(program)] == [
         "all-reduce",
         "collective-permute",
         "all-reduce",
     ]
-    assert "Collective 1 of 3 of `step` of float32[8,4] is all-reduce" in program.starts_with()
+    assert "Collective 1 of 3 of `step` of float32[8,4] is all-reduce" in starts_with(program)
 
 
 def test_gathered_rows_are_named_with_their_leaf():
@@ -99,10 +101,10 @@ def test_gathered_rows_are_named_with_their_leaf():
         slices = jc.IndexedSlices(rows, jnp.arange(1), (9, 128))
         return jc.all_reduce("mean", {"b": rows[0], "table": slices}, "data")["table"].values
 
-    program = compiled_for(step._call((jnp.ones((8, 128)),), {})[0], shared=True)
+    program = compiled_for(step._call((jnp.ones((8, 128)),), {})[0], shared_program)
     assert re.search(
         r"all-gather .*, carrying (all_reduce_\w+/rows1) \(\1 has \['table'\]\)\.",
-        program.starts_with(),
+        starts_with(program),
     )
 
 
@@ -116,7 +118,7 @@ def test_what_processes_must_have_in_common_is_compared_in_every_call():
 
     def mark(settings):
         call = Call(program, (x,), jax.devices()[:1], "a call", settings=settings)
-        return compiled_for(call, shared=True).mark
+        return compiled_for(call, shared_program).mark
 
     assert len({mark("leaf a"), mark("leaf b"), mark("leaf a")}) == 2
 

@@ -138,7 +138,24 @@ FAULTS = [
             "steps": ("process 1: no program: its training ends here", ": program `step`"),
         }.items()
     ),
+    Fault("SIGKILL of one, and of another as soon as the rest has agreed", 4,
+          ((1, 20, "SIGKILL"), (2, "agreed with 3", "SIGKILL"))),
+    Fault("SIGKILL in the first of two runs", 3, ((1, 12, "SIGKILL"),), spec={"first": (20,)}),
+    Fault("SIGKILL between two runs", 3, ((1, "between runs", "SIGKILL"),), culprits=(), spec={"first": (20,)}),
+    Fault("SIGKILL in the first of two runs, started again and taken in by the second", 3, ((1, 12, "SIGKILL"),),
+          acts=((1.0, "again", 1),), others={1: "trained"},
+          spec={"first": (20,), "pause": 0.3, "until": 3, "steps": 100}),
+    Fault("all are replaced one after another", 2, ((0, 12, "SIGKILL"), (1, 40, "SIGKILL")),
+          acts=((0.0, "alone", "C"), (1.0, "again", 0), (16.0, "again", 1)), others={0: "trained", 1: "trained"},
+          spec={"pause": 0.6, "until": 2, "steps": 100}),
+    Fault("SIGSTOP of one for longer than JAX's heartbeats, continued", 3, ((1, 20, "SIGSTOP"),), words=(LATE,),
+          acts=((15.0, "SIGCONT", 1),), others={1: LOST}, spec={"heartbeat": 4}),
+    Fault("SIGSTOP of all for longer than JAX's heartbeats, continued", 3, culprits=(), within=60.0,
+          acts=(*((1.0, "SIGSTOP", who) for who in (0, 1, 2, "C")), *((16.0, "SIGCONT", who) for who in ("C", 0, 1, 2))),
+          spec={"heartbeat": 4, "pause": 0.1, "until": 4}),
     # The coordinator, and checkpoints.
+    Fault("a checkpoint takes longer than a step may", 3, culprits=(),
+          spec={"slow": 4.0, "pause": 0.1, "until": 4, "last": 40, "settings": {"checkpoint": "last.npz", "every": 10}}),
     Fault("death of the coordinator", 3, (), LOST, ("The coordinator died",), culprits=(),
           acts=((1.0, "SIGKILL", "C"),), spec={"pause": 0.05, "steps": 4000, **FILE}),
     Fault("SIGSTOP of the coordinator", 3, (), LOST, ("The coordinator died",), culprits=(),
@@ -177,10 +194,12 @@ FAULTS = [
     Fault("SIGSTOP while devices are exchanged", 3, ((1, "while exchanging", "SIGSTOP"),), "RuntimeError",
           ("did not tell each other of their devices within 6 s",), job="calls", culprits=(), within=8.0,
           spec={"arrival": 6}),
-    Fault("SIGKILL after the meeting", 2, ((1, "after the meeting", "SIGKILL"),), DEADLINE,
-          ("Worker 1 of 2 did not begin",), spec={"settings": {"startup_seconds": 4.0}}),
-    Fault("SIGKILL before training", 2, ((1, "before training", "SIGKILL"),), DEADLINE,
-          ("Worker 1 of 2 did not begin",), spec={"settings": {"startup_seconds": 4.0}}),
+    *(
+        Fault(f"SIGKILL {when}", 2, ((1, when, "SIGKILL"),), LOST, ("Process 1 ended during the start",), within=2.0)
+        for when in ("after the meeting", "before training")
+    ),
+    Fault("SIGKILL before training, when there are devices", 3, ((1, "before training", "SIGKILL"),), culprits=(),
+          spec={"devices first": True}),
     Fault("the coordinator's port is taken", 3, (), DEADLINE, ("process 0 of 3 did not arrive",),
           culprits=(0,), others={0: "OSError"}, spec={"arrival": 4, "taken": True}),
     # Calls of `jc.data_parallel` steps, of `strategy.run` and of cross-device ops.

@@ -55,6 +55,8 @@ import numpy as np  # noqa: E402
 from jaxlib import _jax  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
+from jaxcoll._elastic import replicated_state  # noqa: E402
+from jaxcoll._elastic.membership import Membership  # noqa: E402
 from jaxcoll._elastic.residuals import own_rows, placed  # noqa: E402
 from jaxcoll._feedback.residual import is_residual  # noqa: E402
 
@@ -136,17 +138,22 @@ class Elastic:
                 self.changes[-1]["good"] = good
 
     def run(self):
+        if SPEC.get("devices first"):
+            jax.devices()
         injected("before training")
         emit("TRAINING")
         expires_in(self.settings["startup_seconds"])
         try:
-            state = self.trainer.run(self.batches, SPEC["steps"])
+            for steps in (*SPEC["first"], SPEC["steps"]):
+                state = self.trainer.run(self.batches, steps)
+                injected("between runs" if steps < SPEC["steps"] else "")
         finally:
             self.note_changes()
             emit("CHANGES", changes=self.changes)
         if state is None:
             return {"spare": True}
-        again = bits(self.smaller()) if self.trainer.changes else bits(state)
+        last = [change.workers for change in self.trainer.changes[-1:]]  # a later run may have more
+        again = bits(self.smaller()) if last == [self.trainer.workers] else bits(state)
         return {"bits": bits(state), "again": again, "seen": int(state["seen"])}
 
     def smaller(self):
@@ -253,19 +260,27 @@ drifting.__name__ = "step"
 
 def write_in_two_parts():
     """Let a checkpoint be half written for a moment."""
-    write, steps = np.lib.format.write_array, set()
+    write, save, steps = np.lib.format.write_array, replicated_state.save_newest, []
 
     def write_array(file, array, **settings):
         whole = io.BytesIO()
         write(whole, array, **settings)
         half = whole.tell() // 2
         file.write(whole.getvalue()[:half])
-        if job.trainer.finished not in steps:  # in the first leaf of each checkpoint
-            steps.add(job.trainer.finished)
-            injected(f"while writing {job.trainer.finished}")
+        if steps:  # in the first leaf of each checkpoint
+            injected(f"while writing {steps.pop()}")
+            time.sleep(SPEC["slow"])
         file.write(whole.getvalue()[half:])
 
     np.lib.format.write_array = write_array
+    replicated_state.save_newest = lambda path, state, stamp, *more: (
+        steps.append(stamp.step) or save(path, state, stamp, *more)
+    )
+    regroup = Membership.regroup
+    Membership.regroup = lambda membership, *offer: (
+        found := regroup(membership, *offer),
+        injected(f"agreed with {len(found.members)}"),
+    )[0]
 
 
 class Calls:
@@ -348,7 +363,11 @@ try:
         injected("while exchanging"),
         exchange(*a, **k),
     )[1]
-    jc.initialize(*where, initialization_timeout=SPEC["arrival"], rejoin=AGAIN)
+    limits = {
+        "initialization_timeout": SPEC["arrival"],
+        "heartbeat_timeout_seconds": SPEC["heartbeat"],
+    }
+    jc.initialize(*where, **limits, rejoin=AGAIN)
     injected("after the meeting")
     jobs = {"elastic": Elastic, "owing": Owing, "odd": Odd, "calls": Calls}
     job = jobs[SPEC["job"]]()

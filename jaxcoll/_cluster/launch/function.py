@@ -18,9 +18,8 @@ import numpy as np
 
 from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.launch.local import world
-from jaxcoll._cluster.launch.subprocesses import signal_name
+from jaxcoll._cluster.launch.subprocesses import RANK, check_system, signal_name
 from jaxcoll._cluster.launch.supervisor import Job
-from jaxcoll._cluster.launchers import RANK, check_system
 from jaxcoll._compat import numerics
 from jaxcoll._errors import LaunchError
 from jaxcoll._plan import checks

@@ -12,7 +12,7 @@ import jax
 
 from jaxcoll._cluster.coordinator import start_coordinator
 from jaxcoll._cluster.initialize import initialize
-from jaxcoll._cluster.launchers import COORDINATOR, PROCESSES, RANK
+from jaxcoll._cluster.launch.subprocesses import COORDINATOR, PROCESSES, RANK
 
 
 def join() -> bool:

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxcoll._cluster.launchers import OF_A_LAUNCH, check_system
+COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
+"""Set by `jaxcoll launch`, which already runs a coordinator, for the processes that it starts."""
+
+REJOIN = "JAXCOLL_REJOIN"
+"""Set to "1" by `jaxcoll launch` for a process that is started again while the others go on."""
+
+OF_A_LAUNCH = (COORDINATOR, PROCESSES, RANK, REJOIN)
+"""Variables that a job inside a job must not inherit."""
 
 # Leads the group. Its standard input ends when the process that started it does, however that was.
 _LEADER = "trap '' HUP INT TERM; read -r _; kill -s KILL 0"
+
+
+def check_system() -> None:
+    """Refuse to start processes on Windows."""
+    if platform.system() == "Windows":
+        raise OSError(
+            "several processes need Linux or macOS: JAX has no collectives between CPU processes "
+            "on Windows. One process with simulated devices works there "
+            "(`jax.config.update('jax_num_cpu_devices', 8)`), and WSL 2 is Linux."
+        )
 
 
 def signal_name(number: int) -> str:

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from jaxcoll._cluster.launch.subprocesses import Running, surely_ended
-from jaxcoll._cluster.launchers import REJOIN
+from jaxcoll._cluster.launch.subprocesses import REJOIN, Running, surely_ended
 
 _GRACE_SECONDS = 5.0  # between asking processes to end and killing them
 _SETTLE_SECONDS = 4.0  # after which survivors of a failure know whether they can go on

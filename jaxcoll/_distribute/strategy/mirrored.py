@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import jax
 
 from jaxcoll import _compat
-from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._distribute.ops.all_reduce_ops import CollectiveAllReduce, NcclAllReduce
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
@@ -108,6 +107,8 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"{communication_options!r}."
             )
         if cluster_resolver is not None or not _compat.has_backend():
+            from jaxcoll._cluster.initialize import initialize
+
             initialize(cluster_resolver=cluster_resolver)
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         super().__init__(tuple(devices), CollectiveAllReduce(devices, len(devices)), options)
