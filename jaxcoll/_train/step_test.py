@@ -1,10 +1,10 @@
-"""`n_devices_equal_one`, a test for a user's step, and the factor by which results differ."""
+"""`n_devices_equal_one`, a test for a user's step."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,47 +12,72 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxcoll._jaxpr.subjaxprs import equations
 from jaxcoll._mesh.mesh import checked_mesh, given_mesh, takes_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.shard_arrays import cut, joined
 from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.shards import is_shards
+from jaxcoll._step.arguments import Call, Signature, slots
 from jaxcoll._step.data_parallel import DataParallel
-from jaxcoll._train.row_orders import apart, is_rounding, spreads
+
+_RUNS = 3  # with other orders of the rows, and with arguments moved by rounding
+_TIMES = 4  # rounding on many devices may be so much more than the most in these runs
+_LIKEST = 8  # arguments of an output's shape that it may be a change of
+_BY_ORDER = "moves on one device, too, when the rows of the batch are reordered"
+_BY_ROUNDING = "moves by rounding alone, and nothing else can be compared; take other arguments"
+_ADVICE = """
+What goes by the order of the rows cannot be compared: dropout by position, shuffling, `x[0]`. \
+Take it out for this test, as with `deterministic=True`; give each row its own random key, as a \
+part of the batch; or leave the output out with `ignore`."""
+_POWERS = {
+    1: "it is summed where a mean is expected, or a sum is reduced again",
+    -1: "it is divided by the number of replicas once too often, or a mean taken where a sum is "
+    "expected",
+    2: "{n} squared: summed twice where a mean is expected, or the square of what is summed",
+    -2: "one part in {n} squared: divided twice too often, or the square of what is divided",
+}
 
 
 def n_devices_equal_one(
     step: Callable[..., Any],
     *args: Any,
     mesh: Mesh | None = None,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
     tolerance: float | None = None,
+    ignore: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> None:
     """Run a step on all devices and on one, with the same whole batch, and compare.
 
-    Law: a step that is right does not know on how many devices it runs. A sum that should be a
-    mean, a gradient that is reduced twice or divided twice, shows as a power of the number of
-    devices, in what a leaf changed by if the step returns parameters. What rounding alone does is
-    no error: the gradient of a key's bias, or of a bias before a batch norm, is zero but for
-    rounding, and Adam makes whole steps of it. Where outputs differ, one device runs the step again
-    with the rows of the batch in other orders, and what moves as far there is let pass.
+    A step that is right does not know on how many devices it runs. A sum that should be a mean, or
+    a gradient that is reduced or divided twice, shows as a power of the number of devices.
+
+    One device runs the step with other orders of the rows, too. An output that moves by more than
+    rounding cannot be compared, and is an error. Where outputs differ, it runs again with arguments
+    that are moved by rounding: what moves as far is equal, as the gradient of a bias before a batch
+    norm is, and what Adam makes of it. Cost: five runs, or eight, and three programs.
 
     Args:
       step: a `jc.data_parallel` step; or a function that takes `mesh`, and maps itself over it.
-      *args: what it is called with, the whole batch among them. They are copied first, so that
-        donated ones live on. `Shards` are cut anew for one device, and compared as the tree that
-        they are parts of.
+      *args: its arguments, with the whole batch. They are copied first, so that donated ones live
+        on. `Shards` are cut anew for one device, and compared as the tree that they are parts of.
       mesh: the devices and axes to compare one device with; None: the step's own, or all devices
         on an axis named "data".
-      tolerance: how far a leaf may be off, relative to its largest change from the argument of
-        the same path, or where none has it from the nearest one. None: the square root of the
-        precision of its dtype, 0.0003 of float32.
+      batch_argnums: the batch of a function that takes `mesh`, as in `jc.data_parallel`.
+      tolerance: the largest norm of a leaf's error, relative to the norm of the leaf, or of its
+        change from an argument of its shape if that is less. None: the square root of the
+        precision of the leaf's dtype, 0.0003 of float32; or, if more, 8 times the precision of the
+        narrowest dtype that the step computes in, 0.06 of bfloat16. Whole numbers must be equal.
+      ignore: outputs to leave out, by the beginning or the end of their paths: "[1]", or
+        "['key']['bias']".
       **kwargs: likewise.
 
     Raises:
-      AssertionError: outputs differ; a table names each with its factor and what that means.
-      ValueError: `step` does not say how to run it on another mesh, or there is one device only.
+      AssertionError: outputs differ, or cannot be compared; a table names them and their factors.
+      ValueError: `step` does not say how to run it on another mesh, there is one device only, the
+        batch is not named, or `ignore` fits no output.
 
     Examples:
       >>> import jax, numpy as np
@@ -65,12 +90,120 @@ def n_devices_equal_one(
       ...     print(str(error).splitlines()[1][:60])
         the output: its change from args[0] is 8.0 times too large
     """
+    on, mesh = _runner(step, mesh, batch_argnums, kwargs)
+    args, kwargs = jax.tree.map(_on_host, (args, kwargs))  # where nothing is donated
+    many, narrowest = _leaves(on(mesh)(*args, **kwargs)), _narrowest(on(mesh), args, kwargs)
+    first = mesh.devices[(slice(1),) * mesh.devices.ndim]
+    alone = on(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types))
+    signature = getattr(alone, "signature", None)
+    if not isinstance(signature, Signature):
+        batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
+        signature = Signature(alone, batch)
+    call = signature.call(*jax.tree.map(_for_one, (args, kwargs), is_leaf=is_shards))
+    one, arguments = _leaves(alone(*call.args, **call.kwargs)), _arguments(call)
+    if [*one] != [*many]:
+        raise AssertionError(
+            f"on {mesh.size} devices the step returns {counted(len(many), 'output')}, "
+            f"{', '.join(many)}, and on one {counted(len(one), 'output')}, {', '.join(one)}"
+        )
+    outputs = [
+        _Output(path, one[path], many[path], arguments, tolerance, narrowest)
+        for path in _without([*one], (ignore,) if isinstance(ignore, str) else ignore)
+    ]
+    for seed in range(_RUNS):
+        order = _order(call, seed)
+        other = call.map(functools.partial(_in_order, order=order), lambda tree: tree)
+        result = _leaves(alone(*other.args, **other.kwargs))
+        for x in outputs:
+            x.moved = max(x.moved, x.moved_by(result[x.path], order))
+    for seed in range(_RUNS * any(x.is_off for x in outputs)):
+        other = call.map(*[functools.partial(_shaken, eps=narrowest, seed=seed)] * 2)
+        result, arguments = _leaves(alone(*other.args, **other.kwargs)), _arguments(other)
+        for x in outputs:
+            change = _wide(result[x.path]) - arguments.get(x.start, 0)
+            x.rounding = max(x.rounding, _apart(change, _wide(x.one) - x.base))
+    _raise_if_off(outputs, mesh.size)
+
+
+class _Output:
+    """A leaf of the result, on one device and on many, and the argument that it is a change of."""
+
+    moved = 0.0  # the norm of the most that it moves by when rows are reordered
+    rounding = 0.0  # and when arguments are moved by rounding
+
+    def __init__(
+        self, path: str, one: Any, many: Any, arguments: Any, tolerance: Any, narrowest: float
+    ) -> None:
+        eps, nothing = _eps(one.dtype), np.zeros_like(one)
+        fits = [k for k, x in arguments.items() if eps and x.shape == one.shape and _eps(x.dtype)]
+        fits = sorted(fits, key=lambda k: -_likeness(k, path))[:_LIKEST]
+        self.start = min(["", *fits], key=lambda k: _apart(one, arguments.get(k, nothing)))
+        self.base = arguments.get(self.start, nothing)
+        if tolerance is None:  # less than what half or twice a number is off by
+            tolerance = min(max(eps**0.5, 8 * narrowest), 0.25)
+        self.path, self.one, self.many = path, one, many
+        change, ulps = min(_apart(one, self.base), _norm(one)), 2 * eps * _norm(one)
+        self.allowed = tolerance * change + ulps if eps else 0.0
+        self.is_new = 0 < ulps < change
+        self.off = math.inf if one.size and np.isnan(_wide(one)).all() else _apart(one, many)
+
+    @property
+    def is_off(self) -> bool:
+        return max(self.off, self.moved) > self.allowed
+
+    def moved_by(self, other: np.ndarray, order: np.ndarray) -> float:
+        by_rows = np.ndim(self.one) and len(self.one) % len(order) == 0
+        rows = [_in_order(self.one, order)] if by_rows else []
+        return min(_apart(x, other) for x in (self.one, *rows))
+
+    def complaint(self, n: int) -> str:
+        """Return by which factor it differs, and what that means."""
+        if self.one.shape != self.many.shape:
+            shapes = f"{self.many.shape}, and {self.one.shape} on one device"
+            return f"has shape {shapes}; is it a value per replica?"
+        if self.off == math.inf:
+            return "is infinite or no number; does a sum overflow?"
+        for start, base in ((self.start, self.base), ("", np.zeros_like(self.one))):
+            one, many = _wide(self.one) - base, _wide(self.many) - base
+            for power, meaning in _POWERS.items():
+                times = float(n) ** power
+                if _norm(many - times * one) <= 0.02 * _norm(many) + self.rounding:
+                    change = f"its change from {start} is" if _norm(base) else "is"
+                    return f"{change} {round(times, 4)} times too large: {meaning.format(n=n)}"
+        return (
+            f"is not the same, nor by a power of the {n} devices: off by {self.off:.3g} of "
+            f"{_norm(self.one):.3g} in norm; is it of parts of the batch, as a batch norm is?"
+        )
+
+
+def _raise_if_off(outputs: Sequence[_Output], n: int) -> None:
+    wrong = [x for x in outputs if x.is_off and max(x.off, x.moved) > _TIMES * x.rounding]
+    by_order = [x for x in wrong if x.moved > max(x.allowed, _TIMES * x.rounding)]
+    lines = {x.path: _BY_ORDER if x in by_order else x.complaint(n) for x in wrong}
+    if not wrong and not any(x.is_new and not x.is_off for x in outputs):
+        lines = {x.path: _BY_ROUNDING for x in outputs if x.is_off}
+    if lines:
+        verb = "gives other results than on" if wrong != by_order else "cannot be compared with"
+        rows = (f"\n  {f'output {p}' if p else 'the output'}: {text}" for p, text in lines.items())
+        raise AssertionError(
+            f"on {n} devices the step {verb} one, in {len(lines)} of "
+            f"{counted(len(outputs), 'output')}:{''.join(rows)}{_ADVICE if by_order else ''}"
+        )
+
+
+def _runner(
+    step: Any, mesh: Mesh | None, batch_argnums: Any, kwargs: dict[str, Any]
+) -> tuple[Callable[[Mesh], Callable[..., Any]], Mesh]:
+    """Return what makes the step for a mesh, and the mesh of many devices."""
     if isinstance(step, DataParallel):
-        mesh = mesh or step.mesh
-        run = step.on
+        mesh, on = mesh or step.mesh, step.on
+        if batch_argnums is not None:
+            raise ValueError(
+                "`n_devices_equal_one`: a `jc.data_parallel` step names its own batch."
+            )
     elif takes_mesh(step, kwargs):
         mesh = checked_mesh(mesh, mesh.axis_names if mesh else "data", "n_devices_equal_one")
-        run = functools.partial(given_mesh, step)
+        on = functools.partial(given_mesh, step)
     else:
         raise ValueError(
             "`n_devices_equal_one` expects a `jc.data_parallel` step, or a function with a "
@@ -83,33 +216,19 @@ def n_devices_equal_one(
             'Simulated ones are made by `jax.config.update("jax_num_cpu_devices", n)` at the '
             "start of a program."
         )
-    first = mesh.devices[(slice(1),) * mesh.devices.ndim]
-    alone = Mesh(first, mesh.axis_names, axis_types=mesh.axis_types)
-    # On the host nothing is donated.
-    args, kwargs = jax.tree.map(_on_host, (args, kwargs))
-    many = _whole(jax.tree.map(_on_host, run(mesh)(*args, **kwargs)))
-    args, kwargs = _cut_for(alone, (args, kwargs))
-    one = _whole(jax.tree.map(_on_host, run(alone)(*args, **kwargs)))
-    n = mesh.size
-    if jax.tree.structure(one) != jax.tree.structure(many):
-        raise AssertionError(
-            f"on {n} devices the step returns {jax.tree.structure(many)}, on one "
-            f"{jax.tree.structure(one)}"
-        )
-    bases = _bases(*_whole((args, kwargs)))
-    outputs = [
-        _output(path, np.asarray(a), np.asarray(b), bases, tolerance)
-        for (path, a), (_, b) in zip(_leaves(one), _leaves(many), strict=True)
-    ]
-    wrong = [each for each in outputs if each.is_off]
-    if wrong:
-        wrong = _not_by_rounding(outputs, wrong, run(alone), args, kwargs)
-    if wrong:
-        lines = [f"  {each.name}: {_complaint(each, n)}" for each in wrong]
-        raise AssertionError(
-            f"on {n} devices the step gives other results than on one, in {len(wrong)} of "
-            f"{counted(len(outputs), 'output')}:\n" + "\n".join(lines)
-        )
+    return on, mesh
+
+
+def _without(paths: list[str], ignore: Sequence[str]) -> list[str]:
+    for part in ignore:
+        rest = [path for path in paths if not path.startswith(part) and not path.endswith(part)]
+        if not part or rest == paths:
+            raise ValueError(
+                f"`n_devices_equal_one`: `ignore` names no output by {part!r}; there are "
+                f"{', '.join(paths)}."
+            )
+        paths = rest
+    return paths
 
 
 def _is_key(x: Any) -> bool:
@@ -118,207 +237,95 @@ def _is_key(x: Any) -> bool:
 
 def _on_host(x: Any) -> Any:
     if isinstance(x, jax.Array) and _is_key(x):
-        return jax.random.wrap_key_data(jax.numpy.asarray(np.asarray(jax.random.key_data(x))))
+        data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
-def _whole(tree: Any) -> Any:
-    """A tree without shards, in the places of which are the trees that they are parts of."""
-    return jax.tree.map(lambda x: joined(x) if is_shards(x) else x, tree, is_leaf=is_shards)
+def _leaves(tree: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of a tree by their paths; of shards, those that they are parts of."""
+    whole = jax.tree.map(lambda x: joined(x) if is_shards(x) else x, tree, is_leaf=is_shards)
+    return {
+        jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+        for path, x in jax.tree_util.tree_flatten_with_path(whole)[0]
+        if is_array(x)
+    }
 
 
-def _cut_for(mesh: Mesh, tree: Any) -> Any:
-    """The same tree with its shards cut for another mesh."""
+def _arguments(call: Call) -> dict[str, np.ndarray]:
+    named = {f"args[{i}]": x for i, x in enumerate(call.args)}
+    named |= {f"kwargs[{name!r}]": x for name, x in call.kwargs.items()}
+    return {name + path: x for name, tree in named.items() for path, x in _leaves(tree).items()}
 
-    def cut_again(x: Any) -> Any:
-        if not is_shards(x):
+
+def _for_one(x: Any) -> Any:
+    """Cut shards for one device."""
+    if not is_shards(x):
+        return x
+    layout = laid_over(x.layout, (1,) * len(x.axes))
+    return cut(jax.tree.leaves(joined(x)), layout, None, x.axes, x.stack)
+
+
+def _narrowest(run: Any, args: Any, kwargs: Any) -> float:
+    """Return the precision of the narrowest dtype that a step computes in."""
+    try:
+        trace = run.trace if isinstance(run, DataParallel) else jax.jit(run).trace
+        program = trace(*args, **kwargs).jaxpr
+    except (TypeError, ValueError, RuntimeError):  # It decides by values, so is no one program.
+        return 0.0
+    atoms = (atom for eqn in equations(program) for atom in (*eqn.invars, *eqn.outvars))
+    return max((_eps(getattr(atom.aval, "dtype", int)) for atom in atoms), default=0.0)
+
+
+def _order(call: Call, seed: int) -> np.ndarray:
+    """Return an order of blocks of rows, as many as the number of rows of every leaf allows."""
+    leaves = jax.tree.leaves([call.at(slot) for slot in call.batch])
+    blocks = math.gcd(*(len(x) for x in leaves if np.ndim(x))) or 1
+    return np.random.default_rng(seed).permutation(blocks)
+
+
+def _in_order(tree: Any, order: np.ndarray) -> Any:
+    def moved(x: Any) -> Any:
+        return x[np.arange(len(x)).reshape(len(order), -1)[order].ravel()] if np.ndim(x) else x
+
+    return jax.tree.map(moved, tree)
+
+
+def _shaken(tree: Any, eps: float, seed: int) -> Any:
+    """Move the numbers of a tree up or down by their rounding; whole ones may be flags."""
+    rng = np.random.default_rng(seed)
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, np.ndarray) or not _eps(x.dtype):
             return x
-        layout = laid_over(x.layout, tuple(mesh.shape[a] for a in x.axes))
-        return cut(jax.tree.leaves(joined(x)), layout, None, x.axes, x.stack)
+        factor = np.where(_wide(x) == np.round(_wide(x)), 0, max(eps, _eps(x.dtype)))
+        return (_wide(x) * (1 + factor * rng.choice([-1, 1], x.shape))).astype(x.dtype)
 
-    return jax.tree.map(cut_again, tree, is_leaf=is_shards)
-
-
-def _not_by_rounding(
-    outputs: list[_Output], wrong: list[_Output], alone: Callable[..., Any], args: Any, kwargs: Any
-) -> list[_Output]:
-    """Of the outputs that are off, those that rounding does not explain."""
-    batch: tuple[int | str, ...] = (len(args) - 1,) if args else ()
-    if isinstance(alone, DataParallel):
-        args, kwargs, batch = alone.signature.call(args, kwargs)
-
-    def numbers(result: Any) -> list[np.ndarray]:
-        return [np.asarray(x) for _, x in _leaves(_whole(jax.tree.map(_on_host, result)))]
-
-    moved = spreads(alone, args, kwargs, batch, [each.one for each in outputs], numbers)
-    if moved is None:
-        return wrong
-    spread = dict(zip((each.path for each in outputs), moved, strict=True))
-    # If half of the right outputs move too, the step depends on the order: that says nothing.
-    calm = [x for x in outputs if x not in wrong and jax.dtypes.issubdtype(x.one.dtype, np.inexact)]
-    still = [x for x in calm if np.max(spread[x.path], initial=0.0) <= x.allowed]
-    if 2 * len(still) <= len(calm) or not calm:
-        return wrong
-    return [x for x in wrong if not is_rounding(x.one, x.many, spread[x.path], x.allowed)]
+    return jax.tree.map(moved, tree)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Base:
-    """What an output may be a change of."""
-
-    name: str  # as a message has it
-    path: tuple[Any, ...]  # the keys on the way to it
-    value: np.ndarray  # the argument
+def _eps(dtype: Any) -> float:
+    inexact = jax.dtypes.issubdtype(dtype, np.inexact)
+    return float(jax.numpy.finfo(dtype).eps) if inexact else 0.0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Output:
-    """One output: on one device, on many, and what it is measured from."""
-
-    path: tuple[Any, ...]  # the keys on the way to it
-    one: np.ndarray  # on one device
-    many: np.ndarray  # on many
-    # The argument that it is a change of, None: of nothing; then what else it might be a change of,
-    # after a large step
-    starts: tuple[_Base | None, ...]
-    rounding: float  # how far two right results may be apart, however little they changed
-    allowed: float  # how far they may be apart
-
-    @property
-    def name(self) -> str:
-        return f"output {jax.tree_util.keystr(self.path)}" if self.path else "the output"
-
-    @property
-    def is_off(self) -> bool:
-        if self.one.shape != self.many.shape:
-            return True
-        return bool(np.max(apart(self.one, self.many), initial=0.0) > self.allowed)
-
-
-def _bases(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Base]:
-    named = {f"args[{i}]": arg for i, arg in enumerate(args)}
-    named |= {f"kwargs[{name!r}]": arg for name, arg in kwargs.items()}
-    return [
-        _Base(name + jax.tree_util.keystr(path), path, np.asarray(x))
-        for name, arg in named.items()
-        for path, x in _leaves(arg)
-    ]
-
-
-def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(path, leaf) for path, leaf in flat if is_array(leaf) and not _is_key(leaf)]
-
-
-def _output(
-    path: Any, one: np.ndarray, many: np.ndarray, bases: Sequence[_Base], tolerance: float | None
-) -> _Output:
-    inexact = jax.dtypes.issubdtype(one.dtype, np.inexact)
-    eps = float(jax.numpy.finfo(one.dtype).eps) if inexact else 0.0
-    exact = _wide(one)
-    starts = _starts(path, one, exact, bases)
-    start = 0.0 if starts[0] is None else _wide(starts[0].value)
-    rounding = 16 * eps * _largest(exact)
-    share = eps**0.5 if tolerance is None else tolerance
-    return _Output(path, one, many, starts, rounding, rounding + share * _largest(exact - start))
+def _likeness(a: str, b: str) -> int:
+    return sum(1 for _ in itertools.takewhile(bool, map(str.__eq__, a[::-1], b[::-1])))
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
-def _complaint(output: _Output, n: int) -> str:
-    """How an output that is off differs, by which factor, and what that means."""
-    one, many = _wide(output.one), _wide(output.many)
-    if one.shape != many.shape:
-        return f"has shape {many.shape}, and {one.shape} on one device; is it a value per replica?"
-    odd = np.count_nonzero(apart(one, many) == np.inf)
-    if odd:
-        return (
-            f"is infinite or no number on one side only, in {odd:,} of "
-            f"{counted(one.size, 'element')}; does a sum overflow?"
-        )
-    found = []
-    # After a large step an output is near no argument, but its change may tell the factor.
-    for start in output.starts:
-        shift = 0.0 if start is None else start.value.astype(one.dtype)
-        factor = _factor(one - shift, many - shift, output.rounding)
-        if factor is not None:
-            found.append((_meaning(factor, n) is None, len(found), start, factor))
-    if found:
-        _, _, start, factor = min(found, key=lambda each: each[:2])
-        size = f"{factor:.3g}" if factor % 1 else f"{factor:.1f}"
-        meaning = _meaning(factor, n) or (
-            f"no power of the {n} devices; does it depend on how the batch is split?"
-        )
-        how = f"{size} times too large: {meaning}"
-    else:
-        start = output.starts[0]
-        how = f"not the same, nor by a factor: off by up to {_largest(many - one):.3g}"
-    return f"is {how}" if start is None else f"its change from {start.name} is {how}"
+def _norm(x: np.ndarray) -> float:
+    return float(np.linalg.norm(_wide(x)[np.isfinite(_wide(x))]))
 
 
-def _starts(
-    path: Any, one: np.ndarray, exact: np.ndarray, bases: Sequence[_Base]
-) -> tuple[_Base | None, ...]:
-    """The argument that an output is a small change of, if any, None for none, and others that fit.
-
-    Only arguments whose path shares the longest named end with the output's are considered.
-    """
-    shared = [_shared(path, base.path) for base in bases]
-    most = max(shared, default=0)
-    fits = [
-        base
-        for base, length in zip(bases, shared, strict=True)
-        if length == most and base.value.shape == one.shape
-    ]
-    alike = [base for base in fits if base.value.dtype == one.dtype]
-    near = min(alike, key=lambda b: float(np.sum(np.abs(exact - b.value)) or 0), default=None)
-    if near is not None and one.ndim and one.size:
-        if np.sum(np.abs(exact - near.value)) < 0.5 * np.sum(np.abs(exact)):
-            return near, None, *(base for base in fits if base is not near)
-    return None, *fits
-
-
-def _shared(path: Any, other: Any) -> int:
-    """How many keys two paths end with in common; 0 if only positions are."""
-    both = zip(reversed(path), reversed(other), strict=False)
-    common = [a for a, _ in itertools.takewhile(lambda keys: keys[0] == keys[1], both)]
-    positions = all(isinstance(key, jax.tree_util.SequenceKey) for key in common)
-    return 0 if positions else len(common)
-
-
-def _factor(one: np.ndarray, many: np.ndarray, rounding: float) -> float | None:
-    """The number that takes one change to the other, if there is one."""
-    square = float(np.real(np.vdot(one, one)))
-    if not square or not np.isfinite(square):
-        return None
-    factor = float(np.real(np.vdot(one, many))) / square
-    if not np.isfinite(factor):
-        return None
-    off = _largest(many - factor * one)
-    if off > 0.02 * abs(factor) * _largest(one) + 2 * rounding:
-        return None
-    near = round(factor)
-    return float(near) if near and abs(factor - near) < 0.01 * abs(factor) else factor
-
-
-def _meaning(factor: float, n: int) -> str | None:
-    known = {
-        float(n): "it is summed where a mean is expected, or a sum is reduced again",
-        1.0 / n: "it is divided by the number of replicas once too often, or a mean taken "
-        "where a sum is expected",
-        float(n * n): f"{n} squared: summed twice where a mean is expected, or the square of "
-        "what is summed",
-        1.0 / (n * n): f"one part in {n} squared: divided twice too often, or the square of "
-        "what is divided",
-    }
-    for value, words in known.items():
-        if abs(factor - value) <= 0.02 * value:
-            return words
-    return None
-
-
-def _largest(x: Any) -> float:
-    finite = np.abs(x[np.isfinite(x)]) if np.ndim(x) else np.abs(np.nan_to_num(x))
-    return float(np.max(finite, initial=0.0))
+def _apart(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the norm of the difference; infinite where shapes differ, or what is not finite."""
+    if a.shape != b.shape:
+        return math.inf
+    a, b = _wide(a), _wide(b)
+    with np.errstate(invalid="ignore"):
+        gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, a - b)
+    return float(np.linalg.norm(gap)) if np.isfinite(gap).all() else math.inf
