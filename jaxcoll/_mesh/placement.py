@@ -196,6 +196,11 @@ def check_rows(
                 "doctor` in every process shows what each has), or pass global arrays."
             )
         rows = shape[0] * (processes if is_local else 1)
+        if not rows:
+            raise ValueError(
+                f"`data_parallel`: {argument}{_path(tree, i)} has no rows; pass at least "
+                f"{replicas}, one for each replica along {axis!r}."
+            )
         if rows % replicas:
             raise ValueError(
                 f"`data_parallel`: {argument}{_path(tree, i)} has {rows} rows, which do not divide "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,11 +39,11 @@ class Call(NamedTuple):
         kwargs = {name: (split if name in self.batch else whole)(x) for name, x in named}
         return Call(args, kwargs, self.batch)
 
-    def misses(self, place: Slot) -> str:
-        """What is wrong with a setting that names what this call does not have."""
+    def misses(self, place: Slot, setting: str) -> str:
+        """Return what is wrong with a setting that names what this call does not have."""
         return (
-            f"`data_parallel`: argument {place!r} is named in `batch_argnums` or "
-            f"`donate_argnums`, but the step was called with {len(self.args)} positional arguments"
+            f"`data_parallel`: argument {place!r} is named in `{setting}`, but the step was called "
+            f"with {len(self.args)} positional arguments"
             + (f" and {', '.join(map(repr, self.kwargs))}." if self.kwargs else ".")
         )
 
@@ -62,6 +62,13 @@ _UNNAMED = """\
 A step of two parameters splits the second; of any other they are named, as in
     jc.data_parallel({name}, batch_argnums={example})
 All others are whole on every replica."""
+
+
+def _lacks(setting: str, place: str, names: Iterable[str]) -> str:
+    return (
+        f"`data_parallel`: argument {place!r} is named in `{setting}`, and the step has "
+        f"{', '.join(map(repr, names)) or 'none'}"
+    )
 
 
 class Signature:
@@ -122,6 +129,9 @@ class Signature:
     def _slot(self, place: Slot, slots: list[Slot], call: Call) -> Slot:
         args, kwargs = call.args, call.kwargs
         if isinstance(place, str):
+            named = self._signature.parameters if self._signature else {}
+            if named and place not in {*named, *kwargs}:
+                raise ValueError(_lacks("batch_argnums", place, named) + ".")
             at = self._names.index(place) if place in self._names else len(args)
             if place in kwargs or at < len(args):
                 return place if place in kwargs else at
@@ -131,7 +141,7 @@ class Signature:
             return place
         elif len(args) <= place < len(self._names) and self._names[place] in kwargs:
             return self._names[place]
-        raise ValueError(call.misses(place))
+        raise ValueError(call.misses(place, "batch_argnums"))
 
     def positions(self, places: Sequence[Slot]) -> tuple[int, ...]:
         """Positions of parameters that may be passed so, from positions and names.
@@ -141,10 +151,7 @@ class Signature:
         """
         for place in places:
             if isinstance(place, str) and place not in self._names:
-                raise ValueError(
-                    f"`data_parallel`: argument {place!r} is named in `donate_argnums`, and the "
-                    f"step has {', '.join(map(repr, self._names)) or 'none'} by position."
-                )
+                raise ValueError(_lacks("donate_argnums", place, self._names) + " by position.")
         return tuple(self._names.index(p) if isinstance(p, str) else p for p in places)
 
     def name(self, slot: Slot) -> str:

@@ -245,7 +245,8 @@ REFUSED = [  # a step, how it is wrapped, its arguments, and the words
      "`varying_outputs` is a tree that does not fit"),
     (3, {}, (X,), "expects a function; got int"),
     (lambda p, x: x, {"batch_argnums": 2}, (X,),
-     "argument 2 is named in .* called with 1 positional"),
+     "argument 2 is named in `batch_argnums`, .* called with 1 positional"),
+    (sums, {}, (1.0, X[:0]), "batch has no rows; pass at least 8"),
     (sums, {}, ({"act": "relu"}, X), r"args\[0\]\['act'\] is no array or number; got str"),
 
     *((sums, {}, (1.0, {"x": X, "y": words}), r"args\[1\]\['y'\] has elements of dtype .*expected num")
@@ -373,7 +374,9 @@ def test_a_batch_that_only_a_keyword_can_name_and_one_before_other_arguments():
         lambda p, q=None, *, batch=None: sums(p, batch), batch_argnums="batch"
     )
     np.testing.assert_allclose(optional(2.0, batch=X), 2 * X.sum(), rtol=1e-4)
-    with pytest.raises(ValueError, match="argument 'rows' is named in .* with 2 positional"):
+    with pytest.raises(
+        ValueError, match="argument 'rows' is named in `batch_argnums`, and the step has "
+    ):
         jc.data_parallel(sums, batch_argnums="rows")(2.0, X)
     with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
         jc.data_parallel(sums)(2.0, butch=X)
