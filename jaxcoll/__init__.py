@@ -46,10 +46,6 @@ from jaxcoll._plan.options import CommunicationImplementation as CommunicationIm
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
 from jaxcoll._plan.plan import Plan as Plan
-from jaxcoll._plan.wire_formats import Bf16 as Bf16
-from jaxcoll._plan.wire_formats import Int4 as Int4
-from jaxcoll._plan.wire_formats import Int8 as Int8
-from jaxcoll._plan.wire_formats import PowerSGD as PowerSGD
 from jaxcoll._spmd.checks.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradients.loss import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.metrics import Total as Total
@@ -70,6 +66,9 @@ from jaxcoll._train.shard import unshard as unshard
 from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._train.step_test import n_devices_equal_one as n_devices_equal_one
+from jaxcoll._wire.bf16 import Bf16 as Bf16
+from jaxcoll._wire.int4 import Int4 as Int4
+from jaxcoll._wire.int8 import Int8 as Int8
 from jaxcoll.distribute import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
 from jaxcoll.distribute import CollectiveAllReduce as CollectiveAllReduce
 from jaxcoll.distribute import CollectiveHints as CollectiveHints

@@ -6,12 +6,12 @@ from typing import Any, get_args
 
 import jax
 
-from jaxcoll._feedback import all_reduce as _with_feedback
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
 from jaxcoll._spmd import gather, reduce
 from jaxcoll._spmd import reduce_scatter as _halves
+from jaxcoll._spmd import residual as residuals
 from jaxcoll._spmd import same as _same
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.scope import differentiation
@@ -52,19 +52,19 @@ def all_reduce(
         replica. "error": refuse it. "summed": it is the sum over replicas already (as autodiff
         makes of a replicated parameter's gradient); SUM leaves it, MEAN divides. "replicated":
         every replica holds this value; SUM multiplies it, MEAN leaves it.
-      residual: of `jc.residual(value, options=options)`, or of the last call: what a wire format
+      residual: of `jc.residual(value)`, or of the last call: what a wire format
         has rounded away, and is added to this replica's values before they are sent.
 
     Returns:
       A pytree like `value`, *invariant* over the axes, so that `out_specs=P()` type-checks. With
-      `residual`, a pair of it and of the next residual, *varying* but for right factors.
+      `residual`, a pair of it and of the next residual, *varying*.
       Cost: 2(n-1)/n of the bytes leave each device, one collective a pack before the
       compiler combines them; see `jc.plan` for steps and bytes.
 
     Raises:
       NameError: an axis is not mapped here; the message lists those that are.
       ValueError: a leaf cannot be reduced (its path is named), an argument is invalid, or the
-        residual is of another tree, number of replicas or `jc.PowerSGD`.
+        residual is of another tree or number of replicas.
       AlreadyReducedError: a leaf is invariant and `invariant` was not given.
 
     Examples:
@@ -88,10 +88,9 @@ def all_reduce(
     check_no_shards(value, axes, "all_reduce")
     if residual is None:
         return reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant)
-    return _with_feedback.all_reduce(
-        op, value, axes,
-        residual=residual, of=value, caller="all_reduce", scope=scope, invariant=invariant,
-    )  # fmt: skip
+    owed = residuals.opened(residual, value, bound_axes(axes, "all_reduce"), "all_reduce")
+    reduced, owed = reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant, owed=owed)
+    return reduced, residuals.closed(residual, owed)
 
 
 def psum(

@@ -249,7 +249,7 @@ class Plan:
             "packs": [
                 {
                     "dtype": pack.dtype.name,
-                    "format": pack.format,
+                    "format": str(pack.format or ""),
                     "algorithm": pack.algorithm,
                     "elements": pack.size,
                     "bytes": pack.nbytes,

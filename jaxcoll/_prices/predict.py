@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import Stage, steps
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack
@@ -171,7 +170,7 @@ def _stage(stage: Stage, nbytes: float, last: bool, rates: Rates, group: Group) 
     latency = exchanges * rates.call + waits * link.step
     if not stage.format:
         return Cost(latency, bandwidth, added)
-    format = wire_formats.of(stage.format)
+    format = stage.format
     narrow = format.nbytes(format.block) / (4 * format.block)  # what is coded is float32
     return Cost(latency, bandwidth * narrow, added, format.passes * nbytes * rates.copy)
 

@@ -16,7 +16,8 @@ from jaxcoll._mesh.placement import is_array, shape_of
 from jaxcoll._mesh.shard_arrays import abstract, cut, joined, own_shapes
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
-from jaxcoll._spmd.shards import Shards, check_fits, is_shards, sharded_leaves, shards_in
+from jaxcoll._spmd.parts import check_fits, sharded_leaves
+from jaxcoll._spmd.shards import Shards, is_shards, shards_in
 
 CALLER = "sharded_optimizer"
 _REPLICAS = 2

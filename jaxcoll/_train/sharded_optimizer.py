@@ -23,7 +23,9 @@ from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.gradients.per_replica import taken_by
 from jaxcoll._spmd.norms import clipped
-from jaxcoll._spmd.shards import Shards, all_parts, is_shards, own_part, sharded_leaves, shards_in
+from jaxcoll._spmd.parts import all_parts, sharded_leaves
+from jaxcoll._spmd.reduce_scatter import own_part
+from jaxcoll._spmd.shards import Shards, is_shards, shards_in
 from jaxcoll._train import elementwise as checks
 from jaxcoll._train.elementwise import CALLER
 from jaxcoll._train.shard import unshard

@@ -136,7 +136,7 @@ def test_codes_travel_between_hosts_only(compression):
     leaf = Leaf("", (1 << 20,), F32, F32, TWO_HOSTS.sizes, format=str(options.compression))
     plan = make_plan(jc.ReduceOp.SUM, [leaf], options, TWO_HOSTS)
     assert plan.algorithm == "halving_doubling/shuffle"
-    assert [stage.format for stage in plan.stages(plan.packs[0])] == ["", leaf.format]
+    assert [stage.format for stage in plan.stages(plan.packs[0])] == [None, leaf.format]
 
 
 def test_a_plan_of_two_levels_says_so():

@@ -11,9 +11,9 @@ from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.rule import half_algorithm
-from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
+from jaxcoll._wire.format import named
 
 Half = Literal["reduce_scatter", "all_gather"]
 

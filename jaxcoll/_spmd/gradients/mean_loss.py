@@ -28,7 +28,7 @@ def mean_loss(
     options: CommunicationOptions,
 ) -> Callable[..., Any]:
     """The body of `jc.mean_loss`, which says what it does."""
-    asked = Asked(fun, ReduceOp.MEAN, argnums, has_aux=False, scatter=False, feedback=None)
+    asked = Asked(fun, ReduceOp.MEAN, argnums, has_aux=False, scatter=False, feedback=False)
     gradient = reduced_gradient(asked, axis_name, scope, options)
 
     @functools.wraps(fun, updated=())
