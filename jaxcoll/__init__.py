@@ -1,22 +1,22 @@
 """Collectives for JAX programs, compiled by XLA: how replicas exchange tensors."""
 
 from jaxcoll import distribute as distribute
-from jaxcoll._api.collectives import all_gather as all_gather
 from jaxcoll._api.collectives import all_reduce as all_reduce
 from jaxcoll._api.collectives import broadcast as broadcast
 from jaxcoll._api.collectives import pmean as pmean
 from jaxcoll._api.collectives import psum as psum
-from jaxcoll._api.collectives import reduce_scatter as reduce_scatter
-from jaxcoll._api.collectives import same as same
 from jaxcoll._api.gradients import accumulate as accumulate
 from jaxcoll._api.gradients import grad as grad
 from jaxcoll._api.gradients import mean_loss as mean_loss
 from jaxcoll._api.gradients import scan_layers as scan_layers
 from jaxcoll._api.gradients import sync_in_backward as sync_in_backward
 from jaxcoll._api.gradients import value_and_grad as value_and_grad
+from jaxcoll._api.halves import all_gather as all_gather
+from jaxcoll._api.halves import reduce_scatter as reduce_scatter
 from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
+from jaxcoll._api.same import same as same
 from jaxcoll._cluster.initialize import initialize as initialize
 from jaxcoll._cluster.launch.function import launch as launch
 from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.checks import positive
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd.gradients import gradient, sync
 from jaxcoll._spmd.gradients import mean_loss as mean
 from jaxcoll._spmd.gradients.accumulate import MicroBatches
 from jaxcoll._spmd.layers import scan
+from jaxcoll._spmd.scope import scope_here
 
 
 def value_and_grad(

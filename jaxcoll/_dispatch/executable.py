@@ -21,7 +21,7 @@ import numpy as np
 from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark, packed
-from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.collective_plan import THE_VALUE, CollectivePlan
 
 _PACK = re.compile(r"(\w+_[0-9a-f]{6})/(pack|rows)(\d+)")
 
@@ -65,11 +65,11 @@ _LAST = "last"
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """Of each jitted program, what it is compiled to; under `_LAST` the last key and its program."""
 
-_plans: dict[str, Plan] = {}
+_plans: dict[str, CollectivePlan] = {}
 """The plans that were traced last, by name, so that messages can name the leaves of a pack."""
 
 
-def remember(plan: Plan) -> None:
+def remember(plan: CollectivePlan) -> None:
     """Keep a plan that is being traced, for messages."""
     _plans.pop(plan.name, None)
     _plans[plan.name] = plan
@@ -83,7 +83,7 @@ def _leaves(line: str) -> str:
     for name, kind, number in _PACK.findall(line):
         if plan := _plans.get(name):
             k = int(number)
-            leaves = plan.carried(k) if kind == "pack" else plan.leaves[k].path or "(the value)"
+            leaves = plan.carried(k) if kind == "pack" else plan.leaves[k].path or THE_VALUE
             carried.append(f"{name}/{kind}{number} has {leaves}")
     return f" ({'; '.join(carried)})" if carried else ""
 

@@ -14,6 +14,7 @@ from jaxcoll._mesh.mesh import axis_names, checked_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.checks import is_integer
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import Leaf, check_reducible, dtype_of, flattened, travels_as, where
 from jaxcoll._plan.packs.shard_layout import layout_of
@@ -84,7 +85,7 @@ def _plan(
     options: CommunicationOptions | None,
     op: ReduceOp,
     collective: str,
-) -> Plan:
+) -> CollectivePlan:
     if collective == "all_reduce":
         return plan_in(value, world, options, op)
     if collective not in get_args(Half):
@@ -113,7 +114,7 @@ def plan_in(
         _leaf(path, leaf, reduce_op, world, given) for path, leaf in flattened(value, is_sparse)[0]
     ]
     check_any_coded(given.compression, [leaf.dtype for leaf in leaves])
-    return make_plan(reduce_op, leaves, given, world)
+    return Plan.of(make_plan(reduce_op, leaves, given, world))
 
 
 def _leaf(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut, plan_packs
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.rule import choose, packing_for
 from jaxcoll._plan.world import World
 
@@ -23,7 +23,7 @@ def make_plan(
     *,
     in_backward: bool = False,
     notes: tuple[str, ...] = (),
-) -> Plan:
+) -> CollectivePlan:
     """Return the plan of one reduction, decided from shapes, options and the world.
 
     Args:
@@ -54,7 +54,7 @@ def make_plan(
     if options.reproducible:
         _check_mapped(leaves, packs)
         _check_uncut(leaves, packs)
-    return Plan(
+    return CollectivePlan(
         reduce_op, tuple(leaves), packs, world, options, packing, choice.owners, apart, in_backward,
         notes=notes,
     )  # fmt: skip

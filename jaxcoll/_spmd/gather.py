@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, flattened, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.rule import asked_algorithm, packing_for
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.axes import as_array, bound_axes, count
@@ -86,7 +86,9 @@ def _rows(
         dataclasses.replace(pack, algorithm=algorithm)
         for pack in plan_packs(leaves, packing_for(options, world))
     )
-    plan = Plan(ReduceOp.SUM, tuple(leaves), packs, world, options, collective="all_gather")
+    plan = CollectivePlan(
+        ReduceOp.SUM, tuple(leaves), packs, world, options, collective="all_gather"
+    )
     return [
         jnp.stack([array] * count(axes)) if row is None else row  # what does not travel
         for array, row in zip(arrays, rows_of_all(arrays, packs, plan, tuple(axes)), strict=True)
@@ -96,7 +98,7 @@ def _rows(
 def rows_of_all(
     arrays: Sequence[jax.Array],
     packs: Sequence[Pack],  # of this replica's arrays
-    plan: Plan,  # of what carries all replicas'
+    plan: CollectivePlan,  # of what carries all replicas'
     axes: tuple[str, ...],
 ) -> list[jax.Array | None]:
     """Return every replica's arrays, stacked in their order; None for what no pack carries."""

@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 
 
@@ -59,7 +59,7 @@ def _filled(piece: jax.Array, length: int) -> jax.Array:
 
 
 def carry_out(
-    plan: Plan,
+    plan: CollectivePlan,
     packed: Iterable[Any],
     enter: Callable[[Pack, Any], Any],  # makes of a packed array what travels
     carry: Callable[[Pack, Any], Any],  # the collective

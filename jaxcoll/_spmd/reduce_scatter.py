@@ -13,12 +13,12 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, wire_dtype
 from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of
 from jaxcoll._plan.packs.shard_plan import plan_half
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
@@ -69,7 +69,7 @@ def reduce_scatter(
 
 def _scattered(
     arrays: Sequence[jax.Array],
-    plan: Plan,
+    plan: CollectivePlan,
     layout: ShardLayout,
     recipes: Sequence[Recipe],
     axes: Mapping[str, int],
@@ -99,7 +99,7 @@ def plan_scatter(
     world: World,
     scope: Scope,
     layout: ShardLayout | None = None,
-) -> tuple[Plan, ShardLayout]:
+) -> tuple[CollectivePlan, ShardLayout]:
     """The plan of a `reduce_scatter` of the leaves `found`, and the layout of its results."""
     recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in found]
     results = [_result_dtype(recipe) for recipe in recipes]

@@ -18,9 +18,9 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.algorithms import format_of
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.shard_layout import LANES, SummedLayout, first_difference, summed_layout
-from jaxcoll._plan.plan import Plan
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.arithmetic import Recipe, finite
 from jaxcoll._spmd.axes import bound_axes, count, listed, named
@@ -143,7 +143,7 @@ def cut_off(total: jax.Array, result: jax.Array, recipe: Recipe) -> jax.Array:
 
 def left(
     owed: Mapping[str, jax.Array],
-    plan: Plan,
+    plan: CollectivePlan,
     carried: Sequence[tuple[jax.Array, Any]],  # reduced packs, and what coding each of them lost
     results: Sequence[jax.Array],  # the reduced leaves
     hidden: str | None,  # as in `unpack`
@@ -170,7 +170,7 @@ def left(
 
 
 def _sent(
-    owed: Mapping[str, jax.Array], plan: Plan, packs: Sequence[jax.Array]
+    owed: Mapping[str, jax.Array], plan: CollectivePlan, packs: Sequence[jax.Array]
 ) -> Iterator[jax.Array]:
     """Yield the parts of reduced packs that leaves with a residual have, neighbours together."""
     for pack, total in zip(plan.packs, packs, strict=True):

@@ -368,7 +368,9 @@ def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
     assert [p.algorithm for p in hosts.packs if p.format] == ["halving_doubling/shuffle"]
     assert "between groups only" in str(hosts)
     few = {**value, "w": np.zeros((100, 100), "f")}
-    assert {p.format for p in planned(few, compression="auto").packs} == {None}, "not worth an array"
+    assert {p.format for p in planned(few, compression="auto").packs} == {None}, (
+        "not worth an array"
+    )
 
 
 @pytest.mark.parametrize("name", [None, *FORMATS])

@@ -12,12 +12,12 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.packs.shard_layout import ShardedLeaf
 from jaxcoll._plan.packs.shard_plan import Half, plan_rows
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.rule import packing_for
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
@@ -125,7 +125,7 @@ class Traffic:
 
     def _planned(
         self, half: Half, leaves: Sequence[Leaf], axes: dict[str, int], turns: int, when: str
-    ) -> tuple[tuple[Pack, ...], Plan]:
+    ) -> tuple[tuple[Pack, ...], CollectivePlan]:
         """The packs of this replica's rows, and the plan of what carries all replicas'."""
         world, options, n = self.scope.world(axes), self.scope.options, count(axes)
         packs = plan_packs(leaves, packing_for(options, world))
