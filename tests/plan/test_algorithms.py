@@ -144,7 +144,7 @@ def test_gloo_is_spared_its_reduce_scatter():
         world = World("cpu", sizes, processes=sizes[0] * sizes[1])
         assert choose(options, world).algorithm == f"{within}/native"
     leaf = Leaf("", (9,), np.dtype("f"), np.dtype("f"), (2, 4))
-    plan = make_plan(jc.ReduceOp.SUM, [leaf], options, there)
+    plan = jc.Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], options, there))
     assert "Gloo's sends more than it has to" in plan.reasons[1]
 
 
