@@ -61,7 +61,7 @@ def packing(budget: float, tree: str = "resnet50") -> dict[str, Any]:
     Between the two a barrier stands for the collective, so that nothing fuses across it. Each way
     reads and writes the tree once, packing twice.
     """
-    from jaxcoll._spmd.pack import pack, unpack
+    from jaxcoll._spmd.pipeline import pack, unpack
 
     shapes = list(flags.tree_of(tree, "float32").values())
     nbytes = sum(4 * math.prod(x.shape) for x in shapes)
@@ -120,8 +120,9 @@ def codecs(budget: float, nbytes: int = 256 << 20) -> dict[str, Any]:
 
 def codec_of(name: str) -> tuple[Callable[..., Any], ...]:
     """A wire format's encoding of float32 of shape (..., blocks, block), and its decoding."""
-    module = importlib.import_module(f"jaxcoll._spmd.wire_formats.{name}")
-    return tuple(functools.partial(f, feedback=False) for f in (module.encode, module.decode))
+    wire_format = FORMATS[name]
+    arithmetic = (wire_format.encode, wire_format.decode)
+    return tuple(functools.partial(f, feedback=False) for f in arithmetic)
 
 
 def step(budget: float, counts: Sequence[int] = LEAVES) -> dict[str, Any]:

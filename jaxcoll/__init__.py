@@ -4,22 +4,22 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from jaxcoll import distribute as distribute
-from jaxcoll._api.collectives import all_gather as all_gather
 from jaxcoll._api.collectives import all_reduce as all_reduce
 from jaxcoll._api.collectives import broadcast as broadcast
 from jaxcoll._api.collectives import pmean as pmean
 from jaxcoll._api.collectives import psum as psum
-from jaxcoll._api.collectives import reduce_scatter as reduce_scatter
-from jaxcoll._api.collectives import same as same
 from jaxcoll._api.gradients import accumulate as accumulate
 from jaxcoll._api.gradients import grad as grad
 from jaxcoll._api.gradients import mean_loss as mean_loss
 from jaxcoll._api.gradients import scan_layers as scan_layers
 from jaxcoll._api.gradients import sync_in_backward as sync_in_backward
 from jaxcoll._api.gradients import value_and_grad as value_and_grad
+from jaxcoll._api.halves import all_gather as all_gather
+from jaxcoll._api.halves import reduce_scatter as reduce_scatter
 from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
+from jaxcoll._api.same import same as same
 from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver
 from jaxcoll._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
 from jaxcoll._cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
@@ -44,10 +44,6 @@ from jaxcoll._plan.options import CommunicationImplementation as CommunicationIm
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
 from jaxcoll._plan.plan import Plan as Plan
-from jaxcoll._plan.wire_formats import Bf16 as Bf16
-from jaxcoll._plan.wire_formats import Int4 as Int4
-from jaxcoll._plan.wire_formats import Int8 as Int8
-from jaxcoll._plan.wire_formats import PowerSGD as PowerSGD
 from jaxcoll._spmd.checks.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradients.loss import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.metrics import Total as Total
@@ -68,6 +64,9 @@ from jaxcoll._train.shard import unshard as unshard
 from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._train.step_test import n_devices_equal_one as n_devices_equal_one
+from jaxcoll._wire.bf16 import Bf16 as Bf16
+from jaxcoll._wire.int4 import Int4 as Int4
+from jaxcoll._wire.int8 import Int8 as Int8
 from jaxcoll.distribute import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
 from jaxcoll.distribute import CollectiveAllReduce as CollectiveAllReduce
 from jaxcoll.distribute import CollectiveHints as CollectiveHints

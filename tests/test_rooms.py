@@ -41,11 +41,11 @@ FORBIDDEN_WORDS = {
     "_mesh": SOCKETS | THREADS | TIME | {"print", "lax"} | COMPILING,
     "_dispatch": {"lax", "shard_map", "pmap", "print", *SPECS, "device_put"},
     "_observe": {"lax", "device_put", "compile"} | TIME | ENVIRONMENT,
-    "_feedback": {"print"} | SPECS | DEVICES | COMPILING | TIME | ENVIRONMENT | COLLECTIVES,
     "_spmd": {"print"} | SPECS | DEVICES | COMPILING | TIME | ENVIRONMENT,
     "_jaxpr": {"jnp", "print"} | DEVICES | COMPILING | TIME | ENVIRONMENT,
     "_cluster": {"jnp", "lax", "Array"} | DEVICES | SPECS | COMPILING,
     "_plan": {"lax", "jnp", "print"} | DEVICES | COMPILING | TIME | ENVIRONMENT,
+    "_wire": {"print"} | SPECS | DEVICES | COMPILING | TIME | ENVIRONMENT | COLLECTIVES,
     "_prices": {"lax", "jnp", "print"} | DEVICES | COMPILING | TIME | ENVIRONMENT,
     "_show": {"jax", "jnp", "lax", "Plan", "Report", "print"} | TIME | ENVIRONMENT,
 }

@@ -1,4 +1,4 @@
-"""The calls a user makes inside a mapped program: read the scope, then hand down."""
+"""Reductions and broadcasts inside a mapped program: read the scope, then hand down."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from typing import Any, get_args
 
 import jax
 
-from jaxcoll._feedback import all_reduce as _with_feedback
-from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
-from jaxcoll._spmd import gather, reduce
-from jaxcoll._spmd import reduce_scatter as _halves
-from jaxcoll._spmd import same as _same
+from jaxcoll._spmd import reduce
+from jaxcoll._spmd import residual as residuals
 from jaxcoll._spmd.axes import bound_axes, count
-from jaxcoll._spmd.scope import differentiation
-from jaxcoll._spmd.shards import Shards, axes_of_shards, check_no_shards, is_shards, shards_in
+from jaxcoll._spmd.scope import scope_here
+from jaxcoll._spmd.shards import check_no_shards
 
 
 def all_reduce(
@@ -52,19 +49,19 @@ def all_reduce(
         replica. "error": refuse it. "summed": it is the sum over replicas already (as autodiff
         makes of a replicated parameter's gradient); SUM leaves it, MEAN divides. "replicated":
         every replica holds this value; SUM multiplies it, MEAN leaves it.
-      residual: of `jc.residual(value, options=options)`, or of the last call: what a wire format
+      residual: of `jc.residual(value)`, or of the last call: what a wire format
         has rounded away, and is added to this replica's values before they are sent.
 
     Returns:
       A pytree like `value`, *invariant* over the axes, so that `out_specs=P()` type-checks. With
-      `residual`, a pair of it and of the next residual, *varying* but for right factors.
+      `residual`, a pair of it and of the next residual, *varying*.
       Cost: 2(n-1)/n of the bytes leave each device, one collective a pack before the
       compiler combines them; see `jc.plan` for steps and bytes.
 
     Raises:
       NameError: an axis is not mapped here; the message lists those that are.
       ValueError: a leaf cannot be reduced (its path is named), an argument is invalid, or the
-        residual is of another tree, number of replicas or `jc.PowerSGD`.
+        residual is of another tree or number of replicas.
       AlreadyReducedError: a leaf is invariant and `invariant` was not given.
 
     Examples:
@@ -80,7 +77,7 @@ def all_reduce(
             f"`invariant` must be one of {', '.join(map(repr, get_args(reduce.Invariant)))}; "
             f"got {invariant!r}."
         )
-    _check_order(reduce_op, value)
+    check_order(reduce_op, value)
     given, op = checked(options), ReduceOp.of(reduce_op)
     reduce.check_any_coded(value, given)
     scope = scope_here().merged(given)
@@ -88,10 +85,9 @@ def all_reduce(
     check_no_shards(value, axes, "all_reduce")
     if residual is None:
         return reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant)
-    return _with_feedback.all_reduce(
-        op, value, axes,
-        residual=residual, of=value, caller="all_reduce", scope=scope, invariant=invariant,
-    )  # fmt: skip
+    owed = residuals.opened(residual, value, bound_axes(axes, "all_reduce"), "all_reduce")
+    reduced, owed = reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant, owed=owed)
+    return reduced, residuals.closed(residual, owed)
 
 
 def psum(
@@ -157,38 +153,6 @@ def pmean(
     return _in_laxs_order(ReduceOp.MEAN, value, axis_name, options, invariant)
 
 
-def same(value: Any, axis_name: str | tuple[str, ...] | None = None) -> Any:
-    """Vouch that a value is the same on every replica, where no program shows it.
-
-    Made for a number that the host returned (`jax.pure_callback`), a value read from a reference,
-    or a sum in an order of your own: an output, a predicate, a parameter. Nothing is sent. On the
-    first call for arguments of each shape, `jc.data_parallel` and `strategy.run` compare the
-    copies, bit by bit, over processes too. Elsewhere, and in a program that was compiled by
-    `.lower(...).compile()`, nobody does.
-
-    Args:
-      value: a pytree of arrays.
-      axis_name: as in `all_reduce`.
-
-    Returns:
-      `value`, *invariant* over the axes. Its derivative is its cotangent's own. Cost: none; on a
-      first call that of a digest.
-
-    Raises:
-      NameError: an axis is not mapped here.
-      ValueError: a leaf is not an array.
-      ReplicaDivergenceError: on a first call, replicas hold different bits; the line is named.
-
-    Examples:
-      >>> import numpy as np
-      >>> step = data_parallel(lambda x: same(jax.lax.psum(x, "data") * 0.5))
-      >>> step(np.ones(8)).tolist()
-      [4.0]
-    """
-    scope = scope_here()
-    return _same.same(value, scope.over(axis_name, "jc.same"), scope.claims)
-
-
 def _in_laxs_order(
     op: ReduceOp, value: Any, axis_name: Any, options: Any, invariant: reduce.Invariant
 ) -> Any:
@@ -216,7 +180,7 @@ def _in_laxs_order(
     )
 
 
-def _check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> None:
+def check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> None:
     """Refuse swapped or missing arguments with the line that is meant."""
     if isinstance(reduce_op, ReduceOp | str) and not isinstance(value, ReduceOp | str):
         return
@@ -229,121 +193,6 @@ def _check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> N
 
 def _shown(x: Any) -> str:
     return repr(x) if isinstance(x, ReduceOp | str) else type(x).__name__
-
-
-def all_gather(
-    value: Any,
-    axis_name: str | tuple[str, ...] | None = None,
-    *,
-    axis: int = 0,
-    options: CommunicationOptions | None = None,
-) -> Any:
-    """Join every leaf of a pytree with those of the other replicas, in replica order.
-
-    Law: the result is `jnp.concatenate` of the replicas' leaves along `axis`, to the bit. Of the
-    `Shards` that `reduce_scatter` returns it is the tree whose parts they are: its structure,
-    shapes and dtypes. The cotangent of a leaf is its own slice of the sum of the replicas'
-    cotangents; that of Shards is this replica's part of that sum, by one reduce-scatter.
-
-    Inside the loss of `jc.value_and_grad` and its like, Shards that are differentiated get the
-    gradient of the loss over all replicas so, reduced and in Shards: they make a mean of the sum
-    where one is asked for, and send nothing again. Outside, `jax.grad` of each replica's own loss
-    is the gradient of the sum of all losses.
-
-    Args:
-      value: any pytree of arrays, of any dtype, equal on all replicas in structure and shape;
-        none may be a scalar. Or `Shards`, or a tree of them.
-      axis_name: as in `all_reduce`; along several axes the outer counts slowest. Of `Shards` the
-        one they were made over.
-      axis: the dimension along which each leaf is joined; negative ones count from the last. It
-        has no meaning for `Shards`.
-      options: as in `all_reduce`; there is nothing to cut in `shards`.
-
-    Returns:
-      A pytree like `value`, with n times the size along `axis`, or the tree of the `Shards`, in the
-      types of their parts; *invariant* over the axes (Shards inside a loss of `jc.value_and_grad`
-      are typed *varying*, as all that is differentiated there). Cost: one collective a pack; a
-      device sends its own bytes to n-1 others, (n-1)/n of the result.
-
-    Raises:
-      NameError: an axis is not mapped here; the message lists those that are.
-      NotImplementedError: a leaf is an `IndexedSlices`.
-      ValueError: a leaf has no such dimension (its path and shape are named), or an argument is
-        invalid; Shards are of stacked layers, of other axes, or stand beside arrays.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-      >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
-      [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    """
-    scope, given = scope_here(), checked(options, exactly="all_gather")
-    axes = scope.over(axis_name, "jc.all_gather")
-    if not shards_in(value):
-        scope = scope.merged(given)
-        return gather.all_gather(value, axes, axis=axis, scope=scope)
-    # The derivative's reduce-scatter is the reduction that an enclosing `value_and_grad` asks for.
-    inside = differentiation()
-    scope = scope.merged(inside.options if inside else None).merged(given)
-    if axis != 0:
-        raise ValueError(
-            f"`all_gather` of Shards gives the tree that they are parts of; `axis` ({axis!r}) "
-            "has no meaning there: leave it out."
-        )
-    if len(axes_of_shards(value)) != sum(len(x.parts) for x in shards_in(value)):
-        raise ValueError(
-            "`all_gather` got a tree with `Shards` and with arrays beside them, which would become "
-            "n times as long: gather the Shards by themselves."
-        )
-    return jax.tree.map(
-        lambda x: _halves.all_gather(x, axes, scope=scope), value, is_leaf=is_shards
-    )
-
-
-def reduce_scatter(
-    reduce_op: ReduceOp | str,
-    value: Any,
-    axis_name: str | tuple[str, ...] | None = None,
-    *,
-    options: CommunicationOptions | None = None,
-) -> Shards:
-    """The first half of an `all_reduce`: every replica ends with an n-th of the reduced tree.
-
-    Law: `all_gather(reduce_scatter(op, value, axis), axis)` is `all_reduce(op, value, axis)`, to
-    rounding. The cotangent of `value` is the `all_gather` of the shards' cotangents, divided by n
-    for a MEAN; that of the gathered tree is reduce-scattered, as a SUM.
-
-    Args:
-      reduce_op: as in `all_reduce`.
-      value: any pytree of numeric arrays, equal on all replicas in structure and shape; empty
-        arrays, scalars and None come back from `all_gather` as they were.
-      axis_name: as in `all_reduce`.
-      options: as in `all_reduce`; without `bytes_per_pack`, leaves over 2 MiB are packs of their
-        own and others share packs of 16 MiB. `shards` is refused: there is one for each replica.
-
-    Returns:
-      `Shards`, *varying* over the axes: for each pack an array of shape (rows, 128), of which less
-      than a row is padding. Cost: (n-1)/n of the bytes leave each device, half of an `all_reduce`;
-      one collective a pack before the compiler combines them.
-
-    Raises:
-      NameError: an axis is not mapped here; the message lists those that are.
-      ValueError: a leaf cannot be reduced or cut (its path is named), or an argument is invalid.
-      AlreadyReducedError: a leaf is the same on every replica already.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> x = jnp.arange(2 * 300.0).reshape(2, 300)
-      >>> shards = jax.vmap(lambda v: reduce_scatter("sum", v, "data"), axis_name="data")(x)
-      >>> [part.shape for part in shards.parts], float(shards.parts[0][1, 0, 0])
-      ([(2, 2, 128)], 812.0)
-    """
-    _check_order(reduce_op, value, "jc.reduce_scatter")
-    scope = scope_here().merged(checked(options))
-    axes = scope.over(axis_name, "jc.reduce_scatter")
-    check_no_shards(value, axes, "reduce_scatter")
-    op = ReduceOp.of(reduce_op)
-    return _halves.reduce_scatter(op, value, axes, scope=scope)
 
 
 def broadcast(

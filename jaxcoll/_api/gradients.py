@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxcoll._feedback.all_reduce import all_reduce as with_feedback
-from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.checks import positive
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd.gradients import gradient, sync
 from jaxcoll._spmd.gradients import mean_loss as mean
 from jaxcoll._spmd.gradients.accumulate import MicroBatches
 from jaxcoll._spmd.layers import scan
+from jaxcoll._spmd.scope import scope_here
 
 
 def value_and_grad(
@@ -48,7 +47,7 @@ def value_and_grad(
         `sharded_optimizer`.
       feedback: send with the next gradients what a wire format (`options.compression`) rounds away
         of these: the function takes one more keyword argument, `residual`, at first
-        `jc.residual(params, options=options)`, and returns the next one as its last result.
+        `jc.residual(params)`, and returns the next one as its last result.
       options: as in `all_reduce`.
 
     Returns:
@@ -73,8 +72,7 @@ def value_and_grad(
       >>> value.tolist(), grad.tolist()
       ([5.0, 5.0], [2.5, 2.5])
     """
-    feeding = with_feedback if feedback else None  # this room alone knows both
-    asked = gradient.Asked(fun, ReduceOp.of(reduce_op), argnums, has_aux, scatter, feeding)
+    asked = gradient.Asked(fun, ReduceOp.of(reduce_op), argnums, has_aux, scatter, feedback)
     return gradient.reduced_gradient(asked, axis_name, scope_here, checked(options))
 
 
@@ -105,8 +103,8 @@ def grad(
       A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`; the gradients
       are *invariant* over the axes, but for `Shards`; `aux` is *varying*.
     """
-    feeding, op = with_feedback if feedback else None, ReduceOp.of(reduce_op)
-    asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feeding, with_value=False)
+    op = ReduceOp.of(reduce_op)
+    asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feedback, with_value=False)
     return gradient.reduced_gradient(asked, axis_name, scope_here, checked(options))
 
 
@@ -277,8 +275,8 @@ def accumulate(
             f"got {batch_argnums!r}."
         )
     pieces = MicroBatches(count, positions)
-    feeding, op = with_feedback if feedback else None, ReduceOp.of(reduce_op)
-    asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feeding, micro_batches=pieces)
+    op = ReduceOp.of(reduce_op)
+    asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feedback, micro_batches=pieces)
     return gradient.reduced_gradient(asked, axis_name, scope_here, checked(options))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._spmd import metrics, norms
+from jaxcoll._spmd.scope import scope_here
 
 
 def reduce_metrics(

@@ -11,7 +11,7 @@ import jax
 
 from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call
-from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.collective_plan import CollectivePlan
 
 
 @dataclasses.dataclass
@@ -33,11 +33,11 @@ _LAST = "last"
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """Of each jitted program, what it is compiled to; under `_LAST` the last key and its program."""
 
-plans: dict[str, Plan] = {}
+plans: dict[str, CollectivePlan] = {}
 """The plans that were traced last, by name, so that messages can name the leaves of a pack."""
 
 
-def remember(plan: Plan) -> None:
+def remember(plan: CollectivePlan) -> None:
     """Keep a plan that is being traced, for messages."""
     plans.pop(plan.name, None)
     plans[plan.name] = plan

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
@@ -15,10 +16,12 @@ from jax.sharding import NamedSharding
 from jaxcoll._distribute.values.per_replica import PerReplica
 from jaxcoll._distribute.values.replica_axis import known_to_all
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
-from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.packs.leaves import where
+from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.checks import check_replicas as _check
 from jaxcoll._spmd.checks.check_replicas import WORDS, ReplicaCheck, digest
+from jaxcoll._spmd.gather import all_gather
+from jaxcoll._spmd.scope import Scope, scope_here
 
 
 def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) -> ReplicaCheck:
@@ -59,7 +62,7 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
       {"['w']": (('0', '1'), ('2',))}
     """
     if axis_name is not None:
-        return _check.check_replicas(tree, axis_name, scope=scope_here())
+        return _in_program(tree, axis_name)
     passed = [
         (leaf, isinstance(node, PerReplica))
         for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PerReplica))
@@ -85,6 +88,19 @@ class _Leaf:
     # Which part of it each device holds; devices that hold equal parts are compared
     part: Mapping[jax.Device, str]
     alone: str  # in words, why there is nothing to compare; "" if there is
+
+
+def _in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaCheck:
+    """Return the digests of all replicas along mapped axes, *invariant*."""
+    axes = bound_axes(axis_name, "check_replicas")
+    paths, leaves = _check.arrays_of(tree)
+    names = tuple(map(str, range(count(axes))))
+    if not leaves:
+        return ReplicaCheck(jnp.zeros((len(names), 0, WORDS), jnp.uint32), (), names)
+    own = jnp.stack([digest(leaf) for leaf in leaves])[None]
+    # Digests travel as they are, whatever was asked for the gradients.
+    rows = all_gather(own, axis_name, axis=0, scope=Scope(scope_here().world))
+    return ReplicaCheck(rows, paths, names)
 
 
 def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:

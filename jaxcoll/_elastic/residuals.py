@@ -11,11 +11,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxcoll._api.collectives import all_reduce
 from jaxcoll._elastic.checkpoint import on_host
-from jaxcoll._feedback.residual import is_residual
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import spec_of
 from jaxcoll._plan.packs.shard_layout import LANES, laid_over
+from jaxcoll._spmd.residual import is_residual
 from jaxcoll._spmd.shards import Shards
 from jaxcoll._step.data_parallel import data_parallel
 

@@ -13,22 +13,22 @@ from jaxcoll._mesh.clusters import topology_named, topology_world
 from jaxcoll._mesh.mesh import axis_names, checked_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world
-from jaxcoll._plan import wire_formats
 from jaxcoll._plan.checks import is_integer
-from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.collective_plan import CollectivePlan
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import Leaf, check_reducible, dtype_of, flattened, travels_as, where
 from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.packs.shard_plan import Half, plan_half
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.planner import in_factors, make_plan
-from jaxcoll._plan.wire_formats import PowerSGD
+from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.world import World
 from jaxcoll._prices.predict import predict
 from jaxcoll._prices.rates import rates_of
+from jaxcoll._spmd.parts import sharded_leaves
 from jaxcoll._spmd.reduce_scatter import plan_scatter
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.shards import sharded_leaves
 from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._wire.format import check_any_coded
 
 
 def plan(
@@ -44,8 +44,7 @@ def plan(
 ) -> Plan:
     """Return the plan of an `all_reduce`, or of a half of it, for a tree of these shapes.
 
-    Law: it is the plan that `all_reduce` carries out with the same options on the same world; of
-    `jc.PowerSGD`, which is carried out as two plans, both together.
+    Law: it is the plan that `all_reduce` carries out with the same options on the same world.
 
     Args:
       value: a pytree of arrays, `jax.ShapeDtypeStruct`s and IndexedSlices of either, as on one
@@ -86,7 +85,7 @@ def _plan(
     options: CommunicationOptions | None,
     op: ReduceOp,
     collective: str,
-) -> Plan:
+) -> CollectivePlan:
     if collective == "all_reduce":
         return plan_in(value, world, options, op)
     if collective not in get_args(Half):
@@ -110,17 +109,12 @@ def plan_in(
     reduce_op: ReduceOp = ReduceOp.MEAN,
 ) -> Plan:
     """Return the plan of an `all_reduce` in a world that is known, without a prediction."""
-    asked = checked(options)
-    format = asked.compression
-    given = asked.replace(compression=UNSET) if isinstance(format, PowerSGD) else asked
+    given = checked(options)
     leaves = [
         _leaf(path, leaf, reduce_op, world, given) for path, leaf in flattened(value, is_sparse)[0]
     ]
-    wire_formats.check_any_coded(format, [leaf.dtype for leaf in leaves])
-    if not isinstance(format, PowerSGD):
-        return make_plan(reduce_op, leaves, given, world)
-    leaves, matrices = in_factors(leaves, format)
-    return make_plan(reduce_op, leaves, given, world, notes=(format.reason(matrices),))
+    check_any_coded(given.compression, [leaf.dtype for leaf in leaves])
+    return Plan.of(make_plan(reduce_op, leaves, given, world))
 
 
 def _leaf(

@@ -12,12 +12,7 @@ import numpy as np
 
 from jaxcoll._cluster.hosts import hosts_of_job
 from jaxcoll._plan.world import World
-from jaxcoll._spmd.scope import Scope, entered
-
-
-def scope_here() -> Scope:
-    """Return the scope that a jaxcoll program set, or one read from JAX where there is none."""
-    return entered.value or Scope(world=ambient_world)
+from jaxcoll._spmd.scope import Scope, set_bare_scope
 
 
 def ambient_world(axes: dict[str, int]) -> World:
@@ -108,3 +103,6 @@ def _host(device: jax.Device, of_processes: tuple[int, ...]) -> int:
 def named(platform: str, device_kind: str) -> tuple[str, str]:
     """Return the platform in our words, and what JAX calls the devices, "" for CPUs."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), device_kind * (platform != "cpu")
+
+
+set_bare_scope(Scope(world=ambient_world))

@@ -13,9 +13,9 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from jaxcoll._plan import wire_formats
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
+from jaxcoll._wire.format import WireFormat
 
 DESCRIPTIONS = {
     "native": "the compiler's own collectives",
@@ -86,7 +86,7 @@ class Stage:
     axes: tuple[int, ...]  # positions of its axes among those of the reduction, outer first
     replicas: int  # replicas along those axes together
     shards: int  # how many parts it cuts its array into; part j is summed by replica j
-    format: str = ""  # the wire format its parts travel in; "": exactly
+    format: WireFormat | None = None  # what its parts travel in; None: exactly
 
 
 def coded_by(algorithm: str) -> str:
@@ -105,7 +105,7 @@ def coded_by(algorithm: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def stages(
-    algorithm: str, shards: int, over: tuple[int, ...], format: str = ""
+    algorithm: str, shards: int, over: tuple[int, ...], format: WireFormat | None = None
 ) -> tuple[Stage, ...]:
     """Return the stages of a named algorithm along the axes `over`, inner first.
 
@@ -128,7 +128,7 @@ def stages(
         # Only an outermost shuffle may have fewer owners: an inner stage has a shard for each.
         owners = min(shards, n) if shards and span is outermost and name == "shuffle" else n
         if n > 1:
-            found.append(Stage(name, axes, n, owners, format if span is outermost else ""))
+            found.append(Stage(name, axes, n, owners, format if span is outermost else None))
     return tuple(found)
 
 
@@ -227,7 +227,8 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
       (560, 24)
       >>> wire_bytes(stages("ring/halving_doubling", 0, (2, 4)), 80, 1)
       140
-      >>> wire_bytes(stages("shuffle", 0, (8,), "int8"), 4096, 4)
+      >>> from jaxcoll import Int8
+      >>> wire_bytes(stages("shuffle", 0, (8,), Int8()), 4096, 4)
       7224
     """
     size, total = aligned(stages, size), 0
@@ -235,21 +236,19 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
         if stage.algorithm == "native" and stage is stages[-1]:
             return total + 2 * (size - size // stage.replicas) * itemsize
         size = -(-size // stage.shards)
-        format = stage.format and wire_formats.of(stage.format)
-        shard = format.nbytes(size) if format else size * itemsize
+        shard = stage.format.nbytes(size) if stage.format else size * itemsize
         total += (stage.shards - 1 + stage.replicas - 1) * shard
     return total
 
 
-def is_coded(stages: Sequence[Stage]) -> bool:
-    """Return whether the last stage has a format; an axis of size 1 has no stage."""
-    return bool(stages) and bool(stages[-1].format)
+def format_of(stages: Sequence[Stage]) -> WireFormat | None:
+    """Return the format of the last stage; an axis of size 1 has no stage."""
+    return stages[-1].format if stages else None
 
 
 def aligned(stages: Sequence[Stage], size: int) -> int:
-    """`size`, and as much padding as makes the shards of coded stages of whole blocks."""
-    if not is_coded(stages):
+    """Return `size` with the padding that makes the shards of coded stages whole blocks."""
+    if (format := format_of(stages)) is None:
         return size
-    unit = math.prod(stage.shards for stage in stages)
-    unit *= wire_formats.of(stages[-1].format).block
+    unit = math.prod(stage.shards for stage in stages) * format.block
     return -(-size // unit) * unit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import DESCRIPTIONS
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
 from jaxcoll._plan.packs.leaves import Leaf
@@ -12,9 +11,9 @@ from jaxcoll._plan.packs.overlap import OPTIONS, ReadyOrder
 from jaxcoll._plan.packs.packing import UNPACKED, Pack, PackingRule
 from jaxcoll._plan.packs.shard_layout import LANES
 from jaxcoll._plan.rule import CODES, PACKED, asked_algorithm, choose, half_algorithm, is_asked
-from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import binary_size, counted
+from jaxcoll._wire.format import named
 
 
 def of_reduction(
@@ -192,15 +191,14 @@ def _of_formats(
     leaves: Sequence[Leaf], packs: Sequence[Pack], options: CommunicationOptions
 ) -> Iterator[str]:
     """Yield what travels in a wire format, and what does not although it was asked."""
-    for name in dict.fromkeys(x.format for x in leaves if x.format):
-        format = wire_formats.of(name)
-        count = sum(x.format == name for x in leaves)
+    for format in dict.fromkeys(x.format for x in leaves if x.format):
+        count = sum(x.format == format for x in leaves)
         blocks = f" in blocks of {format.block}" if format.block > 1 else ""
-        between = any("/" in pack.algorithm and pack.format == name for pack in packs)
+        between = any("/" in pack.algorithm and pack.format == format for pack in packs)
         why = "as asked" if options.compression else "because XLA would widen them for Gloo"
         why = "which is faster over Gloo" if options.compression == "auto" else why
         yield (
-            f"format: {name}{blocks} for {counted(count, 'leaf', 'leaves')}, {why}: codes go to "
+            f"format: {format}{blocks} for {counted(count, 'leaf', 'leaves')}, {why}: codes go to "
             "the owner of each shard, who adds them in float32 and sends the sum as codes"
             + ", between groups only"
             * between

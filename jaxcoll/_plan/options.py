@@ -10,10 +10,10 @@ from typing import Any, final
 
 import jax
 
-from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import canonical
 from jaxcoll._plan.checks import count, is_number, refuse
-from jaxcoll._plan.wire_formats import PowerSGD
+from jaxcoll._wire.format import WireFormat, named
+from jaxcoll._wire.table import checked as checked_format
 
 
 class ReduceOp(enum.Enum):
@@ -126,7 +126,7 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         None,
         lambda v: _switch("overlap", v, "True, False or None (decided automatically)"),
     ),
-    "compression": (None, wire_formats.checked),
+    "compression": (None, checked_format),
 }
 """Of each option the default, and what checks a value that is given."""
 
@@ -179,7 +179,6 @@ class CommunicationOptions:
         with `shards`, and an outermost ring or halving_doubling. "auto": bf16 for float32 leaves of
         64 KiB or more over Gloo, and exact sums elsewhere and beside these options. None: exact
         sums; bfloat16 leaves still travel as 16 bits over Gloo, where XLA would widen them.
-        `jc.PowerSGD(rank=4)`: matrices as two factors, with a residual only.
         See docs/less_on_the_wire.md.
 
     Raises:
@@ -202,7 +201,7 @@ class CommunicationOptions:
     shards: int = UNSET
     reproducible: bool = UNSET
     overlap: bool | None = UNSET
-    compression: wire_formats.WireFormat | PowerSGD | str | None = UNSET  # read: "auto" alone
+    compression: WireFormat | str | None = UNSET  # read: "auto" alone
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = {}
@@ -285,7 +284,7 @@ def checked(options: Any, exactly: str = "") -> CommunicationOptions:
     if options is None:
         return _NOTHING_GIVEN
     if isinstance(options, CommunicationOptions):
-        if exactly and wire_formats.named(options.compression) is not None:
+        if exactly and named(options.compression) is not None:
             raise ValueError(
                 f"`{exactly}` sends every value exactly, and `compression` "
                 f"{str(options.compression)!r} is for sums: leave `compression` unset here."

@@ -1,4 +1,4 @@
-"""The plan of one reduction: a frozen value that is shown, saved, and then carried out."""
+"""A plan as it is shown: its reasons in sentences, a table, a notebook's picture, JSON."""
 
 from __future__ import annotations
 
@@ -6,26 +6,16 @@ import dataclasses
 import functools
 import html
 import json
-import math
-import zlib
 from typing import Any
 
 from jaxcoll._plan import explain
-from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs import overlap
-from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import Pack, PackingRule, Segment
-from jaxcoll._plan.packs.shard_layout import LANES, padded
-from jaxcoll._plan.world import World
+from jaxcoll._plan.collective_plan import THE_VALUE, CollectivePlan
 from jaxcoll._show.table import Table, folding_html, lines_html
 from jaxcoll._show.units import counted, fold
 
 COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
 MOST_ROWS, MOST_ROWS_HTML = 20, 40
 """Rows that `str(plan)` shows, and a notebook; the rest are counted."""
-
-_VALUE = "(the value)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +47,7 @@ class Cost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(CollectivePlan):
     """The plan of one `all_reduce`, or of one half of it, decided from shapes alone.
 
     `str(plan)` is a table, of which `plan.text()` shows all rows; `plan.to_json()` is the same for
@@ -82,19 +72,12 @@ class Plan:
         it; a program that is traced predicts nothing.
     """
 
-    reduce_op: ReduceOp
-    leaves: tuple[Leaf, ...]
-    packs: tuple[Pack, ...]
-    world: World
-    options: CommunicationOptions = dataclasses.field(compare=False)
-    packing: PackingRule | None = dataclasses.field(default=None, compare=False)
-    owners: int = 0
-    overlap: bool = False
-    in_backward: bool = False
-    collective: str = "all_reduce"
-    lanes: int = LANES
-    notes: tuple[str, ...] = ()
     predicted: Cost | None = dataclasses.field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, plan: CollectivePlan) -> Plan:
+        """Return a plan that a trace carries out as one that can be shown."""
+        return cls(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})
 
     @functools.cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -110,117 +93,14 @@ class Plan:
         return (*self.notes, *half)
 
     @property
-    def reproducible(self) -> bool:
-        """True if every element has the same bits in every other plan that is."""
-        return self.options.reproducible
-
-    @property
-    def algorithm(self) -> str:
-        """The algorithm of the packs, by name; several joined by " and " where they differ."""
-        return " and ".join(dict.fromkeys(pack.algorithm for pack in self.packs)) or "native"
-
-    @property
     def temporary_bytes(self) -> int:
         """Bytes of the packs that are copies of leaves, before and after they are summed."""
         return 2 * sum(pack.nbytes for pack in self.packs if not pack.is_leaf(self.leaves))
-
-    @functools.cached_property
-    def name(self) -> str:
-        """The name of the reduction in a program's scopes; equal plans share it.
-
-        `jc.inspect` and profilers find packs by it: pack 3 travels as `<name>/pack3`.
-        """
-        packs = [
-            (pack.shown_type, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
-            for pack in self.packs
-        ]
-        # Not a counter, which would differ between processes; and JAX does not number scopes.
-        identity = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
-        return f"{self.collective}_{zlib.crc32(identity.encode()) & 0xFFFFFF:06x}"
-
-    @property
-    def gathers(self) -> tuple[Leaf, ...]:
-        """The `IndexedSlices` among the leaves, whose rows and indices every replica gathers."""
-        return tuple(leaf for leaf in self.leaves if leaf.gathers)
 
     @property
     def nbytes(self) -> int:
         """Bytes that one replica puts into all packs and gathers together."""
         return sum(p.nbytes for p in self.packs) + sum(leaf.gathers for leaf in self.gathers)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that leave the device that sends most, padding included."""
-        n = self.world.replicas
-        if self.collective != "all_reduce":
-            return sum(
-                wire_bytes(self.stages(p), padded(p.size, n, self.lanes), p.dtype.itemsize) // 2
-                for p in self.packs
-            )
-        packed = sum(
-            wire_bytes(self.stages(p), sum(p.lengths), p.dtype.itemsize) for p in self.packs
-        )
-        return packed + sum((math.prod(x.over) - 1) * x.gathers for x in self.gathers)
-
-    @property
-    def steps(self) -> int:
-        """Collectives that are requested; the compiler may combine those of its own kind."""
-        of_packs = sum(steps(self.stages(pack)) for pack in self.packs)
-        if self.collective != "all_reduce":
-            # The compiler's own all-reduce, at the end, is one step and would be two halves.
-            last = [self.stages(pack)[-1:] for pack in self.packs]
-            return (of_packs + sum(s.algorithm == "native" for at in last for s in at)) // 2
-        return of_packs + 2 * len(self.gathers)
-
-    def stages(self, pack: Pack) -> tuple[Stage, ...]:
-        """Return the stages along each axis that sum `pack`, inner first."""
-        return stages(pack.algorithm, self.owners, pack.over, pack.format)
-
-    def elements(self, pack: Pack) -> int:
-        """Elements of the array that is summed: in a wire format whole blocks for each replica."""
-        if not pack.format:
-            return pack.size
-        return aligned(self.stages(pack), sum(pack.lengths))
-
-    @property
-    def chained(self) -> bool:
-        """True if each pack waits for the sum of the one before.
-
-        It keeps packs apart in any program on GPUs; on TPUs it would cost most of what overlaps,
-        and where gradients appear one after another it would only hold them up.
-        """
-        return self.overlap and not self.in_backward and self.world.platform != "tpu"
-
-    def compiler_options(self, platform: str | None = None) -> dict[str, Any]:
-        """Return compiler options that keep the packs of a program with this plan apart.
-
-        Args:
-          platform: "cpu", "gpu" or "tpu"; None: that of the plan.
-
-        Returns:
-          Options for `jax.jit(..., compiler_options=...)`, which hold for one program and not for
-          the process; {} if none are needed.
-        """
-        platform = platform or self.world.platform
-        kind = self.collective.replace("_", "-")
-        if self.in_backward and self.collective != "all_reduce":
-            kind = "loop"
-        chained = platform == "gpu" and kind == "all-reduce" and not self.in_backward
-        return dict(
-            overlap.OPTIONS.get((platform, kind), {}) if self.overlap and not chained else {}
-        )
-
-    def carried(self, pack: int) -> str:
-        """The first and the last leaf that a pack carries, with the part of it where it is cut."""
-
-        def name(segment: Segment) -> str:
-            leaf = self.leaves[segment.leaf]
-            start, end = segment.start, segment.start + segment.size
-            part = f" elements {start}:{end}" if segment.size < leaf.size else ""
-            return (leaf.path or _VALUE) + part
-
-        ends = (self.packs[pack].segments[0], self.packs[pack].segments[-1])
-        return " … ".join(map(name, ends[: len(self.packs[pack].segments)]))
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain numbers and strings, bytes and elements counted on one replica."""
@@ -249,7 +129,7 @@ class Plan:
             "packs": [
                 {
                     "dtype": pack.dtype.name,
-                    "format": pack.format,
+                    "format": str(pack.format or ""),
                     "algorithm": pack.algorithm,
                     "elements": pack.size,
                     "bytes": pack.nbytes,
@@ -284,7 +164,7 @@ class Plan:
             for carries in [self.carried(k)]
         ]
         rows = [
-            ("rows", leaf.dtype.name, "native", "1", f"{leaf.gathers:,}", leaf.path or _VALUE)
+            ("rows", leaf.dtype.name, "native", "1", f"{leaf.gathers:,}", leaf.path or THE_VALUE)
             for leaf in self.gathers
         ]
         return packs + rows

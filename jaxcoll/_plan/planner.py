@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
-from jaxcoll._plan import wire_formats
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut, plan_packs
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.rule import choose, packing_for
-from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._plan.world import World
 
 
@@ -27,7 +23,7 @@ def make_plan(
     *,
     in_backward: bool = False,
     notes: tuple[str, ...] = (),
-) -> Plan:
+) -> CollectivePlan:
     """Return the plan of one reduction, decided from shapes, options and the world.
 
     Args:
@@ -58,40 +54,20 @@ def make_plan(
     if options.reproducible:
         _check_mapped(leaves, packs)
         _check_uncut(leaves, packs)
-    return Plan(
+    return CollectivePlan(
         reduce_op, tuple(leaves), packs, world, options, packing, choice.owners, apart, in_backward,
         notes=notes,
     )  # fmt: skip
 
 
-def in_factors(leaves: Sequence[Leaf], format: PowerSGD) -> tuple[list[Leaf], int]:
-    """Leaves as they travel: left factors in place of matrices, and right ones behind; how many.
-
-    Right factors share no pack with others: they are computed of the left ones' sums.
-    """
-    f32 = np.dtype(np.float32)
-    first, second = [], []
-    for leaf in leaves:
-        matrix = format.matrix(leaf.shape, leaf.dtype) if leaf.travels else None
-        if matrix is None:
-            first.append(leaf)
-            continue
-        factor = dataclasses.replace(leaf, dtype=f32, wire=f32, format="")
-        left, right = ((size, format.rank) for size in matrix)
-        first.append(dataclasses.replace(factor, path=f"{leaf.path}.left", shape=left))
-        path = f"{leaf.path}.right"
-        second.append(dataclasses.replace(factor, path=path, shape=right, kind="right"))
-    return [*first, *second], len(second)
-
-
 def _check_uncut(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
     """Refuse a packing that cuts a leaf inside of a block where bits must not depend on it."""
     for pack in packs:
-        block = wire_formats.of(pack.format).block if pack.format else 1
+        block = pack.format.block if pack.format else 1
         if any(s.start % block for s in pack.segments):
             leaf = where(leaves[pack.segments[0].leaf].path)
             raise ValueError(
-                f"`reproducible` with `compression` {pack.format!r}: packs end inside {leaf}, "
+                f"`reproducible` with `compression` {str(pack.format)!r}: packs end inside {leaf}, "
                 "which would have other blocks than alone. Leave `overlap` and `num_packs` unset."
             )
 

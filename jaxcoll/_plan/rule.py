@@ -22,8 +22,8 @@ from jaxcoll._plan.algorithms import (
 )
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
 from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, Pack, PackingRule
-from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
+from jaxcoll._wire.format import named
 
 KiB, MiB = 1 << 10, 1 << 20
 

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import Stage, steps
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.plan import Cost, Plan
@@ -26,7 +26,7 @@ OPERANDS = 256
 """Most arrays that XLA's combiners make one collective of (xla/service/collective_utils.h)."""
 
 
-def predict(plan: Plan, rates: Rates) -> Plan:
+def predict(plan: CollectivePlan, rates: Rates) -> Plan:
     """Return the plan with the seconds that it is predicted to take, packs one after another."""
     rates = dataclasses.replace(rates, combine=0) if plan.overlap else rates
     loads = loads_of(plan.packs, plan.leaves, [plan.stages(pack) for pack in plan.packs])
@@ -35,7 +35,8 @@ def predict(plan: Plan, rates: Rates) -> Plan:
         adds = plan.collective == "reduce_scatter"
         halves = (cost.latency / 2, cost.bandwidth / 2, cost.reduction * adds, cost.copy / 2)
         cost = Cost(*halves)
-    return dataclasses.replace(plan, predicted=dataclasses.replace(cost, source=rates.source))
+    predicted = dataclasses.replace(cost, source=rates.source)
+    return dataclasses.replace(Plan.of(plan), predicted=predicted)
 
 
 class Load(NamedTuple):
@@ -171,7 +172,7 @@ def _stage(stage: Stage, nbytes: float, last: bool, rates: Rates, group: Group) 
     latency = exchanges * rates.call + waits * link.step
     if not stage.format:
         return Cost(latency, bandwidth, added)
-    format = wire_formats.of(stage.format)
+    format = stage.format
     narrow = format.nbytes(format.block) / (4 * format.block)  # what is coded is float32
     return Cost(latency, bandwidth * narrow, added, format.passes * nbytes * rates.copy)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._wire.blocks import all_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,3 +85,9 @@ def wide(dtype: np.dtype) -> np.dtype:
     if jnp.issubdtype(dtype, np.complexfloating) or dtype == np.float64:
         return dtype
     return np.dtype(np.float32)
+
+
+def finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return whether all floats, real or complex, among these arrays are finite."""
+    floats = [x for x in arrays if jnp.issubdtype(x.dtype, np.inexact) and x.size]
+    return functools.reduce(jnp.logical_and, map(all_finite, floats), jnp.array(True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +13,14 @@ import numpy as np
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
-from jaxcoll._plan.algorithms import Stage, stages
-from jaxcoll._plan.options import UNSET
+from jaxcoll._plan.collective_plan import CollectivePlan
+from jaxcoll._plan.options import UNSET, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, flattened, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.rule import asked_algorithm, packing_for
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.axes import as_array, bound_axes, count
-from jaxcoll._spmd.pack import pack, unpack
+from jaxcoll._spmd.pipeline import carry_out, pack, unpack
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -80,31 +81,37 @@ def _rows(
     # There are no sums to cut in shards.
     world = scope.world(axes)
     options = scope.exactly.options.replace(shards=UNSET)
-    packs = plan_packs(leaves, packing_for(options, world))
-    steps = [stages(asked_algorithm(options, world), 0, over)] * len(packs)
-    found = rows_of_all(arrays, leaves, packs, steps, tuple(axes), "all_gather")
+    algorithm = asked_algorithm(options, world)
+    packs = tuple(
+        dataclasses.replace(pack, algorithm=algorithm)
+        for pack in plan_packs(leaves, packing_for(options, world))
+    )
+    plan = CollectivePlan(
+        ReduceOp.SUM, tuple(leaves), packs, world, options, collective="all_gather"
+    )
     return [
         jnp.stack([array] * count(axes)) if row is None else row  # what does not travel
-        for array, row in zip(arrays, found, strict=True)
+        for array, row in zip(arrays, rows_of_all(arrays, packs, plan, tuple(axes)), strict=True)
     ]
 
 
 def rows_of_all(
     arrays: Sequence[jax.Array],
-    leaves: Sequence[Leaf],
-    packs: Sequence[Pack],
-    steps: Sequence[Sequence[Stage]],  # of each pack
+    packs: Sequence[Pack],  # of this replica's arrays
+    plan: CollectivePlan,  # of what carries all replicas'
     axes: tuple[str, ...],
-    name: str,
 ) -> list[jax.Array | None]:
-    """Every replica's arrays, stacked in their order; None for those that no pack carries."""
-    rows = []
-    for k, (packed, its) in enumerate(zip(pack(arrays, packs, leaves), steps, strict=True)):
-        with jax.named_scope(f"{name}/pack{k}"):
-            rows.append(_compat.as_varying(algorithms.all_gather(packed, its, axes), axes))
-    return (
-        jax.vmap(lambda each: unpack(each, packs, leaves))(rows) if rows else [None] * len(leaves)
-    )
+    """Return every replica's arrays, stacked in their order; None for what no pack carries."""
+
+    def carry(pack: Pack, array: jax.Array) -> jax.Array:
+        return algorithms.all_gather(array, plan.stages(pack), axes)
+
+    def leave(pack: Pack, rows: jax.Array) -> jax.Array:
+        return _compat.as_varying(rows, axes)
+
+    packed = pack(arrays, packs, arrays)
+    rows = carry_out(plan, packed, lambda _, array: array, carry, leave)
+    return jax.vmap(lambda row: unpack(row, packs, arrays))(rows) if rows else [None] * len(arrays)
 
 
 def _joined(rows: jax.Array, axis: int) -> jax.Array:

@@ -9,23 +9,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, wire_dtype
+from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of
 from jaxcoll._plan.packs.shard_plan import plan_half
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.arithmetic import Recipe, before, divided
 from jaxcoll._spmd.axes import already_reduced, bound_axes, count, listed, named
-from jaxcoll._spmd.pack import pack
-from jaxcoll._spmd.reduce import hiding_axis
+from jaxcoll._spmd.gradients.per_replica import common
+from jaxcoll._spmd.parts import blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
+from jaxcoll._spmd.pipeline import carry_out, hiding_axis, pack
 from jaxcoll._spmd.scope import Scope, retyped
-from jaxcoll._spmd.shards import Shards, blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
+from jaxcoll._spmd.shards import Shards
 
 _REDUCED = """\
 If it is the mean already, give it to the optimizer's `update` with `reduced=True`."""
@@ -66,23 +69,26 @@ def reduce_scatter(
 
 def _scattered(
     arrays: Sequence[jax.Array],
-    plan: Plan,
+    plan: CollectivePlan,
     layout: ShardLayout,
     recipes: Sequence[Recipe],
     axes: Mapping[str, int],
 ) -> tuple[jax.Array, ...]:
-    """This replica's part of each pack of the reduced leaves."""
-    parts = []
-    for k, (planned, packed) in enumerate(
-        zip(plan.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
-    ):
-        recipe = recipes[planned.segments[0].leaf]
-        with jax.named_scope(f"{plan.name}/pack{k}"):
-            blocks = blocks_of(before(packed, recipe), layout, k)
-            total = algorithms.reduce_scatter(blocks, plan.stages(planned), tuple(axes))
-            part = divided(total, recipe)
-            parts.append(_compat.as_stored(part) if plan.reproducible and recipe.divisor else part)
-    return tuple(parts)
+    """Return this replica's part of each pack of the reduced leaves."""
+
+    def enter(pack: Pack, array: jax.Array) -> jax.Array:
+        return blocks_of(before(array, recipes[pack.segments[0].leaf]), layout, pack)
+
+    def carry(pack: Pack, blocks: jax.Array) -> jax.Array:
+        return algorithms.reduce_scatter(blocks, plan.stages(pack), tuple(axes))
+
+    def leave(pack: Pack, total: jax.Array) -> jax.Array:
+        recipe = recipes[pack.segments[0].leaf]
+        part = divided(total, recipe)
+        return _compat.as_stored(part) if plan.reproducible and recipe.divisor else part
+
+    packed = pack(arrays, layout.packs, layout.leaves)
+    return tuple(carry_out(plan, packed, enter, carry, leave))
 
 
 def plan_scatter(
@@ -93,7 +99,7 @@ def plan_scatter(
     world: World,
     scope: Scope,
     layout: ShardLayout | None = None,
-) -> tuple[Plan, ShardLayout]:
+) -> tuple[CollectivePlan, ShardLayout]:
     """The plan of a `reduce_scatter` of the leaves `found`, and the layout of its results."""
     recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in found]
     results = [_result_dtype(recipe) for recipe in recipes]
@@ -106,6 +112,26 @@ def plan_scatter(
     leaves = wired(layout.leaves, recipes)
     plan = plan_half("reduce_scatter", reduce_op, layout.packs, leaves, scope.options, world)
     return plan, layout
+
+
+def own_part(
+    value: Any, axis_name: Any, caller: str, *, scope: Scope, layout: ShardLayout | None = None
+) -> Shards:
+    """Return this replica's part of a tree that all replicas hold, *varying*: nothing is sent."""
+    axes = bound_axes(axis_name, caller)
+    treedef, found = sharded_leaves(value, axes, caller)
+    if layout is None:
+        layout = layout_of(treedef, found, count(axes), scope.options.bytes_per_pack)
+    else:
+        check_fits(layout, treedef, found, count(axes), caller)
+    arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
+    arrays = jax.tree.leaves(common(treedef.unflatten(arrays), axes, caller))
+    rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
+    parts = [
+        lax.dynamic_index_in_dim(blocks_of(packed, layout, p), rank, keepdims=False)
+        for p, packed in zip(layout.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
+    ]
+    return Shards(tuple(parts), layout, tuple(axes))
 
 
 def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope) -> Any:
@@ -150,13 +176,17 @@ def _gather_of(
     plan = plan_half("all_gather", ReduceOp.SUM, layout.packs, leaves, *asked)
     scope.record(plan)
 
+    def enter(pack: Pack, part: jax.Array) -> jax.Array:
+        return part.astype(carried_dtype(part.dtype))
+
+    def carry(pack: Pack, part: jax.Array) -> jax.Array:
+        return algorithms.all_gather(part, plan.stages(pack), tuple(axes))
+
+    def leave(pack: Pack, blocks: jax.Array) -> jax.Array:
+        return whole_of(blocks.astype(leaves[pack.segments[0].leaf].dtype), layout, pack)
+
     def gathered(parts: list[jax.Array]) -> list[jax.Array]:
-        wholes = []
-        for k, (planned, part) in enumerate(zip(plan.packs, parts, strict=True)):
-            with jax.named_scope(f"{plan.name}/pack{k}"):
-                sent = part.astype(carried_dtype(part.dtype))
-                blocks = algorithms.all_gather(sent, plan.stages(planned), tuple(axes))
-                wholes.append(whole_of(blocks.astype(part.dtype), layout, k))
+        wholes = carry_out(plan, parts, enter, carry, leave)
         wholes = _compat.at_once(wholes) if world.over_gloo else wholes
         return leaves_of(wholes, layout, hiding_axis(axes, world))
 

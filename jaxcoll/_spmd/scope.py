@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.axes import listed
 
@@ -40,7 +40,9 @@ class Scope(_Hashed):
     world: Callable[[dict[str, int]], World]
     # Defaults under the options of each call
     options: CommunicationOptions = CommunicationOptions()
-    record: Callable[[Plan], None] = lambda plan: None  # called with each plan that is carried out
+    record: Callable[[CollectivePlan], None] = lambda plan: (
+        None
+    )  # called with each plan that is carried out
     # Called with each deadline that a call inside is given; None: the program is called by others,
     # so that nobody could keep one
     deadline: Callable[[float], None] | None = None
@@ -109,6 +111,19 @@ here, None outside every jaxcoll program."""
 
 differentiated = jax.make_user_context(default_value=None)
 """`with differentiated(differentiation):` traces what follows as part of a loss."""
+
+
+_bare: list[Scope] = []
+
+
+def set_bare_scope(scope: Scope) -> None:
+    """Let `scope` hold where no jaxcoll program is around; who reads worlds from JAX says it."""
+    _bare[:] = [scope]
+
+
+def scope_here() -> Scope:
+    """Return the scope that a jaxcoll program set, or that of bare calls."""
+    return entered.value or _bare[0]
 
 
 def differentiation() -> Differentiation | None:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._plan.packs.leaves import Leaf, dtype_of, flattened, no_array, where
-from jaxcoll._plan.packs.shard_layout import (
-    LANES,
-    ShardedLeaf,
-    ShardLayout,
-    first_difference,
-    layout_of,
-    padded,
-)
-from jaxcoll._spmd.axes import bound_axes, count, listed
-from jaxcoll._spmd.gradients.per_replica import common
-from jaxcoll._spmd.pack import pack, unpack
-from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._plan.packs.leaves import Leaf, flattened, where
+from jaxcoll._spmd.axes import bound_axes, listed
+
+if TYPE_CHECKING:
+    from jaxcoll._plan.packs.shard_layout import ShardLayout
 
 
 @jax.tree_util.register_dataclass
@@ -124,131 +112,3 @@ _PARTS = """\
 add up elements that have nothing to do with each other. Gradients in Shards are reduced already, \
 by the derivative of `jc.all_gather` or `jc.scan_layers` or by `jc.reduce_scatter`: give them to \
 the optimizer as they are. Their norm is `jc.global_norm`; `jc.all_gather` makes the tree."""
-
-
-def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
-    """The structure of a tree that is to be cut over `axes`, and what a layout knows of its leaves.
-
-    Leaves of one type that vary over the same other axes may share a pack.
-
-    Raises:
-      ValueError: a leaf is not an array, or of a kind that has no shards.
-    """
-    flat, treedef = flattened(tree, _is_special)
-    leaves = []
-    for name, leaf in flat:
-        if (obstacle := _obstacle(leaf)) is not None:
-            raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
-        known = np.dtype(jax.dtypes.canonicalize_dtype(dtype_of(leaf)))
-        varying = _compat.varying_axes(leaf) if isinstance(leaf, jax.Array) else frozenset()
-        kind = (known.name, *sorted(varying - set(axes)))
-        leaves.append(
-            ShardedLeaf(name, tuple(np.shape(leaf)), known, known, tuple(axes.values()), kind)
-        )
-    return treedef, tuple(leaves)
-
-
-def _obstacle(leaf: Any) -> str | None:
-    """Why a leaf cannot be cut in shards."""
-    if _is_special(leaf):
-        more = " `to_dense()` makes it one." if is_sparse(leaf) else ""
-        return f"expected an array, got {type(leaf).__name__}.{more}"
-    got = None if isinstance(leaf, jax.ShapeDtypeStruct) else no_array(leaf)
-    if got is not None:
-        return f"expected an array or a number, got {got}."
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return f"{dtype} holds no numbers; leave it out of the tree (None in its place)."
-    if isinstance(leaf, jax.Array) and _compat.is_partially_sharded(leaf):
-        return (
-            "it is sharded over another axis of the mesh already. Map that axis, too, in "
-            "`jax.shard_map`."
-        )
-    return None
-
-
-def own_part(
-    value: Any, axis_name: Any, caller: str, *, scope: Scope, layout: ShardLayout | None = None
-) -> Shards:
-    """This replica's part of a tree that all replicas hold, *varying*: nothing is sent."""
-    axes = bound_axes(axis_name, caller)
-    treedef, found = sharded_leaves(value, axes, caller)
-    if layout is None:
-        layout = layout_of(treedef, found, count(axes), scope.options.bytes_per_pack)
-    else:
-        check_fits(layout, treedef, found, count(axes), caller)
-    arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
-    arrays = jax.tree.leaves(common(treedef.unflatten(arrays), axes, caller))
-    rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
-    parts = [
-        lax.dynamic_index_in_dim(blocks_of(packed, layout, k), rank, keepdims=False)
-        for k, packed in enumerate(pack(arrays, layout.packs, layout.leaves))
-    ]
-    return Shards(tuple(parts), layout, tuple(axes))
-
-
-def all_parts(
-    value: Any, layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] = ()
-) -> Shards:
-    """All replicas' parts together of a whole tree, in a program that maps no axis."""
-
-    def rows(*arrays: jax.Array) -> list[jax.Array]:
-        packed = pack(arrays, layout.packs, layout.leaves)
-        return [blocks_of(x, layout, k).reshape(-1, LANES) for k, x in enumerate(packed)]
-
-    arrays = [jnp.asarray(x) for x in jax.tree.leaves(value)]
-    return Shards(tuple((jax.vmap(rows) if stack else rows)(*arrays)), layout, axes)
-
-
-def check_fits(
-    layout: ShardLayout, treedef: Any, found: Sequence[Leaf], replicas: int, caller: str
-) -> None:
-    """Refuse a tree, or a number of replicas, that `layout` was not made for."""
-    if layout.replicas != replicas:
-        raise ValueError(
-            f"`{caller}`: these shards are one of {layout.replicas} each, and here are {replicas} "
-            "replicas. Bring the state to them between programs, with the optimizer's `unshard` "
-            "and then `shard` of one that is made for them, and parameters with `jc.unshard` and "
-            "`jc.shard`."
-        )
-    difference = first_difference(found, layout.leaves)
-    if not difference and treedef != layout.treedef:
-        difference = f"its structure is {treedef}, and was {layout.treedef}"
-    if difference:
-        raise ValueError(
-            f"`{caller}`: the tree is not the one that the shards were made of: {difference}. An "
-            "optimizer's state belongs to the parameters that `init` was given: call `init` again, "
-            "or bring the leaf back to the shape and type it had."
-        )
-
-
-def blocks_of(packed: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
-    """A whole pack as one block for each replica."""
-    planned = layout.packs[k]
-    flat = packed.reshape(-1)
-    filled = jnp.pad(flat, (0, padded(planned.size, layout.replicas) - flat.size))
-    return filled.reshape(layout.replicas, layout.rows(planned), LANES)
-
-
-def whole_of(blocks: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
-    """A pack without its padding; of one leaf, in that leaf's shape."""
-    planned = layout.packs[k]
-    flat = blocks.reshape(-1)[: planned.size]
-    leaf = layout.leaves[planned.segments[0].leaf]
-    return flat.reshape(leaf.shape) if planned.is_leaf(layout.leaves) else flat
-
-
-def leaves_of(
-    wholes: Sequence[jax.Array], layout: ShardLayout, hidden: str | None = None
-) -> list[jax.Array]:
-    """The leaves again, from their whole packs without their padding."""
-    found = unpack(wholes, layout.packs, layout.leaves, one_kernel_a_shape=hidden)
-    return [
-        jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
-        for array, leaf in zip(found, layout.leaves, strict=True)
-    ]
-
-
-def _is_special(x: Any) -> bool:
-    """What is a tree to JAX, but must not be cut."""
-    return is_sparse(x) or is_shards(x)

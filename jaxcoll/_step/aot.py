@@ -27,6 +27,7 @@ from jaxcoll._mesh.clusters import Topology, topology_named, topology_world
 from jaxcoll._mesh.mesh import abstract_mesh, fitted_mesh, given_mesh, no_mesh, takes_mesh
 from jaxcoll._mesh.placement import shape_of
 from jaxcoll._mesh.scopes import topology_scope
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.plan import Plan
 from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.scope import entered
@@ -65,7 +66,7 @@ def compile_for(
     python = os.environ.get(PYTHON) or sys.executable
     if python == sys.executable and not has_compiler(where.platform):
         raise ImportError(_how_to_install(where, python))
-    plans: list[Plan] = []
+    plans: list[CollectivePlan] = []
     traced = traced_over(fun, args, kwargs, where, mesh, plans.append)
     lowered = lowered_over(traced, where)
     program = lowered.as_text(debug_info=True)
@@ -86,7 +87,9 @@ def compile_for(
         compiled = (folder / "compiled.txt").read_text()
     terms = rates_of(topology_world(where))
     requested, repeated = requested_text(lowered), repeated_reductions(traced.jaxpr)
-    return Texts(compiled, requested, tuple(plans), str(where), terms, repeated, memory)
+    return Texts(
+        compiled, requested, tuple(map(Plan.of, plans)), str(where), terms, repeated, memory
+    )
 
 
 def _ask(folder: Path, python: str, topology: Topology, timeout: float) -> dict[str, int]:
@@ -143,7 +146,7 @@ def traced_over(
     kwargs: dict[str, Any],
     topology: Topology,
     mesh: Mesh | AbstractMesh | None,
-    record: Callable[[Plan], None],
+    record: Callable[[CollectivePlan], None],
 ) -> jax.stages.Traced:
     """Trace `fun` as a program for `topology`.
 

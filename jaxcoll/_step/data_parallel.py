@@ -29,6 +29,7 @@ from jaxcoll._mesh.mesh import (
 )
 from jaxcoll._mesh.scopes import mesh_scope, topology_scope
 from jaxcoll._mesh.shard_arrays import specs_of
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.same import Claims
@@ -320,7 +321,7 @@ class DataParallel:
             return self.trace(*args, **kwargs).lower()
 
     def trace_recorded(
-        self, record: Callable[[Plan], None], /, *args: Any, **kwargs: Any
+        self, record: Callable[[CollectivePlan], None], /, *args: Any, **kwargs: Any
     ) -> jax.stages.Traced:
         """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
         with no_mesh():
@@ -337,9 +338,9 @@ class DataParallel:
         Returns:
           The plans that are carried out, from a trace made for the purpose; nothing runs.
         """
-        plans: list[Plan] = []
+        plans: list[CollectivePlan] = []
         self.trace_recorded(plans.append, *args, **kwargs)
-        return tuple(plans)
+        return tuple(map(Plan.of, plans))
 
     def _compiled(self, call: Call) -> tuple[Any, Claims]:
         """The jitted program, which its first arguments decide on, and its claims."""
@@ -348,14 +349,14 @@ class DataParallel:
             self._known[call.batch] = self._jitted(remember, call, claims), claims
         return self._known[call.batch]
 
-    def _jitted(self, record: Callable[[Plan], None], call: Call, claims: Claims) -> Any:
+    def _jitted(self, record: Callable[[CollectivePlan], None], call: Call, claims: Claims) -> Any:
         """The program, with the compiler options that its plans need with these arguments.
 
         JAX keeps the trace that finds them, and compiles from it.
         """
         wanted: dict[str, Any] = {}
 
-        def noted(plan: Plan) -> None:
+        def noted(plan: CollectivePlan) -> None:
             wanted.update(plan.compiler_options())
             record(plan)
 
@@ -372,7 +373,7 @@ class DataParallel:
 
     def _program(
         self,
-        record: Callable[[Plan], None],
+        record: Callable[[CollectivePlan], None],
         batch: tuple[Slot, ...],
         claims: Claims,
         /,

@@ -14,10 +14,11 @@ from jaxcoll._compat.compiler import memory_by_name
 from jaxcoll._jaxpr.loop_reductions import Repeated, repeated_reductions
 from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
 from jaxcoll._mesh.placement import is_array
-from jaxcoll._mesh.world import mesh_world, scope_here
+from jaxcoll._mesh.world import mesh_world
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.plan import Plan
 from jaxcoll._prices.rates import Rates, rates_of
-from jaxcoll._spmd.scope import entered
+from jaxcoll._spmd.scope import entered, scope_here
 from jaxcoll._step.data_parallel import DataParallel
 
 Stage = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
@@ -64,11 +65,11 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
         return _texts_of(stage)
     if callable(program) and takes_mesh(program, kwargs):
         program = given_mesh(program, line_of(jax.devices(), "data"))
-    plans: list[Plan] = []
+    plans: list[CollectivePlan] = []
     return _texts_of(_traced(program, args, kwargs, plans.append, caller), plans)
 
 
-def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
+def _texts_of(stage: Stage, plans: Sequence[CollectivePlan] = ()) -> Texts:
     """The texts of what is traced, lowered or compiled already."""
     lowered = stage.lower() if isinstance(stage, jax.stages.Traced) else stage
     compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
@@ -76,7 +77,7 @@ def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
     return Texts(
         compiled.as_text() or "",
         requested_text(lowered) if isinstance(lowered, jax.stages.Lowered) else None,
-        tuple(plans),
+        tuple(map(Plan.of, plans)),
         terms=rates_of(mesh_world(mesh, {"data": mesh.size})),
         repeated=repeated_reductions(stage.jaxpr) if isinstance(stage, jax.stages.Traced) else (),
         memory=memory and memory_by_name(memory),
@@ -94,7 +95,7 @@ def _traced(
     program: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    record: Callable[[Plan], None],
+    record: Callable[[CollectivePlan], None],
     caller: str,
 ) -> Stage:
     """The program traced anew, so that every reduction in it says its plan."""

@@ -81,6 +81,6 @@ def all_reduce_updates(
     def init(params: Any) -> Any:
         if not feedback:
             return optax.EmptyState()
-        return residual(params, axis_name, mesh=mesh, options=options)
+        return residual(params, axis_name, mesh=mesh)
 
     return optax.GradientTransformation(init, update)

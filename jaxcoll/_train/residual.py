@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll import _compat
-from jaxcoll._feedback.residual import LowRankResidual, first_factors, layout_like, zeros
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
-from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import abstract, place_shards
-from jaxcoll._plan.options import CommunicationOptions, checked
-from jaxcoll._plan.wire_formats import PowerSGD
+from jaxcoll._spmd.residual import layout_like, zeros
 from jaxcoll._spmd.shards import Shards
 
 _CALLER = "residual"
@@ -25,9 +21,8 @@ def residual(
     axis_name: str | tuple[str, ...] = "data",
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    options: CommunicationOptions | None = None,
-) -> Shards | LowRankResidual:
-    """What replicas owe to the sum of their gradients, at the beginning: nothing.
+) -> Shards:
+    """Return what replicas owe to the sum of their gradients, at the beginning: nothing.
 
     Law: with a residual, sum over replicas of (residual after - residual before) + the sum of what
     arrived = the sum of the gradients, to rounding in float32, at every step and for every format.
@@ -46,13 +41,10 @@ def residual(
       axis_name: the mesh axis of the reduction, or a tuple, outer to inner.
       mesh: devices and axes; None: all devices on one axis. With an `AbstractMesh` the result is
         shapes. In a program that maps the axis it is not asked for.
-      options: those of the reduction. `jc.PowerSGD` needs them here: its residual has right
-        factors beside what is owed, the same on all replicas.
 
     Returns:
       `Shards` in which every replica has a float32 for each element of `params`; *varying* in a
-      program, and between programs global arrays that `jc.data_parallel` takes and returns. For
-      `jc.PowerSGD` a pytree with these as `owed` and the right factors, *invariant*, as `right`.
+      program, and between programs global arrays that `jc.data_parallel` takes and returns.
       Give it to `jc.all_reduce(..., residual=)` or to what `jc.value_and_grad(..., feedback=True)`
       returns. Cost: the memory of a gradient in float32 on each replica; nothing is sent.
 
@@ -74,21 +66,14 @@ def residual(
     Source: error feedback of both roundings, the second in its owner's residual: Seide et al.,
     "1-bit stochastic gradient descent" (2014); Tang et al., "DoubleSqueeze" (2019).
     """
-    axes, format = axis_names(axis_name), checked(options).compression
+    axes = axis_names(axis_name)
     if set(axes) <= set(_compat.axes_in_scope()):
-        return zeros(params, axis_name, format, _CALLER)
+        return zeros(params, axis_name, _CALLER)
     over = checked_any_mesh(mesh, axis_name, _CALLER)
-    sizes = {a: over.shape[a] for a in axes}
-    layout = layout_like(params, sizes, _CALLER)
-    shapes = abstract(layout, axes)
-    factors = isinstance(format, PowerSGD)
-    right = first_factors(params, sizes, format, _CALLER) if factors else {}
+    shapes = abstract(layout_like(params, {a: over.shape[a] for a in axes}, _CALLER), axes)
     if isinstance(over, AbstractMesh):
-        by_shape = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in right.items()}
-        return LowRankResidual(shapes, by_shape) if factors else shapes
+        return shapes
     # On the host a view of one zero: each device is given its own part of it.
     nothing = [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in shapes.parts]
     with no_mesh():
-        owed = place_shards(shapes.replace(nothing), over)
-        copies = NamedSharding(over, PartitionSpec())
-        return LowRankResidual(owed, place(right, copies)) if factors else owed
+        return place_shards(shapes.replace(nothing), over)

@@ -14,7 +14,6 @@ from jaxcoll import _compat
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import abstract, cut, own_shapes, specs_of, whole_shapes
-from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import flattened, where
@@ -23,15 +22,10 @@ from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.gradients.per_replica import taken_by
 from jaxcoll._spmd.norms import clipped
-from jaxcoll._spmd.shards import (
-    Shards,
-    all_parts,
-    check_fits,
-    is_shards,
-    own_part,
-    sharded_leaves,
-    shards_in,
-)
+from jaxcoll._spmd.parts import all_parts, check_fits, sharded_leaves
+from jaxcoll._spmd.reduce_scatter import own_part
+from jaxcoll._spmd.scope import scope_here
+from jaxcoll._spmd.shards import Shards, is_shards, shards_in
 from jaxcoll._train.elementwise import check_elementwise
 from jaxcoll._train.shard import unshard
 

@@ -58,27 +58,6 @@ def test_it_trains_as_a_loop_does_and_a_checkpoint_holds_the_sum(tmp_path):
     assert (again.finished, again.changes) == (7, [])
 
 
-def test_right_factors_are_compared_and_residuals_are_not():
-    low_rank = jc.CommunicationOptions(compression=jc.PowerSGD(2))
-    like = np.zeros((60, 40), "f")
-
-    @jc.data_parallel(batch_argnums=1)
-    def step(state, x):
-        total, residual = jc.all_reduce("sum", x[0], "data", residual=state["r"], options=low_rank)
-        return {"sum": state["sum"] + total, "r": residual}, 0.0
-
-    batch = lambda at, rank, world: (
-        np.random.default_rng(at).standard_normal((8, 60, 40)).astype("f")
-    )
-    state = {"sum": like, "r": jc.residual(like, options=low_rank)}
-    state = jc.Elastic(step, state).run(batch, 3)
-    given = sum(batch(at, 0, 1).astype("f8").sum(0) for at in range(3))
-    left = jc.unshard(state["r"]).owed
-    np.testing.assert_allclose(np.asarray(state["sum"], "f8") + left, given, rtol=0, atol=1e-4)
-    alike = residuals.without_residuals(state)
-    assert [np.shape(x) for x in jax.tree.leaves(alike)] == [(40, 2), (60, 40)]
-
-
 class Worker:
     """One of several workers, with devices and a state of its own."""
 

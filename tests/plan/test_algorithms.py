@@ -83,12 +83,11 @@ def test_few_owners_send_more(n, owners, size):
     assert wire_bytes(plan, size, 1) == (owners + n - 2) * -(-size // owners) * (n > 1)
 
 
-@given(st.integers(0, 10**6), st.sampled_from([("int8", 256), ("int4", 64)]), st.integers(2, 9))
+@given(st.integers(0, 10**6), st.sampled_from([jc.Int8(), jc.Int4()]), st.integers(2, 9))
 def test_coded_shards_are_padded_to_whole_blocks_and_no_further(size, coded, n):
-    name, block = coded
-    padded = aligned(stages("native", 0, (n,), name), size)
-    assert 0 <= padded - size < n * block
-    assert padded % (n * block) == 0
+    padded = aligned(stages("native", 0, (n,), coded), size)
+    assert 0 <= padded - size < n * coded.block
+    assert padded % (n * coded.block) == 0
 
 
 def test_axes_where_nothing_is_summed_have_no_stage():
@@ -145,7 +144,7 @@ def test_gloo_is_spared_its_reduce_scatter():
         world = World("cpu", sizes, processes=sizes[0] * sizes[1])
         assert choose(options, world).algorithm == f"{within}/native"
     leaf = Leaf("", (9,), np.dtype("f"), np.dtype("f"), (2, 4))
-    plan = make_plan(jc.ReduceOp.SUM, [leaf], options, there)
+    plan = jc.Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], options, there))
     assert "Gloo's sends more than it has to" in plan.reasons[1]
 
 

@@ -13,7 +13,7 @@ from jaxcoll._distribute.ops.packing import GroupSmall, NumPacks
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.overlap import ReadyOrder
 from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, plan_packs
-from jaxcoll._spmd.pack import pack, unpack
+from jaxcoll._spmd.pipeline import pack, unpack
 
 DTYPES = [
     np.dtype(d)

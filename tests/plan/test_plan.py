@@ -171,7 +171,7 @@ def test_the_halves_keep_clear_of_gloos_own_reduce_scatter(world, asked, planned
     leaf = Leaf("", (999,), np.dtype("f"), np.dtype("f"), world.sizes)
     packs = layout_of(jax.tree.structure(0), (leaf,), world.replicas).packs
     for half in ("reduce_scatter", "all_gather"):
-        plan = plan_half(half, ReduceOp.MEAN, packs, (leaf,), options, world)
+        plan = jc.Plan.of(plan_half(half, ReduceOp.MEAN, packs, (leaf,), options, world))
         assert (plan.algorithm, plan.steps) == (planned, steps)
         spared = planned != (asked or "native")
         assert any("Gloo's own reduce-scatter sends more" in r for r in plan.reasons) == spared

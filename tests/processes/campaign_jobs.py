@@ -58,7 +58,7 @@ import jaxcoll as jc  # noqa: E402
 from jaxcoll._elastic import replicated_state  # noqa: E402
 from jaxcoll._elastic.membership import Membership  # noqa: E402
 from jaxcoll._elastic.residuals import own_rows, placed  # noqa: E402
-from jaxcoll._feedback.residual import is_residual  # noqa: E402
+from jaxcoll._spmd.residual import is_residual  # noqa: E402
 
 INT8 = jc.CommunicationOptions(compression="int8")
 EXPIRES = {"at": 0.0}

@@ -271,34 +271,6 @@ def coded():
     return found
 
 
-def low_rank():
-    """Two steps of PowerSGD: the bits, what is owed beside what arrived, and the bytes."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    options = jc.CommunicationOptions(compression=jc.PowerSGD(2))
-    n, rank = len(jax.devices()), jax.process_index()
-    given = np.random.default_rng(0).standard_normal((n, 60, 40)).astype("f")
-    like = {"w": given[0], "b": given[0, 0]}
-
-    def f(residual, x):
-        g = {"w": x[0], "b": x[0, 0]}
-        return jc.all_reduce("sum", g, "data", residual=residual, options=options)
-
-    step = jc.data_parallel(f, mesh=mesh)
-    residual, arrived = jc.residual(like, mesh=mesh, options=options), 0
-    plans = step.plans(residual, given[rank : rank + 1])
-    for _ in range(2):
-        total, residual = step(residual, given[rank : rank + 1])
-        arrived = arrived + np.asarray(total["w"].addressable_data(0), "f8")
-    owed = jc.unshard(residual).owed["w"]
-    want = 2 * given.astype("f8").sum(0)
-    return {
-        "bits": _hash(total["w"].addressable_data(0)),
-        "lost": float(np.linalg.norm(arrived + owed - want) / np.linalg.norm(want)),
-        "owed": float(np.linalg.norm(owed) / np.linalg.norm(want)),
-        "elements": sum(p.nbytes for p in plans) // 4,
-    }
-
-
 def late():
     """Process 1 comes when process 0 has given it up, and both go on together afterwards."""
     options = jc.CommunicationOptions(timeout_seconds=1)

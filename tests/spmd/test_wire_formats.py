@@ -26,7 +26,7 @@ from jaxcoll._plan.rule import choose
 from jaxcoll._plan.world import World
 from jaxcoll._prices.predict import predict
 from jaxcoll._prices.rates import rates_of
-from jaxcoll._spmd.wire_formats import int4
+from jaxcoll._wire import int4
 from jaxcoll.cli.flags import tree_of
 
 FORMATS = ("bf16", "int8", "int4")
@@ -248,7 +248,7 @@ def test_levels_of_int4_are_the_fitted_ones_to_the_bit(feedback):
     codes = np.zeros((2, 34), np.uint8)
     codes[:, :16] = np.arange(16) | np.arange(16)[::-1] << 4
     codes[:, 32:] = [[0x80, 0x3F], [0x80, 0xBF]]  # a scale of 1, and one of a block of integers
-    got = np.asarray(jax.jit(int4.decode, static_argnums=1)(codes, feedback))
+    got = np.asarray(jax.jit(jc.Int4().decode, static_argnums=1)(codes, feedback))
     integers = range(-7, 9)  # of every block under feedback
     for row, levels in zip(got, (integers if feedback else int4.LEVELS, integers), strict=True):
         np.testing.assert_array_equal(row[:16], levels)
@@ -352,23 +352,25 @@ def planned(value, world=GLOO, **asked):
 def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
     value = {"w": np.zeros((1000, 3000), "f"), "b": np.zeros(3, "f"), "i": np.zeros(9, np.int32)}
     exact = planned(value)
-    assert {pack.format for pack in exact.packs} == {""}
+    assert {pack.format for pack in exact.packs} == {None}
     auto = planned(value, compression="auto")
     assert [p.shown_type for p in auto.packs if p.format] == ["float32 as bf16"]
     assert "format: bf16 for 1 leaf, which is faster over Gloo" in str(auto)
     rates = rates_of(exact.world)
     assert predict(auto, rates).predicted.seconds < predict(exact, rates).predicted.seconds
     for more in ({"algorithm": "ring"}, {"reproducible": True}, {"shards": 2}):
-        assert {p.format for p in planned(value, compression="auto", **more).packs} == {""}
+        assert {p.format for p in planned(value, compression="auto", **more).packs} == {None}
     for world in (World("gpu", (8,), 2), World("cpu", (8,))):
-        assert {p.format for p in planned(value, world, compression="auto").packs} == {""}
+        assert {p.format for p in planned(value, world, compression="auto").packs} == {None}
     assert planned(np.zeros(9, np.int32), compression="auto").packs
     two = World("cpu", (2, 2), 4, hosts=2, inner=1)
     hosts = planned(value, two, compression="int8", algorithm="native/shuffle")
     assert [p.algorithm for p in hosts.packs if p.format] == ["halving_doubling/shuffle"]
     assert "between groups only" in str(hosts)
     few = {**value, "w": np.zeros((100, 100), "f")}
-    assert {p.format for p in planned(few, compression="auto").packs} == {""}, "not worth an array"
+    assert {p.format for p in planned(few, compression="auto").packs} == {None}, (
+        "not worth an array"
+    )
 
 
 @pytest.mark.parametrize("name", [None, *FORMATS])
@@ -405,7 +407,7 @@ def test_bfloat16_leaves_travel_as_16_bits_over_gloo_unless_something_else_is_as
     assert plan.wire_bytes < 0.51 * planned(jax.tree.map(lambda x: x.astype("f"), value)).wire_bytes
     assert "because XLA would widen them for Gloo" in str(plan)
     for more in ({"algorithm": "ring"}, {"reproducible": True}):
-        assert {p.format for p in planned(value, **more).packs} == {""}
+        assert {p.format for p in planned(value, **more).packs} == {None}
 
 
 def test_integers_under_an_explicit_format_alone_are_refused():

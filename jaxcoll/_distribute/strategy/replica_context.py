@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxcoll._api.collectives import all_gather, all_reduce
+from jaxcoll._api.collectives import all_reduce
+from jaxcoll._api.halves import all_gather
 from jaxcoll._distribute.context import context_in_trace as context_in_trace
 from jaxcoll._distribute.values.per_replica import is_distributed
 from jaxcoll._distribute.values.replica_axis import AXIS

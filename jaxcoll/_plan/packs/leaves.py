@@ -12,11 +12,12 @@ import jax
 import numpy as np
 
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
-from jaxcoll._plan.wire_formats import Bf16, codes, named
 from jaxcoll._plan.world import World
+from jaxcoll._wire.format import WireFormat, named
+from jaxcoll._wire.table import AUTOMATIC
 
 CODED_BY_ITSELF = 64 << 10
-"""Bytes of the smallest leaf that `compression="auto"` sends as bfloat16 over Gloo."""
+"""Bytes of the smallest leaf that `compression="auto"` codes over Gloo."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +36,7 @@ class Leaf:
     indices: np.dtype | None = None
     # Its place in the order in which leaves become ready; None: not known
     ready: int | None = None
-    # The wire format it travels in, by name (see `wire_formats`); "": exactly
-    format: str = ""
+    format: WireFormat | None = None  # what it travels in; None: exactly
 
     @functools.cached_property
     def size(self) -> int:
@@ -96,18 +96,18 @@ def travels_as(
     reduce_op: ReduceOp,
     world: World,
     options: CommunicationOptions,
-) -> tuple[np.dtype, str]:
-    """The type in which a dense leaf is summed, and the name of the format it travels in."""
+) -> tuple[np.dtype, WireFormat | None]:
+    """Return the type in which a dense leaf is summed, and the format it travels in."""
     format = named(options.compression)
     auto = options.compression == "auto" and dtype.name == "float32"
     # Devices of one process would each code as much, and small leaves would be arrays of their own.
     auto = auto and (world.processes == world.replicas or world.inner > 0)
     auto = auto and math.prod(shape) * dtype.itemsize >= CODED_BY_ITSELF
     if format is None and (auto or dtype.name == "bfloat16") and _is_free(world, options):
-        format = Bf16()
-    if codes(format, shape, dtype):
-        return np.dtype(np.float32), str(format)
-    return wire_dtype(dtype, reduce_op, world), ""
+        format = AUTOMATIC
+    if format is not None and format.codes(shape, dtype):
+        return np.dtype(np.float32), format
+    return wire_dtype(dtype, reduce_op, world), None
 
 
 def _is_free(world: World, options: CommunicationOptions) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxcoll._plan import wire_formats
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._show.units import binary_size
+from jaxcoll._wire.format import WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +103,7 @@ class Pack:
     segments: tuple[Segment, ...]  # what it carries
     solid: bool = False  # it is one whole leaf, which must keep its shape
     algorithm: str = "native"  # what sums it, a canonical name; "inner/outer" for one of two parts
-    # The wire format it travels in; of two parts the outer one does. "": exactly
-    format: str = ""
+    format: WireFormat | None = None  # what it travels in; of two parts the outer one does
 
     @functools.cached_property
     def size(self) -> int:
@@ -114,9 +113,8 @@ class Pack:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Elements that each segment takes: in a wire format those of its last block, too."""
-        if not self.format:
-            return tuple(s.size for s in self.segments)
-        return tuple(wire_formats.of(self.format).padded(s.size) for s in self.segments)
+        padded = self.format.padded if self.format else int
+        return tuple(padded(s.size) for s in self.segments)
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +126,7 @@ class Pack:
         """The type it is summed in, and the format it travels in, as tables have it."""
         return f"{self.dtype.name} as {self.format}" if self.format else self.dtype.name
 
-    def is_leaf(self, leaves: Sequence[Leaf]) -> bool:
+    def is_leaf(self, leaves: Sequence[Any]) -> bool:
         """Return whether it is one whole leaf, which is not copied."""
         return len(self.segments) == 1 and self.size == leaves[self.segments[0].leaf].size
 

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.rule import half_algorithm
-from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
+from jaxcoll._wire.format import named
 
 Half = Literal["reduce_scatter", "all_gather"]
 
@@ -25,7 +25,7 @@ def plan_half(
     leaves: Sequence[Leaf],
     options: CommunicationOptions,
     world: World,
-) -> Plan:
+) -> CollectivePlan:
     """Return the plan of packs of which every replica has as many rows."""
     if options.shards:
         raise ValueError(
@@ -38,7 +38,7 @@ def plan_half(
             "`all_reduce`: leave `compression` unset here."
         )
     shared = {"over": world.sizes, "kind": (), "algorithm": half_algorithm(options, world)}
-    return Plan(
+    return CollectivePlan(
         reduce_op=reduce_op,
         leaves=tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves),
         packs=tuple(
@@ -60,7 +60,7 @@ def plan_rows(
     world: World,
     turns: int,
     when: str,
-) -> Plan:
+) -> CollectivePlan:
     """Return the plan of one layer's leaves, each cut along its first dimension, `turns` times."""
     n = world.replicas
     spans = [tuple(Segment(s.leaf, s.start * n, s.size * n) for s in p.segments) for p in packs]

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.algorithms import Stage, aligned, is_coded
+from jaxcoll._plan.algorithms import Stage, aligned, format_of
+from jaxcoll._spmd.algorithms import coded as codes
 from jaxcoll._spmd.algorithms import halving_doubling, native, ring, shuffle
-from jaxcoll._spmd.wire_formats import two_phase
-from jaxcoll._spmd.wire_formats.two_phase import Coded, How
+from jaxcoll._spmd.algorithms.coded import Coded, Coding
 
 
 class Algorithm(Protocol):
@@ -43,107 +43,83 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-def all_reduce(array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
-    """The sum of `array` over all replicas along the axes of the stages, inner first; *invariant*.
+def all_reduce(
+    array: jax.Array, stages: Sequence[Stage], axes: Sequence[str], coding: Coding
+) -> tuple[jax.Array, Coded | None]:
+    """Return the sum of `array` over the axes of the stages; and what `lost` takes, if it is coded.
 
-    `array` is *varying* over those axes where types tell; every replica ends with the same bits.
+    `array` is *varying* over those axes where types tell; the sum is *invariant*, with the same
+    bits on every replica. Rounding to a wire format counts as the identity to derivatives, which
+    are those of the exact sum: tangents and cotangents travel exactly.
     """
     if [stage.algorithm for stage in stages] == ["native"]:
-        return lax.psum(array, _names(stages[0], axes))
-    total, _ = _summed(array.reshape(-1), stages, axes)
-    return _compat.as_invariant(total.reshape(array.shape), axes, summed=True)
-
-
-def coded_all_reduce(
-    array: jax.Array, stages: Sequence[Stage], axes: Sequence[str], how: How
-) -> tuple[jax.Array, Coded | None]:
-    """The sum of float32 `array` in a wire format; and what `lost` takes, None if nothing is coded.
-
-    Law: rounding counts as the identity to derivatives, which are those of the exact sum: tangents
-    and cotangents travel exactly.
-    """
-    if not is_coded(stages):
-        return all_reduce(array, stages, axes), None
-    flat = _flat(array, stages)
-    total, coded = _summed(lax.stop_gradient(flat), stages, axes, how)
-    total = as_exact(total, flat, tuple(stages), tuple(axes), 1)[: array.size].reshape(array.shape)
-    return _compat.as_invariant(total, axes, summed=True), coded
+        return lax.psum(array, _names(stages[0], axes)), None
+    flat = array.reshape(-1)
+    if format_of(stages) is None:
+        total, coded = _summed(flat, stages, axes, None)
+    else:
+        flat = jnp.pad(flat, (0, aligned(stages, flat.size) - flat.size))  # whole blocks for each
+        total, coded = _summed(lax.stop_gradient(flat), stages, axes, coding)
+        total = _as_exact(total, flat, tuple(stages), tuple(axes))[: array.size]
+    return _compat.as_invariant(total.reshape(array.shape), axes, summed=True), coded
 
 
 def lost(
-    coded: Coded,
-    stages: Sequence[Stage],
-    axes: Sequence[str],
-    how: How,
-    like: jax.Array,
-    instead: tuple[jax.Array, jax.Array] | None,
+    coded: Coded, stages: Sequence[Stage], axes: Sequence[str], coding: Coding, like: jax.Array
 ) -> jax.Array:
-    """What this replica's share of a sum lost in a wire format: an array like the sum, *varying*.
+    """Return what this replica's share of a sum lost in a wire format, like the sum; *varying*.
 
-    Law: over the replicas, sum(array - lost) = sum, to rounding. `instead` has whether to keep
-    that, and an array like the sum that is the result otherwise.
+    Over the replicas, sum(array - lost) = sum, to rounding.
     """
     *inner, last = stages
-    if instead is not None:
-        instead = instead[0], _flat(instead[1], stages)
-    soon = None if inner else instead
-    found = two_phase.lost(coded, last.format, _names(last, axes), how, soon)
+    assert last.format is not None
+    rest = codes.lost(coded, last.format, _names(last, axes), coding)
     for stage in reversed(inner):
         # The group's sum was coded by the replica that holds this shard of it.
         within = _names(stage, axes)
         rank = _compat.as_varying(lax.axis_index(within), within)
-        none = _compat.as_varying(jnp.zeros((stage.shards, found.size), found.dtype), within)
-        found = lax.dynamic_update_index_in_dim(none, found, rank, axis=0).reshape(-1)
-    if inner and instead is not None:
-        found = jnp.where(instead[0], found, instead[1])
-    return found[: like.size].reshape(like.shape)
+        none = _compat.as_varying(jnp.zeros((stage.shards, rest.size), rest.dtype), within)
+        rest = lax.dynamic_update_index_in_dim(none, rest, rank, axis=0).reshape(-1)
+    return rest[: like.size].reshape(like.shape)
 
 
-def _flat(array: jax.Array, stages: Sequence[Stage]) -> jax.Array:
-    """`array` without a shape, and with zeros behind it, of whole blocks for each replica."""
-    flat = array.reshape(-1)
-    return jnp.pad(flat, (0, aligned(stages, flat.size) - flat.size))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def as_exact(
-    total: jax.Array, own: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...], by: int
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _as_exact(
+    total: jax.Array, own: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...]
 ) -> jax.Array:
-    """`total`, whose derivatives are those of the exact sum of `own`, divided `by` so many."""
+    """Return `total`, whose derivatives are those of the exact sum of `own`."""
     return total
 
 
-@as_exact.defjvp
-def _as_exact_jvp(stages: Any, axes: Any, by: int, primals: Any, tangents: Any) -> Any:
+@_as_exact.defjvp
+def _as_exact_jvp(stages: Any, axes: Any, primals: Any, tangents: Any) -> Any:
     (total, _), (_, own) = primals, tangents
-    moved, _ = _summed(own.reshape(-1), stages, axes)
-    moved = _compat.as_invariant(
-        moved.reshape(own.shape), sorted({*axes} - _compat.varying_axes(total))
-    )
-    return total, (moved / by if by > 1 else moved).astype(total.dtype)
+    moved, _ = _summed(own, stages, axes, None)
+    axes = sorted({*axes} - _compat.varying_axes(total))
+    return total, _compat.as_invariant(moved, axes).astype(total.dtype)
 
 
 def _summed(
-    flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str], how: How | None = None
+    flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str], coding: Coding | None
 ) -> tuple[jax.Array, Coded | None]:
-    """Reduce-scatter, the same for the shard along the outer axes, all-gather.
+    """Reduce-scatter, do the same with the shard along the outer axes, and all-gather.
 
-    Without `how` exactly; else in the last stage's wire format, of shards of whole blocks, and with
-    what was coded.
+    Without `coding` exactly; else in the last stage's wire format, of shards of whole blocks, and
+    with what was coded.
     """
     if not stages:
         return flat, None
     stage, *outer = stages
     over = _names(stage, axes)
-    if stage.format and how is not None:
-        return two_phase.all_reduce(flat, stage.format, over, how)
+    if stage.format and coding:
+        return codes.all_reduce(flat, stage.format, over, coding)
     if stage.algorithm == "native" and not outer:
         return lax.psum(flat, over), None
     algorithm = ALGORITHMS[stage.algorithm]
     length = -(-flat.size // stage.shards)
     padded = jnp.pad(flat, (0, stage.shards * length - flat.size))
     shard = algorithm.reduce_scatter(padded.reshape(stage.shards, length), over)
-    total, coded = _summed(shard, outer, axes, how)
+    total, coded = _summed(shard, outer, axes, coding)
     return algorithm.all_gather(total, stage.shards, over).reshape(-1)[: flat.size], coded
 
 

@@ -1,4 +1,4 @@
-"""Whether replicas hold the same, asked of their digests with one small collective."""
+"""Digests by which replicas find whether they hold the same, and what came of it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from jax import lax
 from jaxcoll._errors import ReplicaDivergenceError
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.axes import as_array, bound_axes, count
-from jaxcoll._spmd.gather import all_gather
-from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.axes import as_array
 
 WORDS = 2
 """32-bit words in a digest."""
@@ -94,18 +92,6 @@ class ReplicaCheck:
             + more,
             divergent=found,
         )
-
-
-def check_replicas(tree: Any, axis_name: Any, *, scope: Scope) -> ReplicaCheck:
-    """Digests of all replicas along mapped axes, *invariant*; see `jc.check_replicas`."""
-    axes = bound_axes(axis_name, "check_replicas")
-    paths, leaves = arrays_of(tree)
-    names = tuple(map(str, range(count(axes))))
-    if not leaves:
-        return ReplicaCheck(jnp.zeros((len(names), 0, WORDS), jnp.uint32), (), names)
-    mine = jnp.stack([digest(leaf) for leaf in leaves])[None]
-    # Digests travel as they are, whatever was asked for the gradients.
-    return ReplicaCheck(all_gather(mine, axis_name, axis=0, scope=Scope(scope.world)), paths, names)
 
 
 def digest(x: jax.Array) -> jax.Array:

@@ -22,7 +22,8 @@ from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.overlap import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
-from jaxcoll._spmd.arithmetic import halved, halvings, quotient
+from jaxcoll._spmd import residual as residuals
+from jaxcoll._spmd.arithmetic import finite, halved, halvings, quotient
 from jaxcoll._spmd.axes import bound_axes, count, listed
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
 from jaxcoll._spmd.gradients.loss import (
@@ -42,7 +43,6 @@ from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, retyped
 from jaxcoll._spmd.shards import Shards, axes_of_shards
-from jaxcoll._spmd.wire_formats.feedback import finite
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica along {missing}, so its \
@@ -80,7 +80,7 @@ class Asked:
     argnums: int | Sequence[int]
     has_aux: bool
     scatter: bool
-    feedback: Callable[..., Any] | None
+    feedback: bool
     with_value: bool = True
     micro_batches: MicroBatches | None = None
     called: str | None = None  # the function to name in a message, where it is another
@@ -240,11 +240,10 @@ class Asked:
             common = treedef.unflatten(_compat.at_once(leaves, parts))
         ends = " … ".join(dict.fromkeys([*[*same][:1], *[*same][-1:]]))
         again = _SYNCED.format(what=counted(len(same), "leaf", "leaves"), paths=ends)
-        reduce: Any = all_reduce
-        if self.feedback is not None:
-            known = {"of": local.grads, "prefix": ".grads", "caller": self.caller}
-            reduce = functools.partial(self.feedback, residual=residual, **known)
-        reduced = reduce(
+        owed = None
+        if residual is not None:
+            owed = residuals.opened(residual, local.grads, axes, self.caller, ".grads")
+        reduced = all_reduce(
             op,
             common,
             tuple(axes),
@@ -254,9 +253,11 @@ class Asked:
             repeats=local.weight is not None or bool(same),
             exact=frozenset(path for path, _ in beside),
             reasons=(again,) if same else (),
+            owed=owed,
         )
         if residual is not None:
-            reduced, residual = reduced
+            reduced, owed = reduced
+            residual = residuals.closed(residual, owed, ".grads")
         if any(own):
             # Of these no residual is kept.
             exactly = scope if residual is None else scope.exactly

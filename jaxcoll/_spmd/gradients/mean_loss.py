@@ -85,7 +85,7 @@ def mean_loss(
             if not by:
                 value = of_operands(*primals)
                 return value, jnp.zeros_like(value)
-            asked = Asked(again, ReduceOp.MEAN, by, False, False, None, called=CALLER)
+            asked = Asked(again, ReduceOp.MEAN, by, False, False, False, called=CALLER)
             value, grads = reduced_gradient(asked, axes, lambda: here, options)(*varying(primals))
             products = jax.tree.map(
                 lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),

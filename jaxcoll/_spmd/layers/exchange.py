@@ -12,12 +12,12 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.packs.shard_layout import ShardedLeaf
 from jaxcoll._plan.packs.shard_plan import Half, plan_rows
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.rule import packing_for
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
@@ -25,7 +25,7 @@ from jaxcoll._spmd.arithmetic import before, divided
 from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.gather import rows_of_all
 from jaxcoll._spmd.layers.stack import Stack
-from jaxcoll._spmd.pack import pack, unpack
+from jaxcoll._spmd.pipeline import carry_out, pack, unpack
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import recipe_of, wired
 from jaxcoll._spmd.scope import Scope
@@ -68,8 +68,7 @@ class Traffic:
 
             def gathered(rows: Sequence[jax.Array]) -> Arrays:
                 sent = [x.astype(y.dtype).astype(y.wire) for x, y in zip(rows, leaves, strict=True)]
-                stages = [plan.stages(planned) for planned in plan.packs]
-                wholes = rows_of_all(sent, leaves, packs, stages, tuple(axes), plan.name)
+                wholes = rows_of_all(sent, packs, plan, tuple(axes))
                 return [
                     lax.collapse(whole, 0, 2).astype(leaf.dtype)
                     for whole, leaf in zip(cast(Arrays, wholes), leaves, strict=True)
@@ -102,16 +101,16 @@ class Traffic:
         packs, plan = self._planned("reduce_scatter", leaves, axes, self.stack.layers, when)
         rest = self._settled(over)
 
+        def carry(pack: Pack, blocks: jax.Array) -> jax.Array:
+            return algorithms.reduce_scatter(blocks, plan.stages(pack), over)
+
         def scattered(gradients: Sequence[jax.Array]) -> Arrays:
             blocks = [
                 before(x, recipe).reshape(world.replicas, *leaf.shape)
                 for x, leaf, recipe in zip(gradients, leaves, recipes, strict=True)
             ]
-            packed = jax.vmap(lambda each: pack(each, packs, leaves))(blocks)
-            totals = []
-            for k, (planned, each) in enumerate(zip(plan.packs, packed, strict=True)):
-                with jax.named_scope(f"{plan.name}/pack{k}"):
-                    totals.append(algorithms.reduce_scatter(each, plan.stages(planned), over))
+            packed = jax.vmap(lambda arrays: pack(arrays, packs, leaves))(blocks)
+            totals = carry_out(plan, packed, lambda _, x: x, carry, lambda _, x: x)
             # Divided in the leaf's own type, which may be wider than what travelled.
             summed = cast(Arrays, unpack(totals, packs, leaves))  # a pack carries each
             rows = [
@@ -126,7 +125,7 @@ class Traffic:
 
     def _planned(
         self, half: Half, leaves: Sequence[Leaf], axes: dict[str, int], turns: int, when: str
-    ) -> tuple[tuple[Pack, ...], Plan]:
+    ) -> tuple[tuple[Pack, ...], CollectivePlan]:
         """The packs of this replica's rows, and the plan of what carries all replicas'."""
         world, options, n = self.scope.world(axes), self.scope.options, count(axes)
         packs = plan_packs(leaves, packing_for(options, world))

@@ -16,8 +16,9 @@ from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import as_array, count, listed
 from jaxcoll._spmd.gradients.per_replica import taken_by
+from jaxcoll._spmd.parts import leaves_of, whole_of
 from jaxcoll._spmd.scope import differentiation, retyped
-from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, said_of_each, whole_of
+from jaxcoll._spmd.shards import Shards, is_shards, said_of_each
 
 CALLER = "scan_layers"
 
@@ -225,7 +226,8 @@ def _marked(
 def _joined(shards: Shards) -> Any:
     """One layer's tree, from whole packs."""
     layout = shards.layout
-    wholes = [whole_of(part, layout, k) for k, part in enumerate(shards.parts)]
+    packs = zip(layout.packs, shards.parts, strict=True)
+    wholes = [whole_of(part, layout, pack) for pack, part in packs]
     arrays = leaves_of(wholes, layout)
     return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 

@@ -1,9 +1,13 @@
-"""Carry out a packing plan on arrays, and back, to the bit."""
+"""The one way by which trees travel: a plan's packs, made of leaves, carried, and cut up again.
+
+A collective is a description of it: how a pack enters, what carries it, how it leaves.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +15,22 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack
+from jaxcoll._plan.world import World
 
 
 def pack(
     arrays: Sequence[jax.Array],
     packs: Sequence[Pack],
-    leaves: Sequence[Leaf],
+    leaves: Sequence[Leaf | jax.Array],
     sizes: Sequence[int] | None = None,
 ) -> list[jax.Array]:
-    """One array for each pack, with zeros behind it up to its size, if `sizes` are given.
+    """Return one array for each pack, with zeros behind it up to its size, if `sizes` are given.
 
     A pack of one whole leaf is that leaf, in its own shape and without a copy; any other is
-    flat. Law: `unpack(pack(arrays, packs, leaves), packs, leaves)` is `arrays`, to the bit (but for
+    flat. `unpack(pack(arrays, packs, leaves), packs, leaves)` is `arrays`, to the bit (but for
     the sign and payload of a bfloat16 or 8-bit NaN, which XLA's CPU compiler does not keep).
     """
     flat: dict[int, jax.Array] = {}
@@ -52,30 +58,59 @@ def _filled(piece: jax.Array, length: int) -> jax.Array:
     return jnp.pad(piece, (0, length - piece.size)) if length > piece.size else piece
 
 
+def carry_out(
+    plan: CollectivePlan,
+    packed: Iterable[Any],
+    enter: Callable[[Pack, Any], Any],  # makes of a packed array what travels
+    carry: Callable[[Pack, Any], Any],  # the collective
+    leave: Callable[[Pack, Any], Any],  # makes of what arrived the result
+) -> list[Any]:
+    """Return the results of the packs of `plan`, each under its name in the program."""
+    carried: list[Any] = []
+    for k, (pack, array) in enumerate(zip(plan.packs, packed, strict=True)):
+        with jax.named_scope(f"{plan.name}/pack{k}"):
+            array = enter(pack, array)
+            if plan.chained and carried:
+                array = _compat.ordered(array, after=jax.tree.leaves(carried[-1])[0])
+            carried.append(carry(pack, array))
+    # Apart, so that no pack waits for what becomes of the one before.
+    results = []
+    for k, (pack, array) in enumerate(zip(plan.packs, carried, strict=True)):
+        with jax.named_scope(f"{plan.name}/pack{k}"):
+            results.append(leave(pack, array))
+    return results
+
+
+def hiding_axis(axes: Mapping[str, int], world: World) -> str | None:
+    """Return an axis whose index XLA's CPU compiler does not know beforehand, for `unpack`."""
+    mapped = (a for a, n in axes.items() if n > 1 and not _compat.is_vmapped(a))
+    return next(mapped, None) if world.platform == "cpu" else None
+
+
 def unpack(
     packed: Iterable[jax.Array],
     packs: Sequence[Pack],
-    leaves: Sequence[Leaf],
+    leaves: Sequence[Leaf | jax.Array],
     *,
     # A mapped axis, whose index hides from the compiler where a piece starts. XLA's CPU compiler
     # makes a kernel, some 6 ms each, for every static slice, but compiles slices of one shape once
     # if their offsets are data. None: static slices, which fuse best
     one_kernel_a_shape: str | None = None,
 ) -> list[jax.Array | None]:
-    """The leaves again, in their order and shapes; None for those that no pack carries."""
+    """Return the leaves, in their order and shapes; None for those that no pack carries."""
     pieces: dict[int, list[jax.Array]] = {}
-    for array, plan in zip(packed, packs, strict=True):
-        if plan.is_leaf(leaves):
-            pieces[plan.segments[0].leaf] = [array]
+    for array, pack in zip(packed, packs, strict=True):
+        if pack.is_leaf(leaves):
+            pieces[pack.segments[0].leaf] = [array]
             continue
-        for s, piece in zip(plan.segments, _cut(array, plan, one_kernel_a_shape), strict=True):
+        for s, piece in zip(pack.segments, _cut(array, pack, one_kernel_a_shape), strict=True):
             pieces.setdefault(s.leaf, []).append(piece)
     return [_joined(pieces[i], leaf) if i in pieces else None for i, leaf in enumerate(leaves)]
 
 
-def _cut(array: jax.Array, plan: Pack, hidden_by: str | None) -> list[jax.Array]:
-    """The pieces of a pack, one after another."""
-    alike = Counter(s.size for s in plan.segments)
+def _cut(array: jax.Array, pack: Pack, hidden_by: str | None) -> list[jax.Array]:
+    """Return the pieces of a pack, one after another."""
+    alike = Counter(s.size for s in pack.segments)
     if array.size > np.iinfo(np.int32).max:  # an offset that is data would not fit
         hidden_by = None
     # Zero, as no compiler knows: the axis's index has no sign bit.
@@ -83,7 +118,7 @@ def _cut(array: jax.Array, plan: Pack, hidden_by: str | None) -> list[jax.Array]
         _compat.as_invariant(lax.axis_index(hidden_by), (hidden_by,)), np.int32(31)
     )
     pieces, offset = [], 0
-    for s, length in zip(plan.segments, plan.lengths, strict=True):
+    for s, length in zip(pack.segments, pack.lengths, strict=True):
         if zero is None or alike[s.size] == 1:
             pieces.append(array[offset : offset + s.size])
         else:
@@ -98,6 +133,6 @@ def _cut(array: jax.Array, plan: Pack, hidden_by: str | None) -> list[jax.Array]
     return pieces
 
 
-def _joined(pieces: list[jax.Array], leaf: Leaf) -> jax.Array:
+def _joined(pieces: list[jax.Array], leaf: Leaf | jax.Array) -> jax.Array:
     whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
     return whole if whole.shape == leaf.shape else whole.reshape(leaf.shape)

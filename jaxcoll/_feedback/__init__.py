@@ -1,1 +1,0 @@
-"""Error feedback: what replicas owe to a sum, and the reductions that take it along."""

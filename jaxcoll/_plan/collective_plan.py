@@ -1,0 +1,159 @@
+"""The plan of one collective on a tree, as a trace carries it out: packs, and what carries each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import zlib
+from typing import Any
+
+from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs import overlap
+from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.packs.packing import Pack, PackingRule, Segment
+from jaxcoll._plan.packs.shard_layout import LANES, padded
+from jaxcoll._plan.world import World
+
+THE_VALUE = "(the value)"
+"""The name of a leaf that is the whole tree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectivePlan:
+    """The plan of one `all_reduce`, or of one half of it, decided from shapes alone.
+
+    Attributes:
+      reduce_op: SUM or MEAN.
+      leaves: the leaves of the tree, in its order.
+      packs: the arrays that travel; see `jaxcoll._plan.packs.packing`.
+      world: where it runs.
+      options: what was asked.
+      packing: the rule by which leaves travel together.
+      owners: replicas that sum a shard each, in a shuffle; 0: all of them.
+      overlap: whether packs travel one after another, in their order, and are not to be combined.
+      in_backward: whether it stands where gradients appear (`sync_in_backward`, `scan_layers`),
+        perhaps in a loop, so that the program orders its packs and nothing else does.
+      collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
+        are padded to as many rows of `lanes` elements on each replica.
+      lanes: elements of a row of a half's packs; 1 where leaves are cut along their own rows.
+      notes: sentences of whoever made it.
+    """
+
+    reduce_op: ReduceOp
+    leaves: tuple[Leaf, ...]
+    packs: tuple[Pack, ...]
+    world: World
+    options: CommunicationOptions = dataclasses.field(compare=False)
+    packing: PackingRule | None = dataclasses.field(default=None, compare=False)
+    owners: int = 0
+    overlap: bool = False
+    in_backward: bool = False
+    collective: str = "all_reduce"
+    lanes: int = LANES
+    notes: tuple[str, ...] = ()
+
+    @property
+    def reproducible(self) -> bool:
+        """True if every element has the same bits in every other plan that is."""
+        return self.options.reproducible
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm of the packs, by name; several joined by " and " where they differ."""
+        return " and ".join(dict.fromkeys(pack.algorithm for pack in self.packs)) or "native"
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The name of the reduction in a program's scopes; equal plans share it.
+
+        `jc.inspect` and profilers find packs by it: pack 3 travels as `<name>/pack3`.
+        """
+        packs = [
+            (pack.shown_type, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
+            for pack in self.packs
+        ]
+        # Not a counter, which would differ between processes; and JAX does not number scopes.
+        identity = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
+        return f"{self.collective}_{zlib.crc32(identity.encode()) & 0xFFFFFF:06x}"
+
+    @property
+    def gathers(self) -> tuple[Leaf, ...]:
+        """The `IndexedSlices` among the leaves, whose rows and indices every replica gathers."""
+        return tuple(leaf for leaf in self.leaves if leaf.gathers)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that leave the device that sends most, padding included."""
+        n = self.world.replicas
+        if self.collective != "all_reduce":
+            return sum(
+                wire_bytes(self.stages(p), padded(p.size, n, self.lanes), p.dtype.itemsize) // 2
+                for p in self.packs
+            )
+        packed = sum(
+            wire_bytes(self.stages(p), sum(p.lengths), p.dtype.itemsize) for p in self.packs
+        )
+        return packed + sum((math.prod(x.over) - 1) * x.gathers for x in self.gathers)
+
+    @property
+    def steps(self) -> int:
+        """Collectives that are requested; the compiler may combine those of its own kind."""
+        of_packs = sum(steps(self.stages(pack)) for pack in self.packs)
+        if self.collective != "all_reduce":
+            # The compiler's own all-reduce, at the end, is one step and would be two halves.
+            last = [self.stages(pack)[-1:] for pack in self.packs]
+            return (of_packs + sum(s.algorithm == "native" for at in last for s in at)) // 2
+        return of_packs + 2 * len(self.gathers)
+
+    def stages(self, pack: Pack) -> tuple[Stage, ...]:
+        """Return the stages along each axis that sum `pack`, inner first."""
+        return stages(pack.algorithm, self.owners, pack.over, pack.format)
+
+    def elements(self, pack: Pack) -> int:
+        """Elements of the array that is summed: in a wire format whole blocks for each replica."""
+        if not pack.format:
+            return pack.size
+        return aligned(self.stages(pack), sum(pack.lengths))
+
+    @property
+    def chained(self) -> bool:
+        """True if each pack waits for the sum of the one before.
+
+        It keeps packs apart in any program on GPUs; on TPUs it would cost most of what overlaps,
+        and where gradients appear one after another it would only hold them up.
+        """
+        ordered = self.overlap and not self.in_backward and self.world.platform != "tpu"
+        return ordered and self.collective == "all_reduce"
+
+    def compiler_options(self, platform: str | None = None) -> dict[str, Any]:
+        """Return compiler options that keep the packs of a program with this plan apart.
+
+        Args:
+          platform: "cpu", "gpu" or "tpu"; None: that of the plan.
+
+        Returns:
+          Options for `jax.jit(..., compiler_options=...)`, which hold for one program and not for
+          the process; {} if none are needed.
+        """
+        platform = platform or self.world.platform
+        kind = self.collective.replace("_", "-")
+        if self.in_backward and self.collective != "all_reduce":
+            kind = "loop"
+        chained = platform == "gpu" and kind == "all-reduce" and not self.in_backward
+        return dict(
+            overlap.OPTIONS.get((platform, kind), {}) if self.overlap and not chained else {}
+        )
+
+    def carried(self, pack: int) -> str:
+        """Return the first and the last leaf that a pack carries, with the part where it is cut."""
+
+        def name(segment: Segment) -> str:
+            leaf = self.leaves[segment.leaf]
+            start, end = segment.start, segment.start + segment.size
+            part = f" elements {start}:{end}" if segment.size < leaf.size else ""
+            return (leaf.path or THE_VALUE) + part
+
+        ends = (self.packs[pack].segments[0], self.packs[pack].segments[-1])
+        return " … ".join(map(name, ends[: len(self.packs[pack].segments)]))
