@@ -31,8 +31,8 @@ def same(value: Any, axis_name: str | tuple[str, ...] | None = None) -> Any:
       ReplicaDivergenceError: on a first call, replicas hold different bits; the line is named.
 
     Examples:
-      >>> import numpy as np
-      >>> step = data_parallel(lambda x: same(jax.lax.psum(x, "data") * 0.5))
+      >>> import jax, numpy as np, jaxcoll as jc
+      >>> step = jc.data_parallel(lambda x: same(jax.lax.psum(x, "data") * 0.5))
       >>> step(np.ones(8)).tolist()
       [4.0]
     """

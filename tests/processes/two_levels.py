@@ -41,7 +41,7 @@ def facts(mesh, x, exact, compression):
         "hosts": plan.world.hosts,
         "inner": plan.world.inner,
         "algorithm": plan.algorithm,
-        "formats": [stage.format for stage in plan.stages(plan.packs[0])],
+        "coded": [stage.format is not None for stage in plan.stages(plan.packs[0])],
         "error": float(np.max(np.abs(found - exact)) / exact.max()),
         "compiled": sorted({c.kind for c in jc.inspect(program, x).collectives}),
     }
