@@ -38,7 +38,7 @@ def keep_freed_memory() -> bool:
 
 
 def keeps_freed_memory() -> bool:
-    """Whether malloc keeps large blocks that are freed, as a block shows that nobody touches."""
+    """True if malloc keeps large blocks that are freed, as a block shows that nobody touches."""
     libc = _glibc()
     if libc is None:
         return False

@@ -67,7 +67,7 @@ class Worker:
         self.close()
 
     def is_alive(self) -> bool:
-        """Whether it still has a call to make, or is in one."""
+        """True if it still has a call to make, or is in one."""
         return bool(self._unfinished)
 
     def submit(self, call: Callable[[], Any], task: Task | None = None) -> Task:
@@ -135,7 +135,7 @@ def abandon(thread: Worker | threading.Thread) -> None:
 
 
 def any_blocked() -> bool:
-    """Whether an abandoned thread is still in its call."""
+    """True if an abandoned thread is still in its call."""
     return any(thread.is_alive() for thread in _abandoned)
 
 

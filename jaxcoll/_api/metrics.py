@@ -102,7 +102,7 @@ def all_finite(
     *,
     options: CommunicationOptions | None = None,
 ) -> Any:
-    """Whether every element of every leaf is finite; with axes, on every replica.
+    """Return whether every element of every leaf is finite; with axes, on every replica.
 
     Gradients that were reduced need no axes: a sum or mean of floats is infinite or NaN wherever
     a summand is, whatever the algorithm and the packing, so all replicas find the same without

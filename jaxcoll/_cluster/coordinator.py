@@ -338,7 +338,7 @@ def _hello(line: bytes) -> dict[str, Any] | None:
 
 
 def _reported(lines: bytes) -> dict[str, Any]:
-    """What a process reported after its arrival; a dead one may have reported nothing."""
+    """Parse a process's report after its arrival; a dead one may have reported nothing."""
     fields: dict[str, Any] = {}
     for line in lines.splitlines():
         fields |= message(line)

@@ -143,7 +143,7 @@ class CoordinatorProxy:
 
 
 def _is_own(near: socket.socket) -> bool:
-    """Whether this process has connected, and not another one of this host."""
+    """True if this process has connected, and not another one of this host."""
     if sys.platform != "linux":
         return True
     found = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -63,7 +63,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def listening() -> list[Address]:
-    """Where Gloo listens in this process.
+    """Return the addresses at which Gloo listens in this process.
 
     Python's own sockets and gRPC's are closed when another program is executed; Gloo's are not.
     """

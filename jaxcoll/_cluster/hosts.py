@@ -1,4 +1,4 @@
-"""Which processes of a job share a host, the same to all of them.
+"""Hosts of a job's processes, the same to all of them.
 
 Two processes share a host where they can meet on its loopback interface: one name, one start of one
 kernel, one network namespace. Each process publishes that once, in the coordination service's keys.
@@ -57,7 +57,7 @@ def hosts_of_job() -> tuple[int, ...]:
 
 
 def _agreed(keys: Store) -> list[str]:
-    """What processes have published; () if the first to look for it gave up."""
+    """Return what processes have published; () if the first to look for it gave up."""
     decided = keys.try_get(_AGREED)
     if decided is None:
         publish_host()

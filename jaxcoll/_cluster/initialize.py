@@ -231,7 +231,7 @@ def _part(left: _Joined) -> None:
 
 
 def outlives_processes() -> bool:
-    """Whether the job that this process is in goes on when one of its processes dies."""
+    """True if the job that this process is in goes on when one of its processes dies."""
     if _joined is not None:
         return _joined.recoverable
     return bool(_compat.configured("enable_recoverability"))

@@ -1,4 +1,4 @@
-"""Which process of which job this is, by the environment variables of its launcher."""
+"""This process's place in its job, by the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Member:
 
     @property
     def is_launched(self) -> bool:
-        """Whether a launcher of ours runs the coordinator."""
+        """True if a launcher of ours runs the coordinator."""
         return self.source == LAUNCH
 
     def check(self) -> None:
@@ -92,7 +92,7 @@ def host_and_port(address: Any) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is one of this host's own, by its spelling alone."""
+    """True if an address is one of this host's own, by its spelling alone."""
     host, _ = host_and_port(address)
     return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
 

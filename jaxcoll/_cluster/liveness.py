@@ -1,4 +1,4 @@
-"""Which processes have ended: the coordinator sees their connections close, and reports it.
+"""Ends of processes: the coordinator sees their connections close, and reports it.
 
 The system closes a process's connections at once, however the process ends. Silence tells less: a
 process that is stopped, or holds the interpreter, is silent too, and keeps its connections.
@@ -37,7 +37,7 @@ class CoordinatorConnection:
         self.is_broken = False  # the coordinator has ended, or is cut off, as of the last read
 
     def news(self) -> dict[int, dict[str, Any]]:
-        """What was reported of each process that has ended; see `news_of`."""
+        """Return the report on each process that has ended; see `news_of`."""
         with self._lock:
             *lines, self._rest = (self._rest + self._read()).split(b"\n")
             self._rest = self._rest[:_LONGEST]

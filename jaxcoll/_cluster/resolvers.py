@@ -66,7 +66,7 @@ class ClusterResolver(abc.ABC):
         return f"{layer}://{tasks[index]}" if layer else tasks[index]
 
     def num_accelerators(self) -> dict[str, int]:
-        """How many accelerators this process has, by kind, as in {"GPU": 8}; {} of CPUs alone.
+        """Count this process's accelerators by kind, as in {"GPU": 8}; {} of CPUs alone.
 
         It looks for devices, so it comes after `jc.initialize`.
         """
@@ -88,7 +88,7 @@ class ClusterResolver(abc.ABC):
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """What the environment variable `TF_CONFIG` says.
+    """A cluster described by the environment variable `TF_CONFIG`.
 
     Args:
       task_type: over what it says.
@@ -130,7 +130,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """What Slurm says about the tasks of this step.
+    """A cluster described by Slurm, of the tasks of this step.
 
     Args:
       jobs: how many tasks each job has, in the order of the tasks; None: all are workers.

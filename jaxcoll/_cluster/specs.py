@@ -1,4 +1,4 @@
-"""How launchers write which processes a cluster has: TF_CONFIG, and lists of Slurm."""
+"""Launchers' descriptions of a cluster's processes: TF_CONFIG, and lists of Slurm."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def hosts_of(listed: str) -> list[str]:
 
 
 def counts_of(listed: str) -> list[int]:
-    """How many tasks each host has.
+    """Return the number of tasks on each host.
 
     Raises:
       ValueError: it is not such a list.
@@ -176,7 +176,7 @@ def host_of_each_task(counts: Sequence[int], turn: int) -> list[int]:
 
 
 def turn_of(environment: Mapping[str, str]) -> int:
-    """How many tasks a host is given at a turn, by the distribution that was asked for."""
+    """Return the number of tasks a host is given at a turn, by the requested distribution."""
     match environment.get("SLURM_DISTRIBUTION", "block").partition(":")[0]:
         case "cyclic":
             return 1

@@ -124,7 +124,7 @@ def _accepted(connection: socket.socket, reply: dict[str, Any], member: Member) 
 
 
 def here(member: Member) -> str:
-    """Which process this is, for messages."""
+    """Name this process in messages."""
     return f"`initialize` on process {member.process_id} of {member.num_processes}"
 
 

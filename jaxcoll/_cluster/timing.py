@@ -7,8 +7,8 @@ connection tells: a process that is stopped, cut off, or busy in code that holds
 from __future__ import annotations
 
 HEARTBEAT_SECONDS = 0.5
-"""How often a process publishes its part in calls and elastic runs, and looks what others published
-and which have ended. Survivors of a failure wait for up to four."""
+"""Seconds after which a process publishes its part in calls and elastic runs, and looks what others
+published and which have ended. Survivors of a failure wait for up to four."""
 
 REPLY_SECONDS = 0.75
 """Timeout of a status query to another process's watchdog, which takes a few milliseconds."""
@@ -17,7 +17,7 @@ RETRY_SECONDS = 3.0
 """A second, longer timeout before several silent processes are declared lost."""
 
 COORDINATOR_SECONDS = 10.0
-"""How much longer than that the coordinator may take to pass a query and its reply on."""
+"""Seconds beyond that which the coordinator may take to pass a query and its reply on."""
 
 SILENT_CALLER_SECONDS = 5.0
 """After such a silence a process that must agree on the next program is lost, where its connection
@@ -36,5 +36,5 @@ JAX_STARTUP_SECONDS = 24 * 3600
 shorter, and raises."""
 
 HOSTS_SECONDS = 10.0
-"""How long the first use of a world waits for processes that have not published their host,
+"""Seconds for which the first use of a world waits for processes without a published host,
 where `jax.distributed.initialize` was called in place of `jc.initialize`."""

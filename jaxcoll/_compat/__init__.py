@@ -1,4 +1,4 @@
-"""What JAX keeps to itself, which no other room touches: probes, not version numbers."""
+"""Private parts of JAX, which no other room touches: probes, not version numbers."""
 
 from jaxcoll._compat.axes import as_varying as as_varying
 from jaxcoll._compat.axes import automatic_axes as automatic_axes

@@ -30,7 +30,7 @@ def axes_in_scope() -> tuple[str, ...]:
 
 
 def is_unreachable(axis: str) -> bool:
-    """Whether `axis` belongs to a `vmap` inside a checked `shard_map`.
+    """True if `axis` belongs to a `vmap` inside a checked `shard_map`.
 
     JAX 0.10 and 0.12 fail there on every collective, with an assertion that has no words.
     """
@@ -39,7 +39,7 @@ def is_unreachable(axis: str) -> bool:
 
 
 def is_vmapped(axis: str) -> bool:
-    """Whether `axis` belongs to a `vmap`: an array's own dimension, behind which is no device.
+    """True if `axis` belongs to a `vmap`: an array's own dimension, behind which is no device.
 
     `pmap` is a `shard_map` since JAX 0.8.
     """
@@ -47,7 +47,7 @@ def is_vmapped(axis: str) -> bool:
 
 
 def is_shadowed(axis: str) -> bool:
-    """Whether a `vmap` has taken the name of an axis that the mesh maps as well.
+    """True if a `vmap` has taken the name of an axis that the mesh maps as well.
 
     Recognised by its size, and, for one of the same size, by an index that is being batched.
     """
@@ -84,7 +84,7 @@ def zeros_like_aval(aval: Any, dtype: Any) -> jax.Array:
 
 
 def types_tell() -> bool:
-    """Whether types tell replicas apart here: a checked `shard_map` is around."""
+    """True if types tell replicas apart here: a checked `shard_map` is around."""
     if _checks_types is not None:
         return bool(_checks_types.value)
     manual = jax.sharding.get_abstract_mesh().manual_axes  # pragma: no cover
@@ -92,7 +92,7 @@ def types_tell() -> bool:
 
 
 def tracks_variance(axis: str) -> bool:
-    """Whether types tell replicas apart along `axis` (a checked `shard_map` binds it).
+    """True if types tell replicas apart along `axis` (a checked `shard_map` binds it).
 
     `pmap`, `vmap` and `shard_map(check_vma=False)` leave every type without marks, so an
     empty set of varying axes means "the same everywhere" only where this is true.
@@ -108,7 +108,7 @@ def unreduced_axes(x: Any) -> frozenset[str]:
 
 
 def same_axes(x: Any, axes: Iterable[str]) -> tuple[str, ...]:
-    """Those of `axes` over which `x` is the same on all replicas by its type."""
+    """Return those of `axes` over which `x` is the same on all replicas by its type."""
     if not types_tell():
         return ()
     differs = varying_axes(x) | unreduced_axes(x)
@@ -127,13 +127,13 @@ def retyped(aval: Any, varying: frozenset[str]) -> Any:
 
 
 def is_partially_sharded(x: Any) -> bool:
-    """Whether `x` is sharded, by its type, over a mesh axis that is not mapped here."""
+    """True if `x` is sharded, by its type, over a mesh axis that is not mapped here."""
     spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
     return any(part is not None for part in spec)
 
 
 def must_keep_shape(x: Any) -> bool:
-    """Whether `x` is split, or may be, over a mesh axis that is not mapped here."""
+    """True if `x` is split, or may be, over a mesh axis that is not mapped here."""
     return bool(automatic_axes()) or is_partially_sharded(x)
 
 

@@ -1,4 +1,4 @@
-"""What JAX keeps to itself about compiling, and a process that compiles for another cluster.
+"""Private parts of JAX for compiling, and a process that compiles for another cluster.
 
     python -m jaxcoll._compat.compiler FOLDER
 
@@ -27,7 +27,7 @@ COMPILERS = {
 
 
 def has_compiler(platform: str) -> bool:
-    """Whether the compiler of a platform is installed for this Python."""
+    """True if the compiler of a platform is installed for this Python."""
     return not COMPILERS[platform] or any(map(_is_there, COMPILERS[platform]))
 
 
@@ -126,7 +126,7 @@ def memory_by_name(stats: Any) -> dict[str, int]:
 
 
 def _unsharded(function: Any, which: str) -> list[bool]:
-    """Of each argument or result whether its sharding is the compiler's to choose."""
+    """Return, for each argument or result, whether the compiler chooses its sharding."""
     if which not in function.attributes:
         return []
     return [

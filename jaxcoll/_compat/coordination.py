@@ -34,11 +34,11 @@ class Store:
         self.processes = processes
 
     def is_of(self, other: object) -> bool:
-        """Whether both use one client: of one world, joined once."""
+        """True if both use one client: of one world, joined once."""
         return isinstance(other, Store) and self._client is other._client
 
     def is_current(self) -> bool:
-        """Whether it is the store of the world that this process is in now."""
+        """True if it is the store of the world that this process is in now."""
         return getattr(self._state, "client", None) is self._client
 
     def set(self, key: str, value: str) -> None:
@@ -91,7 +91,7 @@ class Store:
 
 
 def joined_state() -> Any:
-    """What JAX knows of the world that this process has joined, as far as this JAX has it."""
+    """Return JAX's state of the world that this process has joined, as far as this JAX has it."""
     return getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
 
 

@@ -70,7 +70,7 @@ def let_gloo_listen_at(
 
 
 def meets_over_gloo() -> bool:
-    """Whether processes are joined, their CPU devices meet over Gloo, and this JAX is known."""
+    """True if processes are joined, their CPU devices meet over Gloo, and this JAX is known."""
     return (
         getattr(joined_state(), "client", None) is not None
         and isinstance(getattr(_bridge(), "make_cpu_client", None), types.FunctionType)

@@ -94,7 +94,7 @@ _parts_p = unchanged(PARTS)
 
 
 def in_backward(eqn: Any) -> bool:
-    """Whether an equation was made by the transposition of a derivative.
+    """True if an equation was made by the transposition of a derivative.
 
     Those of a program that it runs need not say so themselves. A scope of the user's may have any
     name, so that the word "transpose" alone shows nothing.
@@ -105,7 +105,7 @@ def in_backward(eqn: Any) -> bool:
 
 
 def is_our_reduction(eqn: Any, kind: str = "all_reduce") -> bool:
-    """Whether an equation carries a pack of such a reduction of ours."""
+    """True if an equation carries a pack of such a reduction of ours."""
     return any(re.fullmatch(rf"{kind}_[0-9a-f]{{6}}/pack\d+", x.name) for x in _scopes(eqn))
 
 

@@ -37,7 +37,7 @@ def configuration() -> Any:
 
 
 def has_backend() -> bool:
-    """Whether JAX has begun to use devices, after which processes cannot be joined any more."""
+    """True if JAX has begun to use devices, after which processes cannot be joined any more."""
     from jax.experimental import multihost_utils
 
     bridge = getattr(multihost_utils, "xla_bridge", None)

@@ -31,7 +31,7 @@ from jaxcoll._errors import (
 from jaxcoll._spmd.checks.check_replicas import ReplicaCheck
 
 PATIENCE_SECONDS = 0.25
-"""How long a mark is waited for before its process is asked what it does instead."""
+"""Seconds for which a mark is waited for before its process is asked what it does instead."""
 
 _LINES_SECONDS = 10.0  # how long the lines of another process are waited for
 
@@ -54,7 +54,7 @@ of it, as in `rows[jax.process_index()::jax.process_count()]`."""
 
 
 class Agreement:
-    """How the processes of a group, by its name, agree on the program of one call."""
+    """The protocol by which a group's processes agree on the program of one call."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Agreement:
         return None, False
 
     def _verdict(self) -> dict[str, Any]:
-        """What the marks of all processes say, as far as it takes to know."""
+        """Return the verdict of all processes' marks, as far as it takes to know."""
         pause = 0.001
         while True:
             marks = self._peers.store.all(f"{self.folder}/marks")
@@ -136,7 +136,7 @@ class Agreement:
                     return {}
 
     def _of_values(self, entries: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-        """What the digests of the processes' first arguments say."""
+        """Return the verdict of the digests of the processes' first arguments."""
         if len({whole for _, whole, _ in entries.values()} - {""}) > 1:
             texts = self._peers.store.all(f"{self.folder}/values")
             values = {p: json.loads(texts[p]) for p in sorted(texts, key=int)}

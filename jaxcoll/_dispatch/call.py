@@ -70,7 +70,7 @@ class Call:
         return min(own, inner) if own and inner else inner or own
 
     def settings_text(self) -> str:
-        """What all processes must have in common beside the program, as they compare it."""
+        """Return the settings that all processes must have in common, as they compare them."""
         if self.settings is None:
             return settings_of(self.options)
         return self.settings if isinstance(self.settings, str) else repr(self.settings)

@@ -6,7 +6,7 @@ RECENT = 1 << 13
 """Calls that are remembered, at least."""
 
 CONTEXTS = (16, 8, 4, 2, 1)
-"""How many of the last calls are looked for among the earlier ones, longest first."""
+"""Numbers of last calls that are looked for among the earlier ones, longest first."""
 
 _GAP = "\0"
 

@@ -82,7 +82,7 @@ def run(call: Call, until: float | None = None) -> Any:
 
 
 def run_all(calls: Sequence[Call]) -> list[Any]:
-    """What each call returns, made one after another within the deadline of the first."""
+    """Make calls one after another within the deadline of the first, and return their results."""
     seconds = calls[0].timeout_seconds
     until = time.monotonic() + seconds if seconds else None
     return [run(call, until) for call in calls]

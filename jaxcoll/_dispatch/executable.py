@@ -31,7 +31,7 @@ Compile = Callable[[jax.stages.Lowered, str, Sequence[Any], str], Program]
 
 _LAST = "last"
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""Of each jitted program, what it is compiled to; under `_LAST` the last key and its program."""
+"""Executables of each jitted program; under `_LAST` the last key and its program."""
 
 plans: dict[str, CollectivePlan] = {}
 """The plans that were traced last, by name, so that messages can name the leaves of a pack."""

@@ -88,7 +88,7 @@ class Peers:
         self.store.request(send, seconds)
 
     def key(self, what: str, process: int) -> str:
-        """Where the `inbox`, the `bell` and the `state`, "here" or "ended", of a process stand."""
+        """Return the key of a process's `inbox`, `bell` or `state` ("here" or "ended")."""
         return f"{self.root}/{what}/{process}"
 
     def look(self) -> None:
@@ -96,7 +96,7 @@ class Peers:
         self.gone = ended()
 
     def known(self, process: int) -> str:
-        """What is known of a process that does not answer: "ended", "dead", "here"; "": nothing."""
+        """Return the state of a silent process: "ended", "dead", "here"; "": nothing is known."""
         state = self.store.try_get(self.key("state", process)) or ""
         return "dead" if state != "ended" and process in ended() else state
 

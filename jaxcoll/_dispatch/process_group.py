@@ -24,7 +24,7 @@ from jaxcoll._errors import PeerLostError, ProgramMismatchError
 from jaxcoll._threads import Task
 
 NEWS_SECONDS = 0.05
-"""How much later than a transport's error the coordinator's news of all who died may come."""
+"""Seconds after a transport's error until the coordinator's news of the dead has come."""
 
 _TRANSPORT = re.compile("gloo|connection|peer|nccl|socket|heartbeat|unavailable|timed out", re.I)
 
@@ -223,7 +223,7 @@ class ProcessGroup:
         self._interrupt(failure)
 
     def status(self, position: int, lines: bool = False) -> dict[str, Any]:
-        """Where this process is, for one at `position`; `lines`: its program there, too."""
+        """Return where this process is, for one at `position`; `lines`: its program there, too."""
         status = {
             "at": self.position,
             "name": self._name,
@@ -237,7 +237,7 @@ class ProcessGroup:
         return status
 
     def arrivals(self, position: int) -> tuple[tuple[int, ...], str]:
-        """Which processes have not come as far as `position`, and the same in words."""
+        """Return the processes that have not come as far as `position`, and the same in words."""
         try:
             replies = self._peers.ask(self.name, position, self.others, coordinator=0.2)
             words = {p: self._peers.silence(p) for p in self.others if p not in replies}
@@ -279,7 +279,7 @@ class ProcessGroup:
 
 
 def in_words(status: dict[str, Any]) -> str:
-    """Where a process is that is not where it is expected."""
+    """Describe where a process is that is not where it is expected."""
     if not status["at"]:
         return "has made no call over these devices"
     if status["inside"]:

@@ -33,7 +33,7 @@ here and 15 kB in the coordinator until the key is written (0.10 and 0.12)."""
 
 
 class Watched(Protocol):
-    """What a watchdog speaks for: a process group, or this process's part in an elastic run."""
+    """The party of a watchdog: a process group, or this process's part in an elastic run."""
 
     def alarmed(self, alarm: dict[str, Any]) -> None: ...
     def beat(self) -> None: ...
@@ -97,7 +97,7 @@ class Watchdog:
             self._let_go()
 
     def is_current(self) -> bool:
-        """Whether this process is still in the world in which it speaks for it."""
+        """True if this process is still in the world in which it speaks for it."""
         keys = self.peers.store.keys
         return isinstance(keys, Store) and keys.is_current()
 

@@ -28,7 +28,7 @@ _jax_broken = False
 
 
 def may_be_broken() -> bool:
-    """Whether connections of JAX's own devices may be broken, so that new ones are needed."""
+    """True if connections of JAX's own devices may be broken, so that new ones are needed."""
     return _jax_broken
 
 

@@ -38,7 +38,7 @@ class Generation:
         return tuple(map(rank_of, self.members))
 
     def ends_for_its_program(self, name: str) -> bool:
-        """Whether a worker stops because of the program that it or another one brings."""
+        """True if a worker stops because of the program that it or another one brings."""
         return bool(self.differ) and (not self.members or name in self.differ[1:])
 
     def to_json(self) -> str:

@@ -29,7 +29,7 @@ class StepStatus(NamedTuple):
     fingerprint: str = ""  # of the program; "": it is not compiled yet
 
     def contradicts(self, other: StepStatus) -> bool:
-        """Whether both are in one step of one generation, with different programs."""
+        """True if both are in one step of one generation, with different programs."""
         if (self.generation, self.step) != (other.generation, other.step):
             return False
         marks = {self.fingerprint, other.fingerprint} - {""}
@@ -42,12 +42,12 @@ def new_name(process: int) -> str:
 
 
 def has_ended(name: str) -> bool:
-    """Whether the coordinator reported this worker's end, whatever its last heartbeat was."""
+    """True if the coordinator reported this worker's end, whatever its last heartbeat was."""
     return not name.endswith(_UNFOLLOWED) and rank_of(name) in ended()
 
 
 def is_followed(name: str) -> bool:
-    """Whether the coordinator would report that worker's end to this process."""
+    """True if the coordinator would report that worker's end to this process."""
     return followed() is not None and not name.endswith(_UNFOLLOWED)
 
 
@@ -65,7 +65,7 @@ class Heartbeats:
             self._seen[name] = (text, since, changed) if text == before else (text, now, True)
 
     def is_silent(self, name: str) -> bool:
-        """Whether a worker has ended; where nobody would report that, also whether it is late.
+        """True if a worker has ended; where nobody would report that, also if it is late.
 
         A worker whose interpreter is held by foreign code is late, lives, and goes on. So does one
         that is stopped, as far as others can tell, until a deadline passes. Lateness therefore
@@ -75,16 +75,16 @@ class Heartbeats:
         return has_left or (not is_followed(name) and self.is_late(name))
 
     def is_late(self, name: str) -> bool:
-        """Whether a worker has not written for long."""
+        """True if a worker has not written for long."""
         since = self._seen.get(name, (ENDED, 0.0, False))[1]
         return time.monotonic() - since > SILENT_WORKER_SECONDS
 
     def is_alive(self, name: str) -> bool:
-        """Whether a worker writes, so that it can be taken in."""
+        """True if a worker writes, so that it can be taken in."""
         return not (self.is_silent(name) or self.is_late(name))
 
     def is_settled(self, name: str) -> bool:
-        """Whether it is known if a worker lives: a first heartbeat may be that of a dead one."""
+        """True if a worker is known to live or not: a first heartbeat may be that of a dead one."""
         known = name not in self._seen or self._seen[name][2] or self.is_late(name)
         return known or self.is_silent(name)
 

@@ -149,7 +149,7 @@ class Membership:
         return self._begin(self._agreed(finished, held, residual=residual))
 
     def joins_at(self, step: int) -> bool:
-        """Whether a worker is to be taken in before `step`: the same answer on all members."""
+        """True if a worker is to be taken in before `step`: the same answer on all members."""
         has_place = len(self.generation.members) < self._most
         answer = "join" if has_place and self._waiting() else "go"
         steps = self._key(self.generation.number, "step")
@@ -237,7 +237,7 @@ class Membership:
         return Generation.from_json(text)
 
     def _is_complete(self, ready: Mapping[str, Any], waited: float, number: int) -> bool:
-        """Whether nobody else is worth waiting for."""
+        """True if nobody else is worth waiting for."""
         if self.generation.number < 0:
             return self._beginners() <= {*map(rank_of, ready)} or waited > self.startup
         _, odd = self._differ(ready)

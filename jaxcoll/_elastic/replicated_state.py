@@ -150,24 +150,24 @@ class ReplicatedState:
         self._begun = {k: sums for k, sums in self._begun.items() if k in self._held}
 
     def like(self) -> Any:
-        """What a checkpoint is read as."""
+        """Return the tree that a checkpoint is read as."""
         return self.host(self.finished)
 
     def types(self, state: Any) -> Any:
-        """What has the same structure, shapes and dtypes on all workers."""
+        """Return the part with the same structure, shapes and dtypes on all workers."""
         whole = map(whole_shapes, residuals.residuals_in(state))
         return residuals.with_residuals(state, whole)
 
     def alike(self, state: Any) -> Any:
-        """What a newcomer is given."""
+        """Return the part that a newcomer is given."""
         return residuals.without_residuals(state)
 
     def compared(self, state: Any) -> Any:
-        """What has the same values on all workers."""
+        """Return the part with the same values on all workers."""
         return residuals.without_residuals(state)
 
     def placed(self, state: Any, alike: Any, membership: Membership, mesh: Mesh) -> Any:
-        """What is alike on all workers, and what this one has for itself, on the devices."""
+        """Place the part that is alike on all workers, and this one's own, on the devices."""
         own = [residuals.placed(x, mesh) for x in self._own(state, membership, mesh)]
         with no_mesh():
             alike = place(alike, NamedSharding(mesh, PartitionSpec()))

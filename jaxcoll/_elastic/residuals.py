@@ -32,7 +32,7 @@ def with_residuals(state: Any, found: Iterable[Any]) -> Any:
 
 
 def without_residuals(state: Any) -> Any:
-    """What all workers hold alike: the state with residuals that have no parts."""
+    """Return what all workers hold alike: the state with residuals that have no parts."""
     return with_residuals(state, (x.replace(()) for x in residuals_in(state)))
 
 
@@ -49,7 +49,7 @@ def summed(residual: Shards) -> Shards:
 
 
 def at_start(name: str, residual: Shards) -> Shards:
-    """What all workers together begin with: a sum that each of them knows."""
+    """Return the residual that all workers begin with: a sum that each of them knows."""
     if any(_is_elsewhere(x) for x in residual.parts) and norm([residual]):
         raise ValueError(
             f"`Elastic`: state{name} is a residual in which something is owed, on devices of "

@@ -34,7 +34,7 @@ PATIENCE, LAST_PATIENCE = 1.0, 30.0
 
 @dataclasses.dataclass
 class Job:
-    """What `Elastic` was given, see there, and how far its runs have come."""
+    """Arguments of `Elastic`, see there, and the progress of its runs."""
 
     axis: str
     programs: Callable[[Mesh, Membership], StepPrograms]

@@ -47,7 +47,7 @@ class StepPrograms:
     def prepared(
         self, step: int, state: ReplicatedState, batches: Callable[[int], Any]
     ) -> tuple[int, Callable[[], Any]]:
-        """How many steps are finished after the next call, and this call, ready to be made."""
+        """Return the number of finished steps after the next call, and this call, ready."""
         batch = batches(step)
         with no_mesh():
             rows, held = place(batch, self._rows), state.latest
@@ -94,7 +94,7 @@ class StepPrograms:
         return mark
 
     def lines(self) -> tuple[str, ...]:
-        """What this worker ran last, as workers compare it; (): nothing yet."""
+        """Return the program this worker ran last, as workers compare it; (): nothing yet."""
         if self._last is None:
             return "", "no program: its training ends here"
         return tuple(line for program in self._last for line in unpacked(program.lines))

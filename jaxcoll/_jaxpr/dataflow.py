@@ -13,7 +13,7 @@ Fact = TypeVar("Fact")
 
 
 class Dataflow(Generic[Fact]):
-    """What is known of each value, from what is known of the inputs.
+    """Facts about each value, from those about the inputs.
 
     A subclass says what one equation makes of its operands and how facts meet (`join`, `chosen`).
     These are monotone, so that loops settle, and facts are hashable: a program is read once for
@@ -130,7 +130,7 @@ class Dataflow(Generic[Fact]):
 
 
 def _hands_on(branches: Sequence[Jaxpr], k: int) -> bool:
-    """Whether output `k` is one and the same operand in every branch."""
+    """True if output `k` is one and the same operand in every branch."""
     places = {
         next((i for i, var in enumerate(branch.invars) if var is branch.outvars[k]), None)
         for branch in branches

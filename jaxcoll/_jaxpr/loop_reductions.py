@@ -49,7 +49,7 @@ class Repeated:
 
 
 def moved_reductions(program: Any) -> tuple[Repeated, ...]:
-    """Of a loop's body whose results are all added up or kept: the reductions they come from."""
+    """Return the reductions behind a loop's results that are all added up or kept."""
     inputs = [_Fact(given=True)] * len(opened(program).invars)
     outs = _Reductions().outputs(program, inputs)
     return tuple(map(_repeated, _union(fact.moved for fact in outs)))
@@ -97,7 +97,7 @@ def _added_up(body: Any, first: int, carried: int) -> Iterator[tuple[JaxprEqn, .
 
 
 class _Fact(NamedTuple):
-    """What is known of a value in a loop's body."""
+    """Facts about a value in a loop's body."""
 
     moved: tuple[JaxprEqn, ...] = ()  # the reductions that it is made of by moves alone
     given: bool = False  # it depends on an input
@@ -168,13 +168,13 @@ class _Reductions(Dataflow[_Fact]):
 
 
 def _grows(eqn: JaxprEqn) -> bool:
-    """Whether an equation writes an element to several places."""
+    """True if an equation writes an element to several places."""
     avals: list[Any] = [x.aval for x in (*eqn.invars[:1], *eqn.outvars)]
     return eqn.primitive.name == "broadcast_in_dim" and avals[0].size != avals[1].size
 
 
 def _sends(eqn: JaxprEqn) -> bool:
-    """Whether a reduction is over a mapped axis, not over an array's own dimensions alone.
+    """True if a reduction is over a mapped axis, not over an array's own dimensions alone.
 
     A reduce-scatter of ours leaves each replica a part, which is why it stands in a loop: what is
     added up there before it would be whole.

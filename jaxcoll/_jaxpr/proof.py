@@ -126,7 +126,7 @@ class RepeatedSum:
 
 @dataclasses.dataclass(frozen=True)
 class Proven:
-    """What the pass found of a program."""
+    """Results of the pass over a program."""
 
     varying: list[frozenset[str]]  # of each output the axes along which it may differ
     repeated: tuple[RepeatedSum, ...]
@@ -254,7 +254,7 @@ class _Proof(Dataflow[int]):
         return bits
 
     def _is_function(self, eqn: JaxprEqn) -> bool:
-        """Whether results are a function of the operands and of nothing else, axes included."""
+        """True if results are a function of the operands and of nothing else, axes included."""
         name = eqn.primitive.name
         return (
             (name in _FUNCTIONS or name in _SILENT or bool(programs(eqn)))
@@ -380,7 +380,7 @@ class _Proof(Dataflow[int]):
 
 
 def _is_divided(out: Any, jaxpr: Jaxpr, n: int) -> bool:
-    """Whether a sum is only used in its quotient by a multiple of `n`, or by a count: a mean."""
+    """True if a sum is only used in its quotient by a multiple of `n`, or by a count: a mean."""
     users = [eqn for eqn in jaxpr.eqns if any(x is out for x in eqn.invars)]
     is_result = any(x is out for x in jaxpr.outvars)
     return bool(users) and not is_result and all(_divides(eqn, out, jaxpr, n) for eqn in users)
@@ -397,7 +397,7 @@ def _divides(eqn: JaxprEqn, out: Any, jaxpr: Jaxpr, n: int) -> bool:
 
 
 def _is_multiple(atom: Any, n: int, *, inverse: bool = False) -> bool:
-    """Whether a number in the program is a multiple of `n`, or 1 over one."""
+    """True if a number in the program is a multiple of `n`, or 1 over one."""
     if not isinstance(atom, Literal) or not atom.val:
         return False
     value = 1 / float(atom.val) if inverse else float(atom.val)
@@ -405,7 +405,7 @@ def _is_multiple(atom: Any, n: int, *, inverse: bool = False) -> bool:
 
 
 def _is_count(jaxpr: Jaxpr, atom: Any) -> bool:
-    """Whether a value is a sum of numbers in the program, as `lax.psum(jnp.ones(()), axis)`."""
+    """True if a value is a sum of numbers in the program, as `lax.psum(jnp.ones(()), axis)`."""
     eqns = [*_behind(jaxpr, atom)]
     counting = {*_SUMS, "broadcast_in_dim", "convert_element_type", "reshape"}
     return bool(eqns) and all(eqn.primitive.name in counting for eqn in eqns)

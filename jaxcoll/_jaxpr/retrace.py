@@ -22,7 +22,7 @@ Moment = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a function did when it was traced, with whatever it captured."""
+    """A traced function, with whatever it captured."""
 
     # Its outputs are the arrays among the leaves of the result, in the order of the tree
     program: ClosedJaxpr
@@ -102,7 +102,7 @@ def with_captured(program: Traced) -> tuple[Traced, list[Any]]:
 
 
 def made_without(program: ClosedJaxpr, inputs: Sequence[int]) -> list[bool]:
-    """Whether each output is made without certain inputs, and without effects."""
+    """Return whether each output is made without certain inputs, and without effects."""
     jaxpr = program.jaxpr
     tainted = {jaxpr.invars[i] for i in inputs}
     for eqn in jaxpr.eqns:

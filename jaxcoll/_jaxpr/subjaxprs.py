@@ -58,12 +58,12 @@ def equations(program: Any) -> Iterator[JaxprEqn]:
 
 
 def contains(program: Any, primitive: str) -> bool:
-    """Whether a program has an equation of that primitive anywhere."""
+    """True if a program has an equation of that primitive anywhere."""
     return any(eqn.primitive.name == primitive for eqn in equations(program))
 
 
 def is_ref(atom: Any) -> bool:
-    """Whether a variable is a place that may be written."""
+    """True if a variable is a place that may be written."""
     return hasattr(atom.aval, "inner_aval")
 
 

@@ -41,12 +41,12 @@ def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
 
 
 def span_processes(devices: Sequence[jax.Device]) -> bool:
-    """Whether some of `devices` belong to other processes than others do."""
+    """True if some of `devices` belong to other processes than others do."""
     return len({d.process_index for d in devices}) > 1
 
 
 def equal_shares(devices: Sequence[jax.Device]) -> int:
-    """How many processes have `devices`; 0: some have more of them than others."""
+    """Return the number of processes with `devices`; 0: some have more of them than others."""
     counts = Counter(d.process_index for d in devices)
     return len(counts) if len(set(counts.values())) == 1 else 0
 
@@ -160,7 +160,7 @@ def fitted_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
 
 
 def takes_mesh(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `fun` cannot be called without a `mesh`, and the caller gives none."""
+    """True if `fun` cannot be called without a `mesh`, and the caller gives none."""
     try:
         parameter = inspect.signature(fun).parameters.get("mesh")
     except (TypeError, ValueError):

@@ -27,7 +27,7 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
 
 
 def is_in_place(tree: Any, sharding: NamedSharding) -> bool:
-    """Whether nothing of `tree` is to be moved; the usual case, which every call waits for."""
+    """True if nothing of `tree` is to be moved; the usual case, which every call waits for."""
     leaves = jax.tree.leaves(tree)
     return (
         all(isinstance(x, jax.Array) for x in {type(x): x for x in leaves}.values())
@@ -51,14 +51,14 @@ class InPlace:
 
     @classmethod
     def of(cls, leaves: list[Any], tree: Any) -> InPlace | None:
-        """Of arguments, flattened; None: not all of them are arrays."""
+        """Make one of flattened arguments; None: not all of them are arrays."""
         kinds = {type(x): x for x in leaves}
         if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in kinds.values()):
             return None
         return cls(tree, {*kinds}, [x.aval for x in leaves], [x.sharding for x in leaves])
 
     def is_like(self, leaves: list[Any], tree: Any) -> bool:
-        """Whether another call's arguments are of the same types, in the same places, and live."""
+        """True if another call's arguments are of the same types, in the same places, and live."""
         return (
             tree == self.tree
             and set(map(type, leaves)) == self.kinds
@@ -71,7 +71,7 @@ class InPlace:
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is an array or a number, which `place` can put on devices."""
+    """True if `value` is an array or a number, which `place` can put on devices."""
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
@@ -99,7 +99,7 @@ def shape_of(x: Any) -> Any:
 
 
 def placed_shape(x: Any, sharding: NamedSharding, processes: int) -> Any:
-    """What `place_leaf` would make of one leaf, as a type: nothing is read or placed."""
+    """Return the type that `place_leaf` would make of one leaf: nothing is read or placed."""
     if isinstance(x, jax.Array) and _is_placed(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
     known = shape_of(x if is_array(x) or isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x))
@@ -109,7 +109,7 @@ def placed_shape(x: Any, sharding: NamedSharding, processes: int) -> Any:
 
 
 def _is_share(x: Any) -> bool:
-    """Whether `x` is what this process alone has of a batch."""
+    """True if `x` is what this process alone has of a batch."""
     if isinstance(x, jax.Array):
         return x.is_fully_addressable
     return not isinstance(x, jax.ShapeDtypeStruct)
@@ -161,7 +161,7 @@ def _of_all(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
-    """Whether `x` lies there, and says so in words of the same mesh.
+    """True if `x` lies there, and says so in words of the same mesh.
 
     Otherwise `device_put` says it, without a copy: a program compiled for the other words would
     be compiled again as soon as its own results come back as arguments.
@@ -248,14 +248,14 @@ def check_concrete(args: Any, kwargs: Any) -> None:
 
 
 def _is_wordy(x: Any) -> bool:
-    """Whether `x` is an array of the host of strings, dates, records or objects."""
+    """True if `x` is an array of the host of strings, dates, records or objects."""
     if not isinstance(x, np.ndarray | np.generic):
         return False
     return x.dtype.kind in "USOMm" or x.dtype.names is not None
 
 
 def _may_be_placed(x: Any) -> bool:
-    """Whether JAX might take it: whether what has an array in it can be one, JAX itself says."""
+    """True if JAX might take it: if an array is in it, JAX itself says whether it can be one."""
     others = ("dtype", "__jax_array__", "__array__")
     return not isinstance(x, Tracer) and (is_array(x) or any(hasattr(x, name) for name in others))
 

@@ -29,7 +29,7 @@ def specs_of(tree: Any) -> Any:
 
 
 def spec_of(axes: tuple[str, ...], stack: tuple[int, ...]) -> PartitionSpec:
-    """How the parts of Shards are split: by their rows, which stand behind the layers."""
+    """Return the spec of the parts of Shards: by their rows, which stand behind the layers."""
     return PartitionSpec(*(None for _ in stack), axes)
 
 

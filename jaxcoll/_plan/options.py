@@ -1,4 +1,4 @@
-"""How replicas are asked to communicate: frozen values, validated once, merged explicitly."""
+"""Options of communication: frozen values, validated once, merged explicitly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxcoll._wire.table import checked as checked_format
 
 
 class ReduceOp(enum.Enum):
-    """How the replicas' values are combined. Strings in any case are taken wherever one is.
+    """The operation that combines replicas' values. Strings in any case stand for it everywhere.
 
     Examples:
       >>> ReduceOp.of("Mean") is ReduceOp.MEAN
@@ -38,7 +38,7 @@ class ReduceOp(enum.Enum):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which implementation carries the reduction.
+    """The implementation that carries the reduction.
 
     AUTO leaves it to jaxcoll and the compiler. RING asks for a ring of neighbour exchanges
     written out in the program. NCCL asks for the backend's own all-reduce, which is NCCL on
@@ -128,13 +128,13 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     ),
     "compression": (None, checked_format),
 }
-"""Of each option the default, and what checks a value that is given."""
+"""Each option's default, and the function that checks a value."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(eq=False, repr=False)
 class CommunicationOptions:
-    """How replicas exchange tensors: a frozen, hashable value.
+    """Options of an exchange of tensors: a frozen, hashable value.
 
     Law: options are honoured or refused. What they ask is visible in the plan and in the
     compiled program; where a backend cannot do it the plan says what happens instead.

@@ -1,4 +1,4 @@
-"""What surrounds the sum: the type it travels in, a mean's division, the type it ends in."""
+"""Arithmetic around the sum: the type it travels in, a mean's division, the type it ends in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxcoll._wire.blocks import all_finite
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How the leaves of one pack are treated alike; two leaves share a pack if it is equal."""
+    """The arithmetic of a leaf's reduction; two leaves share a pack if it is equal."""
 
     # Axes the sum is over, those of size one left out; empty: nothing travels
     over: tuple[str, ...]

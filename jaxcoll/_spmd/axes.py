@@ -1,4 +1,4 @@
-"""What a call is given, checked before anything is sent: names of axes, and arrays."""
+"""Checks of a call's arguments before anything is sent: names of axes, and arrays."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def dimension(axis: Any, shape: Sequence[int], who: str) -> int:
 def _rows(
     paths: Sequence[str], arrays: Sequence[jax.Array], axes: dict[str, int], scope: Scope
 ) -> list[jax.Array]:
-    """What every replica has of each array, a row each, in their order."""
+    """Gather each array from every replica, a row each, in their order."""
     over = tuple(axes.values())
     leaves = []
     for path, array in zip(paths, arrays, strict=True):

@@ -74,7 +74,7 @@ class Total:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What of a metric travels: floats, so that one pack takes all."""
+    """The part of a metric that travels: floats, so that one pack takes all."""
 
     total: Any  # float32[], or wider where the metric is
     weight: Any  # likewise; None for a `Total`
@@ -87,7 +87,7 @@ class Part:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a metric stood in a tree."""
+    """The place of a metric in a tree."""
 
     path: str
 
@@ -111,7 +111,7 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
 
 
 def taken_apart(tree: Any, caller: str) -> tuple[dict[str, Part], Any]:
-    """What of a tree's metrics travels, by path, and the tree with a place for each."""
+    """Return the parts of metrics that travel, by path, and the tree with a place for each."""
     parts: dict[str, Part] = {}
 
     def leave(path: Any, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is asked of a whole gradient: its norm, clipping by it, and whether all of it is finite."""
+"""Properties of a whole gradient: its norm, clipping by it, and whether all of it is finite."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def clipped(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope
 
 
 def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
-    """Whether no element on any replica along the axes is infinite or NaN; see `jc.all_finite`."""
+    """True if no element on any replica along the axes is infinite or NaN; see `jc.all_finite`."""
     caller = "jc.all_finite"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
     _check_axes_of_shards(tree, axes, caller)

@@ -126,5 +126,5 @@ def leaves_of(
 
 
 def _is_special(x: Any) -> bool:
-    """What is a tree to JAX, but must not be cut."""
+    """True of a tree to JAX that must not be cut."""
     return is_sparse(x) or is_shards(x)

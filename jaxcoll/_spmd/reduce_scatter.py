@@ -205,7 +205,7 @@ def _gather_of(
 
 
 def recipe_of(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: World) -> Recipe:
-    """How a leaf is reduced of which each replica keeps a part."""
+    """Return the recipe of a leaf of which each replica keeps a part."""
     check_reducible(leaf.path, leaf.dtype, "reduce_scatter")
     over = tuple(a for a, n in axes.items() if n > 1)
     wire = wire_dtype(leaf.dtype, reduce_op, world)

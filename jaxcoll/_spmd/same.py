@@ -20,12 +20,12 @@ from jaxcoll._spmd.checks.check_replicas import digest
 
 CALLER = "jc.same"
 WORDS = 3
-"""Of what a replica reports of a value: two of its digests, added up, and how many they were."""
+"""Numbers that a replica reports of a value: two of its digests, added up, and their count."""
 
 
 @dataclasses.dataclass(eq=False)
 class Claims:
-    """What `jc.same` was called with in one program, and how replicas are found to hold it."""
+    """Values that `jc.same` was called with in one program, and their digests by replica."""
 
     compares: bool = False  # the program reports every value to the host
     found: bool = False  # there is such a call in it

@@ -1,4 +1,4 @@
-"""What whoever stands above a traced program hands down to the reductions in it.
+"""Settings that the caller of a traced program hands down to the reductions in it.
 
 The scope is part of JAX's trace-cache key: a function that was traced under one scope is
 traced anew under one that differs, so an inner `jax.jit` cannot carry options from one program to
@@ -86,7 +86,7 @@ class Scope(_Hashed):
 
 @dataclasses.dataclass(frozen=True)
 class Differentiation(_Hashed):
-    """That what is traced is a loss whose gradient is going to be reduced; equal by value."""
+    """A mark that a loss is traced whose gradient is going to be reduced; equal by value."""
 
     __hash__ = _Hashed.__hash__
 

@@ -72,7 +72,7 @@ class Shards:
 
 
 def is_shards(x: Any) -> bool:
-    """Whether `x` is a `Shards`; to be passed as `is_leaf`."""
+    """True if `x` is a `Shards`; to be passed as `is_leaf`."""
     return isinstance(x, Shards)
 
 

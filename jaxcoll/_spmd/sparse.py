@@ -235,7 +235,7 @@ def _type(part: Any) -> str:
 
 
 def is_sparse(leaf: Any) -> TypeGuard[IndexedSlices]:
-    """Whether `leaf` is an IndexedSlices, which a reduction takes as a whole."""
+    """True if `leaf` is an IndexedSlices, which a reduction takes as a whole."""
     return isinstance(leaf, IndexedSlices)
 
 

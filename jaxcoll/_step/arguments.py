@@ -1,4 +1,4 @@
-"""Which arguments of a step are the batch: by position, by name, by the step's signature."""
+"""The arguments of a step that are the batch: by position, by name, by the step's signature."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _lacks(setting: str, place: str, names: Iterable[str]) -> str:
 
 
 class Signature:
-    """What of a call is the batch: what `batch` names; or the second of two parameters.
+    """The batch among a call's arguments: those that `batch` names, or the second of two.
 
     Parameters with a default do not count; of a single one it is that one.
     """
@@ -91,7 +91,7 @@ class Signature:
 
     @functools.cached_property
     def _names(self) -> tuple[str, ...]:
-        """Of the parameters that may be passed by position."""
+        """Names of the parameters that may be passed by position."""
         parameters = self._signature.parameters.values() if self._signature else ()
         return tuple(p.name for p in parameters if p.kind in _POSITIONAL)
 
@@ -155,7 +155,7 @@ class Signature:
         return tuple(self._names.index(p) if isinstance(p, str) else p for p in places)
 
     def name(self, slot: Slot) -> str:
-        """What a message calls an argument: its parameter's name, as far as that is known."""
+        """Name an argument in a message: by its parameter's name, as far as that is known."""
         if isinstance(slot, str):
             return slot
         return self._names[slot] if slot < len(self._names) else f"args[{slot}]"

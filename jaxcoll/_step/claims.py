@@ -15,7 +15,7 @@ from jaxcoll._spmd.same import WORDS, Claims
 
 
 def are_new(claims: Claims, arguments: Any) -> bool:
-    """Whether a program has claims that were not compared yet for arguments of these shapes."""
+    """True if a program has claims that were not compared yet for arguments of these shapes."""
     if not claims.found:
         return False
     leaves, treedef = jax.tree.flatten(arguments)

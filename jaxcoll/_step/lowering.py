@@ -30,7 +30,7 @@ equinox's `filter_jit` hand out functions and programs of classes of their own."
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What is known of a program before it runs."""
+    """Texts of a program before it runs."""
 
     compiled: str  # HLO
     # HLO before any optimization, with its lines of Python; None if there is none any more

@@ -41,7 +41,7 @@ replicas; Shards are split already. Name the arguments that are the batch in `ba
 
 @dataclasses.dataclass
 class Arguments:
-    """How the calls of a step bring their arguments to a mesh.
+    """The placement of a step's arguments on a mesh.
 
     The rows of a batch are those of so many `processes`; 0: not all have as many devices.
     """
@@ -118,7 +118,7 @@ class Arguments:
         return call._replace(args=tuple(args))
 
     def shapes(self, call: Call) -> Call:
-        """What `placed` would make of it, as types: no array is read, so that deleted ones do."""
+        """Return the types that `placed` would make: no array is read, so that deleted ones do."""
         row = functools.partial(placed_shape, sharding=self._rows, processes=self._processes)
 
         def whole(x: Any) -> Any:
@@ -142,7 +142,7 @@ class Arguments:
         return jax.tree.map(placed, tree, is_leaf=is_shards)
 
     def _whole_of(self, x: Any) -> NamedSharding:
-        """Where an array belongs that every replica has whole: along other axes where it lies."""
+        """Return the sharding of a replicated array, which keeps its place along other axes."""
         at = getattr(x, "sharding", None)
         if not self._has_others or not isinstance(at, NamedSharding):
             return self._whole
@@ -172,5 +172,5 @@ def _check_apart(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int
 
 
 def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether arrays of these shapes can be added."""
+    """True if arrays of these shapes can be added."""
     return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))

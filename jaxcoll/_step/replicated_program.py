@@ -164,7 +164,7 @@ def checked_rule(rule: Any) -> Any:
 
 
 class Outputs:
-    """What a step returns, grouped by specs that are known before it is traced."""
+    """Results of a step, grouped by specs that are known before it is traced."""
 
     def __init__(self, axes: tuple[str, ...], rule: Any) -> None:
         """Arrays are copies of one value, or rows along `axes`, as `rule` says of each."""
@@ -297,7 +297,7 @@ def stepped(
 
 
 def _name(path: Any) -> str:
-    """What a message calls a step's output."""
+    """Name a step's output in a message."""
     return f"output {jax.tree_util.keystr(path)}" if path else "the output"
 
 
@@ -312,7 +312,7 @@ def _in_mutable_objects(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_mutable(structure: Any) -> bool:
-    """Whether a tree has nodes that a function may change, other than dicts and lists."""
+    """True if a tree has nodes that a function may change, other than dicts and lists."""
     node = structure.node_data()
     if node is None:  # a leaf
         return False

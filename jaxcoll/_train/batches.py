@@ -138,7 +138,7 @@ class Batches:
 
     @property
     def state(self) -> dict[str, int]:
-        """Where the next batch begins.
+        """The position at which the next batch begins.
 
         Four ints, to be kept in a checkpoint: "epoch", "row" (of the epoch's order), and "rows" and
         "seed", by which another source is refused. Set it before a `for`, with the same source and

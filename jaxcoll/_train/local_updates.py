@@ -190,7 +190,7 @@ class LocalUpdates:
 
     @functools.cached_property
     def _mix(self) -> Any:
-        """What replicas go on with: of their own parameters by rows, and the shared ones."""
+        """The parameters that replicas go on with, from their own by rows and the shared ones."""
 
         def mixed(x: Any, y: Any) -> Any:
             if self._mixing == 1:  # bit by bit, even where `x` is not finite
@@ -279,7 +279,7 @@ class LocalUpdates:
         return state.shared
 
     def fragment(self, state: LocalState, k: int) -> tuple[Any, Any, Any]:
-        """What `sum` exchanges of one fragment: `jc.inspect(train.sum, *train.fragment(state, 0))`.
+        """Return arguments of `sum` for `jc.inspect(train.sum, *train.fragment(state, 0))`.
 
         Args:
           state: with rows for this object's replicas.

@@ -126,7 +126,7 @@ class ShardedOptimizer:
 
     @functools.cached_property
     def mesh(self) -> Mesh | AbstractMesh:
-        """Where states are placed between programs."""
+        """The mesh on which states are placed between programs."""
         return checked_any_mesh(self._mesh, self._axis_name, CALLER)
 
     def init(self, params: Any) -> Any:
@@ -188,7 +188,7 @@ class ShardedOptimizer:
     def update(
         self, grads: Any, state: Any, params: Any = None, *, reduced: bool = False, **extra: Any
     ) -> tuple[Any, Any]:
-        """What to add to the parameters, and the next state; inside a program.
+        """Return the updates of the parameters, and the next state; inside a program.
 
         Args:
           grads: `Shards` from `value_and_grad(..., scatter=True)` or `reduce_scatter`; or a tree

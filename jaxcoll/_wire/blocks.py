@@ -1,4 +1,4 @@
-"""What formats with blocks share: the largest magnitude of a block, its scale, rounding."""
+"""Parts that formats with blocks share: the largest magnitude of a block, its scale, rounding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def largest(blocks: jax.Array) -> jax.Array:
 
 
 def all_finite(array: jax.Array) -> jax.Array:
-    """Whether an array of floats holds nothing but finite numbers."""
+    """True if an array of floats holds nothing but finite numbers."""
     if array.dtype.itemsize > 4:
         return jnp.isfinite(array).all()
     flat = array.astype(jnp.float32).reshape(-1)
@@ -80,7 +80,7 @@ def joined(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def parted(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `joined` joined: the blocks' codes, and the bits of their scales."""
+    """Undo `joined`: return the blocks' codes, and the bits of their scales."""
     places = jnp.array([0, 8], jnp.uint32).reshape(*(1 for _ in codes.shape[:-1]), 2)
     both = codes[..., -2:].astype(jnp.uint32) << places
     return codes[..., :-2], both.sum(-1, dtype=jnp.uint32)  # compilers keep the result of a sum

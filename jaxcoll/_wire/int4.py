@@ -36,10 +36,10 @@ _SHORTER = np.float32(0.8236)
 numbers, which have a level less, of so much of them. Fifteen comparisons would gain 0.2 %."""
 
 _SEVEN = np.uint32(0x600000)
-"""What the mantissa of 7·2^k is."""
+"""The mantissa of 7·2^k."""
 
 _SEVENTH = np.float32(1 / 7)
-"""Of 7·2^k it makes 2^k."""
+"""The factor from 7·2^k to 2^k."""
 
 _TWO = np.uint32(2 << 23)
 """Taken from a float32's bits, it is divided by 2^2."""

@@ -102,7 +102,7 @@ def _status(args: argparse.Namespace, job: Job, output: _Output) -> int:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """What each process runs. Every flag is checked here, before anything is started."""
+    """Return each process's command. Every flag is checked here, before anything is started."""
     if args.processes < 1:
         raise ValueError(f"-n must be at least 1; got {args.processes}.")
     check_least(args, 1, "devices_per_process")

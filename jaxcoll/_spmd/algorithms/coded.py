@@ -34,7 +34,7 @@ class Coding(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """What this replica coded, from which follows what it lost: blocks, and their codes."""
+    """Blocks that this replica coded, and their codes: what it lost follows from them."""
 
     flat: jax.Array  # what it sent
     sent: jax.Array  # the codes of that, of shape (n, m, w)

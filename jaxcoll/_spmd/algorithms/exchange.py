@@ -1,4 +1,4 @@
-"""What hand-written algorithms do: pass arrays on, swap them with a partner, turn and add rows."""
+"""Steps of hand-written algorithms: pass arrays on, swap them with a partner, turn and add rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def passed_on(
     senders: int | None = None,
     receivers: int | None = None,
 ) -> jax.Array:
-    """What the replica `distance` before this one, around the circle of all, holds of `array`.
+    """Return `array` of the replica `distance` before this one, around the circle of all.
 
     Only the first `senders` replicas send, and the first `receivers` receive; None: all.
 

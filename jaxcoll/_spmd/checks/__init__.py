@@ -1,1 +1,1 @@
-"""Whether replicas hold the same, and whether a sum arrived intact."""
+"""Checks that replicas hold the same."""

@@ -24,7 +24,7 @@ WORDS = 2
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaCheck:
-    """What `check_replicas` found: a pytree, so it can be returned from a program.
+    """The result of `check_replicas`: a pytree, so it can be returned from a program.
 
     Attributes:
       digests: uint32[n, leaves, 2], every replica's digest of every leaf; *invariant*.
@@ -51,14 +51,14 @@ class ReplicaCheck:
         return (digests != digests[:1]).any((0, 2))
 
     def _every(self) -> Any:
-        """Of what `pmap` or `vmap` returned, all rows of which are equal, one that is at hand."""
+        """Return one row of what `pmap` or `vmap` returned, all rows of which are equal."""
         if self.digests.ndim == 3:
             return self.digests
         shards = getattr(self.digests, "addressable_shards", None)
         return shards[0].data[0] if shards else self.digests[0]
 
     def divergent(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Of each leaf that differs the replicas in groups that agree, largest first; on the host.
+        """Groups of replicas that agree, largest first, for each leaf that differs; on the host.
 
         The first group is the majority if it is larger than the second.
         """
@@ -138,7 +138,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _positions(shape: tuple[int, ...]) -> jax.Array:
-    """Where each element stands in its array, counted without reshaping it."""
+    """Return each element's place in its array, counted without reshaping it."""
     place = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = math.prod(shape[axis + 1 :]) % 2**32
@@ -172,7 +172,7 @@ def _leaves(n: int) -> str:
 
 
 def _described(groups: Sequence[Sequence[str]]) -> str:
-    """Which replicas differ from which, in words."""
+    """Describe which replicas differ from which."""
     largest, *others = groups
     if len(largest) == 1:
         return f"all {len(groups)} hold different values"

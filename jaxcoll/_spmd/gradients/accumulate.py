@@ -35,14 +35,14 @@ with them."""
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """Which arguments are cut along their leading dimension, and into how many pieces."""
+    """The arguments that are cut along their leading dimension, and the number of pieces."""
 
     count: int
     argnums: tuple[int, ...]
 
 
 class Beside(NamedTuple):
-    """What a loss says besides its value: a weight, metrics, and what else it returns."""
+    """Results of a loss besides its value: a weight, metrics, and the rest."""
 
     weight: Any
     metrics: Any

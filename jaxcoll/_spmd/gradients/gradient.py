@@ -63,7 +63,7 @@ weighted mean pass reduce_op="mean"; for the sum return the total alone."""
 
 
 class _Local(NamedTuple):
-    """What one replica brings to the reduction; the field names are the plan's leaf paths."""
+    """One replica's share of the reduction; the field names are the plan's leaf paths."""
 
     value: Any
     weight: Any
@@ -73,7 +73,7 @@ class _Local(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What the caller of `jc.value_and_grad` and its like asks for, checked; see there."""
+    """Arguments of `jc.value_and_grad` and its like, checked; see there."""
 
     fun: Callable[..., Any]
     reduce_op: ReduceOp
@@ -116,7 +116,7 @@ class Asked:
         return [argnum % len(args) for argnum in several if args]
 
     def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        """What is differentiated, by name, in the order of the gradients' leaves."""
+        """Return the differentiated leaves by name, in the order of the gradients' leaves."""
         names = self._names
         return {
             f"{names[i] if i < len(names) else f'args[{i}]'}{path}": leaf
@@ -126,7 +126,7 @@ class Asked:
 
     @functools.cached_property
     def _names(self) -> list[str]:
-        """Of the loss's parameters that are passed by position."""
+        """Names of the loss's parameters that are passed by position."""
         try:
             parameters = inspect.signature(self.fun).parameters.values()
         except (TypeError, ValueError):  # one of C's has none
@@ -181,7 +181,7 @@ class Asked:
     def reduced(
         self, program: Traced, args: tuple[Any, ...], axes: dict[str, int], scope: Scope, owed: Any
     ) -> Any:
-        """What the caller gets, from the program of one replica's share."""
+        """Return the caller's result, from the program of one replica's share."""
         leaves = self.leaves(args)
         own = axes_of_shards([args[i] for i in self.places(args)])
         (value, beside), grads = program.evaluate()

@@ -30,7 +30,7 @@ the sum of the weights as `jc.WeightedLoss(total, weight)`."""
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightedLoss:
-    """What a loss returns when its mean is weighted: by tokens, or by examples that are real.
+    """The result of a loss whose mean is weighted: by tokens, or by examples that are real.
 
     Law: the mean over replicas is sum(total) / sum(weight), which is exact for uneven shares
     (a replica whose whole share is padding has weight 0 and total 0) and is what one device
@@ -88,7 +88,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _kind(x: Any) -> str:
-    """What `x` is, in a message."""
+    """Name the type of `x` in a message."""
     if not _is_array(x):
         return type(x).__name__
     return f"{jnp.result_type(x).name}[{', '.join(map(str, np.shape(x)))}]"

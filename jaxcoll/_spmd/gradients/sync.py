@@ -39,7 +39,7 @@ def sync_in_backward(
 
 @dataclasses.dataclass(frozen=True)
 class _Reduction:
-    """What the cotangents of one group go through."""
+    """The reduction of one group's cotangents."""
 
     reduce_op: ReduceOp
     axes: tuple[str, ...]

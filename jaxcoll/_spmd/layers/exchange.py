@@ -1,4 +1,4 @@
-"""What of a stack travels: rows of one layer, gathered from all replicas, and their gradients."""
+"""Traffic of a stack: rows of one layer, gathered from all replicas, and their gradients."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from jaxcoll._spmd.scope import Scope
 Arrays = list[jax.Array]
 
 Exchange = Callable[[Sequence[jax.Array]], Arrays]
-"""What one layer's arrays go through, leaf by leaf."""
+"""An exchange of one layer's arrays, leaf by leaf."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What of a stack travels, and how gradients are handed on."""
+    """The arrays of a stack that travel, and the treatment of their gradients."""
 
     stack: Stack  # the parameters
     axes: Mapping[str, int]  # outer first

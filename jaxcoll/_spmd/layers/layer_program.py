@@ -99,7 +99,7 @@ def residuals_of(
 
 
 def is_floating(x: Any) -> bool:
-    """Whether an array has a gradient."""
+    """True if an array has a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -216,7 +216,7 @@ class UserLayer:
                 raise ValueError(_CAPTURED.format(like=like(value), leaf=where(name)))
 
     def result(self, carry: Arrays, results: Arrays) -> tuple[Any, Any]:
-        """What `lax.scan` returns."""
+        """Return the results in the form of `lax.scan`'s."""
         return self._carry.unflatten(carry), self._own.unflatten(results)
 
 

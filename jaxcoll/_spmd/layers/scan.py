@@ -36,7 +36,7 @@ is cut over some of the axes only is said by `sharded`."""
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """How layers are gathered, differentiated and reduced; see `jc.scan_layers`."""
+    """Arguments of `jc.scan_layers`, checked; see there."""
 
     reduce_op: ReduceOp
     gather_dtype: Any = None

@@ -19,7 +19,7 @@ from jaxcoll._spmd.layers.layer_program import Residuals
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What is gathered, computed and scattered when, for arrays of certain types."""
+    """The order of gathers, computation and scatters, for arrays of certain types."""
 
     layers: int  # how many
     ahead: int  # layers whose parameters are gathered, or under way, while another is computed
@@ -41,7 +41,7 @@ class Schedule:
         array: Callable[[int], jax.Array],
         after: Mapping[int, jax.Array],
     ) -> dict[int, jax.Array]:
-        """What becomes of each leaf's array, once others are there."""
+        """Return each leaf's array after its exchange, once others are there."""
         found: dict[int, jax.Array] = {}
         for leaves, exchange in exchanges.items():
             arrays = [*map(array, leaves)]

@@ -61,7 +61,7 @@ class Stack:
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """The number of layers."""
         return self.arrays[0].shape[0]
 
     def tree(self, arrays: Sequence[Any]) -> Any:
@@ -108,7 +108,7 @@ def _carried(shards: Shards, k: int) -> str:
 
 
 def _words(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
-    """What is said of each leaf and each `Shards`, in order; None: nothing."""
+    """Return the notes on each leaf and each `Shards`, in order; None: nothing."""
     if sharded is None:
         return [
             False if has_shards and not is_shards(x) else None
