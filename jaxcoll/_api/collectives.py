@@ -26,7 +26,7 @@ def all_reduce(
 ) -> Any:
     """Reduce every leaf of a pytree over the replicas along one or several mapped axes.
 
-    Law: the result equals the float64 reference within n·eps of the sum of magnitudes, keeps
+    Guarantee: the result equals the float64 reference within n·eps of the sum of magnitudes, keeps
     the tree's order and structure, and, for n replicas on one axis of size 1, is the value
     itself without a collective. The cotangent of `all_reduce` is the `all_reduce` of the
     cotangents with the same op.
@@ -204,8 +204,8 @@ def broadcast(
 ) -> Any:
     """Give every replica the value that one of them holds.
 
-    Law: the result equals the source's value, whatever the others hold; of a negative zero the
-    sign may be lost, and all of a subnormal number (in float32 below 1.2e-38), as in any sum of
+    Guarantee: the result equals the source's value, whatever the others hold; of a negative zero
+    the sign may be lost, and all of a subnormal number (in float32 below 1.2e-38), as in any sum of
     XLA's. The cotangent of the source is the sum of the replicas' cotangents, that of the others
     zero; a float8_e8m0fnu, which has no zero, travels as its bits and has no cotangent.
 

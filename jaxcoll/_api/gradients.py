@@ -27,7 +27,7 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of the loss over all replicas, from the loss of each one's share.
 
-    Law: n devices equal one device. The value and the gradient are those that `fun` would
+    Guarantee: n devices equal one device. The value and the gradient are those that `fun` would
     have on the whole batch, to rounding, under `pmap` and under `shard_map` with checks on or
     off: for MEAN with equal shares, for SUM with any, and for a mean weighted by tokens or by
     real examples when `fun` returns a `WeightedLoss`. The gradient of every leaf is reduced, but of
@@ -162,7 +162,7 @@ def sync_in_backward(
     slice of the stacked parameters, it puts one `all_reduce` of that layer's gradient inside the
     loop of the backward pass, where it can travel while the layer before is differentiated.
 
-    Law: the forward pass is the identity. In the backward pass the gradients of the group are
+    Guarantee: the forward pass is the identity. In the backward pass the gradients of the group are
     one `all_reduce`, packed by a plan, in the dtype of `params`: what is cast to bfloat16 after
     it travels as float32. Works under `jax.checkpoint`, in nested scans, for parameters used
     more than once, and for derivatives of any order and direction.
@@ -222,7 +222,7 @@ def accumulate(
 ) -> Callable[..., Any]:
     """`value_and_grad` of a batch that is taken in pieces: one reduction a step, not one a piece.
 
-    Law: the result is that of `jc.value_and_grad(fun, axis_name)` on the whole batch, to
+    Guarantee: the result is that of `jc.value_and_grad(fun, axis_name)` on the whole batch, to
     rounding: for MEAN, since the pieces are equal; for SUM; and for a `WeightedLoss`, however its
     weights are spread over pieces and replicas. No collective stands in the loop over the pieces
     that `fun` does not put there.
@@ -296,11 +296,11 @@ def scan_layers(
 ) -> tuple[Any, Any]:
     """`lax.scan` over layers of which every replica holds an n-th, each gathered ahead of its use.
 
-    Law: values and gradients are those of `lax.scan` over the whole layers, to rounding, for every
-    `ahead`, `remat` and `unroll`. In the forward pass a layer is gathered while the one before it
-    is computed; in the backward pass while the one after it is differentiated, and gradients are
-    reduce-scattered one layer late. Nothing is gathered or scattered that is not used. Known as
-    FSDP, or ZeRO-3 (Rajbhandari et al., SC 2020).
+    Guarantee: values and gradients are those of `lax.scan` over the whole layers, to rounding, for
+    every `ahead`, `remat` and `unroll`. In the forward pass a layer is gathered while the one
+    before it is computed; in the backward pass while the one after it is differentiated, and
+    gradients are reduce-scattered one layer late. Nothing is gathered or scattered that is not
+    used. Known as FSDP, or ZeRO-3 (Rajbhandari et al., SC 2020).
 
     Inside the loss of `jc.value_and_grad`, `jc.grad` or `jc.accumulate` over the same axes, these
     know that gradients of rows are reduced and send nothing again; they reduce those of whole

@@ -23,8 +23,8 @@ def all_gather(
 ) -> Any:
     """Join every leaf of a pytree with those of the other replicas, in replica order.
 
-    Law: the result is `jnp.concatenate` of the replicas' leaves along `axis`, to the bit. Of the
-    `Shards` that `reduce_scatter` returns it is the tree whose parts they are: its structure,
+    Guarantee: the result is `jnp.concatenate` of the replicas' leaves along `axis`, to the bit. Of
+    the `Shards` that `reduce_scatter` returns it is the tree whose parts they are: its structure,
     shapes and dtypes. The cotangent of a leaf is its own slice of the sum of the replicas'
     cotangents; that of Shards is this replica's part of that sum, by one reduce-scatter.
 
@@ -92,9 +92,9 @@ def reduce_scatter(
 ) -> Shards:
     """The first half of an `all_reduce`: every replica ends with an n-th of the reduced tree.
 
-    Law: `all_gather(reduce_scatter(op, value, axis), axis)` is `all_reduce(op, value, axis)`, to
-    rounding. The cotangent of `value` is the `all_gather` of the shards' cotangents, divided by n
-    for a MEAN; that of the gathered tree is reduce-scattered, as a SUM.
+    Guarantee: `all_gather(reduce_scatter(op, value, axis), axis)` is `all_reduce(op, value, axis)`,
+    to rounding. The cotangent of `value` is the `all_gather` of the shards' cotangents, divided by
+    n for a MEAN; that of the gathered tree is reduce-scattered, as a SUM.
 
     Args:
       reduce_op: as in `all_reduce`.

@@ -17,8 +17,8 @@ def reduce_metrics(
 ) -> Any:
     """Many metrics over all replicas in one collective.
 
-    Law: each `Total` becomes the sum, each `WeightedMean` the mean, that one device would have of
-    everything; all travel in one pack, whatever options say of packing. Metrics that a scan
+    Guarantee: each `Total` becomes the sum, each `WeightedMean` the mean, that one device would
+    have of everything; all travel in one pack, whatever options say of packing. Metrics that a scan
     stacked are added up first, so a step of many pieces or layers needs one call, after the scan.
     Metrics that the loss of `value_and_grad` or `accumulate` returns in its `aux` need no call:
     they travel with the gradients.
@@ -62,9 +62,9 @@ def global_norm(
 ) -> Any:
     """The Euclidean norm of all leaves together, as for clipping; of shards, over all replicas.
 
-    Law: sqrt of the sum of |x|² over every element, squared and added in float32. It is finite
-    exactly where every element is and no square overflows (elements up to 1.8·10¹⁹), so one pass
-    over memory gives the norm and says whether the step can be taken.
+    Guarantee: sqrt of the sum of |x|² over every element, squared and added in float32. It is
+    finite exactly where every element is and no square overflows (elements up to 1.8·10¹⁹), so one
+    pass over memory gives the norm and says whether the step can be taken.
 
     Args:
       tree: a pytree of arrays of numbers.

@@ -90,8 +90,8 @@ def initialize(
     says where they meet, whoever started them. Without any mark this process is alone, and nothing
     is started; where another launcher of MPI left its marks, the arguments must be given.
 
-    Law: a job begins when all have arrived, or every process that did learns who did not, or what
-    does not agree, within its `initialization_timeout`. Process 0 starts the coordinator as a
+    Guarantee: a job begins when all have arrived, or every process that did learns who did not, or
+    what does not agree, within its `initialization_timeout`. Process 0 starts the coordinator as a
     process of its own, so that any of them may end or die; it ends after the last. It listens at
     `coordinator_address` and nowhere else, and Gloo at the address by which this host reaches it.
     Called again, with the same or no arguments, it does nothing.

@@ -20,8 +20,8 @@ def settings_of(options: CommunicationOptions) -> str:
 class InnerDeadlines:
     """The deadlines that the reductions inside one program ask for.
 
-    Law: a call is bounded by the shortest deadline that any reduction inside was given, in any
-    trace of the program. A compiled program is one wait: nobody outside can see where in it a
+    Guarantee: a call is bounded by the shortest deadline that any reduction inside was given, in
+    any trace of the program. A compiled program is one wait: nobody outside can see where in it a
     reduction begins.
     """
 

@@ -35,11 +35,11 @@ def may_be_broken() -> bool:
 class Connections:
     """Devices of all processes, and the connections that one generation makes among its own.
 
-    Law: a generation uses no connection of another one, and its ends find each other under names
-    that no other generation has. So a connection that is broken, or is still waited for elsewhere,
-    cannot disturb it, and there may be as many generations as there are losses. The first
-    generation has the devices of `jax.devices()`, unless their connections may be broken; over
-    another transport than Gloo all generations have them.
+    Guarantee: a generation uses no connection of another one, and its ends find each other under
+    names that no other generation has. So a connection that is broken, or is still waited for
+    elsewhere, cannot disturb it, and there may be as many generations as there are losses. The
+    first generation has the devices of `jax.devices()`, unless their connections may be broken;
+    over another transport than Gloo all generations have them.
     """
 
     def __init__(self, membership: Membership) -> None:

@@ -303,8 +303,9 @@ def written_by_one(
 ) -> tuple[str, OSError | None]:
     """The writer, which is the first that can, once it has written; and this worker's own error.
 
-    Law: on every member that returns, the state is written, or nobody could write it: the writer is
-    "". If it dies, the others find that like any loss, and call this in the next generation.
+    Guarantee: on every member that returns, the state is written, or nobody could write it: the
+    writer is "". If it dies, the others find that like any loss, and call this in the next
+    generation.
     """
     failure = None
     for name in writers:

@@ -31,8 +31,8 @@ _SHOW_SECONDS = 1.0  # timeout for the text of another worker's program
 class StepPrograms:
     """The programs of a step, one for each kind of batch.
 
-    Law: a kind of batch that is new to one worker is new to all, in the same step. A worker that
-    meets one writes so in its heartbeat before it compiles, and waits for all others to have
+    Guarantee: a kind of batch that is new to one worker is new to all, in the same step. A worker
+    that meets one writes so in its heartbeat before it compiles, and waits for all others to have
     compiled the same. A worker that repeats a program writes that, too: else a mismatch would leave
     one of them waiting for ever.
     """

@@ -36,11 +36,11 @@ _runs = itertools.count()
 class Elastic:
     """A training loop that continues with the surviving workers.
 
-    Law: every worker holds the whole state after each of the last two steps. When workers die, stop
-    or miss a deadline, the others agree on the last step that all of them finished, build a mesh of
-    their own devices, and continue from there: with bits equal on all of them, which is checked,
-    and equal to those of a run that had the smaller world from that step. A mean is then a mean
-    over fewer replicas.
+    Guarantee: every worker holds the whole state after each of the last two steps. When workers
+    die, stop or miss a deadline, the others agree on the last step that all of them finished, build
+    a mesh of their own devices, and continue from there: with bits equal on all of them, which is
+    checked, and equal to those of a run that had the smaller world from that step. A mean is then a
+    mean over fewer replicas.
 
     A worker that was restarted, or that waits because of `max_workers`, is taken in at the next
     multiple of ten steps, or when another is lost, and receives the state. JAX fixes the number of

@@ -40,8 +40,8 @@ def is_in_place(tree: Any, sharding: NamedSharding) -> bool:
 class InPlace:
     """The arguments of a call whose arrays were all in place, as the next call's are compared.
 
-    Law: what depends on the structure of arguments, on the types of their arrays and on where these
-    lie holds for another call, too, if `is_like` it.
+    Guarantee: what depends on the structure of arguments, on the types of their arrays and on where
+    these lie holds for another call, too, if `is_like` it.
     """
 
     tree: Any

@@ -44,7 +44,7 @@ def plan(
 ) -> Plan:
     """Return the plan of an `all_reduce`, or of a half of it, for a tree of these shapes.
 
-    Law: it is the plan that `all_reduce` carries out with the same options on the same world.
+    Guarantee: it is the plan that `all_reduce` carries out with the same options on the same world.
 
     Args:
       value: a pytree of arrays, `jax.ShapeDtypeStruct`s and IndexedSlices of either, as on one

@@ -16,7 +16,7 @@ _ROW = "jaxcoll_replica"  # not the user's axis: a step of one device that reduc
 class ReplicaRows:
     """The rows that belong to a process's replicas, and how all processes see it together.
 
-    Law: the two views share their memory, and nothing is sent. Each device of the mesh is a
+    Guarantee: the two views share their memory, and nothing is sent. Each device of the mesh is a
     replica, and they count in the order of its axes as given, outer first.
 
     Raises:

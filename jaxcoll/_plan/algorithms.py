@@ -213,8 +213,8 @@ _STEPS: dict[str, Callable[[Stage, bool], int]] = {
 def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
     """Bytes of an array of `size` that leave the device that sends most, padding included.
 
-    Law: over n replicas with a shard for each it is 2(n-1)/n of the array, rounded up to whole
-    shards, since the programs here pad it to that, and so do the halves of a composition; the
+    Guarantee: over n replicas with a shard for each it is 2(n-1)/n of the array, rounded up to
+    whole shards, since the programs here pad it to that, and so do the halves of a composition; the
     stages of one come to the same for all its replicas together. The backend's own all-reduce pads
     nothing: its shares may differ by an element, and a device sends all but one of them, twice.
     With m < n shards an owner sends m-1 of them to others and its own to n-1. Shards of a stage

@@ -136,7 +136,7 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 class CommunicationOptions:
     """Options of an exchange of tensors: a frozen, hashable value.
 
-    Law: options are honoured or refused. What they ask is visible in the plan and in the
+    Guarantee: options are honoured or refused. What they ask is visible in the plan and in the
     compiled program; where a backend cannot do it the plan says what happens instead.
 
     An option that is not given is *unset*: it reads as its default, and in `merge` it yields to

@@ -33,8 +33,8 @@ reduction to `{caller}`; if every replica's copy does count, say so with \
 class WeightedMean:
     """A metric that is a mean: of a loss, an accuracy, a gradient's norm.
 
-    Law: over micro-batches and replicas it becomes sum(total) / sum(weight), the mean that one
-    device would have of everything.
+    Guarantee: over micro-batches and replicas it becomes sum(total) / sum(weight), the mean that
+    one device would have of everything.
 
     Attributes:
       total: the sum of weight times value over this replica's share; a number, or an array of
@@ -57,7 +57,7 @@ class WeightedMean:
 class Total:
     """A metric that is a sum: of tokens, of examples, of overflows.
 
-    Law: over micro-batches and replicas it becomes the sum of all elements of all `value`s.
+    Guarantee: over micro-batches and replicas it becomes the sum of all elements of all `value`s.
 
     Attributes:
       value: this replica's; a number, or an array whose elements are added.

@@ -40,8 +40,8 @@ def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
 def clipped(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope) -> Any:
     """The same shards, scaled so that the norm of the whole tree is at most `max_norm`.
 
-    Law: as `optax.clip_by_global_norm` of the whole tree, to rounding; squares are summed, and
-    shards scaled, in float32, or wider where a leaf is: the norm need not fit into float16.
+    Guarantee: as `optax.clip_by_global_norm` of the whole tree, to rounding; squares are summed,
+    and shards scaled, in float32, or wider where a leaf is: the norm need not fit into float16.
 
     Returns:
       Shards, *varying*. Cost: one all-reduce of a number.

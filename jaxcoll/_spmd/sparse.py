@@ -22,7 +22,7 @@ from jaxcoll._spmd.arithmetic import Recipe, after
 class IndexedSlices:
     """Some rows of a larger array, by their indices: what the gradient of an embedding is.
 
-    Law: it stands for the dense array that `to_dense` gives: row i is the sum of the `values`
+    Guarantee: it stands for the dense array that `to_dense` gives: row i is the sum of the `values`
     whose index is i, and zero where there is none. A row whose index lies outside the dense
     array is padding and stands for nothing. No call makes it dense but `to_dense`.
 

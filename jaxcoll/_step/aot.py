@@ -53,7 +53,7 @@ def compile_for(
 ) -> Texts:
     """Compile a call of `fun` for a cluster that is not here.
 
-    Law: the program is traced and lowered here, where its Python is; what another process is
+    Guarantee: the program is traced and lowered here, where its Python is; what another process is
     given is its text, and what comes back is the text that JAX would get from that compiler
     on that cluster. This process loads no other backend and keeps its own as it is.
 
@@ -150,7 +150,7 @@ def traced_over(
 ) -> jax.stages.Traced:
     """Trace `fun` as a program for `topology`.
 
-    Law: nothing is placed, and no device is asked for but those that `fun` itself names.
+    Guarantee: nothing is placed, and no device is asked for but those that `fun` itself names.
 
     It is a `jc.data_parallel` step; a function that takes a `mesh`; or any other function, jitted
     or not, which uses the mesh of `jax.set_mesh` or one of as many devices. Arguments may be

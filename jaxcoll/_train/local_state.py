@@ -38,8 +38,8 @@ class Schedule:
 def fragments_of(sizes: tuple[int, ...], fragments: int) -> tuple[tuple[int, ...], ...]:
     """Leaves of these sizes in so many fragments, as equal as leaves in one piece allow.
 
-    Law: every leaf is in one fragment, in order; the largest fragment exceeds an equal share by
-    less than the largest leaf.
+    Guarantee: every leaf is in one fragment, in order; the largest fragment exceeds an equal share
+    by less than the largest leaf.
     """
     members: list[list[int]] = [[] for _ in range(fragments)]
     filled = [0] * fragments

@@ -45,11 +45,11 @@ def local_updates(
 ) -> LocalUpdates:
     """Train every replica by itself, and exchange what each has learnt once in `every` steps.
 
-    Law: n replicas compute what a simulation of them in one process computes, to rounding; a local
-    step sends nothing. After `every` steps, with x_i the parameters of replica i and y those that
-    all share, the mean of y - x_i is the gradient of which `outer` makes the update of y, and each
-    x_i becomes y. It is the algorithm, and not data-parallel training at a lower price: expect a
-    higher loss for the same number of steps (docs/local_updates.md has numbers).
+    Guarantee: n replicas compute what a simulation of them in one process computes, to rounding; a
+    local step sends nothing. After `every` steps, with x_i the parameters of replica i and y those
+    that all share, the mean of y - x_i is the gradient of which `outer` makes the update of y, and
+    each x_i becomes y. It is the algorithm, and not data-parallel training at a lower price: expect
+    a higher loss for the same number of steps (docs/local_updates.md has numbers).
 
     Args:
       step: of one device, `(params, opt_state, batch) -> (params, opt_state, metrics)`. It knows

@@ -28,12 +28,12 @@ def all_reduce_updates(
 ) -> Any:
     """An optax transformation that reduces the gradients it is given, as `jc.all_reduce` does.
 
-    Law: `optax.chain(all_reduce_updates(axis), tx)` on each replica's own gradients updates as
-    `tx` does on the reduced ones. It belongs first in a chain: what clips or adapts to gradients
-    must see the reduced ones. Gradients of `jc.value_and_grad` are reduced already and need no
-    such link. Every update is reduced: what belongs to parameters that differ between replicas
-    (experts, parts of a sharded parameter) must not pass here (`optax.masked`); where the
-    parameters are given to the update and their types show it, they are refused.
+    Guarantee: `optax.chain(all_reduce_updates(axis), tx)` on each replica's own gradients updates
+    as `tx` does on the reduced ones. It belongs first in a chain: what clips or adapts to gradients
+    must see the reduced ones. Gradients of `jc.value_and_grad` are reduced already and need no such
+    link. Every update is reduced: what belongs to parameters that differ between replicas (experts,
+    parts of a sharded parameter) must not pass here (`optax.masked`); where the parameters are
+    given to the update and their types show it, they are refused.
 
     Args:
       axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.

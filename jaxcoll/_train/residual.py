@@ -24,11 +24,11 @@ def residual(
 ) -> Shards:
     """Return what replicas owe to the sum of their gradients, at the beginning: nothing.
 
-    Law: with a residual, sum over replicas of (residual after - residual before) + the sum of what
-    arrived = the sum of the gradients, to rounding in float32, at every step and for every format.
-    What one step rounds away the next ones send. A step whose reduced gradients are not finite
-    leaves it as it was; for a step that is skipped for another reason (a loss or a metric that is
-    not finite, say), keep the residual that it was given.
+    Guarantee: with a residual, sum over replicas of (residual after - residual before) + the sum of
+    what arrived = the sum of the gradients, to rounding in float32, at every step and for every
+    format. What one step rounds away the next ones send. A step whose reduced gradients are not
+    finite leaves it as it was; for a step that is skipped for another reason (a loss or a metric
+    that is not finite, say), keep the residual that it was given.
 
     Only the sum over the replicas has a meaning. `jc.unshard` makes that tree, and
     `jc.save_checkpoint` writes it; `jc.restore_checkpoint` with a residual of any number of

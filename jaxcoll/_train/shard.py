@@ -31,8 +31,8 @@ def shard(
 ) -> Shards:
     """A tree of parameters as `Shards`, of which every device holds its own n-th.
 
-    Law: `jc.unshard(jc.shard(params, axis))` is `params`, to the bit. No device ever holds more
-    than its own part, and, of parameters that a function makes, one pack more.
+    Guarantee: `jc.unshard(jc.shard(params, axis))` is `params`, to the bit. No device ever holds
+    more than its own part, and, of parameters that a function makes, one pack more.
 
     What a step gathers by one call is one `Shards`: a whole model, or each layer of a list, or the
     embedding. Of layers that a loop runs through, stacked in one tree, `stacked=True` makes Shards
@@ -99,7 +99,7 @@ def shard(
 def unshard(tree: Any) -> Any:
     """The tree again, with its whole leaves in the place of every `Shards`.
 
-    Law: whatever the number of devices, the result is what one device would hold.
+    Guarantee: whatever the number of devices, the result is what one device would hold.
 
     Args:
       tree: between programs: `Shards`, or a tree with Shards in it, such as the state of an

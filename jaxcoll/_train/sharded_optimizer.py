@@ -49,8 +49,9 @@ def sharded_optimizer(
 ) -> ShardedOptimizer:
     """An elementwise optimizer whose state and work are divided over the replicas (ZeRO).
 
-    Law: n devices equal one device. Updates are those of `tx` on whole gradients and parameters, to
-    rounding; each replica holds 1/n of the state's elements and of the gradients' sum.
+    Guarantee: n devices equal one device. Updates are those of `tx` on whole gradients and
+    parameters, to rounding; each replica holds 1/n of the state's elements and of the gradients'
+    sum.
 
     Args:
       tx: an optax transformation, or anything with its `init` and `update`, that treats every

@@ -90,8 +90,9 @@ def replica_program(
 ) -> tuple[Any, InnerDeadlines, Claims]:
     """The program that runs `function` on every device, compiled once for each shape.
 
-    Law: as of `Strategy.run`. Beside the jitted program of placed arguments are the deadlines that
-    its traces ask for, and what `jc.same` vouches for in it, which is reported if it `compares`.
+    Guarantee: as of `Strategy.run`. Beside the jitted program of placed arguments are the deadlines
+    that its traces ask for, and what `jc.same` vouches for in it, which is reported if it
+    `compares`.
     """
     inner, claims = InnerDeadlines(), Claims(compares)
     name = getattr(function, "__name__", type(function).__name__)

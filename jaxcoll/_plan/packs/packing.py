@@ -134,8 +134,8 @@ class Pack:
 def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
     """Assign every element of every leaf to exactly one pack.
 
-    Law: a pack holds one dtype and one kind, summed over the same axes; leaves keep their order
-    inside a pack; leaves that do not travel are in none. Packs are in the order of the rule.
+    Guarantee: a pack holds one dtype and one kind, summed over the same axes; leaves keep their
+    order inside a pack; leaves that do not travel are in none. Packs are in the order of the rule.
     """
     if rule == UNPACKED:
         runs = [[Segment(i, 0, leaf.size)] for i, leaf in enumerate(leaves) if leaf.travels]

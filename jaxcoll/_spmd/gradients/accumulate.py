@@ -65,11 +65,11 @@ def accumulated(
 ) -> Differentiated:
     """`differentiate(args, kwargs)`, piece by piece.
 
-    Law: value, weight, metrics and gradients are the sums over the pieces (value and gradients
-    their mean, for a mean without weights); `aux` has a leading dimension more. Gradients narrower
-    than 32 bits are added in float32 and have their own type again at the end: adding eight
-    numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value and
-    gradients have as many powers of two taken off as it takes for their sums to fit.
+    Guarantee: value, weight, metrics and gradients are the sums over the pieces (value and
+    gradients their mean, for a mean without weights); `aux` has a leading dimension more. Gradients
+    narrower than 32 bits are added in float32 and have their own type again at the end: adding
+    eight numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value
+    and gradients have as many powers of two taken off as it takes for their sums to fit.
     """
     pieces = _in_pieces(args, micro, learned)
 

@@ -32,7 +32,7 @@ the sum of the weights as `jc.WeightedLoss(total, weight)`."""
 class WeightedLoss:
     """The result of a loss whose mean is weighted: by tokens, or by examples that are real.
 
-    Law: the mean over replicas is sum(total) / sum(weight), which is exact for uneven shares
+    Guarantee: the mean over replicas is sum(total) / sum(weight), which is exact for uneven shares
     (a replica whose whole share is padding has weight 0 and total 0) and is what one device
     would compute from the whole batch.
 
