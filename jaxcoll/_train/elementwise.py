@@ -69,6 +69,8 @@ def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | N
       ValueError: `tx` is not elementwise, or does not run on these shapes.
     """
     reader, formulas = _Reader(), dict[Hashable, int]()
+    # Without their types' axes, for which JAX would write conversions that mean nothing here.
+    whole, parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (whole, parts))
     for params in (parts, whole):
         for path, owner, value in _results(tx, params, parts, extra or {}, reader):
             what = "the update of" if path.startswith("[0]") else "its state at"
