@@ -71,7 +71,7 @@ def n_devices_equal_one(
         precision of the leaf's dtype, 0.0003 of float32; or, if more, 8 times the precision of the
         narrowest dtype that the step computes in, 0.06 of bfloat16. Whole numbers must be equal.
       ignore: outputs to leave out, by the beginning or the end of their paths: "[1]", or
-        "['key']['bias']".
+        `"['key']['bias']"`.
       **kwargs: likewise.
 
     Raises:
