@@ -20,6 +20,7 @@ import numpy as np
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Program, name_of, plans
 from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark, packed
+from jaxcoll._plan.collective_plan import THE_VALUE
 
 _PACK = re.compile(r"(\w+_[0-9a-f]{6})/(pack|rows)(\d+)")
 
@@ -68,7 +69,7 @@ def _leaves(line: str) -> str:
     for name, kind, number in _PACK.findall(line):
         if plan := plans.get(name):
             k = int(number)
-            leaves = plan.carried(k) if kind == "pack" else plan.leaves[k].path or "(the value)"
+            leaves = plan.carried(k) if kind == "pack" else plan.leaves[k].path or THE_VALUE
             carried.append(f"{name}/{kind}{number} has {leaves}")
     return f" ({'; '.join(carried)})" if carried else ""
 

@@ -66,18 +66,12 @@ class Dataflow(Generic[Fact]):
         """The facts of an equation's results that runs programs in a way not known here."""
         raise NotImplementedError
 
-    def row(self, fact: Fact) -> Fact:
-        """The fact of what is sliced from, or stacked to, an array by a `scan`."""
-        return fact
-
     def inside(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
         """The facts of an equation's results that runs programs."""
         name = eqn.primitive.name
         if name == "scan":
             body, first, carried = carry_of(eqn)
-            turns = first + carried
-            outs = self._loop(body, [*ins[:turns], *map(self.row, ins[turns:])], first, carried)
-            return [*outs[:carried], *map(self.row, outs[carried:])]
+            return self._loop(body, ins, first, carried)
         if name == "while":
             return self._while(eqn, ins)
         if name == "cond":

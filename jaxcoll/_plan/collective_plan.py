@@ -24,21 +24,7 @@ THE_VALUE = "(the value)"
 class CollectivePlan:
     """The plan of one `all_reduce`, or of one half of it, decided from shapes alone.
 
-    Attributes:
-      reduce_op: SUM or MEAN.
-      leaves: the leaves of the tree, in its order.
-      packs: the arrays that travel; see `jaxcoll._plan.packs.packing`.
-      world: where it runs.
-      options: what was asked.
-      packing: the rule by which leaves travel together.
-      owners: replicas that sum a shard each, in a shuffle; 0: all of them.
-      overlap: whether packs travel one after another, in their order, and are not to be combined.
-      in_backward: whether it stands where gradients appear (`sync_in_backward`, `scan_layers`),
-        perhaps in a loop, so that the program orders its packs and nothing else does.
-      collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
-        are padded to as many rows of `lanes` elements on each replica.
-      lanes: elements of a row of a half's packs; 1 where leaves are cut along their own rows.
-      notes: sentences of whoever made it.
+    Its attributes are those of `jaxcoll.Plan`, which adds what is shown.
     """
 
     reduce_op: ReduceOp

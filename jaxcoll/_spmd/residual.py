@@ -121,7 +121,7 @@ def closed(residual: Shards, owed: Mapping[str, jax.Array], prefix: str = "") ->
 def with_owed(
     arrays: Sequence[jax.Array], leaves: Sequence[Leaf], owed: Mapping[str, jax.Array], n: int
 ) -> list[jax.Array]:
-    """Return the arrays with what this replica owes of them, in the types of sums over all `n`."""
+    """Add this replica's residuals to the arrays, in the types of sums over all `n`."""
     sent = []
     for array, leaf in zip(arrays, leaves, strict=True):
         more = owed.get(leaf.path)

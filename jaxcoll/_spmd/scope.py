@@ -40,9 +40,8 @@ class Scope(_Hashed):
     world: Callable[[dict[str, int]], World]
     # Defaults under the options of each call
     options: CommunicationOptions = CommunicationOptions()
-    record: Callable[[CollectivePlan], None] = lambda plan: (
-        None
-    )  # called with each plan that is carried out
+    # Called with each plan that is carried out
+    record: Callable[[CollectivePlan], None] = lambda plan: None
     # Called with each deadline that a call inside is given; None: the program is called by others,
     # so that nobody could keep one
     deadline: Callable[[float], None] | None = None

@@ -70,7 +70,7 @@ def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | N
     """
     reader, formulas = _Reader(), dict[Hashable, int]()
     # Without their types' axes, for which JAX would write conversions that mean nothing here.
-    whole, parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (whole, parts))
+    whole, parts = jax.tree.map(_bare, (whole, parts))
     for params in (parts, whole):
         for path, owner, value in _results(tx, params, parts, extra or {}, reader):
             what = "the update of" if path.startswith("[0]") else "its state at"
@@ -87,6 +87,10 @@ def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | N
                 )
 
 
+def _bare(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
 class _Owner(NamedTuple):
     """The leaf that an array belongs to, and what it has in common with arrays of other leaves."""
 
@@ -100,8 +104,7 @@ def _results(
     """The updates, the next state and the first one: of each leaf the path, owner and value."""
     more, treedef = jax.tree.flatten(extra)
     at = [i for i, x in enumerate(more) if is_array(x)]
-    types = [jax.typeof(more[i]) for i in at]
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
+    arrays = [_bare(jax.typeof(more[i])) for i in at]
 
     def programs(grads: Any, state: Any, params: Any, arrays: Any) -> Any:
         traced = dict(zip(at, arrays, strict=True))

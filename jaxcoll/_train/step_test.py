@@ -92,7 +92,8 @@ def n_devices_equal_one(
     """
     on, mesh = _runner(step, mesh, batch_argnums, kwargs)
     args, kwargs = jax.tree.map(_on_host, (args, kwargs))  # where nothing is donated
-    many, narrowest = _leaves(on(mesh)(*args, **kwargs)), _narrowest(on(mesh), args, kwargs)
+    together = on(mesh)  # once: it keeps the trace that is read
+    many, narrowest = _leaves(together(*args, **kwargs)), _narrowest(together, args, kwargs)
     first = mesh.devices[(slice(1),) * mesh.devices.ndim]
     alone = on(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types))
     signature = getattr(alone, "signature", None)

@@ -127,13 +127,7 @@ class Asked:
     @functools.cached_property
     def _names(self) -> list[str]:
         """Names of the loss's parameters that are passed by position."""
-        try:
-            parameters = inspect.signature(self.fun).parameters.values()
-        except (TypeError, ValueError):  # one of C's has none
-            return []
-        return [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+        return positional_names(self.fun)
 
     def halvings(self, axes: Mapping[str, int]) -> int:
         """Powers of two off a float16 of a weighted mean, whose sums may be too large for it."""
@@ -264,6 +258,15 @@ class Asked:
             grads = with_own(reduced.grads, op, local.grads, own, axes, scope=exactly)
             reduced = reduced._replace(grads=grads)
         return reduced, residual
+
+
+def positional_names(fun: Callable[..., Any]) -> list[str]:
+    """Return the names of parameters that may be passed by position; [] of a function of C's."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def reduced_gradient(

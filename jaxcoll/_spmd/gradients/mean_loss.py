@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from jaxcoll._jaxpr.retrace import traced, with_captured
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.arithmetic import quotient
 from jaxcoll._spmd.axes import bound_axes
-from jaxcoll._spmd.gradients.gradient import Asked, reduced_gradient
+from jaxcoll._spmd.gradients.gradient import Asked, positional_names, reduced_gradient
 from jaxcoll._spmd.gradients.loss import WeightedLoss, value_and_weight
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiated, retyped
@@ -114,11 +113,8 @@ def _signature(
     fun: Callable[..., Any], positional: int, keywords: Sequence[str], captured: int
 ) -> inspect.Signature:
     """Names of the operands, for messages."""
-    names = [f"args_{i}" for i in range(positional)]
-    with contextlib.suppress(TypeError, ValueError):  # one of C's has none
-        parameters = inspect.signature(fun).parameters.values()
-        own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        names[: len(own)] = own[:positional]
+    names = positional_names(fun)[:positional]
+    names += [f"args_{i}" for i in range(len(names), positional)]
     names += [*keywords, *(f"captured_{i}" for i in range(captured))]
     return inspect.Signature(
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in names]
