@@ -106,10 +106,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train over the devices and on one alone, and compare; the exit status."""
     flags.check_installed("train", "optax", "sklearn")
+    precision = "jax_default_matmul_precision"
+    before = jax.config.values[precision]
+    # An accelerator may round the factors of products, differently for a share of the batch.
+    jax.config.update(precision, "highest")
+    try:
+        return _compared(args)
+    finally:
+        jax.config.update(precision, before)
+
+
+def _compared(args: argparse.Namespace) -> int:
     import optax
 
-    # An accelerator may round the factors of products, differently for a share of the batch.
-    jax.config.update("jax_default_matmul_precision", "highest")
     rate = optax.warmup_cosine_decay_schedule(0.0, 0.05, min(30, args.steps // 2), args.steps)
     # With momentum two runs that differ by rounding stay together; Adam would blow rounding up.
     optimizer = optax.sgd(rate, momentum=0.9, nesterov=True)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxcoll._compat import numerics
 from jaxcoll.cli import demo
 from jaxcoll.cli.main import main
 
@@ -41,10 +42,12 @@ def test_over_processes_gradients_are_packed_and_the_model_is_the_same(tmp_path)
 
 @jax.numpy_rank_promotion("allow")
 @jax.numpy_dtype_promotion("standard")
-def test_a_model_that_differs_is_a_status(monkeypatch, capsys):
+def test_a_model_that_differs_is_a_status_and_settings_stay(monkeypatch, capsys):
+    before = numerics()
     assert main(["demo", "--steps", "2", "--platform", "auto", "--devices", "2"]) == 0
     monkeypatch.setattr(demo, "MOST_DIFFERENCE", 0.0)
     assert main(["demo", "--steps", "2", "--platform", "auto", "--devices", "2"]) == 1
+    assert numerics() == before
 
 
 def test_a_seed_names_its_batches_and_parameters_and_no_image_is_trained_on_and_tested():
