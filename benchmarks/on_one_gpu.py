@@ -35,8 +35,10 @@ from jax import lax
 
 import jaxcoll as jc
 from benchmarks.all_reduce import parser_of
+from jaxcoll._plan.plan import Plan
 from jaxcoll.cli import flags
 from jaxcoll.cli.bench import Estimate, estimate, interleaved, ratio
+from jaxcoll.compression import Bf16, Int4, Int8
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = ("packing", "codecs", "step", "programs")
@@ -45,7 +47,7 @@ MEASURING, COMPILING = 45.0, 240.0
 """Seconds that the rounds of a section may take, and all children that compile."""
 MOST_ROUNDS, FEWEST_ROUNDS = 200, 5
 LEAVES = (10, 100, 1000)
-FORMATS = {"bf16": jc.Bf16(), "int8": jc.Int8(), "int4": jc.Int4()}
+FORMATS = {"bf16": Bf16(), "int8": Int8(), "int4": Int4()}
 PROGRAMS = (
     *("benchmarks.on_one_gpu:one_pack", "benchmarks.on_one_gpu:unpacked"),
     "transformer:example",  # of docs/examples
@@ -71,7 +73,7 @@ def packing(budget: float, tree: str = "resnet50") -> dict[str, Any]:
         "one pack": jc.plan(shapes, topology="h100:8", options=_packs_of(1 << 60)),
     }
 
-    def packed(leaves: list[jax.Array], plan: jc.Plan) -> Any:
+    def packed(leaves: list[jax.Array], plan: Plan) -> Any:
         packs = lax.optimization_barrier(pack(leaves, plan.packs, plan.leaves))
         return unpack([x + 1 for x in packs], plan.packs, plan.leaves)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.counters import loopback_bytes
-from jaxcoll._errors import LaunchError
+from jaxcoll.errors import LaunchError
 
 Entry = tuple[str, ...]
 """Names of contestants, of which the fastest takes part."""

@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from jaxcoll import compression as compression
 from jaxcoll import distribute as distribute
+from jaxcoll import errors as errors
 from jaxcoll._api.collectives import all_reduce as all_reduce
 from jaxcoll._api.collectives import broadcast as broadcast
 from jaxcoll._api.collectives import pmean as pmean
@@ -20,67 +22,34 @@ from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
 from jaxcoll._api.same import same as same
-from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver
-from jaxcoll._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
-from jaxcoll._cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
 from jaxcoll._dispatch.dispatch import group_by as _group_by
 from jaxcoll._distribute.check_replicas import check_replicas as check_replicas
-from jaxcoll._errors import AlreadyReducedError as AlreadyReducedError
-from jaxcoll._errors import DeadlineExceededError as DeadlineExceededError
-from jaxcoll._errors import LaunchError as LaunchError
-from jaxcoll._errors import PeerLostError as PeerLostError
-from jaxcoll._errors import ProgramMismatchError as ProgramMismatchError
-from jaxcoll._errors import ReductionInLoopWarning as ReductionInLoopWarning
-from jaxcoll._errors import RepeatedSumWarning as RepeatedSumWarning
-from jaxcoll._errors import ReplicaDivergenceError as ReplicaDivergenceError
-from jaxcoll._errors import SameRowsWarning as SameRowsWarning
 from jaxcoll._inspect import assert_collectives as assert_collectives
 from jaxcoll._inspect import inspect as inspect
 from jaxcoll._mesh.plan import plan as plan
-from jaxcoll._observe.report import Report as Report
-from jaxcoll._plan.options import UNSET as UNSET
-from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
 from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
-from jaxcoll._plan.plan import Plan as Plan
-from jaxcoll._spmd.checks.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradients.loss import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.metrics import Total as Total
 from jaxcoll._spmd.metrics import WeightedMean as WeightedMean
 from jaxcoll._spmd.shards import Shards as Shards
 from jaxcoll._spmd.sparse import IndexedSlices as IndexedSlices
-from jaxcoll._step.data_parallel import DataParallel as DataParallel
 from jaxcoll._step.data_parallel import data_parallel as data_parallel
-from jaxcoll._train.batches import Batches as Batches
 from jaxcoll._train.batches import batches as batches
-from jaxcoll._train.local_state import LocalState as LocalState
-from jaxcoll._train.local_updates import LocalUpdates as LocalUpdates
-from jaxcoll._train.local_updates import local_updates as local_updates
+from jaxcoll._train.diloco import diloco as diloco
 from jaxcoll._train.optax_link import all_reduce_updates as all_reduce_updates
-from jaxcoll._train.residual import residual as residual
 from jaxcoll._train.shard import shard as shard
 from jaxcoll._train.shard import unshard as unshard
-from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
-from jaxcoll._train.step_test import n_devices_equal_one as n_devices_equal_one
-from jaxcoll._wire.bf16 import Bf16 as Bf16
-from jaxcoll._wire.int4 import Int4 as Int4
-from jaxcoll._wire.int8 import Int8 as Int8
-from jaxcoll.distribute import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
-from jaxcoll.distribute import CollectiveAllReduce as CollectiveAllReduce
+from jaxcoll._train.step_test import assert_same_as_one_device as assert_same_as_one_device
 from jaxcoll.distribute import CollectiveHints as CollectiveHints
-from jaxcoll.distribute import CrossDeviceOps as CrossDeviceOps
 from jaxcoll.distribute import DistributedValues as DistributedValues
-from jaxcoll.distribute import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
-from jaxcoll.distribute import Mirrored as Mirrored
 from jaxcoll.distribute import MirroredStrategy as MirroredStrategy
 from jaxcoll.distribute import MultiWorkerAllReduce as MultiWorkerAllReduce
 from jaxcoll.distribute import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from jaxcoll.distribute import NcclAllReduce as NcclAllReduce
 from jaxcoll.distribute import PerReplica as PerReplica
-from jaxcoll.distribute import ReductionToOneDevice as ReductionToOneDevice
-from jaxcoll.distribute import ReplicaContext as ReplicaContext
 from jaxcoll.distribute import get_replica_context as get_replica_context
 
 if _TYPE_CHECKING:
@@ -88,7 +57,6 @@ if _TYPE_CHECKING:
     from jaxcoll._cluster.launch.function import launch as launch
     from jaxcoll._elastic.checkpoint import restore_checkpoint as restore_checkpoint
     from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
-    from jaxcoll._elastic.generation import WorldChange as WorldChange
     from jaxcoll._elastic.trainer import Elastic as Elastic
 
 __version__ = "0.2.0"
@@ -98,7 +66,6 @@ _LATER = {
     "launch": "jaxcoll._cluster.launch.function",
     "restore_checkpoint": "jaxcoll._elastic.checkpoint",
     "save_checkpoint": "jaxcoll._elastic.checkpoint",
-    "WorldChange": "jaxcoll._elastic.generation",
     "Elastic": "jaxcoll._elastic.trainer",
 }
 """Names whose modules are imported when they are first used: those of several processes."""

@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxcoll._errors import ReductionInLoopWarning
 from jaxcoll._jaxpr.loop_reductions import described
 from jaxcoll._observe.parse.collective import KINDS, Collective, bytes_of
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._show.units import counted, some
 from jaxcoll._step.aot import compile_for
 from jaxcoll._step.lowering import stage_of, texts_of
+from jaxcoll.errors import ReductionInLoopWarning
 
 _REPEATED = (
     "reductions stand in a loop, and all that becomes of their results there is that they are "

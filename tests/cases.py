@@ -219,7 +219,7 @@ class CompileCounter:
 
 def on(found):
     """Destinations: a value that lies on these devices."""
-    return jc.Mirrored.from_function(lambda i: 0, devices=found)
+    return jc.distribute.Mirrored.from_function(lambda i: 0, devices=found)
 
 
 def check(result, want, destinations):
@@ -229,7 +229,7 @@ def check(result, want, destinations):
         assert result.devices() == {jax.devices()[0]}
         assert result.item() == want
     else:
-        assert isinstance(result, jc.Mirrored)
+        assert isinstance(result, jc.distribute.Mirrored)
         assert result.devices == destinations.devices
         assert [x.item() for x in result] == [want] * len(destinations)
         assert [x.devices() for x in result] == [{d} for d in destinations.devices]

@@ -31,7 +31,7 @@ class WithResidual:
             return jc.all_reduce(reduce_op, leaves, axes, residual=kept, options=options)
 
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays]
-        self._residual = jc.residual(shapes, axes, mesh=mesh)
+        self._residual = jc.compression.residual(shapes, axes, mesh=mesh)
         rows, copies = PartitionSpec(axes), PartitionSpec()
         program = jax.shard_map(reduce, mesh=mesh, in_specs=rows, out_specs=(copies, rows))
         self._compiled = jax.jit(program).lower(arrays, self._residual).compile()

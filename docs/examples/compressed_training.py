@@ -82,7 +82,7 @@ def train(
     ends = []
     for seed in range(seeds):
         params = task.initial(seed)
-        residual = jc.residual(params, mesh=mesh)
+        residual = jc.compression.residual(params, mesh=mesh)
         state, losses = tx.init(params), []
         for batch in task.batches(steps, seed):
             params, state, residual, value = step(params, state, residual, batch)

@@ -168,7 +168,7 @@ class Trained:
     losses: np.ndarray
     params_bytes: int
     state_bytes: int
-    report: jc.Report | None
+    report: Any
 
 
 def train(mode: Mode | None, devices: list[jax.Device], steps: int, seed: int) -> Trained:

@@ -49,7 +49,7 @@ def all_reduce(
         replica. "error": refuse it. "summed": it is the sum over replicas already (as autodiff
         makes of a replicated parameter's gradient); SUM leaves it, MEAN divides. "replicated":
         every replica holds this value; SUM multiplies it, MEAN leaves it.
-      residual: of `jc.residual(value)`, or of the last call: what a wire format
+      residual: of `jc.compression.residual(value)`, or of the last call: what a wire format
         has rounded away, and is added to this replica's values before they are sent.
 
     Returns:

@@ -47,7 +47,7 @@ def value_and_grad(
         `sharded_optimizer`.
       feedback: send with the next gradients what a wire format (`options.compression`) rounds away
         of these: the function takes one more keyword argument, `residual`, at first
-        `jc.residual(params)`, and returns the next one as its last result.
+        `jc.compression.residual(params)`, and returns the next one as its last result.
       options: as in `all_reduce`.
 
     Returns:
@@ -210,7 +210,7 @@ def sync_in_backward(
 def accumulate(
     fun: Callable[..., Any],
     axis_name: str | tuple[str, ...] | None = None,
-    num_micro_batches: int | None = None,
+    num_microbatches: int | None = None,
     *,
     batch_argnums: int | Sequence[int] = -1,
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
@@ -230,7 +230,7 @@ def accumulate(
     Args:
       fun: the loss of one piece, as in `value_and_grad`.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
-      num_micro_batches: pieces, of neighbouring rows, that each replica's share is cut into.
+      num_microbatches: pieces, of neighbouring rows, that each replica's share is cut into.
       batch_argnums: positions of the arguments that are cut along their leading dimension; the
         rest, and keyword arguments, are whole in every piece. Default: the last one, as in
         `data_parallel`. For other random numbers in every piece, cut an array of keys with it.
@@ -252,7 +252,7 @@ def accumulate(
 
     Raises:
       ValueError: the pieces do not divide a share, a leaf of the batch is a scalar, an argument is
-        both cut and differentiated, or `num_micro_batches` is not an integer above 0; and as in
+        both cut and differentiated, or `num_microbatches` is not an integer above 0; and as in
         `value_and_grad`.
 
     Warns:
@@ -266,7 +266,7 @@ def accumulate(
       >>> value.tolist(), grad.tolist()
       ([9.0, 9.0], [4.5, 4.5])
     """
-    count = positive("jc.accumulate", "num_micro_batches", num_micro_batches)
+    count = positive("jc.accumulate", "num_microbatches", num_microbatches)
     several = isinstance(batch_argnums, Sequence)
     positions = tuple(batch_argnums) if several else (batch_argnums,)
     if not positions or not all(isinstance(p, int) for p in positions):

@@ -38,8 +38,8 @@ from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._cluster.startup import arrive, connected, exchanged, reach
 from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS
 from jaxcoll._compat.gloo import let_gloo_listen_at
-from jaxcoll._errors import DeadlineExceededError
 from jaxcoll._malloc import keep_freed_memory
+from jaxcoll.errors import DeadlineExceededError
 
 _LOG = logging.getLogger("jaxcoll")
 
@@ -249,7 +249,7 @@ def _member(
     if resolver is not None and not isinstance(resolver, ClusterResolver):
         raise ValueError(
             "`cluster_resolver` must be a ClusterResolver, such as "
-            f"`jc.TFConfigClusterResolver()`, or None; got {resolver!r}."
+            f"`jc.distribute.TFConfigClusterResolver()`, or None; got {resolver!r}."
         )
     member = None
     if len(given) < 3:

@@ -21,8 +21,8 @@ from jaxcoll._cluster.coordinator_proxy import give_up_coordinator
 from jaxcoll._cluster.launchers import Member, host_and_port
 from jaxcoll._cluster.liveness import CONNECTED, DEVICES, LEFT, CoordinatorConnection
 from jaxcoll._compat.coordination import store
-from jaxcoll._errors import DeadlineExceededError, PeerLostError
 from jaxcoll._threads import within
+from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _RETRY_SECONDS = 0.05  # between two attempts to reach a coordinator that is not there yet
 _GONE_SECONDS = 2.0  # after which a coordinator that hung up, and listens no longer, has died

@@ -22,13 +22,13 @@ from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.fingerprint import first_difference, unpacked
 from jaxcoll._dispatch.peers import Peers
 from jaxcoll._dispatch.shared_program import FirstValues
-from jaxcoll._errors import (
+from jaxcoll._spmd.checks.check_replicas import ReplicaCheck
+from jaxcoll.errors import (
     PeerLostError,
     ProgramMismatchError,
     ReplicaDivergenceError,
     SameRowsWarning,
 )
-from jaxcoll._spmd.checks.check_replicas import ReplicaCheck
 
 PATIENCE_SECONDS = 0.25
 """Seconds for which a mark is waited for before its process is asked what it does instead."""

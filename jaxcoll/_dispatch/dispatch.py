@@ -13,8 +13,8 @@ import jax
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Compile, Program, compiled_for
-from jaxcoll._errors import DeadlineExceededError
 from jaxcoll._threads import Task, Worker, abandon, at_exit, not_at_exit
+from jaxcoll.errors import DeadlineExceededError
 
 
 class Group(Protocol):

@@ -20,8 +20,8 @@ from jaxcoll._dispatch.call_order import CallOrder
 from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.peers import Peers
 from jaxcoll._dispatch.shared_program import first_values, shared_program, starts_with
-from jaxcoll._errors import PeerLostError, ProgramMismatchError
 from jaxcoll._threads import Task
+from jaxcoll.errors import PeerLostError, ProgramMismatchError
 
 NEWS_SECONDS = 0.05
 """Seconds after a transport's error until the coordinator's news of the dead has come."""

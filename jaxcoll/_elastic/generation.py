@@ -63,8 +63,8 @@ class WorldChange:
       why: what was noticed first.
       seconds: from then until a step was finished again, compilation included, or training ended.
         Where more is lost before a step is finished, each loss is a change of its own.
-      residual: about the norm of the residual (`jc.residual`) that each lost worker took along:
-        the root mean square of those of the workers that stayed. 0.0: nothing was lost.
+      residual: about the norm of the residual (`jc.compression.residual`) that each lost worker
+        took along: the root mean square of those of the workers that stayed. 0.0: nothing was lost.
     """
 
     step: int

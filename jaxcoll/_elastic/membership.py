@@ -30,7 +30,7 @@ from jaxcoll._elastic.generation import (
     words,
 )
 from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, StepStatus, has_ended, new_name
-from jaxcoll._errors import DeadlineExceededError, PeerLostError
+from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
 

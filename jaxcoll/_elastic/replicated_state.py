@@ -25,7 +25,6 @@ from jaxcoll._elastic.checkpoint import (
 )
 from jaxcoll._elastic.generation import Generation, RegroupError, rank_of, words
 from jaxcoll._elastic.membership import Membership
-from jaxcoll._errors import ProgramMismatchError, ReplicaDivergenceError
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import whole_shapes
@@ -33,6 +32,7 @@ from jaxcoll._show.units import counted
 from jaxcoll._spmd.residual import is_residual
 from jaxcoll._spmd.shards import Shards, is_shards
 from jaxcoll._step.data_parallel import data_parallel
+from jaxcoll.errors import ProgramMismatchError, ReplicaDivergenceError
 
 _LOG = logging.getLogger("jaxcoll")
 

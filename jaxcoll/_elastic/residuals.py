@@ -54,7 +54,8 @@ def at_start(name: str, residual: Shards) -> Shards:
         raise ValueError(
             f"`Elastic`: state{name} is a residual in which something is owed, on devices of "
             "several processes. Which of these will train is not known, so that a part of it could "
-            "be lost: begin with a new `jc.residual`, and let `Elastic` restore the checkpoint."
+            "be lost: begin with a new `jc.compression.residual`, and let `Elastic` restore the "
+            "checkpoint."
         )
     return summed(residual)
 

@@ -1,4 +1,4 @@
-"""Local updates in an elastic run: replicas train by themselves, and meet when something is due."""
+"""DiLoCo in an elastic run: replicas train by themselves, and meet when something is due."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jaxcoll._elastic.replicated_state import ReplicatedState, Together
 from jaxcoll._elastic.step_programs import StepPrograms
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
-from jaxcoll._train.local_state import LocalState, arrived
-from jaxcoll._train.local_updates import LocalUpdates
+from jaxcoll._train.diloco import DiLoCo
+from jaxcoll._train.diloco_state import DiLoCoState, arrived
 
 
 class RoundsState(ReplicatedState):
@@ -28,7 +28,7 @@ class RoundsState(ReplicatedState):
     """
 
     # By the step of an exchange, the state and metrics after the local steps that followed
-    ahead: dict[int, tuple[LocalState, Any]]
+    ahead: dict[int, tuple[DiLoCoState, Any]]
 
     def reset(self, state: Any, step: int) -> None:
         super().reset(self.alike(state), step)
@@ -51,20 +51,20 @@ class RoundsState(ReplicatedState):
     def to_save(self, step: int) -> Any:
         return self.alike(self.host(step))
 
-    def types(self, state: LocalState) -> Any:
+    def types(self, state: DiLoCoState) -> Any:
         return self.alike(state)
 
-    def alike(self, state: LocalState) -> LocalState:
+    def alike(self, state: DiLoCoState) -> DiLoCoState:
         """The state with no replica's parameters, and the optimizer state of the first one."""
         first = jax.tree.map(lambda x: x[:1], state.replicas[1])
         return dataclasses.replace(state, replicas=((), first))
 
-    def compared(self, state: LocalState) -> Any:
+    def compared(self, state: DiLoCoState) -> Any:
         return dataclasses.replace(state, replicas=((), ()))
 
     def placed(
-        self, state: LocalState, alike: LocalState, membership: Membership, mesh: Mesh
-    ) -> LocalState:
+        self, state: DiLoCoState, alike: DiLoCoState, membership: Membership, mesh: Mesh
+    ) -> DiLoCoState:
         if membership.generation.step in self.held and jax.tree.leaves(state.replicas[0]):
             return state
         here = len(mesh.local_devices)
@@ -79,7 +79,7 @@ class RoundPrograms(StepPrograms):
     def __init__(
         self,
         report: Callable[[int, Any], None],
-        train: LocalUpdates,
+        train: DiLoCo,
         mesh: Mesh,
         membership: Membership,
     ) -> None:
@@ -117,6 +117,6 @@ class RoundPrograms(StepPrograms):
                 state = self._train.applied(state, k, arrived(mean))
         return state, metrics
 
-    def _placed(self, state: LocalState, k: int) -> tuple[Any, ...]:
+    def _placed(self, state: DiLoCoState, k: int) -> tuple[Any, ...]:
         rows, shared, steps = self._train.fragment(state, k)
         return rows, shared, place(steps, self._copies)

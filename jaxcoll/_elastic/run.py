@@ -19,9 +19,9 @@ from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, l
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
-from jaxcoll._errors import DeadlineExceededError, PeerLostError
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._threads import Task, Worker, abandon
+from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers that want to be taken in

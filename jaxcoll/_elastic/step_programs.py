@@ -19,10 +19,10 @@ from jaxcoll._elastic.generation import listed, rank_of
 from jaxcoll._elastic.heartbeat import StepStatus
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
-from jaxcoll._errors import ProgramMismatchError
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._step.data_parallel import DataParallel
+from jaxcoll.errors import ProgramMismatchError
 
 _POLL_SECONDS = 0.02
 _SHOW_SECONDS = 1.0  # timeout for the text of another worker's program

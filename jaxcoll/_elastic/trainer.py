@@ -23,12 +23,12 @@ from jaxcoll._elastic.residuals import residuals_in
 from jaxcoll._elastic.rounds import RoundPrograms, RoundsState
 from jaxcoll._elastic.run import LAST_PATIENCE, Job, Run
 from jaxcoll._elastic.step_programs import StepPrograms
-from jaxcoll._errors import DeadlineExceededError, PeerLostError
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import positive, seconds
 from jaxcoll._step.data_parallel import DataParallel
-from jaxcoll._train.local_state import check_state
-from jaxcoll._train.local_updates import LocalUpdates
+from jaxcoll._train.diloco import DiLoCo
+from jaxcoll._train.diloco_state import check_state
+from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _runs = itertools.count()
 
@@ -46,17 +46,17 @@ class Elastic:
     multiple of ten steps, or when another is lost, and receives the state. JAX fixes the number of
     processes when a job starts, so no more than that can work at once.
 
-    Of a residual (`jc.residual`) in the state each worker has its own replicas' part. Survivors
-    keep theirs, a newcomer begins with nothing, and a checkpoint holds the sum of all, which is
-    dealt out again. So what arrived, and the residuals of all workers, and what lost workers took
-    along, are together the sum of the gradients; of the latter `changes` has the size.
+    Of a residual (`jc.compression.residual`) in the state each worker has its own replicas' part.
+    Survivors keep theirs, a newcomer begins with nothing, and a checkpoint holds the sum of all,
+    which is dealt out again. So what arrived, and the residuals of all workers, and what lost
+    workers took along, are together the sum of the gradients; of the latter `changes` has the size.
 
     Args:
       step: a `jc.data_parallel` step of `(state, batch)` that returns `(state, metrics)`, over one
-        axis, and donates nothing. Or what `jc.local_updates` returns, without a delay: workers then
+        axis, and donates nothing. Or what `jc.diloco` returns, without a delay: workers then
         meet, and notice a loss, at its exchanges, and a newcomer begins at the shared parameters.
       state: a pytree of arrays, complete and equal on all workers, and of new residuals; or that
-        of local updates.
+        of DiLoCo.
       min_workers: fewer workers than these save the state and raise `PeerLostError`.
       max_workers: more workers than these wait until they are needed. None: all work.
       timeout_seconds: of one step, without its compilation. Workers that miss it are dropped from
@@ -95,7 +95,7 @@ class Elastic:
 
     def __init__(
         self,
-        step: DataParallel | LocalUpdates,
+        step: DataParallel | DiLoCo,
         state: Any,
         *,
         min_workers: int = 1,
@@ -114,7 +114,7 @@ class Elastic:
         if timeout_seconds is not None:
             timeout_seconds = seconds("Elastic", "timeout_seconds", timeout_seconds)
         report = report or (lambda step, metrics: None)
-        if isinstance(step, LocalUpdates):
+        if isinstance(step, DiLoCo):
             programs, held = functools.partial(RoundPrograms, report, step), RoundsState(state)
             self._round = step.schedule.every
         else:
@@ -157,7 +157,7 @@ class Elastic:
           batches: called with the step (from 0), this worker's place among the workers, and how
             many there are; returns its rows of the batch: equally many on every worker. After a
             change it is called again, with another place and number.
-          steps: in all, those of the checkpoint included; of local updates, in rounds of `every`.
+          steps: in all, those of the checkpoint included; of DiLoCo, in rounds of `every`.
 
         Returns:
           The state, replicated over the workers that reached the end, residuals as each of them
@@ -173,14 +173,14 @@ class Elastic:
           ProgramMismatchError: their states have different structures, or they bring different
             programs to a step. A worker that comes later ends alone for either.
           ValueError: the step does not return a state like its argument, or `steps` do not end a
-            round of local updates.
+            round of DiLoCo.
           OSError: this worker could not write the last checkpoint.
         """
         job = self._job
         if steps % self._round:
             raise ValueError(
                 f"`steps` must be a multiple of the {self._round} steps between two exchanges of "
-                f"`local_updates`, so that nothing of the last round is lost; got {steps}."
+                f"`diloco`, so that nothing of the last round is lost; got {steps}."
             )
         if job.file is not None:
             job.state.restore(job.file)
@@ -241,9 +241,9 @@ def _exchange_devices() -> None:
 
 def _checked_axis(step: Any, state: Any) -> str:
     """The axis of a step that fits, and has a state that does."""
-    if not isinstance(step, DataParallel | LocalUpdates):
+    if not isinstance(step, DataParallel | DiLoCo):
         raise ValueError(
-            "`Elastic` expects a step made by `jc.data_parallel`, or by `jc.local_updates`; got "
+            "`Elastic` expects a step made by `jc.data_parallel`, or by `jc.diloco`; got "
             f"{type(step).__name__}."
         )
     if isinstance(step.axis_name, tuple):
@@ -251,11 +251,11 @@ def _checked_axis(step: Any, state: Any) -> str:
             f"`Elastic` trains over one axis, along which workers may leave; the step has "
             f"{step.axis_name!r}."
         )
-    if isinstance(step, LocalUpdates):
+    if isinstance(step, DiLoCo):
         if step.schedule.delay:
             raise ValueError(
                 "`Elastic` repeats a sum whose workers were lost, which must not be on its way "
-                f"while replicas train: `local_updates` without a delay; got {step.schedule.delay}."
+                f"while replicas train: `diloco` without a delay; got {step.schedule.delay}."
             )
         check_state(state, len(jax.local_devices()), step.schedule)
         return step.axis_name
@@ -269,6 +269,6 @@ def _checked_axis(step: Any, state: Any) -> str:
             raise ValueError(
                 f"`Elastic`: the state has a residual over {', '.join(map(repr, residual.axes))}, "
                 f"and the step's axis is {step.axis_name!r}: make it with "
-                f"`jc.residual(params, {step.axis_name!r})`."
+                f"`jc.compression.residual(params, {step.axis_name!r})`."
             )
     return step.axis_name

@@ -82,6 +82,6 @@ class ReplicaRows:
 
 
 _NOT_OURS = (
-    "`local_updates` expects arrays of this process alone, or arrays over several processes that "
+    "`diloco` expects arrays of this process alone, or arrays over several processes that "
     "are {1}; got {0.dtype}{0.shape} with the sharding {0.sharding}."
 )

@@ -227,7 +227,7 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
       (560, 24)
       >>> wire_bytes(stages("ring/halving_doubling", 0, (2, 4)), 80, 1)
       140
-      >>> from jaxcoll import Int8
+      >>> from jaxcoll.compression import Int8
       >>> wire_bytes(stages("shuffle", 0, (8,), Int8()), 4096, 4)
       7224
     """

@@ -24,7 +24,7 @@ THE_VALUE = "(the value)"
 class CollectivePlan:
     """The plan of one `all_reduce`, or of one half of it, decided from shapes alone.
 
-    Its attributes are those of `jaxcoll.Plan`, which adds what is shown.
+    Its attributes are those of `Plan`, which adds what is shown.
     """
 
     reduce_op: ReduceOp

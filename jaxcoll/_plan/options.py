@@ -171,14 +171,14 @@ class CommunicationOptions:
         smaller towards the end, and the compiler is kept from combining them; in
         `jc.sync_in_backward` they travel as they appear. None: where that pays, which is on GPUs
         in these three.
-      compression: what the elements of a sum travel as: "bf16", "int8" or "int4", or `jc.Bf16()`,
-        `jc.Int8(block=256)`, `jc.Int4(block=64)`. Every replica sends each other one its share as
+      compression: what the elements of a sum travel as: "bf16", "int8" or "int4", or a class of
+        `jc.compression` with its arguments. Every replica sends each other one its share as
         codes, these are added in float32, and the sum is coded once more: two roundings for any
         number of replicas. Coded are floats of 16 and 32 bits in leaves that fill a block (64 of
         bf16); other leaves travel exactly. Of "inner/outer" only the outer part is coded. Refused
-        with `shards`, and an outermost ring or halving_doubling. "auto": bf16 for float32 leaves of
-        64 KiB or more over Gloo, and exact sums elsewhere and beside these options. None: exact
-        sums; bfloat16 leaves still travel as 16 bits over Gloo, where XLA would widen them.
+        with `shards`, and an outermost ring or halving_doubling. "auto": bf16 for float32 leaves
+        of 64 KiB or more over Gloo, and exact sums elsewhere and beside these options. None:
+        exact sums; bfloat16 leaves still travel as 16 bits over Gloo, where XLA would widen them.
         See docs/less_on_the_wire.md.
 
     Raises:
@@ -255,9 +255,7 @@ class CommunicationOptions:
         )
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(
-            f"CommunicationOptions is frozen; use options.replace({name}=jc.UNSET)."
-        )
+        raise AttributeError(f"CommunicationOptions is frozen; make options without `{name}`.")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CommunicationOptions):

@@ -12,8 +12,8 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcoll import _compat
-from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.packs.leaves import no_array, where
+from jaxcoll.errors import AlreadyReducedError
 
 
 def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:

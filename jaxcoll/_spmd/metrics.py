@@ -12,7 +12,6 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcoll import _compat
-from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
 from jaxcoll._plan.packs.packing import BytesPerPack
@@ -20,6 +19,7 @@ from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
+from jaxcoll.errors import AlreadyReducedError
 
 _ALREADY_REDUCED = """\
 `{caller}`: the total of metric {path} is already the same on every replica along {missing}, so \

@@ -29,13 +29,13 @@ from jaxcoll._spmd.pipeline import unpack
 from jaxcoll._spmd.shards import Shards, is_shards
 
 _NO_RESIDUAL = """\
-`{caller}` expects what `jc.residual(params)` returns as its residual, or what this call returned \
-the last time; got {got}."""
+`{caller}` expects what `jc.compression.residual(params)` returns as its residual, or what this \
+call returned the last time; got {got}."""
 
 _OTHER_WORLD = """\
 `{caller}` over {axes} got a residual of {was} over {over}. Restore its sum for the replicas that \
-there are: `jc.save_checkpoint` writes it, and `jc.restore_checkpoint` with a new `jc.residual` \
-deals it out."""
+there are: `jc.save_checkpoint` writes it, and `jc.restore_checkpoint` with a new \
+`jc.compression.residual` deals it out."""
 
 _NOT_OWN = """\
 `{caller}`: a residual has an array of shape {expected} on each replica here, and got {got}. Each \
@@ -44,7 +44,7 @@ PartitionSpec({axes!r}) for it in `in_specs`."""
 
 _OTHER_TREE = """\
 `{caller}`: the residual is of another tree: {difference}. It belongs to the gradients of the \
-parameters that `jc.residual` was given: make a new one, or bring the leaf back."""
+parameters that `jc.compression.residual` was given: make a new one, or bring the leaf back."""
 
 _ALIKE = """\
 `all_reduce` with a residual: {leaf} is already the same on every replica along one of the axes, \

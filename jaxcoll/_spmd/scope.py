@@ -56,8 +56,8 @@ class Scope(_Hashed):
             raise ValueError(
                 f"`timeout_seconds` {seconds:g} was given inside a program that jaxcoll does not "
                 "call, where nobody waits with a deadline. It is kept inside `jc.data_parallel` "
-                "and `strategy.run`, and by calls between programs. Use one of these, or leave it "
-                "out here: `options.replace(timeout_seconds=jc.UNSET)`."
+                "and `strategy.run`, and by calls between programs. Use one of these, or options "
+                "without `timeout_seconds`."
             )
         if seconds and self.deadline is not None:
             self.deadline(seconds)

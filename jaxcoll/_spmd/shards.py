@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.packs.leaves import Leaf, flattened, where
 from jaxcoll._spmd.axes import bound_axes, listed
+from jaxcoll.errors import AlreadyReducedError
 
 if TYPE_CHECKING:
     from jaxcoll._plan.packs.shard_layout import ShardLayout

@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcoll._cluster.launch.subprocesses import surely_ended
 from jaxcoll._compat.compiler import compiler_options, has_compiler
-from jaxcoll._errors import DeadlineExceededError
 from jaxcoll._jaxpr.loop_reductions import repeated_reductions
 from jaxcoll._mesh.clusters import Topology, topology_named, topology_world
 from jaxcoll._mesh.mesh import abstract_mesh, fitted_mesh, given_mesh, no_mesh, takes_mesh
@@ -33,6 +32,7 @@ from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.scope import entered
 from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll._step.lowering import Texts, called, jitted, requested_text, stage_of
+from jaxcoll.errors import DeadlineExceededError
 
 PYTHON = "JAXCOLL_AOT_PYTHON"
 """Names the Python, of another environment, that has the compilers installed."""

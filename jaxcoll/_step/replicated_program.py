@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._errors import RepeatedSumWarning
 from jaxcoll._jaxpr.proof import Proven, prove
 from jaxcoll._jaxpr.subjaxprs import at_line
 from jaxcoll._mesh.mesh import mapped_axes
@@ -27,6 +26,7 @@ from jaxcoll._mesh.shard_arrays import spec_of
 from jaxcoll._spmd.axes import listed
 from jaxcoll._spmd.scope import Scope, entered
 from jaxcoll._spmd.shards import is_shards, said_of_each
+from jaxcoll.errors import RepeatedSumWarning
 
 VaryingOutputs = Literal["error", "concatenate"]
 

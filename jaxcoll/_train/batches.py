@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._compat.coordination import store
-from jaxcoll._errors import ProgramMismatchError
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._plan.checks import is_integer, positive
+from jaxcoll.errors import ProgramMismatchError
 
 _counter = itertools.count()  # of the `Batches` that are split over processes
 

@@ -42,11 +42,11 @@ def all_reduce_updates(
       invariant: as in `all_reduce`: how to treat a gradient that is the same everywhere already,
         such as one that autodiff has summed under a checked `shard_map`. "error" refuses it.
       feedback: keep what a wire format rounds away as the state, and send it with the next updates.
-      mesh: with `feedback`, as in `jc.residual`: where the state lies between programs.
+      mesh: with `feedback`, as in `jc.compression.residual`: where the state lies between programs.
 
     Returns:
       An `optax.GradientTransformation` without state; with `feedback` its state is a
-      `jc.residual` of the parameters. Updates come out *invariant* over the axes.
+      `jc.compression.residual` of the parameters. Updates come out *invariant* over the axes.
 
     Raises:
       ImportError: optax is not installed.

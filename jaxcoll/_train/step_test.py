@@ -1,4 +1,4 @@
-"""`n_devices_equal_one`, a test for a user's step."""
+"""`assert_same_as_one_device`, a test for a user's step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _POWERS = {
 }
 
 
-def n_devices_equal_one(
+def assert_same_as_one_device(
     step: Callable[..., Any],
     *args: Any,
     mesh: Mesh | None = None,
@@ -85,7 +85,7 @@ def n_devices_equal_one(
       ... def step(w, x):
       ...     return w - 0.1 * psum(jax.grad(lambda w: (w * x).mean())(w))
       >>> try:
-      ...     n_devices_equal_one(step, np.ones(3, "f"), np.ones((8, 3), "f"))
+      ...     assert_same_as_one_device(step, np.ones(3, "f"), np.ones((8, 3), "f"))
       ... except AssertionError as error:
       ...     print(str(error).splitlines()[1][:60])
         the output: its change from args[0] is 8.0 times too large
@@ -200,20 +200,20 @@ def _runner(
         mesh, on = mesh or step.mesh, step.on
         if batch_argnums is not None:
             raise ValueError(
-                "`n_devices_equal_one`: a `jc.data_parallel` step names its own batch."
+                "`assert_same_as_one_device`: a `jc.data_parallel` step names its own batch."
             )
     elif takes_mesh(step, kwargs):
-        mesh = checked_mesh(mesh, mesh.axis_names if mesh else "data", "n_devices_equal_one")
+        mesh = checked_mesh(mesh, mesh.axis_names if mesh else "data", "assert_same_as_one_device")
         on = functools.partial(given_mesh, step)
     else:
         raise ValueError(
-            "`n_devices_equal_one` expects a `jc.data_parallel` step, or a function with a "
+            "`assert_same_as_one_device` expects a `jc.data_parallel` step, or a function with a "
             "parameter `mesh` that maps itself over it; what was mapped before over a mesh of "
             "its own cannot be run on one device."
         )
     if mesh.size < 2:
         raise ValueError(
-            "`n_devices_equal_one` compares one device with more, and there is one only. "
+            "`assert_same_as_one_device` compares one device with more, and there is one only. "
             'Simulated ones are made by `jax.config.update("jax_num_cpu_devices", n)` at the '
             "start of a program."
         )
@@ -225,7 +225,7 @@ def _without(paths: list[str], ignore: Sequence[str]) -> list[str]:
         rest = [path for path in paths if not path.startswith(part) and not path.endswith(part)]
         if not part or rest == paths:
             raise ValueError(
-                f"`n_devices_equal_one`: `ignore` names no output by {part!r}; there are "
+                f"`assert_same_as_one_device`: `ignore` names no output by {part!r}; there are "
                 f"{', '.join(paths)}."
             )
         paths = rest

@@ -27,5 +27,5 @@ def checked(value: Any) -> WireFormat | Literal["auto"] | None:
         return "auto"
     raise ValueError(
         f"`compression` must be None, 'auto', one of {', '.join(map(repr, _FORMATS))}, or a value "
-        f"such as jc.Int8(block=128); got {value!r}."
+        f"such as jc.compression.Int8(block=128); got {value!r}."
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jaxcoll
-from jaxcoll._errors import LaunchError
+from jaxcoll.errors import LaunchError
 
 COMMANDS = {
     "demo": "train on real data over several devices; show what is sent",

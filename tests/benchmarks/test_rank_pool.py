@@ -13,8 +13,8 @@ import pytest
 from benchmarks import teams
 from benchmarks.all_reduce import Workload, measure, text_of
 from benchmarks.rank_pool import launched
-from jaxcoll._errors import LaunchError
 from jaxcoll.cli.bench import AGAIN, BASELINE
+from jaxcoll.errors import LaunchError
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), str(teams.HERE)]
 TREE = Workload("pair", (jax.ShapeDtypeStruct((3,), np.float32),) * 2)

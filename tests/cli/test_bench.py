@@ -19,7 +19,7 @@ def test_algorithms():
     assert flags.options_of("halving-doubling") == flags.options_of("halving_doubling")
     coded = flags.options_of("shuffle/shuffle+int8@4MiB")
     assert (coded.algorithm, coded.bytes_per_pack) == ("shuffle/shuffle", 4 << 20)
-    assert coded.compression == jc.Int8()
+    assert coded.compression == jc.compression.Int8()
     assert flags.options_of("reproducible@all").reproducible
 
 

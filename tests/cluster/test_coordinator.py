@@ -153,7 +153,9 @@ def test_a_coordinator_that_dies_early_is_not_waited_for():
     started = start_coordinator("127.0.0.1:0", 2)
     threading.Timer(0.3, started.process.kill).start()
     began = time.monotonic()
-    with pytest.raises(jc.PeerLostError, match="coordinator at .* died before all had arr") as lost:
+    with pytest.raises(
+        jc.errors.PeerLostError, match="coordinator at .* died before all had arr"
+    ) as lost:
         arrive(Member(started.address, 2, 1), 60)
     assert (lost.value.ranks, time.monotonic() - began < 20) == ((), True)
     started.close()

@@ -38,7 +38,7 @@ def coordinator():
 @pytest.mark.parametrize(
     ("present", "expected", "kind", "words"),
     [
-        ([(0, 3), (2, 3)], 3, jc.DeadlineExceededError, "process 1 of 3 did not arrive within the 1.0 s"),
+        ([(0, 3), (2, 3)], 3, jc.errors.DeadlineExceededError, "process 1 of 3 did not arrive within the 1.0 s"),
         ([(0, 3), (1, 3), (1, 3)], 3, ValueError, "two processes say that they are process 1 of 3: .*:"),
         ([(0, 2), (1, 3)], 2, ValueError, "expects 3 processes, and the coordinator 2"),
     ],
@@ -63,7 +63,7 @@ def test_one_that_dies_before_all_are_here_is_named_at_once(coordinator):
         threading.Timer(0.2, lambda: dying.shutdown(socket.SHUT_RDWR)).start()
         start = time.monotonic()
         with pytest.raises(
-            jc.PeerLostError, match=r"process 2 \(there:1\) ended before all 3 had arrived"
+            jc.errors.PeerLostError, match=r"process 2 \(there:1\) ended before all 3 had arrived"
         ) as caught:
             arrive(Member(address, 3, 0), 30)
     assert caught.value.ranks == (2,)
@@ -115,7 +115,8 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
         port = taken.getsockname()[1]
         address = f"127.0.0.1:{port}"
         with pytest.raises(
-            jc.DeadlineExceededError, match=r"was not reached within 0.2 s \(Conn.*Is process 0"
+            jc.errors.DeadlineExceededError,
+            match=r"was not reached within 0.2 s \(Conn.*Is process 0",
         ):
             arrive(Member(address, 2, 1), 0.2)
         taken.listen()
@@ -142,7 +143,9 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
         arrive(Member("no-such-host.invalid:1", 2, 1), 5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(jc.DeadlineExceededError, match=f"{address} did not answer in time"):
+        with pytest.raises(
+            jc.errors.DeadlineExceededError, match=f"{address} did not answer in time"
+        ):
             arrive(Member(address, 2, 1), 0.2)
     with pytest.raises(
         ValueError, match="'no-such-host.invalid', where it is to listen, has no addr"
@@ -189,17 +192,17 @@ def test_a_process_that_nobody_launched_is_alone():
 def test_the_tf_config_resolver_and_its_arguments():
     cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
     env = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}, "rpc_layer": "grpc"})}  # fmt: skip
-    resolver = jc.TFConfigClusterResolver(task_id=1, environment=env)
+    resolver = jc.distribute.TFConfigClusterResolver(task_id=1, environment=env)
     assert resolver.cluster_spec() == {"chief": ("a:1",), "worker": ("b:1", "c:1")}
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 1, "grpc://c:1")
     assert resolver.master("chief", 0, rpc_layer="x") == "x://a:1"
     assert resolver.num_accelerators() == {}
     assert resolver.member() == Member("a:1", 3, 2, None, "TFConfigClusterResolver")
-    assert jc.TFConfigClusterResolver(environment={}).master() == ""
+    assert jc.distribute.TFConfigClusterResolver(environment={}).master() == ""
     with pytest.raises(ValueError, match="there is no task 7 of job 'worker'; the cluster has"):
         resolver.master("worker", 7)
     with pytest.raises(ValueError, match="TFConfigClusterResolver: this is task 9 of job 'worker'"):
-        jc.TFConfigClusterResolver(task_id=9, environment=env).member()
+        jc.distribute.TFConfigClusterResolver(task_id=9, environment=env).member()
 
 
 @pytest.mark.parametrize(
@@ -218,14 +221,14 @@ def test_the_tf_config_resolver_and_its_arguments():
 def test_the_slurm_resolver_refuses(jobs, change, words):
     env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0"}  # fmt: skip
     with pytest.raises(ValueError, match=words):
-        jc.SlurmClusterResolver(jobs, environment={**env, **change})
+        jc.distribute.SlurmClusterResolver(jobs, environment={**env, **change})
 
 
 @pytest.mark.parametrize("per_node", [None, "3,1", "2(x2)"])
 def test_tasks_per_node_stand_in_the_place_of_slurms(per_node):
     env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "3"}
     env |= {} if per_node is None else {"SLURM_STEP_TASKS_PER_NODE": per_node}
-    resolver = jc.SlurmClusterResolver(tasks_per_node=2, environment=env)
+    resolver = jc.distribute.SlurmClusterResolver(tasks_per_node=2, environment=env)
     assert resolver.cluster_spec() == {"worker": ("n1:8888", "n1:8889", "n2:8888", "n2:8889")}
     assert resolver.master() == "grpc://n2:8889"
     assert resolver.member() == Member("n1:8888", 4, 3, None, "SlurmClusterResolver")
@@ -241,7 +244,7 @@ def test_the_slurm_resolver_puts_tasks_where_slurm_does():
         ({"SLURM_DISTRIBUTION": "cyclic:block", "SLURM_NODEID": "1"}, cyclic),
         (plane, ("n1:8888", "n1:8889", "n2:8888", "n1:8890")),
     ):
-        resolver = jc.SlurmClusterResolver(environment={**env, **change})
+        resolver = jc.distribute.SlurmClusterResolver(environment={**env, **change})
         assert resolver.cluster_spec() == {"worker": tasks}
 
 
@@ -253,7 +256,7 @@ def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):
     monkeypatch.setattr("jaxcoll._cluster.initialize.arrive", out_of_time)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(jc.DeadlineExceededError) as caught:
+    with pytest.raises(jc.errors.DeadlineExceededError) as caught:
         jc.initialize(f"node1:{port}", 2, 0)
     assert f"'node1:{port}' stands for 127.0.0.1:{port} on" in caught.value.__notes__[0]
 
@@ -269,4 +272,4 @@ def test_a_second_call_is_checked_without_making_devices(monkeypatch):
 
 
 def out_of_time(member, timeout):
-    raise jc.DeadlineExceededError("time is up")
+    raise jc.errors.DeadlineExceededError("time is up")

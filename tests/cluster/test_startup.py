@@ -52,7 +52,7 @@ def test_nobody_is_waited_for_who_has_ended(kind, sent, words, ranks, connection
         coordinator.close()
     else:
         coordinator.sendall(sent)
-    with pytest.raises(jc.PeerLostError, match=words) as caught:
+    with pytest.raises(jc.errors.PeerLostError, match=words) as caught:
         waits(kind, connection, 60)
     assert caught.value.ranks == ranks
     if ranks:  # who gives up because of another is not blamed by those who notice later
@@ -65,7 +65,7 @@ def test_nobody_is_waited_for_who_has_ended(kind, sent, words, ranks, connection
 )
 def test_a_meeting_that_does_not_come_about_ends_in_time(kind, words, connection, monkeypatch):
     monkeypatch.setattr(startup, "_LEAST_SECONDS", 0.1)
-    with pytest.raises(jc.DeadlineExceededError, match=words):
+    with pytest.raises(jc.errors.DeadlineExceededError, match=words):
         waits(kind, connection[0], 0.1)
 
 
@@ -78,7 +78,7 @@ def test_who_ended_after_a_meeting_is_no_loss_for_it(connection):
     assert [json.loads(each)["stage"] for each in reports] == ["devices", "connected"]
     coordinator.sendall(b'{"ended": 2, "stage": "connected"}\n')
     startup.connected(lambda: time.sleep(0.1), connection, 60)
-    with pytest.raises(jc.PeerLostError, match="Process 2 ended during"):
+    with pytest.raises(jc.errors.PeerLostError, match="Process 2 ended during"):
         waits("devices", connection, 60)
 
 
@@ -92,10 +92,14 @@ def test_what_fails_while_connecting_is_the_callers():
 def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(monkeypatch):
     keys = LocalKeys(0, 2)
     monkeypatch.setattr(startup, "store", lambda: keys)
-    with pytest.raises(jc.DeadlineExceededError, match="Process 1 of 2 did not .* 0.1 s of the f"):
+    with pytest.raises(
+        jc.errors.DeadlineExceededError, match="Process 1 of 2 did not .* 0.1 s of the f"
+    ):
         startup.await_all(0.1, lambda: None)
     monkeypatch.setattr(startup, "store", lambda: dataclasses.replace(keys, process=1))
-    with pytest.raises(jc.DeadlineExceededError, match="when process 0 no longer waited for it"):
+    with pytest.raises(
+        jc.errors.DeadlineExceededError, match="when process 0 no longer waited for it"
+    ):
         startup.await_all(60, lambda: None)
     keys.set("jaxcoll/devices/0", "here")
     startup.await_all(0.1, lambda: None)

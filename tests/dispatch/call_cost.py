@@ -41,7 +41,7 @@ def by_data_parallel(tree):
 
 def by_strategy(tree):
     strategy = jc.MirroredStrategy()
-    w = jc.Mirrored([tree] * DEVICES)
+    w = jc.distribute.Mirrored([tree] * DEVICES)
 
     def step(w):
         return jax.tree.map(lambda a: a + 1, w)

@@ -11,7 +11,7 @@ from jaxcoll._dispatch.agreement import Agreement
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.process_group import ProcessGroup
-from jaxcoll._errors import PeerLostError, ProgramMismatchError
+from jaxcoll.errors import PeerLostError, ProgramMismatchError
 
 
 class Wired:

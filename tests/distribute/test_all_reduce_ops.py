@@ -7,7 +7,7 @@ import pytest
 from cases import devices, each_row, noise
 
 import jaxcoll as jc
-from jaxcoll import (
+from jaxcoll.distribute import (
     AllReduceCrossDeviceOps,
     CollectiveAllReduce,
     HierarchicalCopyAllReduce,

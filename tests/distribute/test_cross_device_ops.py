@@ -22,11 +22,11 @@ from cases import (
 from jax.sharding import NamedSharding
 
 import jaxcoll as jc
-from jaxcoll import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
 from jaxcoll._distribute.ops.all_reduce_ops import Route, all_reduce_program
 from jaxcoll._distribute.ops.packing import NumPacks
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._plan.packs.packing import UNPACKED
+from jaxcoll.distribute import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
 
 P = jax.sharding.PartitionSpec
 
@@ -37,8 +37,8 @@ OPS = {
     "nccl": NcclAllReduce(),
     "nccl-packs0": NcclAllReduce(num_packs=0),
     "nccl-packs3": NcclAllReduce(num_packs=3),
-    "hierarchical-packs8": jc.HierarchicalCopyAllReduce(num_packs=8),
-    "hierarchical-small": jc.AllReduceCrossDeviceOps("hierarchical_copy", 0, 100, 10),
+    "hierarchical-packs8": jc.distribute.HierarchicalCopyAllReduce(num_packs=8),
+    "hierarchical-small": jc.distribute.AllReduceCrossDeviceOps("hierarchical_copy", 0, 100, 10),
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
 SIMPLE = pytest.mark.parametrize("ops", [OPS["one"], OPS["nccl"]], ids=["one", "nccl"])
@@ -389,8 +389,8 @@ def test_reduce_to_device_and_accumulation_fn_are_checked(arguments, message):
 
 def test_L7_a_reduction_to_one_device_is_one_of_the_family_and_stays_within_a_process(monkeypatch):
     with pytest.raises(TypeError, match=r"abstract method '?_prepare"):
-        jc.CrossDeviceOps()
-    assert issubclass(NcclAllReduce, jc.CrossDeviceOps)
+        jc.distribute.CrossDeviceOps()
+    assert issubclass(NcclAllReduce, jc.distribute.CrossDeviceOps)
     value = PerReplica([1.0, 3.0])
     for device in ("CPU:3", jax.devices()[3]):  # only where it is added
         check(ReductionToOneDevice(reduce_to_device=device).reduce("sum", value, value), 4.0, value)

@@ -82,8 +82,10 @@ def release():
     def stuck(xs):
         return jax.pure_callback(wait, jax.typeof(xs[0]), xs[0])
 
-    with pytest.raises(jc.DeadlineExceededError, match=r"did not finish within 0.05 s"):
-        jc.ReductionToOneDevice(None, stuck).reduce("sum", PerReplica([1.0, 2.0]), "cpu:7", SHORT)
+    with pytest.raises(jc.errors.DeadlineExceededError, match=r"did not finish within 0.05 s"):
+        jc.distribute.ReductionToOneDevice(None, stuck).reduce(
+            "sum", PerReplica([1.0, 2.0]), "cpu:7", SHORT
+        )
     yield ended.set
     ended.set()
 
@@ -92,7 +94,7 @@ def check_bounded(calls, release, **short):
     """Each call by the start of its error, while nothing can run; then each that can."""
     for name, call in calls:
         with pytest.raises(
-            jc.DeadlineExceededError, match=f"{re.escape(name)} did not finish within 0.05 s"
+            jc.errors.DeadlineExceededError, match=f"{re.escape(name)} did not finish within 0.05 s"
         ):
             call(**short)
     release()
@@ -124,7 +126,7 @@ def test_F25_F26_F28_the_deadline_of_a_call_bounds_it_and_the_next_call_works(ki
 
 
 def test_the_deadline_of_an_object_bounds_each_call_that_has_none_of_its_own(release):
-    check_bounded(calls_of(jc.CollectiveAllReduce(devices(8), 8, SHORT)), release)
+    check_bounded(calls_of(jc.distribute.CollectiveAllReduce(devices(8), 8, SHORT)), release)
 
 
 @pytest.mark.parametrize("where", ["strategy", "call"])
@@ -145,7 +147,9 @@ def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(where, r
         ("`MultiWorkerMirroredStrategy.run` of `ones`", partial(s.run, ones)),
     ]
     if where == "strategy":
-        with pytest.raises(jc.DeadlineExceededError, match=r"extended.update` did not finish"):
+        with pytest.raises(
+            jc.errors.DeadlineExceededError, match=r"extended.update` did not finish"
+        ):
             s.extended.update(value, lambda v: v + 1)
     check_bounded(calls, release, **({} if where == "strategy" else {"options": SHORT}))
 
@@ -159,7 +163,7 @@ def test_a_deadline_given_to_a_reduction_inside_bounds_the_run(release):
         return jc.get_replica_context().all_reduce("sum", 1.0, options=SHORT)
 
     with pytest.raises(
-        jc.DeadlineExceededError,
+        jc.errors.DeadlineExceededError,
         match="`MirroredStrategy.run` of `step` did not finish within 0.05",
     ):
         jc.MirroredStrategy().run(step)
@@ -167,7 +171,7 @@ def test_a_deadline_given_to_a_reduction_inside_bounds_the_run(release):
 
 
 def test_F23_threads_that_launch_in_crossing_order_do_not_interleave():
-    ops = [jc.CollectiveAllReduce(devices(2), 2) for _ in range(2)]
+    ops = [jc.distribute.CollectiveAllReduce(devices(2), 2) for _ in range(2)]
     values = [[PerReplica([k, k]) for _ in range(2)] for k in (1.0, 2.0)]
     start, got = threading.Barrier(2), {}
 
@@ -219,7 +223,7 @@ def test_a_program_whose_call_is_bounded_may_make_calls_in_a_callback(inner):
 
 
 def test_G47_many_reductions_of_a_group_of_one():
-    ops, value = jc.CollectiveAllReduce(devices(1), 1), PerReplica([[1.0]])
+    ops, value = jc.distribute.CollectiveAllReduce(devices(1), 1), PerReplica([[1.0]])
     for _ in range(1000):
         result = ops.reduce("sum", value, value)
     assert [x.item() for x in result] == [1.0]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cases import of_replicas
 
-from jaxcoll import Mirrored, MultiWorkerAllReduce, PerReplica
+from jaxcoll.distribute import Mirrored, MultiWorkerAllReduce, PerReplica
 
 EIGHT = (
     "nccl", "xring", "pscpu", "psgpu", "nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu"

@@ -18,15 +18,17 @@ WORKERS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 6: 3, 7: 7, 8: 2}
 
 
 def to_one(*args):
-    return lambda n: jc.ReductionToOneDevice(*args)
+    return lambda n: jc.distribute.ReductionToOneDevice(*args)
 
 
 def all_reduce(*args):
-    return lambda n: jc.AllReduceCrossDeviceOps(*args)
+    return lambda n: jc.distribute.AllReduceCrossDeviceOps(*args)
 
 
 def collective(**options):
-    return lambda n: jc.CollectiveAllReduce(devices(n), n, jc.CommunicationOptions(**options))
+    return lambda n: jc.distribute.CollectiveAllReduce(
+        devices(n), n, jc.CommunicationOptions(**options)
+    )
 
 
 def workers(*algorithms, **more):
@@ -49,7 +51,7 @@ KINDS = {
     "nccl": lambda n: jc.NcclAllReduce(),
     "nccl-packs0": lambda n: jc.NcclAllReduce(num_packs=0),
     "nccl-packs3": lambda n: jc.NcclAllReduce(num_packs=3),
-    "hierarchical-packs8": lambda n: jc.HierarchicalCopyAllReduce(num_packs=8),
+    "hierarchical-packs8": lambda n: jc.distribute.HierarchicalCopyAllReduce(num_packs=8),
     "hierarchical-small": all_reduce("hierarchical_copy", 0, 100, 10),
     "collective": collective(),
     "collective-ring": collective(implementation="ring"),
@@ -97,7 +99,7 @@ class Value:
         parts = [[sparse_of(x) for x in part] for part in self.parts(n)]
         if self.form == "plain":
             return parts[0][0]
-        kind = jc.PerReplica if self.form == "rows" else jc.Mirrored
+        kind = jc.PerReplica if self.form == "rows" else jc.distribute.Mirrored
         return kind([{"leaves": part} for part in parts], devices=devices(n))
 
     def expected(self, n, op):
@@ -184,7 +186,7 @@ def test_every_reduction_is_numpys_on_every_destination(kind, n, op, batch):
         batch, places = batch * 2, places * 2
     for (v, _), (_, lie), result in zip(batch, places, results, strict=True):
         copies = [*result] if len(lie) > 1 else [result]
-        assert isinstance(result, jc.Mirrored) == (len(lie) > 1)
+        assert isinstance(result, jc.distribute.Mirrored) == (len(lie) > 1)
         assert len(lie) == 1 or result.devices == lie
         for copy, device in zip(copies, lie, strict=True):
             leaves = [copy] if v.form == "plain" else copy["leaves"]

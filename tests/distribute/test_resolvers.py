@@ -10,7 +10,9 @@ import jaxcoll as jc
 def resolver(cluster, kind=None, index=None, more=None, **settings):
     task = {} if kind is None else {"type": kind, "index": index}
     config = {"cluster": cluster, "task": task, **(more or {})}
-    return jc.TFConfigClusterResolver(environment={"TF_CONFIG": json.dumps(config)}, **settings)
+    return jc.distribute.TFConfigClusterResolver(
+        environment={"TF_CONFIG": json.dumps(config)}, **settings
+    )
 
 
 TWO_JOBS = {"ps": ["ps0:2222", "ps1:2222"], "worker": [f"worker{k}:2222" for k in range(3)]}

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxcoll import IndexedSlices, Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
+from jaxcoll import IndexedSlices
+from jaxcoll.distribute import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
 
 SIMPLE = pytest.mark.parametrize("ops", [ReductionToOneDevice(), NcclAllReduce()], ids=repr)
 

@@ -12,13 +12,13 @@ import pytest
 from cases import CompileCounter, assert_trees_equal, devices
 
 import jaxcoll as jc
-from jaxcoll import Mirrored, PerReplica, get_replica_context
+from jaxcoll.distribute import Mirrored, PerReplica, get_replica_context
 
 NAMES = [f"cpu:{i}" for i in range(8)]
 STRATEGIES = {
     "mirrored-1": jc.MirroredStrategy(NAMES[:1]),
     "mirrored-2": jc.MirroredStrategy(NAMES[:2]),
-    "mirrored-3": jc.MirroredStrategy(NAMES[:3], jc.ReductionToOneDevice()),
+    "mirrored-3": jc.MirroredStrategy(NAMES[:3], jc.distribute.ReductionToOneDevice()),
     "mirrored-7": jc.MirroredStrategy(NAMES[:7]),
     "multi": jc.MultiWorkerMirroredStrategy(),
     "multi-ring": jc.MultiWorkerMirroredStrategy(
@@ -295,7 +295,7 @@ def test_I1_I2_I5_what_reduces_between_programs():
     """One default for all topologies; what the user passes is used."""
     calls = []
 
-    class Spy(jc.ReductionToOneDevice):
+    class Spy(jc.distribute.ReductionToOneDevice):
         def _prepare(self, *args):
             calls.append(1)
             return super()._prepare(*args)

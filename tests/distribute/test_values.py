@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import jaxcoll as jc
 
 P = jax.sharding.PartitionSpec
-KINDS = (jc.PerReplica, jc.Mirrored)
+KINDS = (jc.PerReplica, jc.distribute.Mirrored)
 
 
 class Items(list):
@@ -55,7 +55,7 @@ def test_wrapping_and_unwrapping_what_pmap_returns_copies_nothing(n):
 
 def test_wrapping_and_unwrapping_a_replicated_array_copies_nothing():
     x = jax.device_put(np.arange(3.0), NamedSharding(jax.make_mesh((2, 4), ("a", "b")), P()))
-    value = jc.Mirrored.from_global([x])
+    value = jc.distribute.Mirrored.from_global([x])
     assert pointers(value.tree) == pointers(x)
     assert [pointers(value[i]) for i in range(8)] == [[[p]] for p in pointers(x)[0]]
 
@@ -87,7 +87,7 @@ def test_arrays_that_lie_on_a_device_each_stay_there():
     parts = [jax.device_put(np.full((4,), i, "f"), jax.devices()[i]) for i in (6, 1, 3)]
     assert [d.id for d in jc.PerReplica(parts).devices] == [6, 1, 3]
     same = [jax.device_put(np.ones((4,), "f"), jax.devices()[i]) for i in (6, 1)]
-    value = jc.Mirrored(same)
+    value = jc.distribute.Mirrored(same)
     assert [pointers(value[i]) for i in range(2)] == [pointers(x) for x in same]
     assert jc.PerReplica([jnp.ones(2)] * 3).devices == tuple(devices(3))
 
@@ -111,9 +111,9 @@ def test_prng_keys_can_be_held():
     keys = jax.random.split(jax.random.key(0), 2)
     value = jc.PerReplica(list(keys))
     assert (jax.random.bits(value[1]) == jax.random.bits(keys[1])).item()
-    assert len(jc.Mirrored([keys[0], keys[0]])) == 2
+    assert len(jc.distribute.Mirrored([keys[0], keys[0]])) == 2
     with pytest.raises(ValueError, match="expects equal copies; the value of replica 1 differs"):
-        jc.Mirrored(list(keys))
+        jc.distribute.Mirrored(list(keys))
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "bfloat16", "float16", "complex64"])
@@ -199,8 +199,8 @@ def test_L5_values_that_are_no_replicas_are_refused(kind, values, message):
 def test_copies_that_differ_are_no_Mirrored():
     differs = r"equal copies; leaf \['a'\] of replica 1 differs from that of replica 0. "
     with pytest.raises(ValueError, match=differs):
-        jc.Mirrored([{"a": 1.0}, {"a": 2.0}])
-    assert len(jc.Mirrored([np.nan, np.nan])) == 2
+        jc.distribute.Mirrored([{"a": 1.0}, {"a": 2.0}])
+    assert len(jc.distribute.Mirrored([np.nan, np.nan])) == 2
 
 
 def test_an_array_over_several_devices_is_no_replicas_value():
@@ -222,10 +222,10 @@ def pair(order):
     ("kind", "tree", "message"),
     [
         (jc.PerReplica, lambda: {"w": half()}, r"expects leaf \['w'\] to have a leading replica dimension"),
-        (jc.Mirrored, half, r"expects the value to be replicated over its devices; got shape \(4, 2\) over 8 devices"),
+        (jc.distribute.Mirrored, half, r"expects the value to be replicated over its devices; got shape \(4, 2\) over 8 devices"),
         (jc.PerReplica, lambda: jnp.ones(3), "leading replica dimension"),
         (jc.PerReplica, lambda: np.ones(3), "expects the value to be a global jax.Array; got ndarray"),
-        (jc.Mirrored, lambda: {"a": None}, "`Mirrored` got a tree without leaves; it needs an array"),
+        (jc.distribute.Mirrored, lambda: {"a": None}, "`Mirrored` got a tree without leaves; it needs an array"),
         (jc.PerReplica, lambda: [pair(1), pair(-1)],
          r"leaf \[1\] lies on cpu:1, cpu:0, but the first leaf on cpu:0, cpu:1; all must lie on the same"),
     ],
@@ -282,6 +282,6 @@ def test_A5_a_value_is_taken_apart_copied_in_place_and_shown_and_not_pickled():
         jc.DistributedValues([1.0])
     assert repr(value) == "PerReplica(float32[] on 3: cpu:0, cpu:1, cpu:2)"
     tree = {"b": [np.ones(3, "f")], "w": np.ones((2, 3), "i4")}
-    assert repr(jc.Mirrored.from_function(lambda i: tree)) == (
+    assert repr(jc.distribute.Mirrored.from_function(lambda i: tree)) == (
         "Mirrored({'b': [float32[3]], 'w': int32[2, 3]} on 8: cpu:0, cpu:1, …, cpu:7)"
     )

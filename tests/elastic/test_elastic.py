@@ -128,7 +128,7 @@ def test_a_step_that_returns_no_state_is_refused(function, words):
         ({"min_workers": 3, "max_workers": 2}, r"`max_workers` \(2\) is below `min_workers` \(3\)"),
         ({"timeout_seconds": float("nan")}, "`timeout_seconds` to be a number of seconds above 0; got nan"),
         ({"startup_seconds": -1}, "`startup_seconds` to be a number of seconds above 0; got -1"),
-        ({"step": lambda s, x: (s, x)}, "made by `jc.data_parallel`, or by `jc.local_updates`; got function"),
+        ({"step": lambda s, x: (s, x)}, "made by `jc.data_parallel`, or by `jc.diloco`; got function"),
         ({"step": jc.data_parallel(lambda s, x: (s, x), donate_argnums=0)},
          r"must not donate it; got donate_argnums=\(0,\)"),
         ({"step": jc.data_parallel(lambda s, x: (s, x), axis_name=("a", "b"))},
@@ -190,11 +190,11 @@ def test_at_the_start_all_end_where_states_differ_because_nobody_knows_whose_is_
     words = r"in 1 leaf of the state, state\['w'\] first: 0, 2 \| 1. At the start give all the same"
     for name in ("0.a", "1.a", "2.a"):
         _, error = three.settles(0, name)
-        assert isinstance(error, jc.ReplicaDivergenceError)
-        with pytest.raises(jc.ReplicaDivergenceError, match=words):
+        assert isinstance(error, jc.errors.ReplicaDivergenceError)
+        with pytest.raises(jc.errors.ReplicaDivergenceError, match=words):
             raise error
         _, error = Present(w0=ONE, w1=ONE, w2=WIDE).settles(0, name)
-        with pytest.raises(jc.ProgramMismatchError, match="worker 0: .*3.*; worker 2: .*4"):
+        with pytest.raises(jc.errors.ProgramMismatchError, match="worker 0: .*3.*; worker 2: .*4"):
             raise error
 
 
@@ -203,7 +203,7 @@ def test_later_those_that_differ_from_most_end_and_most_go_on_without_them():
     for name in ("0.a", "2.a"):
         assert [type(e) for e in three.settles(3, name)] == [RegroupError, RegroupError]
         assert three.asked == "the state of worker 1 is not that of the others"
-    assert [type(e) for e in three.settles(3, "1.a")] == [jc.ReplicaDivergenceError] * 2
+    assert [type(e) for e in three.settles(3, "1.a")] == [jc.errors.ReplicaDivergenceError] * 2
     compared, _ = three.settles(0, "0.a")  # all of them agreed when the generation began
     assert isinstance(compared, RegroupError)
 
@@ -213,7 +213,7 @@ def test_where_most_do_not_agree_all_end(states):
     several = Present(**{f"w{i}": state for i, state in enumerate(states)})
     for i in range(len(states)):
         errors = [type(e) for e in several.settles(3, f"{i}.a")]
-        assert errors == [jc.ReplicaDivergenceError] * 2
+        assert errors == [jc.errors.ReplicaDivergenceError] * 2
 
 
 @pytest.mark.parametrize("other", [OTHER, WIDE])
@@ -222,7 +222,7 @@ def test_who_was_taken_in_with_another_state_ends_alone_and_is_not_counted(other
     three = Present(w0=ONE, w1=other, w2=other)
     assert isinstance([*three.settles(3, "0.a", joined)][-1], RegroupError)
     assert three.asked == "the state of workers 1, 2 is not that of the others"
-    wrong = jc.ReplicaDivergenceError if other is OTHER else jc.ProgramMismatchError
+    wrong = jc.errors.ReplicaDivergenceError if other is OTHER else jc.errors.ProgramMismatchError
     assert isinstance([*three.settles(3, "1.a", joined)][-1], wrong)
     values = {"0.a": "one", "1.a": "other", "2.a": "other", "3.a": "one"}
     generation = Generation(3, tuple(values), 0, joined=("2.a", "3.a"))
@@ -273,7 +273,7 @@ def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path,
         r"time, step 1 did not finish within 60 s\. A larger `timeout_seconds` waits longer\. The "
         "state after step 1 is saved in"
     )
-    with pytest.raises(jc.DeadlineExceededError, match=words):
+    with pytest.raises(jc.errors.DeadlineExceededError, match=words):
         jc.Elastic(step, START, checkpoint=path).run(rows, 9)
     assert len(begun) == 4
     assert jc.restore_checkpoint(path, START)[1] == 1
@@ -309,7 +309,7 @@ def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(
             memberships[0].lose_coordinator()
 
     words = f"The coordinator died, .* The state after step {step_saved} is saved in"
-    with pytest.raises(jc.PeerLostError, match=words):
+    with pytest.raises(jc.errors.PeerLostError, match=words):
         jc.Elastic(step, START, checkpoint=path, report=die).run(rows, 9)
     assert jc.restore_checkpoint(path, START)[1] == step_saved
 
@@ -320,7 +320,9 @@ def test_a_coordinator_that_died_before_the_run_is_an_error_in_words(monkeypatch
 
     monkeypatch.setattr(LocalKeys, "set", dead)
     before = set(threading.enumerate())
-    with pytest.raises(jc.PeerLostError, match="The coordinator died, is stopped, or is cut off"):
+    with pytest.raises(
+        jc.errors.PeerLostError, match="The coordinator died, is stopped, or is cut off"
+    ):
         jc.Elastic(step, START).run(rows, 1)
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
@@ -329,5 +331,5 @@ def test_a_coordinator_that_died_before_the_run_is_an_error_in_words(monkeypatch
 
 def test_a_job_that_is_over_cannot_be_joined_again():
     words = "the coordinator at 127.0.0.1:1 is not there"
-    with pytest.raises(jc.DeadlineExceededError, match=words):
+    with pytest.raises(jc.errors.DeadlineExceededError, match=words):
         reach(Member("127.0.0.1:1", 3, 1), 1.0)

@@ -187,7 +187,7 @@ def test_nobody_is_waited_for_who_has_ended_without_finishing():
     ended(first)
     again = worker(dataclasses.replace(keys_of(first[0]), process=1))
     with pytest.raises(
-        jc.PeerLostError, match=r"\(workers 0, 1\), and nobody is left to take worker 1"
+        jc.errors.PeerLostError, match=r"\(workers 0, 1\), and nobody is left to take worker 1"
     ):
         again.enter(0)
     ended([again])
@@ -384,7 +384,8 @@ def test_who_did_not_begin_is_named():
     membership = members_of_a_run(1, startup=0.2)
     membership[0]._keys.processes = 3
     with pytest.raises(
-        jc.DeadlineExceededError, match=r"Workers 1, 2 of 3 did not begin to train within 0.2 s"
+        jc.errors.DeadlineExceededError,
+        match=r"Workers 1, 2 of 3 did not begin to train within 0.2 s",
     ) as e:
         membership[0].meet()
     assert e.value.ranks == (1, 2)

@@ -29,7 +29,7 @@ def rows(at, rank=0, world=1):
 
 
 def start():
-    return {"sum": LIKE, "r": jc.residual(LIKE)}
+    return {"sum": LIKE, "r": jc.compression.residual(LIKE)}
 
 
 def owed(state):
@@ -48,7 +48,7 @@ def test_it_trains_as_a_loop_does_and_a_checkpoint_holds_the_sum(tmp_path):
     assert np.linalg.norm(np.asarray(state["sum"], "f8") + owed(state) - given) < 1e-6 * size
     assert np.linalg.norm(owed(state)) > 1e-3 * size
     for n in (1, 3):  # the file is one of `save_checkpoint`, for any number of replicas
-        like = {"sum": LIKE, "r": jc.residual(LIKE, mesh=mesh_of(n))}
+        like = {"sum": LIKE, "r": jc.compression.residual(LIKE, mesh=mesh_of(n))}
         saved, _ = jc.restore_checkpoint(path, like)
         np.testing.assert_allclose(owed(saved), owed(state), rtol=0, atol=1e-6)
     for again in (jc.Elastic(step, start(), checkpoint=path), first):
@@ -104,7 +104,7 @@ def settled(workers, step, number=1):
 
 def sum_of(value):
     """A state of numpy arrays, as a file gives it: what all replicas owe together."""
-    r = jc.residual(LIKE, mesh=mesh_of(1))
+    r = jc.compression.residual(LIKE, mesh=mesh_of(1))
     return {"sum": LIKE, "r": r.replace([np.full(x.shape, value, "f") for x in r.parts])}
 
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_without_the_other_workers_says_so(caplog):
 
 
 def test_residuals_that_do_not_fit_are_refused(monkeypatch):
-    state = {"sum": LIKE, "r": jc.residual(LIKE, "x", mesh=mesh_of(2, "x"))}
+    state = {"sum": LIKE, "r": jc.compression.residual(LIKE, "x", mesh=mesh_of(2, "x"))}
     with pytest.raises(ValueError, match=r"a residual over 'x', and the step's axis is 'data'"):
         jc.Elastic(step, state)
     monkeypatch.setattr(residuals, "_is_elsewhere", lambda x: isinstance(x, jax.Array))

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from cases import assert_trees_equal
-from local_simulation import PARAMS, local_step, rows
+from diloco_simulation import PARAMS, local_step, rows
 
 import jaxcoll as jc
 
@@ -19,7 +19,7 @@ ADAM = optax.adam(1e-2)
 def train_of(**more):
     nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
     settings = {"every": 5, "outer": nesterov, "fragments": 3, "mixing": 0.5} | more
-    return jc.local_updates(local_step(ADAM), **settings)
+    return jc.diloco(local_step(ADAM), **settings)
 
 
 def start_of(train):

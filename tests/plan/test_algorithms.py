@@ -19,6 +19,7 @@ from jaxcoll._plan.algorithms import (
     wire_bytes,
 )
 from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.rule import choose
 from jaxcoll._plan.world import World
@@ -83,7 +84,11 @@ def test_few_owners_send_more(n, owners, size):
     assert wire_bytes(plan, size, 1) == (owners + n - 2) * -(-size // owners) * (n > 1)
 
 
-@given(st.integers(0, 10**6), st.sampled_from([jc.Int8(), jc.Int4()]), st.integers(2, 9))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([jc.compression.Int8(), jc.compression.Int4()]),
+    st.integers(2, 9),
+)
 def test_coded_shards_are_padded_to_whole_blocks_and_no_further(size, coded, n):
     padded = aligned(stages("native", 0, (n,), coded), size)
     assert 0 <= padded - size < n * coded.block
@@ -144,7 +149,7 @@ def test_gloo_is_spared_its_reduce_scatter():
         world = World("cpu", sizes, processes=sizes[0] * sizes[1])
         assert choose(options, world).algorithm == f"{within}/native"
     leaf = Leaf("", (9,), np.dtype("f"), np.dtype("f"), (2, 4))
-    plan = jc.Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], options, there))
+    plan = Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], options, there))
     assert "Gloo's sends more than it has to" in plan.reasons[1]
 
 

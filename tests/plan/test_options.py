@@ -13,6 +13,7 @@ import pytest
 import jaxcoll as jc
 from jaxcoll import CommunicationImplementation as Implementation
 from jaxcoll import CommunicationOptions as Options
+from jaxcoll._plan.options import UNSET
 
 
 def test_A1_defaults_are_those_of_the_reference_page_and_what_is_given_reads_back():
@@ -20,7 +21,7 @@ def test_A1_defaults_are_those_of_the_reference_page_and_what_is_given_reads_bac
     assert options.bytes_per_pack == 0
     assert options.timeout_seconds is None
     assert options.implementation is Implementation.AUTO
-    assert jc.CollectiveCommunication is Implementation
+    assert jc.distribute.CollectiveCommunication is Implementation
     assert Options(np.int64(5)).bytes_per_pack == 5
     assert Options(timeout_seconds=2).timeout_seconds == 2.0
     assert Options(implementation="Ring").implementation is Implementation.RING
@@ -36,7 +37,7 @@ BAD = {
     "reproducible": ("must be True or False; got 1", [1]),
     "overlap": ("must be True, False or None", [1]),
     "compression": ("must be None, 'auto', one of 'bf16', 'int8', 'int4'",
-                    ["int2", 8, True, jc.Int8, "fp8"]),
+                    ["int2", 8, True, jc.compression.Int8, "fp8"]),
 }  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def test_a_frozen_value_is_a_key_and_survives_pickling_and_copying():
     assert {a: 1}[b] == 1
     assert a != Options(5, 1.0, "ring")
     assert a != "options"
-    assert pickle.loads(pickle.dumps(jc.UNSET)) is jc.UNSET
+    assert pickle.loads(pickle.dumps(UNSET)) is UNSET
     with pytest.raises(AttributeError, match=r"frozen; use options.replace\(bytes_per_pack=5\)"):
         a.bytes_per_pack = 5
     with pytest.raises(AttributeError, match="frozen"):
@@ -108,12 +109,12 @@ def test_merge_takes_what_the_override_has_set_defaults_included():
     assert Options(reproducible=True).merge(off) == off
     # So what is unset differs from its default.
     assert Options() != Options(bytes_per_pack=0)
-    assert Options(bytes_per_pack=jc.UNSET) == Options()
+    assert Options(bytes_per_pack=UNSET) == Options()
 
 
 def test_replace_changes_and_unsets():
     assert Options(4).replace(timeout_seconds=1) == Options(4, 1)
-    assert Options(4, 1).replace(bytes_per_pack=jc.UNSET) == Options(timeout_seconds=1)
+    assert Options(4, 1).replace(bytes_per_pack=UNSET) == Options(timeout_seconds=1)
     with pytest.raises(ValueError, match="`replace` got packs; the options are bytes_per_pack"):
         Options().replace(packs=3)
     with pytest.raises(ValueError, match="`bytes_per_pack`"):
@@ -132,7 +133,7 @@ def test_repr_shows_what_was_said_and_reads_back():
     assert (
         text == "CommunicationOptions(bytes_per_pack=4, timeout_seconds=1.5, implementation=NCCL)"
     )
-    assert repr(jc.UNSET) == "UNSET"
+    assert repr(UNSET) == "UNSET"
 
 
 def test_collective_hints_warn_and_give_options():
@@ -171,14 +172,18 @@ def test_options_of_another_type_are_refused():
 
 
 def test_a_compression_is_named_or_given_as_a_value():
-    assert Options(compression="INT8").compression == jc.Int8() == jc.Int8(block=256)
-    assert Options(compression=jc.Int4(block=32)).compression == jc.Int4(32)
+    assert (
+        Options(compression="INT8").compression
+        == jc.compression.Int8()
+        == jc.compression.Int8(block=256)
+    )
+    assert Options(compression=jc.compression.Int4(block=32)).compression == jc.compression.Int4(32)
     assert Options().compression is None
-    assert Options(compression="bf16") == Options(compression=jc.Bf16())
+    assert Options(compression="bf16") == Options(compression=jc.compression.Bf16())
 
 
 @pytest.mark.parametrize("bad", [0, -2, 3, 2.0, True, None])
-@pytest.mark.parametrize("kind", [jc.Int8, jc.Int4])
+@pytest.mark.parametrize("kind", [jc.compression.Int8, jc.compression.Int4])
 def test_a_bad_block_is_named(kind, bad):
     with pytest.raises(ValueError, match=f"`block` of jc.{kind.__name__} must be a multiple of 2"):
         kind(block=bad)

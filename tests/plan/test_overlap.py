@@ -10,6 +10,7 @@ import jaxcoll as jc
 from jaxcoll._mesh.clusters import topology_named, topology_world
 from jaxcoll._mesh.plan import plan_in
 from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan
 
 H100 = topology_world(topology_named("h100:8"))
@@ -29,7 +30,7 @@ def known(tree, options=None, world=H100):
     """The plan of a tree whose last leaf is ready first."""
     bare = plan_in(tree, world)
     leaves = [dataclasses.replace(x, ready=-i) for i, x in enumerate(bare.leaves)]
-    return jc.Plan.of(make_plan(ReduceOp.MEAN, leaves, options or jc.CommunicationOptions(), world))
+    return Plan.of(make_plan(ReduceOp.MEAN, leaves, options or jc.CommunicationOptions(), world))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_where_gradients_appear_nothing_holds_them_up():
 
     def plan(options=None, leaves=bare.leaves):
         options = options or jc.CommunicationOptions()
-        return jc.Plan.of(make_plan(ReduceOp.MEAN, leaves, options, H100, in_backward=True))
+        return Plan.of(make_plan(ReduceOp.MEAN, leaves, options, H100, in_backward=True))
 
     found = plan()
     assert found == plan(ASKED)
@@ -107,7 +108,7 @@ def test_on_cpus_the_plan_says_that_nothing_is_computed_meanwhile():
     assert plan.overlap
     assert any("waits for each collective" in reason for reason in plan.reasons)
     assert plan.predicted.latency > jc.plan(layers(2, 512), axis_size=8).predicted.latency
-    within = jc.Plan.of(make_plan(ReduceOp.MEAN, plan.leaves, ASKED, plan.world, in_backward=True))
+    within = Plan.of(make_plan(ReduceOp.MEAN, plan.leaves, ASKED, plan.world, in_backward=True))
     assert any("waits for each collective" in reason for reason in within.reasons)
 
 

@@ -13,6 +13,7 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.packs.shard_plan import plan_half
+from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 
 TREE = {"w": jax.ShapeDtypeStruct((10, 10), jnp.float32), "b": np.zeros(10, np.float32), "s": 1.0}
@@ -171,7 +172,7 @@ def test_the_halves_keep_clear_of_gloos_own_reduce_scatter(world, asked, planned
     leaf = Leaf("", (999,), np.dtype("f"), np.dtype("f"), world.sizes)
     packs = layout_of(jax.tree.structure(0), (leaf,), world.replicas).packs
     for half in ("reduce_scatter", "all_gather"):
-        plan = jc.Plan.of(plan_half(half, ReduceOp.MEAN, packs, (leaf,), options, world))
+        plan = Plan.of(plan_half(half, ReduceOp.MEAN, packs, (leaf,), options, world))
         assert (plan.algorithm, plan.steps) == (planned, steps)
         spared = planned != (asked or "native")
         assert any("Gloo's own reduce-scatter sends more" in r for r in plan.reasons) == spared

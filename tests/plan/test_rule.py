@@ -15,6 +15,7 @@ from benchmarks import predicted_regret
 from jaxcoll._distribute.ops.packing import GroupSmall, NumPacks
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack
+from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.rule import BETWEEN_HOSTS, CODES, EXCHANGED, PACKED, choose, packing_for
 from jaxcoll._plan.world import World
@@ -28,9 +29,7 @@ FEW = 4 * EXCHANGED  # bytes that exchanges sum over GLOO
 
 def plan_of(sizes, world=GLOO, **options):
     leaves = [Leaf(f"[{i}]", (n,), F32, F32, world.sizes) for i, n in enumerate(sizes)]
-    return jc.Plan.of(
-        make_plan(jc.ReduceOp.MEAN, leaves, jc.CommunicationOptions(**options), world)
-    )
+    return Plan.of(make_plan(jc.ReduceOp.MEAN, leaves, jc.CommunicationOptions(**options), world))
 
 
 def test_the_rule_is_close_to_the_best_choice_by_the_predicted_seconds():
@@ -108,7 +107,7 @@ def test_a_pack_is_exchanged_up_to_the_limit_whoever_made_it():
 
 def test_a_leaf_that_must_keep_its_shape_has_the_compilers_own():
     leaf = Leaf("x", (64,), F32, F32, (4,), solid=True)
-    plan = jc.Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], NOTHING, GLOO))
+    plan = Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], NOTHING, GLOO))
     assert [pack.algorithm for pack in plan.packs] == ["native"]
 
 
@@ -136,7 +135,7 @@ def test_packs_of_codes():
 def test_codes_travel_between_hosts_only(compression):
     options = jc.CommunicationOptions(compression=compression)
     leaf = Leaf("", (1 << 20,), F32, F32, TWO_HOSTS.sizes, format=str(options.compression))
-    plan = jc.Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], options, TWO_HOSTS))
+    plan = Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], options, TWO_HOSTS))
     assert plan.algorithm == "halving_doubling/shuffle"
     assert [stage.format for stage in plan.stages(plan.packs[0])] == [None, leaf.format]
 

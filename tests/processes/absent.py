@@ -35,7 +35,7 @@ for name, call in calls.items():
     if rank == 0:
         try:
             call(in_time)
-        except jc.DeadlineExceededError as error:
+        except jc.errors.DeadlineExceededError as error:
             found[name] = str(error)
         signal.touch()
     else:

@@ -183,7 +183,7 @@ class Owing(Elastic):
 
     def __init__(self):
         w = np.random.default_rng(0).standard_normal((16, 64)).astype("f")
-        self.start = {"w": w, "seen": np.int32(0), "r": jc.residual(w)}
+        self.start = {"w": w, "seen": np.int32(0), "r": jc.compression.residual(w)}
         super().__init__()
 
     def smaller(self):

@@ -38,7 +38,7 @@ found = {}
 try:
     state = np.asarray(trainer.run(batches, STEPS).addressable_data(0))
     found = {"bits": hashlib.sha256(state.tobytes()).hexdigest()}
-except jc.PeerLostError as error:
+except jc.errors.PeerLostError as error:
     found = {"error": str(error)}
 changes = [[c.workers, c.lost, c.seconds] for c in trainer.changes]
 print(

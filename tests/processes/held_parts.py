@@ -44,8 +44,10 @@ class Held:
             "per replica, here": jc.PerReplica(
                 [of_replica(local[d]) for d in self.here], devices=self.here
             ),
-            "mirrored, all": jc.Mirrored.from_function(lambda i: shared, devices=self.all),
-            "mirrored, here": jc.Mirrored([mine] * len(self.here), devices=self.here),
+            "mirrored, all": jc.distribute.Mirrored.from_function(
+                lambda i: shared, devices=self.all
+            ),
+            "mirrored, here": jc.distribute.Mirrored([mine] * len(self.here), devices=self.here),
             "array": mine,
             "array on a device": jax.device_put(mine, first),
             "number": float(self.rank + 1),
@@ -61,7 +63,7 @@ class Held:
 def entries(strategy, held):
     """Each takes an op and a value, and returns what this worker gets."""
     n, first, last = len(held.all), held.here[0], held.here[-1]
-    fixed = jc.CollectiveAllReduce(list(held.here), n)
+    fixed = jc.distribute.CollectiveAllReduce(list(held.here), n)
     workers = [
         [f"/job:worker/task:{k}/device:CPU:{d}" for d in range(len(held.here))]
         for k in range(jax.process_count())
@@ -115,8 +117,8 @@ def main():
                 except (
                     ValueError,
                     NotImplementedError,
-                    jc.ProgramMismatchError,
-                    jc.ReplicaDivergenceError,
+                    jc.errors.ProgramMismatchError,
+                    jc.errors.ReplicaDivergenceError,
                 ) as error:
                     got = f"{type(error).__name__}: {error}"
                 found[f"{entry} | {name} | {op}"] = got

@@ -92,7 +92,7 @@ class Owing:
 
     def __init__(self):
         self.settings = {"timeout_seconds": 20, "checkpoint": FOLDER / "last.npz"}
-        self.start = {"sum": np.zeros(600, "f"), "r": jc.residual(np.zeros(600, "f"))}
+        self.start = {"sum": np.zeros(600, "f"), "r": jc.compression.residual(np.zeros(600, "f"))}
 
     @staticmethod
     @jc.data_parallel(batch_argnums=1)
@@ -126,7 +126,7 @@ class Rounds:
     steps, settings = 60, {"timeout_seconds": 20}
 
     def __init__(self):
-        self.step = jc.local_updates(local_step, every=5, fragments=2, mixing=0.75)
+        self.step = jc.diloco(local_step, every=5, fragments=2, mixing=0.75)
         self.start, self.begun = self.step.init(*local_start()), []
 
     def batches(self, at, place, world):

@@ -118,7 +118,7 @@ def test_what_processes_bring_to_a_first_run_is_compared(pair):
     assert first["after"]["result"] == pytest.approx(first["own rows"]["result"])
 
 
-def test_local_updates_are_their_simulation_with_sums_on_their_way(pair):
+def test_diloco_are_their_simulation_with_sums_on_their_way(pair):
     first, second = (found["local"] for found in pair)
     assert first["bits"] == second["bits"]
     for found in (first, second):

@@ -116,7 +116,7 @@ def test_processes_that_would_read_rows_in_different_orders_are_refused():
             try:
                 list(jc.batches(np.zeros(rows), size, **settings))
                 outcomes.append("")
-            except jc.ProgramMismatchError as error:
+            except jc.errors.ProgramMismatchError as error:
                 outcomes.append(str(error))
         return outcomes
 
@@ -191,7 +191,7 @@ def test_every_rank_returns_or_the_first_that_did_not_is_named_and_all_end(
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as those of a notebook are
     began = time.monotonic()
     try:
-        with pytest.raises(jc.LaunchError, match=f"(?s){words}") as caught:
+        with pytest.raises(jc.errors.LaunchError, match=f"(?s){words}") as caught:
             jc.launch(fn, **{"processes": 2, "timeout": SECONDS, **settings})
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])

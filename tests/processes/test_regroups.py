@@ -118,13 +118,14 @@ def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that
     assert 0.5 * gone < three[0]["residual"][0] < 2 * gone
     assert three[0]["residual"][1] == 0
     saved, step = jc.restore_checkpoint(
-        tmp_path / "last.npz", {"sum": np.zeros(600, "f"), "r": jc.residual(np.zeros(600, "f"))}
+        tmp_path / "last.npz",
+        {"sum": np.zeros(600, "f"), "r": jc.compression.residual(np.zeros(600, "f"))},
     )
     assert step == 60
     np.testing.assert_allclose(jc.unshard(saved["r"]), sum(owed), rtol=0, atol=1e-5)
 
 
-def test_local_updates_go_on_without_the_lost_and_a_newcomer_gets_the_shared_parameters(tmp_path):
+def test_diloco_go_on_without_the_lost_and_a_newcomer_gets_the_shared_parameters(tmp_path):
     with closing(start_coordinator("127.0.0.1:0", 3)) as coordinator, forks.running() as running:
         workers = Workers(3, "rounds", tmp_path, running, coordinator.address)
 

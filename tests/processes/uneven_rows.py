@@ -37,7 +37,7 @@ def values(strategy, seed, here):
 def attempt(call):
     try:
         return np.asarray(call()).tolist()
-    except (ValueError, jc.ProgramMismatchError) as error:
+    except (ValueError, jc.errors.ProgramMismatchError) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -76,7 +76,7 @@ def main():
         "other shapes": lambda: jc.PerReplica.from_function(
             lambda i: np.ones(1 + rank % 2), devices=strategy.devices
         ),
-        "other copies": lambda: jc.Mirrored.from_function(
+        "other copies": lambda: jc.distribute.Mirrored.from_function(
             lambda i: float(rank), devices=strategy.devices
         ),
     }

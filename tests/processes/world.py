@@ -210,7 +210,7 @@ def failing():
     failing = jc.data_parallel(step, options=jc.CommunicationOptions(timeout_seconds=1))
     try:
         failing(np.ones(2, "f"))
-    except jc.DeadlineExceededError as error:
+    except jc.errors.DeadlineExceededError as error:
         return {"error": str(error), "ranks": error.ranks}
     except jax.errors.JaxRuntimeError as error:
         time.sleep(2)
@@ -286,7 +286,7 @@ def late():
         start = time.monotonic()
         try:
             hurried(mine)
-        except jc.DeadlineExceededError as error:
+        except jc.errors.DeadlineExceededError as error:
             message, waited = str(error), time.monotonic() - start
         store().set("given up", "")
     return {"message": message, "waited": waited, "sum": float(patient(mine).addressable_data(0))}
@@ -308,9 +308,9 @@ def first_values():
             warnings.simplefilter("always")
             try:
                 result = call()
-            except jc.ReplicaDivergenceError as error:
+            except jc.errors.ReplicaDivergenceError as error:
                 return {"error": str(error), "divergent": error.divergent}
-        found = [str(w.message) for w in caught if w.category is jc.SameRowsWarning]
+        found = [str(w.message) for w in caught if w.category is jc.errors.SameRowsWarning]
         return {"result": float(result.addressable_data(0)), "warned": found}
 
     differ = params | {"w": x[rank]}
@@ -424,12 +424,12 @@ def reproducible():
 def local():
     """Sixty steps of local updates beside their simulation, with much in between."""
     import optax
-    from local_simulation import PARAMS, PARTS, local_step, rows, simulated
+    from diloco_simulation import PARAMS, PARTS, local_step, rows, simulated
 
     rank, adam = jax.process_index(), optax.adam(1e-2)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     arguments = {"every": 4, "fragments": 3, "delay": 2, "mixing": 0.5}
-    train = jc.local_updates(local_step(adam), outer=outer, **arguments)
+    train = jc.diloco(local_step(adam), outer=outer, **arguments)
     total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))
     # Whatever a data-parallel step returned is on all processes, and so may a batch be.
     params = jc.data_parallel(lambda p, x: p)(PARAMS, np.zeros((1, 1), "f"))
@@ -456,14 +456,14 @@ def local():
         (state.shared, state.replicas[0], losses),
         (shared, mine, values[:, rank].tolist()),
     )
-    other, differ = jc.local_updates(local_step(adam), every=1), PARAMS | {"w": np.float32(rank)}
+    other, differ = jc.diloco(local_step(adam), every=1), PARAMS | {"w": np.float32(rank)}
     spec = jax.sharding.PartitionSpec
     over = {
         k: jax.NamedSharding(train.mesh, s) for k, s in (("same", spec()), ("rows", spec("data")))
     }
     put = jax.make_array_from_process_local_data
     away = [d for d in jax.devices() if d.process_index != rank]
-    absent = jc.local_updates(local_step(adam), mesh=jax.sharding.Mesh(away, ("data",)))
+    absent = jc.diloco(local_step(adam), mesh=jax.sharding.Mesh(away, ("data",)))
     calls = {
         "differ": lambda: other(other.init(differ, adam.init(differ)), rows(0, 1)),
         "batch": lambda: train(first, put(over["same"], rows(0, 1))),
@@ -474,7 +474,7 @@ def local():
     for name, call in calls.items():
         try:
             call()
-        except (ValueError, jc.ReplicaDivergenceError) as found:
+        except (ValueError, jc.errors.ReplicaDivergenceError) as found:
             errors[name] = str(found)
     return {
         "errors": errors,

@@ -71,7 +71,7 @@ def accumulated_plain():
 def accumulated_parallel():
     @jc.data_parallel(batch_argnums="batch")
     def step(params, state, batch):
-        value, grads = jc.accumulate(loss, num_micro_batches=4)(params, batch)
+        value, grads = jc.accumulate(loss, num_microbatches=4)(params, batch)
         updates, state = FOUR.inner_opt.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 

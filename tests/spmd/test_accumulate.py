@@ -175,7 +175,9 @@ def test_eight_micro_batches_send_an_eighth():
         return jax.tree.map(lambda x: x / 8, jax.lax.scan(turn, zero, pieces)[0])
 
     report = jc.assert_collectives(jc.inspect(once, PARAMS, BATCH), none_in_loops=True, max_count=1)
-    with pytest.warns(jc.ReductionInLoopWarning, match=r"`inspect`.*added up.*float32\[5, 3\]"):
+    with pytest.warns(
+        jc.errors.ReductionInLoopWarning, match=r"`inspect`.*added up.*float32\[5, 3\]"
+    ):
         every_turn = jc.inspect(jc.data_parallel(each), PARAMS, BATCH)
     assert every_turn.wire_bytes == 8 * report.wire_bytes > 0
     assert any("jc.accumulate" in note for note in every_turn.notes)
@@ -196,11 +198,11 @@ def test_a_reduction_that_is_only_added_up_or_kept_is_warned_of(runner, what):
         return value, grads
 
     expected = pytest.warns(
-        jc.ReductionInLoopWarning, match=r"(?s)sent 4 times.*test_accumulate.py:"
+        jc.errors.ReductionInLoopWarning, match=r"(?s)sent 4 times.*test_accumulate.py:"
     )
     if runner == "checked" and what == "loss":
         with pytest.raises(
-            jc.AlreadyReducedError, match="`jc.accumulate` over 'data': the loss is"
+            jc.errors.AlreadyReducedError, match="`jc.accumulate` over 'data': the loss is"
         ):
             on_replicas(runner, f, 4, BATCH)
     else:
@@ -237,7 +239,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(asked, args, message):
     ("call", "message"),
     [
         *((lambda n=n: jc.accumulate(mean_loss, "data", n),
-           "`num_micro_batches` to be an integer above 0; got") for n in (0, -1, True, 2.0)),
+           "`num_microbatches` to be an integer above 0; got") for n in (0, -1, True, 2.0)),
         *((lambda n=n: jc.accumulate(mean_loss, "data", 2, batch_argnums=n),
            "`batch_argnums` to be a position or several; got") for n in ((), "1", None)),
         *((lambda n=n: jc.grad(mean_loss, "data", argnums=n),

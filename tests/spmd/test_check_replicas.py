@@ -94,7 +94,7 @@ def test_who_differs_is_named_by_leaf_and_replica(runner, n):
         rf"1 of 7 leaves differs between {n} replicas.*\n  leaf \['odd'\]\[1\]\[0\]: "
         f"replica 1 from the other {n - 1}"
     )
-    with pytest.raises(jc.ReplicaDivergenceError, match=words) as caught:
+    with pytest.raises(jc.errors.ReplicaDivergenceError, match=words) as caught:
         found.raise_if_differs()
     (groups,) = caught.value.divergent.values()
     assert groups[1] == ("1",)
@@ -113,14 +113,14 @@ def test_who_differs_is_named_by_leaf_and_replica(runner, n):
 )  # fmt: skip
 def test_majority_and_minority_are_told_apart(values, words):
     found = run("vmap", check, len(values), np.array(values, "f"))
-    with pytest.raises(jc.ReplicaDivergenceError) as caught:
+    with pytest.raises(jc.errors.ReplicaDivergenceError) as caught:
         found.raise_if_differs()
     assert f"the value: {words}" in str(caught.value)
 
 
 def test_many_leaves_are_not_all_listed():
     found = run("vmap", check, 2, [np.arange(2)] * 30)
-    with pytest.raises(jc.ReplicaDivergenceError, match="and 10 leaves more"):
+    with pytest.raises(jc.errors.ReplicaDivergenceError, match="and 10 leaves more"):
         found.raise_if_differs()
 
 
@@ -142,9 +142,13 @@ def test_copies_of_global_arrays_are_compared_between_programs():
     rows = jax.device_put(np.arange(8.0), NamedSharding(mesh_of(8), P("data")))
     twice = jax.device_put(np.arange(8.0), NamedSharding(jax.make_mesh((4, 2), ("a", "b")), P("a")))
     jc.check_replicas({"twice": twice, "w": jax.device_put(rows, NamedSharding(mesh_of(8), P()))}).raise_if_differs()  # fmt: skip
-    with pytest.raises(jc.ReplicaDivergenceError, match=r"leaf \['w'\]: cpu:3 from the other 7"):
+    with pytest.raises(
+        jc.errors.ReplicaDivergenceError, match=r"leaf \['w'\]: cpu:3 from the other 7"
+    ):
         jc.check_replicas({"twice": twice, "w": lying()}).raise_if_differs()
-    with pytest.raises(jc.ReplicaDivergenceError, match=r"leaf \['w'\]: cpu:3 from the other 3"):
+    with pytest.raises(
+        jc.errors.ReplicaDivergenceError, match=r"leaf \['w'\]: cpu:3 from the other 3"
+    ):
         jc.check_replicas({"twice": twice, "w": lying(4)}).raise_if_differs()
 
 
@@ -174,7 +178,7 @@ STACKED = {
     "of pmap": lambda: jc.PerReplica.from_global(of_pmap()),
     "of values": lambda: jc.PerReplica([{"w": np.ones(3), "b": np.float32(i == 5)} for i in range(8)]),
     "beside others": lambda: {
-        "step": jc.Mirrored([3] * 8), "rng": jc.PerReplica([jax.random.key(i // 5 % 2) for i in range(8)]),
+        "step": jc.distribute.Mirrored([3] * 8), "rng": jc.PerReplica([jax.random.key(i // 5 % 2) for i in range(8)]),
     },
 }  # fmt: skip
 

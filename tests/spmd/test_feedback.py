@@ -48,7 +48,7 @@ def test_nothing_is_lost(runner, names):
     def f(*grads):
         found = {}
         for name in names:
-            residual, arrived = jc.residual(grads[0], "data"), []
+            residual, arrived = jc.compression.residual(grads[0], "data"), []
             for g in grads:
                 total, residual = jc.all_reduce(
                     "mean", g, "data", residual=residual, options=OPTIONS[name]
@@ -77,7 +77,7 @@ def test_what_is_lost_is_that_of_the_codes_that_were_sent(name):
 
     def f(g):
         return jc.all_reduce(
-            "sum", g, "data", residual=jc.residual(g, "data"), options=OPTIONS[name]
+            "sum", g, "data", residual=jc.compression.residual(g, "data"), options=OPTIONS[name]
         )
 
     total, residual = vmapped(f, g)
@@ -93,7 +93,7 @@ def test_what_a_narrow_type_cannot_hold_is_owed_too(dtype, op):
     g = jnp.asarray(gaussian(3, 40, 15)).astype(dtype)
 
     def f(g):
-        residual, arrived = jc.residual(g, "data"), []
+        residual, arrived = jc.compression.residual(g, "data"), []
         for _ in range(2):
             total, residual = jc.all_reduce(op, g, "data", residual=residual, options=options)
             arrived.append(total)
@@ -117,7 +117,10 @@ def test_the_mean_of_many_sums_is_the_sum(name, bar):
             s, residual = jc.all_reduce("sum", g, "data", residual=residual, options=OPTIONS[name])
             return (residual, total + s), None
 
-        return jax.lax.scan(turn, (jc.residual(g, "data"), 0 * g), None, length=200)[0][1] / 200
+        return (
+            jax.lax.scan(turn, (jc.compression.residual(g, "data"), 0 * g), None, length=200)[0][1]
+            / 200
+        )
 
     want = g.astype("f8").sum(0)
     assert np.linalg.norm(np.float64(vmapped(f, g)[0]) - want) <= bar * np.linalg.norm(want)
@@ -127,7 +130,7 @@ def test_the_mean_of_many_sums_is_the_sum(name, bar):
 def test_no_more_is_owed_than_half_a_step_of_each_rounding(name, block, top):
     g = gaussian(N, 1 << 12)
     f = lambda g: jc.all_reduce(
-        "sum", g, "data", residual=jc.residual(g, "data"), options=OPTIONS[name]
+        "sum", g, "data", residual=jc.compression.residual(g, "data"), options=OPTIONS[name]
     )[1]
     owed = abs(flat(vmapped(f, g))[""]).reshape(N, -1, block)
     largest = abs(g).reshape(N, -1, block).max(-1)
@@ -144,7 +147,7 @@ def test_a_hierarchy_loses_nothing_either():
     def f(g, residual):
         return jc.all_reduce("sum", g[0], axes, residual=residual, options=options)
 
-    residual = jc.residual(g[0], axes, mesh=mesh)
+    residual = jc.compression.residual(g[0], axes, mesh=mesh)
     spec = P(axes)
     total, residual = mapped(f, spec, (P(), spec), mesh)(g, residual)
     want = g.astype("f8").sum(0)
@@ -156,7 +159,7 @@ def test_a_hierarchy_loses_nothing_either():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38, 1.695e38])
 def test_a_step_that_is_not_finite_leaves_the_residual_as_it_was(bad):
     def f(g, h):
-        start = jc.residual(g, "data")
+        start = jc.compression.residual(g, "data")
         _, before = jc.all_reduce("sum", g, "data", residual=start, options=OPTIONS["int8"])
         _, after = jc.all_reduce("sum", h, "data", residual=before, options=OPTIONS["int8"])
         return before, after
@@ -190,7 +193,7 @@ def specs_of(tree):
 def owing(g):
     """A residual in which every replica owes something, and what it is."""
     each = jax.lax.axis_index("data").astype("f") + 1.0
-    return jax.tree.map(lambda x: x + each, jc.residual(g, "data"))
+    return jax.tree.map(lambda x: x + each, jc.compression.residual(g, "data"))
 
 
 def test_a_metric_that_is_not_finite_keeps_no_gradient_back():
@@ -235,7 +238,9 @@ def test_a_complex_leaf_that_is_not_finite_leaves_the_residual_as_it_was():
     def f(c):
         g = {"c": c, "w": jnp.arange(600.0) / 7}
         options = OPTIONS["int8"]
-        return jc.all_reduce("sum", g, "data", residual=jc.residual(g, "data"), options=options)
+        return jc.all_reduce(
+            "sum", g, "data", residual=jc.compression.residual(g, "data"), options=options
+        )
 
     sums, residual = vmapped(f, np.array([1j, np.nan], np.complex64))
     assert np.isnan(sums["c"]).all()
@@ -267,7 +272,7 @@ def test_gradients_take_and_return_a_residual_through_data_parallel(call):
         exact = take(None)(w, x)
         return *found, exact if call == "grad" else exact[1]
 
-    residual = jc.residual(w, mesh=mesh)
+    residual = jc.compression.residual(w, mesh=mesh)
     assert residual.parts[0].sharding.spec == P(("data",))
     *_, grads, residual, exact = jc.data_parallel(step, mesh=mesh, batch_argnums="x")(
         w, residual, x
@@ -293,7 +298,7 @@ def test_an_optax_chain_keeps_it_as_its_state():
 
 def test_a_checkpoint_holds_the_sum_and_deals_it_out_to_any_number(tmp_path):
     w, options = parameters(), INT4
-    start = jc.residual(w, mesh=mesh_of(N))
+    start = jc.compression.residual(w, mesh=mesh_of(N))
     f = lambda r, g: jc.all_reduce(
         "sum", {k: x[0] for k, x in g.items()}, "data", residual=r, options=options
     )[1]
@@ -304,7 +309,7 @@ def test_a_checkpoint_holds_the_sum_and_deals_it_out_to_any_number(tmp_path):
     total = jc.unshard(residual)
     assert np.abs(owed(residual)["w"]).max() > 0
     for n in (1, 2, 3):
-        like = {"r": jc.residual(w, mesh=mesh_of(n))}
+        like = {"r": jc.compression.residual(w, mesh=mesh_of(n))}
         restored, _ = jc.restore_checkpoint(tmp_path / "r.npz", like)
         again = restored["r"]
         assert again.layout.replicas == n
@@ -317,20 +322,20 @@ def test_a_residual_of_another_tree_or_world_is_refused():
     reduce = lambda g, r: jc.all_reduce("sum", g, "data", residual=r, options=OPTIONS["int8"])
     refused(
         r"leaf \['w'\] \(float32\[7\]\) is gone",
-        lambda g: reduce(g, jc.residual({"w": g[:7]}, "data")),
+        lambda g: reduce(g, jc.compression.residual({"w": g[:7]}, "data")),
         g,
     )
     refused(
         r"float32\[600\], and was float32\[599\]",
-        lambda g: reduce({"w": g}, jc.residual({"w": g[1:]}, "data")),
+        lambda g: reduce({"w": g}, jc.compression.residual({"w": g[1:]}, "data")),
         g,
     )
-    other = jc.residual(g[0], mesh=mesh_of(3))
+    other = jc.compression.residual(g[0], mesh=mesh_of(3))
     refused(
         r"'data' \(size 2\) got a residual of 3 replicas over 'data'", lambda g: reduce(g, other), g
     )
     refused("got ndarray", lambda g: reduce(g, np.zeros(3)), g)
-    of_all = jc.residual(g[0], mesh=mesh_of(2))
+    of_all = jc.compression.residual(g[0], mesh=mesh_of(2))
     refused(r"of shape \(5, 128\) on each .* got \(10, 128\)", lambda g: reduce(g, of_all), g)
 
 
@@ -341,7 +346,9 @@ def test_a_leaf_that_some_replicas_hold_alike_has_no_residual():
         return jc.all_reduce("sum", g, axes, residual=r, invariant="replicated")
 
     with pytest.raises(ValueError, match="already the same on every replica along one of the axes"):
-        mapped(f, (P("node"), P(axes)), mesh=mesh)(g, jc.residual(g[:1], axes, mesh=mesh))
+        mapped(f, (P("node"), P(axes)), mesh=mesh)(
+            g, jc.compression.residual(g[:1], axes, mesh=mesh)
+        )
 
 
 def test_feedback_without_a_state_and_where_there_is_none():
@@ -357,17 +364,22 @@ def test_feedback_without_a_state_and_where_there_is_none():
     step = jc.value_and_grad(synced, "data", options=OPTIONS["int8"], feedback=True)
     refused(
         "was reduced by `jc.sync_in_backward`",
-        lambda x: step(w, x, residual=jc.residual(w, "data")),
+        lambda x: step(w, x, residual=jc.compression.residual(w, "data")),
         x,
     )
-    refused("nothing to gather", lambda x: jc.all_gather(jc.residual(x, "data"), "data"), x)
+    refused(
+        "nothing to gather", lambda x: jc.all_gather(jc.compression.residual(x, "data"), "data"), x
+    )
     with pytest.raises(ValueError, match="the mesh has no such axis"):
-        jc.residual(w, "model", mesh=mesh_of(2))
+        jc.compression.residual(w, "model", mesh=mesh_of(2))
 
 
 def test_shapes_alone_are_enough_for_a_residual():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parameters())
     mesh = mesh_of(2)
-    assert [x.shape for x in jc.residual(shapes, mesh=mesh).parts] == [(2, 128), (20, 128)]
+    assert [x.shape for x in jc.compression.residual(shapes, mesh=mesh).parts] == [
+        (2, 128),
+        (20, 128),
+    ]
     abstract = jax.sharding.AbstractMesh((2,), ("data",))
-    assert isinstance(jc.residual(shapes, mesh=abstract).parts[0], jax.ShapeDtypeStruct)
+    assert isinstance(jc.compression.residual(shapes, mesh=abstract).parts[0], jax.ShapeDtypeStruct)

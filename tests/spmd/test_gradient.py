@@ -199,7 +199,7 @@ def test_a_loss_that_is_averaged_inside_has_the_gradient_of_the_mean(how):
         return jc.value_and_grad(averaged, "data")(PARAMS, x, y)
 
     if how == "checked":  # where types show that it is reduced
-        with pytest.raises(jc.AlreadyReducedError, match=r"the loss is already the same"):
+        with pytest.raises(jc.errors.AlreadyReducedError, match=r"the loss is already the same"):
             on_replicas(how, f, 8, X, Y)
         return
     if how == "step":

@@ -27,12 +27,12 @@ def test_a_gradient_that_autodiff_has_summed_is_refused_by_name():
 
     for n in (8, 1):
         with pytest.raises(
-            jc.AlreadyReducedError,
+            jc.errors.AlreadyReducedError,
             match=rf"leaf \['layer'\]\[0\] is already the same on every replica along 'data' \(size {n}\)"
             rf".*count it {n} times.*invariant=\"replicated\".*If it is a gradient.*invariant=\"summed\"",
         ):
             checked(f, jnp.ones(()), rows(n), mesh=n, in_specs=(P(), P("data")))
-    assert issubclass(jc.AlreadyReducedError, ValueError)
+    assert issubclass(jc.errors.AlreadyReducedError, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_every_refusal_names_the_axis_along_which_a_value_is_the_same(reduced):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     for split, same in ("ab", "ba"):
         with pytest.raises(
-            jc.AlreadyReducedError,
+            jc.errors.AlreadyReducedError,
             match=rf"already the same on every replica along '{same}'(?: \(size 2\))?, so",
         ):
             checked(lambda x: reduced(x, ("a", "b")), rows(2), in_specs=P(split), mesh=mesh)
@@ -96,7 +96,9 @@ def test_the_mean_of_equal_numbers_is_that_number(runner):
 
 def test_a_value_that_cannot_be_a_gradient_is_called_none():
     f = lambda x: jc.all_reduce("mean", {"loss": x, "step": jnp.int32(3)}, "data")
-    with pytest.raises(jc.AlreadyReducedError, match=r"leaf \['step'\].*\"replicated\"") as caught:
+    with pytest.raises(
+        jc.errors.AlreadyReducedError, match=r"leaf \['step'\].*\"replicated\""
+    ) as caught:
         checked(f, rows(8), in_specs=P("data"))
     assert "gradient" not in str(caught.value)
 
@@ -135,7 +137,7 @@ def test_a_leaf_that_varies_over_one_axis_of_two(op, invariant, want):
     f = lambda x: jc.all_reduce(op, x, ("node", "data"), invariant=invariant)
     got = checked(f, jnp.array([2.0, 4.0]), in_specs=P("data"), mesh=mesh)
     assert got.tolist() == [want]
-    with pytest.raises(jc.AlreadyReducedError, match=r"along 'node' \(size 4\)"):
+    with pytest.raises(jc.errors.AlreadyReducedError, match=r"along 'node' \(size 4\)"):
         checked(
             lambda x: jc.all_reduce(op, x, ("node", "data")),
             jnp.ones(2), in_specs=P("data"), mesh=mesh,

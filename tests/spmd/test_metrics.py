@@ -116,8 +116,12 @@ def test_what_is_no_metric_is_refused(metric, message):
 
 def test_a_total_that_was_reduced_is_refused():
     total = lambda x: jc.Total(jax.lax.psum(x, "data"))
-    with pytest.raises(jc.AlreadyReducedError, match="`jc.reduce_metrics`: the total of metric"):
+    with pytest.raises(
+        jc.errors.AlreadyReducedError, match="`jc.reduce_metrics`: the total of metric"
+    ):
         run("checked", lambda x: jc.reduce_metrics(total(x), "data"), 4, jnp.ones(4))
     f = jc.grad(lambda w, x: (w * x, {"n": total(x)}), "data", has_aux=True)
-    with pytest.raises(jc.AlreadyReducedError, match=r"`jc.grad`: the total of metric \['n'\]"):
+    with pytest.raises(
+        jc.errors.AlreadyReducedError, match=r"`jc.grad`: the total of metric \['n'\]"
+    ):
         run("checked", lambda x: f(1.0, x), 4, jnp.ones(4))

@@ -218,7 +218,7 @@ def of_rows(f):
 def test_what_cannot_be_cut_is_refused_by_its_path(call, words):
     with pytest.raises(ValueError, match=words) as caught:
         call()
-    assert isinstance(caught.value, jc.AlreadyReducedError) == ("already" in words)
+    assert isinstance(caught.value, jc.errors.AlreadyReducedError) == ("already" in words)
 
 
 def test_a_leaf_sharded_over_an_axis_that_is_not_mapped_is_refused():

@@ -237,7 +237,9 @@ def test_sparse_rows_are_gathered_in_the_order_of_replicas_as_always():
 
 def test_one_device_adds_in_the_same_tree():
     x = noise(6, 33)
-    got = jc.ReductionToOneDevice().reduce("sum", each_row(6, x), "cpu:0", options=reproducible())
+    got = jc.distribute.ReductionToOneDevice().reduce(
+        "sum", each_row(6, x), "cpu:0", options=reproducible()
+    )
     assert not any(differing({"": got}, {"": pairs_of(list(x))}).values())
 
 

@@ -449,7 +449,7 @@ GRAD = functools.partial(jc.grad, axis_name="data")
 
 BAD = {
     "rows that are whole": (
-        jc.AlreadyReducedError, r"over 'data': leaf \['b'\] of `stacked` is the same .* 8 times",
+        jc.errors.AlreadyReducedError, r"over 'data': leaf \['b'\] of `stacked` is the same .* 8 times",
         {"sharded": None},
     ),
     "all is whole": (

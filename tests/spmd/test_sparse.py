@@ -303,7 +303,7 @@ def invariantly(invariant, op="sum"):
 
 def test_rows_that_are_the_same_everywhere_are_refused_until_it_is_said_what_they_are():
     with pytest.raises(
-        jc.AlreadyReducedError, match=r"over 'data' \(size 4\): leaf \['e'\] is alr"
+        jc.errors.AlreadyReducedError, match=r"over 'data' \(size 4\): leaf \['e'\] is alr"
     ):
         invariantly("error")
     for invariant, op, want in (

@@ -248,7 +248,7 @@ def test_levels_of_int4_are_the_fitted_ones_to_the_bit(feedback):
     codes = np.zeros((2, 34), np.uint8)
     codes[:, :16] = np.arange(16) | np.arange(16)[::-1] << 4
     codes[:, 32:] = [[0x80, 0x3F], [0x80, 0xBF]]  # a scale of 1, and one of a block of integers
-    got = np.asarray(jax.jit(jc.Int4().decode, static_argnums=1)(codes, feedback))
+    got = np.asarray(jax.jit(jc.compression.Int4().decode, static_argnums=1)(codes, feedback))
     integers = range(-7, 9)  # of every block under feedback
     for row, levels in zip(got, (integers if feedback else int4.LEVELS, integers), strict=True):
         np.testing.assert_array_equal(row[:16], levels)
@@ -282,7 +282,7 @@ def test_a_hierarchy_of_one_host_rounds_nothing():
 
     def f(v):
         plain = jc.all_reduce("sum", v[0], axes, options=options)
-        owed = jc.residual(v[0], axes)
+        owed = jc.compression.residual(v[0], axes)
         return plain, *jc.all_reduce("sum", v[0], axes, options=options, residual=owed)
 
     plain, total, owed = mapped(f, P(axes), (P(), P(), P(axes)), grid(1, 4))(x)

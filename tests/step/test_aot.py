@@ -264,7 +264,7 @@ def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkey
         time.sleep(600)
     """)  # fmt: skip
     with pytest.raises(
-        jc.DeadlineExceededError, match="did not finish within 1.5 s; it was ended.*few of"
+        jc.errors.DeadlineExceededError, match="did not finish within 1.5 s; it was ended.*few of"
     ):
         compile_for(jc.data_parallel(step), (W, X), {}, "h100:8", timeout_seconds=1.5)
     for pid in (tmp_path / "pids").read_text().split():

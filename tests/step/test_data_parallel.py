@@ -12,6 +12,7 @@ from cases import CompileCounter
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
+from jaxcoll._step.data_parallel import DataParallel
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((24, 5)).astype("f")
@@ -273,10 +274,10 @@ def test_a_step_past_its_deadline_names_itself_and_the_next_one_works():
         for seconds in (0.3, 120)
     )
     with pytest.raises(
-        jc.DeadlineExceededError, match="Call 1 of `spin` did not finish within 0.3 s"
+        jc.errors.DeadlineExceededError, match="Call 1 of `spin` did not finish within 0.3 s"
     ):
         step(X)
-    assert issubclass(jc.DeadlineExceededError, TimeoutError)
+    assert issubclass(jc.errors.DeadlineExceededError, TimeoutError)
     ended.set()
     np.testing.assert_allclose(patient(X), X.sum(), rtol=1e-4)
 
@@ -405,7 +406,7 @@ def test_a_step_can_be_a_method():
         np.testing.assert_allclose(three.first(X, 1.0), 3 * X.sum(), rtol=1e-4)
     assert (two.traces, three.traces) == (1, 1)
     assert len(two.step.plans(1.0, X)) == 1
-    assert isinstance(Trainer.step, jc.DataParallel)
+    assert isinstance(Trainer.step, DataParallel)
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass

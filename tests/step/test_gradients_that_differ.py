@@ -27,7 +27,9 @@ def own(rows):
 
 
 def values(tree):
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, jc.PerReplica | jc.Mirrored))
+    return jax.tree.leaves(
+        tree, is_leaf=lambda x: isinstance(x, jc.PerReplica | jc.distribute.Mirrored)
+    )
 
 
 def loss(params, x):
@@ -118,7 +120,7 @@ def test_a_parameter_that_differs_between_replicas_is_refused_by_its_path(name):
     with pytest.raises(ValueError, match=r"must be the same .*or nothing shows"):
         strategy().run(entry, (wrong, own(X)))
     right = strategy().run(entry, (W, own(X)))
-    assert all(isinstance(value, jc.Mirrored) for value in values(right))
+    assert all(isinstance(value, jc.distribute.Mirrored) for value in values(right))
 
 
 @pytest.mark.parametrize("step", [trained, in_while])
@@ -158,5 +160,5 @@ def test_what_is_the_same_by_proof_is_no_different():
         grads = jax.grad(loss)(want, X.reshape(-1, 3))
         want = jax.tree.map(lambda w, g: w - 0.1 * g, want, grads)
     for a, b in zip(values(got), jax.tree.leaves(want), strict=True):
-        assert isinstance(a, jc.Mirrored)
+        assert isinstance(a, jc.distribute.Mirrored)
         np.testing.assert_allclose(strategy().experimental_local_results(a)[0], b, rtol=1e-5)

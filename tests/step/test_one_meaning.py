@@ -11,6 +11,7 @@ from cases import close, grid, mapped
 from jax import lax
 
 import jaxcoll as jc
+from jaxcoll._step.data_parallel import DataParallel
 
 P = jax.sharding.PartitionSpec
 RNG = np.random.default_rng(0)
@@ -59,7 +60,7 @@ def test_the_names_of_a_users_scopes_mean_nothing():
         lambda w, x: jc.grad(named(loss))(w, x),
     ):
         np.testing.assert_allclose(jc.data_parallel(step)(W, X), WANT, rtol=1e-5, atol=1e-6)
-    with pytest.warns(jc.RepeatedSumWarning):
+    with pytest.warns(jc.errors.RepeatedSumWarning):
         jc.data_parallel(named(lambda w, x: lax.psum(jc.grad(loss)(w, x), "data"))).trace(W, X)
 
 
@@ -90,7 +91,7 @@ REPEATED = {  # of the gradient's mean g, the parameters w, and the rows x
 @pytest.mark.parametrize("name", REPEATED)
 def test_a_sum_of_what_is_summed_already_warns_with_both_lines(name):
     step = jc.data_parallel(lambda w, x: REPEATED[name](mean_gradient(w, x), w, x))
-    with pytest.warns(jc.RepeatedSumWarning, match=rf"sum over 'data' \(.*{HERE}\) of float32.* is 8 "
+    with pytest.warns(jc.errors.RepeatedSumWarning, match=rf"sum over 'data' \(.*{HERE}\) of float32.* is 8 "
                       rf"times what .*from the re(duction at .*{HERE}|sult of a reduction)") as heard:  # fmt: skip
         step.trace(W, X)
     assert heard[0].filename == __file__
@@ -98,13 +99,13 @@ def test_a_sum_of_what_is_summed_already_warns_with_both_lines(name):
 
 def test_a_sum_over_two_axes_of_what_is_summed_along_one_of_them_warns():
     step = lambda w, x: lax.psum(lax.pmean(loss(w, x), "node"), ("node", "data"))
-    with pytest.warns(jc.RepeatedSumWarning, match="over 'node' .* is 2 times"):
+    with pytest.warns(jc.errors.RepeatedSumWarning, match="over 'node' .* is 2 times"):
         jc.data_parallel(step, mesh=grid(2, 4), axis_name=("node", "data")).trace(W, X)
 
 
 def test_what_a_repeated_sum_warns_of_is_what_it_returns():
     twice = jc.data_parallel(lambda w, x: lax.psum(mean_gradient(w, x), "data"))
-    with pytest.warns(jc.RepeatedSumWarning):
+    with pytest.warns(jc.errors.RepeatedSumWarning):
         np.testing.assert_allclose(twice(W, X), 8 * WANT, rtol=1e-5)
 
 
@@ -172,7 +173,7 @@ def test_losses_with_choices_of_their_own_have_the_mean_of_their_gradients():
 CHOSEN = lambda w, x: lax.cond(x[0, 0] > 0, lambda: w, lambda: 3 * w)
 TAKEN = {
     "jc.grad": lambda w, x: jc.grad(loss)(w, x),
-    "jc.accumulate": lambda w, x: jc.accumulate(loss, num_micro_batches=2)(w, x)[1],
+    "jc.accumulate": lambda w, x: jc.accumulate(loss, num_microbatches=2)(w, x)[1],
     "sync_in_backward": lambda w, x: jax.grad(lambda w: loss(jc.sync_in_backward(w), x))(w),
     "sharded_optimizer": lambda w, x: jc.sharded_optimizer(optax.adam(0.1), "data").init(w),
 }
@@ -212,7 +213,7 @@ def test_a_batch_of_more_than_two_parameters_is_asked_for_with_a_line_to_paste(n
     ) as e:
         jc.data_parallel(step)(W, X, y)
     (line,) = re.findall(r"^    (jc.data_parallel\(.*\))$", str(e.value), re.M)
-    assert isinstance(eval(line, {"jc": jc, "step": step}), jc.DataParallel)
+    assert isinstance(eval(line, {"jc": jc, "step": step}), DataParallel)
     args = (W, (X, y), jax.random.key(0)) if "batch" in names else (W, X, y)
     for batch in ("batch", 1, -2) if "batch" in names else ((1, 2), (-2, -1)):
         got = jc.data_parallel(step, batch_argnums=batch)(*args)
@@ -320,10 +321,10 @@ def test_what_nothing_shows_to_be_the_same_may_be_marked(name):
 def test_a_wrong_mark_is_found_on_the_first_call_of_each_shape():
     step = jc.data_parallel(lambda x: jc.same({"rate": x.sum()}))
     for rows in (X, X[:8]):
-        with pytest.raises(jc.ReplicaDivergenceError, match=rf"\['rate'\] \(.*{HERE}\)"):
+        with pytest.raises(jc.errors.ReplicaDivergenceError, match=rf"\['rate'\] \(.*{HERE}\)"):
             step(rows)
     assert step(np.ones((16, 5), "f")) == {"rate": 10}  # a shape that was compared
-    with pytest.raises(jc.ReplicaDivergenceError, match=HERE):
+    with pytest.raises(jc.errors.ReplicaDivergenceError, match=HERE):
         jc.MirroredStrategy().run(lambda: jc.same(lax.axis_index("replica")))
 
 
@@ -471,7 +472,7 @@ def test_what_types_alone_would_have_refused_is_found_by_the_test_of_a_step(redu
     step = jc.data_parallel(seen_by_types_alone(reduced))
     step(W, X)
     with pytest.raises(AssertionError, match="the output"):
-        jc.n_devices_equal_one(step, W, X)
-    jc.n_devices_equal_one(
+        jc.assert_same_as_one_device(step, W, X)
+    jc.assert_same_as_one_device(
         jc.data_parallel(seen_by_types_alone(lambda g: lax.pmean(g, "data"))), W, X
     )

@@ -318,4 +318,4 @@ def test_a_step_is_traced_once_a_shape_and_everybody_sees_the_same():
     assert [leaf.path for leaf in plan.leaves] == ["['b']", "['w']"]
     assert step.lower(PARAMS, BATCH).as_text().count("stablehlo.all_reduce") == len(plan.packs)
     assert jc.inspect(step, PARAMS, BATCH).plans == (plan,)
-    jc.n_devices_equal_one(step, PARAMS, BATCH)
+    jc.assert_same_as_one_device(step, PARAMS, BATCH)

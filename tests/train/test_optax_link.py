@@ -92,7 +92,7 @@ def test_gradients_that_autodiff_has_summed_are_refused_until_they_are_said_to_b
         return tx.update(jax.grad(loss)(model, x), tx.init(model))[0]
 
     checked = functools.partial(mapped, ins=(WHOLE, ROWS))
-    with pytest.raises(jc.AlreadyReducedError, match=r"leaf \['params'\]\['bias'\]"):
+    with pytest.raises(jc.errors.AlreadyReducedError, match=r"leaf \['params'\]\['bias'\]"):
         checked(step)(model, rows)
     want = jax.grad(loss)(model, rows)
     for right in (jc.data_parallel(step), checked(functools.partial(step, invariant="summed"))):

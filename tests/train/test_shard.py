@@ -260,7 +260,9 @@ def test_what_cannot_be_stacked_placed_or_put_together_is_refused(call, words):
 def test_a_step_in_shards_is_compared_with_one_device_and_a_sum_for_a_mean_is_found():
     optimizer = jc.sharded_optimizer(optax.sgd(0.1), "data")
     shards = in_shards(8)
-    jc.n_devices_equal_one(train_step(optimizer, 8), shards, optimizer.init(shards), BATCHES[0])
+    jc.assert_same_as_one_device(
+        train_step(optimizer, 8), shards, optimizer.init(shards), BATCHES[0]
+    )
 
     @jc.data_parallel
     def sums(shards, x):
@@ -270,4 +272,4 @@ def test_a_step_in_shards_is_compared_with_one_device_and_a_sum_for_a_mean_is_fo
     with pytest.raises(
         AssertionError, match=r"its change from args\[0\].* is 8\.0 times too large"
     ):
-        jc.n_devices_equal_one(sums, shards, BATCHES[0])
+        jc.assert_same_as_one_device(sums, shards, BATCHES[0])

@@ -1,4 +1,4 @@
-"""n_devices_equal_one passes what is right, and names what is wrong, or cannot be compared."""
+"""assert_same_as_one_device passes what is right, and names what is wrong, or cannot be compared."""
 
 import functools
 
@@ -86,22 +86,22 @@ def trained(loss, tx, scale=lambda g, n: g):
 def test_a_right_step_passes_and_a_factor_in_any_leaf_does_not(loss, params, batch, tx):
     """Also where Adam makes whole steps of gradients that are zero but for rounding."""
     state = tx.init(params)
-    jc.n_devices_equal_one(trained(loss, tx), params, state, batch)
+    jc.assert_same_as_one_device(trained(loss, tx), params, state, batch)
     wrong = trained(loss, tx, lambda grads, n: {**grads, "w": grads["w"] * n})
     with pytest.raises(AssertionError, match=r"\['w'\]: .* 8\.0 times too large"):
-        jc.n_devices_equal_one(wrong, params, state, batch)
+        jc.assert_same_as_one_device(wrong, params, state, batch)
 
 
 def test_donated_arguments_live_on_and_wide_floats_are_compared_as_closely():
     step = jc.data_parallel(updated(by("mean")), donate_argnums=0)
     params = jax.tree.map(jnp.asarray, PARAMS)
-    jc.n_devices_equal_one(step, params, BATCH, mesh=mesh_of(4))
+    jc.assert_same_as_one_device(step, params, BATCH, mesh=mesh_of(4))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: x.astype(np.float64), (PARAMS, BATCH))
-        jc.n_devices_equal_one(jc.data_parallel(updated(by("mean"))), *wide)
+        jc.assert_same_as_one_device(jc.data_parallel(updated(by("mean"))), *wide)
         off = jc.data_parallel(updated(by("mean", lambda n: 1 + 1e-7 * n)))
         with pytest.raises(AssertionError, match="not the same"):
-            jc.n_devices_equal_one(off, *wide)
+            jc.assert_same_as_one_device(off, *wide)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_donated_arguments_live_on_and_wide_floats_are_compared_as_closely():
 )
 def test_a_wrong_reduction_is_named_by_its_factor(reduced, factor, meaning, rate):
     with pytest.raises(AssertionError) as caught:
-        jc.n_devices_equal_one(jc.data_parallel(updated(reduced, rate)), PARAMS, BATCH)
+        jc.assert_same_as_one_device(jc.data_parallel(updated(reduced, rate)), PARAMS, BATCH)
     message = str(caught.value)
     assert "in 2 of 3 outputs" in message
     assert "output [0]['w']: its change from args[0]['w'] is" in message
@@ -155,13 +155,15 @@ def test_what_is_of_parts_of_the_batch_or_of_an_order_is_an_error(loss, complain
         return updated(by(op), loss=loss)(params, batch)[0], frozen, count + 1
 
     with pytest.raises(AssertionError, match=complaint):
-        jc.n_devices_equal_one(jc.data_parallel(step, batch_argnums=3), PARAMS, PARAMS, 1, BATCH)
+        jc.assert_same_as_one_device(
+            jc.data_parallel(step, batch_argnums=3), PARAMS, PARAMS, 1, BATCH
+        )
 
 
 def test_statistics_of_each_replica_are_an_error():
     own = functools.partial(normed, mean=lambda x: x)
     with pytest.raises(AssertionError, match=r"\['w'\]: is not the same"):
-        jc.n_devices_equal_one(jc.data_parallel(updated(by("mean"), loss=own)), FUSED, TOKENS)
+        jc.assert_same_as_one_device(jc.data_parallel(updated(by("mean"), loss=own)), FUSED, TOKENS)
 
 
 def test_a_key_for_each_row_can_be_compared_and_rows_that_come_back_are():
@@ -178,12 +180,12 @@ def test_a_key_for_each_row_can_be_compared_and_rows_that_come_back_are():
             bound, batch_argnums=(1, 2), varying_outputs=("concatenate", "error")
         )
         if not scale:
-            jc.n_devices_equal_one(run, PARAMS["w"][:, 0], BATCH["x"], keys)
+            jc.assert_same_as_one_device(run, PARAMS["w"][:, 0], BATCH["x"], keys)
             continue
         with pytest.raises(
             AssertionError, match=r"in 1 of 2 outputs:\n  output \[0\]: .*8.0 times"
         ):
-            jc.n_devices_equal_one(run, PARAMS["w"][:, 0], BATCH["x"], keys)
+            jc.assert_same_as_one_device(run, PARAMS["w"][:, 0], BATCH["x"], keys)
 
 
 def test_a_leaf_of_rounding_alone_is_equal_and_a_step_of_it_alone_cannot_be_compared():
@@ -192,9 +194,9 @@ def test_a_leaf_of_rounding_alone_is_equal_and_a_step_of_it_alone_cannot_be_comp
         rest = jc.all_reduce("mean", (x - mean).mean(), "data")
         return w + mean, rest
 
-    jc.n_devices_equal_one(jc.data_parallel(step), np.float32(1), BATCH["x"])
+    jc.assert_same_as_one_device(jc.data_parallel(step), np.float32(1), BATCH["x"])
     with pytest.raises(AssertionError, match="output: moves by rounding alone"):
-        jc.n_devices_equal_one(
+        jc.assert_same_as_one_device(
             jc.data_parallel(lambda w, x: step(w, x)[1]), np.float32(1), BATCH["x"]
         )
 
@@ -207,20 +209,20 @@ def test_a_function_that_takes_a_mesh_names_its_batch():
 
     right, wrong = (functools.partial(mapped, op=op) for op in ("mean", "sum"))
     args = PARAMS, BATCH["x"], BATCH["y"]
-    jc.n_devices_equal_one(right, *args, batch_argnums=("x", 2))
+    jc.assert_same_as_one_device(right, *args, batch_argnums=("x", 2))
     with pytest.raises(AssertionError, match="8.0 times too large"):
-        jc.n_devices_equal_one(wrong, *args, batch_argnums=(1, 2))
+        jc.assert_same_as_one_device(wrong, *args, batch_argnums=(1, 2))
     with pytest.raises(ValueError, match="which arguments of .* are the batch"):
-        jc.n_devices_equal_one(right, *args)
+        jc.assert_same_as_one_device(right, *args)
     made = lambda mesh: jc.data_parallel(updated(by("sum")), mesh=mesh)
     with pytest.raises(AssertionError, match="8.0 times too large"):
-        jc.n_devices_equal_one(made, PARAMS, BATCH)
+        jc.assert_same_as_one_device(made, PARAMS, BATCH)
 
 
 def test_shapes_structures_and_numbers_that_are_none_say_so():
     def check(complaint, step, **options):
         with pytest.raises(AssertionError, match=complaint):
-            jc.n_devices_equal_one(jc.data_parallel(step, **options), PARAMS, BATCH)
+            jc.assert_same_as_one_device(jc.data_parallel(step, **options), PARAMS, BATCH)
 
     check(r"has shape \(8,\), and \(1,\) on one device", lambda p, b: b["x"].sum()[None], varying_outputs="concatenate")  # fmt: skip
     check(
@@ -238,7 +240,7 @@ def test_a_tolerance_outputs_left_out_whole_numbers_and_keys():
 
     args = jax.random.key(0), 3, BATCH["x"]
     check = functools.partial(
-        jc.n_devices_equal_one, jc.data_parallel(step, batch_argnums=2), *args
+        jc.assert_same_as_one_device, jc.data_parallel(step, batch_argnums=2), *args
     )
     with pytest.raises(AssertionError, match=r"in 2 of 4 .*\n.*\['mean'\]: is not the same, .*\n.*\['rows'\]: is 0.125"):  # fmt: skip
         check()
@@ -252,9 +254,9 @@ def test_a_tolerance_outputs_left_out_whole_numbers_and_keys():
 
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(ValueError, match="expects a `jc.data_parallel` step, or a function with a"):
-        jc.n_devices_equal_one(lambda x: x, 1.0)
+        jc.assert_same_as_one_device(lambda x: x, 1.0)
     step = jc.data_parallel(updated(by("mean")))
     with pytest.raises(ValueError, match="compares one device with more"):
-        jc.n_devices_equal_one(step, PARAMS, BATCH, mesh=mesh_of(1))
+        jc.assert_same_as_one_device(step, PARAMS, BATCH, mesh=mesh_of(1))
     with pytest.raises(ValueError, match="names its own batch"):
-        jc.n_devices_equal_one(step, PARAMS, BATCH, batch_argnums=1)
+        jc.assert_same_as_one_device(step, PARAMS, BATCH, batch_argnums=1)

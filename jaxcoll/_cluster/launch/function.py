@@ -21,8 +21,8 @@ from jaxcoll._cluster.launch.local import world
 from jaxcoll._cluster.launch.subprocesses import RANK, check_system, signal_name
 from jaxcoll._cluster.launch.supervisor import Job
 from jaxcoll._compat import numerics
-from jaxcoll._errors import LaunchError
 from jaxcoll._plan import checks
+from jaxcoll.errors import LaunchError
 
 _CHILD = "from jaxcoll._cluster.launch.function import work; work()"
 _CALL = "call"

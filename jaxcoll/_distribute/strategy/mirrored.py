@@ -97,8 +97,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ValueError(
                 "`MultiWorkerMirroredStrategy` expects `cluster_resolver` to be a ClusterResolver, "
-                "such as `jc.TFConfigClusterResolver()`, or None for what the environment says; "
-                f"got {cluster_resolver!r}."
+                "such as `jc.distribute.TFConfigClusterResolver()`, or None for what the "
+                f"environment says; got {cluster_resolver!r}."
             )
         options = communication_options or CommunicationOptions()
         if not isinstance(options, CommunicationOptions):

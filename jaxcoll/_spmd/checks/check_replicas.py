@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcoll._errors import ReplicaDivergenceError
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import as_array
+from jaxcoll.errors import ReplicaDivergenceError
 
 WORDS = 2
 """32-bit words in a digest."""
@@ -33,7 +33,7 @@ class ReplicaCheck:
       holders: for each leaf, the positions in `names` of those that hold it; (): all of them.
 
     Examples:
-      >>> check = check_replicas(Mirrored([{"w": np.ones(3)}] * 8))
+      >>> check = check_replicas(distribute.Mirrored([{"w": np.ones(3)}] * 8))
       >>> check.differs.tolist()
       [False]
       >>> check.raise_if_differs()

@@ -18,12 +18,12 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._errors import ReductionInLoopWarning
 from jaxcoll._jaxpr.loop_reductions import described, moved_reductions
 from jaxcoll._jaxpr.retrace import traced_call
 from jaxcoll._plan.packs.leaves import no_array
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.arithmetic import wide
+from jaxcoll.errors import ReductionInLoopWarning
 
 _MOVABLE = """\
 `jc.accumulate`: a reduction stands in the loop over the {count} micro-batches, and what it \

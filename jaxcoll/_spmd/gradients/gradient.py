@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll import _compat
-from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.proof import same_outputs
 from jaxcoll._jaxpr.retrace import Traced, places, traced_call
 from jaxcoll._jaxpr.subjaxprs import contains
@@ -43,6 +42,7 @@ from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, retyped
 from jaxcoll._spmd.shards import Shards, axes_of_shards
+from jaxcoll.errors import AlreadyReducedError
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica along {missing}, so its \
@@ -282,7 +282,8 @@ def reduced_gradient(
         if asked.feedback and residual is None:
             raise ValueError(
                 f"`{caller}` with feedback=True expects the keyword argument `residual` beside the "
-                "loss's own: what `jc.residual(params)` returns, then what the last call returned."
+                "loss's own: what `jc.compression.residual(params)` returns, then what the last "
+                "call returned."
             )
         check_differentiable(asked.leaves(args), caller)
         inside = Differentiation(tuple(axes), options, enclosing=retyped())

@@ -1,6 +1,6 @@
 """What local updates cost on a slow network: one process per host, a step that takes a while.
 
-    python docs/examples/local_updates.py [--compute 0.25] [--every 30] [--fragments 5]
+    python docs/examples/diloco.py [--compute 0.25] [--every 30] [--fragments 5]
 
 To be started by a launcher, as any other job. Of each loop it prints the seconds of a step, the
 share of them that the step itself takes, the bytes that this host sent for it, and the seconds of
@@ -27,7 +27,7 @@ def data_parallel(params, options):
 
 def local(params, options, **more):
     """A loop of local updates whose step does nothing."""
-    train = jc.local_updates(lambda w, s, x: (w, s, x.sum()), options=options, **more)
+    train = jc.diloco(lambda w, s, x: (w, s, x.sum()), options=options, **more)
     return lambda state: train(state or train.init(params, ()), rows())[0]
 
 

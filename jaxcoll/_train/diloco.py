@@ -1,4 +1,4 @@
-"""Local updates (DiLoCo): replicas train by themselves, and exchange what they learnt at times."""
+"""DiLoCo: replicas train by themselves, and exchange what they learnt at times."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from jaxcoll._mesh.replica_rows import ReplicaRows
 from jaxcoll._plan.checks import is_integer, is_number, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
-from jaxcoll._train import local_state
-from jaxcoll._train.local_state import LocalState, Schedule, Sum, step_program
+from jaxcoll._train import diloco_state
+from jaxcoll._train.diloco_state import DiLoCoState, Schedule, Sum, step_program
 
-_CALLER = "local_updates"
+_CALLER = "diloco"
 _AVERAGE = types.SimpleNamespace(  # takes the mean of the replicas, as `optax.sgd(1.0)`
     init=lambda params: (),
     update=lambda deltas, state, params: (jax.tree.map(jnp.negative, deltas), state),
 )
 
 
-def local_updates(
+def diloco(
     step: Callable[..., Any],
     *,
     every: int = 30,
@@ -42,14 +42,14 @@ def local_updates(
     mesh: Mesh | None = None,
     axis_name: str | tuple[str, ...] = "data",
     options: CommunicationOptions | None = None,
-) -> LocalUpdates:
+) -> DiLoCo:
     """Train every replica by itself, and exchange what each has learnt once in `every` steps.
 
     Guarantee: n replicas compute what a simulation of them in one process computes, to rounding; a
     local step sends nothing. After `every` steps, with x_i the parameters of replica i and y those
     that all share, the mean of y - x_i is the gradient of which `outer` makes the update of y, and
     each x_i becomes y. It is the algorithm, and not data-parallel training at a lower price: expect
-    a higher loss for the same number of steps (docs/local_updates.md has numbers).
+    a higher loss for the same number of steps (docs/diloco.md has numbers).
 
     Args:
       step: of one device, `(params, opt_state, batch) -> (params, opt_state, metrics)`. It knows
@@ -72,7 +72,7 @@ def local_updates(
       options: as in `all_reduce`, of the sums; `timeout_seconds` bounds each from its beginning.
 
     Returns:
-      A `LocalUpdates`: `state = train.init(params, opt_state)`, `state, metrics = train(state,
+      A `DiLoCo`: `state = train.init(params, opt_state)`, `state, metrics = train(state,
       batch)`, `params = train.params(state)`. Cost: of each step, nothing; of each round, an
       all-reduce of the parameters. Memory: the shared parameters and the state of `outer` on each
       device beside its own, and with a `delay` the last sums.
@@ -87,7 +87,7 @@ def local_updates(
       >>> import numpy as np
       >>> def step(w, state, batch):
       ...     return w - 0.25 * (w - batch.mean()), state, w
-      >>> train = local_updates(step, every=2)
+      >>> train = diloco(step, every=2)
       >>> state = train.init(np.float32(0.0), ())
       >>> for _ in range(2):
       ...     state, before = train(state, np.arange(8, dtype="f"))
@@ -118,12 +118,12 @@ def local_updates(
     if mesh is not None:
         checked_mesh(mesh, axis_name, _CALLER)
     schedule = Schedule(int(every), int(fragments), int(delay))
-    return LocalUpdates(step, schedule, outer, float(mixing), mesh, axis_name, checked(options))
+    return DiLoCo(step, schedule, outer, float(mixing), mesh, axis_name, checked(options))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class LocalUpdates:
-    """Replicas that train by themselves; made by `local_updates`.
+class DiLoCo:
+    """Replicas that train by themselves; made by `diloco`.
 
     Attributes:
       step: the program of a local step, of `(state.replicas, batch)`; to be inspected.
@@ -140,7 +140,7 @@ class LocalUpdates:
     axis_name: str | tuple[str, ...]
     _options: CommunicationOptions
 
-    def on(self, mesh: Mesh) -> LocalUpdates:
+    def on(self, mesh: Mesh) -> DiLoCo:
         """The same training on other devices; the mesh has `axis_name`."""
         return dataclasses.replace(self, _mesh=mesh)
 
@@ -199,7 +199,7 @@ class LocalUpdates:
 
         return jax.jit(functools.partial(jax.tree.map, mixed), out_shardings=self._places.rows)
 
-    def init(self, params: Any, opt_state: Any) -> LocalState:
+    def init(self, params: Any, opt_state: Any) -> DiLoCoState:
         """The state before the first step.
 
         Args:
@@ -208,14 +208,14 @@ class LocalUpdates:
           opt_state: any pytree of arrays; every replica begins with a copy and keeps its own.
 
         Returns:
-          A `LocalState`, of which rows are *varying*, and all else *invariant*. Cost: nothing is
+          A `DiLoCoState`, of which rows are *varying*, and all else *invariant*. Cost: nothing is
           sent.
 
         Raises:
           ValueError: a leaf is none that can be trained; or there are fewer than `fragments`.
         """
-        local_state.check_leaves("params", params)
-        local_state.check_leaves("opt_state", opt_state)
+        diloco_state.check_leaves("params", params)
+        diloco_state.check_leaves("opt_state", opt_state)
         leaves = jax.tree.leaves(params)
         if len(leaves) < self.schedule.fragments:
             raise ValueError(
@@ -224,10 +224,10 @@ class LocalUpdates:
             )
         with no_mesh():
             shared, own = self._places.place_copies((params, opt_state))
-            parts = [local_state.part(shared, at) for at in self._fragments(shared)]
+            parts = [diloco_state.part(shared, at) for at in self._fragments(shared)]
             begin = jax.jit(self._outer.init, out_shardings=self._places.copies)
-            sums = [local_state.arrived(jax.tree.map(jnp.zeros_like, each)) for each in parts]
-            return LocalState(
+            sums = [diloco_state.arrived(jax.tree.map(jnp.zeros_like, each)) for each in parts]
+            return DiLoCoState(
                 np.asarray(0),
                 self._spread((shared, own)),
                 shared,
@@ -236,7 +236,7 @@ class LocalUpdates:
                 np.zeros(len(parts), int),
             )
 
-    def __call__(self, state: LocalState, batch: Any) -> tuple[LocalState, Any]:
+    def __call__(self, state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
         """A local step of every replica, and what is due of exchanges.
 
         Args:
@@ -255,15 +255,15 @@ class LocalUpdates:
           ReplicaDivergenceError: of a first sum, processes hold different shared parameters.
           PeerLostError: of a sum, as are the errors that `data_parallel` lists.
         """
-        local_state.check_state(state, len(self._places.devices), self.schedule)
+        diloco_state.check_state(state, len(self._places.devices), self.schedule)
         state, metrics = self.local(state, batch)
         with no_mesh():
             return self._exchanged(state, int(state.steps)), metrics
 
-    def local(self, state: LocalState, batch: Any) -> tuple[LocalState, Any]:
+    def local(self, state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
         """A local step of every replica, before anything is exchanged."""
         places = self._places
-        local_state.check_batch(batch, len(places.devices))
+        diloco_state.check_batch(batch, len(places.devices))
         with no_mesh():
             rows = places.place_rows(state.replicas), places.place_rows(batch)
             call = Call(self.step, rows, places.devices, f"A step of `{_CALLER}`")
@@ -271,14 +271,14 @@ class LocalUpdates:
             steps = np.asarray(int(state.steps) + 1)
             return dataclasses.replace(state, replicas=replicas, steps=steps), metrics
 
-    def params(self, state: LocalState) -> Any:
+    def params(self, state: DiLoCoState) -> Any:
         """The shared parameters, *invariant*: what to evaluate and to keep.
 
         They are those after the last exchange: what replicas did since then is not in them.
         """
         return state.shared
 
-    def fragment(self, state: LocalState, k: int) -> tuple[Any, Any, Any]:
+    def fragment(self, state: DiLoCoState, k: int) -> tuple[Any, Any, Any]:
         """Return arguments of `sum` for `jc.inspect(train.sum, *train.fragment(state, 0))`.
 
         Args:
@@ -290,11 +290,11 @@ class LocalUpdates:
         """
         at = self._fragments(state.shared)[k]
         with no_mesh():
-            own = self._places.place_rows(local_state.part(state.replicas[0], at))
-            shared = self._places.place_copies(local_state.part(state.shared, at))
+            own = self._places.place_rows(diloco_state.part(state.replicas[0], at))
+            shared = self._places.place_copies(diloco_state.part(state.shared, at))
             return self._places.all_rows(own), self._places.all_copies(shared), state.steps
 
-    def restart(self, state: LocalState) -> LocalState:
+    def restart(self, state: DiLoCoState) -> DiLoCoState:
         """The same training for other replicas: each begins its round at the shared parameters.
 
         What was on its way is applied. What replicas did since they were last exchanged is lost.
@@ -305,7 +305,7 @@ class LocalUpdates:
           state: with rows for any number of replicas, or of another process.
 
         Returns:
-          A `LocalState` for this object's replicas.
+          A `DiLoCoState` for this object's replicas.
         """
         with no_mesh():
             for k in np.flatnonzero(state.sent):
@@ -317,7 +317,7 @@ class LocalUpdates:
             replicas = self._spread(shared), self._places.place_rows(kept)
         return dataclasses.replace(state, shared=shared, replicas=replicas)
 
-    def _exchanged(self, state: LocalState, step: int) -> LocalState:
+    def _exchanged(self, state: DiLoCoState, step: int) -> DiLoCoState:
         """Apply what has arrived, send what is due; without a delay, apply that, too."""
         delay, due = self.schedule.delay, self.schedule.sent(step)
         for k in np.flatnonzero(state.sent):
@@ -336,27 +336,27 @@ class LocalUpdates:
             state = self.applied(state, k, sums[k])
         return state
 
-    def _sent(self, state: LocalState, k: int) -> Sum:
+    def _sent(self, state: DiLoCoState, k: int) -> Sum:
         wait = self.sum.start(*self.fragment(state, k))
         return Sum(lambda: self._places.place_copies(wait()))
 
     def applied(
-        self, state: LocalState, k: int, found: Sum | None = None, own: bool = True
-    ) -> LocalState:
+        self, state: DiLoCoState, k: int, found: Sum | None = None, own: bool = True
+    ) -> DiLoCoState:
         """The state with the update of fragment k; `own`: replicas take it."""
         at = self._fragments(state.shared)[k]
         mean = (found or state.sums[k]).tree
-        arguments = local_state.part(state.shared, at), state.outer[k], mean
+        arguments = diloco_state.part(state.shared, at), state.outer[k], mean
         shared, outer = self._update(*self._places.place_copies(arguments))
         sent = np.where(np.arange(len(state.sent)) == k, 0, state.sent)
         replicas = state.replicas
         if own:
             params, opt_state = replicas
-            mixed = self._mix(local_state.part(params, at), shared)
-            replicas = local_state.joined(params, mixed), opt_state
+            mixed = self._mix(diloco_state.part(params, at), shared)
+            replicas = diloco_state.joined(params, mixed), opt_state
         return dataclasses.replace(
             state,
-            shared=local_state.joined(state.shared, shared),
+            shared=diloco_state.joined(state.shared, shared),
             replicas=replicas,
             outer=(*state.outer[:k], outer, *state.outer[k + 1 :]),
             sent=sent,
@@ -364,4 +364,4 @@ class LocalUpdates:
 
     def _fragments(self, shared: Any) -> tuple[tuple[int, ...], ...]:
         sizes = tuple(x.size * x.dtype.itemsize for x in jax.tree.leaves(shared))
-        return local_state.fragments_of(sizes, self.schedule.fragments)
+        return diloco_state.fragments_of(sizes, self.schedule.fragments)

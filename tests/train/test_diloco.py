@@ -1,4 +1,4 @@
-"""local_updates: replicas train by themselves, and n of them are their simulation."""
+"""diloco: replicas train by themselves, and n of them are their simulation."""
 
 import jax
 import numpy as np
@@ -6,10 +6,10 @@ import optax
 import pytest
 from cases import close as nearly
 from cases import grid, mesh_of
-from local_simulation import PARAMS, PARTS, local_step, loss, rows, simulated
+from diloco_simulation import PARAMS, PARTS, local_step, loss, rows, simulated
 
 import jaxcoll as jc
-from jaxcoll._train.local_state import Schedule, fragments_of
+from jaxcoll._train.diloco_state import Schedule, fragments_of
 
 pytestmark = pytest.mark.usefixtures("dtypes_may_mix")
 
@@ -42,7 +42,7 @@ def trained(train, state, steps, n, begin=0):
 def test_sixty_steps_are_those_of_the_simulation(every, fragments, delay, mixing, compression):
     parts = [[*PARAMS]] if fragments == 1 else PARTS
     options = compression and jc.CommunicationOptions(compression=compression)
-    train = jc.local_updates(
+    train = jc.diloco(
         local_step(ADAM), every=every, outer=NESTEROV, fragments=fragments, delay=delay,
         mixing=mixing, mesh=mesh_of(4), options=options,
     )  # fmt: skip
@@ -62,7 +62,7 @@ def test_an_exchange_after_every_step_of_sgd_is_data_parallel_training():
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
     for outer in (optax.sgd(1.0), None):
-        train = jc.local_updates(local_step(sgd), every=1, outer=outer, mesh=mesh_of(4))
+        train = jc.diloco(local_step(sgd), every=1, outer=outer, mesh=mesh_of(4))
         state, params = train.init(PARAMS, sgd.init(PARAMS)), PARAMS
         for t in range(20):
             state, losses = train(state, rows(t, 4))
@@ -72,7 +72,7 @@ def test_an_exchange_after_every_step_of_sgd_is_data_parallel_training():
 
 
 def test_a_local_step_sends_nothing_and_a_round_sends_each_leaf_once():
-    train = jc.local_updates(local_step(ADAM), every=6, fragments=3, delay=1, mesh=mesh_of(4))
+    train = jc.diloco(local_step(ADAM), every=6, fragments=3, delay=1, mesh=mesh_of(4))
     state = train.init(PARAMS, ADAM.init(PARAMS))
     report = jc.inspect(train.step, state.replicas, rows(0, 4))
     assert (report.count, report.wire_bytes, report.uncounted) == (0, 0, ())
@@ -100,7 +100,7 @@ def test_fragments_partition_the_leaves_and_each_is_sent_once_a_round():
 @pytest.mark.slow
 def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
     def made(n):
-        return jc.local_updates(
+        return jc.diloco(
             local_step(ADAM), every=5, outer=NESTEROV, fragments=3, delay=3, mesh=mesh_of(n)
         )
 
@@ -136,8 +136,8 @@ def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
 
 def test_what_is_on_its_way_is_applied_when_the_round_becomes_shorter():
     step, start = local_step(ADAM), ADAM.init(PARAMS)
-    before = jc.local_updates(step, every=8, delay=7, mesh=mesh_of(2))
-    after = jc.local_updates(step, every=3, delay=2, mesh=mesh_of(2))
+    before = jc.diloco(step, every=8, delay=7, mesh=mesh_of(2))
+    after = jc.diloco(step, every=3, delay=2, mesh=mesh_of(2))
     state, _ = trained(before, before.init(PARAMS, start), 8, 2)
     mean = state.sums[0].tree
     state, _ = trained(after, state, 1, 2, begin=8)  # the round of three ends, before the delay
@@ -147,7 +147,7 @@ def test_what_is_on_its_way_is_applied_when_the_round_becomes_shorter():
 
 def test_replicas_lie_on_a_mesh_of_several_axes_and_another_order():
     sgd = optax.sgd(0.1)
-    train = jc.local_updates(
+    train = jc.diloco(
         local_step(sgd), every=2, mesh=grid(2, 2), axis_name=("data", "node"),
         options=jc.CommunicationOptions(algorithm="native/native"),
     )  # fmt: skip
@@ -171,7 +171,7 @@ def test_calls_that_are_begun_return_in_any_order_what_calls_return(options):
 
 
 def test_a_replica_that_is_not_finite_makes_the_shared_parameters_so():
-    train = jc.local_updates(lambda w, s, x: (w + x.mean(), s, w), every=2, mesh=mesh_of(2))
+    train = jc.diloco(lambda w, s, x: (w + x.mean(), s, w), every=2, mesh=mesh_of(2))
     state = train.init(np.ones(3, "f"), ())
     state, _ = train(state, np.float32([1, np.nan]))
     state, _ = train(state, np.float32([1, 1]))
@@ -193,19 +193,19 @@ def descent(w, state, batch):
         ({"mixing": 0}, "`mixing` must be above 0 and at most 1; got 0"),
         ({"mixing": True}, "`mixing` must be above 0 and at most 1; got True"),
         ({"outer": 0.7}, "`outer` must be None or an optax transformation.* got float"),
-        ({"axis_name": "rows"}, "`local_updates` over axis 'rows': the mesh has no such axis"),
+        ({"axis_name": "rows"}, "`diloco` over axis 'rows': the mesh has no such axis"),
         ({"options": "int8"}, "CommunicationOptions"),
-        ({"step": 3}, "`local_updates` expects a function, the step of one device; got int"),
+        ({"step": 3}, "`diloco` expects a function, the step of one device; got int"),
         ({"step": jc.data_parallel(descent)}, "the step of one device; got DataParallel"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
-        jc.local_updates(**{"step": descent, "mesh": mesh_of(2), **arguments})
+        jc.diloco(**{"step": descent, "mesh": mesh_of(2), **arguments})
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_runs():
-    train = jc.local_updates(descent, mesh=mesh_of(2))
+    train = jc.diloco(descent, mesh=mesh_of(2))
     state = train.init(np.ones(3, "f"), ())
     batch = np.ones(4, "f")
     refused = {
@@ -216,7 +216,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs():
         r"opt_state\[0\] is not an array of numbers; got str": lambda: train.init(
             np.ones(3), ["s"]
         ),
-        "`fragments` is 3, and the parameters have 2 leaves": lambda: jc.local_updates(
+        "`fragments` is 3, and the parameters have 2 leaves": lambda: jc.diloco(
             descent, fragments=3
         ).init([np.ones(3), np.ones(2)], ()),
         "expects the state that `init` returned; got ndarray": lambda: train(np.ones(3), batch),
@@ -226,18 +226,18 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs():
         r"batch has the shape \(\)": lambda: train(state, np.float32(1)),
         "cannot be traced as one.* `step` and `sum`": lambda: jax.jit(train)(state, batch),
         "the state is of 1 fragments without a delay, and here are 1 and a delay of 2": lambda: (
-            jc.local_updates(descent, delay=2, mesh=mesh_of(2))(state, batch)
+            jc.diloco(descent, delay=2, mesh=mesh_of(2))(state, batch)
         ),
-        "each device is a replica, and the mesh has the axes {'node': 2} beside": lambda: (
-            jc.local_updates(descent, mesh=grid(2, 2)).init(np.ones(3), ())
-        ),
-        r"returns \(params, opt_state, metrics\); this one returns 2 values": lambda: (
-            jc.local_updates(lambda w, s, x: (w, s), mesh=mesh_of(2))(state, batch)
-        ),
-        r"those that it was given; params was float32\[3\] and is float16\[3\]": lambda: (
-            jc.local_updates(lambda w, s, x: (w.astype("e"), s, x), mesh=mesh_of(2))(state, batch)
-        ),
-        r"given; opt_state\['n'\] was not there and is float32\[\]": lambda: jc.local_updates(
+        "each device is a replica, and the mesh has the axes {'node': 2} beside": lambda: jc.diloco(
+            descent, mesh=grid(2, 2)
+        ).init(np.ones(3), ()),
+        r"returns \(params, opt_state, metrics\); this one returns 2 values": lambda: jc.diloco(
+            lambda w, s, x: (w, s), mesh=mesh_of(2)
+        )(state, batch),
+        r"those that it was given; params was float32\[3\] and is float16\[3\]": lambda: jc.diloco(
+            lambda w, s, x: (w.astype("e"), s, x), mesh=mesh_of(2)
+        )(state, batch),
+        r"given; opt_state\['n'\] was not there and is float32\[\]": lambda: jc.diloco(
             lambda w, s, x: (w, {"n": x[0]}, x), mesh=mesh_of(2)
         )(state, batch),
     }
@@ -250,7 +250,7 @@ def test_a_step_that_reduces_is_refused():
     def step(w, state, batch):
         return w - jc.grad(lambda w, x: (w * x.mean()).sum(), "data")(w, batch), state, 0
 
-    train = jc.local_updates(step, mesh=mesh_of(2))
+    train = jc.diloco(step, mesh=mesh_of(2))
     with pytest.raises(NameError, match="data") as found:
         train(train.init(np.ones(3, "f"), ()), np.ones(4, "f"))
     assert "is that of one device and reduces nothing" in found.value.__notes__[0]

@@ -1,4 +1,4 @@
-"""Local updates: their state, its parts and when these are exchanged, and the step of a replica."""
+"""DiLoCo: its state, its parts and when these are exchanged, and the step of a replica."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def fragments_of(sizes: tuple[int, ...], fragments: int) -> tuple[tuple[int, ...
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LocalState:
-    """The state of `LocalUpdates` in one process: a pytree that `jc.save_checkpoint` takes.
+class DiLoCoState:
+    """The state of `DiLoCo` in one process: a pytree that `jc.save_checkpoint` takes.
 
     Attributes:
       steps: that are finished; in host memory, as is `sent`.
@@ -112,7 +112,7 @@ def joined(tree: Any, part: Any) -> Any:
 def check_leaves(name: str, tree: Any) -> None:
     """Refuse leaves of `params` or `opt_state` that no replica can train."""
     for path, leaf in flattened(tree)[0]:
-        what = f"`local_updates`: {name}{path} is"
+        what = f"`diloco`: {name}{path} is"
         if not is_array(leaf):
             raise ValueError(f"{what} not an array of numbers; got {type(leaf).__name__}.")
         dtype = jnp.result_type(leaf)
@@ -125,24 +125,24 @@ def check_leaves(name: str, tree: Any) -> None:
 
 def check_state(state: Any, here: int, schedule: Schedule) -> None:
     """Refuse a state that does not fit the replicas that are here, or the schedule."""
-    if not isinstance(state, LocalState):
+    if not isinstance(state, DiLoCoState):
         raise ValueError(
-            f"`local_updates` expects the state that `init` returned; got {type(state).__name__}."
+            f"`diloco` expects the state that `init` returned; got {type(state).__name__}."
         )
     if isinstance(state.steps, Tracer):
         raise ValueError(
-            "`local_updates` trains between programs and cannot be traced as one. For "
+            "`diloco` trains between programs and cannot be traced as one. For "
             "`jc.inspect` there are the attributes `step` and `sum`."
         )
     rows = {len(x) for x in jax.tree.leaves(state.replicas)}
     if rows - {here}:
         raise ValueError(
-            f"`local_updates`: the state has rows for {max(rows - {here})} replicas, and this "
+            f"`diloco`: the state has rows for {max(rows - {here})} replicas, and this "
             f"process has {here}. `restart(state)` makes one for these."
         )
     if len(state.sent) != schedule.fragments or bool(state.sums) != bool(schedule.delay):
         raise ValueError(
-            f"`local_updates`: the state is of {len(state.sent)} fragments "
+            f"`diloco`: the state is of {len(state.sent)} fragments "
             f"with{'' if state.sums else 'out'} a delay, and here are {schedule.fragments} and a "
             f"delay of {schedule.delay}. Begin again: `init(params(state), opt_state)`."
         )
@@ -154,7 +154,7 @@ def check_batch(batch: Any, here: int) -> None:
         rows = np.shape(x)[:1]
         if not rows or rows[0] % here:
             raise ValueError(
-                f"`local_updates`: batch{path} has the shape {np.shape(x)}, "
+                f"`diloco`: batch{path} has the shape {np.shape(x)}, "
                 f"and its rows are to be shared by {here} replicas of this process, equally."
             )
 
@@ -179,13 +179,13 @@ def _rows_of_step(step: Callable[..., Any], replica: Any, batch: Any) -> Any:
         result = step(*given, batch)
     except NameError as error:
         error.add_note(
-            "jaxcoll: the step of `local_updates` is that of one device and reduces nothing; no "
+            "jaxcoll: the step of `diloco` is that of one device and reduces nothing; no "
             "axis has a name in it."
         )
         raise
     if not isinstance(result, tuple) or len(result) != 3:
         raise ValueError(
-            "The step of `local_updates` returns (params, opt_state, metrics); this one returns "
+            "The step of `diloco` returns (params, opt_state, metrics); this one returns "
             f"{f'{len(result)} values' if isinstance(result, tuple) else type(result).__name__}."
         )
     *kept, metrics = jax.tree.map(jnp.asarray, result)
@@ -194,7 +194,7 @@ def _rows_of_step(step: Callable[..., Any], replica: Any, batch: Any) -> Any:
         was, became = before.get(name, "not there"), after.get(name, "not there")
         if was != became:
             raise ValueError(
-                "The step of `local_updates` must return parameters and an optimizer state like "
+                "The step of `diloco` must return parameters and an optimizer state like "
                 f"those that it was given; {name} was {was} and is {became}."
             )
     return jax.tree.map(lambda x: x[None], (tuple(kept), metrics))
