@@ -68,6 +68,8 @@ jax.config.update("jax_platforms", variables.get("JAX_PLATFORMS"))
 jax.config.update("jax_num_cpu_devices", int(variables.get("JAX_NUM_CPU_DEVICES", -1)))
 quickly = "JAX_DISABLE_MOST_OPTIMIZATIONS" in variables
 jax.config.update("jax_disable_most_optimizations", quickly)
+waits = variables.get("JAX_ENABLE_PREEMPTION_SERVICE") != "false"
+jax.config.update("jax_enable_preemption_service", waits)
 for number, path in enumerate((os.devnull, out, err)):
     os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
 exec(code, {"__name__": "__main__"})
@@ -175,6 +177,12 @@ class Running:
         self, command: list[str], env: dict[str, str], *, stdout: Any, cwd: Path = Path(), **_: Any
     ) -> Child:
         """Start one more; `env` is added to the environment, and both streams to this file."""
+        log = Path(stdout.name).absolute()
+        return self._fork(command, env, log, log, cwd)
+
+    def _fork(
+        self, command: list[str], env: dict[str, str], out: Path, err: Path, cwd: Path
+    ) -> Child:
         _, *words = map(str, command)
         code = SCRIPT
         if words[0] == "-c":
@@ -182,16 +190,33 @@ class Running:
         elif words[0] == "-m":
             code = MODULE.format(words.pop(1))
         own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
-        log = Path(stdout.name).absolute()
-        child = with_jaxcoll().start(code, words, {**own, **env}, log, log, cwd.absolute())
+        child = with_jaxcoll().start(code, words, {**own, **env}, out, err, cwd.absolute())
         self.processes.append(child)
         return child
 
 
+class OfAJob(Running):
+    """Forks in the place of a job's own processes: each stream is a pipe."""
+
+    def start(self, command: list[str], env: dict[str, str], **_: Any) -> Child:
+        with tempfile.TemporaryDirectory() as folder:
+            pipes = [Path(folder, name) for name in ("out", "err")]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            child = self._fork(command, env, *pipes, Path())
+            child.stdout, child.stderr = (pipe.open("rb") for pipe in pipes)  # as soon as it has
+        return child
+
+    def signal(self, number: int) -> None:
+        for child in self.processes:
+            if child.poll() is None:
+                os.killpg(child.pid, number)
+
+
 @contextlib.contextmanager
-def running() -> Iterator[Running]:
+def running(kind: type[Running] = Running) -> Iterator[Running]:
     """Start processes in here: at the end all are killed, with those that they started."""
-    started = Running()
+    started = kind()
     try:
         yield started
     finally:

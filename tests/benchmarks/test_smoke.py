@@ -18,19 +18,27 @@ from jaxcoll.cli.flags import options_of
 PNG = b"\x89PNG"
 
 
+@pytest.fixture
+def tree(tmp_path):
+    """The file of twenty leaves of 1 KiB."""
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps([{"shape": [256], "dtype": "float32"}] * 20))
+    return str(file)
+
+
 @pytest.mark.processes
-def test_all_reduce(tmp_path):
+def test_all_reduce(tmp_path, tree):
     file, picture = tmp_path / "lines.json", tmp_path / "bench.png"
     lines = all_reduce.main([
-        "--processes", "3", "--tree", "200x1KiB", "--sizes", "6MiB", "--rounds", "4",
-        "--algorithms", "auto,ring,halving-doubling", "--json", str(file), "--plot", str(picture),
+        "--processes", "2", "--tree", tree, "--sizes", "1MiB", "--rounds", "2",
+        "--algorithms", "auto,ring", "--json", str(file), "--plot", str(picture),
     ])  # fmt: skip
     assert [json.loads(line)["algorithm"] for line in file.read_text().splitlines()] == [
         line["algorithm"] for line in lines
     ]
     assert picture.read_bytes().startswith(PNG)
     for line in lines:
-        assert (line["processes"], line["devices"]) == (3, 3)
+        assert (line["processes"], line["devices"]) == (2, 2)
         assert line["error"] < 1e-6
         if line["is_size"] and line["socket_bytes"] is not None:
             # The compiler's count and the kernel's, among whose bytes may be those of others.
@@ -38,19 +46,19 @@ def test_all_reduce(tmp_path):
 
 
 @pytest.mark.processes
-def test_overlap(capsys):
-    (found,) = overlap.main(["--tree", "200x1KiB", "--parts", "3", "--rounds", "2"])
-    assert (found.processes, found.parts, found.bytes) == (2, 3, 204800)
+def test_overlap(capsys, tree):
+    (found,) = overlap.main(["--tree", tree, "--parts", "3", "--rounds", "2"])
+    assert (found.processes, found.parts, found.bytes) == (2, 3, 20480)
     assert "exposed" in capsys.readouterr().out
 
 
 @pytest.mark.processes
-def test_calibrate(tmp_path):
+def test_calibrate(tmp_path, tree):
     file = tmp_path / "found.json"
-    found = calibrate.main(["--most", "1MiB", "--seconds", "0.1", "--trees", "200x1KiB",
+    found = calibrate.main(["--most", "1MiB", "--seconds", "0.02", "--trees", tree,
                             "--json", str(file)])  # fmt: skip
     assert json.loads(file.read_text()) == found
-    assert found["trees"]["200x1KiB"]["measured"] > 0
+    assert found["trees"][tree]["measured"] > 0
 
 
 def test_constants_come_back_from_the_times_that_they_predict():
@@ -73,9 +81,9 @@ def test_constants_come_back_from_the_times_that_they_predict():
     assert found["array beyond the first"] == pytest.approx(per_array, rel=0.1)
 
 
-def test_simulation(tmp_path, capsys):
+def test_simulation(tmp_path, capsys, tree):
     picture = tmp_path / "a.png"
-    words = ["--tree", "200x1KiB", "--algorithms", "native,native/native,ring"]
+    words = ["--tree", tree, "--algorithms", "native,native/native,ring"]
     lines = simulation.main([*words, "--plot", str(picture)])
     assert {name: len(line) for name, line in lines.items()} == {
         "native": 14, "native/native": 14, "ring": 14,

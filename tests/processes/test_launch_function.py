@@ -7,11 +7,13 @@ import sys
 import time
 from functools import partial
 
+import forks
 import jax
 import numpy as np
 import pytest
 
 import jaxcoll as jc
+from jaxcoll._cluster.launch import supervisor
 from jaxcoll._compat import numerics
 from jaxcoll._train.batches import order
 from jaxcoll.cli.main import main
@@ -19,6 +21,12 @@ from jaxcoll.cli.main import main
 pytestmark = pytest.mark.processes
 
 SECONDS = 120.0
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """The processes of a job are forks, which have imported jaxcoll already."""
+    monkeypatch.setattr(supervisor, "surely_ended", lambda: forks.running(forks.OfAJob))
 
 
 def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd):
@@ -54,6 +62,7 @@ def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd)
     assert {"[0] aside", "[1] aside"} <= set(err.splitlines())
 
 
+@pytest.mark.usefixtures("forked")
 def test_batches_are_the_same_for_any_number_of_processes(tmp_path):
     rows = {"id": np.arange(50), "x": np.arange(100.0).reshape(50, 2).astype("f")}
 
@@ -100,6 +109,7 @@ def test_batches_are_the_same_for_any_number_of_processes(tmp_path):
     assert seen[:12].tolist() == numbers[24:36].tolist()
 
 
+@pytest.mark.usefixtures("forked")
 def test_processes_that_would_read_rows_in_different_orders_are_refused():
     def run():
         rank, outcomes = jax.process_index(), []
@@ -167,12 +177,13 @@ def ends(how):
     }[how]()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("fn", "settings", "ranks", "words"),
     [
         (wrong, {}, (1,), r"rank 1 of 2 raised KeyError: 'no such row'\n\nTraceback of rank 1 .*in wrong\n    raise KeyError\(\"no such row\"\)"),
         (killed, {}, (1,), "rank 1 of 2 died of SIGKILL"),
-        (partial(time.sleep, 600), {"timeout": 4.0}, (0, 1), "ranks 0, 1 of 2 did not end within 4 s"),
+        (partial(time.sleep, 600), {"timeout": 1.0}, (0, 1), "ranks 0, 1 of 2 did not end within 1 s"),
         (parts, {}, None, "the function returned float32.8., of which each process has a part. Return"),
         (partial(ends, "without a result"), {"processes": 3}, (1,), "rank 1 of 3 ended with status 0 before the function returned"),
         (partial(ends, "in another program"), {}, (1,), "rank 1 of 2 ended with status 0 before the function returned"),
@@ -255,6 +266,7 @@ def test_an_interrupt_ends_all(tmp_path):
             os.kill(int((tmp_path / str(rank)).read_text() or 0), 0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_without_cloudpickle_functions_of_modules_go_and_others_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     assert sorted(jc.launch(partial(divmod, 7, 2), 1, timeout=SECONDS)) == [(3, 1)]
