@@ -13,8 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxcoll._distribute.values.per_replica import PerReplica
-from jaxcoll._distribute.values.replica_axis import known_to_all
+from jaxcoll._distribute.per_replica import PerReplica
+from jaxcoll._distribute.replica_axis import known_to_all
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd.axes import bound_axes, count

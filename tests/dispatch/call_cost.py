@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
 from jaxcoll._dispatch import dispatch  # noqa: E402
-from jaxcoll._distribute.strategy import replica_program  # noqa: E402
+from jaxcoll._distribute import replica_program  # noqa: E402
 from jaxcoll._step import data_parallel  # noqa: E402
 from jaxcoll.cli.bench import interleaved, ratio  # noqa: E402
 

@@ -49,7 +49,7 @@ def waits(monkeypatch):
         found.append(call.timeout_seconds)
         return result
 
-    monkeypatch.setattr("jaxcoll._distribute.strategy.replica_program.run", run)
+    monkeypatch.setattr("jaxcoll._distribute.replica_program.run", run)
     monkeypatch.setattr("jaxcoll._step.data_parallel.run", run)
     return found
 

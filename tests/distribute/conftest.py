@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxcoll._distribute.ops import all_reduce_ops
+from jaxcoll._distribute import all_reduce_ops
 from jaxcoll._observe.parse.hlo import read_hlo
 
 COLLECTIVE = re.compile(
@@ -45,12 +45,12 @@ def programs(monkeypatch):
     def spy(*args):
         program = make(*args)
 
-        def run(value):
-            found.append(program.lower(value).as_text(dialect="hlo"))
-            return program(value)
+        def run(*values):
+            found.append(program.lower(*values).as_text(dialect="hlo"))
+            return program(*values)
 
         return run
 
-    make = all_reduce_ops.all_reduce_program
-    monkeypatch.setattr(all_reduce_ops, "all_reduce_program", spy)
+    make = all_reduce_ops.replicating
+    monkeypatch.setattr(all_reduce_ops, "replicating", spy)
     return found

@@ -22,8 +22,8 @@ from cases import (
 from jax.sharding import NamedSharding
 
 import jaxcoll as jc
-from jaxcoll._distribute.ops.all_reduce_ops import Route, all_reduce_program
-from jaxcoll._distribute.ops.packing import NumPacks
+from jaxcoll._distribute.all_reduce_ops import NumPacks, Route, batch_reduced
+from jaxcoll._distribute.replica_axis import replicating
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._plan.packs.packing import UNPACKED
 from jaxcoll.distribute import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
@@ -286,13 +286,10 @@ def test_one_batch_is_one_program_even_if_the_devices_are_told_in_another_order(
 
 def requested(value, packing, options=None):
     """Dtype and elements of each all-reduce in the program as it is handed to the compiler."""
-    program = all_reduce_program(
-        line_of(value.devices, "replica"),
-        jc.ReduceOp.SUM,
-        (Route(options or jc.CommunicationOptions(), packing),),
-        (value.replicated,),
-    )
-    text = program.lower([value.tree]).as_text(dialect="hlo")
+    route = Route(options or jc.CommunicationOptions(), packing)
+    mesh, more = line_of(value.devices, "replica"), (jc.ReduceOp.SUM, (route,))
+    program = replicating("x", mesh, batch_reduced, (value.replicated,), route.options, *more)
+    text = program.lower(value.tree).as_text(dialect="hlo")
     found = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", text)
     return [(d, int(np.prod([int(k) for k in s.split(",") if k]))) for d, s in found]
 

@@ -107,30 +107,18 @@ def test_workers_are_neighbours_or_lists_of_devices_in_any_order(programs):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], 1), r"expects `worker_devices` to be a list with one name, .* for each worker; got \[\]"),
-        (("/job:worker/task:0", 1), "expects `worker_devices` to be a list .*; got '/job"),
-        ((3, 1), "expects `worker_devices` to be a list .*; got 3"),
-        (([""], 1), r"to hold names, or lists of devices, and one kind of them only; got \[''\]"),
-        ((["a", ["cpu:0"]], 1), "one kind of them only"),
-        ((jax.devices()[:2], 1), "one kind of them only"),
+        *((arguments, "`worker_devices` must be a list with one name, or one list of devices, for each")
+          for arguments in (([], 1), ("/job:worker/task:0", 1), ([""], 1), (["a", ["cpu:0"]], 1),
+                            (jax.devices()[:2], 1))),
         ((["a", "b", "a"], 1), "got a worker twice: a"),
         ((["a", "b", "c"], 3), "needs 9 devices for 3 workers of 3 each; there are 8: cpu:0, .* Simulated"),
         ((["a", "b"], -1), "`num_gpus_per_worker` must be a non-negative integer .*; got -1"),
-        ((["a", "b"], 1.0), "`num_gpus_per_worker` must be .*; got 1.0"),
-        ((["a", "b"], True), "`num_gpus_per_worker` must be .*; got True"),
         (([["cpu:0"], ["cpu:1", "cpu:2"]], 1), "`num_gpus_per_worker` devices, which is 1; worker 1 has 2"),
         (([["cpu:0"], ["cpu:0"]], 1), "got a device twice: cpu:0"),
-        (([["cpu:0"], ["cpu:9"]], 1), "got 'cpu:9', but there is no such device"),
-        (([["cpu:0"], [3]], 1), "expects devices, as in `jax.devices\\(\\)`; got 3"),
-        (([[], []], 0), "got no devices"),
         ((["a", "b"], 2, ("pscpu/pscpu", 3)), "`all_reduce_spec` does not fit 2 workers of 2 devices: "
          "`shards` is 3, but the shuffle of 'shuffle/shuffle' runs over 2 replicas"),
         ((["a", "b"], 2, ("pscpu", 5)), "runs over 4 replicas, and each shard needs an owner"),
-        ((["a", "b"], 1, "max"), "`all_reduce_spec` names the algorithm 'max'; expected one of nccl, "),
-        ((["a", "b"], 1, [("nccl", 1, 4)]), "must end in -1"),
         ((["a", "b"], 1, "nccl", -1), "`num_packs` must be a non-negative integer"),
-        ((["a", "b"], 1, "nccl", 0, 1.5), "`agg_small_grads_max_bytes` must be a non-negative integer"),
-        ((["a", "b"], 1, "nccl", 0, 1, -1), "`agg_small_grads_max_group` must be a non-negative"),
     ],
 )  # fmt: skip
 def test_L73_arguments_are_checked(arguments, message):

@@ -58,14 +58,15 @@ found["mean of a mirrored"] = plain(
 found["host sum"] = plain(strategy.reduce("sum", float(rank + 1), axis=None))
 found["host mean"] = plain(strategy.reduce("mean", {"loss": np.float32(rank)}, axis=None))
 found["rows sum"] = plain(strategy.reduce("sum", of_replica(lambda i: np.arange(i, i + 3)), axis=0))
-uneven = [np.arange(1.0 + rank + k, dtype=np.float32) for k in range(len(found["ids"]))]
+here = len(found["ids"])
+uneven = of_replica(lambda i: np.arange(1.0 + i // here + i % here, dtype=np.float32))
 found["uneven mean"] = plain(strategy.reduce("mean", uneven, axis=0))
 found["host rows"] = plain(strategy.reduce("mean", np.arange(1.0 + rank), axis=0))
 
 # Gathers.
 found["gather"] = plain(strategy.gather(of_replica(lambda i: np.array([[i, 10 * i]])), axis=0))
 found["uneven gather"] = plain(strategy.gather(uneven, axis=0))
-wrong = [np.ones((2, 2 + rank), np.float32)] * len(found["ids"])
+wrong = of_replica(lambda i: np.ones((2, 2 + i // here), np.float32))
 found["refused gather"] = refused(lambda: strategy.gather(wrong, axis=0))
 found["refused strategy"] = refused(lambda: jc.MirroredStrategy(list(strategy.devices)))
 elsewhere = next(d for d in strategy.devices if d.process_index != rank)
@@ -92,7 +93,7 @@ updated = strategy.extended.update(of_replica(float), lambda x, y: x + y, (summe
 found["updated"] = plain(strategy.experimental_local_results(updated))
 of_mine = strategy.extended.update(own, lambda x, y: x + y, (summed,))
 found["updated here"] = [np.asarray(x).tolist() for x in of_mine]
-small = [jnp.full(1 + rank, 1 + rank, jnp.float8_e4m3b11fnuz)] * len(found["ids"])
+small = of_replica(lambda i: jnp.full(1 + rank, 1 + rank, jnp.float8_e4m3b11fnuz))
 found["8 bits"] = plain(strategy.gather(small, axis=0).astype(jnp.float32))
 keys = jc.PerReplica([jax.random.split(jax.random.key(0), 1)] * len(own), devices=own.devices)
 found["refused keys"] = refused(lambda: strategy.gather(keys, axis=0))

@@ -150,7 +150,7 @@ def test_L62_every_call_ends_at_its_deadline_and_the_next_one_works(tmp_path):
 
 @pytest.mark.parametrize(("workers", "devices"), [(2, 2), (3, 1)])
 def test_uneven_rows_are_numpys_result_over_all_rows_or_one_error_on_all_workers(workers, devices):
-    """Through lists, functions, datasets and shares; every reduction and every gather."""
+    """Through functions, datasets and shares; every reduction and every gather."""
     found, *others = results_of(SCRIPT.with_name("uneven_rows.py"), workers, devices)
     wrong = []
     for case, got in found.items():

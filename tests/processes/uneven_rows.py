@@ -19,8 +19,6 @@ def rows_of(i, seed):
 
 def values(strategy, seed, here):
     """The same rows, in every form in which a worker may pass its own."""
-    rows = [rows_of(i, seed) for i in here]
-    yield "list", rows
     yield (
         "function",
         strategy.experimental_distribute_values_from_function(
@@ -28,7 +26,7 @@ def values(strategy, seed, here):
         ),
     )
     # As a dataset splits them: the first replicas of a worker have a row more.
-    batch = np.concatenate(rows)
+    batch = np.concatenate([rows_of(i, seed) for i in here])
     yield "dataset", next(iter(strategy.experimental_distribute_dataset([{"x": batch}])))["x"]
     mine = rows_of(jax.process_index(), seed)  # one value for all replicas of this worker
     yield "share", jc.PerReplica([mine] * len(here), devices=jax.local_devices())
@@ -60,10 +58,7 @@ def main():
                 f"gather {axis}": lambda axis=axis, value=value: strategy.gather(value, axis)
                 for axis in (0, 1, -2, 2)
             }
-            if kind != "list":  # which is a tree of values that all replicas share
-                calls["run"] = lambda value=value: strategy.run(lambda x: x.sum(), (value,))[
-                    here[0]
-                ]
+            calls["run"] = lambda value=value: strategy.run(lambda x: x.sum(), (value,))[here[0]]
             for call, do in calls.items():
                 found[f"{kind} | {seed} | {call}"] = attempt(do)
     a, b = (strategy.experimental_distribute_values_from_function(lambda _: x) for x in (1.0, 2.0))  # noqa: B023

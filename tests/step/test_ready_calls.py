@@ -97,7 +97,7 @@ def test_an_array_that_is_passed_twice_is_given_away_once():
 
 
 def test_runs_of_a_strategy_are_looked_at_until_all_is_in_place(monkeypatch):
-    from jaxcoll._distribute.strategy import replica_program
+    from jaxcoll._distribute import replica_program
 
     looks, close = [], replica_program.placed_arguments
     monkeypatch.setattr(

@@ -25,7 +25,7 @@ _ENTRY = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})\s*')  # 3 "step", or 3 {file_nam
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _OURS = re.compile(r"[/\\]jaxcoll[/\\]_\w+[/\\.]|[/\\]site-packages[/\\]jax[/\\]")
 _WRAPS = re.compile(
-    r"[/\\]jaxcoll[/\\](?:_inspect|_step[/\\]data_parallel|_distribute[/\\]strategy[/\\]replica_program)\b"
+    r"[/\\]jaxcoll[/\\](?:_inspect|_step[/\\]data_parallel|_distribute[/\\]replica_program)\b"
 )
 
 

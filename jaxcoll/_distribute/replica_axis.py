@@ -7,23 +7,28 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run_all
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process
 from jaxcoll._mesh.scopes import mesh_scope
-from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._spmd.gather import all_gather
 from jaxcoll._spmd.scope import Scope
 
 AXIS = "replica"
 """The mesh axis along which every distributed value lies."""
+
+# The context of the replica function that is being traced. It is part of JAX's trace-cache key, so
+# that a function jitted by the user, and traced inside one replica function, is traced anew for
+# another strategy and outside.
+context_in_trace: Any = jax.make_user_context(default_value=None)
 
 _TEXT_BYTES = 512  # more than the shape and the dtype of any array take in words
 
@@ -40,60 +45,62 @@ def copies_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
     return NamedSharding(line_of(devices, AXIS), PartitionSpec())
 
 
-def without_row(tree: Any) -> Any:
-    """The arrays of one replica, inside a program that maps the rows over the replicas."""
-    return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
+@functools.lru_cache(maxsize=256)
+def without_deadline(options: CommunicationOptions) -> CommunicationOptions:
+    """Return the options that a program is made with: a deadline is no part of it."""
+    return options.replace(timeout_seconds=UNSET)
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A jitted program, its argument, and the devices of its mesh."""
+def check_cross_replica(caller: str, instead: str) -> None:
+    """Refuse a call from inside a replica function; say what to call `instead`."""
+    if context_in_trace.value is not None:
+        raise RuntimeError(
+            f"`{caller}` was called inside a function that `strategy.run` runs on every replica; "
+            f"it works on the values of all of them, between programs. Inside, {instead}."
+        )
 
-    program: Callable[[Any], Any]
-    argument: Any
-    devices: tuple[jax.Device, ...]
-    settings: Any = None  # what all processes must have in common beside the program
 
-
-def run_steps(
-    steps: Sequence[Step], name: str, options: CommunicationOptions = CommunicationOptions()
-) -> list[Any]:
-    """Run programs one after another, together with the other processes that have their devices.
-
-    The deadline of `options` bounds all of them together; `name` stands in messages.
-    """
-    return run_all(
-        [
-            Call(
-                step.program, (step.argument,), step.devices, name, options, settings=step.settings
-            )
-            for step in steps
-        ]
+def refuse_traced(what: str) -> NoReturn:
+    """Raise the ValueError of a value that is being traced, where one between programs is meant."""
+    raise ValueError(
+        f"{what} is being traced, so it lies on no device. Call this between programs; inside one, "
+        "`jc.all_reduce` and its like deal with the value that the replica holds."
     )
+
+
+def without_row(tree: Any) -> Any:
+    """Return the arrays of one replica, inside a program that maps the rows over the replicas."""
+    return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
 @functools.lru_cache(maxsize=256)
 def replicating(
     name: str,
-    devices: tuple[jax.Device, ...],
+    mesh: Mesh,
     body: Callable[..., Any],
+    replicated: tuple[bool, ...],
     options: CommunicationOptions = CommunicationOptions(),
     *more: Hashable,
-) -> Callable[[Any], Any]:
-    """A program from one row on each device to one result on all, compiled once for each shape.
+) -> Callable[..., Any]:
+    """Return a program of values over `mesh` that leaves one result on all of its devices.
 
-    `body` goes from the tree of one replica, a scope, and `more`, to an *invariant* tree.
+    A value has a row on each device, or copies where it is `replicated`. `body` goes from the
+    values of one replica, a scope, and `more`, to an *invariant* tree. The program is compiled once
+    for each shape.
     """
-    mesh = line_of(devices, AXIS)
-    scope = dataclasses.replace(mesh_scope(mesh), options=options)
+    scope = dataclasses.replace(mesh_scope(mesh), options=options, axes=tuple(mesh.axis_names))
 
-    def program(rows: Any) -> Any:
-        return body(without_row(rows), scope, *more)
+    def program(*values: Any) -> Any:
+        local = [
+            value if copies else without_row(value)
+            for value, copies in zip(values, replicated, strict=True)
+        ]
+        return body(local, scope, *more)
 
     program.__name__ = name
-    return jax.jit(
-        jax.shard_map(program, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec())
-    )
+    rows = PartitionSpec(mesh.axis_names)
+    specs = tuple([PartitionSpec() if copies else rows for copies in replicated])
+    return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()))
 
 
 def known_to_all(
@@ -103,7 +110,7 @@ def known_to_all(
     timeout_seconds: float | None = None,
     settings: str = "",
 ) -> np.ndarray:
-    """A table of integers for each replica, of which each process brings those of its replicas.
+    """Return a table of integers for each replica; each process brings those of its replicas.
 
     A program depends on such facts (lengths, say) before all processes can compile the same one.
     If all devices belong to this process, nothing is sent. All tables have one shape, and integers
@@ -116,14 +123,15 @@ def known_to_all(
     parts = jax.device_put(rows, [devices[i] for i in here])
     shape = (len(devices), *rows[0].shape[1:])
     table = jax.make_array_from_single_device_arrays(shape, rows_over(devices), parts)
-    program = replicating("exchange", devices, _every_row)
+    program = replicating("exchange", line_of(devices, AXIS), _every_row, (False,))
     options = CommunicationOptions(timeout_seconds=timeout_seconds)
-    (result,) = run_steps([Step(program, table, devices, settings or what)], f"`{what}`", options)
+    call = Call(program, (table,), devices, f"`{what}`", options, settings=settings or what)
+    result = run(call)
     return np.asarray(result.addressable_data(0))
 
 
-def _every_row(row: jax.Array, scope: Scope) -> jax.Array:
-    return all_gather(row[None], AXIS, axis=0, scope=scope)
+def _every_row(rows: Sequence[jax.Array], scope: Scope) -> jax.Array:
+    return all_gather(rows[0][None], AXIS, axis=0, scope=scope)
 
 
 class Shape(NamedTuple):

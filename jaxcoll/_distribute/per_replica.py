@@ -12,10 +12,16 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._distribute.values.assemble import assembled, own_devices
-from jaxcoll._distribute.values.replica_axis import AXIS, copies_over, rows_over, without_row
+from jaxcoll._distribute.assemble import assembled, own_devices
+from jaxcoll._distribute.replica_axis import (
+    AXIS,
+    copies_over,
+    refuse_traced,
+    rows_over,
+    without_row,
+)
 from jaxcoll._mesh.mesh import checked_devices, no_mesh
-from jaxcoll._mesh.placement import viewed
+from jaxcoll._mesh.placement import is_in_place, viewed
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._show.units import counted
 
@@ -43,14 +49,15 @@ class DistributedValues:
     """The global arrays, in the structure of one replica's value."""
     replicated: ClassVar[bool]
     """True if every device holds the same, False if each holds a row of its own."""
+    _parts_on: tuple[jax.Device, ...] | None = None  # the devices, where arrays do not say them
 
     def __init_subclass__(cls, *, replicated: bool) -> None:
         cls.replicated = replicated
         jax.tree_util.register_pytree_with_keys(
             cls,
-            lambda value: (((jax.tree_util.GetAttrKey("tree"), value.tree),), None),
-            lambda _, children: cls.of(*children),
-            lambda value: ((value.tree,), None),
+            lambda value: (((jax.tree_util.GetAttrKey("tree"), value.tree),), value._parts_on),
+            lambda parts_on, children: cls.of(*children, parts_on),
+            lambda value: ((value.tree,), value._parts_on),
         )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -180,7 +187,6 @@ class DistributedValues:
         with no_mesh():
             return self.local(self.part(device))
 
-    @final
     def part(self, device: jax.Device) -> Any:
         """Return what lies on `device`, of which a row has its leading dimension still."""
 
@@ -189,7 +195,6 @@ class DistributedValues:
 
         return jax.tree.map(here, self.tree)
 
-    @final
     @classmethod
     def local(cls, part: Any) -> Any:
         """Return one replica's value, from its part of the global arrays."""
@@ -208,10 +213,10 @@ class DistributedValues:
         )
 
     def __copy__(self) -> Self:
-        return type(self).of(self.tree)
+        return type(self).of(self.tree, self._parts_on)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self).of(copy.deepcopy(self.tree, memo))
+        return type(self).of(copy.deepcopy(self.tree, memo), self._parts_on)
 
     def __repr__(self) -> str:
         try:
@@ -225,15 +230,15 @@ class DistributedValues:
         shown = devices if len(devices) < 5 else [devices[0], devices[1], "…", devices[-1]]
         return f"{type(self).__name__}({tree!r} on {len(devices)}: {', '.join(shown)})"
 
-    @final
+    def assembled(self) -> DistributedValues:
+        """Return it as global arrays, which it is, unless it is `Uneven`."""
+        return self
+
     def settled(self) -> Self:
         """Return a view of it, each leaf checked, and typed by the one mesh of its devices."""
         devices = self.devices
         sharding = self._over(devices)
-        for leaf in jax.tree.leaves(self.tree):
-            if getattr(leaf, "sharding", None) != sharding or leaf.is_deleted():
-                break
-        else:
+        if is_in_place(self.tree, sharding):
             return self
 
         def settle(path: Any, leaf: Any) -> jax.Array:
@@ -273,11 +278,7 @@ class DistributedValues:
                     return devices
         name = where(jax.tree_util.keystr(path))
         if isinstance(leaf, Tracer):
-            raise ValueError(
-                f"`{type(self).__name__}`: {name} is being traced, so it lies on no device. "
-                "Use this between programs; inside one, `jc.all_reduce` reduces the value that "
-                "the replica holds."
-            )
+            refuse_traced(f"`{type(self).__name__}`: {name}")
         if not isinstance(leaf, jax.Array):
             raise ValueError(
                 f"`{type(self).__name__}` expects {name} to be a global jax.Array; "
@@ -333,6 +334,41 @@ class Mirrored(DistributedValues, replicated=True):
       >>> Mirrored.from_function(lambda i: [1, 2.5])
       Mirrored([int32[], float32[]] on 8: cpu:0, cpu:1, …, cpu:7)
     """
+
+
+@final
+class Uneven(DistributedValues, replicated=False):
+    """One value for each replica whose shapes may differ, so that no global array holds it.
+
+    `tree` has the parts of this process's replicas, by their numbers. `strategy.gather` takes it,
+    and `strategy.reduce` along an axis.
+    """
+
+    @property
+    def _parts_on(self) -> tuple[jax.Device, ...]:
+        return self.devices
+
+    def part(self, device: jax.Device) -> Any:
+        """Return what lies on `device`."""
+        return self.tree[self.devices.index(device)]
+
+    @classmethod
+    def local(cls, part: Any) -> Any:
+        """Return the part, which has no leading dimension."""
+        return part
+
+    def settled(self) -> Self:
+        """Return it as it is."""
+        return self
+
+    def assembled(self) -> PerReplica:
+        """Return the value of all replicas; the program that takes it compares the shapes."""
+        name, part_of = PerReplica.__name__, self.tree.__getitem__
+        return PerReplica.of(assembled(name, self.devices, part_of, rows=True, exchange=False))
+
+    def __repr__(self) -> str:
+        shapes = jax.tree.map(lambda x: _Plain(f"{x.dtype.name}{[*x.shape]}"), self.tree)
+        return f"Uneven({shapes!r} of {len(self.devices)})"
 
 
 def is_distributed(value: Any) -> bool:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps, Reduction
-from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
-from jaxcoll._distribute.ops.packing import GroupSmall, NumPacks
-from jaxcoll._distribute.values.destinations import devices_named
-from jaxcoll._distribute.values.replica_axis import AXIS, Step, without_row
+from jaxcoll._dispatch.call import Call
+from jaxcoll._distribute.arguments import devices_named
+from jaxcoll._distribute.cross_device_ops import Batch, CrossDeviceOps, Reduction
+from jaxcoll._distribute.one_device import ReductionToOneDevice
+from jaxcoll._distribute.replica_axis import AXIS, replicating
 from jaxcoll._mesh.mesh import line_of
-from jaxcoll._mesh.scopes import mesh_scope
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
-from jaxcoll._plan.checks import count, is_integer
+from jaxcoll._plan.checks import count, is_integer, refuse
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.packing import UNPACKED, PackingRule
+from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.packs.packing import (
+    UNPACKED,
+    PackingRule,
+    Segment,
+    alike,
+    cut_evenly,
+    whole,
+)
+from jaxcoll._show.units import binary_size
 from jaxcoll._spmd import reduce
+from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
 
 HIERARCHICAL_COPY = "hierarchical_copy"
@@ -90,6 +100,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self._packing: PackingRule | None = NumPacks(packs) if packs else small
         self._arguments: dict[str, Any] = {"all_reduce_alg": all_reduce_alg, **sizes}
         self._otherwise = ReductionToOneDevice()
+        self._program = functools.lru_cache(maxsize=256)(self._program_for)
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
@@ -101,31 +112,58 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         mesh, options = arrangement(devices, self._algorithm)
         return mesh, (Route(options, self._packing),)
 
-    def _prepare(self, batch: Batch) -> list[tuple[Step, Sequence[Reduction]]]:
+    def _program_for(
+        self,
+        devices: tuple[jax.Device, ...],
+        reduce_op: ReduceOp,
+        options: CommunicationOptions,
+        replicated: tuple[bool, ...],
+    ) -> tuple[Any, tuple[jax.Device, ...], tuple[Route, ...]]:
+        """Return the all-reduce of values over `devices`, in its order of them, and its routes.
+
+        The options of a call take precedence over the routes'; a deadline is no part of a program.
+        """
+        mesh, routes = self._arranged(devices)
+        carried = options.replace(timeout_seconds=UNSET)
+        packed = bool(options.bytes_per_pack)
+        routes = tuple(
+            Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
+        )
+        program = replicating(
+            "batch_reduce",
+            mesh,
+            batch_reduced,
+            replicated,
+            CommunicationOptions(),
+            reduce_op,
+            routes,
+        )
+        return program, tuple(mesh.devices.flat), routes
+
+    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
         together: dict[frozenset[jax.Device], list[Reduction]] = {}
         alone: list[Reduction] = []
         for r in batch.reductions:
             (
                 together.setdefault(frozenset(r.value.devices), []) if r.is_all_reduce else alone
             ).append(r)
-        steps = [(self._all_reduce(batch, rs), rs) for rs in together.values()]
-        rest = dataclasses.replace(batch, reductions=alone)
-        return [*steps, *(self._otherwise._prepare(rest) if alone else ())]
-
-    def _all_reduce(self, batch: Batch, reductions: Sequence[Reduction]) -> Step:
-        """Describe the all-reduce of values over the same devices, to a list of them."""
-        mesh, routes = self._arranged(reductions[0].value.devices)
-        # One program has one order of devices, and a sum does not care in which it is made.
-        devices = tuple(mesh.devices.flat)
-        values = [
-            r.value if r.value.devices == devices else r.value.reordered(devices)
-            for r in reductions
+        calls: list[tuple[Call, Sequence[Reduction]]] = [
+            (self._all_reduce(batch, rs), rs) for rs in together.values()
         ]
-        routes = _over(routes, batch.options)
-        replicated = tuple([value.replicated for value in values])
-        program = all_reduce_program(mesh, batch.reduce_op, routes, replicated)
+        if alone:
+            calls += self._otherwise._prepare(batch._replace(reductions=alone))
+        return calls
+
+    def _all_reduce(self, batch: Batch, reductions: Sequence[Reduction]) -> Call:
+        """Describe the all-reduce of values over the same devices, to a list of them."""
+        replicated = tuple([r.value.replicated for r in reductions])
+        program, devices, routes = self._program(
+            reductions[0].value.devices, batch.reduce_op, batch.options, replicated
+        )
+        # One program has one order of devices, and a sum does not care in which it is made.
+        trees = [r.value.reordered(devices).tree for r in reductions]
         settings = (batch.reduce_op, routes, batch.structure)
-        return Step(program, [value.tree for value in values], devices, settings)
+        return Call(program, trees, devices, batch.name, batch.options, settings=settings)
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
@@ -212,10 +250,8 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
         name = type(self).__name__
         self._group = own = devices_named(devices, name)
         if not is_integer(group_size) or group_size < 1 or group_size % len(own):
-            raise ValueError(
-                f"`group_size` must be a positive multiple of the number of devices, {len(own)}, "
-                f"so that every worker has as many; got {group_size!r}."
-            )
+            multiple = f"a positive multiple of the number of devices, {len(own)}"
+            refuse("group_size", f"{multiple}, so that every worker has as many", group_size)
         if group_size > len(own):
             every = jax.devices()
             if set(own) != set(jax.local_devices()) or group_size != len(every):
@@ -232,64 +268,40 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
         self._arguments |= {"options": self._options} if options else {}
 
 
-@functools.lru_cache(maxsize=256)
-def _over(routes: tuple[Route, ...], options: CommunicationOptions) -> tuple[Route, ...]:
-    """Return the routes of a call with these options, which take precedence."""
-    carried = options.replace(timeout_seconds=UNSET)  # a deadline is no part of a program
-    packed = bool(options.bytes_per_pack)
-    return tuple(
-        Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
-    )
+def batch_reduced(
+    trees: list[Any], scope: Scope, reduce_op: ReduceOp, routes: tuple[Route, ...]
+) -> list[Any]:
+    """Return the all-reduce of trees, in their order and structure.
 
-
-@functools.lru_cache(maxsize=256)
-def all_reduce_program(
-    mesh: Mesh, reduce_op: ReduceOp, routes: tuple[Route, ...], replicated: tuple[bool, ...]
-) -> Callable[[list[Any]], list[Any]]:
-    """The all-reduce of a list of trees over the same devices, compiled once for each shape.
-
-    A tree that is not `replicated` has a row on each device. Every array takes the first route
-    whose limit it does not exceed (the last one has none); those of one route are packed together;
-    all come back in the order and structure they had.
+    Every array takes the first route whose limit it does not exceed (the last one has none); those
+    of one route are packed together.
     """
-    axes = tuple(mesh.axis_names)
-    scope = mesh_scope(mesh)
 
-    def route_of(array: jax.Array) -> int:
+    def route_of(leaf: Any) -> int:
+        array = leaf.values if is_sparse(leaf) else leaf
         nbytes = array.size * array.dtype.itemsize
         return next(
             k for k, route in enumerate(routes) if route.limit == -1 or nbytes <= route.limit
         )
 
-    def reduced(trees: list[Any]) -> list[Any]:
-        local = [
-            tree if copies else without_row(tree)
-            for tree, copies in zip(trees, replicated, strict=True)
+    leaves, treedef = jax.tree.flatten(trees, is_leaf=is_sparse)
+    route_taken = [route_of(leaf) for leaf in leaves]
+    for k, route in enumerate(routes):
+        mine = [
+            leaf if of_leaf == k else None
+            for leaf, of_leaf in zip(leaves, route_taken, strict=True)
         ]
-        leaves, treedef = jax.tree.flatten(local, is_leaf=is_sparse)
-        taken = [route_of(leaf.values if is_sparse(leaf) else leaf) for leaf in leaves]
-        for k, route in enumerate(routes):
-            mine = [leaf if taker == k else None for leaf, taker in zip(leaves, taken, strict=True)]
-            sums = reduce.all_reduce(
-                reduce_op,
-                treedef.unflatten(mine),  # so that messages have the leaves' own names
-                axes,
-                scope=dataclasses.replace(scope, options=route.options),
-                invariant="replicated",
-                packing=route.packing,
-            )
-            pairs = zip(leaves, treedef.flatten_up_to(sums), strict=True)
-            leaves = [leaf if total is None else total for leaf, total in pairs]
-        return treedef.unflatten(leaves)
-
-    specs = [PartitionSpec() if copies else PartitionSpec(axes) for copies in replicated]
-
-    def batch_reduce(trees: list[Any]) -> list[Any]:
-        return jax.shard_map(
-            reduced, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=True
-        )(trees)
-
-    return jax.jit(batch_reduce)
+        sums = reduce.all_reduce(
+            reduce_op,
+            treedef.unflatten(mine),  # so that messages have the leaves' own names
+            scope.axes,
+            scope=dataclasses.replace(scope, options=route.options),
+            invariant="replicated",
+            packing=route.packing,
+        )
+        pairs = zip(leaves, treedef.flatten_up_to(sums), strict=True)
+        leaves = [leaf if total is None else total for leaf, total in pairs]
+    return treedef.unflatten(leaves)
 
 
 @functools.lru_cache(maxsize=256)
@@ -323,4 +335,58 @@ def _algorithm(name: Any) -> str | None:
     except (ValueError, AttributeError):
         pass
     algorithms = ", ".join([HIERARCHICAL_COPY, *TENSORFLOW, *DESCRIPTIONS])
-    raise ValueError(f"`all_reduce_alg` must be one of {algorithms}; got {name!r}.")
+    refuse("all_reduce_alg", f"one of {algorithms}", name)
+
+
+@dataclasses.dataclass(frozen=True)
+class NumPacks(PackingRule):
+    """`count` packs of near-equal bytes; leaves are cut where a pack ends."""
+
+    count: int
+
+    def runs(self, leaves: Sequence[Leaf]) -> Iterator[list[Segment]]:
+        """Yield one pack for each group of leaves that are alike, and the rest to the largest."""
+        groups = alike(leaves)
+        sizes = [sum(leaves[i].size for i in members) for members in groups]
+        widths = [leaves[members[0]].wire.itemsize for members in groups]
+        shares = [1] * len(groups)
+        for _ in range(self.count - len(groups)):
+            packs = zip(sizes, widths, shares, strict=True)
+            nbytes = [size * width / k if k < size else 0 for size, width, k in packs]
+            if not any(nbytes):
+                break
+            shares[nbytes.index(max(nbytes))] += 1
+        for members, share in zip(groups, shares, strict=True):
+            yield from cut_evenly([whole(leaves, i) for i in members], share)
+
+    def __str__(self) -> str:
+        return f"{self.count} of near-equal bytes"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSmall(PackingRule):
+    """Runs of neighbouring leaves of at most `max_bytes` each travel in groups; others alone.
+
+    A run is of one dtype and kind, and a larger leaf ends it; a group has at most `max_group`
+    leaves.
+    """
+
+    max_bytes: int
+    max_group: int
+
+    def runs(self, leaves: Sequence[Leaf]) -> Iterator[list[Segment]]:
+        """Yield groups of neighbours."""
+        group_of = {i: k for k, members in enumerate(alike(leaves)) for i in members}
+
+        def run_of(i: int) -> Hashable:
+            return group_of.get(i), i if leaves[i].nbytes > self.max_bytes else None
+
+        travelling = (i for i, leaf in enumerate(leaves) if leaf.travels)
+        for _, run in itertools.groupby(travelling, run_of):
+            members = [i for i in run if i in group_of]
+            for start in range(0, len(members), self.max_group):
+                yield [whole(leaves, i) for i in members[start : start + self.max_group]]
+
+    def __str__(self) -> str:
+        most = binary_size(self.max_bytes)
+        return f"neighbours of at most {most}, up to {self.max_group} together"

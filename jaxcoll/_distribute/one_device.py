@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps, Reduction
-from jaxcoll._distribute.values.destinations import copy_near, device_named
-from jaxcoll._distribute.values.per_replica import PerReplica
-from jaxcoll._distribute.values.replica_axis import AXIS, Step, without_row
+from jaxcoll._dispatch.call import Call
+from jaxcoll._distribute.arguments import copy_near, device_named
+from jaxcoll._distribute.cross_device_ops import Batch, CrossDeviceOps, Reduction
+from jaxcoll._distribute.per_replica import PerReplica
+from jaxcoll._distribute.replica_axis import AXIS, without_row
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._mesh.scopes import mesh_scope
+from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.packing import UNPACKED
 from jaxcoll._spmd import reduce
@@ -58,16 +60,11 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> None:
         if isinstance(reduce_to_device, str):
             reduce_to_device = device_named(reduce_to_device, "reduce_to_device")
-        if reduce_to_device is not None and not isinstance(reduce_to_device, jax.Device):
-            raise ValueError(
-                "`reduce_to_device` must be a device, a device string or None; "
-                f"got {reduce_to_device!r}."
-            )
+        if not isinstance(reduce_to_device, jax.Device | None):
+            refuse("reduce_to_device", "a device, a device string or None", reduce_to_device)
         if accumulation_fn is not None and not callable(accumulation_fn):
-            raise ValueError(
-                "`accumulation_fn` must be a function from a list of arrays to an array, or "
-                f"None; got {accumulation_fn!r}."
-            )
+            meaning = "a function from a list of arrays to an array, or None"
+            refuse("accumulation_fn", meaning, accumulation_fn)
         self._reduce_to_device = reduce_to_device
         self._accumulation_fn = accumulation_fn
 
@@ -77,10 +74,10 @@ class ReductionToOneDevice(CrossDeviceOps):
             f"accumulation_fn={self._accumulation_fn})"
         )
 
-    def _prepare(self, batch: Batch) -> list[tuple[Step, Sequence[Reduction]]]:
-        return [(self._step(batch, reduction), [reduction]) for reduction in batch.reductions]
+    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
+        return [(self._call(batch, reduction), [reduction]) for reduction in batch.reductions]
 
-    def _step(self, batch: Batch, reduction: Reduction) -> Step:
+    def _call(self, batch: Batch, reduction: Reduction) -> Call:
         value, device = reduction.value, self._reduce_to_device or reduction.destinations[0]
         near = (device, *reduction.destinations)
         lie_on: tuple[Any, ...] = (*value.devices, *near)
@@ -98,7 +95,8 @@ class ReductionToOneDevice(CrossDeviceOps):
             parts = [copy_near(value, near)] * len(value.devices)
         carried = CommunicationOptions(reproducible=batch.options.reproducible)
         program = one_device_program(device, batch.reduce_op, self._accumulation_fn, rows, carried)
-        return Step(program, jax.device_put(parts, device), (device,))
+        placed = (jax.device_put(parts, device),)
+        return Call(program, placed, (device,), batch.name, batch.options)
 
 
 @functools.lru_cache(maxsize=256)

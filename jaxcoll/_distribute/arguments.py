@@ -1,4 +1,4 @@
-"""Destinations of a value: the devices that they stand for, and copies there."""
+"""Values and destinations as users pass them to an op or a strategy, and copies to them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxcoll._distribute.values.parts import Uneven
-from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
-from jaxcoll._distribute.values.replica_axis import (
-    AXIS,
-    Step,
-    copies_over,
-    replicating,
-    run_steps,
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
+from jaxcoll._distribute.assemble import own_devices
+from jaxcoll._distribute.per_replica import (
+    DistributedValues,
+    Mirrored,
+    Uneven,
+    is_distributed,
 )
-from jaxcoll._mesh.mesh import checked_devices, of_this_process, span_processes
+from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, replicating
+from jaxcoll._mesh.mesh import checked_devices, line_of, of_this_process, span_processes
+from jaxcoll._mesh.placement import host_array, is_array
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._spmd.broadcast import broadcast
 from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.sparse import is_sparse
 
 # "localhost" is what TensorFlow calls the only task of a program that is not distributed.
 _SPELLING = re.compile(
@@ -31,9 +34,93 @@ _SPELLING = re.compile(
 )
 
 
+def taken(
+    caller: str,
+    name: str,
+    value: Any,
+    group: tuple[jax.Device, ...],
+    device: jax.Device,
+) -> DistributedValues:
+    """Return a value of all replicas, or this process's parts of one, from what a user passes.
+
+    Args:
+      caller: the call, for messages.
+      name: the op or strategy, for messages.
+      value: a `PerReplica`, `Mirrored` or `Uneven` over the group, over this process's devices of
+        it, or over the first device of each process; or a plain value, which is that of one
+        replica, and over several processes one of each.
+      group: the devices of every value, one for each replica; (): any.
+      device: where a plain value that lies on no device goes.
+
+    Raises:
+      ValueError: it is something else, or lies on other devices.
+    """
+    if is_distributed(value):
+        return over_group(name, value, group)
+    if isinstance(value, Tracer):
+        refuse_traced(f"`{caller}`: the value")
+    if is_sparse(value):
+        value.check(f"`{caller}`")
+    elif not is_array(value):
+        raise ValueError(
+            f"`{caller}` expects a PerReplica, a Mirrored, an array or a number; got {value!r} "
+            f"({type(value).__name__}). `PerReplica` takes a list with each replica's value."
+        )
+    elif isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
+        raise ValueError(
+            f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which "
+            "does not say what it is: `PerReplica.from_global` takes it for one row for each "
+            "replica, `Mirrored.from_global` for one copy for each."
+        )
+    if span_processes(group):
+        firsts = first_of_each_process(group)
+        (replica,) = of_this_process(firsts)
+        return Uneven.of({replica: value if is_sparse(value) else host_array(value)}, firsts)
+    if isinstance(value, jax.Array):
+        return Mirrored.from_global(value)
+    if device.process_index != jax.process_index():  # the op refuses it, or has a use for it
+        device = jax.local_devices()[0]
+    return Mirrored([value], devices=own_devices([value]) or [device])
+
+
+def over_group(
+    name: str, value: DistributedValues, group: tuple[jax.Device, ...]
+) -> DistributedValues:
+    """Return `value` if it lies over all of `group`; else this process's parts of one that does.
+
+    TensorFlow's workers pass what is theirs, and get the result of all. A `Mirrored` of one process
+    counts as a row for each replica: the copies of other processes may differ from it.
+
+    Raises:
+      ValueError: it lies on other devices.
+    """
+    value = value.settled()
+    devices = value.devices
+    if not group or devices == group:
+        return value
+    lies_on, spans = set(devices), span_processes(group)
+    if lies_on == set(group) or (spans and lies_on == set(first_of_each_process(group))):
+        return value
+    own = of_this_process(group)
+    if spans and lies_on == {group[i] for i in own}:
+        part_on = dict(zip(devices, value, strict=True))
+        return Uneven.of({i: part_on[group[i]] for i in own}, group)
+    hint = " Or pass a value over this process's share of them, as every process then does."
+    raise ValueError(
+        f"`{name}` reduces over its own {len(group)} devices, {', '.join(map(str, group))}; got a "
+        f"value over {', '.join(map(str, devices))}." + hint * spans
+    )
+
+
+def first_of_each_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
+    """Return the first of each process's devices, in the order of `devices`."""
+    first = {device.process_index: device for device in reversed(devices)}
+    return tuple(device for device in devices if first[device.process_index] == device)
+
+
 def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...]:
     """Return the devices that a result is wanted on, in the order of the replicas."""
-    if isinstance(destinations, DistributedValues | Uneven):
+    if is_distributed(destinations):
         return destinations.devices
     if isinstance(destinations, jax.Array) and not isinstance(destinations, Tracer):
         return tuple(destinations.sharding.devices_indices_map(destinations.shape))
@@ -124,14 +211,15 @@ def broadcast_to(
         check_here(devices[0])
         return delivered(tree, devices)
     # Processes may hold different values, which is no error here: hence rows, not copies.
-    rows = Uneven(dict.fromkeys(of_this_process(devices), tree), devices).assembled()
-    program = replicating("broadcast", devices, _from_the_first)
+    rows = Uneven.of(dict.fromkeys(of_this_process(devices), tree), devices).assembled()
+    program = replicating("broadcast", line_of(devices, AXIS), _from_the_first, (False,))
     options = CommunicationOptions(timeout_seconds=timeout_seconds)
-    return run_steps([Step(program, rows, devices)], "`broadcast`", options)[0]
+    call = Call(program, (rows.tree,), devices, "`broadcast`", options)
+    return Mirrored.of(run(call), devices)
 
 
-def _from_the_first(value: PerReplica, scope: Scope) -> Mirrored:
-    return Mirrored.of(broadcast(value.tree, AXIS, source=0, scope=scope))
+def _from_the_first(trees: Sequence[Any], scope: Scope) -> Any:
+    return broadcast(trees[0], AXIS, source=0, scope=scope)
 
 
 def check_here(device: jax.Device) -> None:

@@ -11,25 +11,26 @@ from typing import Any, Self
 
 import jax
 
-from jaxcoll._distribute.context import check_cross_replica
-from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
-from jaxcoll._distribute.strategy.along_axis import gather_along, reduce_along
-from jaxcoll._distribute.strategy.dataset import DistributedDataset
-from jaxcoll._distribute.strategy.extended import StrategyExtended, check_has_sum
-from jaxcoll._distribute.strategy.replica_context import ReplicaContext
-from jaxcoll._distribute.strategy.replica_program import run_on_replicas
-from jaxcoll._distribute.values.parts import (
-    Uneven,
-    check_no_list,
-    distributed,
-    has_parts,
-)
-from jaxcoll._distribute.values.per_replica import DistributedValues, is_distributed
-from jaxcoll._mesh.mesh import of_this_process
+from jaxcoll import _compat
+from jaxcoll._cluster.initialize import initialize
+from jaxcoll._cluster.resolvers import ClusterResolver
+from jaxcoll._distribute.all_reduce_ops import CollectiveAllReduce, NcclAllReduce
+from jaxcoll._distribute.along_axis import gather_along, reduce_along
+from jaxcoll._distribute.arguments import check_here, devices_named
+from jaxcoll._distribute.cross_device_ops import CrossDeviceOps
+from jaxcoll._distribute.dataset import DistributedDataset, distributed
+from jaxcoll._distribute.extended import StrategyExtended, check_has_sum
+from jaxcoll._distribute.per_replica import DistributedValues, is_distributed
+from jaxcoll._distribute.replica_axis import check_cross_replica
+from jaxcoll._distribute.replica_context import ReplicaContext
+from jaxcoll._distribute.replica_program import run_on_replicas
+from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._mesh.placement import is_array
+from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked, given
 from jaxcoll._plan.packs.leaves import flattened
 from jaxcoll._show.units import counted
+from jaxcoll._spmd.sparse import is_sparse
 
 _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
     "jaxcoll_strategy", default=None
@@ -174,11 +175,10 @@ class Strategy:
 
         Args:
           reduce_op: SUM or MEAN, or their names in any case.
-          value: a `PerReplica` or `Mirrored`, or a pytree of them. With an axis also uneven parts,
-            or a list or tuple of one array for each replica, whose sizes along it may differ. A
-            plain value has a MEAN, itself, but no SUM, unless it is 0. With several processes a
+          value: a `PerReplica` or `Mirrored`, or a pytree of them; with an axis also uneven parts.
+            A plain value has a MEAN, itself, but no SUM, unless it is 0. With several processes a
             value may lie over this process's replicas only, which is its share; a plain value is
-            one of each process; a list or tuple has an array for each replica of this process.
+            one of each process.
           axis: None: over the replicas only. A dimension, or a tuple or list of them: along
             these too; negative ones count from the last.
           options: over those of the strategy; `timeout_seconds` bounds the call.
@@ -188,24 +188,22 @@ class Strategy:
           Plain arrays, on this process's first device, in the structure of `value`.
 
         Raises:
-          ValueError: a leaf has no such dimension, or no sum; a list or tuple of plain values
-            comes without an axis; or an argument is invalid.
+          ValueError: a leaf has no such dimension, or no sum; or an argument is invalid.
 
         Examples:
           >>> import numpy as np
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
           >>> float(strategy.reduce("mean", PerReplica([1.0, 2.0]), axis=None))
           1.5
-          >>> float(strategy.reduce("mean", [np.array([1.0, 2, 3]), np.array([4.0, 5])], axis=0))
+          >>> (rows,) = strategy.experimental_distribute_dataset([np.array([1.0, 2, 3, 4, 5])])
+          >>> float(strategy.reduce("mean", rows, axis=0))
           3.0
         """
         caller = self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
         op, options = ReduceOp.of(reduce_op), given(options, experimental_hints)
         merged = self._options.merge(options)
-        flat, treedef = flattened(value, has_parts)
-        for path, leaf in flat:
-            if axis is None:
-                check_no_list(caller, path, leaf)
+        flat, treedef = flattened(value, _is_one_value)
+        for _, leaf in flat:
             if op is ReduceOp.SUM:
                 check_has_sum(caller, leaf, self._devices)
         # Processes that pass other trees would add each other's leaves by position.
@@ -223,8 +221,7 @@ class Strategy:
 
         Args:
           value: a `PerReplica` or `Mirrored`, or a pytree of them, over all replicas or over
-            those of this process, as in `reduce`; or uneven parts, or a list or tuple with one
-            array for each replica (of this process), whose sizes along `axis` may differ.
+            those of this process, as in `reduce`; or uneven parts.
           axis: the dimension; negative ones count from the last.
           options: over those of the strategy; `timeout_seconds` bounds the call.
 
@@ -245,7 +242,7 @@ class Strategy:
         caller = self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
         name = type(self).__name__
         merged = self._ops._options.merge(self._options.merge(checked(options)))
-        flat, treedef = flattened(value, has_parts)
+        flat, treedef = flattened(value, _is_one_value)
         results = []
         for path, leaf in flat:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
@@ -277,13 +274,11 @@ class Strategy:
           [0, 1]
         """
         parts = jax.tree.leaves(value, is_leaf=is_distributed)
-        if not any(isinstance(part, DistributedValues | Uneven) for part in parts):
+        if not any(map(is_distributed, parts)):
             return (value,)
 
         def of(k: int, part: Any) -> Any:
-            if isinstance(part, DistributedValues):
-                return part[self._replicas_here(part)[k]]
-            return [*part.parts.values()][k] if isinstance(part, Uneven) else part
+            return part[self._replicas_here(part)[k]] if is_distributed(part) else part
 
         return tuple(
             jax.tree.map(functools.partial(of, k), value, is_leaf=is_distributed)
@@ -376,3 +371,93 @@ class Strategy:
                 "not clear whose replicas are meant. Leave that scope first."
             )
         return caller
+
+
+def _is_one_value(node: Any) -> bool:
+    return is_distributed(node) or is_sparse(node)
+
+
+class MirroredStrategy(Strategy):
+    """Replicas on the devices of one process.
+
+    Args:
+      devices: devices or device strings, a replica on each, in this order. None: all of this
+        process.
+      cross_device_ops: what reduces and gathers between programs; None: `NcclAllReduce()`. A
+        reduction inside `run` is compiled into its program, and follows options instead.
+
+    Raises:
+      ValueError: there is no device, one is listed twice or is not a device, they belong to several
+        processes or to another one, or `cross_device_ops` is not a `CrossDeviceOps`.
+
+    Examples:
+      >>> strategy = MirroredStrategy()
+      >>> shares = strategy.experimental_distribute_values_from_function(
+      ...     lambda context: context.replica_id_in_sync_group)
+      >>> int(strategy.reduce("sum", shares, axis=None))
+      28
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device | str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        if not isinstance(devices, list | tuple | None):
+            refuse("devices", "a list or tuple of devices or device strings, or None", devices)
+        if not isinstance(cross_device_ops, CrossDeviceOps | None):
+            meaning = "a CrossDeviceOps, such as `jc.NcclAllReduce()`, or None"
+            refuse("cross_device_ops", meaning, cross_device_ops)
+        line = devices_named(
+            jax.local_devices() if devices is None else devices, "MirroredStrategy"
+        )
+        if span_processes(line):
+            raise ValueError(
+                "`MirroredStrategy` has its replicas in one process; these devices belong to "
+                f"several: {', '.join(map(str, line))}. `MultiWorkerMirroredStrategy` spans them."
+            )
+        check_here(line[0])
+        super().__init__(line, cross_device_ops or NcclAllReduce(), CommunicationOptions())
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Replicas on all devices of all processes, worker by worker.
+
+    Every process makes the same calls in the same order, and passes what it holds: its own rows of
+    a batch, its own value of a plain number. What all replicas share must be equal on all;
+    `extended.broadcast_to` makes it so, from the first worker's. Results are global, and
+    `experimental_local_results` has those of this process's replicas.
+
+    Args:
+      cluster_resolver: says which processes there are, as for `jc.initialize`, which is called.
+        None: the environment says so (TF_CONFIG, Slurm, ...), unless `jc.initialize` was called
+        or JAX was used before.
+      communication_options: defaults for every reduction and gather, inside `run` and between
+        programs.
+
+    Raises:
+      ValueError: `cluster_resolver` is not a `ClusterResolver`, or `communication_options` is not
+        a `CommunicationOptions`; and, like all other errors, from `jc.initialize`.
+
+    Examples:
+      >>> options = CommunicationOptions(bytes_per_pack=1 << 20)
+      >>> MultiWorkerMirroredStrategy(communication_options=options).num_replicas_in_sync
+      8
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        if not isinstance(cluster_resolver, ClusterResolver | None):
+            such = "a ClusterResolver, such as `jc.distribute.TFConfigClusterResolver()`"
+            meaning = f"{such}, or None for what the environment says"
+            refuse("cluster_resolver", meaning, cluster_resolver)
+        options = communication_options or CommunicationOptions()
+        if not isinstance(options, CommunicationOptions):
+            refuse("communication_options", "a CommunicationOptions or None", options)
+        if cluster_resolver is not None or not _compat.has_backend():
+            initialize(cluster_resolver=cluster_resolver)
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        super().__init__(tuple(devices), CollectiveAllReduce(devices, len(devices)), options)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxcoll._distribute.context import check_cross_replica
-from jaxcoll._distribute.values.destinations import (
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run_all
+from jaxcoll._distribute.arguments import (
     broadcast_to,
     delivered,
     destination_devices,
+    taken,
 )
-from jaxcoll._distribute.values.parts import Uneven, refuse_traced, taken
-from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_distributed
-from jaxcoll._distribute.values.replica_axis import Step, run_steps
+from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven, is_distributed
+from jaxcoll._distribute.replica_axis import check_cross_replica, refuse_traced
 from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import host_array, is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, given
@@ -30,25 +31,27 @@ from jaxcoll._spmd.sparse import is_sparse
 INSTEAD = "`jc.get_replica_context()` reduces and gathers"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Reduction:
     """One value on its way to its destinations, both checked."""
 
-    value: PerReplica | Mirrored
+    value: DistributedValues
     destinations: tuple[jax.Device, ...]
     # True if several replicas reduce to exactly the devices they lie on, in any order. Those of
     # several processes always do: each process then has the copy that it passes on
     is_all_reduce: bool
-    is_in_place: bool  # the value is its own reduction, where it lies, in the dtype it has
+    # What it comes to, once that is known: from the beginning of a value that is its own reduction,
+    # where it lies, in the dtype it has
+    result: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Reductions that are made together; none of them is in place."""
+class Batch(NamedTuple):
+    """Reductions that are made together; none of them has its result already."""
 
     reduce_op: ReduceOp
     reductions: Sequence[Reduction]
     options: CommunicationOptions  # those of the call, over those of the object
+    name: str  # of their calls, for messages
     structure: str = ""  # of the tree whose leaves they are, which all processes compare
 
 
@@ -80,7 +83,7 @@ class CrossDeviceOps(abc.ABC):
     the value.
 
     All raise `RuntimeError` in a replica function, and `DeadlineExceededError` once the
-    `timeout_seconds` of their options passed. A subclass describes its programs in `_prepare`.
+    `timeout_seconds` of their options passed. A subclass prepares its calls in `_prepare`.
     """
 
     _options = CommunicationOptions()  # those under the options of every call
@@ -186,7 +189,7 @@ class CrossDeviceOps(abc.ABC):
                 return delivered(tensor.settled(), devices)
             for path, leaf in flattened(tensor, is_distributed)[0]:
                 if isinstance(leaf, Tracer):
-                    refuse_traced("broadcast")
+                    refuse_traced(f"`broadcast`: {where(path)}")
                 if not is_array(leaf):
                     raise ValueError(
                         f"`broadcast` expects arrays or numbers, or a Mirrored; {where(path)} is "
@@ -196,8 +199,8 @@ class CrossDeviceOps(abc.ABC):
             return broadcast_to(tree, devices, options.timeout_seconds)
 
     @abc.abstractmethod
-    def _prepare(self, batch: Batch) -> list[tuple[Step, Sequence[Reduction]]]:
-        """Return the programs to run, in this order.
+    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
+        """Return the calls to make, in this order.
 
         Each has beside it the reductions whose results it returns as a list of trees, on its one
         device, or replicated over all of its devices.
@@ -215,23 +218,22 @@ class CrossDeviceOps(abc.ABC):
         """Reduce pairs of values and destinations; `structure` is of the tree that they make up."""
         op, merged = ReduceOp.of(reduce_op), self._options.merge(options)
         reductions: list[Reduction] = []
-        results: dict[Reduction, Any] = {}
         with no_mesh():
             for i, (value, destinations) in enumerate(pairs):
                 number = f"[{i}]" if caller == "batch_reduce" else ""
                 reductions.append(self._checked(caller, number, op, value, destinations))
-            moving = [r for r in reductions if not r.is_in_place]
+            moving = [r for r in reductions if r.result is None]
             if moving:
-                steps = self._prepare(Batch(op, moving, merged, structure))
                 values = counted(len(moving), "value")
                 name = f"`{type(self).__name__}.{caller}` ({op.name} of {values})"
-                returned = run_steps([step for step, _ in steps], name, merged)
-                for (step, of_step), totals in zip(steps, returned, strict=True):
-                    for r, total in zip(of_step, totals, strict=True):
-                        if len(step.devices) > 1:
-                            total = Mirrored.of(total, step.devices)
-                        results[r] = delivered(total, r.destinations)
-            return [results[r] if r in results else r.value[0] for r in reductions]
+                calls = self._prepare(Batch(op, moving, merged, name, structure))
+                returned = run_all([call for call, _ in calls])
+                for (call, of_call), totals in zip(calls, returned, strict=True):
+                    for r, total in zip(of_call, totals, strict=True):
+                        if len(call.devices) > 1:
+                            total = Mirrored.of(total, call.devices)
+                        r.result = delivered(total, r.destinations)
+            return [r.result for r in reductions]
 
     def _checked(
         self, caller: str, number: str, op: ReduceOp, value: Any, destinations: Any
@@ -243,20 +245,17 @@ class CrossDeviceOps(abc.ABC):
                 f"`{caller}` got parts of unequal shapes, which `strategy.reduce` along an axis "
                 "and `strategy.gather` take. Pad them to equal ones for this."
             )
-        whole = taken(caller, type(self).__name__, value, self._group, wanted[0])
-        if isinstance(whole, Uneven):
-            whole = whole.assembled()
+        whole = taken(caller, type(self).__name__, value, self._group, wanted[0]).assembled()
         devices = whole.devices
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves(whole.tree)}
-        if not all(map(is_reducible, dtypes)):
+        if not all(map(is_reducible, {leaf.dtype for leaf in jax.tree.leaves(whole.tree)})):
             for path, leaf in flattened(whole.tree)[0]:
                 check_reducible(number + path, leaf.dtype)
         same = wanted == devices or set(wanted) == set(devices)
         if len(devices) > 1:
-            return Reduction(whole, wanted, same or span_processes(devices), False)
+            return Reduction(whole, wanted, same or span_processes(devices))
         # The mean of integers is a float, for one replica as for many.
         in_place = same and (op is ReduceOp.SUM or not _has_integers(whole.tree))
-        return Reduction(whole, wanted, False, in_place)
+        return Reduction(whole, wanted, False, whole[0] if in_place else None)
 
 
 def _has_integers(tree: Any) -> bool:
@@ -268,9 +267,11 @@ def _has_integers(tree: Any) -> bool:
 def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     """Return values with their destinations, as `batch_reduce` takes them."""
     expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
-    if not isinstance(pairs, Iterable):
-        raise ValueError(f"{expected}; got {pairs!r}.")
-    checked_ones = list(pairs)
+    try:
+        iterator = iter(pairs)
+    except TypeError:
+        raise ValueError(f"{expected}; got {pairs!r}.") from None
+    checked_ones = list(iterator)
     for i, pair in enumerate(checked_ones):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(

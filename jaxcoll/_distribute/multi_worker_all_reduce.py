@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, Route, grid_of
-from jaxcoll._distribute.ops.all_reduce_spec import parse_spec
-from jaxcoll._distribute.values.destinations import devices_named
+from jaxcoll._distribute.all_reduce_ops import AllReduceCrossDeviceOps, Route, grid_of
+from jaxcoll._distribute.arguments import devices_named
 from jaxcoll._plan import checks
-from jaxcoll._plan.algorithms import check_fits
+from jaxcoll._plan.algorithms import TENSORFLOW, canonical, check_fits
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.world import World
 
@@ -110,11 +109,9 @@ def _workers_of(
     """Return the devices of each worker: equally many for all, none of them twice."""
     meaning = " (0: workers without GPUs, of one device each)"
     count = checks.count("num_gpus_per_worker", meaning, num_gpus_per_worker) or 1
+    expected = "a list with one name, or one list of devices, for each worker"
     if not isinstance(workers, list | tuple) or not workers:
-        raise ValueError(
-            f"`{caller}` expects `worker_devices` to be a list with one name, or one list of "
-            f"devices, for each worker; got {workers!r}."
-        )
+        checks.refuse("worker_devices", expected, workers)
     if all(isinstance(worker, str) and worker for worker in workers):
         twice = sorted({name for name in workers if workers.count(name) > 1})
         if twice:
@@ -129,15 +126,75 @@ def _workers_of(
         devices = tuple(every[:wanted])
     elif all(isinstance(worker, list | tuple) for worker in workers):
         devices = devices_named([device for worker in workers for device in worker], caller)
+        for i, worker in enumerate(workers):
+            if len(worker) != count:
+                raise ValueError(
+                    f"`{caller}` expects every worker to have `num_gpus_per_worker` devices, which "
+                    f"is {num_gpus_per_worker}; worker {i} has {len(worker)}."
+                )
     else:
-        raise ValueError(
-            f"`{caller}` expects `worker_devices` to hold names, or lists of devices, and one kind "
-            f"of them only; got {workers!r}."
-        )
-    for i, worker in enumerate(workers):
-        if not isinstance(worker, str) and len(worker) != count:
-            raise ValueError(
-                f"`{caller}` expects every worker to have `num_gpus_per_worker` devices, which is "
-                f"{num_gpus_per_worker}; worker {i} has {len(worker)}."
-            )
+        checks.refuse("worker_devices", expected, workers)
     return tuple(devices[k : k + count] for k in range(0, len(devices), count))
+
+
+EXPECTED = (
+    'a name such as "nccl/xring", a tuple (name, shards, limit in bytes) of which the last two '
+    "may be left out, or a list of such tuples"
+)
+
+
+class SpecTuple(NamedTuple):
+    """One line of a specification."""
+
+    algorithm: str  # a canonical name
+    shards: int = 1  # how many parts each array is cut in, or how many owners a shuffle has
+    limit: int = -1  # bytes up to which an array is for this line; -1: any
+
+
+def parse_spec(spec: Any) -> tuple[SpecTuple, ...]:
+    """Return a specification in any of its forms as lines with rising limits, the last without one.
+
+    Raises:
+      ValueError: it has no such form; a name, number or limit is invalid; the limits do not rise,
+        or do not end in -1.
+
+    Examples:
+      >>> for line in parse_spec([("nccl", 2, 1024), ("pscpu/pscpu",)]): print(*line)
+      native 2 1024
+      shuffle/shuffle 1 -1
+    """
+    if isinstance(spec, str):
+        spec = (spec,)
+    tuples = [spec] if isinstance(spec, tuple) else spec
+    if not isinstance(tuples, list) or not tuples:
+        checks.refuse("all_reduce_spec", EXPECTED, spec)
+    lines = tuple(map(_line, tuples))
+    *limits, last = [line.limit for line in lines]
+    if last != -1 or -1 in limits or sorted(set(limits)) != limits:
+        raise ValueError(
+            "the limits of `all_reduce_spec` must increase from tuple to tuple and end in -1, any "
+            f"size; got {[*limits, last]} in {spec!r}."
+        )
+    return lines
+
+
+def _line(item: Any) -> SpecTuple:
+    if not isinstance(item, tuple) or not 1 <= len(item) <= 3 or not isinstance(item[0], str):
+        checks.refuse("all_reduce_spec", EXPECTED, item)
+    name, shards, limit = (*item, *(1, -1)[len(item) - 1 :])
+    try:
+        algorithm = canonical(name)
+    except ValueError:
+        algorithm = ""
+    if not algorithm or algorithm.count("/") > 1:
+        raise ValueError(
+            f"`all_reduce_spec` names the algorithm {name!r}; expected one of "
+            f"{', '.join(TENSORFLOW)}, or two of them as 'within a worker/between workers'."
+        )
+    integers = checks.is_integer(shards) and checks.is_integer(limit)
+    if not integers or shards < 1 or limit < -1:
+        raise ValueError(
+            "`all_reduce_spec` expects a positive number of shards, and a limit that is a number "
+            f"of bytes, or -1 for any size; got {item!r}."
+        )
+    return SpecTuple(algorithm, int(shards), int(limit))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,16 +17,20 @@ from jax.sharding import PartitionSpec
 from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._distribute.strategy.per_function import per_function
-from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, context_in_trace
-from jaxcoll._distribute.values.destinations import copy_near
-from jaxcoll._distribute.values.parts import Uneven, of_all
-from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_distributed
-from jaxcoll._distribute.values.replica_axis import AXIS, copies_over
+from jaxcoll._distribute.arguments import copy_near, over_group
+from jaxcoll._distribute.per_replica import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    Uneven,
+    is_distributed,
+)
+from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, without_deadline
+from jaxcoll._distribute.replica_context import ReplicaContext, check_own, context_in_trace
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import InPlace, is_array, place, viewed
 from jaxcoll._mesh.scopes import mesh_scope
-from jaxcoll._plan.options import UNSET, CommunicationOptions
+from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._spmd.same import Claims
 from jaxcoll._spmd.sparse import is_sparse
 from jaxcoll._step.claims import are_new as claims_are_new
@@ -42,7 +48,7 @@ def run_on_replicas(
     context: ReplicaContext | None,
 ) -> Any:
     """Call `function` once on every device, and wait for it if there is a deadline."""
-    carried = options.replace(timeout_seconds=UNSET)
+    carried = without_deadline(options)
     program, inner, claims = replica_program(devices, function, carried, context)
     with no_mesh():
         placed = _ready(caller, program, inner, arguments, devices)
@@ -78,6 +84,48 @@ def _ready(
     if len(found) == len(leaves) and all(a is b for a, b in zip(found, leaves, strict=True)):
         _last[program] = InPlace.of(leaves, tree), structure, settings
     return placed
+
+
+_MOST = 16  # programs of one function, for other devices, options or strategies
+
+
+def per_function(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache `make(devices, function, ...)` by its arguments, for as long as `function` lives.
+
+    A program kept by its function must not keep the function, nor the weights that it closes over:
+    `make` gets one that refers to it weakly. Who calls the program has the function.
+    """
+    made: dict[Any, dict[Any, Any]] = {}
+    strongly = functools.lru_cache(maxsize=_MOST)(make)
+
+    def forget(reference: Any) -> None:
+        made.pop(reference, None)
+
+    @functools.wraps(make)
+    def cached(devices: Any, function: Callable[..., Any], *more: Any) -> Any:
+        is_method = isinstance(function, types.MethodType)
+        try:
+            reference: Any = (weakref.WeakMethod if is_method else weakref.ref)(function, forget)
+            of_function = made.setdefault(reference, {})
+        except TypeError:  # nothing refers to it weakly, or the owner of a method has no hash
+            return strongly(devices, function, *more)
+        key = (devices, *more)
+        if key not in of_function:
+            weakly = _weakly(reference, getattr(function, "__name__", type(function).__name__))
+            of_function[key] = make(devices, weakly, *more)
+            if len(of_function) > _MOST:
+                del of_function[next(iter(of_function))]
+        return of_function[key]
+
+    return cached
+
+
+def _weakly(reference: Callable[[], Any], name: str) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return reference()(*args, **kwargs)
+
+    function.__name__ = name
+    return function
 
 
 @per_function
@@ -180,10 +228,7 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
             tree = copy_near(value, devices) if inside else value.tree
             return jax.tree.map(lambda x: _shared(x, devices), tree)
         if isinstance(value, Tracer):
-            raise ValueError(
-                f"{name()} is being traced. Call `run` between programs, not inside one; what it "
-                "runs is compiled already."
-            )
+            refuse_traced(name())
         if isinstance(value, Uneven):
             raise ValueError(
                 f"{name()} has parts of unequal shapes, and one compiled program has one shape for "
@@ -211,11 +256,13 @@ def _shared(value: Any, devices: tuple[jax.Device, ...]) -> jax.Array:
 
 def _over(
     name: Callable[[], str], value: PerReplica, devices: tuple[jax.Device, ...]
-) -> PerReplica | Mirrored:
+) -> DistributedValues:
     if value.devices == devices:
         return value
     if value.devices == tuple(devices[i] for i in of_this_process(devices)):
-        return of_all(name(), value, devices)  # this process's share of what runs over several
+        return over_group(
+            name(), value, devices
+        ).assembled()  # this process's share of what runs over several
     raise ValueError(
         f"{name()} is a PerReplica over {', '.join(map(str, value.devices))}; the replicas are "
         f"on {', '.join(map(str, devices))}, in this order. Make it with "

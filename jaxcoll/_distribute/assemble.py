@@ -9,7 +9,13 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxcoll._distribute.values.replica_axis import Shape, copies_over, rows_over, shapes_of_all
+from jaxcoll._distribute.replica_axis import (
+    Shape,
+    copies_over,
+    refuse_traced,
+    rows_over,
+    shapes_of_all,
+)
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.packs.leaves import flattened, where
@@ -78,10 +84,7 @@ def assembled(
         for column in zip(*arrays.values(), strict=True):
             placed = jax.device_put([x[None] for x in column] if rows else [*column], places)
             if isinstance(placed[0], Tracer):
-                raise ValueError(
-                    f"`{name}` was made while a program is being traced, so it lies on no device. "
-                    "Make distributed values between programs."
-                )
+                refuse_traced(f"A `{name}`")
             shape = (len(devices), *placed[0].shape[1:]) if rows else placed[0].shape
             sharding = rows_over(devices) if rows else copies_over(devices)
             leaves.append(jax.make_array_from_single_device_arrays(shape, sharding, placed))
@@ -128,10 +131,7 @@ def array_of(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax
     """One leaf of a replica's value, which must be an array on one device or of the host."""
     leaf = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
     if isinstance(value, Tracer):
-        raise ValueError(
-            f"{leaf} is being traced, so it lies on no device. Make distributed values between "
-            "programs; inside one, each replica already holds its own value."
-        )
+        refuse_traced(leaf)
     if isinstance(value, jax.Array):
         if len(value.sharding.device_set) > 1:
             raise ValueError(

@@ -1,0 +1,244 @@
+"""Reductions and gathers over the replicas and along dimensions of each one's value."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
+from jaxcoll._distribute.arguments import delivered, taken
+from jaxcoll._distribute.assemble import check_alike, described
+from jaxcoll._distribute.cross_device_ops import CrossDeviceOps
+from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven, is_distributed
+from jaxcoll._distribute.replica_axis import (
+    AXIS,
+    Shape,
+    replicating,
+    rows_over,
+    shapes_of_all,
+    without_deadline,
+)
+from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import check_reducible, flattened, where
+from jaxcoll._spmd import gather
+from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.sparse import check_dense
+
+_SPARSE = {
+    "reduce": "`reduce` along an axis expects dense arrays; {leaf} is an IndexedSlices. Reduce it "
+    "with axis None, or make it an array with `to_dense` first.",
+    "gather": "`gather` expects dense arrays; {leaf} is an IndexedSlices. `reduce` gathers the "
+    "rows of all replicas, which is their sum; `to_dense` makes it an array.",
+}
+
+
+class _Parts(NamedTuple):
+    """A value whose parts have the dimensions that a call names."""
+
+    value: DistributedValues  # shorter parts are padded with zeros along these dimensions
+    axes: list[tuple[int, ...]]  # the dimensions of each array, from the first
+    shapes: list[Mapping[int, Shape]]  # of each array on every replica, without the padding
+
+
+def _parts_of(
+    ops: CrossDeviceOps,
+    caller: str,
+    path: str,
+    value: Any,
+    axis: Any,
+    devices: tuple[jax.Device, ...],
+    timeout_seconds: float | None,
+) -> _Parts:
+    """Return the value that a strategy over `devices` is given, checked on all processes alike."""
+    tree = value.tree if is_distributed(value) else value
+    check_dense(tree, _SPARSE[caller], NotImplementedError if caller == "gather" else ValueError)
+    first = devices[of_this_process(devices)[0]]
+    whole = taken(caller, type(ops).__name__, value, ops._group, first)
+    shapes: list[Mapping[int, Shape]]
+    if isinstance(whole, Uneven):
+        like, shift = next(iter(whole.tree.values())), 0
+        rows = {i: jax.tree.leaves(part) for i, part in whole.tree.items()}
+        structure = f"{path} along {axis} of {described(like)}"
+        shapes = [
+            *shapes_of_all(caller, rows, whole.devices, structure, timeout_seconds=timeout_seconds)
+        ]
+    else:
+        like, shift = whole.tree, int(not whole.replicated)
+        shapes = [
+            dict.fromkeys(range(len(whole)), Shape(leaf.shape[shift:], leaf.dtype.name))
+            for leaf in jax.tree.leaves(like)
+        ]
+    axes = []
+    for (name, leaf), of_leaf in zip(flattened(like)[0], shapes, strict=True):
+        what = f"`{caller}`: {where(name)}"
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) and caller == "gather":
+            raise ValueError(
+                "`gather` expects arrays; a part is a typed PRNG key. Pass its "
+                "`jax.random.key_data`."
+            )
+        named = axis if caller == "reduce" and isinstance(axis, tuple | list) else [axis]
+        own = tuple(gather.dimension(k, of_leaf[min(of_leaf)].shape, what) for k in named)
+        if len(set(own)) < len(own) or not own:
+            raise ValueError(f"{what}: expected different axes, at least one; got {axis!r}.")
+        check_alike(caller, name, of_leaf, own)
+        if caller == "reduce":
+            check_reducible(name, leaf.dtype)
+        axes.append(own)
+    if isinstance(whole, Uneven):
+        whole = _padded(whole, shapes)
+    return _Parts(whole, axes, shapes)
+
+
+def _padded(value: Uneven, shapes: Sequence[Mapping[int, Shape]]) -> DistributedValues:
+    """Return uneven parts as rows of one shape, each dimension the longest there is."""
+    longest = [np.max([shape.shape for shape in of_leaf.values()], axis=0) for of_leaf in shapes]
+
+    def padded(array: Any, sizes: np.ndarray) -> Any:
+        widths = [(0, int(size)) for size in sizes - array.shape]
+        if not any(width for _, width in widths):
+            return array
+        return (jnp if isinstance(array, jax.Array) else np).pad(array, widths)
+
+    rows = {}
+    for i, part in value.tree.items():
+        leaves, treedef = jax.tree.flatten(part)
+        rows[i] = treedef.unflatten(map(padded, leaves, longest))
+    return Uneven.of(rows, value.devices).assembled()
+
+
+def reduce_along(
+    ops: CrossDeviceOps,
+    reduce_op: ReduceOp,
+    values: Sequence[tuple[str, Any]],
+    axis: Any,
+    devices: tuple[jax.Device, ...],
+    options: CommunicationOptions,
+    structure: str,
+) -> list[Any]:
+    """Reduce the parts of each value along `axis`, and by `ops` the results over the replicas.
+
+    Values, with their paths, and results are those of `Strategy.reduce` over `devices`.
+    """
+    first = devices[of_this_process(devices)[0]]
+    with no_mesh():
+        parts = [
+            _parts_of(ops, "reduce", path, value, axis, devices, options.timeout_seconds)
+            for path, value in values
+        ]
+        # A mean of means would weigh small parts like large ones: one sum, and one division.
+        pairs = [(_sums(reduce_op, of_value), first) for of_value in parts]
+        totals = ops._reduced("reduce", ReduceOp.SUM, pairs, options, structure)
+        if reduce_op is ReduceOp.SUM:
+            return totals
+        return [_mean(*total_and_parts) for total_and_parts in zip(totals, parts, strict=True)]
+
+
+def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
+    """Return each replica's sums, where its part lies."""
+    value, shift = parts.value, int(not parts.value.replicated)
+    # Of rows, the first dimension is that of the replicas.
+    axes = tuple(tuple(k + shift for k in own) for own in parts.axes)
+    program = _summing(reduce_op, axes, rows_over(value.devices) if shift else None)
+    leaves, treedef = jax.tree.flatten(value.tree)
+    sums = treedef.unflatten(program(leaves))
+    if not shift and len(value) == 1 and isinstance(value.tree, jax.Array):
+        return sums  # of a plain value, which belongs to no group of devices
+    return type(value).of(sums)
+
+
+@functools.lru_cache(maxsize=256)
+def _summing(
+    reduce_op: ReduceOp, axes: tuple[tuple[int, ...], ...], sharding: Any
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Return a program of sums along dimensions, in the type in which a mean is made."""
+
+    def sums(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [
+            jnp.sum(x, k, dtype=_wide(x) if reduce_op is ReduceOp.MEAN else None)
+            for x, k in zip(arrays, axes, strict=True)
+        ]
+
+    return jax.jit(sums, out_shardings=sharding)
+
+
+def _mean(total: Any, parts: _Parts) -> Any:
+    """Return the mean of all elements that have this sum."""
+    counts = [
+        sum(math.prod(shape.shape[k] for k in own) for shape in of_leaf.values())
+        for of_leaf, own in zip(parts.shapes, parts.axes, strict=True)
+    ]
+    leaves, treedef = jax.tree.flatten(total)
+    arrays = jax.tree.leaves(parts.value.tree)
+    return treedef.unflatten(
+        (x / count).astype(_mean_dtype(array))
+        for x, count, array in zip(leaves, counts, arrays, strict=True)
+    )
+
+
+def _mean_dtype(array: Any) -> np.dtype:
+    """Return the type of a mean of `array`: its own, or of integers JAX's default float."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
+
+
+def _wide(array: Any) -> np.dtype:
+    """Return the type of a sum whose mean is wanted: that of 16-bit floats must not overflow."""
+    dtype = _mean_dtype(array)
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
+def gather_along(
+    ops: CrossDeviceOps,
+    name: str,
+    path: str,
+    value: Any,
+    axis: int,
+    devices: tuple[jax.Device, ...],
+    options: CommunicationOptions,
+) -> Any:
+    """Join the parts of one value along `axis`, on the first of `devices` in this process.
+
+    The value, with its path in what all processes pass, is as in `Strategy.gather` over `devices`.
+    """
+    first = devices[of_this_process(devices)[0]]
+    with no_mesh():
+        parts = _parts_of(ops, "gather", path, value, axis, devices, options.timeout_seconds)
+        whole, carried = parts.value, without_deadline(options)
+        program = replicating(
+            "gathered", line_of(whole.devices, AXIS), _gathered, (whole.replicated,), carried, axis
+        )
+        settings = (path, axis, carried)
+        call = Call(
+            program, (whole.tree,), whole.devices, f"`{name}.gather`", options, settings=settings
+        )
+        joined = delivered(Mirrored.of(run(call), whole.devices), (first,))
+        leaves, treedef = jax.tree.flatten(joined)
+        return treedef.unflatten(map(_without_padding, leaves, parts.axes, parts.shapes))
+
+
+def _gathered(trees: Sequence[Any], scope: Scope, axis: int) -> Any:
+    return gather.all_gather(trees[0], AXIS, axis=axis, scope=scope)
+
+
+def _without_padding(
+    array: jax.Array, axes: tuple[int, ...], shapes: Mapping[int, Shape]
+) -> jax.Array:
+    """Take the padding out of parts that stand side by side along the first of `axes`."""
+    (axis,) = axes
+    sizes = [shapes[i].shape[axis] for i in range(len(shapes))]
+    longest = max(sizes)
+    if min(sizes) == longest:
+        return array
+    pieces = [
+        jax.lax.slice_in_dim(array, i * longest, i * longest + size, axis=axis)
+        for i, size in enumerate(sizes)
+    ]
+    return jnp.concatenate(pieces, axis)

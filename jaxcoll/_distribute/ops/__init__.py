@@ -1,1 +1,0 @@
-"""Cross-device ops: reductions, broadcasts and gathers between programs."""

@@ -1,1 +1,0 @@
-"""Strategies, replica contexts, and functions that run on all replicas."""
