@@ -29,13 +29,15 @@ def assembled(
     *,
     rows: bool,
     exchange: bool = True,
+    uneven: Callable[[dict[int, Any], tuple[jax.Device, ...]], Any] | None = None,
 ) -> Any:
-    """The replicas' tree, each leaf a global array whose part on device i is replica i's value.
+    """Return the replicas' tree, each leaf a global array whose part on device i is replica i's.
 
     `value_of` gives it, and is called for this process's replicas. The parts are `rows` of the
     result, those of IndexedSlices padded to the longest; or else copies, which are compared. Over
     several processes shapes are exchanged, so that all refuse what disagrees; without `exchange`
-    only those of IndexedSlices are, and the program that takes the rows compares the rest.
+    only those of IndexedSlices are, and the program that takes the rows compares the rest. A leaf
+    whose shapes differ is what `uneven` makes of this process's parts, if it is given.
 
     Raises:
       ValueError: a part is no array, or the parts disagree; or no device is of this process.
@@ -47,29 +49,29 @@ def assembled(
             "all belong to other processes."
         )
     values = {i: value_of(i) for i in here}
+    first = values[here[0]]
     # Under the caller's mesh JAX refuses eager operations on other devices.
     with no_mesh():
-        flat, treedef = flattened(values[here[0]])
+        flat, treedef = flattened(first)
         if not flat:
             raise ValueError(
                 f"`{name}` got values without leaves; each needs an array or a number."
             )
-        check_structures(name, values)
+        _check_structures(name, values)
         ragged = [
             rows and is_sparse(leaf)
-            for leaf in jax.tree.leaves(values[here[0]], is_leaf=is_sparse)
+            for leaf in jax.tree.leaves(first, is_leaf=is_sparse)
             for _ in jax.tree.leaves(leaf)
         ]
         arrays = {i: _arrays(name, i, value) for i, value in values.items()}
-        shapes = shapes_of_all(
-            name,
-            arrays,
-            devices if exchange or any(ragged) else (),
-            described(values[here[0]]),
-            digests=not rows,
-        )
+        over = devices if exchange or any(ragged) else ()
+        shapes = shapes_of_all(name, arrays, over, described(first), digests=not rows)
+        differs = []
         for (path, _), of_leaf, free in zip(flat, shapes, ragged, strict=True):
-            check_alike(name, path, of_leaf, axes=(0,) * free)
+            shapes_there = {shape.shape for shape in of_leaf.values()}
+            differs.append(uneven is not None and not free and len(shapes_there) > 1)
+            if not differs[-1]:
+                check_alike(name, path, of_leaf, axes=(0,) * free)
         if any(ragged):
             lengths = [
                 max(shape.shape[0] for shape in of_leaf.values())
@@ -79,14 +81,17 @@ def assembled(
             # The values and the indices of an IndexedSlices follow on one another.
             padded = {i: _padded(value, lengths[::2]) for i, value in values.items()}
             arrays = {i: _arrays(name, i, value) for i, value in padded.items()}
-        places = [devices[i] for i in here]
+        sharding = rows_over(devices) if rows else copies_over(devices)
         leaves = []
-        for column in zip(*arrays.values(), strict=True):
-            placed = jax.device_put([x[None] for x in column] if rows else [*column], places)
+        for own_shape, *column in zip(differs, *arrays.values(), strict=True):
+            parts = [x[None] for x in column] if rows and not own_shape else column
+            placed = jax.device_put(parts, [devices[i] for i in here])
             if isinstance(placed[0], Tracer):
                 refuse_traced(f"A `{name}`")
+            if uneven is not None and own_shape:
+                leaves.append(uneven(dict(zip(here, placed, strict=True)), devices))
+                continue
             shape = (len(devices), *placed[0].shape[1:]) if rows else placed[0].shape
-            sharding = rows_over(devices) if rows else copies_over(devices)
             leaves.append(jax.make_array_from_single_device_arrays(shape, sharding, placed))
         return treedef.unflatten(leaves)
 
@@ -115,7 +120,7 @@ def described(tree: Any) -> str:
     return repr([(path, getattr(leaf, "dense_shape", None)) for path, leaf in flat])
 
 
-def check_structures(name: str, values: Mapping[int, Any]) -> None:
+def _check_structures(name: str, values: Mapping[int, Any]) -> None:
     """Refuse replicas whose trees have different structures."""
     structures = {i: jax.tree.structure(value) for i, value in values.items()}
     first = min(structures)
@@ -127,7 +132,7 @@ def check_structures(name: str, values: Mapping[int, Any]) -> None:
             )
 
 
-def array_of(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
+def _array_of(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
     """One leaf of a replica's value, which must be an array on one device or of the host."""
     leaf = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
     if isinstance(value, Tracer):
@@ -179,7 +184,7 @@ def _without(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
 
 
 def _arrays(name: str, replica: int, value: Any) -> list[np.ndarray | jax.Array]:
-    return [array_of(name, replica, path, leaf) for path, leaf in flattened(value)[0]]
+    return [_array_of(name, replica, path, leaf) for path, leaf in flattened(value)[0]]
 
 
 def _padded(value: Any, lengths: Sequence[int]) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoll._distribute.assemble import array_of, check_alike, check_structures, described
-from jaxcoll._distribute.per_replica import DistributedValues, PerReplica, Uneven
-from jaxcoll._distribute.replica_axis import rows_over, shapes_of_all
+from jaxcoll._distribute.assemble import assembled
+from jaxcoll._distribute.per_replica import PerReplica, Uneven, is_distributed
+from jaxcoll._distribute.replica_axis import rows_over
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.placement import host_array, place
 from jaxcoll._plan.packs.leaves import flattened
@@ -52,32 +52,12 @@ def distributed(caller: str, values: Mapping[int, Any], devices: tuple[jax.Devic
     `values` are the trees of this process's replicas. All processes exchange shapes, so that each
     leaf is of one kind on all of them.
     """
-    flat, treedef = flattened(next(iter(values.values())), is_sparse)
-    check_structures(caller, values)
-    rows = {
-        i: [
-            leaf if is_sparse(leaf) else array_of(caller, i, path, leaf)
-            for (path, _), leaf in zip(flat, treedef.flatten_up_to(value), strict=True)
-        ]
-        for i, value in values.items()
-    }
-    dense = {i: [leaf for leaf in row if not is_sparse(leaf)] for i, row in rows.items()}
-    shapes = iter(shapes_of_all(caller, dense, devices, described(next(iter(values.values())))))
-    leaves: list[DistributedValues] = []
-    for (path, first), *parts in zip(flat, *rows.values(), strict=True):
-        leaf = Uneven.of(dict(zip(rows, parts, strict=True)), devices)
-        if is_sparse(first):
-            leaves.append(leaf.assembled())
-            continue
-        of_leaf = next(shapes)
-        if len({shape.shape for shape in of_leaf.values()}) == 1:
-            check_alike(caller, path, of_leaf)
-            leaves.append(leaf.assembled())
-        else:
-            with no_mesh():
-                placed = jax.device_put(parts, [devices[i] for i in rows])
-            leaves.append(Uneven.of(dict(zip(rows, placed, strict=True)), devices))
-    return treedef.unflatten(leaves)
+    tree = assembled(caller, devices, values.__getitem__, rows=True, uneven=Uneven.of)
+    return jax.tree.map(
+        lambda leaf: leaf if is_distributed(leaf) else PerReplica.of(leaf, devices),
+        tree,
+        is_leaf=lambda node: is_distributed(node) or is_sparse(node),
+    )
 
 
 def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
