@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from jaxcoll._distribute.all_reduce_ops import AllReduceCrossDeviceOps, Route, grid_of
 from jaxcoll._distribute.arguments import devices_named
 from jaxcoll._plan import checks
-from jaxcoll._plan.algorithms import TENSORFLOW, canonical, check_fits
+from jaxcoll._plan.algorithms import canonical, check_fits
 from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.packs.packing import PackingRule
 from jaxcoll._plan.world import World
 
 
@@ -70,24 +71,10 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
         super().__init__("nccl", num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         name = type(self).__name__
         workers = _workers_of(worker_devices, num_gpus_per_worker, name)
-        tuples, per_worker = parse_spec(all_reduce_spec), len(workers[0])
-        for line in tuples:
-            try:
-                check_fits(line.algorithm, line.shards, World(sizes=(len(workers), per_worker)))
-            except ValueError as error:
-                raise ValueError(
-                    f"`all_reduce_spec` does not fit {len(workers)} workers of {per_worker} "
-                    f"devices: {error}"
-                ) from None
         self._group = tuple(device for worker in workers for device in worker)
         self._mesh = grid_of(self._group, len(workers))
-        self._routes = tuple(
-            Route(
-                CommunicationOptions(algorithm=line.algorithm, shards=line.shards),
-                self._packing,
-                line.limit,
-            )
-            for line in tuples
+        self._routes = routes_of(
+            all_reduce_spec, self._packing, World(sizes=self._mesh.devices.shape)
         )
         del self._arguments["all_reduce_alg"]
         self._arguments = {
@@ -137,64 +124,42 @@ def _workers_of(
     return tuple(devices[k : k + count] for k in range(0, len(devices), count))
 
 
-EXPECTED = (
-    'a name such as "nccl/xring", a tuple (name, shards, limit in bytes) of which the last two '
-    "may be left out, or a list of such tuples"
-)
-
-
-class SpecTuple(NamedTuple):
-    """One line of a specification."""
-
-    algorithm: str  # a canonical name
-    shards: int = 1  # how many parts each array is cut in, or how many owners a shuffle has
-    limit: int = -1  # bytes up to which an array is for this line; -1: any
-
-
-def parse_spec(spec: Any) -> tuple[SpecTuple, ...]:
-    """Return a specification in any of its forms as lines with rising limits, the last without one.
+def routes_of(spec: Any, packing: PackingRule | None, world: World) -> tuple[Route, ...]:
+    """Return a route for each tuple of a specification in any of its forms.
 
     Raises:
-      ValueError: it has no such form; a name, number or limit is invalid; the limits do not rise,
-        or do not end in -1.
-
-    Examples:
-      >>> for line in parse_spec([("nccl", 2, 1024), ("pscpu/pscpu",)]): print(*line)
-      native 2 1024
-      shuffle/shuffle 1 -1
+      ValueError: it has no such form; a tuple does not fit the workers and devices of `world`; the
+        limits do not rise, or do not end in -1.
     """
     if isinstance(spec, str):
         spec = (spec,)
     tuples = [spec] if isinstance(spec, tuple) else spec
-    if not isinstance(tuples, list) or not tuples:
-        checks.refuse("all_reduce_spec", EXPECTED, spec)
-    lines = tuple(map(_line, tuples))
-    *limits, last = [line.limit for line in lines]
-    if last != -1 or -1 in limits or sorted(set(limits)) != limits:
-        raise ValueError(
-            "the limits of `all_reduce_spec` must increase from tuple to tuple and end in -1, any "
-            f"size; got {[*limits, last]} in {spec!r}."
+    if not isinstance(tuples, list) or not tuples or not all(map(_may_be_route, tuples)):
+        expected = (
+            'a name such as "nccl/xring", a tuple (name, shards, limit in bytes) of which the last '
+            "two may be left out, or a list of such tuples"
         )
-    return lines
+        checks.refuse("all_reduce_spec", expected, spec)
+    routes = []
+    for item in tuples:
+        name, shards, limit = (*item, *(1, -1)[len(item) - 1 :])
+        try:
+            options = CommunicationOptions(algorithm=name, shards=shards)
+            check_fits(canonical(name), options.shards, world)
+        except ValueError as error:
+            workers, devices = world.sizes
+            over = f"{workers} workers of {devices} devices"
+            raise ValueError(f"`all_reduce_spec` has {item!r}, for {over}: {error}") from None
+        routes.append(Route(options, packing, limit))
+    *limits, last = [route.limit for route in routes]
+    integers = all(checks.is_integer(limit) and limit >= 0 for limit in limits)
+    if last != -1 or not integers or sorted(set(limits)) != limits:
+        raise ValueError(
+            "the limits of `all_reduce_spec` must be numbers of bytes that increase from tuple to "
+            f"tuple, and end in -1, any size; got {[*limits, last]} in {spec!r}."
+        )
+    return tuple(routes)
 
 
-def _line(item: Any) -> SpecTuple:
-    if not isinstance(item, tuple) or not 1 <= len(item) <= 3 or not isinstance(item[0], str):
-        checks.refuse("all_reduce_spec", EXPECTED, item)
-    name, shards, limit = (*item, *(1, -1)[len(item) - 1 :])
-    try:
-        algorithm = canonical(name)
-    except ValueError:
-        algorithm = ""
-    if not algorithm or algorithm.count("/") > 1:
-        raise ValueError(
-            f"`all_reduce_spec` names the algorithm {name!r}; expected one of "
-            f"{', '.join(TENSORFLOW)}, or two of them as 'within a worker/between workers'."
-        )
-    integers = checks.is_integer(shards) and checks.is_integer(limit)
-    if not integers or shards < 1 or limit < -1:
-        raise ValueError(
-            "`all_reduce_spec` expects a positive number of shards, and a limit that is a number "
-            f"of bytes, or -1 for any size; got {item!r}."
-        )
-    return SpecTuple(algorithm, int(shards), int(limit))
+def _may_be_route(item: Any) -> bool:
+    return isinstance(item, tuple) and 1 <= len(item) <= 3 and isinstance(item[0], str)

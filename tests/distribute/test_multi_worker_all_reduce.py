@@ -1,15 +1,21 @@
 """MultiWorkerAllReduce: workers of several devices, eight algorithms, an algorithm for each size."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
 from cases import of_replicas
 
+from jaxcoll._distribute.multi_worker_all_reduce import routes_of
+from jaxcoll._plan.world import World
 from jaxcoll.distribute import Mirrored, MultiWorkerAllReduce, PerReplica
 
 EIGHT = (
     "nccl", "xring", "pscpu", "psgpu", "nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu"
 )  # fmt: skip
+OURS = {"nccl": "native", "xring": "ring", "rechd": "halving_doubling"}
+OURS |= {"pscpu": "shuffle", "psgpu": "shuffle"}
 ALGORITHM = pytest.mark.parametrize("alg", EIGHT)
 
 
@@ -78,6 +84,57 @@ def test_packing_is_within_the_tuple(programs):
         assert (found["collective-permute"], found["all-reduce"]) == (permutes, 1)
 
 
+# The specification
+
+
+def parsed(spec):
+    return [
+        (route.options.algorithm, route.options.shards, route.limit)
+        for route in routes_of(spec, None, World(sizes=(2, 4)))
+    ]
+
+
+class Named(NamedTuple):
+    alg: str
+    shards: int
+    limit: int
+
+
+@ALGORITHM
+def test_the_eight_algorithms(alg):
+    inside, _, between = alg.rpartition("/")
+    want = "/".join(OURS[part] for part in (inside, between) if part)
+    assert parsed(alg) == parsed(alg.upper()) == [(want, 1, -1)]
+
+
+def test_L74_the_forms():
+    for spec in ("xring", ("xring",), [("xring",)], ("xring", 1), ("xring", np.int64(1), -1)):
+        assert parsed(spec) == [("ring", 1, -1)]
+    named = [Named("nccl", 2, 1024), Named("ring/halving_doubling", 2, -1)]
+    assert parsed(named) == [("native", 2, 1024), ("ring/halving_doubling", 2, -1)]
+    assert parsed(named[1]) == parsed(named)[1:]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        *((spec, "must be a name such as .*, or a list of such tuples; got ")
+          for spec in ((), ("xring", 1, -1, 0), ["xring"], {}, [], 3, (1, "xring"), [("nccl",), 3])),
+        *((spec, "has .*, for 2 workers of 4 devices: `algorithm` must be None or one of native")
+          for spec in ("", "nccl/", ("max", 1, -1))),
+        ("nccl/xring/xring", "one part for each axis from inner to outer"),
+        *((("nccl", shards), "for 2 workers of 4 devices: `shards` must be a non-negative integer")
+          for shards in (-1, 1.0, True)),
+        (("pscpu/pscpu", 3), "`shards` is 3, but the shuffle of 'shuffle/shuffle' runs over 2 replicas"),
+        *(([("nccl", 1, first), ("xring", 1, 4), ("nccl", 1, last)], "that increase .* and end in -1")
+          for first, last in ((8, -1), (4, -1), (-1, -1), (2, 8), (-2, -1), (1.5, -1), (True, -1))),
+    ],
+)  # fmt: skip
+def test_L73_L74_what_is_malformed_is_refused(spec, message):
+    with pytest.raises(ValueError, match="all_reduce_spec.*" + message):
+        parsed(spec)
+
+
 # Workers
 
 
@@ -115,8 +172,6 @@ def test_workers_are_neighbours_or_lists_of_devices_in_any_order(programs):
         ((["a", "b"], -1), "`num_gpus_per_worker` must be a non-negative integer .*; got -1"),
         (([["cpu:0"], ["cpu:1", "cpu:2"]], 1), "`num_gpus_per_worker` devices, which is 1; worker 1 has 2"),
         (([["cpu:0"], ["cpu:0"]], 1), "got a device twice: cpu:0"),
-        ((["a", "b"], 2, ("pscpu/pscpu", 3)), "`all_reduce_spec` does not fit 2 workers of 2 devices: "
-         "`shards` is 3, but the shuffle of 'shuffle/shuffle' runs over 2 replicas"),
         ((["a", "b"], 2, ("pscpu", 5)), "runs over 4 replicas, and each shard needs an owner"),
         ((["a", "b"], 1, "nccl", -1), "`num_packs` must be a non-negative integer"),
     ],
