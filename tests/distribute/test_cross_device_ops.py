@@ -1,7 +1,6 @@
 """CrossDeviceOps: rows of facts/tensorflow_cases.md, laws, and what is refused."""
 
 import functools
-import operator
 import re
 
 import jax
@@ -19,6 +18,7 @@ from cases import (
     rows,
     tree,
 )
+from distribute.test_reductions import KINDS
 from jax.sharding import NamedSharding
 
 import jaxcoll as jc
@@ -31,15 +31,10 @@ from jaxcoll.distribute import Mirrored, NcclAllReduce, PerReplica, ReductionToO
 P = jax.sharding.PartitionSpec
 
 OPS = {
-    "one": ReductionToOneDevice(),
-    "one-cpu0": ReductionToOneDevice(reduce_to_device="/device:CPU:0"),
-    "one-add_n": ReductionToOneDevice(None, functools.partial(functools.reduce, operator.add)),
-    "nccl": NcclAllReduce(),
-    "nccl-packs0": NcclAllReduce(num_packs=0),
-    "nccl-packs3": NcclAllReduce(num_packs=3),
-    "hierarchical-packs8": jc.distribute.HierarchicalCopyAllReduce(num_packs=8),
-    "hierarchical-small": jc.distribute.AllReduceCrossDeviceOps("hierarchical_copy", 0, 100, 10),
-}  # fmt: skip
+    name: KINDS[name](8)
+    for name in ("one", "one-add_n", "nccl", "nccl-packs3", "hierarchical-packs8")
+}
+NCCL = NcclAllReduce()
 EVERY = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
 SIMPLE = pytest.mark.parametrize("ops", [OPS["one"], OPS["nccl"]], ids=["one", "nccl"])
 
@@ -62,34 +57,32 @@ def test_L2_L41_16_bit_floats_keep_their_type(ops, dtype):
     assert np.isinf(total.astype("f").item()) == (dtype == np.float16)
 
 
-@EVERY
-def test_L4_booleans_are_refused(ops):
+def test_L4_booleans_are_refused():
     value = PerReplica([{"ok": True}, {"ok": False}])
     with pytest.raises(ValueError, match=r"cannot reduce leaf \['ok'\]: booleans have no sum"):
-        ops.reduce("sum", value, value)
+        NCCL.reduce("sum", value, value)
     with pytest.raises(ValueError, match=r"cannot reduce leaf \[1\]\['ok'\]: booleans"):
-        ops.batch_reduce("mean", [(PerReplica([1, 2]), "cpu:0"), (value, "cpu:0")])
+        NCCL.batch_reduce("mean", [(PerReplica([1, 2]), "cpu:0"), (value, "cpu:0")])
     with pytest.raises(ValueError, match=r"cannot reduce the value: a typed PRNG key has no sum"):
-        ops.reduce("sum", jax.random.key(0), "cpu:0")
+        NCCL.reduce("sum", jax.random.key(0), "cpu:0")
 
 
-@SIMPLE
 @pytest.mark.parametrize(
     "bad", ["", "cpu", "cpu:x", "xpu:0", "cpu:8", [0], (1,), 3, None, np.ones(2), "job:a/cpu:0"]
 )
-def test_L10_a_destination_that_is_no_device_is_refused(ops, bad):
+def test_L10_a_destination_that_is_no_device_is_refused(bad):
     value = PerReplica([1.0, 2.0])
     message = (
         r"(expects destinations to be a PerReplica, a Mirrored, a jax.Array, a device or a device "
         r"string|expects a device string such as|but there is no such device. There are: cpu:0, )"
     )
     with pytest.raises(ValueError, match="`reduce` .*" + message):
-        ops.reduce("sum", value, bad)
+        NCCL.reduce("sum", value, bad)
     with pytest.raises(ValueError, match=r"`batch_reduce\[1\]` .*" + message):
-        ops.batch_reduce("sum", [(value, value), (value, bad)])
+        NCCL.batch_reduce("sum", [(value, value), (value, bad)])
     with pytest.raises(ValueError, match="`broadcast` .*" + message):
-        ops.broadcast(1.0, bad)
-    assert ops.reduce("sum", value, "cpu:0").item() == 3.0
+        NCCL.broadcast(1.0, bad)
+    assert NCCL.reduce("sum", value, "cpu:0").item() == 3.0
 
 
 @pytest.mark.parametrize(
@@ -136,12 +129,11 @@ def test_L11_a_number_is_a_value_of_one_replica(ops, five):
         assert result.devices() == {jax.devices()[3]}
 
 
-@SIMPLE
-def test_L13_what_batch_reduce_takes(ops):
+def test_L13_what_batch_reduce_takes():
     value = PerReplica([1.0, 2.0])
-    assert ops.batch_reduce("sum", []) == []
+    assert NCCL.batch_reduce("sum", []) == []
     generator = ((value, value) for _ in range(2))
-    assert [r[1].item() for r in ops.batch_reduce("sum", generator)] == [3.0, 3.0]
+    assert [r[1].item() for r in NCCL.batch_reduce("sum", generator)] == [3.0, 3.0]
     expected = r"`batch_reduce` expects an iterable of tuples \(value, destinations\); "
     for bad, found in (
         (3, "got 3"),
@@ -152,19 +144,7 @@ def test_L13_what_batch_reduce_takes(ops):
         ("ab", "item 0 is a str"),
     ):
         with pytest.raises(ValueError, match=expected + found):
-            ops.batch_reduce("sum", bad)
-
-
-@SIMPLE
-def test_L14_plain_arrays_reduced_to_their_own_device_are_themselves(ops):
-    x, y = (jax.device_put(np.full((3,), i, "f"), jax.devices()[i]) for i in (1, 2))
-    results = ops.batch_reduce("sum", [(x, x), (y, y)])
-    assert [r.tolist() for r in results] == [[1.0] * 3, [2.0] * 3]
-    assert [type(r) for r in results] == [type(x), type(y)]
-    assert [r.unsafe_buffer_pointer() for r in results] == [
-        x.unsafe_buffer_pointer(),
-        y.unsafe_buffer_pointer(),
-    ]
+            NCCL.batch_reduce("sum", bad)
 
 
 def test_L19_num_packs_cuts_evenly_and_never_mixes_dtypes():
@@ -199,11 +179,10 @@ def test_accumulation_fn_is_applied_to_the_components_and_mean_divides_it(n):
     assert (integers["a"].item(), integers["a"].dtype) == (1.5, np.float32)
 
 
-@SIMPLE
-def test_it_stands_between_two_pmaps(ops):
+def test_it_stands_between_two_pmaps():
     """What `jax.pmap` returns goes in, what `jax.pmap` takes comes out."""
     grads = jax.pmap(lambda x: {"w": x * x})(rows(8, 4))
-    result = ops.reduce("mean", PerReplica.from_global(grads), PerReplica.from_global(grads))
+    result = NCCL.reduce("mean", PerReplica.from_global(grads), PerReplica.from_global(grads))
     again = jax.pmap(lambda x, g: x + g["w"], in_axes=(0, None))(rows(8, 4), result.tree)
     want = np.asarray(rows(8, 4))
     np.testing.assert_array_equal(again, want + np.mean(want**2, 0))
@@ -225,27 +204,26 @@ def test_the_mesh_that_a_program_has_set_is_no_hindrance(ops, seconds):
 
 
 @SIMPLE
-def test_one_replica_in_place_comes_back_as_it_is(ops):
-    x = jax.device_put(np.ones(5, "f"), jax.devices()[2])
+def test_L14_one_replica_in_place_comes_back_as_it_is(ops):
+    x, y = (jax.device_put(np.full(5, i, "f"), jax.devices()[i]) for i in (1, 2))
     one = Mirrored.from_global({"x": x})
     for op in ("sum", "mean"):
-        assert ops.reduce(op, x, "cpu:2").unsafe_buffer_pointer() == x.unsafe_buffer_pointer()
-        same = ops.reduce(op, one, one)["x"]
-        assert same.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()
+        results = ops.batch_reduce(op, [(x, x), (y, "cpu:2"), (one, one)])
+        pointers = [r.unsafe_buffer_pointer() for r in (*results[:2], results[2]["x"])]
+        assert pointers == [r.unsafe_buffer_pointer() for r in (x, y, x)]
 
 
-@SIMPLE
-def test_broadcast_keeps_the_copies_that_are_in_place(ops):
+def test_broadcast_keeps_the_copies_that_are_in_place():
     x = jax.device_put(np.ones(5, "f"), jax.devices()[2])
     pointer = x.unsafe_buffer_pointer()
-    result = ops.broadcast({"x": x}, on(devices(4)))
+    result = NCCL.broadcast({"x": x}, on(devices(4)))
     assert result[2]["x"].unsafe_buffer_pointer() == pointer
-    assert ops.broadcast(x, "cpu:2").unsafe_buffer_pointer() == pointer
-    again = ops.broadcast(result, on(jax.devices()[3::-1]))
+    assert NCCL.broadcast(x, "cpu:2").unsafe_buffer_pointer() == pointer
+    again = NCCL.broadcast(result, on(jax.devices()[3::-1]))
     assert again.devices == tuple(jax.devices()[3::-1])
     assert again[1]["x"].unsafe_buffer_pointer() == pointer
-    assert ops.broadcast(result, "cpu:2")["x"].unsafe_buffer_pointer() == pointer
-    wider = ops.broadcast(result, on(jax.devices()[2:7]))
+    assert NCCL.broadcast(result, "cpu:2")["x"].unsafe_buffer_pointer() == pointer
+    wider = NCCL.broadcast(result, on(jax.devices()[2:7]))
     assert wider[0]["x"].unsafe_buffer_pointer() == pointer
     assert wider[4]["x"].tolist() == [1.0] * 5
 
@@ -294,15 +272,14 @@ def requested(value, packing, options=None):
     return [(d, int(np.prod([int(k) for k in s.split(",") if k]))) for d, s in found]
 
 
-@EVERY
 @pytest.mark.parametrize("options", [3, "ring", {"bytes_per_pack": 1}])
-def test_options_of_another_type_are_refused(ops, options):
+def test_options_of_another_type_are_refused(options):
     value = PerReplica([1.0, 2.0])
     with pytest.raises(ValueError, match="`options` must be a CommunicationOptions or None; got"):
-        ops.reduce("sum", value, value, options=options)
+        NCCL.reduce("sum", value, value, options=options)
     with pytest.raises(ValueError, match="`options` must be"):
-        ops.batch_reduce("sum", [], options=options)
-    assert ops.reduce("sum", value, value)[0].item() == 3.0
+        NCCL.batch_reduce("sum", [], options=options)
+    assert NCCL.reduce("sum", value, value)[0].item() == 3.0
 
 
 def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
@@ -323,46 +300,43 @@ def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
 # Bad input
 
 
-@EVERY
 @pytest.mark.parametrize("op", ["max", "", None, 3, jnp.maximum])
-def test_an_op_that_is_no_reduction_is_refused(ops, op):
+def test_an_op_that_is_no_reduction_is_refused(op):
     value, words = (
         PerReplica([1.0, 2.0]),
         "`reduce_op` must be a ReduceOp or one of the strings SUM",
     )
     with pytest.raises(ValueError, match=words):
-        ops.reduce(op, value, value)
+        NCCL.reduce(op, value, value)
     with pytest.raises(ValueError, match=words):
-        ops.batch_reduce(op, [(value, value)])
+        NCCL.batch_reduce(op, [(value, value)])
 
 
-@SIMPLE
-def test_a_value_that_is_none_is_refused(ops):
+def test_a_value_that_is_none_is_refused():
     words = (
         r"`reduce` expects a PerReplica, a Mirrored, an array or a number; got .*"
         r"`PerReplica` takes a list with each replica's value"
     )
     for bad in ([1.0, 2.0], (1.0,), {"a": 1.0}, "1", None, object()):
         with pytest.raises(ValueError, match=words):
-            ops.reduce("sum", bad, "cpu:0")
+            NCCL.reduce("sum", bad, "cpu:0")
     wide = jax.pmap(lambda x: x)(np.arange(8.0))
     with pytest.raises(ValueError, match="got an array over 8 devices, which does not say"):
-        ops.reduce("sum", wide, wide)
-    assert ops.reduce("sum", PerReplica.from_global(wide), wide)[7].item() == 28.0
+        NCCL.reduce("sum", wide, wide)
+    assert NCCL.reduce("sum", PerReplica.from_global(wide), wide)[7].item() == 28.0
     expected = "`broadcast` expects arrays or numbers, or a Mirrored; "
     with pytest.raises(ValueError, match=expected + "the value is PerReplica"):
-        ops.broadcast(PerReplica([1, 2]), "cpu:0")
+        NCCL.broadcast(PerReplica([1, 2]), "cpu:0")
     with pytest.raises(ValueError, match=expected + r"leaf \['a'\]\[1\] is 'x' \(str\)"):
-        ops.broadcast({"a": [1, "x"]}, "cpu:0")
+        NCCL.broadcast({"a": [1, "x"]}, "cpu:0")
 
 
-@SIMPLE
-def test_it_is_for_use_between_programs(ops):
+def test_it_is_for_use_between_programs():
     value = PerReplica([1.0, 2.0])
     for call in (
-        lambda v: ops.reduce("sum", v, "cpu:0"),
-        lambda v: ops.reduce("sum", v.tree, "cpu:0"),
-        lambda v: ops.reduce("sum", 1.0, v),
+        lambda v: NCCL.reduce("sum", v, "cpu:0"),
+        lambda v: NCCL.reduce("sum", v.tree, "cpu:0"),
+        lambda v: NCCL.reduce("sum", 1.0, v),
     ):
         with pytest.raises(ValueError, match=r"is being traced, .*inside one, `jc.all_reduce`"):
             jax.jit(call)(value)
