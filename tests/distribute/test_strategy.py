@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from cases import CompileCounter, assert_trees_equal, devices
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxcoll as jc
 from jaxcoll.distribute import Mirrored, PerReplica, get_replica_context
@@ -150,21 +152,6 @@ def test_H1_H2_H4_H26_J2_J13_J14_results_of_a_run_are_reduced(s):
     assert s.reduce("sum", nest, axis=None) == (4 * n, 2 * n)
     assert s.reduce("sum", ident, axis=None) == n * (n - 1) / 2
     assert local(s, five) == [5.0] * n
-
-
-@EVERY
-@pytest.mark.parametrize("dtype", ["float32", "int32"])
-def test_H5_L49_uneven_shares_are_weighted_by_element(s, dtype):
-    n = s.num_replicas_in_sync
-    value = of_replica(s, lambda i: np.full((i + 1,), i, dtype))
-    total = sum(i * (i + 1) for i in range(n))
-    assert s.reduce("sum", value, axis=0) == total
-    mean = s.reduce("mean", value, axis=0)
-    np.testing.assert_allclose(mean, total / (n * (n + 1) / 2), rtol=1e-5)
-    assert mean.dtype == np.float32
-    # No sum of float16 overflows where the mean fits.
-    half = s.reduce("mean", of_replica(s, lambda i: np.full(i + 1, 60000, "f2")), 0)
-    assert (half.dtype, float(half)) == (np.float16, 60000)
 
 
 @pytest.mark.parametrize("method", ["reduce", "run", "gather", "extended"])
@@ -371,21 +358,48 @@ def test_A13_A14_K1_K2_K4_K10_K11_gather_and_all_gather(s):
             assert isinstance(mirrored, Mirrored)
             for result in s.experimental_local_results(mirrored):
                 np.testing.assert_array_equal(result, want)
-    own = s.gather(of_replica(s, lambda i: np.array([i, 2 * i])), axis=0)
-    assert own.tolist() == [k * i for i in range(n) for k in (1, 2)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    s=st.sampled_from([STRATEGIES[name] for name in UNLIKE]),
+    op=st.sampled_from(["sum", "mean"]),
+    axis=st.sampled_from([0, 1, -1, -2, (0, 2), [1, -3], (0, 1, 2)]),
+    form=st.sampled_from(["even", "uneven", "copies"]),
+    dtype=st.sampled_from(["float32", "int32", "float16", "bfloat16"]),
+    seed=st.integers(0, 99),
+)
+def test_H5_H8_K5_L32_L34_L49_L50_along_axes_is_numpys_result_over_all_elements(
+    s, op, axis, form, dtype, seed
+):
+    """Uneven shares are weighted by element; leaves of a tree are reduced and gathered alone."""
+    n, rng = s.num_replicas_in_sync, np.random.default_rng(seed)
+    first = np.atleast_1d(axis)[0]
+    parts = []
+    for _ in range(n):
+        shape = [2, 3, 4]
+        shape[first] = rng.integers(0 if parts else 1, 4) if form == "uneven" else 2
+        parts.append(rng.integers(-4, 5, shape).astype(jnp.dtype(dtype)))
+    if form == "copies":
+        parts = parts[:1] * n
+        value = Mirrored(parts, devices=s.devices)
+    else:
+        value = of_replica(s, parts.__getitem__)
+    got = s.reduce(op, {"x": [value]}, axis)["x"][0]
+    axes = tuple(np.atleast_1d(axis))
+    want = sum(part.astype("f8").sum(axes) for part in parts)
+    if op == "mean":
+        want /= sum(np.prod([part.shape[k] for k in axes]) for part in parts)
+    assert got.dtype == ("float32" if dtype == "int32" and op == "mean" else dtype)
+    np.testing.assert_allclose(np.asarray(got, "f8"), want, rtol=1e-2, atol=1e-4)
+    if isinstance(axis, int):
+        np.testing.assert_array_equal(s.gather([value], axis)[0], np.concatenate(parts, axis))
 
 
 @EVERY
-@pytest.mark.parametrize(("axis", "kept"), [(0, 1), (1, 0), (-1, 0), (-2, 1)])
-def test_K5_L32_L34_parts_of_unequal_sizes(s, axis, kept):
-    n = s.num_replicas_in_sync
-    shape = lambda i: (i + 1, 1) if kept else (1, i + 1)
-    value = of_replica(s, lambda i: np.full(shape(i), i, "f"))
-    want = np.concatenate([np.full(shape(i), i, "f") for i in range(n)], axis)
-    np.testing.assert_array_equal(s.gather(value, axis), want)
-    assert isinstance(value, jc.DistributedValues)
-    doubled = jax.tree.map(lambda x: 2 * x, {"x": value})
-    np.testing.assert_array_equal(s.gather(doubled, axis)["x"], 2 * want)
+def test_a_mean_along_an_axis_fits_where_its_sum_overflows(s):
+    half = s.reduce("mean", of_replica(s, lambda i: np.full(i + 1, 60000, "f2")), 0)
+    assert (half.dtype, float(half)) == (np.float16, 60000)
 
 
 @pytest.mark.parametrize("s", [PAIR, STRATEGIES["multi"]], ids=["2", "8"])
@@ -449,32 +463,6 @@ def test_a_list_is_a_tree_of_values():
 
 
 @EVERY
-def test_H8_L50_a_mean_along_axes_is_that_of_all_elements(s):
-    n = s.num_replicas_in_sync
-    x = np.random.default_rng(0).standard_normal((n, 3, 4, 5)).astype("f")
-    tree = {
-        "x": PerReplica(list(x), devices=s.devices),
-        "y": PerReplica(list(2 * x), devices=s.devices),
-    }
-    for op, axis in (
-        ("sum", 0),
-        ("mean", 0),
-        ("sum", (0, 2)),
-        ("mean", [1, -3]),
-        ("mean", (0, 1, 2)),
-    ):
-        over = (0, *(k % 3 + 1 for k in np.atleast_1d(axis)))
-        want = getattr(np, op)(x, over)
-        got = s.reduce(op, tree, axis)
-        np.testing.assert_allclose(got["x"], want, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(got["y"], 2 * want, rtol=1e-4, atol=1e-5)
-    held = PerReplica([{"a": v} for v in x], devices=s.devices)
-    np.testing.assert_allclose(s.reduce("mean", held, 1)["a"], x.mean((0, 2)), rtol=1e-4, atol=1e-5)
-    copies = Mirrored([x[0]] * n, devices=s.devices)
-    np.testing.assert_allclose(s.reduce("sum", copies, 1), n * x[0].sum(1), rtol=1e-4, atol=1e-4)
-
-
-@EVERY
 def test_reduce_to_and_broadcast_to_say_where(s):
     value = of_replica(s, float)
     result = s.extended.reduce_to("sum", value, value)
@@ -532,16 +520,16 @@ def test_options_of_the_strategy_of_run_and_of_the_call():
 
     from jaxcoll._distribute.replica_program import replica_program
 
-    for s, settings, rings in (
+    for s, options, rings in (
         (STRATEGIES["multi-ring"], jc.CommunicationOptions(), 1),
         (STRATEGIES["multi"], ring, 1),
         (STRATEGIES["multi"], jc.CommunicationOptions(), 0),
         (STRATEGIES["multi-ring"], native, 0),
     ):
-        out = s.run(step, (x,), options=settings)
+        out = s.run(step, (x,), options=options)
         assert [type(v) for v in out] == [Mirrored, Mirrored]
         assert [v[3].tolist() for v in out] == [[8.0] * 16, [1.0] * 16]
-        program, *_ = replica_program(s.devices, step, s._options.merge(settings), s._context)
+        program, *_ = replica_program(s.devices, step, s._options.merge(options), s._context)
         text = program.lower((x,), {}).as_text()
         assert ("collective_permute" in text) == bool(rings)
 
