@@ -161,8 +161,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             reductions[0].value.devices, batch.reduce_op, batch.options, replicated
         )
         # One program has one order of devices, and a sum does not care in which it is made.
-        trees = [r.value.reordered(devices).tree for r in reductions]
+        values = [r.value for r in reductions]
+        values = [v if v.devices == devices else v.reordered(devices) for v in values]
         settings = (batch.reduce_op, routes, batch.structure)
+        trees = [value.tree for value in values]
         return Call(program, trees, devices, batch.name, batch.options, settings=settings)
 
 

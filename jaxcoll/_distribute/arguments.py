@@ -16,7 +16,6 @@ from jaxcoll._distribute.per_replica import (
     DistributedValues,
     Mirrored,
     Uneven,
-    is_distributed,
 )
 from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, replicating
 from jaxcoll._mesh.mesh import checked_devices, line_of, of_this_process, span_processes
@@ -55,7 +54,7 @@ def taken(
     Raises:
       ValueError: it is something else, or lies on other devices.
     """
-    if is_distributed(value):
+    if isinstance(value, DistributedValues):
         return over_group(name, value, group)
     if isinstance(value, Tracer):
         refuse_traced(f"`{caller}`: the value")
@@ -120,7 +119,7 @@ def first_of_each_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ..
 
 def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...]:
     """Return the devices that a result is wanted on, in the order of the replicas."""
-    if is_distributed(destinations):
+    if isinstance(destinations, DistributedValues):
         return destinations.devices
     if isinstance(destinations, jax.Array) and not isinstance(destinations, Tracer):
         return tuple(destinations.sharding.devices_indices_map(destinations.shape))
@@ -232,7 +231,7 @@ def check_here(device: jax.Device) -> None:
         )
 
 
-def copy_near(value: Mirrored, devices: tuple[jax.Device, ...]) -> Any:
+def copy_near(value: DistributedValues, devices: tuple[jax.Device, ...]) -> Any:
     """Return the copy of `value` that lies on one of `devices`, or any, of this process."""
     here = of_this_process(value.devices)
     return value[next((i for i in here if value.devices[i] in devices), here[0])]

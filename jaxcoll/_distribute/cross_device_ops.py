@@ -231,7 +231,7 @@ class CrossDeviceOps(abc.ABC):
                 for (call, of_call), totals in zip(calls, returned, strict=True):
                     for r, total in zip(of_call, totals, strict=True):
                         if len(call.devices) > 1:
-                            total = Mirrored.of(total, call.devices)
+                            total = Mirrored.of(total, tuple(call.devices))
                         r.result = delivered(total, r.destinations)
             return [r.result for r in reductions]
 

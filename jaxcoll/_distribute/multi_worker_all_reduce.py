@@ -142,7 +142,7 @@ def routes_of(spec: Any, packing: PackingRule | None, world: World) -> tuple[Rou
         checks.refuse("all_reduce_spec", expected, spec)
     routes = []
     for item in tuples:
-        name, shards, limit = (*item, *(1, -1)[len(item) - 1 :])
+        name, shards, limit = item[0], *(*item[1:], *(1, -1)[len(item) - 1 :])
         try:
             options = CommunicationOptions(algorithm=name, shards=shards)
             check_fits(canonical(name), options.shards, world)

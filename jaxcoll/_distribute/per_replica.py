@@ -21,7 +21,7 @@ from jaxcoll._distribute.replica_axis import (
     without_row,
 )
 from jaxcoll._mesh.mesh import checked_devices, no_mesh
-from jaxcoll._mesh.placement import is_in_place, viewed
+from jaxcoll._mesh.placement import viewed
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._show.units import counted
 
@@ -49,15 +49,18 @@ class DistributedValues:
     """The global arrays, in the structure of one replica's value."""
     replicated: ClassVar[bool]
     """True if every device holds the same, False if each holds a row of its own."""
-    _parts_on: tuple[jax.Device, ...] | None = None  # the devices, where arrays do not say them
 
-    def __init_subclass__(cls, *, replicated: bool) -> None:
+    def __init_subclass__(cls, *, replicated: bool, of_parts: bool = False) -> None:
         cls.replicated = replicated
+        # Global arrays say themselves what they lie on, after a transformation as before.
         jax.tree_util.register_pytree_with_keys(
             cls,
-            lambda value: (((jax.tree_util.GetAttrKey("tree"), value.tree),), value._parts_on),
-            lambda parts_on, children: cls.of(*children, parts_on),
-            lambda value: ((value.tree,), value._parts_on),
+            lambda value: (
+                ((jax.tree_util.GetAttrKey("tree"), value.tree),),
+                value.devices if of_parts else None,
+            ),
+            lambda devices, children: cls.of(next(iter(children)), devices),
+            lambda value: ((value.tree,), value.devices if of_parts else None),
         )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -213,10 +216,10 @@ class DistributedValues:
         )
 
     def __copy__(self) -> Self:
-        return type(self).of(self.tree, self._parts_on)
+        return jax.tree.map(lambda leaf: leaf, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self).of(copy.deepcopy(self.tree, memo), self._parts_on)
+        return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)
 
     def __repr__(self) -> str:
         try:
@@ -238,7 +241,10 @@ class DistributedValues:
         """Return a view of it, each leaf checked, and typed by the one mesh of its devices."""
         devices = self.devices
         sharding = self._over(devices)
-        if is_in_place(self.tree, sharding):
+        for leaf in jax.tree.leaves(self.tree):
+            if getattr(leaf, "sharding", None) != sharding or leaf.is_deleted():
+                break
+        else:
             return self
 
         def settle(path: Any, leaf: Any) -> jax.Array:
@@ -258,8 +264,6 @@ class DistributedValues:
     @final
     def reordered(self, devices: tuple[jax.Device, ...]) -> Self:
         """Return a view whose replicas are counted in the order of `devices`: nothing is copied."""
-        if devices == self.devices:
-            return self
         sharding = self._over(devices)
         return self.of(jax.tree.map(lambda leaf: viewed(leaf, sharding), self.tree), devices)
 
@@ -337,16 +341,12 @@ class Mirrored(DistributedValues, replicated=True):
 
 
 @final
-class Uneven(DistributedValues, replicated=False):
+class Uneven(DistributedValues, replicated=False, of_parts=True):
     """One value for each replica whose shapes may differ, so that no global array holds it.
 
     `tree` has the parts of this process's replicas, by their numbers. `strategy.gather` takes it,
     and `strategy.reduce` along an axis.
     """
-
-    @property
-    def _parts_on(self) -> tuple[jax.Device, ...]:
-        return self.devices
 
     def part(self, device: jax.Device) -> Any:
         """Return what lies on `device`."""
