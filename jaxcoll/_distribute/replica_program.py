@@ -49,41 +49,46 @@ def run_on_replicas(
 ) -> Any:
     """Call `function` once on every device, and wait for it if there is a deadline."""
     carried = without_deadline(options)
-    program, inner, claims = replica_program(devices, function, carried, context)
+    program = replica_program(devices, function, carried, context)
     with no_mesh():
-        placed = _ready(caller, program, inner, arguments, devices)
-        compares = claims.found and claims_are_new(claims, placed)
+        placed = program.ready(caller, arguments, devices)
+        compares = program.claims.found and claims_are_new(program.claims, placed)
         if compares:
-            program, inner, claims = replica_program(devices, function, carried, context, True)
-            inner.traced(program, placed)
-        result = run(Call(program, placed, devices, what, options, inner=inner))
-        return checked(claims, line_of(devices, AXIS), (AXIS,))(result) if compares else result
+            program = replica_program(devices, function, carried, context, True)
+            program.inner.traced(program.jitted, placed)
+        result = run(Call(program.jitted, placed, devices, what, options, inner=program.inner))
+        if compares:
+            return checked(program.claims, line_of(devices, AXIS), (AXIS,))(result)
+        return result
 
 
-_last: weakref.WeakKeyDictionary[Any, tuple[InPlace | None, Any, Any]] = weakref.WeakKeyDictionary()
-"""Of each program the arguments of its last call, the structure they got, and JAX's settings."""
+@dataclasses.dataclass(eq=False, slots=True)
+class ReplicaProgram:
+    """A program that runs a function on every device, compiled once for each shape."""
 
+    jitted: Any  # of placed arguments
+    inner: InnerDeadlines  # those that its traces ask for
+    claims: Claims  # what `jc.same` vouches for in it, which is reported if the program compares
+    # The arguments of its last call, the structure they got, and JAX's settings
+    last: tuple[InPlace | None, Any, Any] = (None, None, None)
 
-def _ready(
-    caller: str,
-    program: Any,
-    inner: InnerDeadlines,
-    arguments: tuple[Any, Any],
-    devices: tuple[jax.Device, ...],
-) -> Any:
-    """The arguments as their program wants them; like those of the last call, they are so."""
-    leaves, tree = jax.tree.flatten(arguments)
-    settings = _compat.configuration()
-    last, structure, before = _last.get(program, (None, None, None))
-    if last is not None and settings == before and last.is_like(leaves, tree):
-        return structure.unflatten(leaves)
-    placed = placed_arguments(caller, arguments, devices)
-    # A trace finds the deadlines inside, so shapes are traced before their first call.
-    inner.traced(program, placed)
-    found, structure = jax.tree.flatten(placed)
-    if len(found) == len(leaves) and all(a is b for a, b in zip(found, leaves, strict=True)):
-        _last[program] = InPlace.of(leaves, tree), structure, settings
-    return placed
+    def ready(
+        self, caller: str, arguments: tuple[Any, Any], devices: tuple[jax.Device, ...]
+    ) -> Any:
+        """Return the arguments as it wants them; like those of the last call, they are so."""
+        leaves, tree = jax.tree.flatten(arguments)
+        settings = _compat.configuration()
+        last, structure, before = self.last
+        if last is not None and settings == before and last.is_like(leaves, tree):
+            return structure.unflatten(leaves)
+        placed = placed_arguments(caller, arguments, devices)
+        # A trace finds the deadlines inside, so shapes are traced before their first call.
+        self.inner.traced(self.jitted, placed)
+        placed_leaves, structure = jax.tree.flatten(placed)
+        if len(placed_leaves) == len(leaves):
+            if all(a is b for a, b in zip(placed_leaves, leaves, strict=True)):
+                self.last = InPlace.of(leaves, tree), structure, settings
+        return placed
 
 
 _MOST = 16  # programs of one function, for other devices, options or strategies
@@ -135,13 +140,8 @@ def replica_program(
     options: CommunicationOptions,
     context: ReplicaContext | None,
     compares: bool = False,
-) -> tuple[Any, InnerDeadlines, Claims]:
-    """The program that runs `function` on every device, compiled once for each shape.
-
-    Guarantee: as of `Strategy.run`. Beside the jitted program of placed arguments are the deadlines
-    that its traces ask for, and what `jc.same` vouches for in it, which is reported if it
-    `compares`.
-    """
+) -> ReplicaProgram:
+    """Return the program that runs `function` on every device, as `Strategy.run` guarantees."""
     inner, claims = InnerDeadlines(), Claims(compares)
     name = getattr(function, "__name__", type(function).__name__)
     mesh = line_of(devices, AXIS)
@@ -177,7 +177,7 @@ def replica_program(
         return _distributed(empty, copies, rows, varies)
 
     replica.__name__ = program.__name__ = name  # what messages and profiles show
-    return jax.jit(program), inner, claims
+    return ReplicaProgram(jax.jit(program), inner, claims)
 
 
 @jax.tree_util.register_static
