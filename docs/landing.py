@@ -1,10 +1,10 @@
-"""Puts the first screen of README.md into the landing page, so that it is written once."""
+"""Puts README.md into the landing page, so that it is written once."""
 
 from pathlib import Path
 from typing import Any
 
-_PLACE = "<!-- The first screen of README.md stands here; docs/landing.py puts it in. -->"
-_END = "\n## Install and try"
+_PLACE = "<!-- README.md stands here, without its last section; docs/landing.py puts it in. -->"
+_END = "\n## Read on"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

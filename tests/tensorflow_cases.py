@@ -1,6 +1,6 @@
 """TensorFlow's cases: what its tests assert, and what became of each here.
 
-`python tests/tensorflow_cases.py` writes docs/tensorflow_cases.md from this table. Tests carry the
+`python tests/tensorflow_cases.py` writes tests/tensorflow_cases.md from this table. Tests carry the
 rows that they hold at the beginning of their names: `test_H13_H14_...`.
 
 The letters stand for kinds of rows: A values and options, B cross-device ops in one process, C
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "tensorflow_cases.md"
+PAGE = TESTS / "tensorflow_cases.md"
 
 PASSES = "passes"
 DIFFERS = "differs on purpose"

@@ -10,7 +10,7 @@ import pytest
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 SHORTER = {
     "05_sharding_parameters.ipynb": ("LAYERS, WIDTH = 8, 256", "LAYERS, WIDTH = 8, 64"),
-    "06_less_on_the_wire.ipynb": ("STEPS, EVERY = 300, 30", "STEPS, EVERY = 30, 15"),
+    "06_compression.ipynb": ("STEPS, EVERY = 300, 30", "STEPS, EVERY = 30, 15"),
 }
 SHELL = """
 import json, sys, warnings

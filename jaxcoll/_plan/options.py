@@ -179,7 +179,7 @@ class CommunicationOptions:
         with `shards`, and an outermost ring or halving_doubling. "auto": bf16 for float32 leaves
         of 64 KiB or more over Gloo, and exact sums elsewhere and beside these options. None:
         exact sums; bfloat16 leaves still travel as 16 bits over Gloo, where XLA would widen them.
-        See docs/less_on_the_wire.md.
+        See docs/compression.md.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or

@@ -68,7 +68,7 @@ class Plan(CollectivePlan):
         are padded to as many rows of `lanes` elements on each replica.
       lanes: elements of a row of a half's packs; 1 where leaves are cut along their own rows.
       notes: sentences of whoever made it.
-      predicted: the seconds that it is predicted to take (docs/cost_model.md), if `jc.plan` made
+      predicted: the seconds that it is predicted to take (docs/clusters.md), if `jc.plan` made
         it; a program that is traced predicts nothing.
     """
 

@@ -2,7 +2,7 @@
 
 Times are in seconds and sizes in bytes, but for the table itself, whose units its fields name. Two
 kinds of link are told apart: within an island and between islands. An island is a host, or a slice
-of TPUs; where CPU processes are all on one host, it is one process. docs/cost_model.md has the
+of TPUs; where CPU processes are all on one host, it is one process. docs/clusters.md has the
 sources.
 """
 

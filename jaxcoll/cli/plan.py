@@ -17,7 +17,7 @@ from jaxcoll.cli import flags
 
 EPILOG = """\
 Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted by the
-cost model (docs/cost_model.md).
+cost model (docs/clusters.md).
 """
 
 

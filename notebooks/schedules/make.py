@@ -1,4 +1,4 @@
-"""Compiles the stacks for eight H100s, stores their reports here, and prints the table of docs/overlap.md.
+"""Compiles the stacks for eight H100s, stores their reports here, and prints the table of docs/gpus.md.
 
     JAXCOLL_AOT_PYTHON=... python notebooks/schedules/make.py [NAME ...]
 

@@ -44,13 +44,14 @@ def lines(library):
 
 def test_the_table_has_the_lines_of_each_task():
     counted = [lines(library) for library in LIBRARIES]
-    assert set(TASKS) == set(counted[0]) == set(counted[1])
+    assert set(TASKS) == set(counted[0]) | set(counted[1])
     assert {task: [str(each.get(task, "–")) for each in counted] for task in TASKS} == TASKS
 
 
-@pytest.mark.parametrize("library", ["ours", "plain"])
-@pytest.mark.parametrize("task", sorted(TASKS))
-def test_a_task_is_done(task, library, everyday):
+@pytest.mark.parametrize(
+    ("library", "task"), [(name, task) for name in ("ours", "plain") for task in lines(name)]
+)
+def test_a_task_is_done(library, task, everyday):
     problem, module = everyday["problem"], everyday[library]
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         if task == "what_is_sent":

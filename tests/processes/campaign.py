@@ -5,7 +5,7 @@
 
 The first runs the rows of campaign_faults.py and ends with the number of those that failed; the
 second writes the whole table to campaign.md beside this file, and some of its rows into
-docs/faults.md, from what was saved: one pair of columns for each file, that is for each version of
+docs/hangs.md, from what was saved: one pair of columns for each file, that is for each version of
 JAX. The tests run some rows.
 """
 
@@ -34,7 +34,7 @@ from .campaign_faults import DEADLINE, FAULTS, LATE, TIMEOUT
 
 JOBS = Path(__file__).with_name("campaign_jobs.py")
 TABLE = Path(__file__).with_name("campaign.md")
-PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+PAGE = Path(__file__).parents[2] / "docs" / "hangs.md"
 ON_THE_PAGE = (
     "SIGKILL of one of four",
     "SIGSTOP",
@@ -259,13 +259,13 @@ def markdown(*files):
 
 
 def on_the_page(table):
-    """The lines of `table` that docs/faults.md shows: its head, and the rows `ON_THE_PAGE`."""
+    """The lines of `table` that docs/hangs.md shows: its head, and the rows `ON_THE_PAGE`."""
     head, rule, *rows = table.splitlines()
     return [head, rule, *(row for row in rows if row.split(" | ")[0][2:] in ON_THE_PAGE)]
 
 
 def write(table):
-    """Write campaign.md, and the rows of docs/faults.md in the place of those there."""
+    """Write campaign.md, and the rows of docs/hangs.md in the place of those there."""
     TABLE.write_text(table, encoding="utf-8")
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("| fault |"))

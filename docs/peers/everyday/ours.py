@@ -1,5 +1,6 @@
 """Everyday tasks with jaxcoll."""
 
+import jax
 import jax.numpy as jnp
 import optax
 from problem import CLIP, RATE
@@ -61,6 +62,18 @@ def sharded_optimizer(w, x, y):
         return optax.apply_updates(w, updates), state, value
 
     return step(w, state, x, y)[0]
+
+
+def sharded_parameters(w, x, y):
+    def whole(w, x, y):
+        return loss(jc.all_gather(w, "data"), x, y)
+
+    @jc.data_parallel(batch_argnums=(1, 2))
+    def step(w, x, y):
+        value, grads = jc.value_and_grad(whole, "data")(w, x, y)
+        return jax.tree.map(lambda p, g: p - RATE * g, w, grads), value
+
+    return jc.unshard(step(jc.shard(w, "data"), x, y)[0])
 
 
 def skip_not_finite(w, x, y):

@@ -43,17 +43,12 @@ def accumulate(w, x, y):
 
 
 def clip(w, x, y):
-    optimizer = optax.chain(optax.clip_by_global_norm(CLIP), optax.sgd(RATE))
-    w, (x, y) = jax.device_put(w, COPIES), jax.device_put((x, y), ROWS)
-    state = optimizer.init(w)
-
     @jax.jit
-    def step(w, state, x, y):
+    def step(w, x, y):
         value, grads = jax.value_and_grad(loss)(w, x, y)
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(w, updates), state, value
+        return w - RATE * grads * jnp.minimum(1, CLIP / optax.tree.norm(grads)), value
 
-    return step(w, state, x, y)[0]
+    return step(jax.device_put(w, COPIES), *jax.device_put((x, y), ROWS))[0]
 
 
 def uneven_rows(w, x, y, real):
@@ -81,6 +76,25 @@ def sharded_optimizer(w, x, y):
         return optax.apply_updates(w, updates), state, value
 
     return step(w, state, x, y)[0]
+
+
+def sharded_parameters(w, x, y):
+    @partial(jax.jit, out_shardings=(ROWS, COPIES))
+    def step(w, x, y):
+        value, grads = jax.value_and_grad(loss)(w, x, y)
+        return w - RATE * grads, value
+
+    return step(*jax.device_put((w, x, y), ROWS))[0]
+
+
+def tensor_parallel(w, x, y):
+    @partial(jax.jit, out_shardings=(ROWS, COPIES))
+    def step(w, x, y):
+        value, grads = jax.value_and_grad(loss)(w, x, y)
+        return w - RATE * grads, value
+
+    x = jax.device_put(x, NamedSharding(MESH, P(None, "data")))
+    return step(jax.device_put(w, ROWS), x, jax.device_put(y, COPIES))[0]
 
 
 def skip_not_finite(w, x, y):

@@ -26,6 +26,8 @@ def expected():
         "clip": W - RATE * full * CLIP / np.linalg.norm(full),
         "uneven_rows": W - RATE * gradient(W, X, Y, REAL),
         "sharded_optimizer": W - RATE * adam,
+        "sharded_parameters": W - RATE * full,
+        "tensor_parallel": W - RATE * full,
         "skip_not_finite": W,
     }
 

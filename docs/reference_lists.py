@@ -1,0 +1,32 @@
+"""Lists every public name on the first page of the API reference, by the pages that document it."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import jaxcoll
+
+_PLACE = "<!-- The lists stand here; docs/reference_lists.py makes them. -->"
+_FOLDER = Path(__file__).parent / "reference"
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """The text of a page; that of the reference's first page with a list for each other one."""
+    if page.file.src_uri != "reference/index.md":
+        return markdown
+    assert _PLACE in markdown
+    nav = re.findall(r"'reference/(\w+\.md)'", str(config.nav))
+    lists = [_listed(name) for name in nav if name != "index.md"]
+    return markdown.replace(_PLACE, "\n\n".join(lists))
+
+
+def _listed(page: str) -> str:
+    text = (_FOLDER / page).read_text("utf8")
+    title = text.partition("# ")[2].partition("\n")[0]
+    rows = [f"## [{title}]({page})", "| name | |\n| --- | --- |"]
+    for name in re.findall(r"^::: jaxcoll\.(\w+)$", text, re.M):
+        (first, *_) = (inspect.getdoc(getattr(jaxcoll, name)) or "").split("\n\n", 1)
+        summary = " ".join(first.split()).replace("|", "\\|")
+        rows[-1] += f"\n| [`{name}`]({page}#jaxcoll.{name}) | {summary} |"
+    return "\n\n".join(rows)
