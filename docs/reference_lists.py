@@ -1,11 +1,10 @@
 """Lists every public name on the first page of the API reference, by the pages that document it."""
 
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
-
-import jaxcoll
 
 _PLACE = "<!-- The lists stand here; docs/reference_lists.py makes them. -->"
 _FOLDER = Path(__file__).parent / "reference"
@@ -25,8 +24,10 @@ def _listed(page: str) -> str:
     text = (_FOLDER / page).read_text("utf8")
     title = text.partition("# ")[2].partition("\n")[0]
     rows = [f"## [{title}]({page})", "| name | |\n| --- | --- |"]
-    for name in re.findall(r"^::: jaxcoll\.(\w+)$", text, re.M):
-        (first, *_) = (inspect.getdoc(getattr(jaxcoll, name)) or "").split("\n\n", 1)
+    for path in re.findall(r"^::: ([\w.]+)$", text, re.M):
+        (first, *_) = (inspect.getdoc(pkgutil.resolve_name(path)) or "").split("\n\n", 1)
         summary = " ".join(first.split()).replace("|", "\\|")
-        rows[-1] += f"\n| [`{name}`]({page}#jaxcoll.{name}) | {summary} |"
+        # A class that users meet but never make has no public path.
+        name = path.rpartition(".")[2] if "._" in path else path.removeprefix("jaxcoll.")
+        rows[-1] += f"\n| [`{name}`]({page}#{path}) | {summary} |"
     return "\n\n".join(rows)

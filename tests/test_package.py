@@ -51,8 +51,9 @@ def public(module: types.ModuleType) -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference_and_the_face_is_small():
-    page = (REPOSITORY / "docs" / "face.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^::: jaxcoll\.((?:\w+\.)*\w+)$", page, re.MULTILINE)
+    pages = sorted((REPOSITORY / "docs" / "reference").glob("*.md"))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    listed = re.findall(r"^::: jaxcoll\.((?:\w+\.)*\w+)$", text, re.MULTILINE)
     of_modules = {
         f"{module.__name__.rpartition('.')[2]}.{name}"
         for module in (jaxcoll.compression, jaxcoll.distribute, jaxcoll.errors)
