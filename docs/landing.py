@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 _PLACE = "<!-- README.md stands here, without its last section; docs/landing.py puts it in. -->"
-_END = "\n## Read on"
+_END = "\n## In a checkout"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
