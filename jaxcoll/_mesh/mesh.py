@@ -76,6 +76,17 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
+def ambient_mesh(axes: tuple[str, ...]) -> Mesh | None:
+    """Return the mesh of the caller's `jax.set_mesh`, if it has these axes."""
+    if jax.sharding.get_abstract_mesh().empty:  # the usual case, which every call waits for
+        return None
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # a program is being traced, where JAX shows no devices
+        return None
+    return mesh if {*axes} <= {*mesh.axis_names} else None
+
+
 def axis_names(axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
     """One name, or a tuple of them, as a tuple."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
@@ -101,7 +112,10 @@ def checked_any_mesh(
 
 
 def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str) -> Mesh:
-    """`mesh`, which must have devices, each once, and these axes; None: a line of all devices."""
+    """Return `mesh`, which must have devices, each once, and these axes.
+
+    None: that of `jax.set_mesh`, if it has them; else a line of all devices.
+    """
     axes = axis_names(axis_name)
     if not axes or not all(isinstance(a, str) for a in axes):
         raise ValueError(
@@ -109,6 +123,8 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
             f"got {axis_name!r}."
         )
     if mesh is None:
+        if (around := ambient_mesh(axes)) is not None:
+            return around
         if len(axes) > 1:
             raise ValueError(
                 f"`{caller}` over the axes {axis_name!r} needs a `mesh` that has them; without "

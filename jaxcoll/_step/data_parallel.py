@@ -20,6 +20,7 @@ from jaxcoll._dispatch.executable import remember
 from jaxcoll._mesh.clusters import Topology
 from jaxcoll._mesh.mesh import (
     abstract_mesh,
+    ambient_mesh,
     axis_names,
     checked_mesh,
     equal_shares,
@@ -70,7 +71,8 @@ def data_parallel(
         `jc.grad`, `jc.value_and_grad`, `jc.pmean` or `jax.lax` over `axis_name`. What it
         reads of `self` or a closure is a constant of the program, as with `jax.jit`: a later
         `self.lr = ...` changes nothing. What changes is an argument.
-      mesh: devices and axes; None: all devices on one axis.
+      mesh: devices and axes; None: those of `jax.set_mesh` around a call, if they have the axis;
+        else all devices on one axis.
       axis_name: the mesh axis, or axes from outer to inner, that the batch is split over, and that
         reductions in the step are over unless they name others. Other axes of the mesh are left
         to the compiler, which splits the work along them as arrays lie, and have no name inside;
@@ -162,12 +164,26 @@ class DataParallel:
         self.signature = Signature(self._step, self._batch_argnums)
         self._calls = 0
         self._known: dict[Any, Any] = {}
+        self._on_ambient: dict[Mesh, DataParallel] = {}
         self._inner = dispatched.InnerDeadlines()
 
-    @functools.cached_property
+    @property
     def mesh(self) -> Mesh:
-        """The mesh it runs on; without one given, all devices at the time of the first use."""
+        """The mesh it runs on: without one given, that of `jax.set_mesh` or of all devices."""
+        return self._here()._own_mesh
+
+    @functools.cached_property
+    def _own_mesh(self) -> Mesh:
         return checked_mesh(self._mesh, self._axis_name, "data_parallel")
+
+    def _here(self) -> DataParallel:
+        """This step on the mesh of the caller's `jax.set_mesh`, if that is the one to take."""
+        mesh = ambient_mesh(self._axes) if self._mesh is None else None
+        if mesh is None:
+            return self
+        if mesh not in self._on_ambient:
+            self._on_ambient[mesh] = self.on(mesh)
+        return self._on_ambient[mesh]
 
     @functools.cached_property
     def _scope(self) -> Scope:
@@ -221,15 +237,17 @@ class DataParallel:
     @_compat.boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result on the whole batch; see `data_parallel`."""
+        step = self._here()
         with no_mesh():
-            call, checked = self._call(args, kwargs)
+            call, checked = step._call(args, kwargs)
             return checked(run(call))
 
     @_compat.boundary
     def start(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         """Begin a call, after those begun before; what is returned waits for what it returns."""
+        step = self._here()
         with no_mesh():
-            call, checked = self._call(args, kwargs)
+            call, checked = step._call(args, kwargs)
             finish = start(call)
             return lambda: checked(finish())
 
@@ -253,7 +271,7 @@ class DataParallel:
 
         Args:
           topology: the cluster.
-          mesh: its axes; None: this step's own mesh, if it fits or has only `axis_name`.
+          mesh: its axes; None: this step's mesh, if it fits or has only `axis_name`.
 
         Returns:
           A step of the same function and settings.
@@ -261,12 +279,15 @@ class DataParallel:
         Raises:
           ValueError: the mesh does not fit, or lacks an axis.
         """
-        mesh = self._mesh if mesh is None else mesh
-        if mesh is None or (mesh is self._mesh and set(mesh.axis_names) == set(self._axes)):
+        own = ambient_mesh(self._axes) if self._mesh is None else self._mesh
+        mesh = own if mesh is None else mesh
+        if mesh is None or (mesh is own and set(mesh.axis_names) == set(self._axes)):
             fits = mesh is not None and mesh.size == topology.size
             mesh = mesh if fits else abstract_mesh(topology, self._axes)
+        mesh = has_axes(fitted_mesh(mesh, topology), self._axes, "data_parallel")
         return self._twin(
-            mesh=has_axes(fitted_mesh(mesh, topology), self._axes, "data_parallel"),
+            _mesh=mesh,
+            _own_mesh=mesh,
             _scope=topology_scope(topology),
             _processes=topology.hosts,
         )
@@ -288,9 +309,9 @@ class DataParallel:
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
         # What follows from the mesh is found anew, but for what `changed` says of it.
-        for cached in ("mesh", "_scope", "_devices", "_processes", "_arguments"):
+        for cached in ("_own_mesh", "_scope", "_devices", "_processes", "_arguments"):
             vars(twin).pop(cached, None)
-        vars(twin).update(changed, _known={}, _inner=dispatched.InnerDeadlines())
+        vars(twin).update(changed, _known={}, _on_ambient={}, _inner=dispatched.InnerDeadlines())
         return twin
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -303,9 +324,10 @@ class DataParallel:
         Returns:
           What `jax.jit(...).trace` returns.
         """
+        step = self._here()
         with no_mesh():
-            call = self._shapes(args, kwargs)
-            return self._compiled(call)[0].trace(*call.args, **call.kwargs)
+            call = step._shapes(args, kwargs)
+            return step._compiled(call)[0].trace(*call.args, **call.kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The program for these arguments, lowered: `.as_text()` shows what is requested.
@@ -317,16 +339,18 @@ class DataParallel:
         Returns:
           What `jax.jit(...).lower` returns; `.compile().as_text()` shows what was compiled.
         """
+        traced = self.trace(*args, **kwargs)
         with no_mesh():
-            return self.trace(*args, **kwargs).lower()
+            return traced.lower()
 
     def trace_recorded(
         self, record: Callable[[CollectivePlan], None], /, *args: Any, **kwargs: Any
     ) -> jax.stages.Traced:
         """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
+        step = self._here()
         with no_mesh():
-            call = self._shapes(args, kwargs)
-            return self._jitted(record, call, Claims()).trace(*call.args, **call.kwargs)
+            call = step._shapes(args, kwargs)
+            return step._jitted(record, call, Claims()).trace(*call.args, **call.kwargs)
 
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
         """The plan of every reduction that the step makes with these arguments, in order.

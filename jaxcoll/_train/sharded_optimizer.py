@@ -125,7 +125,7 @@ class ShardedOptimizer:
     def _axes(self) -> tuple[str, ...]:
         return axis_names(self._axis_name)
 
-    @functools.cached_property
+    @property
     def mesh(self) -> Mesh | AbstractMesh:
         """The mesh on which states are placed between programs."""
         return checked_any_mesh(self._mesh, self._axis_name, CALLER)
@@ -180,11 +180,11 @@ class ShardedOptimizer:
         layout, leaves = self._layout(params)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             return all_parts(params, layout, self._axes)
-        shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-        if isinstance(self.mesh, AbstractMesh) or shapes:
+        shapes, mesh = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves), self.mesh
+        if isinstance(mesh, AbstractMesh) or shapes:
             return abstract(layout, self._axes)
         with no_mesh():
-            return cut(leaves, layout, self.mesh, self._axes)
+            return cut(leaves, layout, mesh, self._axes)
 
     def update(
         self, grads: Any, state: Any, params: Any = None, *, reduced: bool = False, **extra: Any
@@ -286,15 +286,17 @@ class ShardedOptimizer:
                 "`shard` expects the state that `unshard` returned, or that the unsharded "
                 f"optimizer has for these parameters; this one has another structure: {error}"
             ) from error
+        mesh = self.mesh
+        assert isinstance(mesh, Mesh), "an abstract mesh holds no values"
         with no_mesh():
-            whole = NamedSharding(self.mesh, PartitionSpec())
+            whole = NamedSharding(mesh, PartitionSpec())
             placed = [
-                self._cut(value, node) if is_shards(node) else place(value, whole)
+                self._cut(value, node, mesh) if is_shards(node) else place(value, whole)
                 for node, value in zip(nodes, values, strict=True)
             ]
         return treedef.unflatten(placed)
 
-    def _cut(self, tree: Any, like: Shards) -> Shards:
+    def _cut(self, tree: Any, like: Shards, mesh: Mesh) -> Shards:
         leaves, treedef = jax.tree.flatten(tree)
         shapes = [jax.numpy.shape(leaf) for leaf in leaves]
         layout, stack = like.layout, like.stack
@@ -304,8 +306,7 @@ class ShardedOptimizer:
                 "`shard`: a part of the state is not like the parameters. It has leaves of shapes "
                 f"{shapes[:5]}, and the parameters {list(wanted.items())[:5]}."
             )
-        assert isinstance(self.mesh, Mesh), "an abstract mesh holds no values"
-        return cut(leaves, layout, self.mesh, self._axes, stack)
+        return cut(leaves, layout, mesh, self._axes, stack)
 
     def _laid_out(self, state: Any) -> Any:
         """A state that is being traced, each part of it bound for its device."""
