@@ -76,15 +76,17 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
-def ambient_mesh(axes: tuple[str, ...]) -> Mesh | None:
-    """Return the mesh of the caller's `jax.set_mesh`, if it has these axes."""
-    if jax.sharding.get_abstract_mesh().empty:  # the usual case, which every call waits for
+def ambient_mesh(axes: tuple[str, ...]) -> Mesh | AbstractMesh | None:
+    """Return the mesh of the caller's `jax.set_mesh`, if it has these axes.
+
+    While a program is being traced JAX shows it without its devices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not {*axes} <= {*mesh.axis_names}:
         return None
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:  # a program is being traced, where JAX shows no devices
-        return None
-    return mesh if {*axes} <= {*mesh.axis_names} else None
+    with contextlib.suppress(ValueError):
+        return jax.sharding.get_mesh()
+    return mesh
 
 
 def axis_names(axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -123,12 +125,12 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
             f"got {axis_name!r}."
         )
     if mesh is None:
-        if (around := ambient_mesh(axes)) is not None:
+        if isinstance(around := ambient_mesh(axes), Mesh):
             return around
         if len(axes) > 1:
             raise ValueError(
                 f"`{caller}` over the axes {axis_name!r} needs a `mesh` that has them; without "
-                "one it lays all devices on a single axis."
+                "one, or one around of `jax.set_mesh`, it lays all devices on a single axis."
             )
         return line_of(jax.devices(), *axes)
     if not isinstance(mesh, Mesh):

@@ -51,7 +51,7 @@ def plan(
         replica.
       axis_size: replicas, on devices of this process or of `topology`; for several axes their
         sizes, from outer to inner; or
-      mesh: devices and axes. Neither: all devices.
+      mesh: devices and axes. Neither: those of `jc.data_parallel` without a mesh.
       axis_name: the axis of `mesh`, or axes from outer to inner, that is reduced over.
       options: how to pack and what carries it.
       reduce_op: SUM or MEAN.

@@ -179,7 +179,7 @@ class DataParallel:
     def _here(self) -> DataParallel:
         """This step on the mesh of the caller's `jax.set_mesh`, if that is the one to take."""
         mesh = ambient_mesh(self._axes) if self._mesh is None else None
-        if mesh is None:
+        if not isinstance(mesh, Mesh):  # what is called in a trace is refused for its arguments
             return self
         if mesh not in self._on_ambient:
             self._on_ambient[mesh] = self.on(mesh)

@@ -48,7 +48,7 @@ def batches(
         "drop": the last rows of an epoch are left out, and `batch_size` must divide. "pad": each
         item is a pair `(batch, weights)`, with float32 weights of 1 for rows and of 0 for padding
         (copies of the batch's last row), as `jc.WeightedLoss` and `jc.WeightedMean` take them.
-      mesh: devices and axes; None: all devices on one axis, as for `jc.data_parallel`.
+      mesh: devices and axes; None: as in `jc.data_parallel`.
       axis_name: the mesh axis, or axes from outer to inner, that batches are split over.
 
     Returns:

@@ -222,8 +222,9 @@ class DiLoCo:
                 f"`fragments` is {self.schedule.fragments}, and the parameters have "
                 f"{len(leaves)} leaves, which are not cut."
             )
+        places = self._places
         with no_mesh():
-            shared, own = self._places.place_copies((params, opt_state))
+            shared, own = places.place_copies((params, opt_state))
             parts = [diloco_state.part(shared, at) for at in self._fragments(shared)]
             begin = jax.jit(self._outer.init, out_shardings=self._places.copies)
             sums = [diloco_state.arrived(jax.tree.map(jnp.zeros_like, each)) for each in parts]

@@ -12,7 +12,6 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxcoll._jaxpr.subjaxprs import called, is_ref, opened, shape_of
-from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.packs.leaves import flattened
 
@@ -255,10 +254,9 @@ def _keeps_dtype(eqn: JaxprEqn) -> bool:
 @contextlib.contextmanager
 def _default_settings() -> Iterator[None]:
     """Leave the caller's mesh, and the settings by which dtypes and ranks may mix."""
-    between = not jax.sharding.get_abstract_mesh().manual_axes
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
-        no_mesh() if between else contextlib.nullcontext(),
+        jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
     ):
         yield

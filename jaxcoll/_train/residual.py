@@ -39,7 +39,7 @@ def residual(
     Args:
       params: a pytree like the gradients that are going to be reduced.
       axis_name: the mesh axis of the reduction, or a tuple, outer to inner.
-      mesh: devices and axes; None: all devices on one axis. With an `AbstractMesh` the result is
+      mesh: devices and axes; None: as in `jc.data_parallel`. With an `AbstractMesh` the result is
         shapes. In a program that maps the axis it is not asked for.
 
     Returns:

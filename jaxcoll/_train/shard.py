@@ -47,7 +47,7 @@ def shard(
       axis_name: the mesh axis that the parts are split over, or a tuple, outer to inner; along
         other axes of the mesh there are copies.
       stacked: every leaf has the layers first, as many in all.
-      mesh: devices and axes; None: all devices on one axis. With an `AbstractMesh` the result is
+      mesh: devices and axes; None: as in `jc.data_parallel`. With an `AbstractMesh` the result is
         shapes, for `jc.inspect` with a topology.
       options: `bytes_per_pack` decides how leaves are packed, as in `reduce_scatter`.
 

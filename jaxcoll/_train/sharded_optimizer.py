@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
+from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import abstract, cut, own_shapes, specs_of, whole_shapes
 from jaxcoll._plan.checks import is_number
@@ -58,8 +58,8 @@ def sharded_optimizer(
         element by itself: sgd, adam, adamw, lion, rmsprop ..., with schedules. Its program is
         read; it is refused if updates depend on several elements, or differ between leaves.
       axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.
-      mesh: where `init` and `shard` place a state between programs; None: all devices on one
-        axis. An `AbstractMesh` makes shapes, for `jc.inspect` with a topology.
+      mesh: where `init` and `shard` place a state between programs; None: as in
+        `jc.data_parallel`. An `AbstractMesh` makes shapes, for `jc.inspect` with a topology.
       reduce_op: how `update` reduces gradients that come as a plain tree, each replica's own.
       max_norm: clip the gradients so that their norm, over all replicas' shards together, is at
         most this. `optax.clip_by_global_norm` would know its own shards alone.
@@ -128,7 +128,8 @@ class ShardedOptimizer:
     @property
     def mesh(self) -> Mesh | AbstractMesh:
         """The mesh on which states are placed between programs."""
-        return checked_any_mesh(self._mesh, self._axis_name, CALLER)
+        around = ambient_mesh(self._axes) if self._mesh is None else None
+        return around or checked_any_mesh(self._mesh, self._axis_name, CALLER)
 
     def init(self, params: Any) -> Any:
         """The state for parameters that are still to be trained.
@@ -310,11 +311,12 @@ class ShardedOptimizer:
 
     def _laid_out(self, state: Any) -> Any:
         """A state that is being traced, each part of it bound for its device."""
-        if isinstance(self.mesh, AbstractMesh):
+        if isinstance(self._mesh, AbstractMesh):
             return state
-        over = jax.tree.map(functools.partial(NamedSharding, self.mesh), specs_of(state))
+        mesh = self.mesh
+        over = jax.tree.map(functools.partial(NamedSharding, mesh), specs_of(state))
         # Each is without effect, or refused, on axes of the other kind.
-        explicit = AxisType.Explicit in self.mesh.axis_types
+        explicit = AxisType.Explicit in mesh.axis_types
         bound = jax.device_put if explicit else jax.lax.with_sharding_constraint
         return jax.tree.map(lambda sharding, node: bound(node, sharding), over, state)
 
