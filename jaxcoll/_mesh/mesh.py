@@ -117,6 +117,9 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
     """Return `mesh`, which must have devices, each once, and these axes.
 
     None: that of `jax.set_mesh`, if it has them; else a line of all devices.
+
+    Raises:
+      ValueError: an axis is no name or is missing, or it is no mesh of devices.
     """
     axes = axis_names(axis_name)
     if not axes or not all(isinstance(a, str) for a in axes):
