@@ -57,7 +57,7 @@ def _as_it_was(total: jax.Array, dtype: np.dtype) -> jax.Array:
 
 def _without_zero(dtype: np.dtype) -> bool:
     """True if no number of this type adds nothing: a float8_e8m0fnu is a power of two."""
-    return dtype != np.bool_ and bool(np.zeros((), dtype).astype(np.float32) != 0)
+    return dtype != np.bool_ and bool(np.zeros((), dtype) != 0)
 
 
 def _as_array(path: str, value: Any) -> jax.Array:

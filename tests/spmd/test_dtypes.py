@@ -1,5 +1,8 @@
 """What each dtype is summed in, what it comes back as, and which are refused."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -124,3 +127,38 @@ def test_a_leaf_sharded_over_another_axis_keeps_its_shape(name):
     np.testing.assert_array_equal(out["split"][0], rows(4, 6).sum(0))
     np.testing.assert_array_equal(out["other"][0], rows(4, 5).sum(0))
     assert out["split"].sharding.spec[1] == "model"
+
+
+COMPLEX_CONSTANTS = """
+import jax, numpy as np, jax.numpy as jnp
+jax.config.update("jax_platforms", "cpu"); jax.config.update("jax_num_cpu_devices", 8)
+import jaxcoll as jc
+from jaxcoll import distribute
+x, zeros = np.arange(16, dtype="f"), lambda: jnp.zeros((8, 3), jnp.complex64)
+params = {"used": np.complex64(1 + 1j), "unused": np.ones((8, 3), np.complex64)}
+loss = lambda p, x: jnp.mean(x * jnp.abs(p["used"]))
+strategy = distribute.MirroredStrategy()
+(rows,) = strategy.experimental_distribute_dataset([x])
+step = lambda f, **kw: jc.data_parallel(f, batch_argnums=1, options=jc.CommunicationOptions(**kw))(params, x)
+grads = [step(jc.grad(loss), **kw) for kw in ({}, {"bytes_per_pack": 8}, {"compression": "int8"})]
+grads += [
+    step(jc.accumulate(loss, "data", 2))[1],
+    step(lambda p, x: jc.all_gather(jc.grad(loss, scatter=True)(p, x))),
+    jax.tree.map(lambda v: v.values[0], strategy.run(
+        lambda x: distribute.get_replica_context().all_reduce("mean", jax.grad(loss)(params, x)),
+        (rows,)), is_leaf=lambda v: not isinstance(v, dict)),
+]
+for grad in grads:
+    np.testing.assert_allclose(grad["used"], jax.grad(loss)(params, x)["used"], rtol=2e-2)
+    assert not np.any(grad["unused"])
+sums = [lambda x: jc.psum(zeros(), "data"), lambda x: jc.all_gather(jc.reduce_scatter("sum", zeros(), "data"), "data"),
+        lambda x: jc.all_reduce("mean", zeros(), "data"), lambda x: jc.broadcast(zeros(), "data")]
+for f in sums:
+    assert not np.any(jax.pmap(f, axis_name="data")(x[:8]))
+"""
+
+
+def test_a_complex_constant_is_summed_as_any_value():
+    """XLA's CPU compiler aborts on it, and with it the process."""
+    run = subprocess.run([sys.executable, "-c", COMPLEX_CONSTANTS], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]

@@ -53,7 +53,7 @@ def all_reduce(
     are those of the exact sum: tangents and cotangents travel exactly.
     """
     if [stage.algorithm for stage in stages] == ["native"]:
-        return lax.psum(array, _names(stages[0], axes)), None
+        return native.all_reduce(array, _names(stages[0], axes)), None
     flat = array.reshape(-1)
     if format_of(stages) is None:
         total, coded = _summed(flat, stages, axes, None)
@@ -114,7 +114,7 @@ def _summed(
     if stage.format and coding:
         return codes.all_reduce(flat, stage.format, over, coding)
     if stage.algorithm == "native" and not outer:
-        return lax.psum(flat, over), None
+        return native.all_reduce(flat, over), None
     algorithm = ALGORITHMS[stage.algorithm]
     length = -(-flat.size // stage.shards)
     padded = jnp.pad(flat, (0, stage.shards * length - flat.size))
