@@ -75,8 +75,7 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
             for path, array, (leaf, stacked) in zip(paths, arrays, passed, strict=True)
         ]
         _check_copies(leaves)
-        digests = _exchanged(leaves, [_words(leaf) for leaf in leaves])
-    return _compared(leaves, digests)
+        return _compared(leaves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,7 +102,7 @@ def _in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaCheck:
     return ReplicaCheck(rows, paths, names)
 
 
-def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:
+def _leaf(path: str, array: jax.Array, passed: Any, stacked: bool) -> _Leaf:
     """The copies of a leaf, as its type has them."""
     if isinstance(array, Tracer):
         raise ValueError(
@@ -111,7 +110,7 @@ def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:
             "Name the axis, as in `check_replicas(tree, 'data')`, or call it between programs."
         )
     devices = array.sharding.device_set
-    on_a_mesh = isinstance(given, jax.Array) and isinstance(given.sharding, NamedSharding)
+    on_a_mesh = isinstance(passed, jax.Array) and isinstance(passed.sharding, NamedSharding)
     if len(devices) == 1 and jax.process_count() > 1:
         everywhere = dict.fromkeys(jax.devices(), "of each process")
         return _Leaf(path, array, everywhere, "")
@@ -123,17 +122,17 @@ def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:
     alone = min(Counter(part.values()).values()) < 2
     if jax.device_count() == 1 or (len(devices) == 1 and on_a_mesh):
         alone = False  # one replica, which cannot differ
-    return _Leaf(path, array, part, _whose(given) if alone else "")
+    return _Leaf(path, array, part, _whose(passed) if alone else "")
 
 
-def _whose(given: Any) -> str:
+def _whose(leaf: Any) -> str:
     """Say where the only copy of a leaf is."""
-    if not isinstance(given, jax.Array):
-        return f"a {type(given).__name__} of this process"
-    devices = given.sharding.device_set
+    if not isinstance(leaf, jax.Array):
+        return f"a {type(leaf).__name__} of this process"
+    devices = leaf.sharding.device_set
     if len(devices) == 1:
         return f"on {next(iter(devices))} only"
-    return f"{given.dtype}{list(given.shape)} in {len(devices)} parts, one on each device"
+    return f"{leaf.dtype}{list(leaf.shape)} in {len(devices)} parts, one on each device"
 
 
 def _check_copies(leaves: Sequence[_Leaf]) -> None:
@@ -153,65 +152,58 @@ def _check_copies(leaves: Sequence[_Leaf]) -> None:
     )
 
 
-def _words(leaf: _Leaf) -> dict[jax.Device, np.ndarray]:
-    """The digest of the part on each device of this process."""
-    digests = {s.device: _digest(s.data) for s in leaf.array.addressable_shards}
+def _own_digests(leaf: _Leaf) -> dict[jax.Device, np.ndarray]:
+    """Return the digest of the part on each device of this process."""
+    digests = {s.device: np.asarray(_digest(s.data)) for s in leaf.array.addressable_shards}
     if leaf.part.keys() != leaf.array.sharding.device_set:  # one value, which stands for all
-        digests = dict.fromkeys(jax.local_devices(), *digests.values())
-    return {device: np.asarray(words) for device, words in digests.items()}
+        return dict.fromkeys(jax.local_devices(), *digests.values())
+    return digests
 
 
-def _exchanged(
-    leaves: Sequence[_Leaf], words: list[dict[jax.Device, np.ndarray]]
-) -> list[dict[jax.Device, np.ndarray]]:
-    """The digests of all processes, where leaves lie over several."""
+def _digests(leaves: Sequence[_Leaf]) -> list[dict[jax.Device, np.ndarray]]:
+    """Return for each leaf the digest of the part on each device, of all processes it lies over."""
+    digests = [_own_digests(leaf) for leaf in leaves]
     shared = [
         k for k, leaf in enumerate(leaves) if len(of_this_process([*leaf.part])) < len(leaf.part)
     ]
     devices = tuple(sorted({d for k in shared for d in leaves[k].part}, key=lambda d: d.id))
-    if not devices:
-        return words
-    if not of_this_process(devices):
+    here = of_this_process(devices)
+    if devices and not here:
         raise ValueError(
             "`check_replicas`: all copies of these leaves lie in other processes, which alone can "
             f"compare them: {', '.join(map(str, devices[:4]))}."
         )
-    none = np.zeros(WORDS, np.uint32)
-    digests = {
-        i: np.stack([words[k].get(devices[i], none) for k in shared]).view(np.int32)
-        for i in of_this_process(devices)
-    }
-    leaves_text = repr(
-        [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
-    )
-    table = known_to_all(digests, devices, "check_replicas", settings=leaves_text)
-    copies = table.view(np.uint32)
-    found = list(words)
-    for column, k in enumerate(shared):
-        found[k] = {d: copies[i, column] for i, d in enumerate(devices) if d in leaves[k].part}
-    return found
+    if shared:
+        none = np.zeros(WORDS, np.uint32)
+        rows = {i: np.stack([digests[k].get(devices[i], none) for k in shared]) for i in here}
+        signed = {i: row.view(np.int32) for i, row in rows.items()}
+        arrays = [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
+        table = known_to_all(signed, devices, "check_replicas", settings=repr(arrays))
+        for column, k in zip(table.view(np.uint32).swapaxes(0, 1), shared, strict=True):
+            by_device = zip(devices, column, strict=True)
+            digests[k] = {d: words for d, words in by_device if d in leaves[k].part}
+    return digests
 
 
-def _compared(
-    leaves: Sequence[_Leaf], words: Sequence[Mapping[jax.Device, np.ndarray]]
-) -> ReplicaCheck:
-    """The digests as differences from what most copies of the same part have."""
-    several = jax.process_count() > 1
-    holders = sorted({device for found in words for device in found}, key=lambda d: d.id)
+def _compared(leaves: Sequence[_Leaf]) -> ReplicaCheck:
+    """Return the digests as differences from what most copies of the same part have."""
+    digests = _digests(leaves)
+    holders = sorted({device for of_leaf in digests for device in of_leaf}, key=lambda d: d.id)
     row = {device: i for i, device in enumerate(holders)}
-    digests = np.zeros((len(holders), len(leaves), WORDS), np.uint32)
-    for k, (leaf, found) in enumerate(zip(leaves, words, strict=True)):
+    differences = np.zeros((len(holders), len(leaves), WORDS), np.uint32)
+    for k, (leaf, of_leaf) in enumerate(zip(leaves, digests, strict=True)):
         copies: dict[str, list[bytes]] = {}
-        for device, each in found.items():
-            copies.setdefault(leaf.part[device], []).append(each.tobytes())
-        usual = {part: _usual(each) for part, each in copies.items()}
-        for device, each in found.items():
-            digests[row[device], k] = each - usual[leaf.part[device]]  # zero for the majority
+        for device, words in of_leaf.items():
+            copies.setdefault(leaf.part[device], []).append(words.tobytes())
+        usual = {part: _usual(of_part) for part, of_part in copies.items()}
+        for device, words in of_leaf.items():
+            differences[row[device], k] = words - usual[leaf.part[device]]  # 0 for the majority
+    several = jax.process_count() > 1
     return ReplicaCheck(
-        digests,
+        differences,
         tuple(leaf.path for leaf in leaves),
         tuple(f"{d} of process {d.process_index}" if several else str(d) for d in holders),
-        tuple(tuple(sorted(row[device] for device in found)) for found in words),
+        tuple(tuple(sorted(row[device] for device in of_leaf)) for of_leaf in digests),
     )
 
 
