@@ -56,16 +56,12 @@ class ReplicaContext:
     ) -> Any:
         """Reduce every leaf of a pytree over the replicas, as `jc.all_reduce` does.
 
-        Args:
-          reduce_op: SUM or MEAN, or their names in any case.
-          value: any pytree of numeric arrays and IndexedSlices, alike on all replicas.
-          options: over those of the strategy and of `run`; `timeout_seconds` bounds the call of
-            `run` that this is a part of.
-          experimental_hints: the older name of `options`.
+        The options are over those of the strategy and of `run`; `timeout_seconds` bounds the call
+        of `run` that this is a part of. `experimental_hints` is their older name. The cotangent is
+        the `all_reduce` of the replicas' cotangents with the same op.
 
         Returns:
-          A pytree like `value`, *invariant*: as a result of the function it is a `Mirrored`. The
-          cotangent is the `all_reduce` of the replicas' cotangents with the same op.
+          A pytree like `value`, *invariant*: as a result of the function it is a `Mirrored`.
 
         Raises:
           RuntimeError: the function that this context belongs to has returned.
@@ -79,16 +75,12 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Join every leaf of a pytree with those of the other replicas, as `jc.all_gather` does.
 
-        Args:
-          value: any pytree of arrays of rank 1 or more, alike on all replicas: what a compiled
-            program holds has one shape. Parts of unequal sizes are gathered between programs,
-            with `strategy.gather`.
-          axis: the dimension along which they are joined; negative ones count from the last.
-          options: over those of the strategy and of `run`.
+        The arrays are alike on all replicas: what a compiled program holds has one shape. Parts of
+        unequal sizes are gathered between programs, with `strategy.gather`. The options are as in
+        `all_reduce`. The cotangent is this replica's slice of the summed cotangents.
 
         Returns:
-          A pytree like `value`, with R times the size along `axis`, *invariant*. The cotangent is
-          this replica's slice of the summed cotangents.
+          A pytree like `value`, with R times the size along `axis`, *invariant*.
 
         Raises:
           RuntimeError: the function that this context belongs to has returned.
