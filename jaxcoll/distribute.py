@@ -15,6 +15,9 @@ from jaxcoll._distribute.cross_device_ops import CrossDeviceOps as CrossDeviceOp
 from jaxcoll._distribute.multi_worker_all_reduce import (
     MultiWorkerAllReduce as MultiWorkerAllReduce,
 )
+from jaxcoll._distribute.multi_worker_strategy import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from jaxcoll._distribute.one_device import ReductionToOneDevice as ReductionToOneDevice
 from jaxcoll._distribute.per_replica import DistributedValues as DistributedValues
 from jaxcoll._distribute.per_replica import Mirrored as Mirrored
@@ -22,9 +25,6 @@ from jaxcoll._distribute.per_replica import PerReplica as PerReplica
 from jaxcoll._distribute.replica_context import ReplicaContext as ReplicaContext
 from jaxcoll._distribute.replica_context import get_replica_context as get_replica_context
 from jaxcoll._distribute.strategy import MirroredStrategy as MirroredStrategy
-from jaxcoll._distribute.strategy import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
 from jaxcoll._plan.options import CollectiveHints as CollectiveHints
 from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
