@@ -226,12 +226,9 @@ class DistributedValues:
             devices = [str(device) for device in self.devices]
         except ValueError:  # a transformation holds it, or its leaves have moved
             return f"{type(self).__name__}({self.tree!r})"
-        skipped = int(not self.replicated)
-        tree = jax.tree.map(
-            lambda leaf: _Plain(f"{leaf.dtype.name}{[*leaf.shape[skipped:]]}"), self.tree
-        )
         shown = devices if len(devices) < 5 else [devices[0], devices[1], "…", devices[-1]]
-        return f"{type(self).__name__}({tree!r} on {len(devices)}: {', '.join(shown)})"
+        tree = _shown(self.tree, int(not self.replicated))
+        return f"{type(self).__name__}({tree} on {len(devices)}: {', '.join(shown)})"
 
     def assembled(self) -> DistributedValues:
         """Return it as global arrays, which it is, unless it is `Uneven`."""
@@ -367,13 +364,22 @@ class Uneven(DistributedValues, replicated=False, of_parts=True):
         return PerReplica.of(assembled(name, self.devices, part_of, rows=True, exchange=False))
 
     def __repr__(self) -> str:
-        shapes = jax.tree.map(lambda x: _Plain(f"{x.dtype.name}{[*x.shape]}"), self.tree)
-        return f"Uneven({shapes!r} of {len(self.devices)})"
+        return f"Uneven({_shown(self.tree)} of {len(self.devices)})"
 
 
 def is_distributed(value: Any) -> bool:
     """Return true for a value with a part on every replica: one argument, not a tree."""
     return isinstance(value, DistributedValues)
+
+
+def _shown(tree: Any, skipped: int = 0) -> str:
+    """Return the arrays of a tree, without their first `skipped` dimensions; of many the number."""
+    count = len(jax.tree.leaves(tree))
+    if count > 16:
+        return f"{count} arrays"
+    return repr(
+        jax.tree.map(lambda leaf: _Plain(f"{leaf.dtype.name}{[*leaf.shape[skipped:]]}"), tree)
+    )
 
 
 class _Plain(str):

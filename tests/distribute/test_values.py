@@ -284,3 +284,4 @@ def test_A5_a_value_is_taken_apart_copied_in_place_and_shown_and_not_pickled():
     assert repr(jc.distribute.Mirrored.from_function(lambda i: tree)) == (
         "Mirrored({'b': [float32[3]], 'w': int32[2, 3]} on 8: cpu:0, cpu:1, …, cpu:7)"
     )
+    assert repr(jc.PerReplica([[1.0] * 99] * 2)) == "PerReplica(99 arrays on 2: cpu:0, cpu:1)"
