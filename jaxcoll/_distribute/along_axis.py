@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,6 @@ from jaxcoll._distribute.replica_axis import (
     AXIS,
     Shape,
     replicating,
-    rows_over,
     shapes_of_all,
     without_deadline,
 )
@@ -142,31 +140,17 @@ def reduce_along(
 
 
 def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
-    """Return each replica's sums, where its part lies."""
+    """Return each replica's sums, where its part lies, in the type in which a mean is made."""
     value, shift = parts.value, int(not parts.value.replicated)
-    # Of rows, the first dimension is that of the replicas.
-    axes = tuple(tuple(k + shift for k in own) for own in parts.axes)
-    program = _summing(reduce_op, axes, rows_over(value.devices) if shift else None)
     leaves, treedef = jax.tree.flatten(value.tree)
-    sums = treedef.unflatten(program(leaves))
+    sums = treedef.unflatten(
+        # Of rows, the first dimension is that of the replicas.
+        jnp.sum(x, tuple(k + shift for k in own), _wide(x) if reduce_op is ReduceOp.MEAN else None)
+        for x, own in zip(leaves, parts.axes, strict=True)
+    )
     if not shift and len(value) == 1 and isinstance(value.tree, jax.Array):
         return sums  # of a plain value, which belongs to no group of devices
-    return type(value).of(sums)
-
-
-@functools.lru_cache(maxsize=256)
-def _summing(
-    reduce_op: ReduceOp, axes: tuple[tuple[int, ...], ...], sharding: Any
-) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Return a program of sums along dimensions, in the type in which a mean is made."""
-
-    def sums(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [
-            jnp.sum(x, k, dtype=_wide(x) if reduce_op is ReduceOp.MEAN else None)
-            for x, k in zip(arrays, axes, strict=True)
-        ]
-
-    return jax.jit(sums, out_shardings=sharding)
+    return type(value).of(sums, value.devices)
 
 
 def _mean(total: Any, parts: _Parts) -> Any:
