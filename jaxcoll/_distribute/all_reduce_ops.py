@@ -22,14 +22,7 @@ from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
 from jaxcoll._plan.checks import count, is_integer, refuse
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import (
-    UNPACKED,
-    PackingRule,
-    Segment,
-    alike,
-    cut_evenly,
-    whole,
-)
+from jaxcoll._plan.packs.packing import UNPACKED, PackingRule, Segment, alike, cut_evenly, whole
 from jaxcoll._show.units import binary_size
 from jaxcoll._spmd import reduce
 from jaxcoll._spmd.scope import Scope

@@ -12,11 +12,7 @@ from jax.core import Tracer
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.assemble import own_devices
-from jaxcoll._distribute.per_replica import (
-    DistributedValues,
-    Mirrored,
-    Uneven,
-)
+from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven
 from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, replicating
 from jaxcoll._mesh.mesh import checked_devices, line_of, of_this_process, span_processes
 from jaxcoll._mesh.placement import host_array, is_array

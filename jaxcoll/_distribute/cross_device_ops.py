@@ -13,12 +13,7 @@ from jax.core import Tracer
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run_all
-from jaxcoll._distribute.arguments import (
-    broadcast_to,
-    delivered,
-    destination_devices,
-    taken,
-)
+from jaxcoll._distribute.arguments import broadcast_to, delivered, destination_devices, taken
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica, refuse_traced
 from jaxcoll._mesh.mesh import no_mesh, span_processes
