@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -149,63 +149,49 @@ def replica_program(
         mesh_scope(mesh), options=options, deadline=inner.ask, axes=(AXIS,), claims=claims
     )
 
-    def replica(args: Any, kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(
-            lambda v: v.local(v.tree) if isinstance(v, PerReplica) else v,
-            (args, kwargs),
-            is_leaf=is_distributed,
-        )
-        result = function(*args, **kwargs)
-        check_own(name, result)
-        arrays = [*map(jnp.asarray, jax.tree.leaves(result))]
-        # What varies is read off the trace, so each array is handed on both ways.
-        return jax.tree.map(_nothing, result), arrays, [x[None] for x in arrays]
-
     def program(args: Any, kwargs: Any) -> Any:
+        structure = jax.tree.structure(None)  # of the result, once it is traced
+
+        def replica(args: Any, kwargs: Any) -> Any:
+            nonlocal structure
+            args, kwargs = jax.tree.map(
+                lambda v: v.local(v.tree) if isinstance(v, PerReplica) else v,
+                (args, kwargs),
+                is_leaf=is_distributed,
+            )
+            result = function(*args, **kwargs)
+            check_own(name, result)
+            leaves, structure = jax.tree.flatten(result)
+            arrays = [*map(jnp.asarray, leaves)]
+            # What varies is read off the trace, so each array is handed on both ways.
+            return arrays, [x[None] for x in arrays]
+
+        replica.__name__ = name
         specs = jax.tree.map(
             lambda v: v.spec if is_distributed(v) else PartitionSpec(),
             (args, kwargs),
             is_leaf=is_distributed,
         )
-        out_specs = PartitionSpec(), PartitionSpec(), PartitionSpec(AXIS)
+        out_specs = PartitionSpec(), PartitionSpec(AXIS)
         with context_in_trace(context):
-            (empty, copies, rows), proven = replicated(
+            (copies, rows), proven = replicated(
                 replica, mesh, (AXIS,), scope, specs, out_specs, (args, kwargs)
             )
         assert proven is not None
         varies = [bool(along) for along in proven.varying[: len(copies)]]
-        return _distributed(empty, copies, rows, varies)
 
-    replica.__name__ = program.__name__ = name  # what messages and profiles show
+        def value(places: Any) -> Any:
+            differs = any(varies[k] for k in jax.tree.leaves(places))
+            arrays = rows if differs else copies
+            return (PerReplica if differs else Mirrored).of(
+                jax.tree.map(arrays.__getitem__, places)
+            )
+
+        # The arrays of an IndexedSlices are one value.
+        return jax.tree.map(value, structure.unflatten(range(len(copies))), is_leaf=is_sparse)
+
+    program.__name__ = name  # what messages and profiles show
     return ReplicaProgram(jax.jit(program), inner, claims)
-
-
-@jax.tree_util.register_static
-class _Nothing:
-    """What stands in the place of an array in a tree that hands on a structure alone."""
-
-
-def _nothing(_: Any) -> _Nothing:
-    return _Nothing()
-
-
-def _distributed(empty: Any, copies: Any, rows: Any, varies: Sequence[bool]) -> Any:
-    """A function's result, each of whose arrays is one value for all, or every replica's own."""
-    arrays = iter(zip(copies, rows, varies, strict=True))
-
-    def value(node: Any) -> Any:  # the arrays of an IndexedSlices are one value
-        count = sum(map(_is_nothing, jax.tree.leaves(node, is_leaf=_is_nothing)))
-        own = [next(arrays) for _ in range(count)]
-        differs = any(v for _, _, v in own)
-        leaves = iter([row if differs else copy for copy, row, _ in own])
-        tree = jax.tree.map(lambda _: next(leaves), node, is_leaf=_is_nothing)
-        return (PerReplica if differs else Mirrored).of(tree)
-
-    return jax.tree.map(value, empty, is_leaf=lambda x: is_sparse(x) or _is_nothing(x))
-
-
-def _is_nothing(x: Any) -> bool:
-    return isinstance(x, _Nothing)
 
 
 def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:
