@@ -122,15 +122,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         routes = tuple(
             Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
         )
-        program = replicating(
-            "batch_reduce",
-            mesh,
-            batch_reduced,
-            replicated,
-            CommunicationOptions(),
-            reduce_op,
-            routes,
-        )
+        program = replicating("batch_reduce", mesh, batch_reduced, replicated, reduce_op, routes)
         return program, tuple(mesh.devices.flat), routes
 
     def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:

@@ -196,9 +196,8 @@ def gather_along(
     with no_mesh():
         parts = _parts_of(ops, "gather", path, value, axis, devices, options.timeout_seconds)
         whole, carried = parts.value, without_deadline(options)
-        program = replicating(
-            "gathered", line_of(whole.devices, AXIS), _gathered, (whole.replicated,), carried, axis
-        )
+        mesh, replicated = line_of(whole.devices, AXIS), (whole.replicated,)
+        program = replicating("gathered", mesh, _gathered, replicated, axis, options=carried)
         settings = (path, axis, carried)
         call = Call(
             program, (whole.tree,), whole.devices, f"`{name}.gather`", options, settings=settings

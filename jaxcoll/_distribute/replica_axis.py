@@ -79,8 +79,8 @@ def replicating(
     mesh: Mesh,
     body: Callable[..., Any],
     replicated: tuple[bool, ...],
-    options: CommunicationOptions = CommunicationOptions(),
     *more: Hashable,
+    options: CommunicationOptions = CommunicationOptions(),
 ) -> Callable[..., Any]:
     """Return a program of values over `mesh` that leaves one result on all of its devices.
 
