@@ -1,6 +1,7 @@
 """assert_same_as_one_device passes what is right, and names what is wrong, or cannot be compared."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -160,10 +161,126 @@ def test_what_is_of_parts_of_the_batch_or_of_an_order_is_an_error(loss, complain
         )
 
 
-def test_statistics_of_each_replica_are_an_error():
-    own = functools.partial(normed, mean=lambda x: x)
-    with pytest.raises(AssertionError, match=r"\['w'\]: is not the same"):
-        jc.assert_same_as_one_device(jc.data_parallel(updated(by("mean"), loss=own)), FUSED, TOKENS)
+def rows_of(p, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ p["w"] + p["b"][None]) - batch["y"]) ** 2, -1)
+
+
+def noise(seed, like):
+    return 0.1 * jax.random.normal(seed, like.shape)
+
+
+def unit(g):
+    return jax.tree.map(lambda x: x / optax.tree.norm(g), g)
+
+
+own_seed = lambda: jax.random.fold_in(jax.random.key(1), lax.axis_index("data"))
+half = lambda x: jax.random.permutation(jax.random.key(3), x)[: len(x) // 2]
+WRONG_LOSSES = {  # of which the mean over replicas is not that of all rows
+    "unequal tokens": means_of_means,
+    "own statistics": lambda p, b: rows_of(p, {**b, "x": b["x"] / jnp.std(b["x"], 0)[None]}).mean(),
+    "root of a mean": lambda p, b: jnp.sqrt(rows_of(p, b).mean()),
+    "standard deviation": lambda p, b: jnp.std(rows_of(p, b)),
+    "median": lambda p, b: jnp.median(rows_of(p, b)),
+    "largest": lambda p, b: rows_of(p, b).max(),
+    "hardest": lambda p, b: lax.top_k(rows_of(p, b), 2)[0].mean(),
+    "in a softmax": lambda p, b: jax.nn.logsumexp(rows_of(p, b)),
+    "negatives": lambda p, b: -jnp.diag(jax.nn.log_softmax(b["x"] @ p["w"] @ b["y"].T)).mean(),
+    "mixed rows": lambda p, b: rows_of(p, jax.tree.map(lambda x: (x + x[::-1]) / 2, b)).mean(),
+    "half of the rows": lambda p, b: rows_of(p, jax.tree.map(half, b)).mean(),
+    "first row": lambda p, b: rows_of(p, b)[0],
+    "dropout by place": dropped,
+    "dropout by replica": lambda p, b: loss(
+        p, {**b, "x": b["x"] * jax.random.bernoulli(own_seed(), 0.5, b["x"].shape).astype("f")}
+    ),
+}
+WRONG_GRADIENTS = {  # made of those of one replica, and the mean of its loss
+    "sum": lambda g, v: jc.psum(g),
+    "of one": lambda g, v: jc.broadcast(g, "data"),
+    "largest": lambda g, v: lax.pmax(g, "data"),
+    "divided twice": lambda g, v: jax.tree.map(lambda x: x / lax.axis_size("data"), jc.pmean(g)),
+    "rate for more devices": lambda g, v: jax.tree.map(lambda x: x * lax.axis_size("data") ** 0.5, jc.pmean(g)),
+    "clipped before": lambda g, v: jc.pmean(unit(g)),
+    "signs": lambda g, v: jc.pmean(jax.tree.map(jnp.sign, g)),
+    "own noise": lambda g, v: jc.pmean(jax.tree.map(lambda x: x + noise(own_seed(), x), g)),
+    "noise counted n times": lambda g, v: jc.psum(
+        jax.tree.map(lambda x: x / lax.axis_size("data") + noise(jax.random.key(0), x), g)
+    ),
+    "squares": lambda g, v: jc.pmean(jax.tree.map(jnp.square, g)),
+    "own norm": lambda g, v: jc.pmean(optax.tree.norm(g)),
+    "weighted": lambda g, v: jc.pmean(jax.tree.map(lambda x: x * (1.0 + lax.axis_index("data")), g)),
+    "own exponential": lambda g, v: jc.pmean(jnp.exp(v)),
+    "replicas": lambda g, v: lax.psum(1, "data") + 0 * jc.pmean(v),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("types_may_mix")
+def test_every_kind_of_wrong_value_is_listed_and_what_is_right_beside_them_is_not():
+    def step(p, frozen, count, batch):
+        value, grads = jax.value_and_grad(loss)(p, batch)
+        wrong = {f"loss, {k}": jc.pmean(jax.grad(f)(p, batch)) for k, f in WRONG_LOSSES.items()}
+        wrong |= {f"gradient, {k}": f(grads, value) for k, f in WRONG_GRADIENTS.items()}
+        return wrong, {"count": count + 1, "grads": jc.pmean(grads), "frozen": frozen}
+
+    step = jc.data_parallel(step, batch_argnums="batch")
+    params = {"b": PARAMS["b"] + 0.5, "w": PARAMS["w"]}
+    with pytest.raises(AssertionError) as caught:
+        jc.assert_same_as_one_device(step, params, params, 1, BATCH)
+    listed = set(re.findall(r"output \[0\]\['(.*?)'\]", str(caught.value)))
+    assert listed == {f"loss, {k}" for k in WRONG_LOSSES} | {
+        f"gradient, {k}" for k in WRONG_GRADIENTS
+    }
+    assert "output [1]" not in str(caught.value)
+
+
+OPTIMIZERS = {
+    name: getattr(optax, name)(1e-2)
+    for name in (
+        "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb "
+        "lars lion nadam nadamw novograd optimistic_gradient_descent radam rmsprop rprop sgd "
+        "sign_sgd sm3 yogi"
+    ).split()
+} | {
+    "noisy_sgd": optax.noisy_sgd(1e-2, key=jax.random.key(0)),
+    "nesterov": optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3)),
+    "warm-up": optax.adam(optax.linear_schedule(0, 1e-3, 100)),
+}
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "batch", "wide", "steps"),
+    [(loss, PARAMS, BATCH, False, 0), (loss, PARAMS, BATCH, True, 0), (in_bfloat16, PARAMS, BATCH, False, 2), (normed, FUSED, TOKENS, False, 2)],
+    ids=["float32", "float64", "bfloat16", "batch norm"],
+)  # fmt: skip
+@pytest.mark.usefixtures("types_may_mix")
+def test_what_optimizers_make_of_a_right_gradient_is_right(loss, params, batch, wide, steps):
+    """Also after some steps: there moments are squares and maxima of what may be rounding alone."""
+
+    @jc.data_parallel(batch_argnums="batch")
+    def step(params, trained, batch):
+        grads, after = jc.grad(loss)(params, batch), {}
+        for name, (params, state) in trained.items():
+            updates, state = OPTIMIZERS[name].update(grads, state, params)
+            after[name] = optax.apply_updates(params, updates), state
+        return after
+
+    with jax.enable_x64(wide):
+        params, batch = jax.tree.map(
+            lambda x: jnp.asarray(x, "d" if wide else "f"), (params, batch)
+        )
+        trained = {name: (params, tx.init(params)) for name, tx in OPTIMIZERS.items()}
+        for _ in range(steps):
+            trained = step(params, trained, batch)
+        jc.assert_same_as_one_device(step, params, trained, batch)
+
+
+def test_a_batch_of_equal_rows_and_a_step_that_changes_nothing_cannot_be_compared():
+    step = jc.data_parallel(lambda w, x: w - 1e-9 * jc.pmean(x[0]))
+    with pytest.raises(ValueError, match="those of the batch are equal"):
+        jc.assert_same_as_one_device(step, PARAMS["w"][:, 0] * 1e-9, np.ones((16, 5), "f"))
+    step = jc.data_parallel(lambda w, x: w - 1e-9 * jc.psum(x.mean(0)))
+    with pytest.raises(AssertionError, match="the output: moves by rounding alone"):
+        jc.assert_same_as_one_device(step, np.ones(5, "f"), BATCH["x"])
 
 
 def test_a_key_for_each_row_can_be_compared_and_rows_that_come_back_are():
