@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices-per-process", type=int, metavar="K", help=words)
     words = "simulated CPU devices over Gloo (default), or this host's GPUs, K for each process"
     add("--platform", choices=["cpu", "gpu"], default="cpu", help=words)
-    add("--logs", type=Path, metavar="DIR", help="write what each prints to DIR/RANK.log as well")
+    add("--logs", type=Path, metavar="DIR", help="add what each prints to DIR/RANK.log as well")
     add("--timeout", type=float, metavar="S", help="end all after S seconds (default: never)")
     words = "let the others run on when a process fails, for programs that can go on without it"
     add("--keep-going", action="store_true", help=words)
@@ -183,7 +183,7 @@ def _logs(folder: Path | None, processes: int, at_end: contextlib.ExitStack) -> 
     paths = [folder / f"{name}.log" for name in (*range(processes), "coordinator")]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return [at_end.enter_context(path.open("wb", buffering=0)) for path in paths]
+        return [at_end.enter_context(path.open("ab", buffering=0)) for path in paths]
     except OSError as error:
         raise OSError(f"--logs {folder}: {error.strerror}.") from None
 

@@ -1,11 +1,15 @@
 """A checkpoint is whole or not there, and holds what was put in, to the bit."""
 
+import contextlib
 import errno
 import itertools
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from threading import Event, Thread
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jaxcoll as jc
+from jaxcoll._cluster.coordinator_proxy import CoordinatorProxy
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._elastic import checkpoint
 from jaxcoll._elastic.checkpoint import Stamp, save_newest, stamp_of_checkpoint
+from jaxcoll.cli import launch
 
 ADDED = [
     np.dtype(kind)
@@ -188,28 +194,68 @@ def test_a_link_stays_and_what_is_no_file_is_not_replaced(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"link.npz", "real.npz", "pipe"}
 
 
-def test_nothing_is_removed_that_another_made(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "jaxcoll-experiments").mkdir()
-    others = [
-        tmp_path / name
-        for name in (
-            *("jaxcoll-experiments/lock", "jaxcoll-experiments/results.csv"),
-            *(".last.npz-0123456789abcdef", ".jaxcoll-last_npz-dead.npz", ".last.npz.mine"),
-        )
-    ]
-    for file in others:
-        file.write_bytes(b"a user's")
-        os.utime(file, (0, 0))
-    for step in (1, 2):
-        jc.save_checkpoint(tmp_path / "last.npz", {"w": np.ones(3)}, step=step)
-        save_newest(tmp_path / "last.npz", {"w": np.ones(3)}, Stamp(step, 1), 1.0)
-        os.rmdir(make_socket_folder("keys"))
-    assert all(file.read_bytes() == b"a user's" for file in others)
+def write_halfway(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np.lib.format, "write_array", Mock(side_effect=OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            jc.save_checkpoint(folder / "last.npz", TREE)
+
+
+def log(folder):
+    with contextlib.ExitStack() as at_end:
+        for file in launch._logs(folder, 2, at_end):
+            file.write(b"a line")
+
+
+def listen(folder):
+    """Another system's proxy has a socket in a folder, and removes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        CoordinatorProxy("127.0.0.1:1", 1.0).close()
+
+
+TREE = {"w": np.ones(3)}
+WRITERS = (
+    lambda folder: jc.save_checkpoint(folder / "last.npz", TREE),
+    write_halfway,
+    lambda folder: save_newest(folder / "last.npz", TREE, Stamp(1, 1), 1.0),
+    lambda folder: save_newest(folder / "last.npz", TREE, Stamp(0, 1), 1.0),
+    lambda folder: os.rmdir(make_socket_folder("keys")),
+    log,
+    listen,
+)
+LIKE_OURS = (
+    *("jaxcoll-experiments/lock", "jaxcoll-experiments/results.csv", "jaxcoll-01234567/coordinator"),
+    *(".last.npz-0123456789abcdef", ".last.npz-lock", ".last.npz.mine", ".jaxcoll-last_npz-dead.npz"),
+    *("0.log", "2.log", "coordinator.log", "request.json", "answer.json"),
+)  # fmt: skip
+
+
+@settings(max_examples=25)
+@given(st.sets(st.sampled_from(LIKE_OURS)), st.lists(st.sampled_from(WRITERS), max_size=6))
+def test_a_users_files_survive_whatever_is_written_and_removed_beside_them(names, writers):
+    """Whatever they are called: nothing is removed that this process did not make."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        patch.setattr("tempfile.tempdir", name)
+        for file in (folder / name for name in names):
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(b"a user's")
+            os.utime(file, (0, 0))
+        for writer in writers:
+            writer(folder)
+        assert all((folder / name).read_bytes().startswith(b"a user's") for name in names)
+        left = {path.name for path in folder.iterdir()} - {name.split("/")[0] for name in names}
+        assert left <= {"last.npz", ".last.npz-lock", "0.log", "1.log", "coordinator.log"}
+
+
+def test_a_partial_file_takes_no_name_that_is_taken(tmp_path, monkeypatch):
+    taken = tmp_path / ".last.npz-0123456789abcdef"
+    taken.write_bytes(b"a user's")
     monkeypatch.setattr("secrets.token_hex", lambda n: "0123456789abcdef")
     with pytest.raises(FileExistsError):
         jc.save_checkpoint(tmp_path / "last.npz", {"w": np.ones(3)}, step=3)
-    assert others[2].read_bytes() == b"a user's"
+    assert taken.read_bytes() == b"a user's"
 
 
 STAMPS = [Stamp(20, 1), Stamp(40, 1), Stamp(40, 2), Stamp(60, 2)]
