@@ -239,6 +239,11 @@ def check_concrete(args: Any, kwargs: Any) -> None:
             "hold; expected numbers. Leave it out of the tree, or give it as numbers (tokens, "
             "categories, `.astype`)."
         )
+    if isinstance(leaves[i], jax.Ref):
+        raise ValueError(
+            f"`data_parallel`: {name} is a `jax.Ref`, and replicas write to copies of their own. "
+            "Pass the array in it, `ref[...]`, return what becomes of it, and write that back."
+        )
     raise ValueError(
         f"`data_parallel`: {name} is no array or number; got {type(leaves[i]).__name__}. What only "
         "decides how a step computes belongs to the step: bind it with `functools.partial` before "
@@ -257,7 +262,7 @@ def _is_wordy(x: Any) -> bool:
 def _may_be_placed(x: Any) -> bool:
     """True if JAX might take it: if an array is in it, JAX itself says whether it can be one."""
     others = ("dtype", "__jax_array__", "__array__")
-    return not isinstance(x, Tracer) and (is_array(x) or any(hasattr(x, name) for name in others))
+    return not isinstance(x, Tracer | jax.Ref) and (is_array(x) or any(hasattr(x, name) for name in others))
 
 
 def _path(tree: Any, i: int) -> str:

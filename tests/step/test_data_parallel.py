@@ -249,6 +249,7 @@ REFUSED = [  # a step, how it is wrapped, its arguments, and the words
      "argument 2 is named in `batch_argnums`, .* called with 1 positional"),
     (sums, {}, (1.0, X[:0]), "batch has no rows; pass at least 8"),
     (sums, {}, ({"act": "relu"}, X), r"args\[0\]\['act'\] is no array or number; got str"),
+    (sums, {}, ({"w": jax.new_ref(X)}, X), r"args\[0\]\['w'\] is a `jax.Ref`, .* Pass the array"),
 
     *((sums, {}, (1.0, {"x": X, "y": words}), r"args\[1\]\['y'\] has elements of dtype .*expected num")
       for words in (np.array(["a"] * 8), np.array([{}] * 8), np.zeros(8, "M8[s]"),
