@@ -44,32 +44,10 @@ def by_optax(tx):
     return step
 
 
-def accumulated(loop):
-    def step(p, b):
-        rows = jax.tree.map(lambda x: x.reshape(2, 1, *x.shape[1:]), b)
-        zeros = jax.tree.map(jnp.zeros_like, p)
-        add = lambda total, piece: jax.tree.map(jnp.add, total, jax.grad(loss)(p, piece))
-        if loop == "scan":
-            total, _ = lax.scan(lambda t, piece: (add(t, piece), None), zeros, rows)
-        else:
-            piece = lambda i: jax.tree.map(lambda x: x[i], rows)
-            total = lax.fori_loop(0, 2, lambda i, t: add(t, piece(i)), zeros)
-        return descend(p, pmean(jax.tree.map(lambda g: g / 2, total)))
-
-    return step
-
-
 def sam(p, b):
     g = pmean(jax.grad(loss)(p, b))
     near = descend(p, g, -0.05 / (optax.tree.norm(g) + 1e-9))
     return descend(p, pmean(jax.grad(loss)(near, b)))
-
-
-def local_sgd(p, b):
-    mine = p
-    for _ in range(3):
-        mine = descend(mine, jax.grad(loss)(mine, b))
-    return pmean(mine)
 
 
 def batch_norm(sync):
@@ -106,15 +84,6 @@ def grouped_statistics(p, b):
         return jnp.mean((h - mean + p["b"] - b["y"]) ** 2)
 
     return descend(p, pmean(jax.grad(normed)(p)))
-
-
-def dynamic_scale(p, b):
-    scale = jnp.float32(1024)
-    g = jax.grad(lambda p: scale * loss(p, b))(p)
-    g = pmean(jax.tree.map(lambda g: g / scale, g))
-    finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(g)]))
-    new = descend(p, g)
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, p), jnp.where(finite, 2, 0.5)
 
 
 def skip_bad_steps(p, b):
@@ -238,10 +207,6 @@ def zero_by_hand(p, b):
     return lax.all_gather(own, AXIS).reshape(4, 2)
 
 
-def tall_gather(p, b):
-    return pmean(jax.grad(loss)(p, jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), b)))
-
-
 def experts(p, b):
     sent = lax.all_to_all(jnp.tile(b["x"], (4, 1)), AXIS, 0, 0, tiled=True)
     back = lax.all_to_all(jnp.tanh(sent @ p["w"]), AXIS, 0, 0, tiled=True)
@@ -272,19 +237,10 @@ def metrics(p, b):
     return counts["right"] / counts["all"], lax.pmax(right, AXIS), lax.pmin(right, AXIS)
 
 
-def confusion(p, b):
-    hot = jax.nn.one_hot((b["x"] @ p["w"]).argmax(-1), 2)
-    return psum(hot.T @ jax.nn.one_hot(b["y"].argmax(-1), 2))
-
-
 def mixed_precision(p, b):
     half = lambda t: jax.tree.map(lambda x: x.astype(jnp.bfloat16), t)
     value, g = jax.value_and_grad(lambda p: loss(half(p), half(b)).astype("f"))(p)
     return descend(p, pmean(g)), pmean(value)
-
-
-def rematerialised(p, b):
-    return descend(p, pmean(jax.grad(jax.checkpoint(loss))(p, b)))
 
 
 def through_scan(p, b):
@@ -294,11 +250,6 @@ def through_scan(p, b):
         return jnp.mean(h**2)
 
     return descend(p, pmean(jax.grad(layers)(p)))
-
-
-def weight_average(p, b):
-    new = descend(p, pmean(jax.grad(loss)(p, b)))
-    return new, jax.tree.map(lambda a, n: 0.99 * a + 0.01 * n, p, new)
 
 
 def weighted_mean(p, b):
@@ -333,41 +284,28 @@ def sampled(p, b):
     return descend(p, pmean(jax.grad(loss)(p, {**b, "x": b["x"] * mask})))
 
 
-def jitted_inside(p, b):
-    return jax.jit(descend)(p, pmean(jax.jit(jax.grad(loss))(p, b)))
-
-
 def barrier(p, b):
     return lax.optimization_barrier(descend(p, pmean(jax.grad(loss)(p, b))))
 
 
-TRANSFORMS = {
-    "sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, 0.9, nesterov=True), "adam": optax.adam(0.1),
-    "adamw": optax.adamw(0.1), "adamax": optax.adamax(0.1), "amsgrad": optax.amsgrad(0.1),
-    "adabelief": optax.adabelief(0.1), "adadelta": optax.adadelta(0.1), "lion": optax.lion(0.01),
-    "adafactor": optax.adafactor(0.1), "adagrad": optax.adagrad(0.1), "lamb": optax.lamb(0.1),
-    "lars": optax.lars(0.1), "novograd": optax.novograd(0.1), "rmsprop": optax.rmsprop(0.1),
-    "sm3": optax.sm3(0.1), "yogi": optax.yogi(0.1), "radam": optax.radam(0.1),
-    "rprop": optax.rprop(0.1), "fromage": optax.fromage(0.1), "noisy": optax.noisy_sgd(0.1, key=0),
-    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
+TRANSFORMS = {  # whose states are unlike one another's
+    "adafactor": optax.adafactor(0.1), "lamb": optax.lamb(0.1), "rprop": optax.rprop(0.1),
+    "noisy": optax.noisy_sgd(0.1, key=0), "finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "agc": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
     "multi steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-    "finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "prodigy": optax.contrib.prodigy(0.1), "muon": optax.contrib.muon(0.1),
     "plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
     "schedule": optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)),
-    "dadapt": optax.contrib.dadapt_adamw(0.1), "schedule free": optax.contrib.schedule_free_sgd(0.1),
+    "schedule free": optax.contrib.schedule_free_sgd(0.1),
 }  # fmt: skip
 STYLES = {f.__name__: f for f in (
-    sam, local_sgd, vmapped_batch_norm, grouped_statistics, dynamic_scale, skip_bad_steps,
-    contrastive, momentum_contrast, sinkhorn, cross_correlation, private, adversaries,
-    proximal_policy, hessian_vector, conjugate_gradient, zeroth_order, own_directions,
-    zero_by_hand, tall_gather, experts, narrow_scales, metrics, confusion,
-    mixed_precision, rematerialised, through_scan, weight_average, weighted_mean, regularised,
-    learning_rate_among_metrics, implicit, sampled, jitted_inside, barrier, ring,
+    sam, vmapped_batch_norm, grouped_statistics, skip_bad_steps, contrastive, momentum_contrast,
+    sinkhorn, cross_correlation, private, adversaries, proximal_policy, hessian_vector,
+    conjugate_gradient, zeroth_order, own_directions, zero_by_hand, experts, narrow_scales, metrics,
+    mixed_precision, through_scan, weighted_mean, regularised, learning_rate_among_metrics,
+    implicit, sampled, barrier, ring,
 )}  # fmt: skip
 STYLES |= {f"optax {name}": by_optax(tx) for name, tx in TRANSFORMS.items()}
-STYLES |= {f"accumulated by {loop}": accumulated(loop) for loop in ("scan", "fori_loop")}
 STYLES |= {f"batch norm, sync={sync}": batch_norm(sync) for sync in (True, False)}
 
 

@@ -392,47 +392,6 @@ def test_the_mean_loss_is_differentiated_by_whatever_is_the_same(mean):
     refused(jax.grad(mean, 1), "the same on every replica")
 
 
-def within(w, x):
-    """A normalisation within each replica's rows, by an axis of its own."""
-    h = jax.vmap(lambda r: r * w - lax.pmean(r * w, "batch"), axis_name="batch")(x)
-    return jnp.mean(h**2)
-
-
-def in_groups(w, x):
-    halves = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    mean = lax.pmean((x * w).mean(0), "data", axis_index_groups=halves)
-    return jnp.mean((x * w - mean) ** 2)
-
-
-def along_its_own_direction(w, x):
-    key = jax.random.fold_in(jax.random.key(0), lax.axis_index("data"))
-    direction = jax.random.normal(key, w.shape)
-    return jax.jvp(lambda w: loss(w, x), (w,), (direction,))[1] * direction
-
-
-def regularised_only(w, x):
-    return jax.grad(lambda p: loss(p[0], x) + 0.01 * jnp.sum(p[1] ** 2))((w, w + 1))
-
-
-AS_PMAP = {
-    "an axis of a vmap": jax.grad(within),
-    "groups": jax.grad(in_groups),
-    "a direction": along_its_own_direction,
-    "what the data does not reach": regularised_only,
-}
-
-
-@pytest.mark.usefixtures("types_may_mix")
-@pytest.mark.parametrize("name", AS_PMAP)
-def test_a_step_is_what_pmap_makes_of_it(name):
-    f = AS_PMAP[name]
-    by_lax = lambda w, x: lax.pmean(f(w, x), "data")
-    want = jax.pmap(by_lax, axis_name="data", in_axes=(None, 0))(W, X.reshape(8, 2, 5))
-    want = jax.tree.map(lambda x: x[0], want)
-    for step in (by_lax, lambda w, x: jc.all_reduce("mean", f(w, x))):
-        close(jc.data_parallel(step)(W, X), want)
-
-
 def test_modes_that_debug_work_as_they_do_without_us():
     nan = lambda x: lax.pmean(jnp.log(x - 100).mean(), "data")
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
