@@ -236,10 +236,9 @@ NOISY = "while True: print('x' * 100)"
     [
         (signal.SIGTERM, [], 143, False),
         (signal.SIGINT, [], 130, True),
-        (None, ["--timeout", "3"], 124, False),
         (None, ["--timeout", "3"], 124, True),
     ],
-    ids=["SIGTERM", "SIGINT, one file", "timeout", "timeout, one file"],
+    ids=["SIGTERM", "SIGINT, one file", "timeout, one file"],
 )
 def test_a_reader_who_reads_nothing_keeps_no_job_alive(tmp_path, number, flags, status, merged):
     errors = subprocess.STDOUT if merged else subprocess.PIPE
@@ -254,8 +253,7 @@ def test_a_reader_who_reads_nothing_keeps_no_job_alive(tmp_path, number, flags, 
     assert started.wait(timeout=60) == status
     started.stdout.close()
     if not merged:
-        name = f"jaxcoll launch: {number.name if number else 'not all processes ended'}".encode()
-        assert name in started.stderr.read()
+        assert f"jaxcoll launch: {number.name}".encode() in started.stderr.read()
         started.stderr.close()
     assert gone(pids)
 
@@ -319,7 +317,7 @@ assert step(np.ones(2, "f")) == 4
 child = os.fork()
 if child == 0:
     sys.exit(0)
-until = time.monotonic() + 20  # JAX itself may crash or hang at the end of a forked child
+until = time.monotonic() + 8  # JAX itself may crash or hang at the end of a forked child
 while time.monotonic() < until and os.waitpid(child, os.WNOHANG) == (0, 0):
     time.sleep(0.05)
 for _ in range(3):
@@ -328,7 +326,7 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("folder", ["usual", "x" * 120, "per%41cent?and#hash"])
+@pytest.mark.parametrize("folder", ["usual", "x" * 99 + "per%41cent?and#hash"])
 def test_children_that_end_do_not_speak_for_their_parents_wherever_sockets_are(tmp_path, folder):
     if folder == "usual":
         temporary = tempfile.TemporaryDirectory(dir="/tmp")  # where a socket's path is short
@@ -377,14 +375,11 @@ def test_the_doctor_looks_over_a_job_and_sees_devices_that_differ(tmp_path):
         "from jaxcoll.cli.main import main\n"
         "sys.exit(main(['doctor', '--json']))\n",
     )
-    well = run("-n", "2", "-m", "jaxcoll", "doctor", "--json")
-    assert well.returncode in (0, 1), well.stderr
-    found = {f["what"]: f for f in json_lines(well)}
-    assert found["processes"]["found"] == "2 on 1 host"
-    assert found["versions of each process"]["level"] == "ok"
     ill = run("-n", "2", file)
     assert ill.returncode == 2, ill.stderr
     found = {f["what"]: f for f in json_lines(ill)}
+    assert found["processes"]["found"] == "2 on 1 host"
+    assert found["versions of each process"]["level"] == "ok"
     assert found["devices of each process"]["found"] == "1 on process 0; 2 on process 1"
     assert "as many devices" in found["devices of each process"]["fix"]
 

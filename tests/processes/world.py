@@ -380,14 +380,14 @@ def algorithms():
 
 
 def reproducible():
-    """Hashes of eight replicas' sums of products, for some ways to pack, order and carry them."""
+    """Hashes of all replicas' sums of products, for some ways to pack, order and carry them."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    p = jax.sharding.PartitionSpec
+    p, n = jax.sharding.PartitionSpec, len(jax.devices())
     rng = np.random.default_rng(0)
     dtypes = ("float32", "bfloat16")  # float16 is as wide; tests/spmd/test_reproducible.py has it
     names = [f"{name} {dtype}" for dtype in dtypes for name in ("long", "short")]
     host = {
-        k: [rng.standard_normal((8, 1009 if "long" in k else 5)) for _ in range(2)] for k in names
+        k: [rng.standard_normal((n, 1009 if "long" in k else 5)) for _ in range(2)] for k in names
     }
     host = {k: [x.astype(jnp.dtype(k.split()[1])) for x in host[k]] for k in names}
     sharding = jax.NamedSharding(mesh, p("data"))
