@@ -1,6 +1,5 @@
 """The hosts with a slow network that benchmarks make, where this machine allows them."""
 
-import contextlib
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import forks
 import pytest
+from processes.hosts import hosts
 from processes.ranks import launch
 
 from benchmarks.lab import LabUnavailableError, Network, bits_per_second, lab
@@ -49,15 +49,6 @@ with lab(2, "1gbit") as made:
     print(*made.on(0), flush=True)
     {then}
 """
-
-
-@contextlib.contextmanager
-def hosts(count, rate):
-    try:
-        with lab(count, rate) as made:
-            yield made
-    except LabUnavailableError as error:
-        pytest.skip(str(error))
 
 
 def test_what_one_host_sends_another_is_counted_and_takes_as_long_as_the_rate_says():

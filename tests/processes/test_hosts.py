@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes.hosts import hosts
+from processes.hosts import hosts, listening, part, pids, pull_cable
 
 import jaxcoll as jc
 from jaxcoll._cluster.launch.subprocesses import surely_ended
@@ -26,8 +26,8 @@ def training(folder, fewest):
     saved = folder / "last.npz"
     with hosts(3) as three, surely_ended() as running:
         for rank, log in enumerate(logs):
-            arguments = [str(rank), "3", f"{three.addresses[0]}:9123", str(saved), str(fewest)]
-            command = three.on(rank, sys.executable, str(JOB), *arguments)
+            arguments = [str(rank), "3", f"{three.address(0)}:9123", str(saved), str(fewest)]
+            command = [*three.on(rank), sys.executable, str(JOB), *arguments]
             alone = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
             with log.open("wb") as out:
                 running.start(command, alone, stdout=out, stderr=subprocess.STDOUT)
@@ -35,7 +35,7 @@ def training(folder, fewest):
         yield three, found
         wait_for(lambda: all(process.poll() is not None for process in running.processes), logs)
         # The coordinator cannot see the process beyond a cut end, and leaves all the same.
-        wait_for(lambda: not three.pids(0), logs)
+        wait_for(lambda: not pids(three, 0), logs)
     texts = [log.read_text() for log in logs]
     assert [process.returncode for process in running.processes] == [0, 0, 0], "\n".join(texts)
     found += [json.loads(text.partition("RESULT ")[2].splitlines()[0]) for text in texts]
@@ -43,9 +43,10 @@ def training(folder, fewest):
 
 def test_only_the_side_that_has_the_coordinator_goes_on_when_a_cable_is_pulled(tmp_path):
     with training(tmp_path, 1) as (three, found):
-        for host, address in enumerate(three.addresses):
-            assert three.listening(host) <= {address, "127.0.0.1"}, "its own address, and no other"
-        three.pull_cable(2)
+        for host in range(3):
+            own = {three.address(host), "127.0.0.1"}
+            assert listening(three, host) <= own, "its own address, and no other"
+        pull_cable(three, 2)
     here, there, cut = found
     assert "bits" in here
     assert here["bits"] == there["bits"]
@@ -63,7 +64,7 @@ def test_only_the_side_that_has_the_coordinator_goes_on_when_a_cable_is_pulled(t
 @pytest.mark.parametrize("fewest", [1, 3])
 def test_of_two_hosts_that_cannot_connect_to_each_other_one_is_left_out(tmp_path, fewest):
     with training(tmp_path, fewest) as (three, found):
-        three.part(1, 2)
+        part(three, 1, 2)
     link = "workers 1 and 2 cannot connect to each other"
     saved = jc.restore_checkpoint(tmp_path / "last.npz", np.float32(0))[1]
     if fewest == 1:
