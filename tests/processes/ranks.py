@@ -1,5 +1,6 @@
 """Copies of a command that form one world on this host, run to their end; what each printed."""
 
+import json
 import socket
 import tempfile
 import time
@@ -10,8 +11,10 @@ import forks
 from jaxcoll._cluster.launch.local import world
 
 
-def launch(command, processes, *, timeout, env=None):
+def launch(command, processes, *, timeout, env=None, ends=None):
     """Run copies of `python …`, each of which calls `join`, and none of which outlives this call.
+
+    It waits for those that are to end well: for all, or for the ranks in `ends`.
 
     Returns:
       What each printed: of both streams together.
@@ -25,18 +28,23 @@ def launch(command, processes, *, timeout, env=None):
         for log, own in zip(logs, variables, strict=True):
             with log.open("wb") as out:
                 running.start(command, {**(env or {}), **own}, stdout=out)
+        waited_for = [running.processes[rank] for rank in ends or range(processes)]
         until = time.monotonic() + timeout
         statuses = [None]
         while None in statuses and not any(statuses) and time.monotonic() < until:
             time.sleep(0.02)
-            statuses = [process.poll() for process in running.processes]
+            statuses = [process.poll() for process in waited_for]
         texts = [log.read_text("utf8", "replace") for log in logs]
-    each = [
-        f"process {r} ended with {s}:\n{t[-3000:]}"
-        for r, (s, t) in enumerate(zip(statuses, texts, strict=True))
-    ]
-    assert set(statuses) == {0}, "\n".join(each)
+    each = [f"process {r} printed:\n{text[-3000:]}" for r, text in enumerate(texts)]
+    assert set(statuses) == {0}, "\n".join([f"they ended with {statuses}", *each])
     return texts
+
+
+def results(command, processes, **how):
+    """The result of each, which it printed as JSON behind "RESULT"."""
+    logs = launch(command, processes, **how)
+    lines = (next(x for x in log.splitlines() if x.startswith("RESULT ")) for log in logs)
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
 def free_port():

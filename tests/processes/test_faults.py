@@ -3,45 +3,24 @@
 import json
 import re
 import sys
-import time
 from pathlib import Path
 
-import forks
 import pytest
-
-from jaxcoll._cluster.launch.local import world
+from processes.ranks import launch
 
 pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("faults.py")
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory):
-    """From what to run to what each process said of each fault, in order."""
-
-    def run(what, processes, ends):
-        folder = tmp_path_factory.mktemp(what)
-        logs = [folder / f"{rank}.log" for rank in range(processes)]
-        with world(processes) as ranks, forks.running() as running:
-            for log, variables in zip(logs, ranks, strict=True):
-                with log.open("wb") as out:
-                    running.start([sys.executable, SCRIPT, what], variables, stdout=out)
-            waited_for = [running.processes[rank] for rank in ends]
-            until = time.monotonic() + 100
-            while any(p.poll() is None for p in waited_for) and time.monotonic() < until:
-                time.sleep(0.05)
-            texts = [log.read_text(errors="replace") for log in logs]
-            assert all(p.poll() == 0 for p in waited_for), "\n".join(texts)
-        result = [
-            [json.loads(x[6:]) for x in t.splitlines() if x.startswith("FAULT ")] for t in texts
-        ]
-        return [{each["fault"]: each for each in reversed(one)} for one in result]
-
-    return run
+def faulty(what, processes, ends=None):
+    """What each process said of each fault."""
+    logs = launch([sys.executable, SCRIPT, what], processes, timeout=100, ends=ends)
+    result = [[json.loads(x[6:]) for x in t.splitlines() if x.startswith("FAULT ")] for t in logs]
+    return [{each["fault"]: each for each in reversed(one)} for one in result]
 
 
-def test_processes_out_of_step_are_told_so_and_go_on(faulty):
-    both = faulty("out_of_step", 2, ends=(0, 1))
+def test_processes_out_of_step_are_told_so_and_go_on():
+    both = faulty("out_of_step", 2)
     differences = {
         "shape": r"process 0: argument args[0]: float32[2,5]\nprocess 1: argument args[0]: float32[2,6]",
         "dtype": r"args[0]: float32[2,4]\nprocess 1: argument args[0]: int32[2,4]",
@@ -67,8 +46,8 @@ def test_processes_out_of_step_are_told_so_and_go_on(faulty):
         assert difference in recompiled["message"]
 
 
-def test_calls_that_look_alike_and_mean_something_else_are_refused_before_they_run(faulty):
-    both = faulty("other_meaning", 2, ends=(0, 1))
+def test_calls_that_look_alike_and_mean_something_else_are_refused_before_they_run():
+    both = faulty("other_meaning", 2)
     for result in both:
         names = [name for name in result if not name.startswith("after ")]
         assert len(names) == 16
@@ -84,8 +63,8 @@ def test_calls_that_look_alike_and_mean_something_else_are_refused_before_they_r
         )
 
 
-def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_returned(faulty):
-    for rank, result in enumerate(faulty("departs", 4, ends=(0, 1, 2, 3))):
+def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_returned():
+    for rank, result in enumerate(faulty("departs", 4)):
         call = 14 if rank < 2 else 1004
         assert result["departs"]["sum"] == 2  # the first of the calls
         assert result["afterwards"]["error"] == "ProgramMismatchError"
@@ -97,8 +76,8 @@ def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_retu
         assert "program `double`" in result["afterwards"]["message"]
 
 
-def test_a_late_process_is_named_with_the_collective_that_waits(faulty):
-    first, second = faulty("late", 2, ends=(0, 1))
+def test_a_late_process_is_named_with_the_collective_that_waits():
+    first, second = faulty("late", 2)
     assert second["late"]["sum"] == first["afterwards"]["sum"] == 2
     late = first["late"]
     # It is told while the late one still waits for that: it comes only then.
@@ -112,7 +91,7 @@ def test_a_late_process_is_named_with_the_collective_that_waits(faulty):
         assert words in late["message"], late["message"]
 
 
-def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on(faulty):
+def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on():
     result = faulty("losses", 4, ends=(0, 1))
     for rank in (0, 1, 3):
         for fault in ("killed", "again"):
@@ -131,8 +110,8 @@ def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on(faulty
     assert "process 1 has ended" in result[0]["ended"]["message"]
 
 
-def test_who_has_done_its_part_may_end_and_is_missed_in_the_next_call_only(faulty):
-    first, second = faulty("done", 2, ends=(0, 1))
+def test_who_has_done_its_part_may_end_and_is_missed_in_the_next_call_only():
+    first, second = faulty("done", 2)
     assert first["done"]["sum"] == second["done"]["sum"] == 2
     assert first["done"]["seconds"] > second["done"]["seconds"] + 3  # more than two beats
     after = first["afterwards"]

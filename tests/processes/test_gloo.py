@@ -1,11 +1,10 @@
 """Several real processes over Gloo: the same laws where something leaves the process."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
-from processes.ranks import launch
+from processes.ranks import results
 
 pytestmark = pytest.mark.processes
 WORLD = Path(__file__).with_name("world.py")
@@ -13,9 +12,7 @@ WORLD = Path(__file__).with_name("world.py")
 
 def in_world(what, processes, env=None):
     """What each process found, by the names in `what`, which run one after another."""
-    logs = launch([sys.executable, WORLD, *what.split()], processes, timeout=180, env=env)
-    lines = [next(x for x in log.splitlines() if x.startswith("RESULT ")) for log in logs]
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    return results([sys.executable, WORLD, *what.split()], processes, timeout=180, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +22,9 @@ def pair():
 
 
 def test_training_equals_one_device_and_all_processes_agree_to_the_bit(pair):
-    results = [found["train"] for found in pair]
-    assert len({r["bits"] for r in results}) == 1
-    for r in results:
+    trained = [found["train"] for found in pair]
+    assert len({r["bits"] for r in trained}) == 1
+    for r in trained:
         assert r["world"] == "2 × cpu, 2 processes"
         assert "leaves over 2 MiB alone" in r["reason"]
         assert r["packs"] == 1
@@ -135,11 +132,11 @@ def test_diloco_are_their_simulation_with_sums_on_their_way(pair):
 
 def test_every_algorithm_over_three_processes_of_two_devices():
     found = in_world("algorithms", 3, env={"JAX_NUM_CPU_DEVICES": "2"})
-    results = [each["algorithms"] for each in found]
-    for options, first in results[0].items():
+    each = [one["algorithms"] for one in found]
+    for options, first in each[0].items():
         assert first["error"] <= 6 * 2.0**-23, options
-        assert len({bits for r in results for bits in r[options]["bits"]}) == 1, options
-    planned = {name: r["planned"] for name, r in results[0].items()}
+        assert len({bits for r in each for bits in r[options]["bits"]}) == 1, options
+    planned = {name: r["planned"] for name, r in each[0].items()}
     assert len(planned) == 11
     assert planned["CommunicationOptions(algorithm='native/ring')"] == "shuffle/ring"
 
@@ -147,14 +144,14 @@ def test_every_algorithm_over_three_processes_of_two_devices():
 @pytest.mark.usefixtures("optimized")
 def test_reproducible_sums_have_the_same_bits_on_every_layout_of_four_replicas():
     """Those of one process are in tests/spmd/test_reproducible.py."""
-    results = []
+    each = []
     for processes in (2, 4):
         env = {"JAX_NUM_CPU_DEVICES": str(4 // processes)}
         found = in_world("reproducible", processes, env=env)
-        results += [each["reproducible"] for each in found]
-    want = results[0]["reference"]
+        each += [one["reproducible"] for one in found]
+    want = each[0]["reference"]
     native = set()
-    for result in results:
+    for result in each:
         native.add(result.pop("native")["long float32"])
         for way, bits in result.items():
             assert bits == {leaf: want[leaf] for leaf in bits}, way

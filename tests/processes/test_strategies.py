@@ -1,13 +1,12 @@
 """`MultiWorkerMirroredStrategy` over real processes."""
 
-import json
 import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from processes.ranks import free_port, launch
+from processes import ranks
 from processes.uneven_rows import rows_of
 
 pytestmark = pytest.mark.processes
@@ -15,12 +14,10 @@ SCRIPT = Path(__file__).with_name("strategy.py")
 
 
 def results_of(command, workers, devices, **env):
-    """What each worker found, one `RESULT` line of it."""
+    """What each worker found."""
     command = command if isinstance(command, list) else [command]
     env |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    logs = launch([sys.executable, *command], workers, timeout=240, env=env)
-    lines = (next(x for x in log.splitlines() if x.startswith("RESULT ")) for log in logs)
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    return ranks.results([sys.executable, *command], workers, timeout=240, env=env)
 
 
 def parts(name, workers, devices):
@@ -100,7 +97,7 @@ def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(work
     n = workers * devices
     env = {}
     if by == "TF_CONFIG":
-        env["PORTS"] = " ".join(str(free_port()) for _ in range(workers))
+        env["PORTS"] = " ".join(str(ranks.free_port()) for _ in range(workers))
     results = results_of(SCRIPT, workers, devices, **env)
 
     uneven = [np.arange(1.0 + i // devices + i % devices) for i in range(n)]
