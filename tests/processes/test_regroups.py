@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import forks
@@ -35,6 +35,9 @@ class Workers:
         with (self._folder / f"{rank}.log").open("ab") as log:
             return self._running.start(command, own, stdout=log)
 
+    def again(self, rank):
+        self.processes[rank] = self.start(rank, "again")
+
     def logs(self):
         return [(self._folder / f"{r}.log").read_text() for r in range(len(self.processes))]
 
@@ -53,9 +56,18 @@ class Workers:
         return [json.loads(text) for text in lines]
 
 
+@contextmanager
+def workers(count, what, folder):
+    with (
+        closing(start_coordinator("127.0.0.1:0", count)) as coordinator,
+        forks.running() as running,
+    ):
+        yield Workers(count, what, folder, running, coordinator.address)
+
+
 def test_two_workers_of_whom_one_is_late_six_times_in_a_row_go_on(tmp_path):
-    with closing(start_coordinator("127.0.0.1:0", 2)) as coordinator, forks.running() as running:
-        both = Workers(2, "late", tmp_path, running, coordinator.address).wait()
+    with workers(2, "late", tmp_path) as started:
+        both = started.wait()
     assert both[1]["late"] == 0, "it was late less often"
     for result in both:
         assert result["bits"] == result["plain"] == both[0]["bits"]
@@ -69,15 +81,14 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
     turns = [2, 0, 2, 2, 0]
     (tmp_path / "turns").write_text(" ".join(map(str, (-1, *turns))))
     refused = []
-    with closing(start_coordinator("127.0.0.1:0", 3)) as coordinator, forks.running() as running:
-        workers = Workers(3, "lost", tmp_path, running, coordinator.address)
+    with workers(3, "lost", tmp_path) as started:
 
         def again(rank):
             if rank == 0 and not refused:
-                refused.append(with_two_devices(workers, rank))
-            workers.processes[rank] = workers.start(rank, "again")
+                refused.append(with_two_devices(started, rank))
+            started.again(rank)
 
-        three = workers.wait(again)
+        three = started.wait(again)
     assert [result["workers"] for result in three] == [[0, 1, 2]] * 3
     assert len({result["bits"] for result in three}) == 1
     changes = three[1]["changes"]
@@ -91,13 +102,8 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
 def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that_is_missing(
     tmp_path,
 ):
-    with closing(start_coordinator("127.0.0.1:0", 3)) as coordinator, forks.running() as running:
-        workers = Workers(3, "owing", tmp_path, running, coordinator.address)
-
-        def again(rank):
-            workers.processes[rank] = workers.start(rank, "again")
-
-        three = workers.wait(again)
+    with workers(3, "owing", tmp_path) as started:
+        three = started.wait(started.again)
     assert [result["workers"] for result in three] == [[0, 1, 2]] * 3
     assert len({result["bits"] for result in three}) == 1
     (lost_at, lost, _), (taken_at, _, joined) = three[0]["changes"]
@@ -126,13 +132,8 @@ def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that
 
 
 def test_diloco_go_on_without_the_lost_and_a_newcomer_gets_the_shared_parameters(tmp_path):
-    with closing(start_coordinator("127.0.0.1:0", 3)) as coordinator, forks.running() as running:
-        workers = Workers(3, "rounds", tmp_path, running, coordinator.address)
-
-        def again(rank):
-            workers.processes[rank] = workers.start(rank, "again")
-
-        three = workers.wait(again)
+    with workers(3, "rounds", tmp_path) as started:
+        three = started.wait(started.again)
     assert len({result["bits"] for result in three}) == 1
     (lost_at, lost, _), (taken_at, _, joined) = three[0]["changes"]
     # It died after 18 local steps, and had last brought a fragment to the others after 17.
