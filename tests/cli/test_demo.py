@@ -19,6 +19,7 @@ def figure(printed, words):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")  # 600 steps take longer than it takes to compile one well
 def test_a_full_run_meets_its_bars_and_shows_what_it_sent(tmp_path):
     done = forks.with_commands().run(forks.COMMAND, "jaxcoll", "demo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
