@@ -100,9 +100,9 @@ def _between(random: np.random.Generator, low: float, high: float) -> float:
 def candidates(case: Case) -> tuple[str, ...]:
     """What a user could ask for by hand, as `jaxcoll bench --algorithms` has it."""
     packs = ("all",) if case.nbytes <= 1 << 20 or len(case.elements) == 1 else ("1MiB", "all")
-    names = ["native", "halving-doubling"]
+    names = ["native", "halving_doubling"]
     if case.hosts > 1 and case.processes > case.hosts:
-        names += ["shuffle/native", "shuffle/halving-doubling"]
+        names += ["shuffle/native", "shuffle/halving_doubling"]
     # Each array of its own takes as long as a small pack, so that many cannot be the best choice.
     alone = (BASELINE,) if len(case.elements) <= 8 else ()
     return (*alone, *(f"{name}@{pack}" for name in names for pack in packs))

@@ -17,7 +17,7 @@ from jaxcoll._show.table import Table
 from jaxcoll._show.units import milliseconds
 from jaxcoll.cli import flags
 
-ALGORITHMS = "native,native/native,ring,halving-doubling,shuffle"
+ALGORITHMS = "native,native/native,ring,halving_doubling,shuffle"
 RANKS = tuple(2**k for k in range(1, 15))
 PER_HOST = 8
 

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import jax
 
+from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
 from jaxcoll._spmd import reduce
@@ -192,7 +193,7 @@ def check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> No
 
 
 def _shown(x: Any) -> str:
-    return repr(x) if isinstance(x, ReduceOp | str) else type(x).__name__
+    return repr(x) if isinstance(x, ReduceOp | str) else kind_of(x)
 
 
 def broadcast(

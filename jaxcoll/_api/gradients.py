@@ -266,6 +266,11 @@ def accumulate(
       >>> value.tolist(), grad.tolist()
       ([9.0, 9.0], [4.5, 4.5])
     """
+    if num_microbatches is None:
+        raise ValueError(
+            "`jc.accumulate` needs a number of micro-batches behind the axis, as in "
+            '`jc.accumulate(loss, "data", 4)` or `jc.accumulate(loss, num_microbatches=4)`.'
+        )
     count = positive("jc.accumulate", "num_microbatches", num_microbatches)
     several = isinstance(batch_argnums, Sequence)
     positions = tuple(batch_argnums) if several else (batch_argnums,)

@@ -17,6 +17,7 @@ import dataclasses
 import json
 import os
 import runpy
+import select
 import selectors
 import socket
 import stat
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 LONGEST = 4096
 """Bytes of a process's first line; a longer one comes from another program."""
@@ -80,6 +81,7 @@ class Coordinator:
 
     address: str  # where it listens, "host:port"
     process: subprocess.Popen[bytes]
+    replies: IO[bytes]  # the end of a pipe, on which it tells that a process has arrived
     # The end of a pipe. While it is open the coordinator stays though nobody is connected; the
     # system closes it when this process ends
     lifeline: int
@@ -88,8 +90,13 @@ class Coordinator:
         """Let it live for as long as any process needs it."""
         self.process.returncode = 0  # if this process ends, nobody waits for it
 
+    def is_met(self) -> bool:
+        """True once a process has arrived, or the coordinator has ended."""
+        return bool(select.select((self.replies,), (), (), 0)[0])
+
     def part(self) -> None:
         """Stop needing it."""
+        self.replies.close()
         os.close(self.lifeline)
         self.process.returncode = None
         threading.Thread(target=self.process.wait, name="jaxcoll-coordinator", daemon=True).start()
@@ -97,6 +104,7 @@ class Coordinator:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        self.replies.close()
         os.close(self.lifeline)
 
 
@@ -134,9 +142,8 @@ def start_coordinator(
     )
     os.close(theirs)
     assert process.stdout is not None
-    with process.stdout as replies:
-        reply = json.loads(replies.readline() or b"{}")
-    started = Coordinator(reply.get("address", ""), process, lifeline)
+    reply = json.loads(process.stdout.readline() or b"{}")
+    started = Coordinator(reply.get("address", ""), process, process.stdout, lifeline)
     if "address" not in reply:
         started.close()
         raise OSError(reply.get("error", f"its process ended with status {process.returncode}"))
@@ -245,6 +252,9 @@ class _Coordinator:
                 f"two processes say that they are process {rank} of {self._expected}: "
                 f"{self._arrived[rank]['who']} and {who} (host:pid)."
             )
+        if not self._arrived:
+            with contextlib.suppress(OSError):  # whoever started this reads no longer
+                os.write(self._settings["replies"], b"arrived\n")
         self._arrived[rank] = hello
         self._deadline = min(self._deadline, time.monotonic() + hello["patience"])
         return ""
@@ -383,6 +393,7 @@ def main() -> None:
     except OSError as error:
         reply = {"error": error.strerror or str(error)}
     print(json.dumps(reply), flush=True)
+    settings["replies"] = os.dup(1)
     os.dup2(2, 1)
     if "error" not in reply:
         _Coordinator(listener, settings).run()

@@ -73,7 +73,7 @@ def initialize(
     local_device_ids: int | Sequence[int] | None = None,
     *,
     cluster_resolver: ClusterResolver | None = None,
-    initialization_timeout: float = 300,
+    initialization_timeout_seconds: float = 300,
     heartbeat_timeout_seconds: float = 100,
     shutdown_timeout_seconds: float = 300,
     coordinator_bind_address: str | None = None,
@@ -91,9 +91,10 @@ def initialize(
     is started; where another launcher of MPI left its marks, the arguments must be given.
 
     Guarantee: a job begins when all have arrived, or every process that did learns who did not, or
-    what does not agree, within its `initialization_timeout`. Process 0 starts the coordinator as a
-    process of its own, so that any of them may end or die; it ends after the last. It listens at
-    `coordinator_address` and nowhere else, and Gloo at the address by which this host reaches it.
+    what does not agree, within its `initialization_timeout_seconds`. Process 0 starts the
+    coordinator as a process of its own, so that any of them may end or die; it ends after the last.
+    It listens at `coordinator_address` and nowhere else, and Gloo at the address by which this host
+    reaches it.
     Called again, with the same or no arguments, it does nothing.
 
     Args:
@@ -103,7 +104,7 @@ def initialize(
       local_device_ids: accelerators that are this process's own. None: all that it sees, or the
         one with its number on the host where a launcher says that it put several there.
       cluster_resolver: replaces the environment.
-      initialization_timeout: seconds until all must have arrived; and, over CPUs, from the first
+      initialization_timeout_seconds: until all must have arrived; and, over CPUs, from the first
         use of devices until all use theirs. Of these seconds, here and below, 23 days count at
         most.
       heartbeat_timeout_seconds: a process whose host does not answer for so long counts as dead;
@@ -131,7 +132,7 @@ def initialize(
     Examples:
       >>> initialize()  # nobody launched this process: it is alone
     """
-    timeout = checked_seconds("initialization_timeout", initialization_timeout)
+    timeout = checked_seconds("initialization_timeout_seconds", initialization_timeout_seconds)
     limits = {
         "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
         "shutdown_timeout_seconds": shutdown_timeout_seconds,

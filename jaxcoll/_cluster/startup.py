@@ -65,7 +65,7 @@ def arrive(member: Member, timeout: float) -> socket.socket:
     raise DeadlineExceededError(
         f"{here(member)}: the coordinator at {member.coordinator_address} was not reached within "
         f"{timeout:g} s ({refused}). Is process 0 running there, and can this host reach it? A "
-        "larger `initialization_timeout` waits longer."
+        "larger `initialization_timeout_seconds` waits longer."
     )
 
 
@@ -173,7 +173,8 @@ def exchanged(
     except TimeoutError:
         raise DeadlineExceededError(
             f"Processes did not tell each other of their devices within {timeout:g} s, though all "
-            "had begun to: one is stopped, or cut off. A larger `initialization_timeout` waits "
+            "had begun to: one is stopped, or cut off. A larger "
+            "`initialization_timeout_seconds` waits "
             "longer."
         ) from None
 
@@ -224,11 +225,12 @@ def await_all(timeout: float, check: Callable[[], None] | None = None) -> None:
             raise DeadlineExceededError(
                 f"Process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
                 f"{keys.processes} did not begin to use devices within {timeout:g} s of the first, "
-                "as all have to before any can. A larger `initialization_timeout` waits longer."
+                "as all have to before any can. A larger `initialization_timeout_seconds` waits "
+                "longer."
                 if absent
                 else f"This process began to use devices when process "
                 f"{', '.join(map(str, left))} no longer waited for it. A larger "
-                "`initialization_timeout` waits longer.",
+                "`initialization_timeout_seconds` waits longer.",
                 ranks=absent or left,
             )
         if check is not None:

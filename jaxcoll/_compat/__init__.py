@@ -34,4 +34,5 @@ from jaxcoll._compat.settings import line_here as line_here
 from jaxcoll._compat.settings import line_of_gradient as line_of_gradient
 from jaxcoll._compat.settings import numerics as numerics
 from jaxcoll._compat.settings import users_line as users_line
+from jaxcoll._compat.settings import warn as warn
 from jaxcoll._compat.tracebacks import boundary as boundary

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,15 @@ def line_here() -> str:
     while frame is not None and _LIBRARIES.search(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def warn(message: str, category: type[Warning] = UserWarning, line: str = "") -> None:
+    """Warn at a line of the user's, as file:line; "": at the innermost that is running now."""
+    file, _, number = (line or line_here()).rpartition(":")
+    if file:
+        warnings.warn_explicit(message, category, file, int(number))
+    else:
+        warnings.warn(message, category, stacklevel=2)
 
 
 def line_of_gradient(eqn: Any) -> str:

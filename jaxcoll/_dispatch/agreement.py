@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,7 @@ from jaxcoll._dispatch.fingerprint import first_difference, unpacked
 from jaxcoll._dispatch.peers import Peers
 from jaxcoll._dispatch.shared_program import FirstValues
 from jaxcoll._spmd.checks.check_replicas import ReplicaCheck
-from jaxcoll.errors import (
-    PeerLostError,
-    ProgramMismatchError,
-    ReplicaDivergenceError,
-    SameRowsWarning,
-)
+from jaxcoll.errors import PeerLostError, ProgramMismatchError, ReplicaDivergenceError
 
 PATIENCE_SECONDS = 0.25
 """Seconds for which a mark is waited for before its process is asked what it does instead."""
@@ -64,10 +58,12 @@ class Agreement:
         position: int,
         program: Program,
         first: FirstValues | None,
+        warn: Callable[[str], None],
     ) -> None:
         self._peers, self._group, self._processes = peers, group, processes
         self._position, self._program = position, program
         self._first = first  # what this process brings to its first run; None: nothing
+        self._warn = warn
         self.folder = f"{peers.root}/agree/{group}/{position}"
         # Processes that run the same program here, and saw nothing to agree upon
         self._alike: set[int] = set()
@@ -100,8 +96,7 @@ class Agreement:
             return ProgramMismatchError(verdict["error"]), verdict["is_run"]
         if "same_rows" in verdict and first is not None:
             leaf, n = next(iter(first.rows)), len(self._processes)
-            text = _SAME_ROWS.format(name=self._program.name, n=n, leaf=leaf)
-            warnings.warn(text, SameRowsWarning, stacklevel=2)
+            self._warn(_SAME_ROWS.format(name=self._program.name, n=n, leaf=leaf))
         return None, False
 
     def _verdict(self) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class Call:
     # Whether arrays that are split are a batch, of which each process has its own rows
     rows: bool = False
     inner: InnerDeadlines | None = None  # deadlines that reductions inside the program ask for
+    # Words of a `SameRowsWarning`, for the thread that waits for the call: the user's line is there
+    same_rows: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def timeout_seconds(self) -> float | None:

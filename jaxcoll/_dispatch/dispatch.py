@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxcoll import _compat
+from jaxcoll._dispatch.alone import warn_where_alone
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Compile, Program, compiled_for
 from jaxcoll._threads import Task, Worker, abandon, at_exit, not_at_exit
-from jaxcoll.errors import DeadlineExceededError
+from jaxcoll.errors import DeadlineExceededError, SameRowsWarning
 
 
 class Group(Protocol):
@@ -38,7 +40,10 @@ def group_by(find: Callable[[Sequence[jax.Device]], Group | None]) -> None:
 
 def group_of(devices: Sequence[jax.Device]) -> Group | None:
     """Return the group that watches calls over these devices; None: nobody needs to."""
-    return None if jax.process_count() == 1 else _groups[0](devices)
+    if jax.process_count() > 1:
+        return _groups[0](devices)
+    warn_where_alone()
+    return None
 
 
 _workers: dict[str, Worker] = {}
@@ -155,6 +160,8 @@ def _result(
 ) -> Any:
     """Wait for a call that was begun, until its deadline passes."""
     if task.wait(None if until is None else max(0.0, until - time.monotonic())):
+        for text in call.same_rows:
+            _compat.warn(text, SameRowsWarning)
         return task.result()
     ranks, why = ((), "") if group is None else group.absence(call, program)
     abandon(worker)

@@ -112,7 +112,7 @@ class ProcessGroup:
         """Wait until all processes are about to run this program, or raise what is wrong."""
         first = first_values(call) if program.is_first else None
         where = self._peers, self.name, self.processes, self.position
-        agreement = Agreement(*where, program, first)
+        agreement = Agreement(*where, program, first, call.same_rows.append)
         disagreement, is_run = None, False
         try:
             disagreement, is_run = agreement.reach()

@@ -31,6 +31,7 @@ from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import InPlace, is_array, place, viewed
 from jaxcoll._mesh.scopes import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.packs.leaves import check_not_empty
 from jaxcoll._spmd.same import Claims
 from jaxcoll._spmd.sparse import is_sparse
 from jaxcoll._step.claims import are_new as claims_are_new
@@ -229,7 +230,17 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
             )
         return _shared(value, devices)
 
-    return jax.tree_util.tree_map_with_path(placed, tree, is_leaf=is_distributed)
+    values = jax.tree_util.tree_map_with_path(placed, tree, is_leaf=is_distributed)
+    check_not_empty(caller, _of_one_replica(values))
+    return values
+
+
+def _of_one_replica(values: Any) -> list[Any]:
+    """Return the shapes of a replica's own values; without any, of those that all share."""
+    leaves = jax.tree.leaves(values, is_leaf=is_distributed)
+    own = [leaf.tree for leaf in leaves if isinstance(leaf, PerReplica)]
+    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
+    return own or leaves
 
 
 def _shared(value: Any, devices: tuple[jax.Device, ...]) -> jax.Array:

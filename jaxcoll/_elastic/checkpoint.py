@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxcoll._mesh.shard_arrays import cut_like, joined, whole_shapes
+from jaxcoll._plan.checks import kind_of
 from jaxcoll._spmd.shards import Shards, is_shards
 
 _ABOUT, _FORMAT = "about.json", "jaxcoll checkpoint 1"
@@ -64,6 +65,11 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
         step = operator.index(step)
     except TypeError:
         raise ValueError(f"`step` must be a whole number; got {step!r}.") from None
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            "`save_checkpoint` takes the path first, as in `jc.save_checkpoint(path, state)`; got "
+            f"{kind_of(path)} for it."
+        )
     _write(Path(path), tree, Stamp(step, 0), os.replace)
 
 

@@ -207,9 +207,10 @@ class ReplicatedState:
     def check_result(self, out: Any) -> None:
         """Refuse a step that does not return a state like the one it was given; name the leaf."""
         if not isinstance(out, tuple) or len(out) != 2:
+            got = f"{len(out)} values" if isinstance(out, tuple) else "one value"
             raise ValueError(
-                "The step of `Elastic` returns the pair (state, metrics); this one returns "
-                f"{type(out).__name__ if not isinstance(out, tuple) else f'{len(out)} values'}."
+                "The step of `Elastic` returns the pair (state, metrics), as in "
+                f"`return state, loss`; this one returns {got}."
             )
         before, after = (_structure(tree) for tree in (self.latest, out[0]))
         if before != after:

@@ -20,7 +20,7 @@ from jaxcoll._elastic.heartbeat import StepStatus
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._mesh.mesh import no_mesh
-from jaxcoll._mesh.placement import place
+from jaxcoll._mesh.placement import check_rows, place
 from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll.errors import ProgramMismatchError
 
@@ -48,7 +48,9 @@ class StepPrograms:
         self, step: int, state: ReplicatedState, batches: Callable[[int], Any]
     ) -> tuple[int, Callable[[], Any]]:
         """Return the number of finished steps after the next call, and this call, ready."""
-        batch = batches(step)
+        batch, replicas = batches(step), self._rows.mesh.size
+        workers = replicas // len(self._rows.addressable_devices)
+        check_rows(batch, "batch", replicas, workers, self._twin.axis_name)
         with no_mesh():
             rows, held = place(batch, self._rows), state.latest
             leaves = jax.tree.leaves(rows)

@@ -21,10 +21,11 @@ from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.residuals import residuals_in
 from jaxcoll._elastic.rounds import RoundPrograms, RoundsState
+from jaxcoll._elastic.rows import rows_of
 from jaxcoll._elastic.run import LAST_PATIENCE, Job, Run
 from jaxcoll._elastic.step_programs import StepPrograms
 from jaxcoll._mesh.placement import host_array
-from jaxcoll._plan.checks import positive, seconds
+from jaxcoll._plan.checks import count, positive, seconds
 from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll._train.diloco import DiLoCo
 from jaxcoll._train.diloco_state import check_state
@@ -61,7 +62,7 @@ class Elastic:
       max_workers: more workers than these wait until they are needed. None: all work.
       timeout_seconds: of one step, without its compilation. Workers that miss it are dropped from
         the run. None: no limit; a worker that is stopped then stops all.
-      startup_seconds: timeout of the first meeting, of those after a change, and of the last
+      startup_timeout_seconds: of the first meeting, of those after a change, and of the last
         checkpoint, while all live; it must exceed the time of a compilation and of a checkpoint.
       checkpoint: a file. A run begins with the state in it, and the first worker writes it. A newer
         state is never replaced by an older one, and no worker returns before the last one is
@@ -101,7 +102,7 @@ class Elastic:
         min_workers: int = 1,
         max_workers: int | None = None,
         timeout_seconds: float | None = 60.0,
-        startup_seconds: float = 300.0,
+        startup_timeout_seconds: float = 300.0,
         checkpoint: str | Path | None = None,
         every: int = 100,
         report: Callable[[int, Any], None] | None = None,
@@ -129,7 +130,7 @@ class Elastic:
             fewest=fewest,
             most=most,
             timeout=timeout_seconds,
-            startup=seconds("Elastic", "startup_seconds", startup_seconds),
+            startup=seconds("Elastic", "startup_timeout_seconds", startup_timeout_seconds),
             file=None if checkpoint is None else Path(checkpoint),
             every=positive("Elastic", "every", every),
             report=report,
@@ -150,13 +151,15 @@ class Elastic:
         """Steps that are finished."""
         return self._job.state.finished
 
-    def run(self, batches: Callable[[int, int, int], Any], steps: int) -> Any:
+    def run(self, batches: Any, steps: int) -> Any:
         """Train until `steps` are finished.
 
         Args:
-          batches: called with the step (from 0), this worker's place among the workers, and how
-            many there are; returns its rows of the batch: equally many on every worker. After a
-            change it is called again, with another place and number.
+          batches: `jc.batches(rows, batch_size)`, whose seed says the order; a list of batches,
+            over and over; a function of the step (from 0) that returns its batch, of which each
+            worker takes its rows; or one of the step, this worker's place among the workers and
+            how many there are, which returns its rows, equally many on every worker. After a
+            change batches are asked for again, for another place and number.
           steps: in all, those of the checkpoint included; of DiLoCo, in rounds of `every`.
 
         Returns:
@@ -164,19 +167,21 @@ class Elastic:
           has its own; None on a worker that was never taken in.
 
         Raises:
-          DeadlineExceededError: a worker did not begin within `startup_seconds`; or a step was late
-            20 times in a row though nobody is lost. The state was saved then, if there is a file.
+          DeadlineExceededError: a worker did not begin within `startup_timeout_seconds`; or a step
+            was late 20 times in a row though nobody is lost. The state was saved then, if there is
+            a file.
           PeerLostError: too few workers are left, the coordinator died or is stopped, or the others
             dropped this worker. Except in the last case the state was saved, if there is a file.
           ReplicaDivergenceError: workers start with different states; or later this worker's
             differs from that of most others, or most do not agree.
           ProgramMismatchError: their states have different structures, or they bring different
             programs to a step. A worker that comes later ends alone for either.
-          ValueError: the step does not return a state like its argument, or `steps` do not end a
-            round of DiLoCo.
+          ValueError: `batches` are something else or do not divide, the step does not return a
+            state like its argument, or `steps` do not end a round of DiLoCo.
           OSError: this worker could not write the last checkpoint.
         """
-        job = self._job
+        job, rows = self._job, rows_of(batches)
+        steps = count("steps", "", steps)
         if steps % self._round:
             raise ValueError(
                 f"`steps` must be a multiple of the {self._round} steps between two exchanges of "
@@ -203,7 +208,7 @@ class Elastic:
                 membership.meet()
                 _exchange_devices()
                 with when_coordinator_is_lost(membership.lose_coordinator, patience):
-                    return Run(job, membership, batches, steps).run()
+                    return Run(job, membership, rows, steps).run()
         except StoreUnreachableError:
             raise self._saved_without_coordinator() from None
         finally:
@@ -243,7 +248,8 @@ def _checked_axis(step: Any, state: Any) -> str:
     """The axis of a step that fits, and has a state that does."""
     if not isinstance(step, DataParallel | DiLoCo):
         raise ValueError(
-            "`Elastic` expects a step made by `jc.data_parallel`, or by `jc.diloco`; got "
+            "`Elastic` expects a step made by `jc.data_parallel`, or by `jc.diloco`, and "
+            "then its state, as in `jc.Elastic(jc.data_parallel(step), state)`; got "
             f"{type(step).__name__}."
         )
     if isinstance(step.axis_name, tuple):

@@ -182,10 +182,16 @@ def check_rows(
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         shape = np.shape(leaf)
         if not shape:
+            is_listed = isinstance(tree, list | tuple) and isinstance(leaf, int | float)
             raise ValueError(
                 f"`data_parallel`: {argument}{_path(tree, i)} is a scalar and cannot be split over "
-                f"{replicas} replicas along {axis!r}; leave its argument out of `batch_argnums` "
-                "to give every replica the same value."
+                f"{replicas} replicas along {axis!r}; "
+                + (
+                    f"a list of numbers is no array: pass `np.asarray({argument})`."
+                    if is_listed
+                    else "leave its argument out of `batch_argnums` to give every replica the same "
+                    "value."
+                )
             )
         is_local = _is_share(leaf)
         if is_local and not processes:
@@ -198,8 +204,8 @@ def check_rows(
         rows = shape[0] * (processes if is_local else 1)
         if not rows:
             raise ValueError(
-                f"`data_parallel`: {argument}{_path(tree, i)} has no rows; pass at least "
-                f"{replicas}, one for each replica along {axis!r}."
+                f"`data_parallel`: {argument}{_path(tree, i)} has no rows (its shape is "
+                f"{list(shape)}); pass at least {replicas}, one for each replica along {axis!r}."
             )
         if rows % replicas:
             raise ValueError(

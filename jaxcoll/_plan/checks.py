@@ -50,6 +50,13 @@ def seconds(caller: str, argument: str, value: Any) -> float:
     )
 
 
+def kind_of(value: Any) -> str:
+    """Return a value's type as users know it: of an array, traced or not, its dtype and shape."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype.name}{[*value.shape]}"
+    return type(value).__name__
+
+
 def shown(value: Any) -> str:
     """`repr(value)`, with the advice a tracer calls for."""
     if isinstance(value, Tracer):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import jax
@@ -222,11 +224,7 @@ class CommunicationOptions:
 
     def replace(self, **changes: Any) -> CommunicationOptions:
         """These options with some changed; `UNSET` takes an option back to "not given"."""
-        unknown = sorted(set(changes) - set(_OPTIONS))
-        if unknown:
-            raise ValueError(
-                f"`replace` got {', '.join(unknown)}; the options are {', '.join(_OPTIONS)}."
-            )
+        _check_names(changes)
         given = dict(self._given)
         if all(given.get(name, UNSET) is value for name, value in changes.items()):
             return self
@@ -270,6 +268,28 @@ class CommunicationOptions:
         return f"CommunicationOptions({', '.join(given)})"
 
 
+def _check_names(options: Iterable[str]) -> None:
+    """Refuse what is no option; name the nearest one, and list all."""
+    for name in options:
+        if name not in _OPTIONS:
+            near = difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.5)
+            raise TypeError(
+                f"`CommunicationOptions` has no option {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else ".")
+                + f" The options are {', '.join(_OPTIONS)}."
+            )
+
+
+def _naming(initialize: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(initialize)
+    def checked(self: CommunicationOptions, *args: Any, **options: Any) -> None:
+        _check_names(options)
+        initialize(self, *args, **options)
+
+    return checked
+
+
+CommunicationOptions.__init__ = _naming(CommunicationOptions.__init__)
 # `dataclasses.replace` would pass every option on as given, and the result override all in `merge`.
 del CommunicationOptions.__dataclass_fields__
 
@@ -288,7 +308,8 @@ def checked(options: Any, exactly: str = "") -> CommunicationOptions:
                 f"{str(options.compression)!r} is for sums: leave `compression` unset here."
             )
         return options
-    refuse("options", "a CommunicationOptions or None", options)
+    what = "a CommunicationOptions, as in `jc.CommunicationOptions(timeout_seconds=60)`, or None"
+    refuse("options", what, options)
 
 
 def given(options: Any, experimental_hints: Any) -> CommunicationOptions:

@@ -42,12 +42,12 @@ native+int8@16MiB,native+int8@64MiB`."""
 EXCHANGED, MOST_PROCESSES = 512 * KiB, 8
 """Bytes, for each of at most so many processes on one host, of the largest pack that exchanges of
 our own sum: up to there they save a quarter of Gloo's time, for they compile a dozen kernels.
-`bench --processes N --sizes 512KiB:8MiB --algorithms native,halving-doubling`, N = 2, 4 and 8."""
+`bench --processes N --sizes 512KiB:8MiB --algorithms native,halving_doubling`, N = 2, 4 and 8."""
 
 BETWEEN_HOSTS = 8
 """The part of that where they cross between hosts, on whose links pairs that both send take half as
 long again: `bench --rate 1gbit --hosts 2 --per-host 2 --sizes 64KiB:2MiB --algorithms
-shuffle/native,shuffle/halving-doubling`."""
+shuffle/native,shuffle/halving_doubling`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
 
 from jaxcoll._plan.packs.leaves import Leaf, flattened, where
+from jaxcoll._show.units import counted, size
 from jaxcoll._spmd.axes import bound_axes, listed
 from jaxcoll.errors import AlreadyReducedError
 
@@ -50,6 +52,16 @@ class Shards:
     layout: ShardLayout = dataclasses.field(metadata={"static": True})
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
+    def __repr__(self) -> str:
+        leaves = counted(len(self.layout.leaves), "leaf", "leaves")
+        layers = f"{counted(self.stack[0], 'layer')} of " if self.stack else ""
+        nbytes = size(math.prod(self.stack) * sum(leaf.nbytes for leaf in self.layout.leaves))
+        held = f"1/{self.layout.replicas} on each replica along {listed(self.axes)}"
+        return f"Shards({layers}{leaves}, {nbytes}, {held})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_not_gathered(self, f"no attribute {name!r}"), name=name, obj=self)
+
     def replace(self, parts: Sequence[Any]) -> Shards:
         """Other values in the same places."""
         return dataclasses.replace(self, parts=tuple(parts))
@@ -69,6 +81,34 @@ class Shards:
     def stack(self) -> tuple[int, ...]:
         """(number of layers,) if the parts are those of stacked layers; () otherwise."""
         return tuple(np.shape(self.parts[0])[:-2]) if self.parts else ()
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    def refuse(shards: Shards, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(_not_gathered(shards, what))
+
+    return refuse
+
+
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul".split()
+for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), *"neg abs lt le gt ge".split()):
+    setattr(Shards, f"__{_name}__", _refusing("no arithmetic"))
+for _name in ("array", "jax_array", "float", "int"):
+    setattr(Shards, f"__{_name}__", _refusing("no values of an array"))
+for _name in ("getitem", "iter"):
+    setattr(Shards, f"__{_name}__", _refusing("no items"))
+
+
+def _not_gathered(shards: Shards, what: str) -> str:
+    axes = vars(shards).get("axes", ())  # a copy that is being made has none yet
+    return _NOT_GATHERED.format(what=what, axis=repr(axes[0] if len(axes) == 1 else axes))
+
+
+_NOT_GATHERED = """\
+`Shards` have {what}: every replica holds another part of the tree, in rows of 128. Gather it \
+first: `params = jc.all_gather(shards, {axis})` in a step (inside the loss, where it is \
+differentiated), `params = jc.unshard(shards)` outside. An elementwise function takes the parts as \
+they are: `jax.tree.map(f, shards)`."""
 
 
 def is_shards(x: Any) -> bool:

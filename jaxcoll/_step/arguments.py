@@ -82,6 +82,14 @@ class Signature:
         self._batch = batch
         self._usual: dict[int, tuple[Slot, ...]] = {}
 
+    def __str__(self) -> str:
+        name = getattr(self._step, "__name__", type(self._step).__name__)
+        try:
+            batch = repr(self._chosen)
+        except ValueError:  # none is named, and a call will say so
+            batch = "None"
+        return f"{name}{self._signature or '(...)'}, batch_argnums={batch}"
+
     @functools.cached_property
     def _signature(self) -> inspect.Signature | None:
         try:

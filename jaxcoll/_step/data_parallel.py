@@ -167,6 +167,9 @@ class DataParallel:
         self._on_ambient: dict[Mesh, DataParallel] = {}
         self._inner = dispatched.InnerDeadlines()
 
+    def __repr__(self) -> str:
+        return f"DataParallel({self.signature}, axis_name={self._axis_name!r})"
+
     @property
     def mesh(self) -> Mesh:
         """The mesh it runs on: without one given, that of `jax.set_mesh` or of all devices."""

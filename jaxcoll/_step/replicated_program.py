@@ -10,7 +10,6 @@ import functools
 import inspect
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -134,17 +133,8 @@ def _proven(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool)
             n=sizes[each.axis],
             maker=f"the reduction at {each.maker}" if each.maker else "the result of a reduction",
         )
-        _warn(words, each.line)
+        _compat.warn(words, RepeatedSumWarning, each.line)
     return proven
-
-
-def _warn(words: str, line: str) -> None:
-    """Warn at a line of the user's, as file:line, if it is known."""
-    file, _, number = line.rpartition(":")
-    if file:
-        warnings.warn_explicit(words, RepeatedSumWarning, file, int(number))
-    else:
-        warnings.warn(words, RepeatedSumWarning, stacklevel=2)
 
 
 def _platform(mesh: Any) -> str:

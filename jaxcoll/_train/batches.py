@@ -18,6 +18,7 @@ from jaxcoll._compat.coordination import store
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._plan.checks import is_integer, positive
+from jaxcoll._show.units import counted, some
 from jaxcoll.errors import ProgramMismatchError
 
 _counter = itertools.count()  # of the `Batches` that are split over processes
@@ -111,6 +112,12 @@ class Batches:
         self._stop = self._rows if self._pads else self._rows - self._size + 1
         of_epoch = functools.partial(order, self._rows, self._seed)
         self._order = functools.lru_cache(maxsize=1)(of_epoch)
+
+    def __repr__(self) -> str:
+        seed = "in the source's order" if self._seed is None else f"seed {self._seed}"
+        epoch, row = self._given
+        rows = f"{counted(self._rows, 'row')}, {counted(len(self), 'batch', 'batches')}"
+        return f"Batches({rows} of {self._size:,} an epoch, {seed}; at epoch {epoch}, row {row:,})"
 
     def __len__(self) -> int:
         """Return the number of batches of a complete epoch."""
@@ -241,8 +248,9 @@ def _rows(source: Any) -> tuple[int, Callable[[np.ndarray], Any]]:
         shapes = [str(getattr(x, "shape", type(x).__name__)) for x in leaves]
         raise ValueError(
             "`batches` expects rows that it can read in any order: a pytree of arrays with equally "
-            "many rows, or one object with `len` and `[i]` that gives a row; got "
-            f"{type(source).__name__} of {', '.join(shapes) or 'nothing'}."
+            "many rows (of a list: `np.asarray(rows)`), or one object with `len` and `[i]` that "
+            f"gives a row; got {type(source).__name__} of "
+            f"{', '.join(some(shapes, 4)) or 'nothing'}."
         )
 
     def read(numbers: np.ndarray) -> Any:

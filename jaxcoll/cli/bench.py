@@ -31,8 +31,8 @@ In a job of a launcher that jc.initialize knows (jaxcoll launch, Slurm, Open MPI
 takes part and process 0 prints. "per-leaf" is one lax.psum or lax.pmean per leaf; it is measured
 twice, and what differs between the two is the noise of the run. ms: one call on the slowest
 process, the median of all rounds; busbw: GB/s as in nccl-tests; sent: bytes that leave one device,
-as compiled; arrays: handed to collectives; temp: memory beside arguments and results; error:
-largest deviation from the exact result, over the sum of magnitudes; build: trace and compile.
+as compiled; arrays: handed to collectives; temp: memory beside arguments and results; error: the
+norm of the deviation from the exact result, over the norm of that; build: trace and compile.
 """
 
 BASELINE = "per-leaf"
@@ -176,12 +176,11 @@ def measure(
     turns = {a: functools.partial(turn, a, calls[a]) for a in algorithms}
     timed = [[r[a] for a in algorithms] for r in interleaved(turns, rounds)]
     seconds = dict(zip(algorithms, _slowest(timed).T.tolist(), strict=True))
-    total, magnitude = (f(numbers).sum(0) for f in (np.asarray, np.abs))
-    scale = n if reduce_op == "mean" else 1
+    exact = numbers.sum(0) / (n if reduce_op == "mean" else 1)
     lines = []
     for a in algorithms:
         report = jc.inspect(compiled[a].as_text())
-        errors = (_error(x, scale, total, magnitude) for x in compiled[a](arrays))
+        errors = (_error(x, exact) for x in compiled[a](arrays))
         algbw = nbytes / float(np.median(seconds[a])) / 1e9
         lines.append({
             "workload": name, "algorithm": a, "bytes": nbytes, "leaves": len(leaves),
@@ -199,10 +198,11 @@ def measure(
     return lines
 
 
-def _error(x: jax.Array, scale: int, total: np.ndarray, magnitude: np.ndarray) -> float:
-    """The largest deviation of a result from the exact sum, over the sum of magnitudes."""
-    off = np.abs(np.asarray(x.addressable_data(0), float) * scale - np.resize(total, x.shape))
-    return float(np.max(off / np.resize(magnitude, x.shape), initial=0))
+def _error(x: jax.Array, exact: np.ndarray) -> float:
+    """Return the norm of a result's deviation from the exact one, over the norm of that."""
+    exact = np.resize(exact, x.shape)
+    norm = np.linalg.norm(np.asarray(x.addressable_data(0), float) - exact)
+    return float(norm / np.linalg.norm(exact)) if x.size else 0.0
 
 
 def _slowest(values: Any) -> np.ndarray:
@@ -222,7 +222,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--algorithms",
         default="auto",
         metavar="LIST",
-        help="comma-separated: auto, native, ring, halving-doubling, shuffle, or inner/outer of "
+        help="comma-separated: auto, native, ring, halving_doubling, shuffle, or inner/outer of "
         "two; +bf16, +int8 or +int4 says what travels, @4MiB or @all how large packs are",
     )
     flags.add_devices(parser)

@@ -45,19 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "write lines of JSON to FILE, in the place of a table; - or nothing for here"
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=words)
     words = "seconds for the others to answer (default: 60)"
-    parser.add_argument("--timeout", type=float, default=60, help=words)
+    parser.add_argument("--timeout-seconds", type=float, default=60, metavar="S", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
     """Look, compare, and say what to do; the exit status, as `EPILOG` has it."""
-    jc.initialize(initialization_timeout=args.timeout)
+    limit = args.timeout_seconds
+    jc.initialize(initialization_timeout_seconds=limit)
     store = coordination.store()
     if store is None or store.processes == 1:
         findings = list(machine_findings(machine_facts()))
     else:
         # Before JAX looks for devices together, and waits long for the dead.
-        _reports(store, "here", {}, args.timeout)
-        processes = _reports(store, "facts", facts := machine_facts(), args.timeout)
+        _reports(store, "here", {}, limit)
+        processes = _reports(store, "facts", facts := machine_facts(), limit)
         findings = [*machine_findings(facts), *job_findings(processes)]
         if store.process:
             return 0

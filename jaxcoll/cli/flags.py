@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import re
@@ -105,11 +106,9 @@ def options_of(name: str) -> jc.CommunicationOptions:
         options["reproducible"] = True
     elif algorithm != "auto":
         try:
-            options["algorithm"] = canonical(algorithm.replace("-", "_"))
+            options["algorithm"] = canonical(algorithm)
         except ValueError:
-            names = ", ".join(
-                ["auto", "reproducible", *(a.replace("_", "-") for a in DESCRIPTIONS)]
-            )
+            names = ", ".join(["auto", "reproducible", *DESCRIPTIONS])
             raise ValueError(f"no algorithm {name!r}: choose {names}, or inner/outer.") from None
     return jc.CommunicationOptions(**options)
 
@@ -198,6 +197,14 @@ def devices_of(platform: str | None, count: int | None) -> list[jax.Device]:
     if count is not None and count > len(devices):
         raise ValueError(f"--devices {count}: there are {len(devices)} {devices[0].platform} here.")
     return devices[:count]
+
+
+def imported(target: str) -> Any:
+    """Import what a target names before its colon: a module, or a file as "train.py"."""
+    path = Path(target)
+    is_file = path.suffix == ".py"
+    sys.path.insert(0, str(path.parent.absolute()) if is_file else "")
+    return importlib.import_module(path.stem if is_file else target)
 
 
 def check_installed(extra: str, *modules: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import shutil
 import sys
 from collections.abc import Iterator
@@ -21,8 +20,8 @@ from jaxcoll._show.units import WIDTH, shortened
 from jaxcoll.cli import flags
 
 EPILOG = """\
-TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a
-function that has its arguments in an attribute `example_args`, a tuple of arrays or
+TARGET is a file of HLO text, as `compiled.as_text()` returns it; or train.py:name, or module:name,
+of a function that has its arguments in an attribute `example_args`, a tuple of arrays or
 jax.ShapeDtypeStructs; or one that returns (fun, args), (fun, args, kwargs), or what `.lower`
 returned, and takes nothing, or a `mesh`: then it gets one with the axis "data". Nothing of it is
 run on a device. With --against there is a table of both instead of the report of one.
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("target", metavar="TARGET", help="FILE.hlo, or module:name")
+    add("target", metavar="TARGET", help="FILE.hlo, train.py:name or module:name")
     add("--against", metavar="OTHER", help="another TARGET, of which the figures stand beside")
     flags.add_devices(parser)
     add("--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for")
@@ -73,8 +72,8 @@ def _report(target: str, args: argparse.Namespace) -> Report:
         return inspect(Path(target).read_text(encoding="utf-8", errors="replace"))
     if not colon:
         raise ValueError(
-            f"{target} is no file of HLO text. A function is named with its module, as in "
-            f"{PurePath(target).with_suffix('').as_posix().replace('/', '.')}:step."
+            f"{target} is no file of HLO text. A function is named behind its file or module, as "
+            f"in {target if target.endswith('.py') else 'train.py'}:step."
         )
     flags.choose_platform(args.platform, args.devices)
     fun, arguments, named = _program(module, name, args.topology)
@@ -87,10 +86,9 @@ def _program(
     module: str, name: str, topology: str | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The program that module:name stands for, and its arguments."""
-    sys.path.insert(0, "")
     # Importing runs the user's file, which may raise anything.
     with _explained(f"no {name!r} in {module!r}"):
-        target = getattr(importlib.import_module(module), name)
+        target = getattr(flags.imported(module), name)
     if hasattr(target, "example_args"):
         return target, tuple(target.example_args), dict(getattr(target, "example_kwargs", {}))
     if not callable(target):

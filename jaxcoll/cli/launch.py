@@ -34,6 +34,12 @@ failed is started again alone, and rejoins the others, as long as there are any.
 """
 
 
+_APART = """\
+the {n} processes did not join the job that was prepared for them: unless they met at an address \
+of their own, each ran the whole program alone. To make them one job, begin it with \
+`import jaxcoll as jc; jc.initialize()`, before any other use of JAX."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
@@ -45,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "simulated CPU devices over Gloo (default), or this host's GPUs, K for each process"
     add("--platform", choices=["cpu", "gpu"], default="cpu", help=words)
     add("--logs", type=Path, metavar="DIR", help="add what each prints to DIR/RANK.log as well")
-    add("--timeout", type=float, metavar="S", help="end all after S seconds (default: never)")
+    words = "end all after S seconds (default: never)"
+    add("--timeout-seconds", type=float, metavar="S", help=words)
     words = "let the others run on when a process fails, for programs that can go on without it"
     add("--keep-going", action="store_true", help=words)
     words = "start what failed again, N times in all (default: 0)"
@@ -61,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as at_end:
         output = _Output(_logs(args.logs, args.processes, at_end))
         signals = at_end.enter_context(_noted())
-        until = time.monotonic() + (args.timeout or float("inf"))
+        until = time.monotonic() + (args.timeout_seconds or float("inf"))
         restarts = (f"restart {k} of {args.restarts}" for k in range(1, args.restarts + 1))
 
         def may_restart(rank: int, status: int) -> bool:
@@ -75,10 +82,13 @@ def run(args: argparse.Namespace) -> int:
 
         while True:
             devices = args.platform, args.devices_per_process or 1
-            with world(args.processes, *devices, *output.logs[-1:]) as variables:
+            with world(args.processes, *devices, *output.logs[-1:]) as (variables, is_joined):
                 job = Job(command, variables, output.show, args.keep_going, may_restart, signals)
                 job.run(max(0.0, until - time.monotonic()))
+                is_apart = args.processes > 1 and not is_joined()
             status = _status(args, job, output)
+            if is_apart and not status and not job.failed:
+                output.complain(_APART.format(n=args.processes))
             if not status or job.interrupted or job.is_late or not (restart := next(restarts, "")):
                 return status
             output.complain(f"all {args.processes} are started again ({restart}).")
@@ -93,7 +103,8 @@ def _status(args: argparse.Namespace, job: Job, output: _Output) -> int:
         output.complain(f"{signal_name(job.interrupted)}: all processes were ended.")
         return 128 + job.interrupted
     if job.is_late:
-        output.complain(f"not all processes ended within {args.timeout:g} s; they were ended.")
+        limit = f"{args.timeout_seconds:g} s"
+        output.complain(f"not all processes ended within {limit}; they were ended.")
         return 124
     if not job.failed or (args.keep_going and 0 in job.statuses):
         return 0
@@ -107,8 +118,8 @@ def _command(args: argparse.Namespace) -> list[str]:
         raise ValueError(f"-n must be at least 1; got {args.processes}.")
     check_least(args, 1, "devices_per_process")
     check_least(args, 0, "restarts")
-    if args.timeout is not None and not 0 < args.timeout < float("inf"):
-        raise ValueError(f"--timeout must be a number of seconds above 0; got {args.timeout}.")
+    if (limit := args.timeout_seconds) is not None and not 0 < limit < float("inf"):
+        raise ValueError(f"--timeout-seconds must be a number above 0; got {limit}.")
     if args.module:
         return [sys.executable, "-m", *args.module]
     program = args.program[1:] if args.program[:1] == ["--"] else args.program

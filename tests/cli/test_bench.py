@@ -16,7 +16,6 @@ def test_algorithms():
         *(None, None, "ring", "native/halving_doubling")
     ]
     assert [o.bytes_per_pack for o in options.values()] == [0, 2048, 0, 1 << 60]
-    assert flags.options_of("halving-doubling") == flags.options_of("halving_doubling")
     coded = flags.options_of("shuffle/shuffle+int8@4MiB")
     assert (coded.algorithm, coded.bytes_per_pack) == ("shuffle/shuffle", 4 << 20)
     assert coded.compression == jc.compression.Int8()
@@ -75,7 +74,7 @@ def check(lines, workloads, algorithms, devices):
         assert x["devices"] == devices
         assert x["algbw"] == pytest.approx(x["bytes"] / x["seconds"]["median"] / 1e9)
         assert x["busbw"] == pytest.approx(x["algbw"] * 2 * (devices - 1) / devices)
-        assert x["error"] < (0.3 if "int8" in x["algorithm"] else 1e-2)
+        assert x["error"] < (3e-2 if "int8" in x["algorithm"] else 1e-2)
         assert x["compile_seconds"] > 0
 
 
@@ -98,9 +97,9 @@ def test_lines_and_a_table_of_devices_of_this_process(tmp_path, monkeypatch, cap
 def test_over_processes_one_of_which_shows(tmp_path, capsys):
     file = tmp_path / "lines.json"
     words = ["bench", "--processes", "2", "--devices", "2", "--sizes", "4KiB", "--rounds", "2"]
-    assert main([*words, "--algorithms", "ring/halving-doubling", "--json", str(file)]) == 0
+    assert main([*words, "--algorithms", "ring/halving_doubling", "--json", str(file)]) == 0
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    check(lines, ["4KiB"], ["ring/halving-doubling"], 4)
+    check(lines, ["4KiB"], ["ring/halving_doubling"], 4)
     assert {x["processes"] for x in lines} == {2}
     assert capsys.readouterr().out.count("mean over 4 devices (cpu) of 2 processes") == 1
 

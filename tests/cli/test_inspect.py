@@ -81,10 +81,10 @@ def test_bad_files_are_one_line(content, words, capsys, tmp_path):
     [
         (
             "mine",
-            "mine is no file of HLO text. A function is named with its module, as in mine:step",
+            "mine is no file of HLO text. A function is named behind its file or module, as in",
         ),
-        ("here/mine.py", "as in here.mine:step"),
-        ("here", "as in here:step"),
+        ("here/mine.py", "as in here/mine.py:step"),
+        ("here", "as in train.py:step"),
     ],
 )
 def test_a_target_that_is_no_text_says_how_a_function_is_named(
@@ -112,7 +112,8 @@ def test_modules(tmp_path):
         "import sys; from jaxcoll.cli.main import main\n"
         "for target in sys.argv[1:]: print(main(['inspect', target, '--json', '-']), flush=True)"
     )
-    targets = [f"mine:{n}" for n in ("step", "example", "broken", "needs", "number", "nothing")]
+    targets = [f"mine:{n}" for n in ("example", "broken", "needs", "number", "nothing")]
+    targets = ["./mine.py:step", *targets]
     done = forks.with_commands().run(script, "", *targets, cwd=tmp_path)
     decoder, rest = json.JSONDecoder(), done.stdout
     for _ in range(2):

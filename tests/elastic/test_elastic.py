@@ -15,6 +15,7 @@ from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._elastic import replicated_state
 from jaxcoll._elastic.generation import Generation, RegroupError
 from jaxcoll._elastic.replicated_state import ReplicatedState, agreeing
+from jaxcoll._elastic.rows import rows_of
 from jaxcoll._elastic.run import outcome_of
 
 
@@ -47,6 +48,18 @@ def test_it_trains_as_a_loop_does_and_begins_where_the_checkpoint_ends(tmp_path)
         want, _ = step(want, rows(at, 0, 1))
     assert float(state["w"]) == float(want["w"])
     assert (second.finished, second.workers, second.changes) == (9, (0,), [])
+
+
+def test_batches_may_be_jc_batches_a_list_or_a_function_of_the_step():
+    source = np.arange(32, dtype=np.float32)
+    batches = jc.batches(source, 8, seed=1)
+    whole = [batches.share(at, 0, 1) for at in range(4)]
+    want = jc.Elastic(step, START).run(lambda at, rank, world: whole[at], 4)["w"]
+    for given in (batches, whole, lambda at: whole[at]):
+        assert jc.Elastic(step, START).run(given, 4)["w"].tolist() == want.tolist()
+    jc.Elastic(step, START).run(whole, 6)  # over and over
+    halves = [rows_of(whole)(1, rank, 2) for rank in range(2)]
+    assert np.array_equal(np.concatenate(halves), whole[1])
 
 
 def test_fewer_steps_than_a_checkpoint_holds_change_nothing(tmp_path):
@@ -109,7 +122,7 @@ def test_a_mistake_in_the_step_is_the_users_error_at_once():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda s, x: s, r"returns the pair \(state, metrics\); this one returns dict"),
+        (lambda s, x: s, "returns the pair .* as in `return state, loss`; this one returns one v"),
         (lambda s, x: (s, 0, 0), "returns the pair .* this one returns 3 values"),
         (lambda s, x: ({"w": s["w"].astype(jnp.float16)}, 0),
          r"given: state\['w'\]: float32\[\]; returned: state\['w'\]: float16\[\]"),
@@ -127,8 +140,8 @@ def test_a_step_that_returns_no_state_is_refused(function, words):
         ({"every": 1.5}, "`every` to be an integer above 0; got 1.5"),
         ({"min_workers": 3, "max_workers": 2}, r"`max_workers` \(2\) is below `min_workers` \(3\)"),
         ({"timeout_seconds": float("nan")}, "`timeout_seconds` to be a number of seconds above 0; got nan"),
-        ({"startup_seconds": -1}, "`startup_seconds` to be a number of seconds above 0; got -1"),
-        ({"step": lambda s, x: (s, x)}, "made by `jc.data_parallel`, or by `jc.diloco`; got function"),
+        ({"startup_timeout_seconds": -1}, "`startup_timeout_seconds` to be a number of seconds above 0; got -1"),
+        ({"step": lambda s, x: (s, x)}, "made by `jc.data_parallel`, or by `jc.diloco`, and .* got function"),
         ({"step": jc.data_parallel(lambda s, x: (s, x), donate_argnums=0)},
          r"must not donate it; got donate_argnums=\(0,\)"),
         ({"step": jc.data_parallel(lambda s, x: (s, x), axis_name=("a", "b"))},

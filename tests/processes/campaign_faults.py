@@ -64,7 +64,7 @@ DEADLINE, LOST, MISMATCH = "DeadlineExceededError", "PeerLostError", "ProgramMis
 DIVERGED = "ReplicaDivergenceError"
 LATE = f"did not finish within {TIMEOUT:g} s"
 FLAGS = {"flags": {1: "--xla_cpu_max_isa=AVX"}}
-PATIENT = {"timeout_seconds": 20.0, "startup_seconds": 30.0}
+PATIENT = {"timeout_seconds": 20.0, "startup_timeout_seconds": 30.0}
 FILE = {"settings": {"checkpoint": "last.npz"}}
 # Where the one that came waits: the collective, and the pack that it carries.
 WAITS = (LATE, "Process 1 of 2 did not arrive", "Collective 1 of ", "/pack0 has (the value)")

@@ -96,7 +96,7 @@ class Elastic:
     start = {"w": np.zeros(16, "f"), "seen": np.int32(0), "large": np.ones(4096, "f")}  # noqa: RUF012
 
     def __init__(self):
-        self.settings = {"timeout_seconds": SPEC["timeout"], "startup_seconds": 60.0}
+        self.settings = {"timeout_seconds": SPEC["timeout"], "startup_timeout_seconds": 60.0}
         self.settings |= SPEC.get("settings", {})
         if RANK in SPEC.get("without a file", ()):
             self.settings.pop("checkpoint")
@@ -142,7 +142,7 @@ class Elastic:
             jax.devices()
         injected("before training")
         emit("TRAINING")
-        expires_in(self.settings["startup_seconds"])
+        expires_in(self.settings["startup_timeout_seconds"])
         try:
             for steps in (*SPEC["first"], SPEC["steps"]):
                 state = self.trainer.run(self.batches, steps)
@@ -364,7 +364,7 @@ try:
         exchange(*a, **k),
     )[1]
     limits = {
-        "initialization_timeout": SPEC["arrival"],
+        "initialization_timeout_seconds": SPEC["arrival"],
         "heartbeat_timeout_seconds": SPEC["heartbeat"],
     }
     jc.initialize(*where, **limits, rejoin=AGAIN)

@@ -21,7 +21,7 @@ def launch(command, processes, *, timeout, env=None, ends=None):
     """
     with (
         tempfile.TemporaryDirectory() as folder,
-        world(processes) as variables,
+        world(processes) as (variables, _),
         forks.running() as running,
     ):
         logs = [Path(folder) / f"{rank}.log" for rank in range(processes)]

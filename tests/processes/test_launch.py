@@ -157,12 +157,28 @@ def test_a_job_on_the_loopback_interface_whose_first_process_may_end_first(tmp_p
     )
 
 
+def test_a_job_that_nobody_joins_is_told_at_its_end(tmp_path):
+    done = run("-n", "2", script(tmp_path, "print('trained')"))
+    assert (done.returncode, sorted(done.stdout.split())) == (
+        0,
+        [*["[0]", "[1]"], *["trained"] * 2],
+    )
+    assert re.match(r"jaxcoll launch: the 2 processes did not join .*`import jaxcoll as jc; jc.init",
+                    done.stderr)  # fmt: skip
+    assert run("-n", "1", script(tmp_path, "print('trained')")).stderr == ""
+
+
 @pytest.mark.parametrize(
     ("how", "flags", "status", "words"),
     [
         ("status", [], 7, "process 1 of 2 ended with status 7; the others were ended."),
         ("kill", [], 137, "process 1 of 2 was ended by SIGKILL; the others were ended."),
-        ("late", ["--timeout", "2"], 124, "not all processes ended within 2 s; they were ended."),
+        (
+            "late",
+            ["--timeout-seconds", "2"],
+            124,
+            "not all processes ended within 2 s; they were ended.",
+        ),
         ("survive", ["--keep-going"], 0, "process 1 of 2 ended with status 5."),
     ],
 )
@@ -236,7 +252,7 @@ NOISY = "while True: print('x' * 100)"
     [
         (signal.SIGTERM, [], 143, False),
         (signal.SIGINT, [], 130, True),
-        (None, ["--timeout", "3"], 124, True),
+        (None, ["--timeout-seconds", "3"], 124, True),
     ],
     ids=["SIGTERM", "SIGINT, one file", "timeout, one file"],
 )
@@ -335,7 +351,7 @@ def test_children_that_end_do_not_speak_for_their_parents_wherever_sockets_are(t
         (tmp_path / folder).mkdir()
     text = FORKS if folder == "usual" else FORKS.partition("child =")[0] + "print('went on')"
     with temporary as name:
-        done = run("--timeout", "100", script(tmp_path, text), TMPDIR=name)
+        done = run("--timeout-seconds", "100", script(tmp_path, text), TMPDIR=name)
     assert done.returncode == 0, done.stderr
     assert {"[0] went on", "[1] went on"} <= set(done.stdout.splitlines())
 
@@ -351,7 +367,10 @@ def children(pid):
     [
         (["-n", "0", "x.py"], "-n must be at least 1; got 0"),
         (["--devices-per-process", "0", "x.py"], "--devices-per-process must be at least 1; got 0"),
-        (["--timeout", "nan", "x.py"], "--timeout must be a number of seconds above 0; got nan"),
+        (
+            ["--timeout-seconds", "nan", "x.py"],
+            "--timeout-seconds must be a number above 0; got nan",
+        ),
         (["--restarts", "-1", "x.py"], "--restarts must be at least 0; got -1"),
         (["no-such.py"], "there is no file no-such.py"),
         (["python", __file__], "leave 'python' out"),

@@ -47,7 +47,7 @@ def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd)
         for name, value in others.items():
             jax.config.update(name, value)
         settings = {name: str(value) for name, value in numerics().items()}
-        found = jc.launch(run, 2, devices_per_process=2, timeout=SECONDS)
+        found = jc.launch(run, 2, devices_per_process=2, timeout_seconds=SECONDS)
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
@@ -90,7 +90,7 @@ def test_batches_are_the_same_for_any_number_of_processes(tmp_path):
         first, state = read({"epoch": 0, "row": 0, "rows": 50, "seed": 5})
         return first, state, crossed()
 
-    found = jc.launch(run, 2, devices_per_process=2, timeout=SECONDS)
+    found = jc.launch(run, 2, devices_per_process=2, timeout_seconds=SECONDS)
     numbers = order(50, 5, 0)
     for step in range(2):
         held = dict(pair for (first, *_) in found for pair in first[step][0])
@@ -130,7 +130,7 @@ def test_processes_that_would_read_rows_in_different_orders_are_refused():
                 outcomes.append(str(error))
         return outcomes
 
-    for at, messages in enumerate(zip(*jc.launch(run, 2, timeout=SECONDS), strict=True)):
+    for at, messages in enumerate(zip(*jc.launch(run, 2, timeout_seconds=SECONDS), strict=True)):
         refused = [message for message in messages if message]
         assert len(refused) == (at in (1, 2, 3, 4)), at
         assert all("and another one" in message for message in refused)
@@ -218,9 +218,9 @@ def test_a_function_of_a_notebooks_cell(tmp_path):
     cells = [
         "import jax, jaxcoll as jc\nfactor = 3",
         "def run():\n    print('from', jax.process_index())\n    return factor * jax.process_index()\n"
-        "jc.launch(run, 2, timeout=100)",
+        "jc.launch(run, 2, timeout_seconds=100)",
         "def bad():\n    if jax.process_index() == 1:\n        raise ValueError('no such row')\n"
-        "jc.launch(bad, 2, timeout=100)",
+        "jc.launch(bad, 2, timeout_seconds=100)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     path = {"metadata": {"path": tmp_path}}
@@ -257,7 +257,7 @@ def test_an_interrupt_ends_all(tmp_path):
     signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
     try:
         with pytest.raises(KeyboardInterrupt):
-            jc.launch(run, 2, timeout=SECONDS)
+            jc.launch(run, 2, timeout_seconds=SECONDS)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -269,7 +269,7 @@ def test_an_interrupt_ends_all(tmp_path):
 @pytest.mark.usefixtures("forked")
 def test_without_cloudpickle_functions_of_modules_go_and_others_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    assert sorted(jc.launch(partial(divmod, 7, 2), 1, timeout=SECONDS)) == [(3, 1)]
+    assert sorted(jc.launch(partial(divmod, 7, 2), 1, timeout_seconds=SECONDS)) == [(3, 1)]
     made = lambda: 1
     made.__module__ = "__main__"
     for fn in (lambda: 1, partial(map, made)):

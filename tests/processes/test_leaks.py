@@ -39,7 +39,7 @@ def settled():
 def cycle(seconds):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    jc.initialize(f"127.0.0.1:{port}", 1, 0, initialization_timeout=seconds,
+    jc.initialize(f"127.0.0.1:{port}", 1, 0, initialization_timeout_seconds=seconds,
                   heartbeat_timeout_seconds=seconds, shutdown_timeout_seconds=seconds)
     assert watchdog() is not None
     kept.append(store())  # a client that is not destroyed keeps no connection

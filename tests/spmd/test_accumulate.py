@@ -245,7 +245,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(asked, args, message):
         *((lambda n=n: jc.grad(mean_loss, "data", argnums=n),
            "`jc.grad` expects `argnums` to be a position or several") for n in ((), "p", 1.0, None)),
         (lambda: jc.value_and_grad("p", "data"),
-         "`jc.value_and_grad` expects a function, the loss; got "),
+         "`jc.value_and_grad` expects a function, the loss, and returns one"),
     ],
 )  # fmt: skip
 def test_what_is_no_number_position_or_loss_is_refused_when_it_is_given(call, message):

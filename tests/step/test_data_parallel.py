@@ -247,7 +247,7 @@ REFUSED = [  # a step, how it is wrapped, its arguments, and the words
     (3, {}, (X,), "expects a function; got int"),
     (lambda p, x: x, {"batch_argnums": 2}, (X,),
      "argument 2 is named in `batch_argnums`, .* called with 1 positional"),
-    (sums, {}, (1.0, X[:0]), "batch has no rows; pass at least 8"),
+    (sums, {}, (1.0, X[:0]), r"batch has no rows \(its shape is \[0, 5\]\); pass at least 8"),
     (sums, {}, ({"act": "relu"}, X), r"args\[0\]\['act'\] is no array or number; got str"),
     (sums, {}, ({"w": jax.new_ref(X)}, X), r"args\[0\]\['w'\] is a `jax.Ref`, .* Pass the array"),
 

@@ -39,7 +39,7 @@ def launch(
     *,
     devices_per_process: int = 1,
     platform: str = "cpu",
-    timeout: float | None = None,
+    timeout_seconds: float | None = None,
 ) -> list[Any]:
     """Run a function in several new processes of this host, which form one job.
 
@@ -56,7 +56,7 @@ def launch(
       processes: how many.
       devices_per_process: simulated CPU devices, or GPUs, of each.
       platform: "cpu", or "gpu" for this host's GPUs.
-      timeout: seconds after which all are ended; None: never.
+      timeout_seconds: after which all are ended; None: never.
 
     Returns:
       What each process returned, in the order of their ranks, with numpy arrays for arrays of JAX
@@ -78,19 +78,19 @@ def launch(
     count = checks.positive("launch", "devices_per_process", devices_per_process)
     if platform not in ("cpu", "gpu"):
         raise ValueError(f"`launch` expects `platform` to be 'cpu' or 'gpu'; got {platform!r}.")
-    if timeout is not None:
-        timeout = checks.seconds("launch", "timeout", timeout)
+    if timeout_seconds is not None:
+        timeout_seconds = checks.seconds("launch", "timeout_seconds", timeout_seconds)
     check_system()
     settings = numerics() | {name: getattr(jax.config, name) for name in _CARRIED}
     call = pickle.dumps((list(sys.path), settings)) + _pickled(fn)
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder:
         Path(folder, _CALL).write_bytes(call)
-        with world(processes, platform, count) as variables:
+        with world(processes, platform, count) as (variables, _):
             job = Job([sys.executable, "-c", _CHILD, folder], variables, _show)
-            job.run(timeout)
+            job.run(timeout_seconds)
         files = [Path(folder, str(rank)) for rank in range(processes)]
         ended = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
-    return _results(ended, job, timeout)
+    return _results(ended, job, timeout_seconds)
 
 
 def work() -> None:
@@ -149,7 +149,8 @@ def _results(ended: list[tuple[Any, bytes] | None], job: Job, timeout: float | N
 
 def _pickled(fn: Any) -> bytes:
     if not callable(fn):
-        raise ValueError(f"`launch` expects a function; got {type(fn).__name__}.")
+        program = "; a program is started by `jaxcoll launch`" if isinstance(fn, str) else ""
+        raise ValueError(f"`launch` expects a function{program}; got {checks.kind_of(fn)}.")
     try:
         import cloudpickle
     except ImportError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,10 +27,15 @@ def join() -> bool:
 @contextlib.contextmanager
 def world(
     processes: int, platform: str = "", count: int = 0, log: Any = subprocess.DEVNULL
-) -> Iterator[list[dict[str, str]]]:
-    """Run a coordinator on the loopback interface; yield each rank's environment variables."""
+) -> Iterator[tuple[list[dict[str, str]], Callable[[], bool]]]:
+    """Run a coordinator on the loopback interface.
+
+    Yields:
+      Each rank's environment variables, and a function that is True once a process has joined.
+    """
     with contextlib.closing(start_coordinator("127.0.0.1:0", processes, log=log)) as coordinator:
-        yield world_variables(coordinator.address, processes, platform, count)
+        variables = world_variables(coordinator.address, processes, platform, count)
+        yield variables, coordinator.is_met
 
 
 def world_variables(

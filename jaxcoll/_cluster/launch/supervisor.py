@@ -20,6 +20,8 @@ _SETTLE_SECONDS = 4.0  # after which survivors of a failure know whether they ca
 _OUTPUT_SECONDS = 1.0  # for the last output of a job that was ended
 _POLL_SECONDS = 0.05
 _LONGEST_LINE = 1 << 24  # characters
+# Of the line in which Gloo says on standard output, amid a program's own, that it has connected
+_GLOO = "[Gloo] Rank "
 
 
 @dataclasses.dataclass
@@ -136,6 +138,8 @@ class _Reader(threading.Thread):
     def run(self) -> None:
         with io.TextIOWrapper(self._pipe, "utf-8", "replace", newline="") as lines:
             while line := lines.readline(_LONGEST_LINE):
+                if line.startswith(_GLOO):
+                    continue
                 self.is_showing = True
                 self.show(line if line.endswith(("\n", "\r")) else f"{line}\n")
                 self.is_showing = False

@@ -69,6 +69,17 @@ def flattened(
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], treedef
 
 
+def check_not_empty(caller: str, batch: Any) -> None:
+    """Refuse a batch all of whose arrays have no rows: the mean over them is NaN."""
+    shapes = [shape for x in jax.tree.leaves(batch) if (shape := getattr(x, "shape", ()))]
+    if shapes and not any(shape[0] for shape in shapes):
+        raise ValueError(
+            f"`{caller}`: the batch has no rows (its shape is {list(shapes[0])}), and the mean "
+            "over none is NaN. Leave such a batch out; where replicas have unequal numbers of "
+            "rows, pad them and give the padding weight 0 with `jc.WeightedLoss`."
+        )
+
+
 def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
     """The type in which a leaf of `dtype` travels and is summed.
 

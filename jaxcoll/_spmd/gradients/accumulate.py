@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -86,7 +85,7 @@ def accumulated(
     summed = jax.tree.leaves(types)
     if micro.count > 1 and (repeated := moved_reductions(program.program)):
         message = _MOVABLE.format(count=micro.count, found=described(repeated))
-        warnings.warn(message, ReductionInLoopWarning, stacklevel=2)
+        _compat.warn(message, ReductionInLoopWarning)
 
     def turn(totals: list[jax.Array], piece: dict[int, Any]) -> tuple[list[jax.Array], Any]:
         found = program.outputs(piece)

@@ -16,8 +16,9 @@ from jaxcoll import _compat
 from jaxcoll._jaxpr.proof import same_outputs
 from jaxcoll._jaxpr.retrace import Traced, places, traced_call
 from jaxcoll._jaxpr.subjaxprs import contains
+from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._plan.packs.leaves import check_not_empty, flattened, where
 from jaxcoll._plan.packs.overlap import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
@@ -87,8 +88,10 @@ class Asked:
 
     def __post_init__(self) -> None:
         if not callable(self.fun):
-            got = type(self.fun).__name__
-            raise ValueError(f"`{self.caller}` expects a function, the loss; got {got}.")
+            raise ValueError(
+                f"`{self.caller}` expects a function, the loss, and returns one, as in "
+                f'`{self.caller}(loss, "data")(params, batch)`; got {kind_of(self.fun)}.'
+            )
         positions = self.argnums if isinstance(self.argnums, Sequence) else (self.argnums,)
         if not positions or not all(isinstance(i, int) for i in positions):
             raise ValueError(
@@ -286,6 +289,8 @@ def reduced_gradient(
                 "call returned."
             )
         check_differentiable(asked.leaves(args), caller)
+        learned = asked.places(args)
+        check_not_empty(caller, ([x for i, x in enumerate(args) if i not in learned], kwargs))
         inside = Differentiation(tuple(axes), options, enclosing=retyped())
 
         def local_gradient() -> Differentiated:

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._plan.checks import kind_of
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.scope import Differentiation, differentiated
 
@@ -61,7 +62,7 @@ def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
             raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(out)))
         is_number = _is_array(out) or isinstance(out, bool | int | float | complex)
         if not is_number or np.shape(out):
-            raise TypeError(_NO_SCALAR.format(caller=caller, got=_kind(out)))
+            raise TypeError(_NO_SCALAR.format(caller=caller, got=kind_of(out)))
         return out, None
     for name, shape in (("total", jnp.shape(out.total)), ("weight", jnp.shape(out.weight))):
         if shape:
@@ -77,7 +78,7 @@ def loss_and_aux(out: Any, caller: str) -> tuple[Any, Any]:
     """The parts of what a loss with auxiliary output returned."""
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
-    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else _kind(out)
+    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else kind_of(out)
     raise TypeError(
         f"`{caller}` with has_aux=True expects the loss to return (loss, aux); got {got}."
     )
@@ -85,13 +86,6 @@ def loss_and_aux(out: Any, caller: str) -> tuple[Any, Any]:
 
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _kind(x: Any) -> str:
-    """Name the type of `x` in a message."""
-    if not _is_array(x):
-        return type(x).__name__
-    return f"{jnp.result_type(x).name}[{', '.join(map(str, np.shape(x)))}]"
 
 
 def value_and_local_grad(

@@ -14,7 +14,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxcoll import _compat
 from jaxcoll._jaxpr.retrace import traced, with_captured
+from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import check_not_empty
 from jaxcoll._spmd.arithmetic import quotient
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.gradient import Asked, positional_names, reduced_gradient
@@ -33,12 +35,13 @@ def mean_loss(
 ) -> Callable[..., Any]:
     """The body of `jc.mean_loss`, which says what it does."""
     if not callable(fun):
-        raise ValueError(f"`{CALLER}` expects a function, the loss; got {type(fun).__name__}.")
+        raise ValueError(f"`{CALLER}` expects a function, the loss; got {kind_of(fun)}.")
 
     @functools.wraps(fun, updated=())
     def mean(*args: Any, **kwargs: Any) -> Any:
         here = scope()
         axes = tuple(bound_axes(here.over(axis_name, CALLER), CALLER))
+        check_not_empty(CALLER, (args[1:], kwargs))
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = treedef.unflatten([x if _is_array(x) else None for x in leaves])
         inputs = [*arrays[0], *arrays[1].values()]

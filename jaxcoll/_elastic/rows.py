@@ -1,0 +1,81 @@
+"""What `Elastic.run` is given for batches, as one function of a worker's rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcoll._train.batches import Batches
+
+Rows = Callable[[int, int, int], Any]
+"""One worker's rows of a step's batch: of (step, this worker's place, how many there are)."""
+
+_EXPECTED = """\
+`Elastic.run` expects batches that it can ask for again, as after a loss: `jc.batches(rows, \
+batch_size)`; a list of batches; `lambda step: batch`; or `lambda step, worker, workers: rows`, \
+which returns this worker's rows; got {got}."""
+
+
+def rows_of(batches: Any) -> Rows:
+    """Return the function of a worker's rows that `batches` stands for.
+
+    Raises:
+      ValueError: it is none of what `Elastic.run` takes.
+    """
+    if isinstance(batches, Batches):
+        return batches.share
+    if isinstance(batches, list) and batches:
+        return _split(lambda step: batches[step % len(batches)])
+    if not callable(batches):
+        raise ValueError(_EXPECTED.format(got=type(batches).__name__))
+    if (count := _count_of_positions(batches)) not in (1, 3):
+        raise ValueError(_EXPECTED.format(got=f"a function of {count} arguments"))
+    return _returning(_split(batches) if count == 1 else batches)
+
+
+def _returning(rows: Rows) -> Rows:
+    """Return the function, which a forgotten `return` makes an error."""
+
+    def checked(step: int, worker: int, workers: int) -> Any:
+        if (batch := rows(step, worker, workers)) is None:
+            raise ValueError(f"`Elastic.run`: the function returned None for step {step}.")
+        return batch
+
+    return checked
+
+
+def _count_of_positions(function: Callable[..., Any]) -> int:
+    """Return how many positional arguments a function must be given; 3 where it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # one of C's
+        return 3
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 3
+    positions = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positions)
+
+
+def _split(batch_of: Callable[[int], Any]) -> Rows:
+    """Return the rows of equal shares of whole batches."""
+
+    def rows(step: int, worker: int, workers: int) -> Any:
+        def share(path: Any, x: Any) -> Any:
+            shape = np.shape(x)
+            if not shape or shape[0] % workers:
+                raise ValueError(
+                    f"`Elastic`: batch{jax.tree_util.keystr(path)} of step {step} has the shape "
+                    f"{list(shape)}, whose rows do not divide over {workers} workers. Give every "
+                    "batch a number of rows that divides by each number of workers that may be "
+                    "left, or let `jc.batches(rows, batch_size, uneven='pad')` pad them."
+                )
+            count = shape[0] // workers
+            return x[worker * count : (worker + 1) * count]
+
+        return jax.tree_util.tree_map_with_path(share, batch_of(step))
+
+    return rows
