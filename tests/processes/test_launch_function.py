@@ -183,7 +183,7 @@ def ends(how):
     [
         (wrong, {}, (1,), r"rank 1 of 2 raised KeyError: 'no such row'\n\nTraceback of rank 1 .*in wrong\n    raise KeyError\(\"no such row\"\)"),
         (killed, {}, (1,), "rank 1 of 2 died of SIGKILL"),
-        (partial(time.sleep, 600), {"timeout": 1.0}, (0, 1), "ranks 0, 1 of 2 did not end within 1 s"),
+        (partial(time.sleep, 600), {"timeout_seconds": 1.0}, (0, 1), "ranks 0, 1 of 2 did not end within 1 s"),
         (parts, {}, None, "the function returned float32.8., of which each process has a part. Return"),
         (partial(ends, "without a result"), {"processes": 3}, (1,), "rank 1 of 3 ended with status 0 before the function returned"),
         (partial(ends, "in another program"), {}, (1,), "rank 1 of 2 ended with status 0 before the function returned"),
@@ -203,7 +203,7 @@ def test_every_rank_returns_or_the_first_that_did_not_is_named_and_all_end(
     began = time.monotonic()
     try:
         with pytest.raises(jc.errors.LaunchError, match=f"(?s){words}") as caught:
-            jc.launch(fn, **{"processes": 2, "timeout": SECONDS, **settings})
+            jc.launch(fn, **{"processes": 2, "timeout_seconds": SECONDS, **settings})
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     assert caught.value.ranks == ranks or (ranks is None and len(caught.value.ranks) == 1)
@@ -283,7 +283,7 @@ def test_without_cloudpickle_functions_of_modules_go_and_others_are_refused(monk
         ({"processes": 0}, "`processes` to be an integer above 0; got 0"),
         ({"devices_per_process": True}, "`devices_per_process` to be an integer above 0; got True"),
         ({"platform": "tpu"}, "`platform` to be 'cpu' or 'gpu'; got 'tpu'"),
-        ({"timeout": 0}, "`timeout` to be a number of seconds above 0; got 0"),
+        ({"timeout_seconds": 0}, "`timeout_seconds` to be a number of seconds above 0; got 0"),
         ({"fn": 3}, "`launch` expects a function; got int"),
     ],
 )
