@@ -45,13 +45,18 @@ class Table:
     more: str = ""  # a last line, which says what is left out; "" for none
 
     def text(self, width: int | None = None) -> str:
-        """The table in columns; lines longer than `width` end in "…"."""
+        """The table in columns; lines longer than `width` end in "…", but never amid a number."""
         table = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for k in range(1, len(widths) if width is not None else 0):
+            end = sum(widths[: k + 1]) + 2 * k + 3 * (k + 1 < len(widths))
+            if self.align[k] == ">" and end > width:
+                widths, table = widths[:k], [[*cells[:k], "…"] for cells in table]
+                break
         indent = " " * (widths[0] + 2)
         lines = []
         for cells, beneath in zip(table, ["", *self._below], strict=True):
-            padded = map("{:{}{}}".format, cells, self.align, widths)
+            padded = map("{:{}{}}".format, cells, self.align, [*widths, 0])
             lines.append("  ".join(padded).rstrip())
             lines += [indent + beneath] if beneath else []
         lines = lines if width is None else [shortened(line, width) for line in lines]

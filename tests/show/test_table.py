@@ -10,6 +10,12 @@ def test_as_text():
     assert TABLE.text(width=6) == " #  w…\n 1  a\n22  <…\n    b…\n… and 3 more"
 
 
+def test_no_number_is_cut():
+    table = Table(("leaf", "bytes", "of"), "<>>", [("w", "1,024", "2,048")])
+    assert table.text(17) == "leaf  bytes  …\nw     1,024  …"
+    assert table.text(18) == "leaf  bytes     of\nw     1,024  2,048"
+
+
 def test_as_html():
     html = TABLE.html()
     assert "<td style='text-align:right'>22</td><td style='text-align:left'>&lt;b&gt;</td>" in html
