@@ -73,6 +73,9 @@ def carried(row: Row) -> str:
         packs += f" ({', '.join(leaf or 'the value' for leaf in some(row.leaves, 3))})"
     loop = f"in loop {row.compiled.loops[-1]}" if row.compiled.loops else ""
     lines = ", ".join(some([without_folders(line) for line in row.sources], 2))
+    if lines and row.compiled.library:
+        lines += f" ({without_folders(row.compiled.library)})"
+    lines = f"near {lines}" if row.compiled.is_near else lines
     return "  ".join(part for part in (lines, packs, loop) if part)
 
 

@@ -82,7 +82,10 @@ class Collective:
         that were combined it is "(one:another)" behind what they share.
       branches: the conditionals around it, outer first, and which branch of each it is in.
       loops: the loops around it, outer first.
-      source: file and line of the Python that asked for it, "" if the text does not say.
+      source: file and line of the user's Python that asked for it, "" if the text does not say.
+      library: the line of an installed package that this called, if one asked.
+      is_near: its own text names no line, and `source` is that of the nearest instruction which
+        takes its result, or else makes its operands.
       at: its place in the schedule: instructions before it, each loop's body once.
       until: the place where it ends.
       meanwhile: what is scheduled while it is under way; None if it is not asynchronous.
@@ -100,6 +103,8 @@ class Collective:
     branches: tuple[tuple[str, int], ...] = ()
     loops: tuple[str, ...] = ()
     source: str = ""
+    library: str = ""
+    is_near: bool = False
     at: int = 0
     until: int = 0
     meanwhile: Meanwhile | None = None

@@ -14,6 +14,7 @@ from jaxcoll._observe.parse.hlo_text import (
     Computation,
     Instruction,
     Module,
+    Source,
     StackFrames,
     pair_ends,
     parse_instruction,
@@ -37,6 +38,9 @@ _GROUPS = re.compile(r"\breplica_groups=")
 _PAIRS = re.compile(r"\bsource_target_pairs=")
 _ELEMENT = re.compile(r" get-tuple-element\((?:.* )?%?([\w.\-]+)\), index=(\d+)")
 _LOOP = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
+_NAMES = re.compile(r"%([\w.\-]+)")
+_NEAR = 50
+"""Instructions among which the nearest line of Python is looked for."""
 _NUMBER = re.compile(r"-?\d+")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _IS_SYNC = re.compile(r'is_sync\\?":\s*true')
@@ -93,6 +97,7 @@ class _Reader:
         self._frames = StackFrames(module.tables)
         # One computation's at a time: a large program's would take as much as its text.
         self._opened = functools.lru_cache(1)(lambda x: Computation(module.computations[x]))
+        self._ties = functools.lru_cache(1)(lambda x: _ties(module.computations[x]))
         self._elements = functools.lru_cache(1)(lambda x: _elements(module.computations[x]))
         self.unread: list[str] = []
 
@@ -158,6 +163,8 @@ class _Reader:
                 "counted here; expected one that sends whole arrays."
             )
         groups = _groups(self._module, kind, attributes)
+        source = self._frames.source(attributes)
+        near = source if source.user else self._nearest_source(computation, instruction.name)
         return Collective(
             kind=kind,
             name=instruction.name,
@@ -167,10 +174,26 @@ class _Reader:
             computation=computation,
             is_async=instruction.opcode != kind and not _IS_SYNC.search(attributes),
             op_name=self._op_name(computation, instruction, len(operands)),
-            source=self._frames.source(attributes),
+            source=near.user,
+            library=near.library,
+            is_near=near != source,
             at=at,
             until=at,
         )
+
+    def _nearest_source(self, computation: str, name: str) -> Source:
+        """Return the lines of what takes a result, however it is passed on, or makes operands."""
+        lines = self._opened(computation).lines
+        for neighbours in self._ties(computation):
+            waiting, seen = [name], {name}
+            while waiting and len(seen) < _NEAR:
+                for other in neighbours.get(waiting.pop(0), ()):
+                    if other in lines and other not in seen:
+                        if (source := self._frames.source(lines[other])).user:
+                            return source
+                        seen.add(other)
+                        waiting.append(other)
+        return Source()
 
     def _op_name(self, computation: str, instruction: Instruction, operands: int) -> str:
         """Return its own, or, where that names the first of several only, those of its results."""
@@ -180,6 +203,18 @@ class _Reader:
         elements = self._elements(computation).get(instruction.name, {})
         several = [elements.get(k, "") for k in range(operands)]
         return f"({':'.join(several)})" if all(several) and len(set(several)) > 1 else own
+
+
+def _ties(lines: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Map each instruction to those that take its result, and to those that make its operands."""
+    takers: dict[str, list[str]] = {}
+    makers: dict[str, list[str]] = {}
+    for line in lines:
+        name, *others = _NAMES.findall(line.partition(", metadata=")[0]) or [""]
+        makers[name] = others
+        for other in others:
+            takers.setdefault(other, []).append(name)
+    return takers, makers
 
 
 def _elements(lines: Sequence[str]) -> dict[str, dict[int, str]]:

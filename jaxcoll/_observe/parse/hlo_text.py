@@ -24,6 +24,7 @@ _FILE = re.compile(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?')
 _ENTRY = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})\s*')  # 3 "step", or 3 {file_name_id=1 line=22}
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _OURS = re.compile(r"[/\\]jaxcoll[/\\]_\w+[/\\.]|[/\\]site-packages[/\\]jax[/\\]")
+_INSTALLED = re.compile(r"[/\\][Ll]ib[/\\]python3[^/\\]*[/\\]|[/\\](?:site|dist)-packages[/\\]|^<frozen ")
 _WRAPS = re.compile(
     r"[/\\]jaxcoll[/\\](?:_inspect|_step[/\\]data_parallel|_distribute[/\\]replica_program)\b"
 )
@@ -205,21 +206,34 @@ def _closing(text: str, start: int) -> int:
     return -1
 
 
-def users(frames: Iterable[tuple[str, str]]) -> str:
-    """Return the innermost frame that is neither jaxcoll's nor JAX's, as file:line.
+class Source(NamedTuple):
+    """Lines of Python behind an instruction, as file:line; "" where there is none."""
+
+    user: str = ""  # the innermost that belongs to no installed package; without one, the library's
+    library: str = ""  # the innermost of a package other than JAX and jaxcoll, if `user` called it
+
+
+def source_of(frames: Iterable[tuple[str, str]]) -> Source:
+    """Return the lines of the user and of the library among frames, the innermost first.
 
     The caller of a wrapped step is not part of it, so frames beyond the wrapper do not count.
 
     Examples:
-      >>> users([("/x/jaxcoll/_spmd/reduce.py", "115"), ("/home/me/train.py", "22")])
+      >>> source_of([("/x/jaxcoll/_spmd/reduce.py", "115"), ("/home/me/train.py", "22")]).user
       '/home/me/train.py:22'
+      >>> flax = ("/usr/lib/python3.12/site-packages/flax/linen/linear.py", "287")
+      >>> source_of([flax, ("/home/me/train.py", "22")]).library.rpartition("/")[2]
+      'linear.py:287'
     """
+    library = ""
     for file, line in frames:
         if _WRAPS.search(file):
-            return ""
-        if not _OURS.search(file):
-            return f"{file}:{line}"
-    return ""
+            break
+        if _INSTALLED.search(file):
+            library = library or (f"{file}:{line}" if not _OURS.search(file) else "")
+        elif not _OURS.search(file):
+            return Source(f"{file}:{line}", library)
+    return Source(library)
 
 
 class StackFrames:
@@ -234,14 +248,14 @@ class StackFrames:
                 table[number] = {"": text} if fields is None else dict(_FIELD.findall(fields))
             elif line.strip():
                 table = self._tables.setdefault(line.strip(), {})
-        self._user = functools.cache(lambda number: users(self._frames(number)))
+        self._source = functools.cache(lambda number: source_of(self._frames(number)))
 
-    def source(self, attributes: str) -> str:
-        """Return file and line of the Python behind an instruction; "" if its text has none."""
+    def source(self, attributes: str) -> Source:
+        """Return the lines of Python behind an instruction, as far as its text has them."""
         if frame := _FRAME.search(attributes):
-            return self._user(frame[1])
+            return self._source(frame[1])
         file = _FILE.search(attributes)
-        return users([(file[1], file[2] or "0")]) if file else ""
+        return source_of([(file[1], file[2] or "0")]) if file else Source()
 
     def _frames(self, number: str) -> Iterator[tuple[str, str]]:
         """Yield the frames, the innermost first; a parent is one less than what is written."""
