@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxcoll._observe.measured import Measured
 from jaxcoll._observe.overlap import Overlap, overlap
 from jaxcoll._observe.parse.collective import Collective, Groups, Loop, Matmul, runs, wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo
@@ -23,17 +24,17 @@ from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, sca
 _FIGURES = (
     "name", "where", "devices", "instructions", "count", "runs", "wire_bytes",
     "requested_wire_bytes", "memory_bytes", "overlapped", "seconds", "exposed_seconds",
-    "predicted_from", "unread", "unbounded", "notes", "dropped",
+    "predicted_from", "unread", "unbounded", "notes", "dropped", "calls",
 )  # fmt: skip
 """Attributes that JSON has as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Requested beside compiled: every collective of a program, read from its texts.
+    """Requested, compiled and measured: every collective of a program.
 
-    `print(report)` is a table, `report.plot()` a picture of the schedule, `report.to_json()` the
-    same for machines; made by `jc.inspect`. Nothing of it was run.
+    `print(report)` is a table, `report.plot()` a picture of the schedule or of what was measured,
+    `report.to_json()` the same for machines; made by `jc.inspect` and `jc.inspecting`.
 
     Attributes:
       name: what was compiled, as in jit_step.
@@ -53,6 +54,8 @@ class Report:
       memory_bytes: what the program takes of one device at most: arguments, results that take no
         argument's place, and all temporary memory; None if that is not known.
       plans: the plans of the reductions by jaxcoll, in order.
+      calls: how often Python called it while it was watched; None if that is not known.
+      measured: what it took, and which rank came late; None if it was not measured.
     """
 
     name: str
@@ -70,6 +73,8 @@ class Report:
     predicted_from: str = ""
     memory_bytes: int | None = None
     plans: tuple[Plan, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    calls: int | None = None
+    measured: Measured | None = None
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -148,6 +153,7 @@ class Report:
         return {
             **{name: getattr(self, name) for name in _FIGURES},
             "overlap": dataclasses.asdict(self.overlap),
+            "measured": self.measured and dataclasses.asdict(self.measured),
             "requested": requested,
             "rows": [
                 vars(row) | {"compiled": plain(row.compiled), "wire_bytes": row.wire_bytes}
@@ -163,7 +169,10 @@ class Report:
         return json.dumps(self.to_dict(), indent=1)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the compiled schedule: collectives by pack, matrix products, and what is hidden.
+        """Draw the compiled schedule, or a typical step of each rank where that was measured.
+
+        The schedule has collectives by pack, matrix products, and what these hide; a step has
+        computing, transfer and waiting.
 
         Args:
           path: a file to write, its ending saying the format.
@@ -175,13 +184,15 @@ class Report:
           ImportError: matplotlib is not installed.
         """
         try:
-            picture = importlib.import_module("jaxcoll._observe.report_picture")
+            schedule = importlib.import_module("jaxcoll._observe.report_picture")
+            lanes = importlib.import_module("jaxcoll._observe.lanes_picture")
         except ImportError as error:
             raise ImportError(
                 "`Report.plot` needs matplotlib, which is not installed: "
                 "pip install 'jaxcoll[cli]'."
             ) from error
-        figure = picture.plot(self)
+        took = self.measured
+        figure = lanes.plot_lanes(self, took) if took else schedule.plot(self)
         if path is not None:
             figure.savefig(path, format=Path(path).suffix[1:] or "png")
         return figure
@@ -190,7 +201,7 @@ class Report:
         """The headline, a line for each compiled collective, what was dropped, and the notes."""
         parts = [fold(line, width) for line in _heading(self)]
         if self.rows:
-            parts.append(table(self.rows).text(width))
+            parts.append(table(self.rows, self.measured).text(width))
         if self.dropped:
             parts.append("\n".join(shortened(line, width) for line in _dropped(self)))
         return "\n\n".join([*parts, *(fold(note, width) for note in _notes(self))])
@@ -204,7 +215,7 @@ class Report:
         parts = [f"<p><b>{headline}</b></p>", *(f"<p>{line}</p>" for line in lines)]
         if self.rows:
             compiled = counted(self.count, "compiled collective")
-            parts.append(folding_html(compiled, table(self.rows).html()))
+            parts.append(folding_html(compiled, table(self.rows, self.measured).html()))
         if rest := [*_dropped(self), *_notes(self)]:
             parts.append(folding_html("notes", lines_html(rest, "white-space:pre-wrap")))
         return f"<div>{''.join(parts)}</div>"
@@ -235,6 +246,16 @@ def _heading(report: Report) -> list[str]:
         lines.append(f"behind matrix products: {behind}{beside}{_prediction(report)}")
     if report.memory_bytes is not None:
         lines.append(f"memory: {size(report.memory_bytes)} of a device at most")
+    if took := report.measured:
+        before = took.unprofiled_step_seconds
+        outside = f" ({milliseconds(before)} without the profile)" if before else ""
+        step, exposed = took.step_seconds, took.exposed_seconds
+        lines[1:1] = [
+            *took.sentences(report.rows),
+            f"measured in {counted(took.runs, 'run')} on {counted(len(took.ranks), 'rank')}: "
+            f"a step takes {milliseconds(step)}{outside}, {milliseconds(exposed)} of it exposed "
+            f"communication ({percent(exposed, step)})",
+        ]
     return lines
 
 

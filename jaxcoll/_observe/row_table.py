@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import PurePath
 
+from jaxcoll._observe.measured import Measured, Times
 from jaxcoll._observe.parse.collective import Collective, Meanwhile
 from jaxcoll._observe.rows import Row
 from jaxcoll._show.table import Table
-from jaxcoll._show.units import WIDTH, counted, scaled, shortened, size, some
+from jaxcoll._show.units import WIDTH, counted, milliseconds, scaled, shortened, size, some
 
 MOST = 40
 """Lines of the table; the rest are counted."""
@@ -48,19 +49,61 @@ COLUMNS: tuple[tuple[str, str, Cell], ...] = (
 )
 """The name of each column, the side on which it is aligned, and its cells."""
 
+_SENT = ("kind", "dtype", "bytes", "runs", "wire bytes")
 
-def table(rows: Sequence[Row]) -> Table:
+
+def _transfer(times: Times | None) -> str:
+    if times is None:
+        return "–"
+    shared = f" of {len(times.rows)}" if len(times.rows) > 1 else ""
+    return f"{milliseconds(times.transfer)}{shared}"
+
+
+def _waiting(times: Times | None) -> str:
+    if times is None or len(times.waiting) == 1:
+        return "–"
+    ms = [f"{1e3 * seconds:.3g}" for seconds in times.waiting]
+    if len(ms) > 4:
+        ms = [f"{1e3 * min(times.waiting):.3g} to {1e3 * max(times.waiting):.3g}"]
+    return f"{', '.join(ms)} ms"
+
+
+def _last(times: Times | None) -> str:
+    last = times and times.last
+    if not last:
+        return "–"
+    return f"rank {last.rank}: {last.share:.0%}, {milliseconds(last.seconds)}"
+
+
+MEASURED_COLUMNS: tuple[tuple[str, str, Callable[[Times | None], str]], ...] = (
+    ("transfer", ">", _transfer),
+    ("busbw", ">", lambda times: f"{scaled(round(times.busbw))}B/s" if times else "–"),
+    ("waiting, by rank", ">", _waiting),
+    ("last to come", "<", _last),
+)
+"""Columns of what was measured, in the place of those of the compiler's schedule."""
+
+
+def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
     """Return the table, whose first column is the position in `rows`."""
+    own, times = COLUMNS, measured.times if measured else ()
+    if measured:
+        own = tuple(column for column in COLUMNS if column[0] in _SENT)
+    columns = [*own, *(MEASURED_COLUMNS if measured else ())]
+
+    def cells(k: int, n: int) -> list[str]:
+        took = [cell(times[k]) for _, _, cell in MEASURED_COLUMNS if measured]
+        return [*(cell(rows[k], n) for _, _, cell in own), *took]
+
     alike: dict[tuple[str, ...], list[int]] = {}
     for k, row in enumerate(rows):
-        shown = (*(cell(row, 1) for _, _, cell in COLUMNS), carried(row))
-        alike.setdefault(shown, []).append(k)
+        alike.setdefault((*cells(k, 1), carried(row)), []).append(k)
     lines = [(places[0], len(places)) for places in alike.values()]
     left = sum(n for _, n in lines[MOST:])
     return Table(
-        ("#", *(name for name, _, _ in COLUMNS)),
-        ">" + "".join(side for _, side, _ in COLUMNS),
-        [(str(k), *(cell(rows[k], n) for _, _, cell in COLUMNS)) for k, n in lines[:MOST]],
+        ("#", *(name for name, _, _ in columns)),
+        ">" + "".join(side for _, side, _ in columns),
+        [(str(k), *cells(k, n)) for k, n in lines[:MOST]],
         [shortened(carried(rows[k]), 2 * WIDTH) for k, _ in lines[:MOST]],
         f"… and {left} more, in `report.rows`" if left else "",
     )
@@ -72,11 +115,18 @@ def carried(row: Row) -> str:
     if row.leaves:
         packs += f" ({', '.join(leaf or 'the value' for leaf in some(row.leaves, 3))})"
     loop = f"in loop {row.compiled.loops[-1]}" if row.compiled.loops else ""
-    lines = ", ".join(some([without_folders(line) for line in row.sources], 2))
-    if lines and row.compiled.library:
-        lines += f" ({without_folders(row.compiled.library)})"
-    lines = f"near {lines}" if row.compiled.is_near else lines
-    return "  ".join(part for part in (lines, packs, loop) if part)
+    return "  ".join(part for part in (", ".join(lines_of([row], 2)), packs, loop) if part)
+
+
+def lines_of(rows: Iterable[Row], most: int) -> list[str]:
+    """Return lines of the user's Python, a library's behind each; marked if only near."""
+    lines = []
+    for row in rows:
+        near = "near " * row.compiled.is_near
+        library = row.compiled.library
+        behind = f" ({without_folders(library)})" if library else ""
+        lines += [f"{near}{without_folders(line)}{behind}" for line in row.sources]
+    return some([*dict.fromkeys(lines)], most)
 
 
 def totals(collectives: Iterable[Collective]) -> str:

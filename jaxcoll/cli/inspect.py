@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TextIO
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxcoll._inspect import inspect
+from jaxcoll._inspect import assert_collectives, inspect
 from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._mesh.mesh import abstract_mesh, checked_mesh, takes_mesh
+from jaxcoll._observe.programs import Programs
 from jaxcoll._observe.report import Report, side_by_side
 from jaxcoll._show.units import WIDTH, shortened
+from jaxcoll._watch.script import Script
+from jaxcoll._watch.watch import Watch, read_folder
 from jaxcoll.cli import flags
+
+_EMPTY = "HloModule none\n\nENTRY none {\n}\n"
+"""A program that keeps every limit."""
 
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or train.py:name, or module:name,
@@ -25,6 +32,11 @@ of a function that has its arguments in an attribute `example_args`, a tuple of 
 jax.ShapeDtypeStructs; or one that returns (fun, args), (fun, args, kwargs), or what `.lower`
 returned, and takes nothing, or a `mesh`: then it gets one with the axis "data". Nothing of it is
 run on a device. With --against there is a table of both instead of the report of one.
+
+--run comes last, with a script and its arguments, or -m and a module: any JAX program, as it is.
+When it ends, a table of the programs that communicate is written to standard error, by the first
+rank for all; output, exit status and signals are the script's own. The exit status is 1 where a
+--limit is exceeded and the script's is 0; 2, with one line, where nothing can be run.
 """
 
 
@@ -32,7 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("target", metavar="TARGET", help="FILE.hlo, train.py:name or module:name")
+    parser.usage = (
+        "jaxcoll inspect [flags] (TARGET | --profile FOLDER | --run script.py [arguments ...])"
+    )
+    add("target", nargs="?", metavar="TARGET", help="FILE.hlo, train.py:name or module:name")
+    words = "run a script, or -m and a module, and report every program that communicates"
+    add("--run", nargs=argparse.REMAINDER, metavar="script.py ...", help=words)
+    words = "with --run: profile about N runs: transfer, waiting, and the rank that comes late"
+    add("--measure", type=flags.at_least(1), default=0, metavar="N", help=words)
+    words = "read saved profiles, one of each host; with --run --measure: keep them there"
+    add("--profile", type=Path, metavar="FOLDER", help=words)
+    words = "with --run: a limit of `jc.assert_collectives` on each program, as in max_count=1"
+    add("--limit", action="append", default=[], metavar="NAME=VALUE", help=words)
     add("--against", metavar="OTHER", help="another TARGET, of which the figures stand beside")
     flags.add_devices(parser)
     add("--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for")
@@ -41,7 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read or compile, and show; the exit status."""
+    """Read, compile or run, and show; the exit status."""
+    if (
+        sum(source is not None for source in (args.target, args.run))
+        + bool(args.profile and args.run is None)
+        != 1
+    ):
+        raise ValueError("expected one of TARGET, --profile FOLDER and --run script.py.")
+    if args.run is not None:
+        return _run(args)
+    if args.measure or args.limit:
+        raise ValueError("--measure and --limit are for --run.")
+    if args.profile:
+        _show(read_folder(args.profile), args, sys.stdout)
+        return 0
     report = _report(args.target, args)
     other = _report(args.against, args) if args.against else None
     if args.plot:
@@ -52,9 +88,61 @@ def run(args: argparse.Namespace) -> int:
     if other:
         print(side_by_side({_short(args.target): report, _short(args.against): other}))
     else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
-        print(report.text(width))
+        print(report.text(_width(sys.stdout)))
     return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run a script, and show what it sent and what that took."""
+    limits = dict(map(_limit, args.limit))
+    if args.profile:
+        if not args.measure:
+            raise ValueError("--run with --profile needs --measure N: nothing else is recorded.")
+        args.profile.mkdir(parents=True, exist_ok=True)
+        (args.profile / "rank0.xplane.pb").touch()  # before the run, not after it
+    script, watch, process = Script(args.run), Watch(args.measure), os.getpid()
+    if limits:  # their names and values, before anything runs
+        try:
+            assert_collectives(inspect(_EMPTY), **limits)
+        except TypeError as error:
+            raise ValueError(f"--limit: {error}.") from None
+    watch.start()
+    status = script.run()
+    if os.getpid() != process:
+        return status  # a fork of the script's own
+    watch.stop()
+    programs = watch.programs(everywhere=False, folder=args.profile)
+    sys.stdout.flush()
+    if programs is None:
+        return status
+    _show(programs, args, sys.stderr)
+    for report in programs.reports if limits else ():
+        try:
+            assert_collectives(report, **limits)
+        except AssertionError as error:
+            print(f"jaxcoll inspect: {error}", file=sys.stderr)
+            status = status or 1
+    return status
+
+
+def _limit(text: str) -> tuple[str, Any]:
+    """Return the name and the value of a --limit, as `jc.assert_collectives` takes them."""
+    name, _, value = text.partition("=")
+    if name == "none_in_loops":
+        return name, value in ("", "True", "true", "1")
+    return name, int(value) if value.isdecimal() else value.split(",")
+
+
+def _show(programs: Programs, args: argparse.Namespace, stream: TextIO) -> None:
+    if args.plot:
+        programs.plot(args.plot)
+    flags.write_json(args.json, programs.to_dict())
+    if args.json != "-":
+        print(f"\n{programs.text(_width(stream))}", file=stream, flush=True)
+
+
+def _width(stream: TextIO) -> int:
+    return shutil.get_terminal_size().columns if stream.isatty() else WIDTH
 
 
 def _short(target: str) -> str:

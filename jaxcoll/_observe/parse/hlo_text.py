@@ -24,7 +24,9 @@ _FILE = re.compile(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?')
 _ENTRY = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})\s*')  # 3 "step", or 3 {file_name_id=1 line=22}
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _OURS = re.compile(r"[/\\]jaxcoll[/\\]_\w+[/\\.]|[/\\]site-packages[/\\]jax[/\\]")
-_INSTALLED = re.compile(r"[/\\][Ll]ib[/\\]python3[^/\\]*[/\\]|[/\\](?:site|dist)-packages[/\\]|^<frozen ")
+_INSTALLED = re.compile(
+    r"[/\\][Ll]ib[/\\]python3[^/\\]*[/\\]|[/\\](?:site|dist)-packages[/\\]|^<frozen "
+)
 _WRAPS = re.compile(
     r"[/\\]jaxcoll[/\\](?:_inspect|_step[/\\]data_parallel|_distribute[/\\]replica_program)\b"
 )

@@ -1,0 +1,90 @@
+"""Read profiles that JAX recorded: when each instruction of each program ran, on which device."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.profiler import ProfileData
+
+_DEVICE = re.compile(r"/device:\w+:(\d+)")
+_NAME = re.compile(r"%?([\w.\-]+)")
+
+
+class Event(NamedTuple):
+    """One instruction, carried out once on one device."""
+
+    module: str  # the program's name
+    program: int  # tells programs of one name apart, in this process alone
+    instruction: str
+    # The launch of the program, counted by JAX; None where the profile does not say (GPUs)
+    run: int | None
+    device: int
+    start: int  # nanoseconds since 1970, by this host's clock
+    end: int
+
+
+def read_events(profile: bytes) -> list[Event]:
+    """Return the instructions in a serialized XSpace, in the order of their starts.
+
+    Each says its run itself (CPUs), stands inside an event of its whole program that says it
+    (TPUs), or does not say it (GPUs).
+
+    Cost: about 3 µs for each event.
+
+    Raises:
+      ValueError: it is no profile.
+    """
+    try:
+        planes = list(ProfileData.from_serialized_xspace(profile).planes)
+        epochs = [dict(plane.stats).get("profile_start_time") for plane in planes]
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"this is no profile of JAX: {error}") from None
+    began = next((int(epoch) for epoch in epochs if epoch), 0)
+    events = [event for plane in planes for event in _of_plane(plane, began)]
+    return sorted(events, key=lambda event: event.start)
+
+
+def _of_plane(plane: Any, began: int) -> Iterator[Event]:
+    number = _DEVICE.match(plane.name)
+    lines = [(line.name, list(line.events)) for line in plane.lines]
+    # On a TPU, a line has the runs of whole programs, and another one what they consist of.
+    wholes = []
+    for name, events in lines:
+        if name == "XLA Modules":
+            for event in events:
+                stats = dict(event.stats)
+                module = event.name.partition("(")[0]
+                program, run = stats.get("program_id", 0), stats.get("run_id")
+                wholes.append(
+                    (event.start_ns, event.start_ns + event.duration_ns, module, program, run)
+                )
+    wholes.sort()
+    starts = [whole[0] for whole in wholes]
+    for name, events in lines:
+        if name == "XLA Modules" or (wholes and name not in ("XLA Ops", "Async XLA Ops")):
+            continue
+        for event in events:
+            if event.name.startswith("end: "):
+                continue
+            stats = dict(event.stats)
+            module, program = stats.get("hlo_module"), stats.get("program_id", 0)
+            run, instruction = stats.get("run_id"), stats.get("hlo_op")
+            if wholes:
+                at = bisect.bisect_right(starts, event.start_ns) - 1
+                if at < 0 or event.start_ns >= wholes[at][1]:
+                    continue
+                _, _, module, program, run = wholes[at]
+                text = _NAME.match(event.name)
+                instruction = instruction or (text[1] if text else None)
+            if module is None or instruction is None:
+                continue
+            device = stats.get("device_ordinal", int(number[1]) if number else 0)
+            start = began + round(event.start_ns)
+            yield Event(
+                str(module), int(program), str(instruction),
+                None if run is None else int(run) & 0xFFFFFFFF,  # it wraps as a signed number
+                int(device), start, start + round(event.duration_ns),
+            )  # fmt: skip

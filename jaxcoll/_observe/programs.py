@@ -1,0 +1,195 @@
+"""All programs of a script that communicate: a report for each, and one table of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxcoll._observe.measured import compare
+from jaxcoll._observe.named import named_reports
+from jaxcoll._observe.parse.hlo_text import parse_module
+from jaxcoll._observe.profile import read_events
+from jaxcoll._observe.rank_times import programs_of, times_of
+from jaxcoll._observe.report import Report, report_of
+from jaxcoll._observe.row_table import lines_of, totals
+from jaxcoll._show.table import Table, folding_html, lines_html
+from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, size
+
+_METADATA = re.compile(r", metadata=\{[^}]*\}")
+
+
+@dataclasses.dataclass
+class Programs:
+    """The programs that were compiled while `jc.inspecting` watched, and communicate.
+
+    `print(programs)` is a table with a line for each, `programs.reports` has a `Report` for each,
+    `to_json()` all of them for machines, `plot()` a picture of the one that sends most.
+
+    Attributes:
+      reports: a report for each, in the order of compilation.
+      quiet: programs without collectives; they are counted only.
+      notes: what was not measured or did not answer, and why.
+    """
+
+    reports: tuple[Report, ...] = ()
+    quiet: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def late(self) -> list[str]:
+        """The ranks that came late, in words; empty if none did, or nothing was measured."""
+        return [
+            f"{report.name}: {line}"
+            for report in self.reports
+            if report.measured
+            for line in report.measured.sentences(report.rows)
+        ]
+
+    def text(self, width: int = WIDTH) -> str:
+        """Return late ranks, the table of programs, notes, and what each took if that is known."""
+        parts = [fold(line, width) for line in self.late]
+        if self.reports:
+            parts.append(self._table().text(width))
+        if notes := self._notes():
+            parts.append("\n".join(fold(note, width) for note in notes))
+        parts += [report.text(width) for report in self.reports if report.measured]
+        return "\n\n".join(parts)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        late = "".join(f"<p><b>{html.escape(line)}</b></p>" for line in self.late)
+        table = self._table().html() if self.reports else ""
+        notes = lines_html(self._notes())
+        measured = [report for report in self.reports if report.measured]
+        details = (folding_html(report.name, report._repr_html_()) for report in measured)
+        return f"<div>{late}{table}{notes}{''.join(details)}</div>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("…" if cycle else str(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the reports, the count of other programs and the notes, in plain values."""
+        reports = [report.to_dict() for report in self.reports]
+        return {"programs": reports, "quiet": self.quiet, "notes": self.notes, "late": self.late}
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the program that sends most, as `Report.plot` does.
+
+        Raises:
+          ValueError: no program communicates.
+        """
+        if not self.reports:
+            raise ValueError("there is no picture: no program with collectives was compiled.")
+        # All that was measured before anything that was not.
+        most = max(self.reports, key=lambda report: (bool(report.measured), report.wire_bytes))
+        return most.plot(path)
+
+    def _notes(self) -> list[str]:
+        quiet = f"{counted(self.quiet, 'program')} without collectives."
+        if not self.reports:
+            return [f"No program with collectives was compiled; {quiet}", *self.notes]
+        return [*[quiet] * bool(self.quiet), *self.notes]
+
+    def _table(self) -> Table:
+        columns = ("program", "calls", "collectives of a run", "wire bytes", "behind products")
+        rows = [
+            (
+                report.name,
+                "–" if report.calls is None else f"{report.calls:,}",
+                totals(report.collectives),
+                ("≥ " if report.uncounted else "") + size(report.wire_bytes),
+                percent(sum(s.behind for s in shares), sum(s.nbytes for s in shares)),
+                *_steps(report),
+            )
+            for report in self.reports
+            for shares in [report.overlap.shares]
+        ]
+        if any(report.measured for report in self.reports):
+            columns += ("step", "exposed")
+        rows = [row[: len(columns)] for row in rows]
+        below = [", ".join(lines_of(report.rows, 4)) for report in self.reports]
+        return Table(columns, "<><" + ">" * (len(columns) - 3), rows, below)
+
+
+def _steps(report: Report) -> tuple[str, str]:
+    took = report.measured
+    if took is None:
+        return "–", "–"
+    exposed = percent(took.exposed_seconds, took.step_seconds)
+    return milliseconds(took.step_seconds), exposed
+
+
+def read_rank(
+    texts: Iterable[tuple[str, int | None]], profile: bytes, probe: bytes, most: int
+) -> tuple[dict[str, Report], dict[str, Any]]:
+    """Read what one process compiled and recorded: reports, and rows in plain values.
+
+    Args:
+      texts: compiled programs that communicate, and how often each was called (None: not known).
+      profile: a serialized XSpace; b"" if nothing was measured.
+      probe: an earlier one, from which on the profile's runs count as not profiled; b"" for none.
+      most: runs that are kept, the last ones.
+    """
+    reports: dict[str, Report] = {}
+    for text, calls in texts:
+        report = dataclasses.replace(report_of(text), calls=calls)
+        reports[_fingerprint(text)] = report
+    events, before = (read_events(data) if data else [] for data in (profile, probe))
+    if not reports:
+        reports = {report.name: report for report in named_reports(events)}
+    found, notes = programs_of(reports, events)
+    earlier, _ = programs_of(reports, before)
+    rows: dict[str, Any] = {}
+    for key, report in reports.items():
+        times = times_of(report, found[key], most) if key in found else None
+        first = times_of(report, earlier[key], most) if key in earlier else None
+        if times and first and (runs := times["runs"][0] - first["runs"][-1]) > 0:
+            times["outside"] = (times["starts"][0] - first["starts"][-1]) / runs
+        rows[key] = {"name": report.name, "calls": report.calls, "times": times}
+    return reports, {"programs": rows, "notes": notes}
+
+
+def programs_from(
+    reports: Mapping[str, Report], ranks: Mapping[int, dict[str, Any]], quiet: int
+) -> Programs:
+    """Lay the rows of all ranks together under one rank's reports."""
+    ranks_of: dict[str, list[str]] = {}
+    for rank, rows in ranks.items():
+        others = {row["name"] for key, row in rows["programs"].items() if key not in reports}
+        other = [f"compiled other programs: {', '.join(sorted(others))}."] if others else []
+        for note in rows["notes"] + other:
+            ranks_of.setdefault(note, []).append(str(rank))
+    notes = [
+        note if len(own) == len(ranks) else f"rank{'s' * (len(own) > 1)} {', '.join(own)}: {note}"
+        for note, own in ranks_of.items()
+    ]
+    together = []
+    for key, report in reports.items():
+        times = {
+            rank: rows["programs"][key]["times"]
+            for rank, rows in ranks.items()
+            if rows["programs"].get(key, {}).get("times")
+        }
+        measured = compare(report.rows, times) if times else None
+        together.append(dataclasses.replace(report, measured=measured))
+    return Programs(tuple(together), quiet, tuple(notes))
+
+
+def _fingerprint(text: str) -> str:
+    """Return what is the same on all ranks: numbers of modules and names of files are not."""
+    digest = hashlib.sha256()
+    for name, lines in (module := parse_module(text)).computations.items():
+        digest.update(_METADATA.sub("", "\n".join([module.name, name, *lines])).encode())
+    return digest.hexdigest()[:16]

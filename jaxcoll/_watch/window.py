@@ -1,0 +1,132 @@
+"""One profile of about so many runs, opened by all processes at the same time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median_low
+
+import jax
+
+from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
+from jaxcoll._compat.running import ProfilerSession
+from jaxcoll._observe.profile import Event, read_events
+from jaxcoll._watch.compilations import Compilations
+
+_QUIET_SECONDS = 1.0  # since the last compilation
+_PROBES = (0.25, 1.0, 4.0)  # seconds of the profiles that tell how long a step takes
+_LONGEST_SECONDS, _MOST_EVENTS = 60.0, 200_000
+_LOOK_SECONDS = 0.05
+
+BUSY = "not measured: the program had a profile of its own open."
+EARLY = "not measured: the program ended within a second or two of its last compilation."
+
+
+class Window(threading.Thread):
+    """Opens one profile, a second after the last compilation.
+
+    The first rank finds out how long a step takes, and tells the others when to begin; a profile
+    that the program opens itself comes first, and ends this one where Python can tell (3.12).
+
+    Args:
+      compilations: what is compiled, which it waits for.
+      runs: how many the profile should have, in about a minute at most.
+      name: the same on all processes, of no other window.
+    """
+
+    def __init__(self, compilations: Compilations, runs: int, name: str) -> None:
+        super().__init__(name="jaxcoll-profile", daemon=True)
+        self.profile = self.probe = b""
+        self.note = EARLY
+        self._compilations, self._runs, self._key = compilations, runs, name
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._session: ProfilerSession | None = None
+
+    def start(self) -> None:
+        """Wait in a thread of its own, from now on."""
+        self._compilations.calls.before(jax.profiler.start_trace, lambda: self.close(BUSY))
+        super().start()
+
+    def close(self, note: str = "") -> None:
+        """Stop what is open, and open nothing more."""
+        self._over.set()
+        with self._lock:
+            if self._session is not None:
+                self.profile, self._session = self._session.stop(), None
+                self.note = "" if self.profile else BUSY
+            elif not self.profile:
+                self.profile, self.note = self.probe, "" if self.probe else note or self.note
+
+    def run(self) -> None:
+        """Wait for the last compilation and for the first rank's word, then open the profile."""
+        if not self._until(lambda: bool(self._compilations)):
+            return
+        try:
+            self._open(self._seconds(store()))
+        except StoreUnreachableError:
+            self.note = "not measured: the coordinator does not answer."
+
+    def _seconds(self, keys: Store | None) -> float | None:
+        if keys is not None and keys.process:
+            if self._until(lambda: keys.try_get(self._key) is not None):
+                return float(keys.get(self._key, 1.0))
+            return None
+        if not self._until(lambda: time.monotonic() - self._compilations.at > _QUIET_SECONDS):
+            return None
+        seconds = _LONGEST_SECONDS
+        for probe in _PROBES:
+            if not self._open(probe):
+                return None
+            self.probe, self.profile = self.profile, b""
+            events = read_events(self.probe)
+            runs = _runs([e for e in events if e.module in self._compilations.modules])
+            if runs > 2:
+                # The first and the last run of a profile are cut off.
+                wanted = probe * (self._runs + 2) / (runs - 1)
+                wanted += 2 * _LOOK_SECONDS  # others begin as much later
+                seconds = min(wanted, probe * _MOST_EVENTS / len(events), _LONGEST_SECONDS)
+                self._over.wait(probe)  # the step's time without a profile is that between the two
+                break
+        if keys is not None:
+            keys.set(self._key, str(seconds))
+        return seconds
+
+    def _open(self, seconds: float | None) -> bool:
+        """Return False if the program ended meanwhile, or has a profile open itself."""
+        with self._lock:
+            if seconds is None or self._over.is_set():
+                return False
+            self._session = ProfilerSession()
+        self._over.wait(seconds)
+        with self._lock:
+            if self._session is not None:
+                self.profile, self._session = self._session.stop(), None
+                self.note = "" if self.profile else BUSY
+        return bool(self.profile) and not self._over.is_set()
+
+    def _until(self, condition: Callable[[], bool]) -> bool:
+        """Wait until a condition holds; False if the program ended before."""
+        while not condition():
+            if self._over.wait(_LOOK_SECONDS):
+                return False
+        return not self._over.is_set()
+
+
+def _runs(events: Sequence[Event]) -> int:
+    """Return how often the program with most events ran.
+
+    Where runs have no numbers, that is how often half of its instructions did.
+    """
+    runs: dict[str, set[int]] = {}
+    counts: dict[str, Counter[tuple[int, str]]] = {}
+    for event in events:
+        counts.setdefault(event.module, Counter())[event.device, event.instruction] += 1
+        if event.run is not None:
+            runs.setdefault(event.module, set()).add(event.run)
+    most = max(counts, key=lambda module: counts[module].total(), default="")
+    if most in runs:
+        return len(runs[most])
+    return median_low(counts[most].values()) if most else 0
