@@ -43,6 +43,7 @@ from jaxcoll._train.shard import shard as shard
 from jaxcoll._train.shard import unshard as unshard
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._train.step_test import assert_same_as_one_device as assert_same_as_one_device
+from jaxcoll._watch.watch import inspecting as inspecting
 from jaxcoll.distribute import CollectiveHints as CollectiveHints
 from jaxcoll.distribute import DistributedValues as DistributedValues
 from jaxcoll.distribute import MirroredStrategy as MirroredStrategy

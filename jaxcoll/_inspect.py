@@ -8,12 +8,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from jaxcoll._jaxpr.loop_reductions import described
+from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
 from jaxcoll._observe.parse.collective import KINDS, Collective, bytes_of
+from jaxcoll._observe.programs import Programs
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._show.units import counted, some
 from jaxcoll._step.aot import compile_for
-from jaxcoll._step.lowering import stage_of, texts_of
+from jaxcoll._step.lowering import called, jitted, stage_of, texts_of
+from jaxcoll._watch.watch import measured
 from jaxcoll.errors import ReductionInLoopWarning
 
 _REPEATED = (
@@ -23,8 +28,10 @@ _REPEATED = (
 )
 
 
-def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report:
-    """Report what a program asks for, and what the compiler makes of that. Nothing runs.
+def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwargs: Any) -> Report:
+    """Report what a program asks for, what the compiler makes of that, and what it takes.
+
+    Nothing runs unless `measure` says so.
 
     Nothing is skipped in silence. Every collective of the compiled program is listed once,
     an asynchronous pair as one, with the element types that the compiler settled on and the
@@ -43,16 +50,20 @@ def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report
         or "v5p:8x8x8" (docs/clusters.md); the vendor's compiler must be installed, no device. A
         `data_parallel` step is laid over it as it stands, a function that takes a `mesh` is given
         one, and others use that of `jax.set_mesh`.
+      measure: how often to run it, on arrays, under JAX's profiler: what each collective took, how
+        long each rank waited, and which came late. It runs as often again without the profile, on
+        copies of what it donates. Over several processes all of them call this. 0: not at all.
       **kwargs: its keyword arguments, likewise. With a topology, `mesh` says how its devices are
         arranged: `jax.sharding.AbstractMesh(sizes, names)`.
 
     Returns:
       A `Report`: print it for a table, `plot()` for a picture, `to_json()` for machines. Cost:
-      tracing and compiling; reading takes a few seconds for 100 MB of text.
+      tracing and compiling, and what runs; reading takes a few seconds for 100 MB of text.
 
     Raises:
       ValueError: `fun` is none of these, or a text is not HLO or is cut off. What `fun` itself
         raises while it is traced passes through.
+      ValueError: `measure` is negative, or there are no arrays to run it on, or a topology.
       ValueError: there is no such topology (the nearest are listed), or the mesh does not fit it.
       ImportError: the compiler for the topology is not installed; the message has the command.
       DeadlineExceededError: it took longer than ten minutes to compile for the topology.
@@ -70,6 +81,9 @@ def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report
       >>> report.rows[0].leaves, report.rows[0].changes
       (('',), ())
     """
+    runs = _call(fun, args, kwargs, topology) if measure else None
+    if measure < 0:
+        raise ValueError(f"`inspect`: measure must be at least 0; got {measure}.")
     if isinstance(fun, str):
         if args or kwargs or topology is not None:
             raise ValueError(
@@ -90,13 +104,46 @@ def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report
     notes = [_REPEATED.format(found=described(texts.repeated))] if texts.repeated else []
     for note in notes:
         warnings.warn(f"`inspect`: {note}", ReductionInLoopWarning, stacklevel=2)
-    return report_of(
+    report = report_of(
         texts.compiled, texts.requested, texts.plans, texts.where, texts.terms, notes, texts.memory
     )
+    return measured(report, texts.compiled, runs, measure) if runs else report
+
+
+def _call(
+    fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], topology: Any
+) -> Callable[[], Any]:
+    """Return a call of `fun` that can be repeated, also where it donates its arguments."""
+    shapes = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.ShapeDtypeStruct)]
+    if topology is not None or shapes or not callable(fun) or stage_of(fun) is not None:
+        raise ValueError(
+            "`inspect` with `measure` runs a function: pass it and its arguments, arrays that are "
+            "here, without a topology."
+        )
+    if takes_mesh(fun, kwargs):
+        fun = given_mesh(fun, line_of(jax.devices(), "data"))
+    fun, args, kwargs = called(fun, args, kwargs)
+    if not hasattr(fun, "lower"):
+        fun, args, kwargs = jitted(fun, args, kwargs)
+    donates = True
+
+    def copied(x: Any) -> Any:
+        return x.copy() if isinstance(x, jax.Array) else x
+
+    def call() -> Any:
+        nonlocal donates
+        given = (args, kwargs)
+        if donates:
+            given = jax.tree.map(copied, given)
+        results = fun(*given[0], **given[1])
+        donates = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(given))
+        return results
+
+    return call
 
 
 def assert_collectives(
-    report: Report,
+    report: Report | Programs,
     *,
     max_count: int | None = None,
     max_wire_bytes: int | None = None,
@@ -104,14 +151,15 @@ def assert_collectives(
     none_in_loops: bool = False,
     dtypes: Iterable[str] | None = None,
     kinds: Iterable[str] | None = None,
-) -> Report:
+) -> Report | Programs:
     """Hold what a program sends to limits, in a test suite.
 
     It passes only if every limit is known to be kept: where something may send that could not be
     read, every limit fails, and in a loop of unknown length those on counts and bytes.
 
     Args:
-      report: what `inspect` returned, for devices that are here or for a topology.
+      report: what `inspect` returned, for devices that are here or for a topology; or what
+        `inspecting` yielded, of which every program has to keep the limits.
       max_count: collectives that one run of the compiled program carries out, each turn of a
         loop counted; 0 for none at all.
       max_wire_bytes: bytes that leave one device in one run.
@@ -137,7 +185,7 @@ def assert_collectives(
       1
     """
     __tracebackhide__ = True  # pytest then shows the test's own line
-    if not isinstance(report, Report):
+    if not isinstance(report, Report | Programs):
         raise TypeError(
             "`assert_collectives` expects a report, as in `jc.assert_collectives(jc.inspect(step, "
             f"*args), max_count=1)`; got {type(report).__name__}."
@@ -155,9 +203,10 @@ def assert_collectives(
     if not none_in_loops and all(limit is None for limit in (*upper.values(), *allowed.values())):
         names = ", ".join([*upper, "none_in_loops", *allowed])
         raise ValueError(f"`assert_collectives` needs a limit, one or more of {names}; got none.")
-    if complaints := list(_complaints(report, upper, none_in_loops, allowed)):
-        lines = [f"{report.name} exceeds its limits.", *complaints, "", str(report)]
-        raise AssertionError("\n".join(lines))
+    for one in report.reports if isinstance(report, Programs) else [report]:
+        if complaints := list(_complaints(one, upper, none_in_loops, allowed)):
+            lines = [f"{one.name} exceeds its limits.", *complaints, "", str(one)]
+            raise AssertionError("\n".join(lines))
     return report
 
 

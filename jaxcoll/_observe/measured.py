@@ -193,7 +193,7 @@ def _in_order(first: Sequence[int], other: Sequence[int]) -> dict[int, int]:
         start, end = max(0, shift), min(len(a), len(b) + shift)
         apart = a[start:end] - b[start - shift : end - shift]
         middle = np.median(apart)
-        best = min(best, (float(np.median(abs(apart - middle)) + abs(middle) / 100), shift))
+        best = min(best, (float(np.mean(abs(apart - middle)) + abs(middle) / 1000), shift))
     shift = best[1]
     return {k: k - shift for k in range(max(0, shift), min(len(a), len(b) + shift))}
 

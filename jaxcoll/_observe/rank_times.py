@@ -39,8 +39,7 @@ def programs_of(
         fitting = [
             key
             for key, report in reports.items()
-            if report.name == module and _required(report.collectives) & instructions
-            and _required(report.collectives) <= instructions
+            if report.name == module and _required(report.collectives) <= instructions
         ]  # fmt: skip
         if len(fitting) > 1:
             notes.append(
@@ -66,7 +65,7 @@ def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, An
     for event in _numbered(report.collectives, events):
         by_run[event.run or 0].append(event)
     # A run that the profile cuts off lacks some.
-    required = _required(report.collectives) or {*fold_of}
+    required = _required(report.collectives)
     counts = {
         run: sum(event.instruction in required for event in own) for run, own in by_run.items()
     }
@@ -99,8 +98,9 @@ def _is_permute(c: Collective) -> bool:
 
 
 def _required(collectives: Iterable[Collective]) -> set[str]:
-    """Return those that every run carries out equally often."""
-    return {c.name for c in collectives if not c.branches and c.trips is not None}
+    """Return those that every run carries out equally often, or else all."""
+    regular = {c.name for c in collectives if not c.branches and c.trips is not None}
+    return regular or {c.name for c in collectives}
 
 
 def _numbered(collectives: Sequence[Collective], events: Sequence[Event]) -> Iterable[Event]:

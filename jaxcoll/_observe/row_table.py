@@ -86,14 +86,15 @@ MEASURED_COLUMNS: tuple[tuple[str, str, Callable[[Times | None], str]], ...] = (
 
 def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
     """Return the table, whose first column is the position in `rows`."""
-    own, times = COLUMNS, measured.times if measured else ()
+    own, took, times = COLUMNS, MEASURED_COLUMNS[:0], measured.times if measured else ()
     if measured:
         own = tuple(column for column in COLUMNS if column[0] in _SENT)
-    columns = [*own, *(MEASURED_COLUMNS if measured else ())]
+        took = MEASURED_COLUMNS if len(measured.ranks) > 1 else MEASURED_COLUMNS[:2]
+    columns = [*own, *took]
 
     def cells(k: int, n: int) -> list[str]:
-        took = [cell(times[k]) for _, _, cell in MEASURED_COLUMNS if measured]
-        return [*(cell(rows[k], n) for _, _, cell in own), *took]
+        own_cells = [cell(rows[k], n) for _, _, cell in own]
+        return own_cells + [cell(times[k]) for _, _, cell in took]
 
     alike: dict[tuple[str, ...], list[int]] = {}
     for k, row in enumerate(rows):

@@ -6,16 +6,21 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxcoll._compat.coordination import store
+from jaxcoll._compat.running import ProfilerSession
 from jaxcoll._observe.programs import Programs, programs_from, read_rank
+from jaxcoll._observe.report import Report
 from jaxcoll._watch.compilations import Compilations
 from jaxcoll._watch.gather import gathered
-from jaxcoll._watch.window import Window
+from jaxcoll._watch.window import BUSY, Window
 
 _numbers = itertools.count()
 _PROFILE, _TEXTS = "rank{}.xplane.pb", "rank{}.programs"
@@ -113,6 +118,34 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
         seen = watch.programs(everywhere=True)
         if seen is not None:
             vars(programs).update(vars(seen))
+
+
+def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
+    """Carry out a call so many times without a profile, and again with one.
+
+    Returns:
+      The report, with what the program of that text took, on every rank.
+    """
+    jax.block_until_ready(call())  # compiles
+    began = time.perf_counter()
+    for _ in range(runs):
+        jax.block_until_ready(call())
+    outside = (time.perf_counter() - began) / runs
+    session = ProfilerSession()
+    for _ in range(runs):
+        jax.block_until_ready(call())
+    profile = session.stop()
+    reports, rows = read_rank([(text, None)], profile, b"", runs)
+    for row in rows["programs"].values():
+        if row["times"]:
+            row["times"]["outside"] = 1e9 * outside
+    if not profile:
+        rows["notes"].append(BUSY)
+    ranks, note = gathered(rows, f"jaxcoll/watch/{next(_numbers)}/rows", everywhere=True)
+    programs = programs_from(reports, ranks, 0)
+    notes = (*report.notes, *programs.notes, *filter(None, [note]))
+    took = programs.reports[0].measured
+    return dataclasses.replace(report, measured=took, notes=notes)
 
 
 def read_folder(folder: Path) -> Programs:

@@ -23,9 +23,6 @@ from jaxcoll._watch.script import Script
 from jaxcoll._watch.watch import Watch, read_folder
 from jaxcoll.cli import flags
 
-_EMPTY = "HloModule none\n\nENTRY none {\n}\n"
-"""A program that keeps every limit."""
-
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or train.py:name, or module:name,
 of a function that has its arguments in an attribute `example_args`, a tuple of arrays or
@@ -103,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
     script, watch, process = Script(args.run), Watch(args.measure), os.getpid()
     if limits:  # their names and values, before anything runs
         try:
-            assert_collectives(inspect(_EMPTY), **limits)
+            assert_collectives(Programs(), **limits)
         except TypeError as error:
             raise ValueError(f"--limit: {error}.") from None
     watch.start()
@@ -116,12 +113,12 @@ def _run(args: argparse.Namespace) -> int:
     if programs is None:
         return status
     _show(programs, args, sys.stderr)
-    for report in programs.reports if limits else ():
+    if limits:
         try:
-            assert_collectives(report, **limits)
+            assert_collectives(programs, **limits)
         except AssertionError as error:
             print(f"jaxcoll inspect: {error}", file=sys.stderr)
-            status = status or 1
+            return status or 1
     return status
 
 

@@ -1,0 +1,255 @@
+"""Transfer, waiting and the late rank, of times that are made up; runs, of profiles that are."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.profiler import ProfileData
+
+from jaxcoll._observe.measured import compare, folds_of
+from jaxcoll._observe.named import named_reports
+from jaxcoll._observe.parse.collective import Collective, Operand
+from jaxcoll._observe.profile import Event, read_events
+from jaxcoll._observe.programs import Programs, programs_from, read_rank
+from jaxcoll._observe.rank_times import times_of
+from jaxcoll._observe.rows import Row
+
+MS = 1_000_000
+GRADIENT = (Operand("f32", (1000,)),)
+
+
+def row(kind="all-reduce", name="ar", *, trips=1, source="train.py:1"):
+    return Row(
+        Collective(kind, name, GRADIENT, 4, (tuple(range(4)),), "main", trips, source=source)
+    )
+
+
+def rank(durations, *, first=0, clock=0, step=20 * MS, starts=None):
+    """Times of a rank: for each run the durations of each fold; all ranks end at the same time."""
+    n = len(durations)
+    ends = [10**18 + (starts[k] if starts else k * step) + 15 * MS for k in range(n)]
+    return {
+        "runs": [first + k for k in range(n)],
+        "starts": [end + clock - sum(map(sum, d)) for end, d in zip(ends, durations, strict=True)],
+        "ends": [end + clock for end in ends],
+        "step": step,
+        "exposed": [sum(map(sum, d)) for d in durations],
+        "times": durations,
+        "lanes": [[(-1, 0, MS), (0, MS, MS + sum(map(sum, d)))] for d in durations],
+    }
+
+
+def late_by(lateness, *, transfer=3.0, runs=20, seed=0):
+    """Durations of one all-reduce on ranks that come so many milliseconds late."""
+    noise = np.random.default_rng(seed)
+    ranks = {}
+    for r, ms in enumerate(lateness):
+        own = transfer + max(lateness) - ms + noise.uniform(0, 0.3, runs)
+        ranks[r] = rank([[[int(x * MS)]] for x in own])
+    return ranks
+
+
+@given(
+    st.lists(st.floats(0, 0.2), min_size=2, max_size=8),
+    st.integers(0, 7),
+    st.floats(2.0, 100.0),
+    st.integers(0, 99),
+)
+def test_a_rank_that_comes_late_is_named_and_no_other(lateness, who, ms, seed):
+    who %= len(lateness)
+    lateness[who] = ms
+    measured = compare([row()], late_by(lateness, seed=seed))
+    ((last, position),) = measured.late
+    assert (last.rank, position, last.share) == (who, 0, 1.0)
+    assert last.seconds == pytest.approx(ms / 1e3, abs=6e-4)
+    (times,) = measured.times
+    assert times.transfer == pytest.approx(3.2e-3, abs=3e-4)
+    assert times.waiting[who] == 0.0
+    assert times.busbw == pytest.approx(6000 / times.transfer)
+    assert times.algbw == pytest.approx(4000 / times.transfer)
+    (sentence,) = measured.sentences([row()])
+    assert sentence.startswith(f"rank {who} comes late: last to all-reduce #0 in 100% of 20 runs")
+
+
+def test_nobody_is_named_for_a_little_or_for_few_runs_or_alone():
+    assert compare([row()], late_by([0, 0.9, 0, 0])).late == ()  # under 5 % of 20 ms
+    assert compare([row()], late_by([0, 50, 0, 0], runs=4)).late == ()
+    alone = compare([row()], late_by([0]))
+    assert (alone.late, alone.times[0].last, alone.runs) == ((), None, 20)
+
+
+def test_permutes_of_a_pack_are_compared_together_and_others_alone():
+    rows = [row("collective-permute", f"p{k}") for k in range(3)]
+    rows += [row(), row("collective-permute", "other", source="train.py:9")]
+    assert folds_of(rows) == [[0, 1, 2], [3], [4]]
+    measured = compare(rows[:3], late_by([0, 20]))
+    assert {times.rows for times in measured.times} == {(0, 1, 2)}
+
+
+def test_turns_of_a_loop_are_compared_one_by_one():
+    # Each is late to one of two turns: both wait, though their sums are equal.
+    ranks = {0: rank([[[3 * MS, 9 * MS]]] * 6), 1: rank([[[9 * MS, 3 * MS]]] * 6)}
+    (times,) = compare([row(trips=2)], ranks).times
+    assert times.transfer == pytest.approx(6e-3)
+    assert times.waiting == pytest.approx((6e-3, 6e-3))
+
+
+@given(
+    st.integers(-(10**8), 10**8),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.integers(0, 99),
+    st.booleans(),
+)
+def test_runs_meet_by_number_or_else_by_their_rhythm(clock, early, late, seed, agree):
+    starts = np.cumsum(np.random.default_rng(seed).integers(10 * MS, 30 * MS, 20)).tolist()
+    numbers = [[[(k + 1) * MS]] for k in range(20)]
+    ranks = {
+        0: rank(numbers, starts=starts),
+        1: rank(numbers, starts=starts, clock=clock, first=0 if agree else 1 << 20),
+    }
+    cut = slice(early, 20 - late)  # the other window begins and ends elsewhere
+    ranks[1] = {k: v[cut] if isinstance(v, list) else v for k, v in ranks[1].items()}
+    measured = compare([row()], ranks)
+    assert measured.runs == 20 - early - late
+    assert measured.times[0].waiting == (0.0, 0.0)
+    assert {len(lane) for lane in measured.lanes} == {3}
+
+
+def test_lanes_are_laid_on_one_clock():
+    ranks = late_by([0, 20])
+    shifted = (
+        [x + 7 * 10**12 for x in ranks[1]["starts"]],
+        [x + 7 * 10**12 for x in ranks[1]["ends"]],
+    )
+    ranks[1]["starts"], ranks[1]["ends"] = shifted
+    first, second = compare([row()], ranks).lanes
+    kinds = [kind for kind, _, _ in first]
+    assert kinds == ["computing", "waiting", "transfer"]
+    assert first[-1][2] == pytest.approx(second[-1][2], abs=1e-3)
+    assert first[1][2] - first[1][1] == pytest.approx(20e-3, abs=1e-3)
+
+
+def event(instruction, run, start, end, device=0, module="jit_f"):
+    return Event(module, 0, instruction, run, device, start * MS, end * MS)
+
+
+HLO = """HloModule jit_f, is_scheduled=true, num_partitions=2
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[100]) -> f32[100] {
+  %x = f32[100]{0} parameter(0)
+  ROOT %psum.7 = f32[100]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+
+
+def times(events):
+    reports, _ = read_rank([(HLO, None)], b"", b"", 9)
+    (report,) = reports.values()
+    return times_of(report, events, 9)
+
+
+def test_exposed_is_what_no_computation_covers_and_containers_are_none():
+    events = [
+        event("while.9", 1, 0, 100), event("dot", 1, 0, 4), event("psum.7", 1, 2, 10),
+        event("fusion", 1, 8, 9), event("psum.7", 1, 2, 6, device=1),
+    ]  # fmt: skip
+    own = times(events)
+    assert own["exposed"] == [(5 + 4) / 2 * MS]  # the devices' mean
+    assert own["times"] == [[[4 * MS]]]  # on the device that waited least
+
+
+def test_a_run_that_the_profile_cuts_off_is_left_out():
+    events = [event("dot", 1, 0, 1)]
+    for run in (2, 3, 4):
+        events += [
+            event("dot", run, 10 * run, 10 * run + 1),
+            event("psum.7", run, 10 * run + 2, 10 * run + 5),
+        ]
+    assert times(events)["runs"] == [2, 3, 4]
+    assert times(events)["step"] == 10 * MS
+    assert times([event("dot", 1, 0, 1)]) is None
+
+
+def test_runs_without_numbers_are_counted_from_the_end():
+    events = [event("psum.7", None, 10 * k, 10 * k + 3) for k in range(5)]
+    own = times([*events, event("dot", None, 48, 49)])
+    assert own["runs"] == [-4, -3, -2, -1, 0]
+    assert own["times"] == [[[3 * MS]]] * 5
+
+
+PLANES = {
+    # Each event says its run.
+    "CPU": """planes { name: "/host:CPU" lines { name: "tf_XLAEigen" timestamp_ns: 1000
+      events { metadata_id: 1 offset_ps: 5000 duration_ps: 3000000
+        stats { metadata_id: 1 str_value: "jit_f" } stats { metadata_id: 2 str_value: "psum.7" }
+        stats { metadata_id: 3 int64_value: -2 } stats { metadata_id: 4 int64_value: 2048 } }
+      events { metadata_id: 2 offset_ps: 5000 duration_ps: 3000000 } }
+      event_metadata { key: 1 value { id: 1 name: "psum.7" } }
+      event_metadata { key: 2 value { id: 2 name: "end: psum.7" } } %s }""",
+    # The program around an instruction says it.
+    "TPU": """planes { name: "/device:TPU:3" lines { name: "XLA Modules" timestamp_ns: 1000
+      events { metadata_id: 1 offset_ps: 0 duration_ps: 9000000
+        stats { metadata_id: 3 int64_value: 4294967294 } } }
+      lines { name: "XLA Ops" timestamp_ns: 1000
+      events { metadata_id: 2 offset_ps: 5000 duration_ps: 3000000 }
+      events { metadata_id: 2 offset_ps: 9500000 duration_ps: 3000000 } }
+      event_metadata { key: 1 value { id: 1 name: "jit_f(17)" } }
+      event_metadata { key: 2 value { id: 2 name: "%%psum.7 = f32[8] all-reduce(%%x)" } } %s }""",
+    # Nothing says it.
+    "GPU": """planes { name: "/device:GPU:3" lines { name: "Stream #14(Kernel)" timestamp_ns: 1000
+      events { metadata_id: 1 offset_ps: 5000 duration_ps: 3000000
+        stats { metadata_id: 1 str_value: "jit_f" } stats { metadata_id: 2 str_value: "psum.7" } } }
+      event_metadata { key: 1 value { id: 1 name: "ncclDevKernel_AllReduce" } } %s }""",
+}
+NAMES = " ".join(
+    f'stat_metadata {{ key: {k} value {{ id: {k} name: "{name}" }} }}'
+    for k, name in enumerate(["hlo_module", "hlo_op", "run_id", "device_ordinal"], 1)
+)
+
+
+@pytest.mark.parametrize(("platform", "run", "device"), [("CPU", 2**32 - 2, 2048), ("TPU", 2**32 - 2, 3), ("GPU", None, 3)])  # fmt: skip
+def test_three_ways_to_the_run(platform, run, device):
+    text = PLANES[platform] % NAMES
+    (read,) = read_events(ProfileData.text_proto_to_serialized_xspace(text))
+    assert (read.module, read.instruction, read.run, read.device) == (
+        "jit_f",
+        "psum.7",
+        run,
+        device,
+    )
+    assert (read.start, read.end) == (1005, 4005)
+
+
+def test_what_is_no_profile_is_refused():
+    with pytest.raises(ValueError, match="this is no profile of JAX"):
+        read_events(b"hello")
+
+
+def test_without_a_text_names_tell_kinds():
+    profile = ProfileData.text_proto_to_serialized_xspace(PLANES["CPU"] % NAMES)
+    (report,) = named_reports(read_events(profile))
+    assert [c.kind for c in report.collectives] == ["all-reduce"]
+    reports, rows = read_rank([], profile, b"", 9)
+    programs = programs_from(reports, {0: rows}, 0)
+    assert programs.reports[0].measured.runs == 1
+    assert "not counted: its bytes" in str(programs)
+
+
+def test_what_ranks_do_not_share_is_said():
+    reports, rows = read_rank([(HLO, 3)], b"", b"", 9)
+    _, other = read_rank([(HLO.replace("jit_f", "jit_g"), None)], b"", b"", 9)
+    rows["notes"].append("not measured: x")
+    programs = programs_from(reports, {0: rows, 1: other, 2: rows}, 2)
+    assert "rank 1: compiled other programs: jit_g." in programs.notes
+    assert "ranks 0, 2: not measured: x" in programs.notes
+    assert re.search(r"jit_f +3 +1 all-reduce, 400 B", str(programs))
+    assert "No program with collectives was compiled; 3 programs" in str(Programs(quiet=3))
