@@ -203,6 +203,11 @@ def assert_collectives(
     if not none_in_loops and all(limit is None for limit in (*upper.values(), *allowed.values())):
         names = ", ".join([*upper, "none_in_loops", *allowed])
         raise ValueError(f"`assert_collectives` needs a limit, one or more of {names}; got none.")
+    if isinstance(report, Programs) and not report.reports and not report.quiet:
+        raise AssertionError(
+            "no program was compiled, so no limit was held to anything. A report of `inspecting` "
+            "is filled when its block ends, with what was compiled in there for the first time."
+        )
     for one in report.reports if isinstance(report, Programs) else [report]:
         if complaints := list(_complaints(one, upper, none_in_loops, allowed)):
             lines = [f"{one.name} exceeds its limits.", *complaints, "", str(one)]

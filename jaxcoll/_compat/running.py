@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.extend.backend
-from jaxlib import _profiler
+from jaxlib import _hlo, _profiler
 
 from jaxcoll._compat.settings import has_backend
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """The event of `jax.monitoring` at the end of each compilation, in the thread that compiled."""
+FROM_CACHE = "/jax/compilation_cache/cache_hits"
+"""The event of a program that came from the persistent cache instead."""
 
 
 def live_executables() -> Iterator[Any]:
@@ -26,6 +28,45 @@ def live_executables() -> Iterator[Any]:
             yield from client.live_executables()
 
 
+def fields_of(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each field of a protobuf message.
+
+    A value is an integer, or the bytes of a text or of a message; numbers of fixed size are bytes.
+    """
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        number, wire_type = divmod(varint(), 8)
+        if wire_type == 0:
+            yield number, varint()
+            continue
+        length = varint() if wire_type == 2 else {1: 8, 5: 4}[wire_type]
+        yield number, message[at : at + length]
+        at += length
+
+
+def program_id(module: bytes) -> int:
+    """Return the number in a serialized HloModuleProto, by which profiles name the program.
+
+    Where it came from the persistent cache, profiles have that of the process that compiled it.
+    """
+    return dict(fields_of(module)).get(5, 0)
+
+
+def text_of(module: bytes) -> str:
+    """Return the text of a serialized HloModuleProto."""
+    return _hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
+
+
 def is_tracing() -> bool:
     """True if this thread is tracing a program."""
     core = sys.modules[jax.core.Tracer.__module__]
@@ -36,12 +77,15 @@ class ProfilerSession:
     """A profile of this process's devices, kept in memory.
 
     JAX's own functions write a folder, and know one profile at a time; this one steps aside.
+
+    Args:
+      with_programs: the profile has the programs that are alive, and can be read alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_programs: bool = False) -> None:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level, options.host_tracer_level = 0, 1
-        options.enable_hlo_proto = False
+        options.enable_hlo_proto = with_programs
         self._session: Any = _profiler.ProfilerSession(options)
 
     def stop(self) -> bytes:

@@ -16,6 +16,8 @@ from jaxcoll._show.units import milliseconds
 LEAST_LEAD, LEAST_SHARE, LEAST_RUNS = 1e-3, 0.05, 5
 """A rank is late if the lower quartile of its lead is so many seconds and this share of a step, in
 so many runs or more."""
+MOST_APART = 60 * 10**9
+"""Nanoseconds between the clocks of two hosts; profiles further apart are of different runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Measured:
       times: for each of `Report.rows`, or None for one that did not run.
       late: the ranks that came late, and the position of the row before which they did most.
       lanes: for each rank what its first device did in a typical run, as (what, start, end), with
-        clocks aligned by the ends of collectives.
+        clocks aligned by the ends of collectives; () if no run is known so well.
     """
 
     ranks: tuple[int, ...]
@@ -188,13 +190,16 @@ def _in_order(first: Sequence[int], other: Sequence[int]) -> dict[int, int]:
     """
     a, b = np.array(first), np.array(other)
     least = max(1, min(len(a), len(b)) // 2)
-    best: tuple[float, int] = (np.inf, 0)
+    fits: list[tuple[float, int]] = []
     for shift in range(least - len(b), len(a) - least + 1):  # b[k] is beside a[k + shift]
         start, end = max(0, shift), min(len(a), len(b) + shift)
         apart = a[start:end] - b[start - shift : end - shift]
         middle = np.median(apart)
-        best = min(best, (float(np.mean(abs(apart - middle)) + abs(middle) / 1000), shift))
-    shift = best[1]
+        if abs(middle) < MOST_APART:
+            fits.append((float(np.mean(abs(apart - middle)) + abs(middle) / 1000), shift))
+    if not fits:
+        return {}
+    _, shift = min(fits)
     return {k: k - shift for k in range(max(0, shift), min(len(a), len(b) + shift))}
 
 
@@ -203,8 +208,14 @@ def _lanes(
 ) -> tuple[tuple[tuple[str, float, float], ...], ...]:
     """Lay out the run that took the median time, on the clock of the first rank."""
     first = by_rank[0]
-    lengths = [first["ends"][run[0]] - first["starts"][run[0]] for run in runs]
-    at = int(np.argsort(lengths)[len(lengths) // 2])
+    drawn = [
+        (first["ends"][run[0]] - first["starts"][run[0]], at)
+        for at, run in enumerate(runs)
+        if all(r["lanes"][place] for r, place in zip(by_rank, run, strict=True))
+    ]
+    if not drawn:
+        return ()
+    _, at = sorted(drawn)[len(drawn) // 2]
     ahead = [
         median(r["ends"][run[i]] - first["ends"][run[0]] for run in runs)
         for i, r in enumerate(by_rank)

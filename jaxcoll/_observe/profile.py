@@ -1,14 +1,21 @@
-"""Read profiles that JAX recorded: when each instruction of each program ran, on which device."""
+"""Read profiles that JAX recorded: which programs ran, and when each of their instructions did."""
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
+from jaxcoll._compat.running import fields_of, program_id, text_of
+
+_SENDS = re.compile(
+    r" (?:all-(?:reduce|gather|to-all)|reduce-scatter|ragged-all|collective-|send)[\w\-]*\("
+)
 _DEVICE = re.compile(r"/device:\w+:(\d+)")
 _NAME = re.compile(r"%?([\w.\-]+)")
 
@@ -26,6 +33,44 @@ class Event(NamedTuple):
     end: int
 
 
+class Compiled(NamedTuple):
+    """A compiled program that communicates."""
+
+    text: str
+    number: int | None = None  # `Event.program` of its events; None if that is not certain
+    calls: int | None = None  # by Python; None if they were not counted
+
+
+def sends(text: str) -> bool:
+    """True if a compiled program communicates."""
+    return bool(_SENDS.search(text))
+
+
+def read_programs(profile: bytes) -> list[Compiled]:
+    """Return those in a serialized XSpace, which has them unless it was recorded without.
+
+    Raises:
+      ValueError: it is no profile.
+    """
+    programs = []
+    try:
+        # Numbers of fields are from OpenXLA's xplane.proto and hlo.proto.
+        for plane in _all(profile, 1):
+            for metadata in _all(plane, 4) if [*_all(plane, 2)] == [b"/host:metadata"] else ():
+                for stat in itertools.chain(*(_all(event, 5) for event in _all(metadata, 2))):
+                    for module in itertools.chain(*(_all(proto, 1) for proto in _all(stat, 6))):
+                        text = text_of(module)
+                        if sends(text):
+                            programs.append(Compiled(text, program_id(module)))
+    except (IndexError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"this is no profile of JAX: {error}") from None
+    return sorted(programs, key=lambda program: program.number or 0)
+
+
+def _all(message: bytes, field: int) -> list[Any]:
+    return [value for number, value in fields_of(message) if number == field]
+
+
 def read_events(profile: bytes) -> list[Event]:
     """Return the instructions in a serialized XSpace, in the order of their starts.
 
@@ -37,13 +82,16 @@ def read_events(profile: bytes) -> list[Event]:
     Raises:
       ValueError: it is no profile.
     """
-    try:
-        planes = list(ProfileData.from_serialized_xspace(profile).planes)
-        epochs = [dict(plane.stats).get("profile_start_time") for plane in planes]
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"this is no profile of JAX: {error}") from None
-    began = next((int(epoch) for epoch in epochs if epoch), 0)
-    events = [event for plane in planes for event in _of_plane(plane, began)]
+    with warnings.catch_warnings():
+        # Python 3.13 warns of the types of jaxlib's iterators when they are first used.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            planes = list(ProfileData.from_serialized_xspace(profile).planes)
+            epochs = [dict(plane.stats).get("profile_start_time") for plane in planes]
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"this is no profile of JAX: {error}") from None
+        began = next((int(epoch) for epoch in epochs if epoch), 0)
+        events = [event for plane in planes for event in _of_plane(plane, began)]
     return sorted(events, key=lambda event: event.start)
 
 

@@ -7,14 +7,14 @@ import hashlib
 import html
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxcoll._observe.measured import compare
-from jaxcoll._observe.named import named_reports
 from jaxcoll._observe.parse.hlo_text import parse_module
-from jaxcoll._observe.profile import read_events
+from jaxcoll._observe.profile import Compiled, read_events
 from jaxcoll._observe.rank_times import programs_of, times_of
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.row_table import lines_of, totals
@@ -28,11 +28,11 @@ _METADATA = re.compile(r", metadata=\{[^}]*\}")
 class Programs:
     """The programs that were compiled while `jc.inspecting` watched, and communicate.
 
-    `print(programs)` is a table with a line for each, `programs.reports` has a `Report` for each,
-    `to_json()` all of them for machines, `plot()` a picture of the one that sends most.
+    `print(programs)` is a table with a line for each, `to_json()` has all of it for machines, and
+    `plot()` draws the one that sends most.
 
     Attributes:
-      reports: a report for each, in the order of compilation.
+      reports: a `Report` for each, in the order of compilation.
       quiet: programs without collectives; they are counted only.
       notes: what was not measured or did not answer, and why.
     """
@@ -132,28 +132,27 @@ def _steps(report: Report) -> tuple[str, str]:
 
 
 def read_rank(
-    texts: Iterable[tuple[str, int | None]], profile: bytes, probe: bytes, most: int
+    compiled: Iterable[Compiled], profile: bytes, probe: bytes, most: int
 ) -> tuple[dict[str, Report], dict[str, Any]]:
     """Read what one process compiled and recorded: reports, and rows in plain values.
 
     Args:
-      texts: compiled programs that communicate, and how often each was called (None: not known).
+      compiled: programs that communicate.
       profile: a serialized XSpace; b"" if nothing was measured.
       probe: an earlier one, from which on the profile's runs count as not profiled; b"" for none.
       most: runs that are kept, the last ones.
     """
     reports: dict[str, Report] = {}
-    for text, calls in texts:
-        report = dataclasses.replace(report_of(text), calls=calls)
-        reports[_fingerprint(text)] = report
-    events, before = (read_events(data) if data else [] for data in (profile, probe))
-    if not reports:
-        reports = {report.name: report for report in named_reports(events)}
-    found, notes = programs_of(reports, events)
-    earlier, _ = programs_of(reports, before)
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for program in compiled:
+        key = _fingerprint(program.text)
+        reports[key] = dataclasses.replace(report_of(program.text), calls=program.calls)
+        numbers[key] |= {program.number} - {None}
+    events, notes = programs_of(reports, numbers, read_events(profile) if profile else ())
+    earlier, _ = programs_of(reports, numbers, read_events(probe) if probe else ())
     rows: dict[str, Any] = {}
     for key, report in reports.items():
-        times = times_of(report, found[key], most) if key in found else None
+        times = times_of(report, events[key], most) if key in events else None
         first = times_of(report, earlier[key], most) if key in earlier else None
         if times and first and (runs := times["runs"][0] - first["runs"][-1]) > 0:
             times["outside"] = (times["starts"][0] - first["starts"][-1]) / runs

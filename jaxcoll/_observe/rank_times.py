@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -16,38 +16,50 @@ from jaxcoll._observe.report import Report
 
 _CONTAINER = re.compile(r"(?:while|conditional|call)(?:[.\-_]\d+)*$")
 """Instructions that contain others, which have events of their own."""
+_DRAWN = 9
+"""Runs of which the lane of the picture is kept: the first and the last may be another rank's not."""
 _PIECES = 400  # what a lane of the picture can show: shorter gaps between computations are closed
 
 Span = tuple[int, int]
 
 
 def programs_of(
-    reports: dict[str, Report], events: Iterable[Event]
+    reports: Mapping[str, Report], numbers: Mapping[str, set[int]], events: Iterable[Event]
 ) -> tuple[dict[str, list[Event]], list[str]]:
     """Sort events by the programs they belong to, and return notes of what could not be told.
 
-    A program is recognized by its name and by its collectives: its number in the profile may be
-    that of another process, which compiled it into the persistent cache.
+    A program is recognized by its name and its collectives, and among several of these by its
+    number, if all of that name have theirs: what comes from the persistent cache has the number
+    of another process's.
     """
     by_number: dict[tuple[str, int], list[Event]] = defaultdict(list)
     for event in events:
         by_number[event.module, event.program].append(event)
-    of_program: dict[str, list[Event]] = defaultdict(list)
-    notes = []
-    for (module, _), own in by_number.items():
+    fitting: dict[tuple[str, int], list[str]] = {}
+    for (module, number), own in by_number.items():
         instructions = {event.instruction for event in own}
-        fitting = [
+        fitting[module, number] = [
             key
             for key, report in reports.items()
             if report.name == module and _required(report.collectives) <= instructions
         ]  # fmt: skip
-        if len(fitting) > 1:
-            notes.append(
-                f"several programs are called {module} and have collectives of the same names: "
-                "they were not measured."
-            )
-        elif fitting:
-            of_program[fitting[0]] += own
+    unsure = {
+        module
+        for (module, number), keys in fitting.items()
+        if keys and not any(number in numbers[key] for key in keys)
+    }
+    of_program: dict[str, list[Event]] = defaultdict(list)
+    notes = []
+    for (module, number), keys in fitting.items():
+        if len(keys) > 1:
+            keys = [key for key in keys if number in numbers[key] and module not in unsure]
+            if len(keys) != 1:
+                notes.append(
+                    f"several programs are called {module}, and the profile does not tell them "
+                    "apart: they were not measured."
+                )
+        if len(keys) == 1:
+            of_program[keys[0]] += by_number[module, number]
     return of_program, list(dict.fromkeys(notes))
 
 
@@ -55,8 +67,8 @@ def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, An
     """Return times of the last `most` complete runs, in plain values; None without any.
 
     Of each run: its number, its start and the end of its last collective (nanoseconds), its exposed
-    communication, the durations of each fold on the device that waited least, and what the first
-    device did when. With it, the step: the median from one start to the next.
+    communication, and the durations of each fold on the device that waited least; of some in the
+    middle, what the first device did when. With it, the step: the median from one start to the next.
     """
     folds = folds_of(report.rows)
     fold_of = {report.rows[k].compiled.name: n for n, ks in enumerate(folds) for k in ks}
@@ -74,6 +86,8 @@ def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, An
     runs = sorted(runs, key=lambda run: by_run[run][0].start)[-most:]
     if not runs:
         return None
+    middle = max(0, len(runs) // 2 - _DRAWN // 2)
+    drawn = runs[middle : middle + _DRAWN]
     starts = [by_run[run][0].start for run in runs]
     steps = [b - a for a, b in itertools.pairwise(starts)]
     lengths = [
@@ -89,7 +103,7 @@ def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, An
         "step": median(steps or lengths),
         "exposed": [_exposed(by_run[run], fold_of) for run in runs],
         "times": [_durations(by_run[run], fold_of, permutes) for run in runs],
-        "lanes": [_lane(by_run[run], fold_of) for run in runs],
+        "lanes": [_lane(by_run[run], fold_of) if run in drawn else [] for run in runs],
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import threading
 import time
@@ -15,11 +14,9 @@ from typing import Any
 
 import jax
 
-from jaxcoll._compat.running import COMPILED, is_tracing, live_executables
+from jaxcoll._compat.running import COMPILED, FROM_CACHE, is_tracing, live_executables, program_id
+from jaxcoll._observe.profile import Compiled, sends
 
-_SENDS = re.compile(
-    r" (?:all-(?:reduce|gather|to-all)|reduce-scatter|ragged-all|collective-|send)[\w\-]*\("
-)
 _BEHIND = 16
 """Executables that were seen before, one behind another, after which no newer one is looked for."""
 
@@ -36,8 +33,9 @@ class Compilations:
         self.at = time.monotonic()  # of the last one with collectives
         self.calls = Calls()
         self.modules: set[str] = set()  # their names
-        self._texts: dict[Any, tuple[str, bytes]] = {}
+        self._texts: dict[Any, tuple[str, bytes, int]] = {}
         self._functions: Counter[str] = Counter()  # how many programs have that name
+        self._from_cache = False
         self._seen = {_key(executable) for executable in live_executables()}
         self._lock = threading.Lock()
 
@@ -46,28 +44,34 @@ class Compilations:
 
     def start(self) -> None:
         """Listen."""
-        jax.monitoring.register_event_duration_secs_listener(self._event)
+        jax.monitoring.register_event_duration_secs_listener(self._compiled)
+        jax.monitoring.register_event_listener(self._event)
         self.calls.start()
 
     def stop(self) -> None:
         """Stop, and look once more for what was compiled without an event."""
-        jax.monitoring.unregister_event_duration_listener(self._event)
+        jax.monitoring.unregister_event_duration_listener(self._compiled)
+        jax.monitoring.unregister_event_listener(self._event)
         self.calls.stop()
         self._look("")
 
-    def texts(self) -> list[tuple[str, int | None]]:
-        """Return each text, and how often it was called; None where that is not known."""
+    def programs(self) -> list[Compiled]:
+        """Return what was compiled, with its number and calls as far as they are known."""
         return [
-            (
+            Compiled(
                 zlib.decompress(packed).decode(),
+                None if self._from_cache else number,
                 self.calls.of(name) if self._functions[name] == 1 else None,
             )
-            for name, packed in self._texts.values()
+            for name, packed, number in self._texts.values()
         ]
 
-    def _event(self, event: str, seconds: float, **fields: Any) -> None:
+    def _compiled(self, event: str, seconds: float, **fields: Any) -> None:
         if event == COMPILED:
             self._look(str(fields.get("fun_name", "")))
+
+    def _event(self, event: str, **fields: Any) -> None:
+        self._from_cache |= event == FROM_CACHE
 
     def _look(self, name: str) -> None:
         with self._lock:
@@ -83,8 +87,9 @@ class Compilations:
                 self._functions[name] += 1
                 module = executable.hlo_modules()[0]
                 text = module.to_string()
-                if _SENDS.search(text):
-                    self._texts[key] = name, zlib.compress(text.encode(), 1)
+                if sends(text):
+                    number = program_id(module.as_serialized_hlo_module_proto())
+                    self._texts[key] = name, zlib.compress(text.encode(), 1), number
                     self.modules.add(module.name)
                     self.at = time.monotonic()
                 else:
@@ -92,7 +97,6 @@ class Compilations:
 
 
 def _key(executable: Any) -> Any:
-    # The number that a module has is another process's where that compiled it into the cache.
     module = executable.hlo_modules
     return executable.fingerprint or module()[0].as_serialized_hlo_module_proto()
 

@@ -21,7 +21,7 @@ def gathered(own: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[
     Args:
       own: plain values.
       name: the same on all processes, of no other call.
-      everywhere: on all ranks; otherwise on the first alone, and nothing on others.
+      everywhere: on all ranks; otherwise on the first alone, and others have their own.
     """
     keys = store()
     if keys is None or keys.processes == 1:
@@ -31,7 +31,7 @@ def gathered(own: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[
         packed = zlib.compress(json.dumps(own).encode(), 6)
         keys.set(f"{name}/{keys.process}", base64.b85encode(packed).decode())
         if keys.process and not everywhere:
-            return {}, ""
+            return ranks, ""
         until = time.monotonic() + _PATIENCE_SECONDS
         for rank in sorted({*range(keys.processes)} - {keys.process}):
             try:
@@ -40,7 +40,8 @@ def gathered(own: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[
                 continue
             ranks[rank] = json.loads(zlib.decompress(base64.b85decode(packed)))
     except StoreUnreachableError:
-        pass  # whoever answered before is in
+        pass  # those that answered before are in
     missing = sorted({*range(keys.processes)} - {*ranks})
-    many = f"rank {', '.join(map(str, missing))} did not answer within {_PATIENCE_SECONDS:g} s."
-    return dict(sorted(ranks.items())), many if missing else ""
+    names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    note = f"{names} did not answer within {_PATIENCE_SECONDS:g} s." if missing else ""
+    return dict(sorted(ranks.items())), note

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import jax
 
 from jaxcoll._compat.coordination import store
 from jaxcoll._compat.running import ProfilerSession
+from jaxcoll._observe.profile import Compiled, read_programs
 from jaxcoll._observe.programs import Programs, programs_from, read_rank
 from jaxcoll._observe.report import Report
 from jaxcoll._watch.compilations import Compilations
@@ -23,7 +22,9 @@ from jaxcoll._watch.gather import gathered
 from jaxcoll._watch.window import BUSY, Window
 
 _numbers = itertools.count()
-_PROFILE, _TEXTS = "rank{}.xplane.pb", "rank{}.programs"
+_MOST_SAVED = 1000
+"""Runs of a saved profile that are read, the last ones."""
+_PROFILE = "rank{}.xplane.pb"
 
 
 class Watch:
@@ -31,14 +32,17 @@ class Watch:
 
     Args:
       measure: runs that one profile should have; 0 for no profile.
+      with_programs: the profile can be read alone, once it is saved.
     """
 
-    def __init__(self, measure: int = 0) -> None:
+    def __init__(self, measure: int = 0, *, with_programs: bool = False) -> None:
         # Programs are the same on all ranks, and so is how often they watch.
         self._name = f"jaxcoll/watch/{next(_numbers)}"
         self._most = measure
         self.compilations = Compilations()
-        self.window = Window(self.compilations, measure, f"{self._name}/begin")
+        self.window = Window(
+            self.compilations, measure, f"{self._name}/begin", with_programs=with_programs
+        )
 
     def start(self) -> None:
         """Begin."""
@@ -53,26 +57,28 @@ class Watch:
             self.window.join(10)
         self.compilations.stop()
 
-    def programs(self, *, everywhere: bool, folder: Path | None = None) -> Programs | None:
-        """Read what was seen, and exchange it; None on ranks that need not know.
+    def programs(self, *, everywhere: bool, folder: Path | None = None) -> Programs:
+        """Read what was seen, and exchange what was measured with the other ranks.
 
         Args:
-          everywhere: on all ranks; otherwise on the first alone.
-          folder: where each rank keeps its profile and its programs; None for nowhere.
+          everywhere: all ranks have what every rank measured; otherwise the first alone has, and
+            others have their own.
+          folder: where each rank keeps its profile; None for nowhere.
         """
-        texts, window = self.compilations.texts(), self.window
-        if folder is not None:
-            rank = getattr(store(), "process", 0)
-            (folder / _PROFILE.format(rank)).write_bytes(window.profile)
-            (folder / _TEXTS.format(rank)).write_bytes(zlib.compress(json.dumps(texts).encode()))
-        reports, rows = read_rank(texts, window.profile, window.probe, self._most)
+        compiled, window = self.compilations.programs(), self.window
+        if folder is not None and window.profile:
+            (folder / _PROFILE.format(this_rank())).write_bytes(window.profile)
+        reports, rows = read_rank(compiled, window.profile, window.probe, self._most)
         if self._most and not window.profile and reports:
             rows["notes"].append(window.note)
         ranks, note = gathered(rows, f"{self._name}/rows", everywhere=everywhere)
-        if not ranks:
-            return None
         programs = programs_from(reports, ranks, self.compilations.quiet)
         return dataclasses.replace(programs, notes=(*programs.notes, *filter(None, [note])))
+
+
+def this_rank() -> int:
+    """Return the number of this process among those of `jax.distributed`; alone it is 0."""
+    return getattr(store(), "process", 0)
 
 
 @contextlib.contextmanager
@@ -115,9 +121,7 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
         yield programs
     finally:
         watch.stop()
-        seen = watch.programs(everywhere=True)
-        if seen is not None:
-            vars(programs).update(vars(seen))
+        vars(programs).update(vars(watch.programs(everywhere=True)))
 
 
 def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
@@ -135,7 +139,7 @@ def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> R
     for _ in range(runs):
         jax.block_until_ready(call())
     profile = session.stop()
-    reports, rows = read_rank([(text, None)], profile, b"", runs)
+    reports, rows = read_rank([Compiled(text)], profile, b"", runs)
     for row in rows["programs"].values():
         if row["times"]:
             row["times"]["outside"] = 1e9 * outside
@@ -149,26 +153,23 @@ def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> R
 
 
 def read_folder(folder: Path) -> Programs:
-    """Read profiles that were saved, one for each host, as one report.
+    """Read saved profiles, the newest of each host, as one report.
 
-    Of a folder that `jaxcoll inspect --measure` recorded everything is known, of any other only the
-    names and times of instructions.
+    JAX saves programs with them, unless it was told otherwise (`enable_hlo_proto`).
 
     Raises:
-      ValueError: there is no profile in it.
+      ValueError: there is no profile in it, or none with programs.
     """
-    files = sorted(
-        folder.rglob("*.xplane.pb"), key=lambda file: (file.parent, len(file.name), file.name)
-    )
-    if not files:
+    files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: (len(file.name), file))
+    # JAX makes a folder for each profile, named for its time.
+    profiles = {file.name: file for file in files}
+    if not profiles:
         raise ValueError(f"{folder} holds no profile: there is no file named *.xplane.pb in it.")
-    # JAX makes a folder for each profile, named for its time: the newest is last.
-    files = [file for file in files if file.parent == files[-1].parent]
     reports: dict[str, Any] = {}
     ranks = {}
-    for rank, file in enumerate(files):
-        saved = folder / _TEXTS.format(rank)
-        texts = json.loads(zlib.decompress(saved.read_bytes())) if saved.exists() else []
-        own, ranks[rank] = read_rank(texts, file.read_bytes(), b"", 1 << 30)
+    for rank, file in enumerate(profiles.values()):
+        profile = file.read_bytes()
+        compiled = read_programs(profile)
+        own, ranks[rank] = read_rank(compiled, profile, b"", _MOST_SAVED)
         reports = own | reports
     return programs_from(reports, ranks, 0)

@@ -34,13 +34,17 @@ class Window(threading.Thread):
       compilations: what is compiled, which it waits for.
       runs: how many the profile should have, in about a minute at most.
       name: the same on all processes, of no other window.
+      with_programs: the profile has the programs that are alive.
     """
 
-    def __init__(self, compilations: Compilations, runs: int, name: str) -> None:
+    def __init__(
+        self, compilations: Compilations, runs: int, name: str, *, with_programs: bool
+    ) -> None:
         super().__init__(name="jaxcoll-profile", daemon=True)
         self.profile = self.probe = b""
         self.note = EARLY
         self._compilations, self._runs, self._key = compilations, runs, name
+        self._with_programs = with_programs
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._session: ProfilerSession | None = None
@@ -99,7 +103,7 @@ class Window(threading.Thread):
         with self._lock:
             if seconds is None or self._over.is_set():
                 return False
-            self._session = ProfilerSession()
+            self._session = ProfilerSession(with_programs=self._with_programs)
         self._over.wait(seconds)
         with self._lock:
             if self._session is not None:

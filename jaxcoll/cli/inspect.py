@@ -20,7 +20,7 @@ from jaxcoll._observe.programs import Programs
 from jaxcoll._observe.report import Report, side_by_side
 from jaxcoll._show.units import WIDTH, shortened
 from jaxcoll._watch.script import Script
-from jaxcoll._watch.watch import Watch, read_folder
+from jaxcoll._watch.watch import Watch, read_folder, this_rank
 from jaxcoll.cli import flags
 
 EPILOG = """\
@@ -62,17 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, compile or run, and show; the exit status."""
-    if (
-        sum(source is not None for source in (args.target, args.run))
-        + bool(args.profile and args.run is None)
-        != 1
-    ):
+    is_folder = args.profile is not None and args.run is None
+    if (args.target is not None) + (args.run is not None) + is_folder != 1:
         raise ValueError("expected one of TARGET, --profile FOLDER and --run script.py.")
     if args.run is not None:
         return _run(args)
     if args.measure or args.limit:
         raise ValueError("--measure and --limit are for --run.")
-    if args.profile:
+    if is_folder:
         _show(read_folder(args.profile), args, sys.stdout)
         return 0
     report = _report(args.target, args)
@@ -91,18 +88,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     """Run a script, and show what it sent and what that took."""
+    # All that can be found wrong before the script runs.
     limits = dict(map(_limit, args.limit))
+    if limits:
+        assert_collectives(Programs(quiet=1), **limits)
+    if args.profile and not args.measure:
+        raise ValueError("--run with --profile needs --measure N: nothing else is recorded.")
     if args.profile:
-        if not args.measure:
-            raise ValueError("--run with --profile needs --measure N: nothing else is recorded.")
         args.profile.mkdir(parents=True, exist_ok=True)
-        (args.profile / "rank0.xplane.pb").touch()  # before the run, not after it
-    script, watch, process = Script(args.run), Watch(args.measure), os.getpid()
-    if limits:  # their names and values, before anything runs
-        try:
-            assert_collectives(Programs(), **limits)
-        except TypeError as error:
-            raise ValueError(f"--limit: {error}.") from None
+    for file in (args.plot, args.json and args.json != "-" and Path(args.json)):
+        if file and not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ValueError(f"{file} cannot be written.")
+    script = Script(args.run)
+    watch, process = Watch(args.measure, with_programs=bool(args.profile)), os.getpid()
     watch.start()
     status = script.run()
     if os.getpid() != process:
@@ -110,32 +108,34 @@ def _run(args: argparse.Namespace) -> int:
     watch.stop()
     programs = watch.programs(everywhere=False, folder=args.profile)
     sys.stdout.flush()
-    if programs is None:
-        return status
-    _show(programs, args, sys.stderr)
-    if limits:
-        try:
+    try:
+        if this_rank() == 0:
+            _show(programs, args, sys.stderr)
+        if limits:
             assert_collectives(programs, **limits)
-        except AssertionError as error:
-            print(f"jaxcoll inspect: {error}", file=sys.stderr)
-            return status or 1
+    except (AssertionError, OSError, ImportError, ValueError) as error:
+        print(f"jaxcoll inspect: {error}", file=sys.stderr)
+        return status or 1
     return status
 
 
 def _limit(text: str) -> tuple[str, Any]:
     """Return the name and the value of a --limit, as `jc.assert_collectives` takes them."""
     name, _, value = text.partition("=")
+    names = assert_collectives.__kwdefaults__
+    if name not in names:
+        raise ValueError(f"--limit: {name} is no limit; there are {', '.join(names)}.")
     if name == "none_in_loops":
         return name, value in ("", "True", "true", "1")
     return name, int(value) if value.isdecimal() else value.split(",")
 
 
 def _show(programs: Programs, args: argparse.Namespace, stream: TextIO) -> None:
-    if args.plot:
-        programs.plot(args.plot)
-    flags.write_json(args.json, programs.to_dict())
     if args.json != "-":
         print(f"\n{programs.text(_width(stream))}", file=stream, flush=True)
+    flags.write_json(args.json, programs.to_dict())
+    if args.plot and programs.reports:
+        programs.plot(args.plot)
 
 
 def _width(stream: TextIO) -> int:

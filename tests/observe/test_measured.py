@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.profiler import ProfileData
 
 from jaxcoll._observe.measured import compare, folds_of
-from jaxcoll._observe.named import named_reports
 from jaxcoll._observe.parse.collective import Collective, Operand
-from jaxcoll._observe.profile import Event, read_events
+from jaxcoll._observe.profile import Compiled, Event, read_events
 from jaxcoll._observe.programs import Programs, programs_from, read_rank
 from jaxcoll._observe.rank_times import times_of
 from jaxcoll._observe.rows import Row
@@ -152,7 +150,7 @@ ENTRY %main (x: f32[100]) -> f32[100] {
 
 
 def times(events):
-    reports, _ = read_rank([(HLO, None)], b"", b"", 9)
+    reports, _ = read_rank([Compiled(HLO)], b"", b"", 9)
     (report,) = reports.values()
     return times_of(report, events, 9)
 
@@ -186,67 +184,14 @@ def test_runs_without_numbers_are_counted_from_the_end():
     assert own["times"] == [[[3 * MS]]] * 5
 
 
-PLANES = {
-    # Each event says its run.
-    "CPU": """planes { name: "/host:CPU" lines { name: "tf_XLAEigen" timestamp_ns: 1000
-      events { metadata_id: 1 offset_ps: 5000 duration_ps: 3000000
-        stats { metadata_id: 1 str_value: "jit_f" } stats { metadata_id: 2 str_value: "psum.7" }
-        stats { metadata_id: 3 int64_value: -2 } stats { metadata_id: 4 int64_value: 2048 } }
-      events { metadata_id: 2 offset_ps: 5000 duration_ps: 3000000 } }
-      event_metadata { key: 1 value { id: 1 name: "psum.7" } }
-      event_metadata { key: 2 value { id: 2 name: "end: psum.7" } } %s }""",
-    # The program around an instruction says it.
-    "TPU": """planes { name: "/device:TPU:3" lines { name: "XLA Modules" timestamp_ns: 1000
-      events { metadata_id: 1 offset_ps: 0 duration_ps: 9000000
-        stats { metadata_id: 3 int64_value: 4294967294 } } }
-      lines { name: "XLA Ops" timestamp_ns: 1000
-      events { metadata_id: 2 offset_ps: 5000 duration_ps: 3000000 }
-      events { metadata_id: 2 offset_ps: 9500000 duration_ps: 3000000 } }
-      event_metadata { key: 1 value { id: 1 name: "jit_f(17)" } }
-      event_metadata { key: 2 value { id: 2 name: "%%psum.7 = f32[8] all-reduce(%%x)" } } %s }""",
-    # Nothing says it.
-    "GPU": """planes { name: "/device:GPU:3" lines { name: "Stream #14(Kernel)" timestamp_ns: 1000
-      events { metadata_id: 1 offset_ps: 5000 duration_ps: 3000000
-        stats { metadata_id: 1 str_value: "jit_f" } stats { metadata_id: 2 str_value: "psum.7" } } }
-      event_metadata { key: 1 value { id: 1 name: "ncclDevKernel_AllReduce" } } %s }""",
-}
-NAMES = " ".join(
-    f'stat_metadata {{ key: {k} value {{ id: {k} name: "{name}" }} }}'
-    for k, name in enumerate(["hlo_module", "hlo_op", "run_id", "device_ordinal"], 1)
-)
-
-
-@pytest.mark.parametrize(("platform", "run", "device"), [("CPU", 2**32 - 2, 2048), ("TPU", 2**32 - 2, 3), ("GPU", None, 3)])  # fmt: skip
-def test_three_ways_to_the_run(platform, run, device):
-    text = PLANES[platform] % NAMES
-    (read,) = read_events(ProfileData.text_proto_to_serialized_xspace(text))
-    assert (read.module, read.instruction, read.run, read.device) == (
-        "jit_f",
-        "psum.7",
-        run,
-        device,
-    )
-    assert (read.start, read.end) == (1005, 4005)
-
-
 def test_what_is_no_profile_is_refused():
     with pytest.raises(ValueError, match="this is no profile of JAX"):
         read_events(b"hello")
 
 
-def test_without_a_text_names_tell_kinds():
-    profile = ProfileData.text_proto_to_serialized_xspace(PLANES["CPU"] % NAMES)
-    (report,) = named_reports(read_events(profile))
-    assert [c.kind for c in report.collectives] == ["all-reduce"]
-    reports, rows = read_rank([], profile, b"", 9)
-    programs = programs_from(reports, {0: rows}, 0)
-    assert programs.reports[0].measured.runs == 1
-    assert "not counted: its bytes" in str(programs)
-
-
 def test_what_ranks_do_not_share_is_said():
-    reports, rows = read_rank([(HLO, 3)], b"", b"", 9)
-    _, other = read_rank([(HLO.replace("jit_f", "jit_g"), None)], b"", b"", 9)
+    reports, rows = read_rank([Compiled(HLO, calls=3)], b"", b"", 9)
+    _, other = read_rank([Compiled(HLO.replace("jit_f", "jit_g"))], b"", b"", 9)
     rows["notes"].append("not measured: x")
     programs = programs_from(reports, {0: rows, 1: other, 2: rows}, 2)
     assert "rank 1: compiled other programs: jit_g." in programs.notes

@@ -1,0 +1,251 @@
+"""`jaxcoll inspect --run`: unedited programs, their own status and output, and the table."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import forks
+import pytest
+
+JIT = """
+import sys
+import jax, jax.numpy as jnp
+mesh = jax.make_mesh((4,), ("data",))
+rows, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (["data"], []))
+
+@jax.jit
+def step(w, x):
+    gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - 0.1 * gradient
+
+w, x = jax.device_put(jnp.ones((16, 8)), whole), jax.device_put(jnp.ones((32, 16)), rows)
+for _ in range(3):
+    w = step(w, x)
+print("ended", *sys.argv[1:])
+"""
+
+PMAP = """
+import jax, jax.numpy as jnp
+step = jax.pmap(lambda x: jax.lax.pmean(x, "i") + jax.lax.all_gather(x, "i").sum(0), "i")
+for _ in range(3):
+    x = step(jnp.ones((4, 100)))
+"""
+
+FLAX = """
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+mesh = jax.make_mesh((4,), ("data",))
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.first = nnx.Linear(6, 10, rngs=nnx.Rngs(0))
+        self.last = nnx.Linear(10, 1, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.first(x)))
+
+net = Net()
+optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
+
+@nnx.jit
+def train(net, optimizer, x):
+    gradients = nnx.grad(lambda net: jnp.mean(net(x) ** 2))(net)
+    optimizer.update(net, gradients)
+
+whole = jax.NamedSharding(mesh, jax.P())
+for part in (net, optimizer):
+    nnx.update(part, jax.device_put(nnx.state(part), whole))
+x = jax.device_put(jnp.ones((8, 6)), jax.NamedSharding(mesh, jax.P("data")))
+for _ in range(3):
+    train(net, optimizer, x)
+"""
+
+EQUINOX = """
+import equinox as eqx, jax, jax.numpy as jnp
+mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+mlp = eqx.nn.MLP(6, 1, 10, 1, key=jax.random.key(0))
+
+@eqx.filter_jit
+@jax.shard_map(mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+def evaluate(weights, x):
+    return jax.lax.psum(jax.vmap(eqx.combine(weights, static))(x).sum(), "data")
+
+weights, static = eqx.partition(mlp, eqx.is_array)
+evaluate(weights, jnp.ones((8, 6)))
+"""
+
+
+def inspect(folder, text, *flags, arguments=(), name="train.py", **variables):
+    """Run a script under `jaxcoll inspect`, with its report as JSON if it was written."""
+    (folder / name).write_text(text)
+    report = folder / "report.json"
+    done = forks.with_commands().run(
+        forks.COMMAND, "jaxcoll", "inspect", "--json", report, *flags, "--run", name, *arguments,
+        cwd=folder, timeout=120, JAX_NUM_CPU_DEVICES="4", JAX_PLATFORMS="cpu", **variables,
+    )  # fmt: skip
+    return done, json.loads(report.read_text()) if report.exists() else None
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "nbytes", "line"),
+    [
+        (JIT, {"all-reduce"}, 4 * 16 * 8, 9),
+        (PMAP, {"all-reduce", "all-gather"}, 2 * 4 * 100, 3),
+        (FLAX, {"all-reduce"}, 4 * (6 * 10 + 10 + 10 + 1), None),
+        (EQUINOX, {"all-reduce"}, 4, 9),
+    ],
+    ids=["jit", "pmap", "flax", "equinox"],
+)
+def test_programs_of_other_libraries_as_they_are(text, kinds, nbytes, line, tmp_path):
+    done, report = inspect(tmp_path, text)
+    assert done.returncode == 0, done.stderr
+    (program,) = report["programs"]
+    sent = [row["compiled"] for row in program["rows"]]
+    assert {c["kind"] for c in sent} == kinds
+    elements = [(c["kind"], math.prod(x["shape"])) for c in sent for x in c["operands"]]
+    assert sum(4 * n for _, n in elements) == nbytes
+    # A device sends its share of an all-reduce to three others twice, and of an all-gather once.
+    wire = [2 * math.ceil(3 * n / 4) if kind == "all-reduce" else 3 * n for kind, n in elements]
+    assert program["wire_bytes"] == 4 * sum(wire)
+    assert program["name"] in done.stderr
+    lines = {source for row in program["rows"] for source in row["sources"]}
+    assert {Path(source.rpartition(":")[0]).name for source in lines} == {"train.py"}
+    if line:
+        assert {int(source.rpartition(":")[2]) for source in lines} == {line}
+
+
+def test_output_and_arguments_are_the_scripts_own(tmp_path):
+    done, report = inspect(tmp_path, JIT, arguments=["--json", "b"])
+    assert done.stdout == "ended --json b\n"
+    assert re.search(r"jit_step +[–3] +1 all-reduce, 512 B +768 B", done.stderr)
+    assert report["quiet"] > 0
+    assert "programs without collectives." in done.stderr
+
+
+ENDS = {
+    "raises": ("raise KeyError('mine')", 1),
+    "exits with 3": ("sys.exit(3)", 3),
+    "exits with words": ("sys.exit('because')", 1),
+    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT)", 130),
+    "threads": (
+        "threading.Thread(target=lambda: (time.sleep(0.2), step(w, x), print('done'))).start()",
+        0,
+    ),
+    "forks": ("child = os.fork()\nif not child: os._exit(5)\nprint(os.waitpid(child, 0)[1])", 0),
+    "pickles": ("class A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)", 0),
+    "spawns": (
+        "if __name__ == '__main__':\n"
+        " p = multiprocessing.get_context('spawn').Process(target=len, args=('',))\n"
+        " p.start(); p.join(); print(p.exitcode)",
+        0,
+    ),
+    "clears caches": ("jax.clear_caches(); del step", 0),
+    "exits late": ("atexit.register(lambda: print('late', __name__))", 0),
+}
+OUTPUT = {"threads": "done", "forks": "1280", "pickles": "True", "exits late": "late __main__"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_ends_as_it_does_alone_and_the_table_is_there(end, tmp_path):
+    code, status = ENDS[end]
+    imports = "import atexit, multiprocessing, os, pickle, signal, threading, time\n"
+    text = JIT.lstrip() + imports + code + "\n"
+    if end == "spawns":  # a spawned process imports the script anew
+        text = "if __name__ == '__main__':\n " + JIT.strip().replace("\n", "\n ") + "\n"
+        text += "import multiprocessing\n" + code
+    if end == "forks":
+        text = "import warnings; warnings.simplefilter('ignore')\n" + text
+    done, report = inspect(tmp_path, text)
+    assert done.returncode == status, done.stderr
+    assert [program["name"] for program in report["programs"]] == ["jit_step"]
+    assert done.stdout.startswith("ended\n")
+    assert OUTPUT.get(end, "") in done.stdout
+    if end in ("raises", "Ctrl-C"):
+        trace = done.stderr[: done.stderr.index("jit_step ")]
+        assert trace.startswith("Traceback (most recent call last):\n")
+        assert re.findall(r'File "([^"]*)"', trace) == ["train.py"]
+    if end == "exits with words":
+        assert done.stderr.startswith("because\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import jax\njax.jit(lambda x: x * 2)(1.0)", "No program with collectives was compiled; "),
+        ("print(1)", "No program with collectives was compiled; 0 programs"),
+    ],
+    ids=["sends nothing", "no JAX"],
+)
+def test_one_sentence_where_there_is_nothing_to_show(text, words, tmp_path):
+    done, report = inspect(tmp_path, text)
+    assert (done.returncode, report["programs"]) == (0, [])
+    assert done.stderr.strip().startswith(words)
+    assert done.stderr.strip().count("\n") == 0
+
+
+def test_modules_run_as_python_runs_them(tmp_path):
+    package = tmp_path / "mine" / "inner"
+    package.mkdir(parents=True)
+    code = "from . import near\nimport sys\nprint(__name__, __package__, sys.argv[1:], near.here)\n"
+    (package / "__main__.py").write_text(code)
+    (package / "near.py").write_text("here = __package__")
+    for path in (package, package.parent):
+        (path / "__init__.py").write_text("")
+    run = forks.with_commands().run
+    done = run(forks.COMMAND, "jaxcoll", "inspect", "--run", "-m", "mine.inner", "-x", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "__main__ mine.inner ['-x'] mine.inner\n")
+
+
+@pytest.mark.parametrize(
+    ("limit", "status", "words"),
+    [
+        ("max_count=1", 0, ""),
+        ("max_count=0", 1, "max_count=0, found 1 in one run."),
+        ("dtypes=bf16,s8", 1, "dtypes=['bf16', 's8'], found f32 in #0."),
+        ("max_cuont=0", 2, "--limit: max_cuont is no limit"),
+        ("max_count=-1", 2, "`max_count` must be None or an integer of at least 0"),
+    ],
+)
+def test_limits(limit, status, words, tmp_path):
+    done, _ = inspect(tmp_path, JIT, "--limit", limit)
+    assert done.returncode == status, done.stderr
+    assert words in done.stderr
+    assert ("ended" in done.stdout) == (status != 2)  # before anything runs
+
+
+def test_where_nothing_was_compiled_no_limit_is_kept(tmp_path):
+    done, _ = inspect(tmp_path, "import jax", "--limit", "max_count=0")
+    assert done.returncode == 1
+    assert "no program was compiled" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--run", "nowhere.py"], "--run nowhere.py: No such file or directory."),
+        (["--run", "bad.py"], "--run bad.py is no Python: "),
+        (["--run"], "--run: what is to run?"),
+        (["--run", "-m", "no.such"], "--run -m no.such: "),
+        (["--run", "-m", "json.decoder.x"], "--run -m json.decoder.x: "),
+        (["--profile", "empty"], "empty holds no profile"),
+        (["--measure", "3", "a.hlo"], "--measure and --limit are for --run"),
+        (["--profile", "empty", "--run", "bad.py"], "needs --measure"),
+        (["--measure", "2", "--profile", "bad.py/x", "--run", "good.py"], "bad.py/x"),
+        (["--json", "no/a.json", "--run", "good.py"], "no/a.json"),
+        (["a.hlo", "--run", "good.py"], "expected one of TARGET"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line(words, error, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.py").write_text("def (:")
+    (tmp_path / "good.py").write_text("print('ran')")
+    done = forks.with_commands().run(
+        forks.COMMAND, "jaxcoll", "inspect", *words, cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert error in done.stderr
+    assert done.stderr.startswith("jaxcoll inspect: ")
+    assert done.stderr.count("\n") == 1
