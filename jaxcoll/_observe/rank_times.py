@@ -17,7 +17,7 @@ from jaxcoll._observe.report import Report
 _CONTAINER = re.compile(r"(?:while|conditional|call)(?:[.\-_]\d+)*$")
 """Instructions that contain others, which have events of their own."""
 _DRAWN = 9
-"""Runs of which the lane of the picture is kept: the first and the last may be another rank's not."""
+"""Runs in the middle, of which lanes are kept: other ranks may lack the first and the last."""
 _PIECES = 400  # what a lane of the picture can show: shorter gaps between computations are closed
 
 Span = tuple[int, int]
@@ -68,7 +68,7 @@ def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, An
 
     Of each run: its number, its start and the end of its last collective (nanoseconds), its exposed
     communication, and the durations of each fold on the device that waited least; of some in the
-    middle, what the first device did when. With it, the step: the median from one start to the next.
+    middle, what the first device did when. With it, the median from one start to the next.
     """
     folds = folds_of(report.rows)
     fold_of = {report.rows[k].compiled.name: n for n, ks in enumerate(folds) for k in ks}

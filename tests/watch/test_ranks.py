@@ -1,0 +1,92 @@
+"""`jaxcoll inspect --run` over several processes: one table, and the rank that comes late."""
+
+import contextlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import forks
+import pytest
+
+pytestmark = pytest.mark.processes
+
+JOB = Path(__file__).with_name("job.py")
+
+
+def inspect(folder, n, *words, measure=20, devices=1, **variables):
+    """Run the job in n processes, and return what it printed and the report."""
+    own = ["-m", "jaxcoll", "inspect", "--json", folder / "report.json"]
+    own += ["--measure", measure] if measure else []
+    done = forks.with_jaxcoll().run(
+        forks.COMMAND, "jaxcoll", "launch", "-n", n, "--devices-per-process", devices, *own,
+        "--run", JOB, *words, cwd=folder, timeout=200, **variables,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done, json.loads((folder / "report.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("form", "processes", "devices"),
+    [("native", 2, 1), ("native", 4, 1), ("permutes", 4, 1), ("callback", 2, 2)],
+)
+def test_the_rank_that_comes_late_is_named_and_no_other(form, processes, devices, tmp_path):
+    words = ["--form", form, "--late", processes - 1, "--ms", 100]
+    done, report = inspect(tmp_path, processes, *words, devices=devices)
+    assert len(report["late"]) == 1, (report["late"], done.stderr)
+    assert report["late"][0].startswith(f"jit_step: rank {processes - 1} comes late: last to ")
+    (measured,) = (program["measured"] for program in report["programs"])
+    assert measured["ranks"] == [*range(processes)]
+    assert measured["runs"] >= 5
+    (last, _), *_ = measured["late"]
+    assert 0.05 < last["seconds"] < 0.3
+    assert {len(t["waiting"]) for t in measured["times"]} == {processes}
+    assert len(measured["lanes"]) == processes
+    # One table, of the first rank.
+    assert re.search(r"^\[0\] program ", done.stderr, re.M)
+    assert not re.search(r"^\[[1-9]\] program ", done.stderr, re.M)
+    assert {f"[{k}] ended {k}" for k in range(processes)} <= set(done.stdout.splitlines())
+
+
+def test_ranks_with_and_without_a_cache_are_compared(tmp_path):
+    # Of the two the first alone writes what it compiles, so later it loads what the other compiles.
+    (tmp_path / "cache").mkdir()
+    cached = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    words = ["--late", 1, "--ms", 100]
+    inspect(tmp_path, 2, "--steps", 1, measure=0, **cached)
+    assert list((tmp_path / "cache").iterdir())
+    _, report = inspect(tmp_path, 2, *words, **cached)
+    assert [text.split(":")[1] for text in report["late"]] == [" rank 1 comes late"]
+
+
+def test_a_rank_that_does_not_answer_is_named(tmp_path):
+    _, report = inspect(tmp_path, 2, "--steps", 3, "--absent", 1, measure=0)
+    assert "rank 1 did not answer within 10 s." in report["notes"]
+    assert [program["name"] for program in report["programs"]] == ["jit_step"]
+
+
+def test_slurm(tmp_path):
+    words = ["jaxcoll", "inspect", "--measure", 20, "--json", "report.json", "--run", JOB,
+             "--late", 1, "--ms", 100]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank in range(2):
+            log = stack.enter_context(open(tmp_path / f"{rank}.log", "w"))
+            variables = {
+                "SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2",
+                "SLURM_LOCALID": str(rank), "SLURM_STEP_NODELIST": "localhost",
+                "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu",
+            }  # fmt: skip
+            python = stack.enter_context(forks.running())
+            command = [sys.executable, "-m", *words]
+            started.append(python.start(command, variables, stdout=log, cwd=tmp_path))
+        statuses = [child.wait(150) for child in started]
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    assert statuses == [0, 0], logs
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [text.split(":")[1] for text in report["late"]] == [" rank 1 comes late"]
+    assert ["program " in log for log in logs] == [True, False]
