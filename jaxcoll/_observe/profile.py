@@ -16,6 +16,7 @@ from jaxcoll._compat.running import fields_of, program_id, text_of
 _SENDS = re.compile(
     r" (?:all-(?:reduce|gather|to-all)|reduce-scatter|ragged-all|collective-|send)[\w\-]*\("
 )
+_DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=")
 _DEVICE = re.compile(r"/device:\w+:(\d+)")
 _NAME = re.compile(r"%?([\w.\-]+)")
 
@@ -46,8 +47,12 @@ def sends(text: str) -> bool:
     return bool(_SENDS.search(text))
 
 
-def read_programs(profile: bytes) -> list[Compiled]:
+def read_programs(profile: bytes, devices: int) -> list[Compiled]:
     """Return those in a serialized XSpace, which has them unless it was recorded without.
+
+    Args:
+      profile: of one process.
+      devices: of all processes, for programs that do not say it themselves.
 
     Raises:
       ValueError: it is no profile.
@@ -61,6 +66,10 @@ def read_programs(profile: bytes) -> list[Compiled]:
                     for module in itertools.chain(*(_all(proto, 1) for proto in _all(stat, 6))):
                         text = text_of(module)
                         if sends(text):
+                            header, newline, rest = text.partition("\n")
+                            if not _DEVICES.search(header):
+                                header += f", num_partitions={devices}"
+                            text = header + newline + rest
                             programs.append(Compiled(text, program_id(module)))
     except (IndexError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"this is no profile of JAX: {error}") from None
@@ -72,7 +81,7 @@ def _all(message: bytes, field: int) -> list[Any]:
 
 
 def read_events(profile: bytes) -> list[Event]:
-    """Return the instructions in a serialized XSpace, in the order of their starts.
+    """Return the instructions in a serialized XSpace (b"": none), in the order of their starts.
 
     Each says its run itself (CPUs), stands inside an event of its whole program that says it
     (TPUs), or does not say it (GPUs).

@@ -8,13 +8,13 @@ import html
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxcoll._observe.measured import compare
 from jaxcoll._observe.parse.hlo_text import parse_module
-from jaxcoll._observe.profile import Compiled, read_events
+from jaxcoll._observe.profile import Compiled, Event
 from jaxcoll._observe.rank_times import programs_of, times_of
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.row_table import lines_of, totals
@@ -132,14 +132,14 @@ def _steps(report: Report) -> tuple[str, str]:
 
 
 def read_rank(
-    compiled: Iterable[Compiled], profile: bytes, probe: bytes, most: int
+    compiled: Iterable[Compiled], events: Sequence[Event], probe: Sequence[Event], most: int
 ) -> tuple[dict[str, Report], dict[str, Any]]:
     """Read what one process compiled and recorded: reports, and rows in plain values.
 
     Args:
       compiled: programs that communicate.
-      profile: a serialized XSpace; b"" if nothing was measured.
-      probe: an earlier one, from which on the profile's runs count as not profiled; b"" for none.
+      events: of a profile; none if nothing was measured.
+      probe: of an earlier one: between the two the step's time is that without a profile.
       most: runs that are kept, the last ones.
     """
     reports: dict[str, Report] = {}
@@ -148,12 +148,12 @@ def read_rank(
         key = _fingerprint(program.text)
         reports[key] = dataclasses.replace(report_of(program.text), calls=program.calls)
         numbers[key] |= {program.number} - {None}
-    events, notes = programs_of(reports, numbers, read_events(profile) if profile else ())
-    earlier, _ = programs_of(reports, numbers, read_events(probe) if probe else ())
+    during, notes = programs_of(reports, numbers, events)
+    before, _ = programs_of(reports, numbers, probe)
     rows: dict[str, Any] = {}
     for key, report in reports.items():
-        times = times_of(report, events[key], most) if key in events else None
-        first = times_of(report, earlier[key], most) if key in earlier else None
+        times = times_of(report, during[key], most) if key in during else None
+        first = times_of(report, before[key], most) if key in before else None
         if times and first and (runs := times["runs"][0] - first["runs"][-1]) > 0:
             times["outside"] = (times["starts"][0] - first["starts"][-1]) / runs
         rows[key] = {"name": report.name, "calls": report.calls, "times": times}

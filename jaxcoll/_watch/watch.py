@@ -14,7 +14,7 @@ import jax
 
 from jaxcoll._compat.coordination import store
 from jaxcoll._compat.running import ProfilerSession
-from jaxcoll._observe.profile import Compiled, read_programs
+from jaxcoll._observe.profile import Compiled, read_events, read_programs
 from jaxcoll._observe.programs import Programs, programs_from, read_rank
 from jaxcoll._observe.report import Report
 from jaxcoll._watch.compilations import Compilations
@@ -68,7 +68,8 @@ class Watch:
         compiled, window = self.compilations.programs(), self.window
         if folder is not None and window.profile:
             (folder / _PROFILE.format(this_rank())).write_bytes(window.profile)
-        reports, rows = read_rank(compiled, window.profile, window.probe, self._most)
+        events, probe = read_events(window.profile), read_events(window.probe)
+        reports, rows = read_rank(compiled, events, probe, self._most)
         if self._most and not window.profile and reports:
             rows["notes"].append(window.note)
         ranks, note = gathered(rows, f"{self._name}/rows", everywhere=everywhere)
@@ -139,7 +140,7 @@ def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> R
     for _ in range(runs):
         jax.block_until_ready(call())
     profile = session.stop()
-    reports, rows = read_rank([Compiled(text)], profile, b"", runs)
+    reports, rows = read_rank([Compiled(text)], read_events(profile), (), runs)
     for row in rows["programs"].values():
         if row["times"]:
             row["times"]["outside"] = 1e9 * outside
@@ -165,11 +166,18 @@ def read_folder(folder: Path) -> Programs:
     profiles = {file.name: file for file in files}
     if not profiles:
         raise ValueError(f"{folder} holds no profile: there is no file named *.xplane.pb in it.")
+    contents = [file.read_bytes() for file in profiles.values()]
+    events = [read_events(profile) for profile in contents]
+    devices = sum(len({event.device for event in own}) for own in events)
     reports: dict[str, Any] = {}
     ranks = {}
-    for rank, file in enumerate(profiles.values()):
-        profile = file.read_bytes()
-        compiled = read_programs(profile)
-        own, ranks[rank] = read_rank(compiled, profile, b"", _MOST_SAVED)
+    for rank, profile in enumerate(contents):
+        compiled = read_programs(profile, devices)
+        own, ranks[rank] = read_rank(compiled, events[rank], (), _MOST_SAVED)
         reports = own | reports
+    if not reports:
+        raise ValueError(
+            f"{folder}: its profiles hold no program that communicates. Record them with JAX's "
+            "`enable_hlo_proto`, which is the default."
+        )
     return programs_from(reports, ranks, 0)

@@ -150,7 +150,7 @@ ENTRY %main (x: f32[100]) -> f32[100] {
 
 
 def times(events):
-    reports, _ = read_rank([Compiled(HLO)], b"", b"", 9)
+    reports, _ = read_rank([Compiled(HLO)], (), (), 9)
     (report,) = reports.values()
     return times_of(report, events, 9)
 
@@ -190,8 +190,8 @@ def test_what_is_no_profile_is_refused():
 
 
 def test_what_ranks_do_not_share_is_said():
-    reports, rows = read_rank([Compiled(HLO, calls=3)], b"", b"", 9)
-    _, other = read_rank([Compiled(HLO.replace("jit_f", "jit_g"))], b"", b"", 9)
+    reports, rows = read_rank([Compiled(HLO, calls=3)], (), (), 9)
+    _, other = read_rank([Compiled(HLO.replace("jit_f", "jit_g"))], (), (), 9)
     rows["notes"].append("not measured: x")
     programs = programs_from(reports, {0: rows, 1: other, 2: rows}, 2)
     assert "rank 1: compiled other programs: jit_g." in programs.notes
