@@ -171,12 +171,13 @@ def _last(names: Sequence[int], total: Any, step: float) -> tuple[Last | None, l
 def _common_runs(by_rank: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Return for each run that all ranks have its place on each: by its number, or by order.
 
-    Numbers differ where one rank's program came from the persistent cache and another's did not.
+    Numbers differ where one rank's program came from the persistent cache and another's did not;
+    those below 0 were counted from the end of one rank's profile.
     """
     first, *others = by_rank
     places: list[dict[int, int]] = [{k: k for k in range(len(first["runs"]))}]
     for other in others:
-        own = {run: k for k, run in enumerate(other["runs"])}
+        own = {run: k for k, run in enumerate(other["runs"]) if run >= 0}
         same = {k: own[run] for k, run in enumerate(first["runs"]) if run in own}
         places.append(same or _in_order(first["ends"], other["ends"]))
     common = [k for k in places[0] if all(k in place for place in places)]

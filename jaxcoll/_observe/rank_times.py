@@ -118,19 +118,19 @@ def _required(collectives: Iterable[Collective]) -> set[str]:
 
 
 def _numbered(collectives: Sequence[Collective], events: Sequence[Event]) -> Iterable[Event]:
-    """Number runs where the profile does not: by how often an instruction came, from the end."""
+    """Number runs below 0 where the profile does not: by how often an instruction came later."""
     if not events or events[0].run is not None:
         return events
     turns = Counter({c.name: 0 for c in collectives})
     for c in collectives:
         turns[c.name] += c.turns
     left: Counter[tuple[str, int]] = Counter()
-    run_of_device: Counter[int] = Counter()
+    run_of_device: dict[int, int] = defaultdict(lambda: -1)
     numbered = []
     for event in reversed(events):
         if event.instruction in turns:
             place = event.instruction, event.device
-            run_of_device[event.device] = -(left[place] // turns[event.instruction])
+            run_of_device[event.device] = -1 - left[place] // turns[event.instruction]
             left[place] += 1
         numbered.append(event._replace(run=run_of_device[event.device]))
     return reversed(numbered)

@@ -180,7 +180,7 @@ def test_a_run_that_the_profile_cuts_off_is_left_out():
 def test_runs_without_numbers_are_counted_from_the_end():
     events = [event("psum.7", None, 10 * k, 10 * k + 3) for k in range(5)]
     own = times([*events, event("dot", None, 48, 49)])
-    assert own["runs"] == [-4, -3, -2, -1, 0]
+    assert own["runs"] == [-5, -4, -3, -2, -1]
     assert own["times"] == [[[3 * MS]]] * 5
 
 
