@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.extend.backend
-from jaxlib import _hlo, _profiler
+from jax import core
 
 from jaxcoll._compat.settings import has_backend
+
+_hlo: Any = importlib.import_module("jaxlib._hlo")
+_profiler: Any = importlib.import_module("jaxlib._profiler")
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """The event of `jax.monitoring` at the end of each compilation, in the thread that compiled."""
@@ -69,8 +73,8 @@ def text_of(module: bytes) -> str:
 
 def is_tracing() -> bool:
     """True if this thread is tracing a program."""
-    core = sys.modules[jax.core.Tracer.__module__]
-    return not getattr(core, "trace_state_clean", lambda: True)()
+    module = sys.modules[core.Tracer.__module__]
+    return not getattr(module, "trace_state_clean", lambda: True)()
 
 
 class ProfilerSession:

@@ -147,7 +147,8 @@ def read_rank(
     for program in compiled:
         key = _fingerprint(program.text)
         reports[key] = dataclasses.replace(report_of(program.text), calls=program.calls)
-        numbers[key] |= {program.number} - {None}
+        if program.number is not None:
+            numbers[key].add(program.number)
     during, notes = programs_of(reports, numbers, events)
     before, _ = programs_of(reports, numbers, probe)
     rows: dict[str, Any] = {}

@@ -66,7 +66,7 @@ class Compilations:
             for name, packed, number in self._texts.values()
         ]
 
-    def _compiled(self, event: str, seconds: float, **fields: Any) -> None:
+    def _compiled(self, event: str, duration_secs: float, **fields: Any) -> None:
         if event == COMPILED:
             self._look(str(fields.get("fun_name", "")))
 
@@ -113,13 +113,14 @@ class Calls:
         self._monitoring: Any = getattr(sys, "monitoring", None)
         self._tool: int | None = None
         self._local: list[types.CodeType] = []
-        self._jitted = type(jax.jit(lambda: None))
+        self._jitted: Any = type(jax.jit(lambda: None))
 
     def start(self) -> None:
         """Count from now on, unless other tools have taken all places of Python's."""
-        if self._monitoring is not None:
-            free = (k for k in (4, 3, 5, 2) if self._monitoring.get_tool(k) is None)
-            self._tool = next(free, None)
+        if self._monitoring is None:
+            return
+        free = (k for k in (4, 3, 5, 2) if self._monitoring.get_tool(k) is None)
+        self._tool = next(free, None)
         if self._tool is not None:
             events = self._monitoring.events
             self._monitoring.use_tool_id(self._tool, "jaxcoll")
@@ -153,8 +154,10 @@ class Calls:
 
     def _called(self, code: types.CodeType, at: int, function: Any, first: Any) -> Any:
         while isinstance(function, functools.partial | types.MethodType):
-            is_partial = isinstance(function, functools.partial)
-            function = function.func if is_partial else function.__func__
+            if isinstance(function, functools.partial):
+                function = function.func
+            else:
+                function = function.__func__
         if not isinstance(function, self._jitted):
             return self._monitoring.DISABLE
         if not is_tracing():

@@ -62,15 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, compile or run, and show; the exit status."""
-    is_folder = args.profile is not None and args.run is None
-    if (args.target is not None) + (args.run is not None) + is_folder != 1:
+    folder: Path | None = args.profile if args.run is None else None
+    if (args.target is not None) + (args.run is not None) + (folder is not None) != 1:
         raise ValueError("expected one of TARGET, --profile FOLDER and --run script.py.")
     if args.run is not None:
         return _run(args)
     if args.measure or args.limit:
         raise ValueError("--measure and --limit are for --run.")
-    if is_folder:
-        _show(read_folder(args.profile), args, sys.stdout)
+    if folder is not None:
+        _show(read_folder(folder), args, sys.stdout)
         return 0
     report = _report(args.target, args)
     other = _report(args.against, args) if args.against else None
@@ -122,7 +122,7 @@ def _run(args: argparse.Namespace) -> int:
 def _limit(text: str) -> tuple[str, Any]:
     """Return the name and the value of a --limit, as `jc.assert_collectives` takes them."""
     name, _, value = text.partition("=")
-    names = assert_collectives.__kwdefaults__
+    names = assert_collectives.__kwdefaults__ or {}
     if name not in names:
         raise ValueError(f"--limit: {name} is no limit; there are {', '.join(names)}.")
     if name == "none_in_loops":
