@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.rows import Row
-from jaxcoll._show.units import milliseconds
+from jaxcoll._show.units import counted, milliseconds, percent
 
 LEAST_LEAD, LEAST_SHARE, LEAST_RUNS = 1e-3, 0.05, 5
 """A rank is late if the lower quartile of its lead is so many seconds and this share of a step, in
@@ -70,6 +70,17 @@ class Measured:
     times: tuple[Times | None, ...]
     late: tuple[tuple[Last, int], ...]
     lanes: tuple[tuple[tuple[str, float, float], ...], ...] = dataclasses.field(repr=False)
+
+    def summary(self) -> str:
+        """Say how long a step takes, and how much of it is exposed."""
+        before = self.unprofiled_step_seconds
+        outside = f" ({milliseconds(before)} without the profile)" if before else ""
+        step, exposed = self.step_seconds, self.exposed_seconds
+        return (
+            f"measured in {counted(self.runs, 'run')} on {counted(len(self.ranks), 'rank')}: a "
+            f"step takes {milliseconds(step)}{outside}, {milliseconds(exposed)} of it exposed "
+            f"communication ({percent(exposed, step)})"
+        )
 
     def sentences(self, rows: Sequence[Row]) -> list[str]:
         """Name the late ranks, in words."""

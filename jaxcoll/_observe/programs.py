@@ -17,7 +17,7 @@ from jaxcoll._observe.parse.hlo_text import parse_module
 from jaxcoll._observe.profile import Compiled, Event
 from jaxcoll._observe.rank_times import programs_of, times_of
 from jaxcoll._observe.report import Report, report_of
-from jaxcoll._observe.row_table import lines_of, totals
+from jaxcoll._observe.row_table import lines_of, table, totals
 from jaxcoll._show.table import Table, folding_html, lines_html
 from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, size
 
@@ -58,7 +58,10 @@ class Programs:
             parts.append(self._table().text(width))
         if notes := self._notes():
             parts.append("\n".join(fold(note, width) for note in notes))
-        parts += [report.text(width) for report in self.reports if report.measured]
+        for report in self.reports:
+            if took := report.measured:
+                parts.append(fold(f"{report.name}: {took.summary()}", width))
+                parts.append(table(report.rows, took).text(width))
         return "\n\n".join(parts)
 
     def __str__(self) -> str:

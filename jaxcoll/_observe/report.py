@@ -247,15 +247,7 @@ def _heading(report: Report) -> list[str]:
     if report.memory_bytes is not None:
         lines.append(f"memory: {size(report.memory_bytes)} of a device at most")
     if took := report.measured:
-        before = took.unprofiled_step_seconds
-        outside = f" ({milliseconds(before)} without the profile)" if before else ""
-        step, exposed = took.step_seconds, took.exposed_seconds
-        lines[1:1] = [
-            *took.sentences(report.rows),
-            f"measured in {counted(took.runs, 'run')} on {counted(len(took.ranks), 'rank')}: "
-            f"a step takes {milliseconds(step)}{outside}, {milliseconds(exposed)} of it exposed "
-            f"communication ({percent(exposed, step)})",
-        ]
+        lines[1:1] = [*took.sentences(report.rows), took.summary()]
     return lines
 
 

@@ -127,7 +127,7 @@ ENDS = {
     "raises": ("raise KeyError('mine')", 1),
     "exits with 3": ("sys.exit(3)", 3),
     "exits with words": ("sys.exit('because')", 1),
-    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT)", 130),
+    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(10)", 130),
     "threads": (
         "threading.Thread(target=lambda: (time.sleep(0.2), step(w, x), print('done'))).start()",
         0,
