@@ -24,7 +24,7 @@ PAGES = [
 ]
 SOURCES = {path: path.read_text("utf8") for path in sorted((ROOT / "jaxcoll").rglob("*.py"))}
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
-MOST_WORDS = 20_700  # a falling total
+MOST_WORDS = 20_200  # a falling total
 PROMISES = r"\b(not yet|in this release|coming soon|will be (?:added|supported)|TODO|roadmap)\b"
 OLD_WORDS = r"\b(crew|muster|told|come home|out of breath|left behind|sign of life|stop here|Law:)"
 MODULES = sorted(
