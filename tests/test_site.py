@@ -144,7 +144,6 @@ FIRST_FOUND = {
     "gradient accumulation": "training/",
     "mixed precision": "training/",
     "ema": "training/",
-    "profiler": "training/",
     "checkpoint": "checkpoints/",
     "fsdp": "sharding_parameters/",
     "zero": "sharded_optimizer/",
