@@ -6,8 +6,8 @@ from typing import Any as _Any
 from jaxcoll import compression as compression
 from jaxcoll import distribute as distribute
 from jaxcoll import errors as errors
+from jaxcoll._api.broadcast import broadcast as broadcast
 from jaxcoll._api.collectives import all_reduce as all_reduce
-from jaxcoll._api.collectives import broadcast as broadcast
 from jaxcoll._api.collectives import pmean as pmean
 from jaxcoll._api.collectives import psum as psum
 from jaxcoll._api.gradients import accumulate as accumulate

@@ -12,6 +12,7 @@ from jaxcoll._distribute.all_reduce_ops import (
 )
 from jaxcoll._distribute.all_reduce_ops import NcclAllReduce as NcclAllReduce
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from jaxcoll._distribute.hints import CollectiveHints as CollectiveHints
 from jaxcoll._distribute.multi_worker_all_reduce import (
     MultiWorkerAllReduce as MultiWorkerAllReduce,
 )
@@ -26,7 +27,6 @@ from jaxcoll._distribute.replica_context import ReplicaContext as ReplicaContext
 from jaxcoll._distribute.replica_context import get_replica_context as get_replica_context
 from jaxcoll._distribute.strategy import MirroredStrategy as MirroredStrategy
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
-from jaxcoll._plan.options import CollectiveHints as CollectiveHints
 from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp

@@ -1,4 +1,4 @@
-"""Reductions and broadcasts inside a mapped program: read the scope, then hand down."""
+"""Reductions inside a mapped program: read the scope, then hand down."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import jax
 
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._spmd import broadcast as _broadcast
 from jaxcoll._spmd import reduce
-from jaxcoll._spmd import residual as residuals
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.scope import scope_here
-from jaxcoll._spmd.shards import check_no_shards
+from jaxcoll._spmd.whole import opened
 
 
 def all_reduce(
@@ -79,16 +77,15 @@ def all_reduce(
             f"got {invariant!r}."
         )
     check_order(reduce_op, value)
-    given, op = checked(options), ReduceOp.of(reduce_op)
-    reduce.check_any_coded(value, given)
-    scope = scope_here().merged(given)
+    own_options, op = checked(options), ReduceOp.of(reduce_op)
+    if own_options.compression is not None:
+        reduce.check_any_coded(value, own_options)
+    scope = scope_here().merged(own_options)
     axes = scope.over(axis_name, "jc.all_reduce")
-    check_no_shards(value, axes, "all_reduce")
-    if residual is None:
-        return reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant)
-    owed = residuals.opened(residual, value, bound_axes(axes, "all_reduce"), "all_reduce")
-    reduced, owed = reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant, owed=owed)
-    return reduced, residuals.closed(residual, owed)
+    feedback = None
+    if residual is not None:
+        feedback = opened(residual, value, bound_axes(axes, "all_reduce"), "all_reduce")
+    return reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant, feedback=feedback)
 
 
 def psum(
@@ -194,43 +191,3 @@ def check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> No
 
 def _shown(x: Any) -> str:
     return repr(x) if isinstance(x, ReduceOp | str) else kind_of(x)
-
-
-def broadcast(
-    value: Any,
-    axis_name: str | tuple[str, ...] | None = None,
-    *,
-    source: int = 0,
-    options: CommunicationOptions | None = None,
-) -> Any:
-    """Give every replica the value that one of them holds.
-
-    Guarantee: the result equals the source's value, whatever the others hold; of a negative zero
-    the sign may be lost, and all of a subnormal number (in float32 below 1.2e-38), as in any sum of
-    XLA's. The cotangent of the source is the sum of the replicas' cotangents, that of the others
-    zero; a float8_e8m0fnu, which has no zero, travels as its bits and has no cotangent.
-
-    Args:
-      value: any pytree of arrays, booleans among them, equal on all replicas in structure and
-        shape.
-      axis_name: as in `all_reduce`.
-      source: whose value; with several axes the outer counts slowest.
-      options: as in `all_reduce`.
-
-    Returns:
-      A pytree like `value`, *invariant* over the axes. Cost: that of an `all_reduce`.
-
-    Raises:
-      NameError: an axis is not mapped here; the message lists those that are.
-      ValueError: there is no such replica, a leaf holds no numbers, or an argument is invalid.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> x = jnp.array([1.0, 2.0, 3.0])
-      >>> jax.vmap(lambda v: broadcast(v, "data", source=1), axis_name="data")(x).tolist()
-      [2.0, 2.0, 2.0]
-    """
-    scope = scope_here().merged(checked(options, exactly="broadcast"))
-    axes = scope.over(axis_name, "jc.broadcast")
-    check_no_shards(value, axes, "broadcast")
-    return _broadcast.broadcast(value, axes, source=source, scope=scope)

@@ -72,8 +72,8 @@ def value_and_grad(
       >>> value.tolist(), grad.tolist()
       ([5.0, 5.0], [2.5, 2.5])
     """
-    asked = gradient.Asked(fun, ReduceOp.of(reduce_op), argnums, has_aux, scatter, feedback)
-    return gradient.reduced_gradient(asked, axis_name, scope_here, checked(options))
+    loss = gradient.Differentiator(fun, ReduceOp.of(reduce_op), argnums, has_aux, scatter, feedback)
+    return gradient.reduced_gradient(loss, axis_name, scope_here, checked(options))
 
 
 def grad(
@@ -104,8 +104,8 @@ def grad(
       are *invariant* over the axes, but for `Shards`; `aux` is *varying*.
     """
     op = ReduceOp.of(reduce_op)
-    asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feedback, with_value=False)
-    return gradient.reduced_gradient(asked, axis_name, scope_here, checked(options))
+    loss = gradient.Differentiator(fun, op, argnums, has_aux, scatter, feedback, with_value=False)
+    return gradient.reduced_gradient(loss, axis_name, scope_here, checked(options))
 
 
 def mean_loss(
@@ -281,8 +281,10 @@ def accumulate(
         )
     pieces = MicroBatches(count, positions)
     op = ReduceOp.of(reduce_op)
-    asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feedback, micro_batches=pieces)
-    return gradient.reduced_gradient(asked, axis_name, scope_here, checked(options))
+    loss = gradient.Differentiator(
+        fun, op, argnums, has_aux, scatter, feedback, micro_batches=pieces
+    )
+    return gradient.reduced_gradient(loss, axis_name, scope_here, checked(options))
 
 
 def scan_layers(
@@ -359,7 +361,7 @@ def scan_layers(
       >>> jax.vmap(replica, axis_name="data")(rows, jnp.ones((2, 2)))[0].tolist()
       [789.0, 1785.0]
     """
-    asked = scan.Asked(ReduceOp.of(reduce_op), gather_dtype, ahead, remat, unroll)
+    settings = scan.ScanOptions(ReduceOp.of(reduce_op), gather_dtype, ahead, remat, unroll)
     scope = scope_here()
     axes = scope.over(axis_name, "jc.scan_layers")
-    return scan.scan_layers(layer, carry, stacked, axes, sharded, asked, scope, checked(options))
+    return scan.scan_layers(layer, carry, stacked, axes, sharded, settings, scope, checked(options))

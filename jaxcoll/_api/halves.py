@@ -60,14 +60,14 @@ def all_gather(
       >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    scope, given = scope_here(), checked(options, exactly="all_gather")
+    scope, own_options = scope_here(), checked(options, exactly="all_gather")
     axes = scope.over(axis_name, "jc.all_gather")
     if not shards_in(value):
-        scope = scope.merged(given)
+        scope = scope.merged(own_options)
         return gather.all_gather(value, axes, axis=axis, scope=scope)
     # The derivative's reduce-scatter is the reduction that an enclosing `value_and_grad` asks for.
     inside = differentiation()
-    scope = scope.merged(inside.options if inside else None).merged(given)
+    scope = scope.merged(inside.options if inside else None).merged(own_options)
     if axis != 0:
         raise ValueError(
             f"`all_gather` of Shards gives the tree that they are parts of; `axis` ({axis!r}) "

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 
-from jaxcoll import _compat
 from jaxcoll._cluster.coordinator import Coordinator, jax_heartbeat, start_coordinator
 from jaxcoll._cluster.coordinator_proxy import through_proxy
 from jaxcoll._cluster.hosts import publish_host
@@ -37,6 +36,7 @@ from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._cluster.startup import arrive, connected, exchanged, reach
 from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS
+from jaxcoll._compat import settings
 from jaxcoll._compat.gloo import let_gloo_listen_at
 from jaxcoll._malloc import keep_freed_memory
 from jaxcoll.errors import DeadlineExceededError
@@ -235,7 +235,7 @@ def outlives_processes() -> bool:
     """True if the job that this process is in goes on when one of its processes dies."""
     if _joined is not None:
         return _joined.recoverable
-    return bool(_compat.configured("enable_recoverability"))
+    return bool(settings.configured("enable_recoverability"))
 
 
 def own_address() -> str | None:
@@ -296,7 +296,7 @@ def _check_same(member: Member) -> None:
 
 
 def _check_unused() -> None:
-    if _compat.has_backend():
+    if settings.has_backend():
         raise RuntimeError(
             "`initialize` must come before anything that uses devices (`jax.devices()`, making an "
             "array, a strategy): JAX has looked for its devices already, and found this process's "
@@ -309,8 +309,8 @@ def _keep_memory() -> None:
     # Without being asked, JAX takes CPUs where no plugin for accelerators is installed.
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     others = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
-    first = (_compat.configured("platforms") or ("" if others else "cpu")).split(",")[0]
-    over_gloo = _compat.configured("cpu_collectives_implementation") == "gloo"
+    first = (settings.configured("platforms") or ("" if others else "cpu")).split(",")[0]
+    over_gloo = settings.configured("cpu_collectives_implementation") == "gloo"
     if first == "cpu" and over_gloo and keep_freed_memory():
         _LOG.debug("malloc keeps what this process frees: it never shrinks; see `keep_memory`")
 
@@ -367,9 +367,9 @@ def _by_jax(
     member: Member | None, limits: dict[str, int], bind: str | None, recoverable: bool
 ) -> None:
     """Leave the rest to what JAX knows of clusters; where it knows none, this process is alone."""
-    if member is None and _compat.has_backend():
+    if member is None and settings.has_backend():
         return
-    before = _compat.configured("enable_recoverability")
+    before = settings.configured("enable_recoverability")
     jax.config.update("jax_enable_recoverability", recoverable)
     try:
         names = ("num_processes", "process_id", "local_device_ids") if member else ()

@@ -5,10 +5,9 @@ from jaxcoll._compat.axes import automatic_axes as automatic_axes
 from jaxcoll._compat.axes import axes_in_scope as axes_in_scope
 from jaxcoll._compat.axes import in_mesh_order as in_mesh_order
 from jaxcoll._compat.axes import is_partially_sharded as is_partially_sharded
-from jaxcoll._compat.axes import is_shadowed as is_shadowed
-from jaxcoll._compat.axes import is_unreachable as is_unreachable
 from jaxcoll._compat.axes import is_vmapped as is_vmapped
 from jaxcoll._compat.axes import must_keep_shape as must_keep_shape
+from jaxcoll._compat.axes import obstacle as obstacle
 from jaxcoll._compat.axes import same_axes as same_axes
 from jaxcoll._compat.axes import tracks_variance as tracks_variance
 from jaxcoll._compat.axes import types_tell as types_tell
@@ -17,7 +16,6 @@ from jaxcoll._compat.axes import varying_axes as varying_axes
 from jaxcoll._compat.axes import varying_axes_of_type as varying_axes_of_type
 from jaxcoll._compat.axes import zeros_like_aval as zeros_like_aval
 from jaxcoll._compat.primitives import AS_INVARIANT as AS_INVARIANT
-from jaxcoll._compat.primitives import THROUGH as THROUGH
 from jaxcoll._compat.primitives import apart as apart
 from jaxcoll._compat.primitives import as_invariant as as_invariant
 from jaxcoll._compat.primitives import as_stored as as_stored
@@ -25,14 +23,4 @@ from jaxcoll._compat.primitives import at_once as at_once
 from jaxcoll._compat.primitives import needing as needing
 from jaxcoll._compat.primitives import ordered as ordered
 from jaxcoll._compat.primitives import terms_of_sum as terms_of_sum
-from jaxcoll._compat.primitives import through_backward as through_backward
 from jaxcoll._compat.primitives import traced_once as traced_once
-from jaxcoll._compat.settings import configuration as configuration
-from jaxcoll._compat.settings import configured as configured
-from jaxcoll._compat.settings import has_backend as has_backend
-from jaxcoll._compat.settings import line_here as line_here
-from jaxcoll._compat.settings import line_of_gradient as line_of_gradient
-from jaxcoll._compat.settings import numerics as numerics
-from jaxcoll._compat.settings import users_line as users_line
-from jaxcoll._compat.settings import warn as warn
-from jaxcoll._compat.tracebacks import boundary as boundary

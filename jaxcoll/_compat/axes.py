@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,19 @@ def axes_in_scope() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*manual, *(a for a in _axis_names() if isinstance(a, str))]))
 
 
-def is_unreachable(axis: str) -> bool:
-    """True if `axis` belongs to a `vmap` inside a checked `shard_map`.
+def obstacle(axis: str) -> Literal["unreachable", "shadowed"] | None:
+    """Return why no collective can run over a mapped axis.
 
-    JAX 0.10 and 0.12 fail there on every collective, with an assertion that has no words.
+    "unreachable": it belongs to a `vmap` inside a checked `shard_map`, where JAX 0.10 and 0.12 fail
+    on every collective, with an assertion that has no words. "shadowed": a `vmap` has taken the
+    name of an axis that the mesh maps as well, which its size shows; or, if that is the same, an
+    index that is being batched.
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return axis not in manual and any(tracks_variance(a) for a in manual)
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis not in mesh.manual_axes:
+        return "unreachable" if any(map(tracks_variance, mesh.manual_axes)) else None
+    is_batched = type(lax.axis_index(axis)).__name__ == "BatchTracer"  # JAX's own, not public
+    return "shadowed" if is_batched or lax.axis_size(axis) != mesh.shape[axis] else None
 
 
 def is_vmapped(axis: str) -> bool:
@@ -44,18 +50,6 @@ def is_vmapped(axis: str) -> bool:
     `pmap` is a `shard_map` since JAX 0.8.
     """
     return axis not in jax.sharding.get_abstract_mesh().manual_axes
-
-
-def is_shadowed(axis: str) -> bool:
-    """True if a `vmap` has taken the name of an axis that the mesh maps as well.
-
-    Recognised by its size, and, for one of the same size, by an index that is being batched.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if axis not in mesh.manual_axes:
-        return False
-    batched = type(lax.axis_index(axis)).__name__ == "BatchTracer"  # a class JAX keeps to itself
-    return batched or lax.axis_size(axis) != mesh.shape[axis]
 
 
 def in_mesh_order(axes: Sequence[str]) -> tuple[str, ...]:
@@ -129,7 +123,7 @@ def retyped(aval: Any, varying: frozenset[str]) -> Any:
 def is_partially_sharded(x: Any) -> bool:
     """True if `x` is sharded, by its type, over a mesh axis that is not mapped here."""
     spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
-    return any(part is not None for part in spec)
+    return [*spec].count(None) < len(spec)
 
 
 def must_keep_shape(x: Any) -> bool:
@@ -140,6 +134,6 @@ def must_keep_shape(x: Any) -> bool:
 def automatic_axes() -> tuple[str, ...]:
     """Axes of the mesh around this point, longer than 1, that are left to the partitioner."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes:
+    if len(mesh.manual_axes) in (0, len(mesh.axis_names)):
         return ()
     return tuple(a for a, n in mesh.shape.items() if n > 1 and a not in mesh.manual_axes)

@@ -16,7 +16,6 @@ from jax.interpreters import ad, batching, mlir
 from jaxcoll._compat.axes import (
     as_varying,
     retyped,
-    tracks_variance,
     unreduced_axes,
     varying_axes,
     varying_axes_of_type,
@@ -65,8 +64,8 @@ def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
         of an invariant value already totalled, so only the first replica sends it back through
         the sum; otherwise each replica keeps it.
     """
-    known = tuple(a for a in axes if a in varying_axes(x))
-    return _as_invariant_p.bind(x, axes=known, summed=summed) if known else x
+    varying = tuple(a for a in axes if a in varying_axes(x))
+    return _as_invariant_p.bind(x, axes=varying, summed=summed) if varying else x
 
 
 def _as_invariant_transpose(cotangent: Any, *, axes: tuple[str, ...], summed: bool) -> list[Any]:
@@ -95,8 +94,8 @@ def terms_of_sum(x: Any, axes: Iterable[str]) -> Any:
     It is what the type `unreduced` stands for, typed as varying: no data moves. What is of another
     type is left as it is.
     """
-    owed = tuple(a for a in axes if a in unreduced_axes(x))
-    return _terms_p.bind(x, axes=owed) if owed else x
+    unsummed = tuple(a for a in axes if a in unreduced_axes(x))
+    return _terms_p.bind(x, axes=unsummed) if unsummed else x
 
 
 def _terms_aval(aval: Any, *, axes: tuple[str, ...]) -> Any:
@@ -125,76 +124,6 @@ def ordered(x: Any, after: Any) -> Any:
     """
     more = varying_axes(after) - varying_axes(x)
     return lax.optimization_barrier((x, as_invariant(after, sorted(more))))[0]
-
-
-def through_backward(
-    arrays: Sequence[Any],
-    through: Callable[[dict[int, Any], dict[int, frozenset[str]]], dict[int, Any]],
-    axes: Sequence[str],  # that the results vary over by their type, whatever the arrays do
-) -> list[Any]:
-    """Floating `arrays` themselves, whose cotangents go through a hashable function together.
-
-    It is given the cotangents by their arrays' numbers, those that are known to be zero left out,
-    and the axes that each array varies over by its type, which its result must vary over, too.
-
-    A custom derivative rule would say as much, but takes no forward mode, and sends the zeros of
-    arrays that nobody differentiates.
-    """
-    typed = tuple(a for a in axes if tracks_variance(a))
-    which = tuple(range(len(arrays)))
-    return _through_p.bind(*arrays, through=through, which=which, axes=typed) if arrays else []
-
-
-THROUGH = "sync_in_backward"
-"""The name of the primitive of `through_backward`."""
-
-
-def _through_avals(*avals: Any, axes: tuple[str, ...], **_: Any) -> list[Any]:
-    if not axes:
-        return list(avals)
-    # What was made outside of the mesh, a constant, does not know it yet.
-    mesh = jax.sharding.get_abstract_mesh()
-    avals = tuple(aval.update(sharding=aval.sharding.update(mesh=mesh)) for aval in avals)
-    return [retyped(a, varying_axes_of_type(a).union(axes)) for a in avals]
-
-
-def _through_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, which: tuple[int, ...], **params: Any
-) -> tuple[list[Any], list[Any]]:
-    out = _through_p.bind(*primals, which=which, **params)
-    moved = [k for k, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-    tangents_out: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
-    if moved:
-        some = tuple(which[k] for k in moved)
-        results = _through_p.bind(*(tangents[k] for k in moved), which=some, **params)
-        for k, result in zip(moved, results, strict=True):
-            tangents_out[k] = result
-    return out, tangents_out
-
-
-def _through_transpose(
-    cotangents: Sequence[Any], *args: Any, through: Any, which: tuple[int, ...], **_: Any
-) -> list[Any]:
-    avals = dict(zip(which, (arg.aval for arg in args), strict=True))
-    known = {i: ct for i, ct in zip(which, cotangents, strict=True) if not isinstance(ct, ad.Zero)}
-    varying = {i: varying_axes_of_type(avals[i]) for i in known}
-    results = through(known, varying) if known else {}
-    return [
-        results[i] if i in results else ad.Zero(aval.to_tangent_aval()) for i, aval in avals.items()
-    ]
-
-
-_through_p = Primitive(THROUGH)
-_through_p.multiple_results = True
-_through_p.def_impl(lambda *xs, **_: list(xs))
-_through_p.def_abstract_eval(_through_avals)
-mlir.register_lowering(_through_p, lambda ctx, *xs, **_: list(xs))
-batching.primitive_batchers[_through_p] = lambda xs, dims, **params: (
-    _through_p.bind(*xs, **params),
-    dims,
-)
-ad.primitive_jvps[_through_p] = _through_jvp
-ad.primitive_transposes[_through_p] = _through_transpose
 
 
 def needing(x: Any, after: Sequence[Any]) -> Any:
@@ -272,26 +201,26 @@ def traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Any, Callable[...,
     return jitted.trace(*args).jaxpr, jitted
 
 
-def apart(function: Callable[..., Any], **known: Any) -> Callable[..., Any]:
+def apart(function: Callable[..., Any], **parameters: Any) -> Callable[..., Any]:
     """`function` with some arguments known, which no compiler joins with what is around it.
 
     Its arrays are stored before and after, and calls of the same shapes are compiled once. For
     CPUs alone: other compilers make a call of it that waits.
     """
-    jitted = _jitted(function, tuple(known))
+    jitted = _jitted(function, tuple(parameters))
 
     def call(*arrays: Any) -> Any:
         with set_xla_metadata(inlineable="false"):
-            return jitted(*arrays, **known)
+            return jitted(*arrays, **parameters)
 
     return call
 
 
 @functools.cache
-def _jitted(function: Callable[..., Any], known: tuple[str, ...]) -> Any:
+def _jitted(function: Callable[..., Any], names: tuple[str, ...]) -> Any:
     @functools.wraps(function)
-    def inside(*arrays: Any, **known: Any) -> Any:
+    def inside(*arrays: Any, **parameters: Any) -> Any:
         with set_xla_metadata(inlineable=None):  # of calls within it, which are joined
-            return function(*arrays, **known)
+            return function(*arrays, **parameters)
 
-    return jax.jit(inside, static_argnames=known)
+    return jax.jit(inside, static_argnames=names)

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping
 
-from jaxcoll import _compat
+from jaxcoll._compat import settings
 
 _MARKS = ("JAXCOLL_PROCESSES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE")
 """Variables in which launchers say how many processes there are."""
@@ -23,7 +23,7 @@ _SRUN = f"Start the program with `srun`. {_INITIALIZE}"
 def warn_where_alone() -> None:
     """Warn once if a launcher started several processes and this one has not joined the others."""
     if text := reason_to_warn(os.environ):
-        _compat.warn(text)
+        settings.warn(text)
 
 
 def reason_to_warn(environment: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll import _compat
+from jaxcoll._compat import settings
 from jaxcoll._plan.options import UNSET, CommunicationOptions
 
 
@@ -39,7 +39,7 @@ class InnerDeadlines:
         Cost, when it is done: about half a microsecond an array.
         """
         leaves, tree = jax.tree.flatten(args)
-        key = (_compat.configuration(), tree, tuple(leaf.aval for leaf in leaves))
+        key = (settings.configuration(), tree, tuple(leaf.aval for leaf in leaves))
         if key not in self._traced:
             program.trace(*args)
             self._traced.add(key)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxcoll import _compat
+from jaxcoll._compat import settings
 from jaxcoll._dispatch.alone import warn_where_alone
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Compile, Program, compiled_for
@@ -161,7 +161,7 @@ def _result(
     """Wait for a call that was begun, until its deadline passes."""
     if task.wait(None if until is None else max(0.0, until - time.monotonic())):
         for text in call.same_rows:
-            _compat.warn(text, SameRowsWarning)
+            settings.warn(text, SameRowsWarning)
         return task.result()
     ranks, why = ((), "") if group is None else group.absence(call, program)
     abandon(worker)

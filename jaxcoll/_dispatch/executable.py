@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll import _compat
+from jaxcoll._compat import settings
 from jaxcoll._dispatch.call import Call
 from jaxcoll._plan.collective_plan import CollectivePlan
 
@@ -54,7 +54,7 @@ def compiled_for(call: Call, shared: Compile | None = None) -> Program:
     """
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     key = (
-        _compat.configuration(),  # under other settings of JAX it is another program
+        settings.configuration(),  # under other settings of JAX it is another program
         tree,
         shared is None,
         call.settings,  # processes compare them, whoever called the program before

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from jaxcoll import _compat
+from jaxcoll._compat import settings
 from jaxcoll._plan.scope_names import names, op_name_of, pack_of
 
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
@@ -124,7 +124,7 @@ def environment(device: jax.Device) -> tuple[str, ...]:
     return (
         *(f"{name} {_flags(os.environ.get(name, ''))}" for name in VARIABLES),
         f"processor {kind}",
-        *(f"setting {name}={value}" for name, value in _compat.numerics().items()),
+        *(f"setting {name}={value}" for name, value in settings.numerics().items()),
     )
 
 

@@ -14,11 +14,12 @@ from jax.core import Tracer
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run_all
 from jaxcoll._distribute.arguments import broadcast_to, delivered, destination_devices, taken
+from jaxcoll._distribute.hints import given
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica, refuse_traced
 from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import host_array, is_array
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, given
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_reducible, flattened, is_reducible, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.sparse import is_sparse

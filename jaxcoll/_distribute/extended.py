@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps, checked_pairs
+from jaxcoll._distribute.hints import given
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, PerReplica, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica
 from jaxcoll._distribute.replica_program import run_on_replicas
 from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import is_array
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, given
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.sparse import is_sparse
 
 

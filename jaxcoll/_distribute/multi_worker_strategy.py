@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from jaxcoll import _compat
 from jaxcoll._cluster.resolvers import ClusterResolver
+from jaxcoll._compat import settings
 from jaxcoll._distribute.all_reduce_ops import CollectiveAllReduce
 from jaxcoll._distribute.strategy import Strategy
 from jaxcoll._plan.checks import refuse
@@ -49,7 +49,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         options = communication_options or CommunicationOptions()
         if not isinstance(options, CommunicationOptions):
             refuse("communication_options", "a CommunicationOptions or None", options)
-        if cluster_resolver is not None or not _compat.has_backend():
+        if cluster_resolver is not None or not settings.has_backend():
             from jaxcoll._cluster.initialize import initialize
 
             initialize(cluster_resolver=cluster_resolver)

@@ -8,10 +8,11 @@ import jax
 
 from jaxcoll._api.collectives import all_reduce
 from jaxcoll._api.halves import all_gather
+from jaxcoll._distribute.hints import given
 from jaxcoll._distribute.per_replica import is_distributed
 from jaxcoll._distribute.replica_axis import AXIS
 from jaxcoll._distribute.replica_axis import context_in_trace as context_in_trace
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, given
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 
 
 class ReplicaContext:

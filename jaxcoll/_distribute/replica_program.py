@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jaxcoll import _compat
+from jaxcoll._compat import settings
 from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.arguments import copy_near, over_group
@@ -78,9 +78,9 @@ class ReplicaProgram:
     ) -> Any:
         """Return the arguments as it wants them; like those of the last call, they are so."""
         leaves, tree = jax.tree.flatten(arguments)
-        settings = _compat.configuration()
+        configuration = settings.configuration()
         last, structure, before = self.last
-        if last is not None and settings == before and last.is_like(leaves, tree):
+        if last is not None and configuration == before and last.is_like(leaves, tree):
             return structure.unflatten(leaves)
         placed = placed_arguments(caller, arguments, devices)
         # A trace finds the deadlines inside, so shapes are traced before their first call.
@@ -88,7 +88,7 @@ class ReplicaProgram:
         placed_leaves, structure = jax.tree.flatten(placed)
         if len(placed_leaves) == len(leaves):
             if all(a is b for a, b in zip(placed_leaves, leaves, strict=True)):
-                self.last = InPlace.of(leaves, tree), structure, settings
+                self.last = InPlace.of(leaves, tree), structure, configuration
         return placed
 
 

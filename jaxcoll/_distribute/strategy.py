@@ -17,6 +17,7 @@ from jaxcoll._distribute.arguments import check_here, devices_named
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps
 from jaxcoll._distribute.dataset import DistributedDataset, distributed
 from jaxcoll._distribute.extended import StrategyExtended, check_has_sum
+from jaxcoll._distribute.hints import given
 from jaxcoll._distribute.per_replica import DistributedValues, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica
 from jaxcoll._distribute.replica_context import ReplicaContext
@@ -24,7 +25,7 @@ from jaxcoll._distribute.replica_program import run_on_replicas
 from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.checks import refuse
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked, given
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import flattened
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.sparse import is_sparse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from jaxcoll._elastic.checkpoint import on_host
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import spec_of
-from jaxcoll._plan.packs.shard_layout import LANES, laid_over
+from jaxcoll._plan.packs.packing import LANES
+from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._spmd.residual import is_residual
 from jaxcoll._spmd.shards import Shards
 from jaxcoll._step.data_parallel import data_parallel
@@ -98,7 +100,8 @@ def _of(parts: Sequence[Any], like: Shards) -> Shards:
     """A residual with these parts, whose rows say of how many replicas they are."""
     packs = like.layout.packs
     replicas = len(parts[0]) // like.layout.rows(packs[0]) if packs else 1
-    return Shards(tuple(parts), laid_over(like.layout, (replicas,)), like.axes)
+    layout = laid_over(like.layout, (replicas,))
+    return dataclasses.replace(like, parts=tuple(parts), layout=layout)
 
 
 def _is_elsewhere(x: Any) -> bool:

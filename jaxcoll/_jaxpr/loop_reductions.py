@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll import _compat
-from jaxcoll._compat import marks
+from jaxcoll._compat import marks, settings
 from jaxcoll._jaxpr.dataflow import Dataflow
 from jaxcoll._jaxpr.subjaxprs import at_line, carry_of, equations, like, opened, programs
 
@@ -80,7 +79,7 @@ def _repeated(eqn: JaxprEqn) -> Repeated:
     avals: list[Any] = [out.aval for out in eqn.outvars]
     nbytes = sum(aval.size * aval.dtype.itemsize for aval in avals)
     kind, types = _REDUCTIONS[eqn.primitive.name], ", ".join(map(like, avals))
-    return Repeated(kind, types, nbytes, _compat.users_line(eqn))
+    return Repeated(kind, types, nbytes, settings.users_line(eqn))
 
 
 def _added_up(body: Any, first: int, carried: int) -> Iterator[tuple[JaxprEqn, ...]]:

@@ -31,7 +31,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, primitives
 
 from jaxcoll import _compat
-from jaxcoll._compat import marks
+from jaxcoll._compat import backward, marks, settings
 from jaxcoll._jaxpr.dataflow import Dataflow
 from jaxcoll._jaxpr.subjaxprs import at_line, called, equations, is_ref, like, opened, programs
 
@@ -43,7 +43,7 @@ _EQUALIZING = {*_SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant", "al
 _ABORTING = {*_SUMS, "pmax", "pmin", "reduce_scatter"}
 _FIRST = {_compat.AS_INVARIANT, "pvary", "pcast", "as_stored", "reshard", "needing"}
 """The result is the first operand, whatever the parameters say."""
-_SAME_PLACE = {"optimization_barrier", _compat.THROUGH}
+_SAME_PLACE = {"optimization_barrier", backward.THROUGH}
 """Result k is operand k."""
 _SILENT = {*_FIRST, *_SAME_PLACE, *marks.ALL, "axis_index"}
 """Equations that may name an axis and send nothing."""
@@ -135,7 +135,7 @@ class Proven:
     def gradient_line(self, k: int) -> str:
         """The user's line where a gradient was taken that output `k` is made of; "" if none."""
         eqns = _behind(self.jaxpr, self.jaxpr.outvars[k])
-        return next(filter(None, map(_compat.line_of_gradient, eqns)), "")
+        return next(filter(None, map(settings.line_of_gradient, eqns)), "")
 
     def line(self, k: int) -> str:
         """The user's line of the equation that made output `k`; "" if it is not known."""
@@ -318,7 +318,7 @@ class _Proof(Dataflow[int]):
     def _check_width(self, eqn: JaxprEqn, named: int) -> None:
         for x in eqn.invars:
             if getattr(x.aval, "dtype", None) == "bfloat16":
-                at = at_line(_compat.users_line(eqn))
+                at = at_line(settings.users_line(eqn))
                 words = {"name": eqn.primitive.name, "axis": self._first(named), "at": at}
                 raise ValueError(_NARROW.format(like=like(x.aval), **words))
 
@@ -326,7 +326,7 @@ class _Proof(Dataflow[int]):
         for x, fact in zip(eqn.invars, ins, strict=True):
             if moved := fact // _MOVED & named & self._long:
                 axis = self._first(moved)
-                at = at_line(_compat.users_line(eqn))
+                at = at_line(settings.users_line(eqn))
                 raise ValueError(_PARTS_SUMMED.format(axis=axis, at=at, like=like(x.aval)))
 
     def _of_parts(self, eqn: JaxprEqn, fact: int) -> int:
@@ -341,14 +341,14 @@ class _Proof(Dataflow[int]):
     def _check_own(self, fact: int, eqn: JaxprEqn) -> None:
         """Refuse what is made of a part and of a number of one part."""
         if both := fact // _PART & fact // _OWN & self._long:
-            at = at_line(_compat.users_line(eqn))
+            at = at_line(settings.users_line(eqn))
             raise ValueError(_OWN_NORM.format(axis=self._first(both), at=at))
 
     def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn) -> None:
         """Refuse an exchange over an axis along which replicas choose for themselves."""
         if not by & self._long:
             return
-        where, line = "branch", _compat.users_line(eqn)
+        where, line = "branch", settings.users_line(eqn)
         if eqn.primitive.name == "while":
             condition = opened(bodies[-1])
             where, line = "loop", _line_behind(condition, condition.outvars[0])
@@ -357,7 +357,7 @@ class _Proof(Dataflow[int]):
             if name in _SILENT or programs(inner):
                 continue
             if named := self._named(inner.params) & by & self._long:
-                axis, at = self._first(named), at_line(_compat.users_line(inner))
+                axis, at = self._first(named), at_line(settings.users_line(inner))
                 words = {"axis": axis, "at": at, "where": where, "line": at_line(line)}
                 raise ValueError(_CHOSEN.format(kind=f"`{name}`", **words))
 
@@ -376,7 +376,7 @@ class _Proof(Dataflow[int]):
                 axis = self._first(bits)
                 if not _is_divided(out, jaxpr, self.sizes[axis]):
                     maker = _line_behind(jaxpr, atom, {*_EQUALIZING, marks.SAME})
-                    yield RepeatedSum(axis, like(atom.aval), _compat.users_line(eqn), maker)
+                    yield RepeatedSum(axis, like(atom.aval), settings.users_line(eqn), maker)
 
 
 def _is_divided(out: Any, jaxpr: Jaxpr, n: int) -> bool:
@@ -433,4 +433,4 @@ def _behind(jaxpr: Jaxpr, atom: Any) -> Iterator[JaxprEqn]:
 def _line_behind(jaxpr: Jaxpr, atom: Any, names: set[str] | None = None) -> str:
     """The user's line of the nearest equation behind a value, of these primitives if given."""
     eqns = (e for e in _behind(jaxpr, atom) if names is None or e.primitive.name in names)
-    return next(filter(None, map(_compat.users_line, eqns)), "")
+    return next(filter(None, map(settings.users_line, eqns)), "")

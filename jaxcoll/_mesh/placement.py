@@ -268,7 +268,9 @@ def _is_wordy(x: Any) -> bool:
 def _may_be_placed(x: Any) -> bool:
     """True if JAX might take it: if an array is in it, JAX itself says whether it can be one."""
     others = ("dtype", "__jax_array__", "__array__")
-    return not isinstance(x, Tracer | jax.Ref) and (is_array(x) or any(hasattr(x, name) for name in others))
+    return not isinstance(x, Tracer | jax.Ref) and (
+        is_array(x) or any(hasattr(x, name) for name in others)
+    )
 
 
 def _path(tree: Any, i: int) -> str:

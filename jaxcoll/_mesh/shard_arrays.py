@@ -11,7 +11,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.placement import host_array, place
-from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout, SummedLayout, padded
+from jaxcoll._plan.packs.packing import LANES, padded
+from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout
 from jaxcoll._spmd.axes import listed
 from jaxcoll._spmd.shards import Shards, is_shards
 
@@ -124,7 +125,7 @@ def cut_like(leaves: Sequence[Any], shards: Shards) -> Shards:
     """The parts of whole leaves, laid out and placed as those of `shards` are; or numpy arrays."""
     part = shards.parts[0]
     mesh = getattr(part.sharding, "mesh", None) if isinstance(part, jax.Array) else None
-    return cut(leaves, shards.layout, mesh, shards.axes, shards.stack)
+    return shards.replace(cut(leaves, shards.layout, mesh, shards.axes, shards.stack).parts)
 
 
 def joined(shards: Shards) -> Any:

@@ -118,18 +118,19 @@ def stages(
       >>> [(s.algorithm, s.axes, s.replicas) for s in stages("native/ring", 0, (2, 4))]
       [('native', (1,), 4), ('ring', (0,), 2)]
     """
-    names = algorithm.split("/")
-    outermost = range(len(over) - len(names) + 1)
-    spans = [*([axis] for axis in reversed(range(len(outermost), len(over)))), outermost]
-    found = []
-    for name, span in zip(names, spans, strict=True):
-        axes = tuple(axis for axis in span if over[axis] > 1)
-        n = math.prod(over[axis] for axis in axes)
+    *inner, outermost = algorithm.split("/")
+    result, axis = [], len(over) - 1
+    for name in inner:
+        if (n := over[axis]) > 1:
+            result.append(Stage(name, (axis,), n, n))
+        axis -= 1
+    axes = tuple([k for k in range(axis + 1) if over[k] > 1])
+    n = math.prod(over[: axis + 1])
+    if n > 1:
         # Only an outermost shuffle may have fewer owners: an inner stage has a shard for each.
-        owners = min(shards, n) if shards and span is outermost and name == "shuffle" else n
-        if n > 1:
-            found.append(Stage(name, axes, n, owners, format if span is outermost else None))
-    return tuple(found)
+        owners = min(shards, n) if shards and outermost == "shuffle" else n
+        result.append(Stage(outermost, axes, n, owners, format))
+    return tuple(result)
 
 
 def owns_shards(algorithm: str) -> bool:

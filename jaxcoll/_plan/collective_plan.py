@@ -12,8 +12,7 @@ from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import Pack, PackingRule, Segment
-from jaxcoll._plan.packs.shard_layout import LANES, padded
+from jaxcoll._plan.packs.packing import LANES, Pack, PackingRule, Segment, padded
 from jaxcoll._plan.world import World
 
 THE_VALUE = "(the value)"
@@ -56,10 +55,10 @@ class CollectivePlan:
 
         `jc.inspect` and profilers find packs by it: pack 3 travels as `<name>/pack3`.
         """
-        packs = [
-            (pack.shown_type, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
-            for pack in self.packs
-        ]
+        packs = []
+        for pack in self.packs:
+            segments = [(s.leaf, s.start, s.size) for s in pack.segments]
+            packs.append((pack.shown_type, pack.over, segments))
         # Not a counter, which would differ between processes; and JAX does not number scopes.
         identity = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
         return f"{self.collective}_{zlib.crc32(identity.encode()) & 0xFFFFFF:06x}"

@@ -8,8 +8,7 @@ from jaxcoll._plan.algorithms import DESCRIPTIONS
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.overlap import OPTIONS, ReadyOrder
-from jaxcoll._plan.packs.packing import UNPACKED, Pack, PackingRule
-from jaxcoll._plan.packs.shard_layout import LANES
+from jaxcoll._plan.packs.packing import LANES, UNPACKED, Pack, PackingRule
 from jaxcoll._plan.rule import CODES, PACKED, asked_algorithm, choose, half_algorithm, is_asked
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import binary_size, counted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from jaxcoll._plan.collective_plan import CollectivePlan
@@ -44,11 +43,7 @@ def make_plan(
         packing = overlap.packing_for(leaves, options.bytes_per_pack, world, in_backward)
     elif packing is None:
         packing = packing_for(options, world, any(leaf.format for leaf in leaves))
-    packs = tuple(
-        pack if name == pack.algorithm else dataclasses.replace(pack, algorithm=name)
-        for pack in plan_packs(leaves, packing)
-        for name in [choice.of(pack)]
-    )
+    packs = plan_packs(leaves, packing, choice.of)
     if choice.parts > 1:
         packs = cut(packs, choice.parts)
     if options.reproducible:

@@ -48,9 +48,9 @@ class Table:
         """The table in columns; lines longer than `width` end in "…", but never amid a number."""
         table = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for k in range(1, len(widths) if width is not None else 0):
+        for k in range(1, len(widths)):
             end = sum(widths[: k + 1]) + 2 * k + 3 * (k + 1 < len(widths))
-            if self.align[k] == ">" and end > width:
+            if width is not None and self.align[k] == ">" and end > width:
                 widths, table = widths[:k], [[*cells[:k], "…"] for cells in table]
                 break
         indent = " " * (widths[0] + 2)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
-from jaxcoll._wire.blocks import all_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +63,9 @@ def before(array: jax.Array, recipe: Recipe) -> jax.Array:
 
 def after(total: jax.Array, recipe: Recipe) -> jax.Array:
     """The sum made the result: divided or multiplied, in its own type, *invariant*."""
-    return divided(_compat.as_invariant(total, recipe.axes), recipe)
+    # The sum of what varies over no axis varies over none.
+    total = _compat.as_invariant(total, recipe.axes) if recipe.varying else total
+    return divided(total, recipe)
 
 
 def divided(total: jax.Array, recipe: Recipe) -> jax.Array:
@@ -85,9 +84,3 @@ def wide(dtype: np.dtype) -> np.dtype:
     if jnp.issubdtype(dtype, np.complexfloating) or dtype == np.float64:
         return dtype
     return np.dtype(np.float32)
-
-
-def finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return whether all floats, real or complex, among these arrays are finite."""
-    floats = [x for x in arrays if jnp.issubdtype(x.dtype, np.inexact) and x.size]
-    return functools.reduce(jnp.logical_and, map(all_finite, floats), jnp.array(True))

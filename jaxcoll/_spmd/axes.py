@@ -19,40 +19,49 @@ from jaxcoll.errors import AlreadyReducedError
 def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
     """The named axes and their sizes, outer first; all of them must be mapped here."""
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    if any(isinstance(name, Tracer) for name in names):
-        raise ValueError(
-            f"`{caller}` got a traced value for `axis_name`; an axis is known by its name: "
-            "pass the string itself, and make the argument static if a jitted function takes it."
-        )
-    if not names or not all(isinstance(name, str) for name in names):
+    axes: dict[str, int] = {}
+    for name in names:
+        if isinstance(name, Tracer):
+            raise ValueError(
+                f"`{caller}` got a traced value for `axis_name`; an axis is known by its name: "
+                "pass the string itself, and make the argument static if a jitted function takes "
+                "it."
+            )
+        if not isinstance(name, str):
+            break
+        if name in axes:
+            raise ValueError(f"`{caller}` got an axis twice in `axis_name`: {axis_name!r}.")
+        axes[name] = _size(name, caller)
+    if len(axes) < max(1, len(names)):
         raise ValueError(
             f"`{caller}` expects `axis_name` to be a string or a non-empty tuple of strings; "
             f"got {axis_name!r}."
         )
-    if len(set(names)) < len(names):
-        raise ValueError(f"`{caller}` got an axis twice in `axis_name`: {axis_name!r}.")
-    axes = {}
-    for name in names:
-        try:
-            axes[name] = lax.axis_size(name)
-        except NameError:
-            scope = listed(_compat.axes_in_scope()) or "none"
-            raise NameError(
-                f"`{caller}` over axis {name!r}: no such axis here. Axes in scope: {scope}. Call "
-                f"it inside `jax.shard_map`, `jax.pmap` or `jc.data_parallel` that maps {name!r}."
-            ) from None
-        if _compat.is_unreachable(name):
-            raise ValueError(
-                f"`{caller}` over axis {name!r}: JAX cannot communicate over the axis of a `vmap` "
-                "inside a `shard_map` that checks types. Leave the mapped dimension in place and "
-                "sum over it with `jnp.sum`, before or after."
-            )
-        if _compat.is_shadowed(name):
-            raise ValueError(
-                f"`{caller}` over axis {name!r}: a `vmap` here has taken the name of an axis of "
-                "the mesh. Give the axis of the `vmap` a name of its own."
-            )
     return axes
+
+
+def _size(name: str, caller: str) -> int:
+    try:
+        size = lax.axis_size(name)
+    except NameError:
+        scope = listed(_compat.axes_in_scope()) or "none"
+        raise NameError(
+            f"`{caller}` over axis {name!r}: no such axis here. Axes in scope: {scope}. Call "
+            f"it inside `jax.shard_map`, `jax.pmap` or `jc.data_parallel` that maps {name!r}."
+        ) from None
+    obstacle = _compat.obstacle(name)
+    if obstacle == "unreachable":
+        raise ValueError(
+            f"`{caller}` over axis {name!r}: JAX cannot communicate over the axis of a `vmap` "
+            "inside a `shard_map` that checks types. Leave the mapped dimension in place and "
+            "sum over it with `jnp.sum`, before or after."
+        )
+    if obstacle == "shadowed":
+        raise ValueError(
+            f"`{caller}` over axis {name!r}: a `vmap` here has taken the name of an axis of "
+            "the mesh. Give the axis of the `vmap` a name of its own."
+        )
+    return size
 
 
 def as_array(value: Any, who: str, expected: str = "an array") -> jax.Array:

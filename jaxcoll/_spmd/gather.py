@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -82,10 +81,7 @@ def _rows(
     world = scope.world(axes)
     options = scope.exactly.options.replace(shards=UNSET)
     algorithm = asked_algorithm(options, world)
-    packs = tuple(
-        dataclasses.replace(pack, algorithm=algorithm)
-        for pack in plan_packs(leaves, packing_for(options, world))
-    )
+    packs = plan_packs(leaves, packing_for(options, world), lambda pack: algorithm)
     plan = CollectivePlan(
         ReduceOp.SUM, tuple(leaves), packs, world, options, collective="all_gather"
     )

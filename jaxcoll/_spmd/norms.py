@@ -13,13 +13,14 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
-from jaxcoll._spmd.arithmetic import finite, wide
+from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes, listed
 from jaxcoll._spmd.gradients.per_replica import taken_by
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import axes_of_shards, is_shards
 from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._wire.blocks import finite
 
 _PART = """\
 `{caller}`: {leaf} is `Shards` along {axes}, and only this replica's part would count, so that \
@@ -91,17 +92,17 @@ def _with_axes(
     _check_axes_of_shards(tree, axes, caller)
     in_shards = axes_of_shards(tree)
     dark = [a for a in axes if not _compat.tracks_variance(a)]
-    found = []
+    arrays = []
     for (_, x), own in zip(leaves, in_shards, strict=True):
         unknown = own if any(in_shards) else dark
         varying = _compat.varying_axes(x)
         over = tuple(a for a in axes if a in varying or a in unknown)
-        found.append((x, over))
+        arrays.append((x, over))
     if any(in_shards):
-        whole = {name: x for (name, x), (_, over) in zip(leaves, found, strict=True) if not over}
-        first, over = found[0]
-        found[0] = taken_by(first, whole, axes, caller), over
-    return found
+        whole = {name: x for (name, x), (_, over) in zip(leaves, arrays, strict=True) if not over}
+        first, over = arrays[0]
+        arrays[0] = taken_by(first, whole, axes, caller), over
+    return arrays
 
 
 def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
@@ -128,7 +129,7 @@ def _added(numbers: Sequence[jax.Array]) -> jax.Array:
 
 def _arrays(tree: Any, caller: str) -> list[tuple[str, jax.Array]]:
     """The leaves with their paths."""
-    found = []
+    arrays = []
     for path, leaf in flattened(tree, is_sparse)[0]:
         if is_sparse(leaf):
             raise ValueError(
@@ -139,5 +140,5 @@ def _arrays(tree: Any, caller: str) -> list[tuple[str, jax.Array]]:
         if dtype is None or not jnp.issubdtype(dtype, np.number):
             got = type(leaf).__name__ if dtype is None else dtype
             raise ValueError(f"`{caller}`: {where(path)}: expected numbers, got {got}.")
-        found.append((path, jnp.asarray(leaf)))
-    return found
+        arrays.append((path, jnp.asarray(leaf)))
+    return arrays

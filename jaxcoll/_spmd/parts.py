@@ -11,14 +11,8 @@ import numpy as np
 
 from jaxcoll import _compat
 from jaxcoll._plan.packs.leaves import Leaf, dtype_of, flattened, no_array, where
-from jaxcoll._plan.packs.packing import Pack
-from jaxcoll._plan.packs.shard_layout import (
-    LANES,
-    ShardedLeaf,
-    ShardLayout,
-    first_difference,
-    padded,
-)
+from jaxcoll._plan.packs.packing import LANES, Pack, padded
+from jaxcoll._plan.packs.shard_layout import ShardedLeaf, ShardLayout, first_difference
 from jaxcoll._spmd.pipeline import pack, unpack
 from jaxcoll._spmd.shards import Shards, is_shards
 from jaxcoll._spmd.sparse import is_sparse
@@ -37,11 +31,11 @@ def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any
     for name, leaf in flat:
         if (obstacle := _obstacle(leaf)) is not None:
             raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
-        known = np.dtype(jax.dtypes.canonicalize_dtype(dtype_of(leaf)))
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype_of(leaf)))
         varying = _compat.varying_axes(leaf) if isinstance(leaf, jax.Array) else frozenset()
-        kind = (known.name, *sorted(varying - set(axes)))
+        kind = (dtype.name, *sorted(varying - set(axes)))
         leaves.append(
-            ShardedLeaf(name, tuple(np.shape(leaf)), known, known, tuple(axes.values()), kind)
+            ShardedLeaf(name, tuple(np.shape(leaf)), dtype, dtype, tuple(axes.values()), kind)
         )
     return treedef, tuple(leaves)
 
@@ -79,7 +73,7 @@ def all_parts(
 
 
 def check_fits(
-    layout: ShardLayout, treedef: Any, found: Sequence[Leaf], replicas: int, caller: str
+    layout: ShardLayout, treedef: Any, leaves: Sequence[Leaf], replicas: int, caller: str
 ) -> None:
     """Refuse a tree, or a number of replicas, that `layout` was not made for."""
     if layout.replicas != replicas:
@@ -89,7 +83,7 @@ def check_fits(
             "and then `shard` of one that is made for them, and parameters with `jc.unshard` and "
             "`jc.shard`."
         )
-    difference = first_difference(found, layout.leaves)
+    difference = first_difference(leaves, layout.leaves)
     if not difference and treedef != layout.treedef:
         difference = f"its structure is {treedef}, and was {layout.treedef}"
     if difference:
@@ -118,10 +112,10 @@ def leaves_of(
     wholes: Sequence[jax.Array], layout: ShardLayout, hidden: str | None = None
 ) -> list[jax.Array]:
     """The leaves again, from their whole packs without their padding."""
-    found = unpack(wholes, layout.packs, layout.leaves, one_kernel_a_shape=hidden)
+    arrays = unpack(wholes, layout.packs, layout.leaves, one_kernel_a_shape=hidden)
     return [
         jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
-        for array, leaf in zip(found, layout.leaves, strict=True)
+        for array, leaf in zip(arrays, layout.leaves, strict=True)
     ]
 
 

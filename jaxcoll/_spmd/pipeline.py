@@ -25,9 +25,9 @@ def pack(
     arrays: Sequence[jax.Array],
     packs: Sequence[Pack],
     leaves: Sequence[Leaf | jax.Array],
-    sizes: Sequence[int] | None = None,
+    elements: Callable[[Pack], int] | None = None,
 ) -> list[jax.Array]:
-    """Return one array for each pack, with zeros behind it up to its size, if `sizes` are given.
+    """Return one array for each pack, with zeros behind it up to its `elements`.
 
     A pack of one whole leaf is that leaf, in its own shape and without a copy; any other is
     flat. `unpack(pack(arrays, packs, leaves), packs, leaves)` is `arrays`, to the bit (but for
@@ -41,16 +41,13 @@ def pack(
         whole = size == arrays[leaf].size
         return flat[leaf] if whole else flat[leaf][start : start + size]
 
-    def joined(p: Pack, size: int) -> jax.Array:
+    def joined(p: Pack) -> jax.Array:
         *lengths, last = p.lengths
-        lengths.append(max(last, size - sum(lengths)))
+        lengths.append(max(last, elements(p) - sum(lengths)) if elements else last)
         pieces = zip(p.segments, lengths, strict=True)
         return jnp.concatenate([_filled(piece(s.leaf, s.start, s.size), k) for s, k in pieces])
 
-    return [
-        arrays[p.segments[0].leaf] if p.is_leaf(leaves) else joined(p, size)
-        for p, size in zip(packs, sizes or [0] * len(packs), strict=True)
-    ]
+    return [arrays[p.segments[0].leaf] if p.is_leaf(leaves) else joined(p) for p in packs]
 
 
 def _filled(piece: jax.Array, length: int) -> jax.Array:
@@ -83,8 +80,10 @@ def carry_out(
 
 def hiding_axis(axes: Mapping[str, int], world: World) -> str | None:
     """Return an axis whose index XLA's CPU compiler does not know beforehand, for `unpack`."""
-    mapped = (a for a, n in axes.items() if n > 1 and not _compat.is_vmapped(a))
-    return next(mapped, None) if world.platform == "cpu" else None
+    for axis, size in axes.items() if world.platform == "cpu" else ():
+        if size > 1 and not _compat.is_vmapped(axis):
+            return axis
+    return None
 
 
 def unpack(
@@ -105,7 +104,14 @@ def unpack(
             continue
         for s, piece in zip(pack.segments, _cut(array, pack, one_kernel_a_shape), strict=True):
             pieces.setdefault(s.leaf, []).append(piece)
-    return [_joined(pieces[i], leaf) if i in pieces else None for i, leaf in enumerate(leaves)]
+    result: list[jax.Array | None] = []
+    for i, leaf in enumerate(leaves):
+        if i not in pieces:
+            result.append(None)
+            continue
+        whole = pieces[i][0] if len(pieces[i]) == 1 else jnp.concatenate(pieces[i])
+        result.append(whole if whole.shape == leaf.shape else whole.reshape(leaf.shape))
+    return result
 
 
 def _cut(array: jax.Array, pack: Pack, hidden_by: str | None) -> list[jax.Array]:
@@ -131,8 +137,3 @@ def _cut(array: jax.Array, pack: Pack, hidden_by: str | None) -> list[jax.Array]
             )
         offset += length
     return pieces
-
-
-def _joined(pieces: list[jax.Array], leaf: Leaf | jax.Array) -> jax.Array:
-    whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
-    return whole if whole.shape == leaf.shape else whole.reshape(leaf.shape)

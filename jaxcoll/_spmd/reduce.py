@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
@@ -24,14 +27,13 @@ from jaxcoll._plan.packs.leaves import (
 from jaxcoll._plan.packs.packing import Pack, PackingRule
 from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.world import World
-from jaxcoll._spmd import residual as residuals
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.coded import Coded, Coding
 from jaxcoll._spmd.arithmetic import Recipe, after, before
-from jaxcoll._spmd.axes import already_reduced, as_array, bound_axes, count, listed
+from jaxcoll._spmd.axes import already_reduced, bound_axes, count, listed
 from jaxcoll._spmd.pipeline import carry_out, hiding_axis, pack, unpack
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import IndexedSlices, alike, gathered, is_sparse
+from jaxcoll._spmd.whole import Feedback, Whole, is_whole
 from jaxcoll._wire.format import check_any_coded as check_dtypes
 
 Invariant = Literal["error", "summed", "replicated"]
@@ -66,7 +68,7 @@ def all_reduce(
     in_backward: bool = False,  # the backward pass itself comes by here
     exact: frozenset[str] = frozenset(),  # paths of leaves that travel exactly, whatever is asked
     repeats: bool = False,  # a sum may count what is the same everywhere repeatedly, and means it
-    owed: Mapping[str, jax.Array] | None = None,  # this replica's residual of leaves, by path
+    feedback: Feedback | None = None,  # what this replica owes to the leaves
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
 
@@ -74,31 +76,37 @@ def all_reduce(
     carried out: all that a program shows of the reduction is in it.
 
     Returns:
-      The reduced tree, *invariant* over the axes. With `owed`, a pair of it and of what is left to
-      send the next time, by path; *varying*.
+      The reduced tree, *invariant* over the axes. With `feedback`, a pair of it and of the next
+      residual; *varying*.
     """
     axes = bound_axes(axis_name, "all_reduce")
     world = scope.world(axes)
-    flat, treedef = flattened(value, is_sparse)
+    # Read once: nothing below changes what JAX knows of the axes.
+    context = _Context(
+        reduce_op, axes, world, invariant, _compat.types_tell(), _compat.automatic_axes()
+    )
+    flat, treedef = flattened(value, functools.partial(is_whole, axes=axes))
     exactly = scope.exactly.options if exact else scope.options
     taken, leaves = [], []
     for k, (path, leaf) in enumerate(flat):
         equal = same.get(path, frozenset())
-        array = _taken(path, leaf, axes, equal)
+        array = context.taken(path, leaf, equal)
         options = exactly if path in exact else scope.options
         place = None if ready is None else ready[k]
         taken.append(array)
-        leaves.append(_leaf(reduce_op, path, array, axes, world, options, invariant, equal, place))
-    if others := _compat.automatic_axes():
-        reasons = (*reasons, _LEAF_BY_LEAF.format(axes=listed(others)))
+        leaves.append(context.described(path, array, options, equal, place))
+    if context.automatic:
+        reasons = (*reasons, _LEAF_BY_LEAF.format(axes=listed(context.automatic)))
     plan = make_plan(
         reduce_op, leaves, scope.options, world, packing, in_backward=in_backward, notes=reasons
     )
     scope.record(plan)
-    arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
-    if owed is not None:
-        arrays = residuals.with_owed(arrays, leaves, owed, count(axes))
-    coding, hidden = Coding(owed is not None, world.platform), hiding_axis(axes, world)
+    # From here on `arrays` has what travels of each leaf, and what is owed with it; `taken` has the
+    # leaves as they came, for those that no pack carries.
+    arrays = [x.values if isinstance(x, Whole) else x for x in taken]
+    if feedback is not None:
+        arrays = feedback.added(arrays, leaves, count(axes))
+    coding, hidden = Coding(feedback is not None, world.platform), hiding_axis(axes, world)
 
     def enter(pack: Pack, array: jax.Array) -> jax.Array:
         return before(array, cast(Recipe, pack.kind))
@@ -109,93 +117,115 @@ def all_reduce(
     def leave(pack: Pack, carried: Any) -> tuple[jax.Array, jax.Array | None]:
         (total, coded), recipe = carried, cast(Recipe, pack.kind)
         result, lost = after(total, recipe), None
-        if owed is not None and pack.format is not None:
-            lost = residuals.cut_off(total, result, recipe)
-            if coded is not None:
-                lost += algorithms.lost(coded, plan.stages(pack), recipe.axes, coding, total)
+        if feedback is not None:
+            lost = feedback.lost(plan, pack, total, result, coded, coding)
         # A quotient that goes into a sum next must not be rounded with it.
-        divided = plan.reproducible and (recipe.divisor or recipe.times > 1)
+        divided = plan.options.reproducible and (recipe.divisor or recipe.times > 1)
         return (_compat.as_stored(result) if divided else result), lost
 
-    packed = pack(arrays, plan.packs, leaves, [plan.elements(p) for p in plan.packs])
+    packed = pack(arrays, plan.packs, leaves, plan.elements)
     carried = carry_out(plan, packed, enter, carry, leave)
     reduced: list[Any] = unpack(
         [x for x, _ in carried], plan.packs, leaves, one_kernel_a_shape=hidden
     )
     for k, (x, array, leaf) in enumerate(zip(taken, arrays, leaves, strict=True)):
         recipe = cast(Recipe, leaf.kind)
-        if is_sparse(x):
+        if isinstance(x, Whole):
             with jax.named_scope(f"{plan.name}/rows{k}"):
-                reduced[k] = gathered(x, recipe)
+                reduced[k] = x.reduced(recipe)
         elif reduced[k] is None:  # no pack carries it
             reduced[k] = after(before(array, recipe), recipe)
+    # A mark for readers of the program, where types do not say what a reduction makes equal.
     arrays, structure = jax.tree.flatten(reduced)
     sums_up = reduce_op is ReduceOp.SUM and not (in_backward or repeats)
     arrays = marks.same(arrays, tuple(axes), jax.tree.leaves(taken), sums=sums_up)
     result = jax.tree_util.tree_unflatten(treedef, jax.tree.unflatten(structure, arrays))
-    return (
-        result if owed is None else (result, residuals.left(owed, plan, carried, reduced, hidden))
-    )
+    if feedback is None:
+        return result
+    return result, feedback.next(plan, carried, reduced, hidden)
 
 
-def _taken(
-    path: str, leaf: Any, axes: Mapping[str, int], equal: frozenset[str]
-) -> jax.Array | IndexedSlices:
-    """Return `leaf` as it is reduced, or raise an error that names its place."""
-    if is_sparse(leaf):
-        leaf.check(f"`all_reduce`: {where(path)}")
-        check_reducible(path + ".values", leaf.values.dtype)
-        return alike(leaf)
-    array = as_array(leaf, f"`all_reduce` cannot reduce {where(path)}", "an array or a number")
-    check_reducible(path, dtype_of(leaf))
-    array = _compat.terms_of_sum(array, axes)
-    # Equal values are those of the first replica, which alone has their cotangent.
-    return _compat.as_invariant(array, tuple(equal), summed=True)
+@dataclasses.dataclass(frozen=True)
+class _Context:
+    """The facts that hold for all leaves of one reduction."""
 
+    reduce_op: ReduceOp
+    axes: dict[str, int]
+    world: World
+    invariant: Invariant
+    typed: bool  # types may tell replicas apart; otherwise none of them says anything
+    automatic: tuple[str, ...]  # axes that are left to the partitioner
 
-def _leaf(
-    reduce_op: ReduceOp,
-    path: str,
-    leaf: jax.Array | IndexedSlices,
-    axes: dict[str, int],
-    world: World,
-    options: CommunicationOptions,
-    invariant: Invariant,
-    equal: frozenset[str],
-    ready: int | None,
-) -> Leaf:
-    """Return the description of a leaf that the plan is made of."""
-    indices = leaf.indices if isinstance(leaf, IndexedSlices) else None
-    array = leaf.values if isinstance(leaf, IndexedSlices) else leaf
-    dtype, keeps_shape = np.dtype(array.dtype), _compat.must_keep_shape(array)
-    if indices is not None or keeps_shape:
-        wire, format = wire_dtype(dtype, reduce_op, world), None
-        if wire.name == "bfloat16" and world.platform == "cpu" and _compat.automatic_axes():
-            wire = np.dtype(np.float32)  # XLA's CPU compiler aborts on a sum of 16 bits there
-    else:
-        wire, format = travels_as(dtype, array.shape, reduce_op, world, options)
-    by_type = _compat.same_axes(array, axes)
-    missing = {a: n for a, n in axes.items() if a in by_type or a in equal}
-    if invariant == "error" and array.size and not equal.issuperset(by_type):
-        raise already_reduced(
-            "all_reduce", path, array, axes, missing, value=_REPLICATED, gradient=_SUMMED
+    def taken(self, path: str, leaf: Any, equal: frozenset[str]) -> jax.Array | Whole:
+        """Return `leaf` as it is reduced, or raise an error that names its place."""
+        if isinstance(leaf, Whole):
+            return leaf.taken(path, "all_reduce")
+        dtype = dtype_of(leaf)
+        if dtype is None or isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"`all_reduce` cannot reduce {where(path)}: expected an array or a number, got "
+                f"{type(leaf).__name__}."
+            )
+        check_reducible(path, dtype)
+        array = jnp.asarray(leaf)
+        if not self.typed:
+            return array
+        array = _compat.terms_of_sum(array, self.axes)
+        # Equal values are those of the first replica, which alone has their cotangent.
+        return _compat.as_invariant(array, tuple(equal), summed=True)
+
+    def described(
+        self,
+        path: str,
+        leaf: jax.Array | Whole,
+        options: CommunicationOptions,
+        equal: frozenset[str],
+        ready: int | None,
+    ) -> Leaf:
+        """Return the description of a leaf that the plan is made of."""
+        indices = leaf.indices if isinstance(leaf, Whole) else None
+        array = leaf.values if isinstance(leaf, Whole) else leaf
+        dtype = np.dtype(array.dtype)
+        keeps_shape = bool(self.automatic) or _compat.is_partially_sharded(array)
+        if indices is not None or keeps_shape:
+            wire, format = wire_dtype(dtype, self.reduce_op, self.world), None
+            if wire.name == "bfloat16" and self.world.platform == "cpu" and self.automatic:
+                wire = np.dtype(np.float32)  # XLA's CPU compiler aborts on a sum of 16 bits there
+        else:
+            wire, format = travels_as(dtype, array.shape, self.reduce_op, self.world, options)
+        by_type = _compat.same_axes(array, self.axes) if self.typed else ()
+        missing, over, sizes = {}, [], []
+        for axis, n in self.axes.items():
+            if axis in by_type or axis in equal:
+                missing[axis] = n
+            elif n > 1:
+                over.append(axis)
+            sizes.append(1 if axis in missing else n)
+        if self.invariant == "error" and array.size and not equal.issuperset(by_type):
+            raise already_reduced(
+                "all_reduce",
+                path,
+                array,
+                self.axes,
+                missing,
+                value=_REPLICATED,
+                gradient=_SUMMED,
+            )
+        repeated = 1 if self.invariant == "summed" else count(missing)
+        divisor = count(self.axes) // repeated if self.reduce_op is ReduceOp.MEAN else None
+        varying = _compat.varying_axes(array) if self.typed else frozenset()
+        return Leaf(
+            path=path,
+            shape=array.shape,
+            dtype=dtype,
+            wire=wire if indices is None else dtype,
+            kind=Recipe(tuple(over), tuple(self.axes), varying, dtype, wire, repeated, divisor),
+            over=tuple(sizes),
+            solid=keeps_shape,
+            indices=None if indices is None else np.dtype(indices.dtype),
+            ready=ready,
+            format=format,
         )
-    repeated = 1 if invariant == "summed" else count(missing)
-    over = tuple(a for a, n in axes.items() if n > 1 and a not in missing)
-    divisor = count(axes) // repeated if reduce_op is ReduceOp.MEAN else None
-    varying = _compat.varying_axes(array)
-    return Leaf(
-        path=path,
-        shape=array.shape,
-        dtype=dtype,
-        wire=wire if indices is None else dtype,
-        kind=Recipe(over, tuple(axes), varying, dtype, wire, repeated, divisor),
-        over=tuple(n if a in over else 1 for a, n in axes.items()),
-        solid=keeps_shape,
-        indices=None if indices is None else np.dtype(indices.dtype),
-        ready=ready,
-        format=format,
-    )
 
 
 def check_any_coded(value: Any, options: CommunicationOptions) -> None:

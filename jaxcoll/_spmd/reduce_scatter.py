@@ -49,18 +49,18 @@ def reduce_scatter(
     """This replica's part of the reduced tree, laid out by `layout`; see `jc.reduce_scatter`."""
     axes = bound_axes(axis_name, "reduce_scatter")
     world = scope.world(axes)
-    treedef, found = sharded_leaves(value, axes, "reduce_scatter")
+    treedef, leaves = sharded_leaves(value, axes, "reduce_scatter")
     arrays = [_compat.terms_of_sum(jnp.asarray(x), axes) for x in treedef.flatten_up_to(value)]
-    for leaf, array in zip(found, arrays, strict=True):
+    for leaf, array in zip(leaves, arrays, strict=True):
         same = {a: axes[a] for a in _compat.same_axes(array, axes)}
         if same and array.size:
             raise already_reduced(
                 "reduce_scatter", leaf.path, array, axes, same, value=_REDUCED, gradient=_SUMMED
             )
-    recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in found]
+    recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in leaves]
     if layout is not None:
-        check_fits(layout, treedef, found, count(axes), "reduce_scatter")
-    plan, layout = plan_scatter(treedef, found, reduce_op, axes, world, scope, layout)
+        check_fits(layout, treedef, leaves, count(axes), "reduce_scatter")
+    plan, layout = plan_scatter(treedef, leaves, reduce_op, axes, world, scope, layout)
     scope.record(plan)
     parts = _scattered(arrays, plan, layout, recipes, axes)
     parts = tuple(marks.part_of_sum(part, tuple(axes)) for part in parts)
@@ -93,7 +93,7 @@ def _scattered(
 
 def plan_scatter(
     treedef: Any,
-    found: Sequence[Leaf],
+    leaves: Sequence[Leaf],
     reduce_op: ReduceOp,
     axes: Mapping[str, int],
     world: World,
@@ -101,16 +101,16 @@ def plan_scatter(
     layout: ShardLayout | None = None,
 ) -> tuple[CollectivePlan, ShardLayout]:
     """The plan of a `reduce_scatter` of the leaves `found`, and the layout of its results."""
-    recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in found]
+    recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in leaves]
     results = [_result_dtype(recipe) for recipe in recipes]
     if layout is None:
         ends = tuple(
             dataclasses.replace(leaf, dtype=dtype, wire=dtype)
-            for leaf, dtype in zip(found, results, strict=True)
+            for leaf, dtype in zip(leaves, results, strict=True)
         )
         layout = layout_of(treedef, ends, count(axes), scope.options.bytes_per_pack)
-    leaves = wired(layout.leaves, recipes)
-    plan = plan_half("reduce_scatter", reduce_op, layout.packs, leaves, scope.options, world)
+    sent = wired(layout.leaves, recipes)
+    plan = plan_half("reduce_scatter", reduce_op, layout.packs, sent, scope.options, world)
     return plan, layout
 
 
@@ -119,11 +119,11 @@ def own_part(
 ) -> Shards:
     """Return this replica's part of a tree that all replicas hold, *varying*: nothing is sent."""
     axes = bound_axes(axis_name, caller)
-    treedef, found = sharded_leaves(value, axes, caller)
+    treedef, leaves = sharded_leaves(value, axes, caller)
     if layout is None:
-        layout = layout_of(treedef, found, count(axes), scope.options.bytes_per_pack)
+        layout = layout_of(treedef, leaves, count(axes), scope.options.bytes_per_pack)
     else:
-        check_fits(layout, treedef, found, count(axes), caller)
+        check_fits(layout, treedef, leaves, count(axes), caller)
     arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
     arrays = jax.tree.leaves(common(treedef.unflatten(arrays), axes, caller))
     rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
@@ -156,11 +156,11 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             "these Shards or by `jc.scan_layers`; between programs `jc.unshard` makes the tree."
         )
     parts = [_compat.as_varying(x, tuple(axes)) for x in shards.parts]
-    found = _gather_of(layout, shards.leaves, axes, scope)(parts)
+    arrays = _gather_of(layout, shards.leaves, axes, scope)(parts)
     if not retyped().issuperset(axes):
-        found = [_compat.as_invariant(x, tuple(axes), summed=True) for x in found]
-    found = marks.same(found, tuple(axes))
-    return jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
+        arrays = [_compat.as_invariant(x, tuple(axes), summed=True) for x in arrays]
+    arrays = marks.same(arrays, tuple(axes))
+    return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 
 def _gather_of(
@@ -172,8 +172,8 @@ def _gather_of(
     as there are leaves, and no plan shows it.
     """
     world = scope.world(dict(axes))
-    asked = (scope.options, world)
-    plan = plan_half("all_gather", ReduceOp.SUM, layout.packs, leaves, *asked)
+    context = (scope.options, world)
+    plan = plan_half("all_gather", ReduceOp.SUM, layout.packs, leaves, *context)
     scope.record(plan)
 
     def enter(pack: Pack, part: jax.Array) -> jax.Array:
@@ -193,7 +193,7 @@ def _gather_of(
     def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
         recipes = [recipe_of(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]
         sent = wired(leaves, recipes)
-        back = plan_half("reduce_scatter", ReduceOp.SUM, layout.packs, sent, *asked)
+        back = plan_half("reduce_scatter", ReduceOp.SUM, layout.packs, sent, *context)
         scope.record(back)
         cotangents = _compat.at_once(cotangents) if world.over_gloo else cotangents
         own = _scattered(cotangents, back, layout, recipes, axes)

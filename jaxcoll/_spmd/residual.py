@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +20,18 @@ from jaxcoll import _compat
 from jaxcoll._plan.algorithms import format_of
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import Leaf, where
-from jaxcoll._plan.packs.shard_layout import LANES, SummedLayout, first_difference, summed_layout
+from jaxcoll._plan.packs.packing import LANES, Pack
+from jaxcoll._plan.packs.shard_layout import SummedLayout, first_difference, summed_layout
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.arithmetic import Recipe, finite
+from jaxcoll._spmd.algorithms import table as algorithms
+from jaxcoll._spmd.algorithms.coded import Coded, Coding
+from jaxcoll._spmd.arithmetic import Recipe
 from jaxcoll._spmd.axes import bound_axes, count, listed, named
 from jaxcoll._spmd.parts import sharded_leaves
 from jaxcoll._spmd.pipeline import unpack
-from jaxcoll._spmd.shards import Shards, is_shards
-
-_NO_RESIDUAL = """\
-`{caller}` expects what `jc.compression.residual(params)` returns as its residual, or what this \
-call returned the last time; got {got}."""
+from jaxcoll._spmd.shards import Shards
+from jaxcoll._spmd.whole import Feedback, Owed
+from jaxcoll._wire.blocks import finite
 
 _OTHER_WORLD = """\
 `{caller}` over {axes} got a residual of {was} over {over}. Restore its sum for the replicas that \
@@ -52,9 +53,52 @@ where each replica's own residual would make it differ. Reduce it in a call of i
 `residual`."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residual(Shards, Owed):
+    """The residual of a tree: `Shards` whose parts are summands of all of it."""
+
+    def opened(self, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = "") -> Feedback:
+        """Return this replica's residual of each leaf of `tree`."""
+        layout = self.layout
+        if self.axes != tuple(axes) or layout.replicas != count(axes):
+            raise ValueError(
+                _OTHER_WORLD.format(
+                    caller=caller,
+                    axes=" × ".join(named({name: n}) for name, n in axes.items()),
+                    was=counted(layout.replicas, "replica"),
+                    over=listed(self.axes),
+                )
+            )
+        difference = first_difference(layout_like(tree, axes, caller).leaves, layout.leaves)
+        if difference:
+            raise ValueError(_OTHER_TREE.format(caller=caller, difference=difference))
+        owed = {}
+        for pack, part in zip(layout.packs, self.parts, strict=True):
+            expected, got = (layout.rows(pack), LANES), np.shape(part)
+            if got != expected:
+                raise ValueError(
+                    _NOT_OWN.format(caller=caller, axes=self.axes, expected=expected, got=got)
+                )
+            leaf = layout.leaves[pack.segments[0].leaf]
+            owed[prefix + leaf.path] = part.reshape(-1)[: leaf.size].reshape(leaf.shape)
+        return _OfLeaves(self, owed, prefix)
+
+    def with_leaves(self, owed: Mapping[str, jax.Array], prefix: str) -> Residual:
+        """Return the residual with the leaves of `owed`, by their paths, in their places."""
+        parts = []
+        for pack, part in zip(self.layout.packs, self.parts, strict=True):
+            leaf = self.layout.leaves[pack.segments[0].leaf]
+            new = owed.get(prefix + leaf.path)
+            if new is not None:
+                part = jnp.pad(new.reshape(-1), (0, part.size - leaf.size)).reshape(part.shape)
+            parts.append(part)
+        return dataclasses.replace(self, parts=tuple(parts))
+
+
 def is_residual(x: Any) -> bool:
     """Return whether `x` is the residual of a tree."""
-    return is_shards(x) and isinstance(x.layout, SummedLayout)
+    return isinstance(x, Residual)
 
 
 def layout_like(tree: Any, axes: Mapping[str, int], caller: str) -> SummedLayout:
@@ -63,7 +107,7 @@ def layout_like(tree: Any, axes: Mapping[str, int], caller: str) -> SummedLayout
     return summed_layout(treedef, leaves, count(axes))
 
 
-def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Shards:
+def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Residual:
     """Return this replica's first residual, in a program that maps the axis; *varying*."""
     axes = bound_axes(axis_name, caller)
     layout = layout_like(tree, axes, caller)
@@ -72,120 +116,101 @@ def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Shards:
         _compat.as_varying(jnp.zeros((layout.rows(pack), LANES), jnp.float32), names)
         for pack in layout.packs
     ]
-    return Shards(tuple(parts), layout, names)
+    return Residual(tuple(parts), layout, names)
 
 
-def opened(
-    residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = ""
-) -> dict[str, jax.Array]:
-    """Return this replica's residual of each leaf, by the leaf's path in `tree` behind `prefix`."""
-    if not is_residual(residual):
-        raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))
-    layout = residual.layout
-    if residual.axes != tuple(axes) or layout.replicas != count(axes):
-        raise ValueError(
-            _OTHER_WORLD.format(
-                caller=caller,
-                axes=" × ".join(named({name: n}) for name, n in axes.items()),
-                was=counted(layout.replicas, "replica"),
-                over=listed(residual.axes),
-            )
+@dataclasses.dataclass(frozen=True)
+class _OfLeaves(Feedback):
+    """What is owed to each leaf of one sum."""
+
+    residual: Residual
+    owed: Mapping[str, jax.Array]  # by path; leaves of the sum that are not here owe nothing
+    prefix: str
+
+    def added(
+        self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf], replicas: int
+    ) -> list[jax.Array]:
+        """Return the arrays with this replica's residuals."""
+        sent = []
+        for array, leaf in zip(arrays, leaves, strict=True):
+            more = self.owed.get(leaf.path)
+            if more is not None and math.prod(leaf.over) != replicas:
+                raise ValueError(_ALIKE.format(leaf=where(leaf.path)))
+            if more is not None and jnp.issubdtype(leaf.dtype, np.inexact):
+                array = array.astype(leaf.wire) + more.astype(leaf.wire)
+            sent.append(array)
+        return sent
+
+    def lost(
+        self,
+        plan: CollectivePlan,
+        pack: Pack,
+        total: jax.Array,
+        result: jax.Array,
+        coded: Coded | None,
+        coding: Coding,
+    ) -> jax.Array | None:
+        """Return what codes lost, and what the leaf's own type cannot hold of the sum."""
+        if pack.format is None:
+            return None
+        recipe = cast(Recipe, pack.kind)
+        lost = jnp.zeros_like(total, np.float32)
+        if recipe.dtype != recipe.wire:  # all replicas owe it alike
+            replicas = math.prod(map(lax.axis_size, recipe.over))
+            lost = (total - result.astype(recipe.wire) * (recipe.divisor or 1)) / replicas
+        if coded is not None:
+            lost += algorithms.lost(coded, plan.stages(pack), recipe.axes, coding, total)
+        return lost
+
+    def next(
+        self,
+        plan: CollectivePlan,
+        carried: Sequence[tuple[jax.Array, Any]],
+        results: Sequence[jax.Array],
+        hidden: str | None,
+    ) -> Residual:
+        """Return what is owed next: as it was where what was to be sent is not finite."""
+        # A loss or a metric that is not finite says nothing of gradients, which are then applied.
+        alone = [
+            result
+            for leaf, result in zip(plan.leaves, results, strict=True)
+            if leaf.path in self.owed and not leaf.travels
+        ]
+        with jax.named_scope(f"{plan.name}/finite"):
+            fine = finite([*self._sent(plan, [total for total, _ in carried]), *alone])
+        coded = [
+            (pack, lost)
+            for pack, (_, lost) in zip(plan.packs, carried, strict=True)
+            if lost is not None
+        ]
+        rests = unpack(
+            [lost for _, lost in coded],
+            [pack for pack, _ in coded],
+            plan.leaves,
+            one_kernel_a_shape=hidden,
         )
-    difference = first_difference(layout_like(tree, axes, caller).leaves, layout.leaves)
-    if difference:
-        raise ValueError(_OTHER_TREE.format(caller=caller, difference=difference))
-    owed = {}
-    for pack, part in zip(layout.packs, residual.parts, strict=True):
-        expected, got = (layout.rows(pack), LANES), np.shape(part)
-        if got != expected:
-            raise ValueError(
-                _NOT_OWN.format(caller=caller, axes=residual.axes, expected=expected, got=got)
-            )
-        leaf = layout.leaves[pack.segments[0].leaf]
-        owed[prefix + leaf.path] = part.reshape(-1)[: leaf.size].reshape(leaf.shape)
-    return owed
+        owed = {
+            leaf.path: jnp.where(fine, 0.0 if rest is None else rest, self.owed[leaf.path])
+            for leaf, rest in zip(plan.leaves, rests, strict=True)
+            if leaf.path in self.owed
+        }
+        return self.residual.with_leaves(owed, self.prefix)
 
-
-def closed(residual: Shards, owed: Mapping[str, jax.Array], prefix: str = "") -> Shards:
-    """Return the residual with the leaves of `owed`, by their paths, in their places."""
-    parts = []
-    for pack, part in zip(residual.layout.packs, residual.parts, strict=True):
-        leaf = residual.layout.leaves[pack.segments[0].leaf]
-        new = owed.get(prefix + leaf.path)
-        if new is not None:
-            part = jnp.pad(new.reshape(-1), (0, part.size - leaf.size)).reshape(part.shape)
-        parts.append(part)
-    return dataclasses.replace(residual, parts=tuple(parts))
-
-
-def with_owed(
-    arrays: Sequence[jax.Array], leaves: Sequence[Leaf], owed: Mapping[str, jax.Array], n: int
-) -> list[jax.Array]:
-    """Add this replica's residuals to the arrays, in the types of sums over all `n`."""
-    sent = []
-    for array, leaf in zip(arrays, leaves, strict=True):
-        more = owed.get(leaf.path)
-        if more is not None and math.prod(leaf.over) != n:
-            raise ValueError(_ALIKE.format(leaf=where(leaf.path)))
-        if more is not None and jnp.issubdtype(leaf.dtype, np.inexact):
-            array = array.astype(leaf.wire) + more.astype(leaf.wire)
-        sent.append(array)
-    return sent
-
-
-def cut_off(total: jax.Array, result: jax.Array, recipe: Recipe) -> jax.Array:
-    """Return what the leaf's own type cannot hold of a sum, which all replicas owe alike."""
-    if recipe.dtype == recipe.wire:
-        return jnp.zeros_like(total, np.float32)
-    replicas = math.prod(map(lax.axis_size, recipe.over))
-    return (total - result.astype(recipe.wire) * (recipe.divisor or 1)) / replicas
-
-
-def left(
-    owed: Mapping[str, jax.Array],
-    plan: CollectivePlan,
-    carried: Sequence[tuple[jax.Array, Any]],  # reduced packs, and what coding each of them lost
-    results: Sequence[jax.Array],  # the reduced leaves
-    hidden: str | None,  # as in `unpack`
-) -> dict[str, jax.Array]:
-    """Return what is owed next, by path: as it was where what was to be sent is not finite."""
-    # A loss or a metric that is not finite says nothing of gradients, which are then applied.
-    alone = [
-        result
-        for leaf, result in zip(plan.leaves, results, strict=True)
-        if leaf.path in owed and not leaf.travels
-    ]
-    with jax.named_scope(f"{plan.name}/finite"):
-        fine = finite([*_sent(owed, plan, [total for total, _ in carried]), *alone])
-    lost = zip(plan.packs, carried, strict=True)
-    coded = [(pack, x) for pack, (_, x) in lost if x is not None]
-    rests = unpack(
-        [x for _, x in coded], [p for p, _ in coded], plan.leaves, one_kernel_a_shape=hidden
-    )
-    return {
-        leaf.path: jnp.where(fine, 0.0 if rest is None else rest, owed[leaf.path])
-        for leaf, rest in zip(plan.leaves, rests, strict=True)
-        if leaf.path in owed
-    }
-
-
-def _sent(
-    owed: Mapping[str, jax.Array], plan: CollectivePlan, packs: Sequence[jax.Array]
-) -> Iterator[jax.Array]:
-    """Yield the parts of reduced packs that leaves with a residual have, neighbours together."""
-    for pack, total in zip(plan.packs, packs, strict=True):
-        format = format_of(plan.stages(pack))
-        if format is not None and total.dtype == pack.dtype:
-            # All leaves in it have a residual, and a block that is not finite is so everywhere.
-            yield total.reshape(-1)[:: format.block]
-            continue
-        start = 0
-        pieces = zip(pack.segments, pack.lengths, strict=True)
-        for owing, run in itertools.groupby(
-            pieces, key=lambda piece: plan.leaves[piece[0].leaf].path in owed
-        ):
-            size = sum(length for _, length in run)
-            if owing:
-                alone = len(pack.segments) == 1 or size == total.size
-                yield total if alone else total[start : start + size]
-            start += size
+    def _sent(self, plan: CollectivePlan, packs: Sequence[jax.Array]) -> Iterator[jax.Array]:
+        """Yield the parts of reduced packs that leaves with a residual have, as long as can be."""
+        for pack, total in zip(plan.packs, packs, strict=True):
+            format = format_of(plan.stages(pack))
+            if format is not None and total.dtype == pack.dtype:
+                # All leaves in it have a residual, and a block that is not finite is so everywhere.
+                yield total.reshape(-1)[:: format.block]
+                continue
+            start = 0
+            pieces = zip(pack.segments, pack.lengths, strict=True)
+            for owing, run in itertools.groupby(
+                pieces, key=lambda piece: plan.leaves[piece[0].leaf].path in self.owed
+            ):
+                size = sum(length for _, length in run)
+                if owing:
+                    alone = len(pack.segments) == 1 or size == total.size
+                    yield total if alone else total[start : start + size]
+                start += size

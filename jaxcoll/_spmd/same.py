@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._compat import marks
+from jaxcoll._compat import marks, settings
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd.axes import as_array, bound_axes
 from jaxcoll._spmd.checks.check_replicas import digest
@@ -50,7 +50,7 @@ def same(value: Any, axis_name: Any, claims: Claims | None) -> Any:
     if claims is not None:
         claims.found = True
         if claims.compares:
-            line = _compat.line_here()
+            line = settings.line_here()
             for (path, _), x in zip(flat, arrays, strict=True):
                 _report(claims, f"{path or 'the value'} ({line})", tuple(axes), x)
     typed = [_compat.as_invariant(x, tuple(axes)) for x in arrays]

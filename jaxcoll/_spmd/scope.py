@@ -23,11 +23,11 @@ class _Hashed:
     """A frozen value that is hashed once: JAX asks for it at every operation of a trace."""
 
     def __hash__(self) -> int:
-        found = vars(self).get("_hash")
-        if found is None:
+        cached = vars(self).get("_hash")
+        if cached is None:
             values = (getattr(self, field.name) for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
-            found = vars(self)["_hash"] = hash(tuple(values))
-        return found
+            cached = vars(self)["_hash"] = hash(tuple(values))
+        return cached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Scope(_Hashed):
             )
         if seconds and self.deadline is not None:
             self.deadline(seconds)
-        return dataclasses.replace(self, options=self.options.merge(options))
+        merged = self.options.merge(options)
+        return self if merged is self.options else dataclasses.replace(self, options=merged)
 
     def over(self, axis_name: Any, caller: str) -> Any:
         """The axes of a call: those that it names, or those of the step around it.

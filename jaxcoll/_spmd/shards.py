@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from jaxcoll._plan.packs.leaves import Leaf, flattened, where
 from jaxcoll._show.units import counted, size
 from jaxcoll._spmd.axes import bound_axes, listed
+from jaxcoll._spmd.whole import Whole
 from jaxcoll.errors import AlreadyReducedError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Shards:
+class Shards(Whole):
     """A tree of which every replica holds an n-th: a pytree, on which elementwise code works as is.
 
     Inside a program `parts` are this replica's, *varying*; between programs they are the global
@@ -62,7 +63,16 @@ class Shards:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_not_gathered(self, f"no attribute {name!r}"), name=name, obj=self)
 
-    def replace(self, parts: Sequence[Any]) -> Shards:
+    def is_whole(self, axes: Iterable[str]) -> bool:
+        """Return whether the parts are of different elements along one of `axes`."""
+        return not set(axes).isdisjoint(self.axes) and bool(jax.tree.leaves(self.parts))
+
+    def taken(self, path: str, caller: str) -> Whole:
+        """Refuse to reduce parts, which are of different elements on every replica."""
+        axes = listed(self.axes)
+        raise AlreadyReducedError(_PARTS.format(caller=caller, leaf=where(path), axes=axes))
+
+    def replace(self, parts: Sequence[Any]) -> Self:
         """Other values in the same places."""
         return dataclasses.replace(self, parts=tuple(parts))
 
@@ -111,7 +121,7 @@ differentiated), `params = jc.unshard(shards)` outside. An elementwise function 
 they are: `jax.tree.map(f, shards)`."""
 
 
-def is_shards(x: Any) -> bool:
+def is_shards(x: Any) -> TypeGuard[Shards]:
     """True if `x` is a `Shards`; to be passed as `is_leaf`."""
     return isinstance(x, Shards)
 
@@ -140,11 +150,8 @@ def axes_of_shards(tree: Any) -> list[tuple[str, ...]]:
 def check_no_shards(value: Any, axis_name: str | tuple[str, ...], caller: str) -> None:
     """Refuse to reduce parts of `Shards`, which are of different elements on every replica."""
     for path, x in flattened(value, is_shards)[0]:
-        if not is_shards(x) or not jax.tree.leaves(x):
-            continue
-        if set(bound_axes(axis_name, caller)).intersection(x.axes):
-            words = {"caller": caller, "leaf": where(path), "axes": listed(x.axes)}
-            raise AlreadyReducedError(_PARTS.format(**words))
+        if is_shards(x) and x.is_whole(bound_axes(axis_name, caller)):
+            x.taken(path, caller)
 
 
 _PARTS = """\

@@ -14,12 +14,13 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcoll import _compat
-from jaxcoll._plan.packs.leaves import carried_dtype, flattened, where
+from jaxcoll._plan.packs.leaves import carried_dtype, check_reducible, flattened, where
 from jaxcoll._spmd.arithmetic import Recipe, after
+from jaxcoll._spmd.whole import Whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class IndexedSlices:
+class IndexedSlices(Whole):
     """Some rows of a larger array, by their indices: what the gradient of an embedding is.
 
     Guarantee: it stands for the dense array that `to_dense` gives: row i is the sum of the `values`
@@ -81,6 +82,33 @@ class IndexedSlices:
                 f"{who} expects `dense_shape` to be (rows, *row) with the row of its values, "
                 f"{tuple(values.shape[1:])}; got {dense}."
             )
+
+    def taken(self, path: str, caller: str) -> IndexedSlices:
+        """Return it with values and indices as arrays that vary over the same axes.
+
+        Rows that differ at indices that do not (or the reverse) are rows that differ; no data
+        moves.
+        """
+        self.check(f"`{caller}`: {where(path)}")
+        check_reducible(path + ".values", self.values.dtype)
+        parts = jnp.asarray(self.values), jnp.asarray(self.indices)
+        over = sorted(frozenset().union(*map(_compat.varying_axes, parts)))
+        values, indices = (_compat.as_varying(part, over) for part in parts)
+        return unchecked(values, indices, self.dense_shape)
+
+    def reduced(self, recipe: Recipe) -> IndexedSlices:
+        """Return the rows of every replica one after another: the sum, or the mean, of all.
+
+        Returns:
+          All replicas' rows in replica order, duplicates kept, *invariant*. Cost: two all-gathers,
+          for which a device sends its rows and indices to n-1 others.
+        """
+        # Nothing is added up, so all that float16 needs is a division that does not underflow.
+        wire = np.dtype(np.float32) if recipe.wire == np.float16 else recipe.wire
+        rows = _from_all(self.values, recipe).astype(wire)
+        values = after(rows, dataclasses.replace(recipe, wire=wire))
+        indices = _compat.as_invariant(_from_all(self.indices, recipe), recipe.axes)
+        return unchecked(values, indices, self.dense_shape)
 
     def to_dense(self) -> jax.Array:
         """The dense array: rows with one index are added up, padding is dropped.
@@ -239,37 +267,11 @@ def is_sparse(leaf: Any) -> TypeGuard[IndexedSlices]:
     return isinstance(leaf, IndexedSlices)
 
 
-def check_dense(tree: Any, words: str, error: type[Exception] = ValueError) -> None:
+def check_dense(tree: Any, message: str, error: type[Exception] = ValueError) -> None:
     """Refuse a tree with an IndexedSlices, in these words, where "{leaf}" stands for the first."""
     for path, leaf in flattened(tree, is_sparse)[0]:
         if is_sparse(leaf):
-            raise error(words.format(leaf=where(path)))
-
-
-def alike(slices: IndexedSlices) -> IndexedSlices:
-    """Values and indices as arrays that vary over the same axes: no data moves.
-
-    Rows that differ at indices that do not (or the reverse) are rows that differ.
-    """
-    parts = jnp.asarray(slices.values), jnp.asarray(slices.indices)
-    over = sorted(frozenset().union(*map(_compat.varying_axes, parts)))
-    values, indices = (_compat.as_varying(part, over) for part in parts)
-    return unchecked(values, indices, slices.dense_shape)
-
-
-def gathered(slices: IndexedSlices, recipe: Recipe) -> IndexedSlices:
-    """The rows of every replica one after another: the sum, or the mean, of what they stand for.
-
-    Returns:
-      All replicas' rows in replica order, duplicates kept, *invariant*. Cost: two all-gathers,
-      for which a device sends its rows and indices to n-1 others.
-    """
-    # Nothing is added up, so all that float16 needs is a division that does not underflow.
-    wire = np.dtype(np.float32) if recipe.wire == np.float16 else recipe.wire
-    rows = _from_all(slices.values, recipe).astype(wire)
-    values = after(rows, dataclasses.replace(recipe, wire=wire))
-    indices = _compat.as_invariant(_from_all(slices.indices, recipe), recipe.axes)
-    return unchecked(values, indices, slices.dense_shape)
+            raise error(message.format(leaf=where(path)))
 
 
 def _from_all(rows: jax.Array, recipe: Recipe) -> jax.Array:
@@ -279,11 +281,11 @@ def _from_all(rows: jax.Array, recipe: Recipe) -> jax.Array:
         return jnp.concatenate([rows] * math.prod(map(lax.axis_size, recipe.over)))
     # `vmap` and `pmap` have no types to settle, and JAX 0.10 refuses to under `vmap`.
     typed = any(map(_compat.tracks_variance, recipe.over))
-    found = lax.all_gather(
+    gathered = lax.all_gather(
         rows.astype(carried_dtype(rows.dtype)),
         recipe.over,
         axis=0,
         tiled=True,
         to="invarying" if typed else "varying",
     )
-    return found.astype(rows.dtype)
+    return gathered.astype(rows.dtype)

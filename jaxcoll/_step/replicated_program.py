@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcoll import _compat
+from jaxcoll._compat import settings
 from jaxcoll._jaxpr.proof import Proven, prove
 from jaxcoll._jaxpr.subjaxprs import at_line
 from jaxcoll._mesh.mesh import mapped_axes
@@ -133,7 +134,7 @@ def _proven(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool)
             n=sizes[each.axis],
             maker=f"the reduction at {each.maker}" if each.maker else "the result of a reduction",
         )
-        _compat.warn(words, RepeatedSumWarning, each.line)
+        settings.warn(words, RepeatedSumWarning, each.line)
     return proven
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxcoll import _compat
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.shard_arrays import abstract, place_shards
-from jaxcoll._spmd.residual import layout_like, zeros
+from jaxcoll._spmd.residual import Residual, layout_like, zeros
 from jaxcoll._spmd.shards import Shards
 
 _CALLER = "residual"
@@ -70,7 +70,8 @@ def residual(
     if set(axes) <= set(_compat.axes_in_scope()):
         return zeros(params, axis_name, _CALLER)
     over = checked_any_mesh(mesh, axis_name, _CALLER)
-    shapes = abstract(layout_like(params, {a: over.shape[a] for a in axes}, _CALLER), axes)
+    layout = layout_like(params, {a: over.shape[a] for a in axes}, _CALLER)
+    shapes = Residual(abstract(layout, axes).parts, layout, axes)
     if isinstance(over, AbstractMesh):
         return shapes
     # On the host a view of one zero: each device is given its own part of it.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,8 +36,13 @@ def largest(blocks: jax.Array) -> jax.Array:
     return bits.max(-1)
 
 
-def all_finite(array: jax.Array) -> jax.Array:
-    """True if an array of floats holds nothing but finite numbers."""
+def finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return whether all floats, real or complex, among these arrays are finite."""
+    floats = [x for x in arrays if jnp.issubdtype(x.dtype, np.inexact) and x.size]
+    return functools.reduce(jnp.logical_and, map(_all_finite, floats), jnp.array(True))
+
+
+def _all_finite(array: jax.Array) -> jax.Array:
     if array.dtype.itemsize > 4:
         return jnp.isfinite(array).all()
     flat = array.astype(jnp.float32).reshape(-1)

@@ -1,10 +1,10 @@
-"""The interface of a wire format: its sizes, and its arithmetic on blocks."""
+"""The interface of a wire format, its sizes and its arithmetic on blocks; and formats by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -14,8 +14,8 @@ import numpy as np
 class WireFormat:
     """Codes of a few bits, and for each block of elements a scale of 16 bits.
 
-    A subclass is one file: the fields of its sizes, `encode` and `decode`. Nothing else knows it
-    but the table of names.
+    A subclass is one file: the fields of its sizes, `encode` and `decode`. Nothing else knows it;
+    its name stands for it in options as soon as it is defined.
     """
 
     block: int  # elements that share a scale. A block ends where its leaf does
@@ -30,6 +30,9 @@ class WireFormat:
     # Of 16 MiB on one core of an EPYC, 2026-11-22, less the adding, which is priced by itself.
     passes: ClassVar[float] = 1.4
     """Copies of an array that coding it both ways, and its shard again, takes as long as."""
+
+    def __init_subclass__(cls) -> None:
+        FORMATS[cls.name] = cls
 
     def __post_init__(self) -> None:
         if not isinstance(self.block, numbers.Integral) or self.block < 2 or self.block % 2:
@@ -67,6 +70,29 @@ class WireFormat:
         `feedback` is what it was when they were coded.
         """
         raise NotImplementedError
+
+
+FORMATS: dict[str, type[Any]] = {}
+"""The formats by their names."""
+
+AUTOMATIC = "bf16"
+"""The format of large sums over Gloo where the choice is open: it halves their bytes, and leaves
+what bfloat16 holds as it is. So travel sums in bfloat16, which XLA would widen there."""
+
+
+def checked(value: Any) -> WireFormat | Literal["auto"] | None:
+    """Return the option `compression` as a format, "auto", or None for exact sums."""
+    if value is None or (isinstance(value, WireFormat) and value.name):
+        return value
+    name = value.lower() if isinstance(value, str) else ""
+    if name in FORMATS:
+        return FORMATS[name]()
+    if name == "auto":
+        return "auto"
+    raise ValueError(
+        f"`compression` must be None, 'auto', one of {', '.join(map(repr, FORMATS))}, or a value "
+        f"such as jc.compression.Int8(block=128); got {value!r}."
+    )
 
 
 def named(compression: Any) -> WireFormat | None:

@@ -12,7 +12,6 @@ import jaxcoll as jc
 from jaxcoll._elastic import residuals
 from jaxcoll._elastic.generation import Generation
 from jaxcoll._elastic.replicated_state import ReplicatedState
-from jaxcoll._spmd.shards import Shards
 
 INT4 = jc.CommunicationOptions(compression="int4")
 LIKE = np.zeros(600, "f")
@@ -179,6 +178,6 @@ def test_residuals_that_do_not_fit_are_refused(monkeypatch):
     given["r"] = jax.tree.map(lambda x: x + 1, given["r"])
     with pytest.raises(ValueError, match=r"state\['r'\] is a residual in which something is owed"):
         jc.Elastic(step, given)
-    abstract = Shards((jax.ShapeDtypeStruct((5, 128), "f"),), given["r"].layout, ("data",))
+    abstract = given["r"].replace([jax.ShapeDtypeStruct((5, 128), "f")])
     with pytest.raises(ValueError, match="is not an array of numbers: got ShapeDtypeStruct"):
         jc.Elastic(step, {"r": abstract})

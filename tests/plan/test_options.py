@@ -36,7 +36,7 @@ BAD = {
     "shards": ("must be a non-negative integer .*got ", [-1, 1.5, True, "2", None]),
     "reproducible": ("must be True or False; got 1", [1]),
     "overlap": ("must be True, False or None", [1]),
-    "compression": ("must be None, 'auto', one of 'bf16', 'int8', 'int4'",
+    "compression": ("must be None, 'auto', one of 'bf16', 'int4', 'int8'",
                     ["int2", 8, True, jc.compression.Int8, "fp8"]),
 }  # fmt: skip
 
@@ -153,7 +153,7 @@ def test_collective_hints_warn_and_give_options():
 
 
 def test_experimental_hints_are_the_older_name_of_options():
-    from jaxcoll._plan.options import given
+    from jaxcoll._distribute.hints import given
 
     options = Options(bytes_per_pack=3)
     assert given(options, None) == given(None, options) == options

@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from jaxcoll._plan.world import World
-from jaxcoll._wire.format import WireFormat, named
-from jaxcoll._wire.table import AUTOMATIC
+from jaxcoll._wire.format import AUTOMATIC, FORMATS, WireFormat, named
 
 CODED_BY_ITSELF = 64 << 10
 """Bytes of the smallest leaf that `compression="auto"` codes over Gloo."""
@@ -115,7 +114,7 @@ def travels_as(
     auto = auto and (world.processes == world.replicas or world.inner > 0)
     auto = auto and math.prod(shape) * dtype.itemsize >= CODED_BY_ITSELF
     if format is None and (auto or dtype.name == "bfloat16") and _is_free(world, options):
-        format = AUTOMATIC
+        format = FORMATS[AUTOMATIC]()
     if format is not None and format.codes(shape, dtype):
         return np.dtype(np.float32), format
     return wire_dtype(dtype, reduce_op, world), None

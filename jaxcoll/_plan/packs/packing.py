@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,19 @@ import numpy as np
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._show.units import binary_size
 from jaxcoll._wire.format import WireFormat
+
+LANES = 128
+"""Elements of a row. TPUs hold rows of 128; of a flat buffer they make no reduce-scatter."""
+
+
+def padded(size: int, replicas: int, lanes: int = LANES) -> int:
+    """Elements of a whole pack of `size` with the zeros behind it, in rows of `lanes`.
+
+    Examples:
+      >>> padded(1000, 4), padded(1000, 4, 1)
+      (1024, 1000)
+    """
+    return -(-size // (replicas * lanes)) * replicas * lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +144,12 @@ class Pack:
         return len(self.segments) == 1 and self.size == leaves[self.segments[0].leaf].size
 
 
-def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
-    """Assign every element of every leaf to exactly one pack.
+def plan_packs(
+    leaves: Sequence[Leaf],
+    rule: PackingRule,
+    algorithm: Callable[[Pack], str] = lambda pack: "native",
+) -> tuple[Pack, ...]:
+    """Assign every element of every leaf to exactly one pack, and to each its algorithm.
 
     Guarantee: a pack holds one dtype and one kind, summed over the same axes; leaves keep their
     order inside a pack; leaves that do not travel are in none. Packs are in the order of the rule.
@@ -143,11 +160,13 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
         runs = [[whole(leaves, i)] for i, leaf in enumerate(leaves) if leaf.travels and leaf.solid]
         runs += rule.runs(leaves)
         runs.sort(key=lambda run: rule.place(leaves, run))
-    return tuple(
-        Pack(first.wire, first.over, first.kind, tuple(run), first.solid, format=first.format)
-        for run in runs
-        for first in [leaves[run[0].leaf]]
-    )
+    packs = []
+    for run in runs:
+        leaf = leaves[run[0].leaf]
+        pack = Pack(leaf.wire, leaf.over, leaf.kind, tuple(run), leaf.solid, format=leaf.format)
+        name = algorithm(pack)
+        packs.append(pack if name == "native" else dataclasses.replace(pack, algorithm=name))
+    return tuple(packs)
 
 
 def alike(leaves: Sequence[Leaf]) -> list[list[int]]:

@@ -10,26 +10,13 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from jaxcoll._plan.packs.leaves import Leaf, where
-from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, Pack, plan_packs
+from jaxcoll._plan.packs.packing import LANES, UNPACKED, BytesPerPack, Pack, padded, plan_packs
 from jaxcoll._show.units import counted
-
-LANES = 128
-"""Elements of a row. TPUs hold rows of 128; of a flat buffer they make no reduce-scatter."""
 
 _MiB = 1 << 20
 USUAL = BytesPerPack(16 * _MiB, 2 * _MiB)
 """Packs where nothing is asked. The same in every world, so that what is laid out outside a
 program fits the one inside."""
-
-
-def padded(size: int, replicas: int, lanes: int = LANES) -> int:
-    """Elements of a whole pack of `size` with the zeros behind it, in rows of `lanes`.
-
-    Examples:
-      >>> padded(1000, 4), padded(1000, 4, 1)
-      (1024, 1000)
-    """
-    return -(-size // (replicas * lanes)) * replicas * lanes
 
 
 class ShardedLeaf(Leaf):

@@ -24,13 +24,13 @@ class Coding(NamedTuple):
     feedback: bool  # what is lost is sent the next time
     platform: str  # "cpu", "gpu" or "tpu"
 
-    def apart(self, function: Callable[..., Any], format: WireFormat, **known: Any) -> Any:
+    def apart(self, function: Callable[..., Any], format: WireFormat, **parameters: Any) -> Any:
         """Return `function` of a format, with more arguments known, for arrays alone.
 
         Joined with code of other shapes, XLA's CPU compiler fetches the bytes of blocks one by one.
         """
         wrap = _compat.apart if self.platform == "cpu" and format.block > 1 else functools.partial
-        return wrap(function, format=format, feedback=self.feedback, **known)
+        return wrap(function, format=format, feedback=self.feedback, **parameters)
 
 
 class Coded(NamedTuple):

@@ -35,8 +35,8 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         shards = turned(shards, rank)
         for many, few in _halvings(len(shards)):
             received = passed_on(shards[few:many], axes, few)
-            met = many - few
-            shards = jnp.concatenate([shards[:met] + received, shards[met:few]])
+            kept = many - few
+            shards = jnp.concatenate([shards[:kept] + received, shards[kept:few]])
         return shards[0]
     for bit in bits:
         halves = shards.reshape(-1, 2, shards.shape[-1])
@@ -49,20 +49,20 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
     """All replicas' shards, of shape (count, k), by ⌈log2 n⌉ steps; (n-1)/n of their bytes."""
-    held, rank, bits = shard[None], lax.axis_index(axes), _bits(count)
+    shards, rank, bits = shard[None], lax.axis_index(axes), _bits(count)
     if bits is None:
         for many, few in reversed(_halvings(count)):
-            held = jnp.concatenate([held, passed_on(held[: many - few], axes, -few)])
-        return turned(held, -rank)
+            shards = jnp.concatenate([shards, passed_on(shards[: many - few], axes, -few)])
+        return turned(shards, -rank)
     for bit in reversed(bits):
-        received = swapped(held, axes, bit)
+        received = swapped(shards, axes, bit)
         # A branch copies each half once; a `where` would read both for either.
-        own = _compat.as_stored(held, backward=True)
+        own = _compat.as_stored(shards, backward=True)
         both = lax.cond(
             rank // bit % 2 == 0, _pairs, lambda own, other: _pairs(other, own), own, received
         )
-        held = both.reshape(-1, held.shape[-1])
-    return held
+        shards = both.reshape(-1, shards.shape[-1])
+    return shards
 
 
 def _bits(n: int) -> Sequence[int] | None:

@@ -48,9 +48,9 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
         # Not an all-gather: its derivative would be Gloo's reduce-scatter.
         return exchanged(jnp.stack(copies(shard, n)), axes)
     # What comes from replicas that own nothing goes to a row behind the others.
-    held = jnp.zeros((count + 1, *shard.shape), shard.dtype)
+    shards = jnp.zeros((count + 1, *shard.shape), shard.dtype)
     for distance in range(n):
         sent = passed_on(shard, axes, distance, senders=count) if distance else shard
         owner = jnp.minimum((rank - distance) % n, count)
-        held = lax.dynamic_update_index_in_dim(held, sent, owner, axis=0)
-    return held[:count]
+        shards = lax.dynamic_update_index_in_dim(shards, sent, owner, axis=0)
+    return shards[:count]

@@ -52,7 +52,7 @@ def all_reduce(
     bits on every replica. Rounding to a wire format counts as the identity to derivatives, which
     are those of the exact sum: tangents and cotangents travel exactly.
     """
-    if [stage.algorithm for stage in stages] == ["native"]:
+    if len(stages) == 1 and stages[0].algorithm == "native":
         return native.all_reduce(array, _names(stages[0], axes)), None
     flat = array.reshape(-1)
     if format_of(stages) is None:
@@ -152,9 +152,10 @@ def all_gather(shard: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -
 
 
 def _names(stage: Stage, axes: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(axes[i] for i in stage.axes)
-    local = [name for name in names if _compat.is_vmapped(name)]
-    if local and len(names) > 1 and stage.algorithm != "native":
+    names = tuple([axes[i] for i in stage.axes])
+    if len(names) == 1 or stage.algorithm == "native":
+        return names
+    if local := [name for name in names if _compat.is_vmapped(name)]:
         raise ValueError(
             f"the algorithm {stage.algorithm!r} over axes {names}: JAX cannot exchange between "
             f"replicas along several axes at once when a `vmap` maps one of them ({local[0]!r}). "

@@ -63,15 +63,15 @@ class ReplicaCheck:
         The first group is the majority if it is larger than the second.
         """
         digests = np.asarray(self._every())
-        found = {}
+        divergent = {}
         for leaf in np.flatnonzero((digests != digests[:1]).any((0, 2))):
             groups: dict[bytes, list[str]] = {}
             for i in self.holders[leaf] if self.holders else range(len(self.names)):
                 groups.setdefault(digests[i, leaf].tobytes(), []).append(self.names[i])
             # `sorted` keeps the order of groups of one size: that of their first replicas.
             ordered = sorted(groups.values(), key=len, reverse=True)
-            found[self.paths[leaf]] = tuple(tuple(group) for group in ordered)
-        return found
+            divergent[self.paths[leaf]] = tuple(tuple(group) for group in ordered)
+        return divergent
 
     def raise_if_differs(self) -> None:
         """Wait for the result, on the host.
@@ -79,18 +79,18 @@ class ReplicaCheck:
         Raises:
           ReplicaDivergenceError: replicas differ; the leaves and the replicas are named.
         """
-        found = self.divergent()
-        if not found:
+        divergent = self.divergent()
+        if not divergent:
             return
-        lines = [f"  {where(path)}: {_described(groups)}" for path, groups in found.items()]
+        lines = [f"  {where(path)}: {_described(groups)}" for path, groups in divergent.items()]
         more = f"\n  … and {_leaves(len(lines) - 20)} more" if len(lines) > 20 else ""
-        differ = "differs" if len(found) == 1 else "differ"
+        differ = "differs" if len(divergent) == 1 else "differ"
         raise ReplicaDivergenceError(
-            f"{len(found)} of {_leaves(len(self.paths))} {differ} "
+            f"{len(divergent)} of {_leaves(len(self.paths))} {differ} "
             f"between {counted(len(self.names), 'replica')} that should hold the same:\n"
             + "\n".join(lines[:20])
             + more,
-            divergent=found,
+            divergent=divergent,
         )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._compat import settings
 from jaxcoll._jaxpr.loop_reductions import described, moved_reductions
 from jaxcoll._jaxpr.retrace import traced_call
 from jaxcoll._plan.packs.leaves import no_array
@@ -73,8 +74,8 @@ def accumulated(
     pieces = _in_pieces(args, micro, learned)
 
     def one(piece: dict[int, Any]) -> tuple[Any, Any]:
-        given = tuple(piece.get(i, arg) for i, arg in enumerate(args))
-        (value, beside), grads = differentiate(given, kwargs)
+        arguments = tuple(piece.get(i, arg) for i, arg in enumerate(args))
+        (value, beside), grads = differentiate(arguments, kwargs)
         aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), beside.aux)
         return (value, beside.weight, beside.metrics, grads), aux
 
@@ -85,7 +86,7 @@ def accumulated(
     summed = jax.tree.leaves(types)
     if micro.count > 1 and (repeated := moved_reductions(program.program)):
         message = _MOVABLE.format(count=micro.count, found=described(repeated))
-        _compat.warn(message, ReductionInLoopWarning)
+        settings.warn(message, ReductionInLoopWarning)
 
     def turn(totals: list[jax.Array], piece: dict[int, Any]) -> tuple[list[jax.Array], Any]:
         found = program.outputs(piece)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll import _compat
+from jaxcoll._compat import backward
 from jaxcoll._jaxpr.proof import same_outputs
 from jaxcoll._jaxpr.retrace import Traced, places, traced_call
 from jaxcoll._jaxpr.subjaxprs import contains
@@ -22,8 +23,7 @@ from jaxcoll._plan.packs.leaves import check_not_empty, flattened, where
 from jaxcoll._plan.packs.overlap import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
-from jaxcoll._spmd import residual as residuals
-from jaxcoll._spmd.arithmetic import finite, halved, halvings, quotient
+from jaxcoll._spmd.arithmetic import halved, halvings, quotient
 from jaxcoll._spmd.axes import bound_axes, count, listed
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
 from jaxcoll._spmd.gradients.loss import (
@@ -43,6 +43,8 @@ from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, retyped
 from jaxcoll._spmd.shards import Shards, axes_of_shards
+from jaxcoll._spmd.whole import opened
+from jaxcoll._wire.blocks import finite
 from jaxcoll.errors import AlreadyReducedError
 
 _LOSS_ALREADY_REDUCED = """\
@@ -73,7 +75,7 @@ class _Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Differentiator:
     """Arguments of `jc.value_and_grad` and its like, checked; see there."""
 
     fun: Callable[..., Any]
@@ -237,9 +239,9 @@ class Asked:
             common = treedef.unflatten(_compat.at_once(leaves, parts))
         ends = " … ".join(dict.fromkeys([*[*same][:1], *[*same][-1:]]))
         again = _SYNCED.format(what=counted(len(same), "leaf", "leaves"), paths=ends)
-        owed = None
+        feedback = None
         if residual is not None:
-            owed = residuals.opened(residual, local.grads, axes, self.caller, ".grads")
+            feedback = opened(residual, local.grads, axes, self.caller, ".grads")
         reduced = all_reduce(
             op,
             common,
@@ -250,11 +252,10 @@ class Asked:
             repeats=local.weight is not None or bool(same),
             exact=frozenset(path for path, _ in beside),
             reasons=(again,) if same else (),
-            owed=owed,
+            feedback=feedback,
         )
         if residual is not None:
-            reduced, owed = reduced
-            residual = residuals.closed(residual, owed, ".grads")
+            reduced, residual = reduced
         if any(own):
             # Of these no residual is kept.
             exactly = scope if residual is None else scope.exactly
@@ -273,41 +274,44 @@ def positional_names(fun: Callable[..., Any]) -> list[str]:
 
 
 def reduced_gradient(
-    asked: Asked, axis_name: Any, scope: Callable[[], Scope], options: CommunicationOptions
+    gradient: Differentiator,
+    axis_name: Any,
+    scope: Callable[[], Scope],
+    options: CommunicationOptions,
 ) -> Callable[..., Any]:
     """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does."""
-    caller = asked.caller
+    caller = gradient.caller
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
         here = scope()
         axes = bound_axes(here.over(axis_name, caller), caller)
-        residual = kwargs.pop("residual", None) if asked.feedback else None
-        if asked.feedback and residual is None:
+        residual = kwargs.pop("residual", None) if gradient.feedback else None
+        if gradient.feedback and residual is None:
             raise ValueError(
                 f"`{caller}` with feedback=True expects the keyword argument `residual` beside the "
                 "loss's own: what `jc.compression.residual(params)` returns, then what the last "
                 "call returned."
             )
-        check_differentiable(asked.leaves(args), caller)
-        learned = asked.places(args)
+        check_differentiable(gradient.leaves(args), caller)
+        learned = gradient.places(args)
         check_not_empty(caller, ([x for i, x in enumerate(args) if i not in learned], kwargs))
         inside = Differentiation(tuple(axes), options, enclosing=retyped())
 
         def local_gradient() -> Differentiated:
-            return asked.of_share(axes, inside, args, kwargs)
+            return gradient.of_share(axes, inside, args, kwargs)
 
         program = traced_call(local_gradient)
-        return asked.reduced(program, args, axes, here.merged(options), residual)
+        return gradient.reduced(program, args, axes, here.merged(options), residual)
 
-    return _signed(reduced, asked)
+    return _signed(reduced, gradient)
 
 
-def _signed(reduced: Callable[..., Any], asked: Asked) -> Callable[..., Any]:
+def _signed(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[..., Any]:
     """A function of the loss's arguments, with the names and the signature of the loss."""
-    functools.update_wrapper(reduced, asked.fun, updated=())
-    if asked.feedback:
+    functools.update_wrapper(reduced, gradient.fun, updated=())
+    if gradient.feedback:
         with contextlib.suppress(TypeError, ValueError):  # one of C's has no signature
-            signature = inspect.signature(asked.fun)
+            signature = inspect.signature(gradient.fun)
             more = inspect.Parameter("residual", inspect.Parameter.KEYWORD_ONLY, default=None)
             others = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
             reduced.__signature__ = signature.replace(parameters=[*others, more])  # pyright: ignore[reportFunctionMemberAccess]
@@ -320,7 +324,7 @@ def _synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozenset[str
     Only a proof counts: a gradient that is reduced once more is right, too, because the mean of
     equal numbers is that number; but one that is left out must be equal.
     """
-    if not contains(program.program.jaxpr, _compat.THROUGH):
+    if not contains(program.program.jaxpr, backward.THROUGH):
         return {}
     _, grads = program.result(same_outputs(program.program, axes))
     found, _ = flattened(_Local(None, None, None, grads))

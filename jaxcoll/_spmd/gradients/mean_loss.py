@@ -19,7 +19,7 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty
 from jaxcoll._spmd.arithmetic import quotient
 from jaxcoll._spmd.axes import bound_axes
-from jaxcoll._spmd.gradients.gradient import Asked, positional_names, reduced_gradient
+from jaxcoll._spmd.gradients.gradient import Differentiator, positional_names, reduced_gradient
 from jaxcoll._spmd.gradients.loss import WeightedLoss, value_and_weight
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiated, retyped
@@ -87,8 +87,10 @@ def mean_loss(
             if not by:
                 value = of_operands(*primals)
                 return value, jnp.zeros_like(value)
-            asked = Asked(again, ReduceOp.MEAN, by, False, False, False, called=CALLER)
-            value, grads = reduced_gradient(asked, axes, lambda: here, options)(*varying(primals))
+            gradient = Differentiator(again, ReduceOp.MEAN, by, False, False, False, called=CALLER)
+            value, grads = reduced_gradient(gradient, axes, lambda: here, options)(
+                *varying(primals)
+            )
             products = jax.tree.map(
                 lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
                 grads,

@@ -46,9 +46,9 @@ def taken_by(
         return x
     if not _compat.types_tell():
         return marks.checked(x, {where(name): y for name, y in leaves.items()}, tuple(axes), caller)
-    known = frozenset(axes) - retyped()
+    typed = frozenset(axes) - retyped()
     for name, leaf in leaves.items():
-        if varying := known & _compat.varying_axes(leaf):
+        if varying := typed & _compat.varying_axes(leaf):
             words = {"caller": caller, "leaf": where(name), "axes": listed(sorted(varying))}
             raise ValueError(_DIFFERS.format(**words))
     return x

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._compat import backward
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
 from jaxcoll._spmd.axes import bound_axes
@@ -34,7 +35,7 @@ def sync_in_backward(
     named = {path: _floating(path, leaf) for path, leaf in flat}
     arrays = jax.tree.leaves(common(treedef.unflatten(named.values()), axes, "sync_in_backward"))
     reduction = _Reduction(reduce_op, axes, treedef, scope.merged(options))
-    return treedef.unflatten(_compat.through_backward(arrays, reduction, axes))
+    return treedef.unflatten(backward.through_backward(arrays, reduction, axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +51,14 @@ class _Reduction:
         self, cotangents: dict[int, jax.Array], varying: dict[int, frozenset[str]]
     ) -> dict[int, jax.Array]:
         """The reduced cotangents, each typed as its parameter."""
-        held = {i: _compat.as_varying(ct, self.axes) for i, ct in cotangents.items()}
-        tree = self.treedef.unflatten(map(held.get, range(self.treedef.num_leaves)))
+        varied = {i: _compat.as_varying(ct, self.axes) for i, ct in cotangents.items()}
+        tree = self.treedef.unflatten(map(varied.get, range(self.treedef.num_leaves)))
         reduced = all_reduce(
             self.reduce_op, tree, self.axes, scope=self.scope, reasons=(_REASON,), in_backward=True
         )
         return {
             i: _compat.as_varying(x, tuple(varying[i]))
-            for i, x in zip(held, jax.tree.leaves(reduced), strict=True)
+            for i, x in zip(varied, jax.tree.leaves(reduced), strict=True)
         }
 
 

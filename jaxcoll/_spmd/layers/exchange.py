@@ -137,22 +137,22 @@ class Traffic:
 
     def _groups(self, leaves: Sequence[int]) -> dict[tuple[int, ...], dict[str, int]]:
         """Leaves that are cut over the same axes, with these."""
-        found: dict[tuple[str, ...], list[int]] = {}
+        groups: dict[tuple[str, ...], list[int]] = {}
         for i in leaves:
             if self.stack.over[i]:
-                found.setdefault(self.stack.over[i], []).append(i)
-        return {tuple(each): {a: self.axes[a] for a in over} for over, each in found.items()}
+                groups.setdefault(self.stack.over[i], []).append(i)
+        return {tuple(members): {a: self.axes[a] for a in over} for over, members in groups.items()}
 
     def _leaves(self, members: Sequence[int], axes: Mapping[str, int]) -> list[Leaf]:
         """One layer's rows, in the types that they are gathered in."""
-        found = []
+        leaves = []
         for name, x in ((self.stack.names[i], self.stack.arrays[i]) for i in members):
             dtype = np.dtype(x.dtype)
             if self.gather_dtype is not None and jax.dtypes.issubdtype(dtype, np.floating):
                 dtype = np.dtype(self.gather_dtype)
             kind, over = (dtype.name, *sorted(_compat.varying_axes(x))), tuple(axes.values())
-            found.append(ShardedLeaf(name, x.shape[1:], dtype, carried_dtype(dtype), over, kind))
-        return found
+            leaves.append(ShardedLeaf(name, x.shape[1:], dtype, carried_dtype(dtype), over, kind))
+        return leaves
 
     def _settled(self, over: Sequence[str]) -> tuple[str, ...]:
         """The axes along which the gradient of a leaf is the same when it is handed on."""
@@ -174,10 +174,10 @@ class Traffic:
             whole = all_reduce(
                 self.reduce_op, whole, tuple(self.axes), scope=self.scope, reasons=reasons
             )
-        found: dict[int, jax.Array] = {
+        reduced: dict[int, jax.Array] = {
             i: marks.part_of_sum(_compat.as_invariant(x, self._settled(over[i])), over[i])
             if over[i]
             else whole[names[i]]
             for i, x in gradients.items()
         }
-        return [found.get(i) for i in range(len(names))]
+        return [reduced.get(i) for i in range(len(names))]

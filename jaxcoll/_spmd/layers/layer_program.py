@@ -69,10 +69,10 @@ def residuals_of(
     """
 
     def forward(*arrays: Arrays) -> tuple[Arrays, Any]:
-        inputs = [x for each in arrays for x in each]
+        inputs = [x for group in arrays for x in group]
 
-        def of_moved(*given: jax.Array) -> tuple[Arrays, Arrays]:
-            there = iter(given)
+        def of_moved(*moving: jax.Array) -> tuple[Arrays, Arrays]:
+            there = iter(moving)
             outs = layer.outputs(
                 [next(there) if m else x for m, x in zip(moved, inputs, strict=True)]
             )
@@ -82,8 +82,8 @@ def residuals_of(
         if remat is not False:
             policy = None if remat is True else remat
             run = jax.checkpoint(of_moved, policy=policy, prevent_cse=False)
-        given = [x for m, x in zip(moved, inputs, strict=True) if m]
-        _, pull, outs = jax.vjp(run, *given, has_aux=True)
+        moving = [x for m, x in zip(moved, inputs, strict=True) if m]
+        _, pull, outs = jax.vjp(run, *moving, has_aux=True)
         return outs, pull
 
     program = traced(forward, *arrays)
@@ -135,8 +135,8 @@ class UserLayer:
         next carry and a result of its own.
         """
         stack = self._stack
-        known = [_compat.varying_axes(x) for x in (*self._arrays, *stack.arrays)]
-        varying = frozenset(a for a in axes if _compat.tracks_variance(a)).union(*known)
+        types = [_compat.varying_axes(x) for x in (*self._arrays, *stack.arrays)]
+        varying = frozenset(a for a in axes if _compat.tracks_variance(a)).union(*types)
         while True:
             along = self._along = tuple(sorted(varying))
             typed = [_compat.as_varying(x, along) for x in self._arrays]
@@ -156,23 +156,23 @@ class UserLayer:
 
     def __call__(self, carry: Arrays, params: Arrays) -> Any:
         try:
-            found = self._layer(self._carry.unflatten(carry), self._stack.tree(params))
+            result = self._layer(self._carry.unflatten(carry), self._stack.tree(params))
         except Exception as error:
             error.add_note(self._note(params))
             raise
-        nxt, own = self._apart(found)
+        nxt, own = self._apart(result)
         flat, self._own = jax.tree.flatten(own)
         outs = [_strong(jnp.asarray(x)) for x in (*jax.tree.leaves(nxt), *flat)]
         return [_compat.as_varying(x, self._along) for x in outs]
 
-    def _apart(self, found: Any) -> tuple[Any, Any]:
+    def _apart(self, result: Any) -> tuple[Any, Any]:
         """The next carry, and the layer's own result."""
-        if jax.tree.structure(found) == self._carry:
-            return found, None
-        pair = isinstance(found, tuple) and len(found) == 2
-        if pair and jax.tree.structure(found[0]) == self._carry:
-            return found
-        got = jax.tree.structure(found[0] if pair else found)
+        if jax.tree.structure(result) == self._carry:
+            return result, None
+        pair = isinstance(result, tuple) and len(result) == 2
+        if pair and jax.tree.structure(result[0]) == self._carry:
+            return result
+        got = jax.tree.structure(result[0] if pair else result)
         raise TypeError(
             _CARRY.format(
                 what=f"its structure is {got}, and was {self._carry}",
@@ -182,14 +182,14 @@ class UserLayer:
 
     def _note(self, params: Arrays) -> str:
         stack = self._stack
-        found = [
+        leaves = [
             f"{where(stack.names[i])} {like(params[i])} from {own.shape[1]} rows on each replica"
             for i, own in enumerate(stack.arrays)
             if stack.over[i]
         ]
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
         return (
-            f"jaxcoll: `{CALLER}` gathers for the layer {', '.join(found[:3])}{more}; `sharded` "
+            f"jaxcoll: `{CALLER}` gathers for the layer {', '.join(leaves[:3])}{more}; `sharded` "
             "says what is whole."
         )
 

@@ -35,7 +35,7 @@ is cut over some of the axes only is said by `sharded`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ScanOptions:
     """Arguments of `jc.scan_layers`, checked; see there."""
 
     reduce_op: ReduceOp
@@ -73,22 +73,22 @@ def scan_layers(
     stacked: Any,
     axis_name: str | tuple[str, ...],
     sharded: Any,
-    asked: Asked,
+    scan: ScanOptions,
     scope: Scope,
     options: CommunicationOptions,
 ) -> tuple[Any, Any]:
     """`lax.scan` of `layer` over layers of which every replica holds rows; see `jc.scan_layers`."""
     axes = bound_axes(axis_name, CALLER)
-    inside = _enclosing(axes, asked.reduce_op)
+    inside = _enclosing(axes, scan.reduce_op)
     scope = scope.merged(inside.options if inside else None).merged(options)
     stack = stack_of(stacked, sharded, axes)
     users = UserLayer(layer, *carried(carry), stack)
-    first, varying, program, captured = users.program(axes, asked.gather_dtype)
-    op = ReduceOp.SUM if inside else asked.reduce_op
-    traffic = Traffic(stack, axes, op, asked.gather_dtype, bool(inside), scope)
-    gathers = traffic.gathers(asked.ahead)
-    schedule = Schedule(stack.layers, asked.ahead, asked.unroll, program, gathers, varying)
-    run = _differentiable(schedule, traffic, asked.remat)
+    first, varying, program, captured = users.program(axes, scan.gather_dtype)
+    op = ReduceOp.SUM if inside else scan.reduce_op
+    traffic = Traffic(stack, axes, op, scan.gather_dtype, bool(inside), scope)
+    gathers = traffic.gathers(scan.ahead)
+    schedule = Schedule(stack.layers, scan.ahead, scan.unroll, program, gathers, varying)
+    run = _differentiable(schedule, traffic, scan.remat)
     return users.result(*run(first, traffic.typed(varying), captured))
 
 
@@ -112,15 +112,15 @@ def _differentiable(
         outs, results, *_ = schedule.forward(carry, stack, captured)
         return outs, results
 
-    def forward(*given: Any) -> Any:
-        carry, stack, captured = ([x.value for x in each] for each in given)
-        _, *asked = ([x.perturbed and is_floating(x.value) for x in each] for each in given)
-        moved = tuple([i for i, wanted in enumerate(each) if wanted] for each in asked)
+    def forward(*inputs: Any) -> Any:
+        carry, stack, captured = ([x.value for x in arrays] for arrays in inputs)
+        _, *moves = ([x.perturbed and is_floating(x.value) for x in arrays] for arrays in inputs)
+        moved = tuple([i for i, does in enumerate(flags) if does] for flags in moves)
         residuals = residuals_of(
             schedule.program,
             remat,
             (carry, schedule.example(stack), captured),
-            [*map(is_floating, carry), *asked[0], *asked[1]],
+            [*map(is_floating, carry), *moves[0], *moves[1]],
         )
         outs, results, saved, last = schedule.forward(carry, stack, captured, residuals)
         # What is not an array travels as the function of a tree.
@@ -133,10 +133,10 @@ def _differentiable(
         kept: tuple[Any, ...],
         cotangents: tuple[Arrays, Arrays],
     ) -> Any:
-        given = [[x for x in map(_floating, each) if x is not None] for each in cotangents]
-        (saved, last, carry, stack, captured), given = _differentiated_once((kept, given))
+        floating = [[x for x in map(_floating, cts) if x is not None] for cts in cotangents]
+        (saved, last, carry, stack, captured), floating = _differentiated_once((kept, floating))
         ct, gradients, sums = schedule.backward(
-            residuals, saved, last, stack, captured, given, moved, traffic.scatters(moved[0])
+            residuals, saved, last, stack, captured, floating, moved, traffic.scatters(moved[0])
         )
         of_carry, of_captured = iter(ct), dict(zip(moved[1], sums, strict=True))
         return (

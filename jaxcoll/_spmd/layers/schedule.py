@@ -42,14 +42,14 @@ class Schedule:
         after: Mapping[int, jax.Array],
     ) -> dict[int, jax.Array]:
         """Return each leaf's array after its exchange, once others are there."""
-        found: dict[int, jax.Array] = {}
+        exchanged: dict[int, jax.Array] = {}
         for leaves, exchange in exchanges.items():
             arrays = [*map(array, leaves)]
             # Outside of loops a compiler would merge two layers' collectives, to hide neither.
             for other in after.values():
                 arrays = [_compat.ordered(x, after=other) for x in arrays]
-            found.update(zip(leaves, self._vary(exchange(arrays)), strict=True))
-        return found
+            exchanged.update(zip(leaves, self._vary(exchange(arrays)), strict=True))
+        return exchanged
 
     def _params(self, stack: Arrays, index: Any, gathered: dict[int, jax.Array]) -> Arrays:
         """All parameters of one layer."""
@@ -122,18 +122,22 @@ class Schedule:
 
         def turn(state: Any, index: Any, fetch: bool, after: Any = MappingProxyType({})) -> Any:
             ct, gradients, sums, waiting, queue = state
+            # The gather of a layer below and the scatter of the layer above stand before this
+            # layer's own arithmetic and depend on none of it, so that a compiler can hide both.
             if fetch:
                 queue = [*queue, self._fetched(stack, index - ahead)]
             done = self._exchanged(scatters, waiting.__getitem__, after) if waiting else {}
             gradients = self._with(gradients, done, index + 1)
             params = self._params(stack, index, queue[0])
-            given = [*ct, *(at(x, index) for x in of_results)]
-            found = iter(residuals.backward([at(x, index) for x in saved], params, captured, given))
-            ct = self._vary([next(found) for _ in ct])
-            each = dict(zip(moved[0], self._vary([next(found) for _ in moved[0]]), strict=True))
-            sums = [total + x for total, x in zip(sums, found, strict=True)]
-            whole = {i: x for i, x in each.items() if i not in cut}
-            waiting = {i: x for i, x in each.items() if i in cut}
+            cts = [*ct, *(at(x, index) for x in of_results)]
+            kept = [at(x, index) for x in saved]
+            pulled = iter(residuals.backward(kept, params, captured, cts))
+            ct = self._vary([next(pulled) for _ in ct])
+            of_layer = self._vary([next(pulled) for _ in moved[0]])
+            sums = [total + x for total, x in zip(sums, pulled, strict=True)]
+            both = list(zip(moved[0], of_layer, strict=True))
+            whole = {i: x for i, x in both if i not in cut}
+            waiting = {i: x for i, x in both if i in cut}
             return (ct, self._with(gradients, whole, index), sums, waiting, queue[1:]), done
 
         gradients = {i: self._vary([jnp.zeros_like(stack[i])])[0] for i in moved[0]}
@@ -152,8 +156,8 @@ class Schedule:
         self, stacks: dict[int, jax.Array], parts: dict[int, jax.Array], index: Any
     ) -> dict[int, jax.Array]:
         """Arrays that have the layers first, with one layer's parts in their places."""
-        found = put([stacks[i] for i in parts], list(parts.values()), index)
-        return {**stacks, **dict(zip(parts, found, strict=True))}
+        placed = put([stacks[i] for i in parts], list(parts.values()), index)
+        return {**stacks, **dict(zip(parts, placed, strict=True))}
 
     def _loop(
         self, turn: Callable[[Any, Any], Any], state: Any, start: int, stop: int, step: int

@@ -66,8 +66,8 @@ class Stack:
 
     def tree(self, arrays: Sequence[Any]) -> Any:
         """One layer's parameters, of which whole arrays are given, packs of `Shards` among them."""
-        found = jax.tree.unflatten(self.treedef, list(arrays))
-        return jax.tree.map(lambda x: _joined(x) if is_shards(x) else x, found, is_leaf=is_shards)
+        tree = jax.tree.unflatten(self.treedef, list(arrays))
+        return jax.tree.map(lambda x: _joined(x) if is_shards(x) else x, tree, is_leaf=is_shards)
 
 
 def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
@@ -80,16 +80,16 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
       ValueError: a leaf cannot be used so, by its shape, its type, or what is said of it.
     """
     nodes, _ = flattened(stacked, is_shards)
-    words = _words(sharded, stacked, any(is_shards(x) for _, x in nodes))
+    notes = _notes(sharded, stacked, any(is_shards(x) for _, x in nodes))
     names, arrays, over = [], [], []
-    for (name, node), word in zip(nodes, words, strict=True):
+    for (name, node), note in zip(nodes, notes, strict=True):
         for k, part in enumerate(node.parts if is_shards(node) else [node]):
             names.append(name + _carried(node, k) if is_shards(node) else name)
             arrays.append(_array(names[-1], part))
             if is_shards(node):
-                over.append(_axes_of_shards(name, node, word, axes))
+                over.append(_axes_of_shards(name, node, note, axes))
             else:
-                over.append(_axes_of_rows(names[-1], arrays[-1], word, axes))
+                over.append(_axes_of_rows(names[-1], arrays[-1], note, axes))
                 if over[-1] and not _compat.types_tell():  # then who reads the program checks it
                     rows = {f"{where(name)} of `stacked`": part}
                     arrays[-1] = marks.checked(arrays[-1], rows, over[-1], CALLER, rows=True)
@@ -107,7 +107,7 @@ def _carried(shards: Shards, k: int) -> str:
     return " … ".join(dict.fromkeys(ends))
 
 
-def _words(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
+def _notes(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
     """Return the notes on each leaf and each `Shards`, in order; None: nothing."""
     if sharded is None:
         return [
@@ -115,14 +115,14 @@ def _words(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
             for x in jax.tree.leaves(stacked, is_leaf=is_shards)
         ]
     unfit = f"`{CALLER}`: `sharded` is a tree that does not fit `stacked`"
-    words = said_of_each(sharded, stacked, unfit, _is_names)
-    odd = [word for word in words if not (isinstance(word, bool | str) or _is_names(word))]
+    notes = said_of_each(sharded, stacked, unfit, _is_names)
+    odd = [note for note in notes if not (isinstance(note, bool | str) or _is_names(note))]
     if odd:
         raise ValueError(
             f"`{CALLER}` expects `sharded` to be True, False, an axis or a tuple of axes, or a "
             f"tree of these; got {odd[0]!r}."
         )
-    return words
+    return notes
 
 
 def _is_names(x: Any) -> bool:
@@ -177,12 +177,12 @@ def _axes_of_shards(
 
 
 def _axes_of_rows(
-    name: str, array: jax.Array, word: Any, axes: Mapping[str, int]
+    name: str, array: jax.Array, note: Any, axes: Mapping[str, int]
 ) -> tuple[str, ...]:
     """The axes that a plain leaf is cut over, as far as types confirm what is said of it."""
     inside = differentiation()
-    known = [a for a in axes if _compat.tracks_variance(a) and a not in retyped()]
-    over = () if word is False else tuple(axes) if word in (None, True) else _names_of(word)
+    typed = [a for a in axes if _compat.tracks_variance(a) and a not in retyped()]
+    over = () if note is False else tuple(axes) if note in (None, True) else _names_of(note)
     unknown = [a for a in over if a not in axes]
     if unknown:
         raise ValueError(
@@ -197,18 +197,18 @@ def _axes_of_rows(
     if not array.size:
         return ()
     varying = _compat.varying_axes(array)
-    same = [a for a in over if a in known and a not in varying and axes[a] > 1]
+    same = [a for a in over if a in typed and a not in varying and axes[a] > 1]
     if same:
         raise AlreadyReducedError(
             _WHOLE.format(axis=same[0], leaf=where(name), n=count({a: axes[a] for a in same}))
         )
-    differ = [a for a in axes if a not in over and a in known and a in varying]
+    differ = [a for a in axes if a not in over and a in typed and a in varying]
     if differ:
         raise ValueError(_DIFFERS.format(leaf=where(name), axes=listed(differ)))
     dark = [a for a in over if not _compat.tracks_variance(a)]
     if inside is not None and set(dark) & set(inside.axes):
         raise ValueError(_UNTYPED_GRADIENT.format(axis=dark[0], leaf=where(name)))
-    if word is None and dark:
+    if note is None and dark:
         raise ValueError(_UNSAID.format(axis=dark[0], leaf=where(name)))
     return over
 
