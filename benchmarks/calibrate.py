@@ -51,7 +51,7 @@ class Probe:
 
 def probes_of(replicas: int, sizes: Sequence[int], exchanged: Sequence[int]) -> list[Probe]:
     """All programs to measure, each once."""
-    own = f"{exchange(replicas).replace('_', '-')}@all"
+    own = f"{exchange(replicas)}@all"
     return [
         *(Probe(BASELINE, 1, size) for size in sizes),
         Probe(BASELINE, ARRAYS, sizes[0]),

@@ -112,7 +112,7 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
       >>> with inspecting() as programs:
       ...     total = jax.jit(lambda x: x.sum())(jax.device_put(jnp.ones(80), rows))
       >>> [(report.count, report.wire_bytes) for report in programs.reports]
-      [(1, 7)]
+      [(1, 8)]
     """
     if measure < 0:
         raise ValueError(f"`inspecting`: measure must be at least 0; got {measure}.")

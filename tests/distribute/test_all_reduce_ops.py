@@ -138,7 +138,7 @@ def test_L20_L22_L23_packs_close_before_the_limit_in_the_order_of_the_arrays(pro
         ((["cpu:0"], 1.0), "must be a positive multiple .*; got 1.0"),
         ((["cpu:0"], True), "must be a positive multiple .*; got True"),
         ((["cpu:0", "cpu:1"], 4), "`group_size` 4 takes 2 workers of 2 devices; there is 1, with 8 devices together, 8 of them here"),
-        ((["cpu:0"], 1, "ring"), "`options` must be a CommunicationOptions or None; got 'ring'"),
+        ((["cpu:0"], 1, "ring"), "`options` must be a CommunicationOptions, as in .*, or None; got 'ring'"),
     ],
 )  # fmt: skip
 def test_G50_collective_arguments_are_checked(arguments, message):
