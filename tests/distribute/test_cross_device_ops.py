@@ -275,7 +275,9 @@ def requested(value, packing, options=None):
 @pytest.mark.parametrize("options", [3, "ring", {"bytes_per_pack": 1}])
 def test_options_of_another_type_are_refused(options):
     value = PerReplica([1.0, 2.0])
-    with pytest.raises(ValueError, match="`options` must be a CommunicationOptions, as in .*, or None; got"):
+    with pytest.raises(
+        ValueError, match="`options` must be a CommunicationOptions, as in .*, or None; got"
+    ):
         NCCL.reduce("sum", value, value, options=options)
     with pytest.raises(ValueError, match="`options` must be"):
         NCCL.batch_reduce("sum", [], options=options)
