@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxcoll._compat import numerics
+from jaxcoll._compat.settings import numerics
 from jaxcoll.cli import demo
 from jaxcoll.cli.main import main
 

@@ -14,7 +14,7 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._cluster.launch import supervisor
-from jaxcoll._compat import numerics
+from jaxcoll._compat.settings import numerics
 from jaxcoll._train.batches import order
 from jaxcoll.cli.main import main
 
