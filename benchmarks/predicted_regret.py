@@ -3,7 +3,7 @@
 Random trees over 2, 4 and 8 CPU processes, on one host or on two that a network of 100 Mbit/s,
 1 Gbit/s or 10 Gbit/s joins. The rule does not know which; the prediction does. The best choice has
 the packing, and for each pack the algorithm, that are predicted to be fastest, out of those that
-`CANDIDATES` and the world allow. Every constant in `jaxcoll/_plan/rule.py` was tried here.
+`CANDIDATES` and the world allow. Every constant in `jaxcoll/_plan/planner.py` was tried here.
 """
 
 from __future__ import annotations

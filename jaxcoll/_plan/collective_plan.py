@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import zlib
 from typing import Any
 
@@ -14,6 +15,8 @@ from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import LANES, Pack, PackingRule, Segment, padded
 from jaxcoll._plan.world import World
+
+_PATH = operator.attrgetter("path")
 
 THE_VALUE = "(the value)"
 """The name of a leaf that is the whole tree."""
@@ -55,12 +58,9 @@ class CollectivePlan:
 
         `jc.inspect` and profilers find packs by it: pack 3 travels as `<name>/pack3`.
         """
-        packs = []
-        for pack in self.packs:
-            segments = [(s.leaf, s.start, s.size) for s in pack.segments]
-            packs.append((pack.shown_type, pack.over, segments))
         # Not a counter, which would differ between processes; and JAX does not number scopes.
-        identity = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
+        packs = [(p.shown_type, p.algorithm, p.over, *map(tuple, p.segments)) for p in self.packs]
+        identity = repr((self.reduce_op.name, *map(_PATH, self.leaves), packs))
         return f"{self.collective}_{zlib.crc32(identity.encode()) & 0xFFFFFF:06x}"
 
     @property

@@ -9,7 +9,7 @@ from jaxcoll._plan.options import CommunicationImplementation, CommunicationOpti
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.overlap import OPTIONS, ReadyOrder
 from jaxcoll._plan.packs.packing import LANES, UNPACKED, Pack, PackingRule
-from jaxcoll._plan.rule import CODES, PACKED, asked_algorithm, choose, half_algorithm, is_asked
+from jaxcoll._plan.planner import CODES, PACKED, asked_algorithm, choose, half_algorithm, is_asked
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import binary_size, counted
 from jaxcoll._wire.format import named

@@ -16,7 +16,7 @@ from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, flattened, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
-from jaxcoll._plan.rule import asked_algorithm, packing_for
+from jaxcoll._plan.planner import asked_algorithm, packing_for
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.axes import as_array, bound_axes, count
 from jaxcoll._spmd.pipeline import carry_out, pack, unpack
@@ -106,7 +106,7 @@ def rows_of_all(
         return _compat.as_varying(rows, axes)
 
     packed = pack(arrays, packs, arrays)
-    rows = carry_out(plan, packed, lambda _, array: array, carry, leave)
+    rows = carry_out(plan, packed, carry, leave=leave)
     return jax.vmap(lambda row: unpack(row, packs, arrays))(rows) if rows else [None] * len(arrays)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -109,10 +109,10 @@ def whole_of(blocks: jax.Array, layout: ShardLayout, pack: Pack) -> jax.Array:
 
 
 def leaves_of(
-    wholes: Sequence[jax.Array], layout: ShardLayout, hidden: str | None = None
+    wholes: Sequence[jax.Array], layout: ShardLayout, on_cpus_along: Collection[str] = ()
 ) -> list[jax.Array]:
-    """The leaves again, from their whole packs without their padding."""
-    arrays = unpack(wholes, layout.packs, layout.leaves, one_kernel_a_shape=hidden)
+    """The leaves again, from their whole packs without their padding; see `unpack`."""
+    arrays = unpack(wholes, layout.packs, layout.leaves, on_cpus_along)
     return [
         jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
         for array, leaf in zip(arrays, layout.leaves, strict=True)

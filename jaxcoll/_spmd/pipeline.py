@@ -5,8 +5,9 @@ A collective is a description of it: how a pack enters, what carries it, how it 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ from jaxcoll import _compat
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack
-from jaxcoll._plan.world import World
 
 
 def pack(
@@ -58,9 +58,10 @@ def _filled(piece: jax.Array, length: int) -> jax.Array:
 def carry_out(
     plan: CollectivePlan,
     packed: Iterable[Any],
-    enter: Callable[[Pack, Any], Any],  # makes of a packed array what travels
     carry: Callable[[Pack, Any], Any],  # the collective
-    leave: Callable[[Pack, Any], Any],  # makes of what arrived the result
+    *,
+    enter: Callable[[Pack, Any], Any] = lambda _, array: array,  # what travels of a packed array
+    leave: Callable[[Pack, Any], Any] = lambda _, array: array,  # the result of what arrived
 ) -> list[Any]:
     """Return the results of the packs of `plan`, each under its name in the program."""
     carried: list[Any] = []
@@ -78,31 +79,25 @@ def carry_out(
     return results
 
 
-def hiding_axis(axes: Mapping[str, int], world: World) -> str | None:
-    """Return an axis whose index XLA's CPU compiler does not know beforehand, for `unpack`."""
-    for axis, size in axes.items() if world.platform == "cpu" else ():
-        if size > 1 and not _compat.is_vmapped(axis):
-            return axis
-    return None
-
-
 def unpack(
     packed: Iterable[jax.Array],
     packs: Sequence[Pack],
     leaves: Sequence[Leaf | jax.Array],
-    *,
-    # A mapped axis, whose index hides from the compiler where a piece starts. XLA's CPU compiler
-    # makes a kernel, some 6 ms each, for every static slice, but compiles slices of one shape once
-    # if their offsets are data. None: static slices, which fuse best
-    one_kernel_a_shape: str | None = None,
+    on_cpus_along: Collection[str] = (),
 ) -> list[jax.Array | None]:
-    """Return the leaves, in their order and shapes; None for those that no pack carries."""
+    """Return the leaves, in their order and shapes; None for those that no pack carries.
+
+    XLA's CPU compiler makes a kernel, some 6 ms each, for every static slice, but compiles slices
+    of one shape once if their offsets are data: as those that depend on the index of one of the
+    mapped axes `on_cpus_along`, which the compiler does not know. Without, they are static and fuse
+    best.
+    """
     pieces: dict[int, list[jax.Array]] = {}
     for array, pack in zip(packed, packs, strict=True):
         if pack.is_leaf(leaves):
             pieces[pack.segments[0].leaf] = [array]
             continue
-        for s, piece in zip(pack.segments, _cut(array, pack, one_kernel_a_shape), strict=True):
+        for s, piece in zip(pack.segments, _cut(array, pack, on_cpus_along), strict=True):
             pieces.setdefault(s.leaf, []).append(piece)
     result: list[jax.Array | None] = []
     for i, leaf in enumerate(leaves):
@@ -114,15 +109,16 @@ def unpack(
     return result
 
 
-def _cut(array: jax.Array, pack: Pack, hidden_by: str | None) -> list[jax.Array]:
+def _cut(array: jax.Array, pack: Pack, axes: Collection[str]) -> list[jax.Array]:
     """Return the pieces of a pack, one after another."""
     alike = Counter(s.size for s in pack.segments)
-    if array.size > np.iinfo(np.int32).max:  # an offset that is data would not fit
-        hidden_by = None
-    # Zero, as no compiler knows: the axis's index has no sign bit.
-    zero = hidden_by and lax.shift_right_logical(
-        _compat.as_invariant(lax.axis_index(hidden_by), (hidden_by,)), np.int32(31)
-    )
+    zero = None
+    fits = array.size <= np.iinfo(np.int32).max  # an offset that is data
+    mapped = (a for a in axes if fits and lax.axis_size(a) > 1 and not _compat.is_vmapped(a))
+    for axis in itertools.islice(mapped, 1):
+        # Zero, as no compiler knows: the axis's index has no sign bit.
+        index = _compat.as_invariant(lax.axis_index(axis), (axis,))
+        zero = lax.shift_right_logical(index, np.int32(31))
     pieces, offset = [], 0
     for s, length in zip(pack.segments, pack.lengths, strict=True):
         if zero is None or alike[s.size] == 1:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,13 @@ from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.coded import Coded, Coding
 from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import already_reduced, bound_axes, count, listed
-from jaxcoll._spmd.pipeline import carry_out, hiding_axis, pack, unpack
+from jaxcoll._spmd.pipeline import carry_out, pack, unpack
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.whole import Feedback, Whole, is_whole
+from jaxcoll._spmd.whole import Whole, is_whole
 from jaxcoll._wire.format import check_any_coded as check_dtypes
+
+if TYPE_CHECKING:
+    from jaxcoll._spmd.residual import Feedback
 
 Invariant = Literal["error", "summed", "replicated"]
 
@@ -82,31 +86,29 @@ def all_reduce(
     axes = bound_axes(axis_name, "all_reduce")
     world = scope.world(axes)
     # Read once: nothing below changes what JAX knows of the axes.
-    context = _Context(
-        reduce_op, axes, world, invariant, _compat.types_tell(), _compat.automatic_axes()
-    )
+    typed, automatic = _compat.types_tell(), _compat.automatic_axes()
+    context = _Context(reduce_op, axes, world, invariant, typed, automatic)
     flat, treedef = flattened(value, functools.partial(is_whole, axes=axes))
     exactly = scope.exactly.options if exact else scope.options
-    taken, leaves = [], []
+    # `leaves` describe the tree to the plan. `arrays` are what travels of each leaf, `taken`
+    # the leaves as they came.
+    taken, arrays, leaves = [], [], []
     for k, (path, leaf) in enumerate(flat):
         equal = same.get(path, frozenset())
-        array = context.taken(path, leaf, equal)
+        taken.append(context.taken(path, leaf, equal))
+        arrays.append(taken[k].values if isinstance(leaf, Whole) else taken[k])
         options = exactly if path in exact else scope.options
         place = None if ready is None else ready[k]
-        taken.append(array)
-        leaves.append(context.described(path, array, options, equal, place))
-    if context.automatic:
-        reasons = (*reasons, _LEAF_BY_LEAF.format(axes=listed(context.automatic)))
+        leaves.append(context.described(path, taken[k], options, equal, place))
+    if automatic:
+        reasons = (*reasons, _LEAF_BY_LEAF.format(axes=listed(automatic)))
     plan = make_plan(
         reduce_op, leaves, scope.options, world, packing, in_backward=in_backward, notes=reasons
     )
     scope.record(plan)
-    # From here on `arrays` has what travels of each leaf, and what is owed with it; `taken` has the
-    # leaves as they came, for those that no pack carries.
-    arrays = [x.values if isinstance(x, Whole) else x for x in taken]
     if feedback is not None:
         arrays = feedback.added(arrays, leaves, count(axes))
-    coding, hidden = Coding(feedback is not None, world.platform), hiding_axis(axes, world)
+    coding = Coding(feedback is not None, world.platform)
 
     def enter(pack: Pack, array: jax.Array) -> jax.Array:
         return before(array, cast(Recipe, pack.kind))
@@ -124,10 +126,9 @@ def all_reduce(
         return (_compat.as_stored(result) if divided else result), lost
 
     packed = pack(arrays, plan.packs, leaves, plan.elements)
-    carried = carry_out(plan, packed, enter, carry, leave)
-    reduced: list[Any] = unpack(
-        [x for x, _ in carried], plan.packs, leaves, one_kernel_a_shape=hidden
-    )
+    carried = carry_out(plan, packed, carry, enter=enter, leave=leave)
+    on_cpus_along = tuple(axes) if world.platform == "cpu" else ()
+    reduced: list[Any] = unpack(map(_RESULT, carried), plan.packs, leaves, on_cpus_along)
     for k, (x, array, leaf) in enumerate(zip(taken, arrays, leaves, strict=True)):
         recipe = cast(Recipe, leaf.kind)
         if isinstance(x, Whole):
@@ -142,7 +143,10 @@ def all_reduce(
     result = jax.tree_util.tree_unflatten(treedef, jax.tree.unflatten(structure, arrays))
     if feedback is None:
         return result
-    return result, feedback.next(plan, carried, reduced, hidden)
+    return result, feedback.next(plan, carried, reduced, on_cpus_along)
+
+
+_RESULT = operator.itemgetter(0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jaxcoll._spmd.arithmetic import Recipe, before, divided
 from jaxcoll._spmd.axes import already_reduced, bound_axes, count, listed, named
 from jaxcoll._spmd.gradients.per_replica import common
 from jaxcoll._spmd.parts import blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
-from jaxcoll._spmd.pipeline import carry_out, hiding_axis, pack
+from jaxcoll._spmd.pipeline import carry_out, pack
 from jaxcoll._spmd.scope import Scope, retyped
 from jaxcoll._spmd.shards import Shards
 
@@ -88,7 +88,7 @@ def _scattered(
         return _compat.as_stored(part) if plan.reproducible and recipe.divisor else part
 
     packed = pack(arrays, layout.packs, layout.leaves)
-    return tuple(carry_out(plan, packed, enter, carry, leave))
+    return tuple(carry_out(plan, packed, carry, enter=enter, leave=leave))
 
 
 def plan_scatter(
@@ -186,9 +186,9 @@ def _gather_of(
         return whole_of(blocks.astype(leaves[pack.segments[0].leaf].dtype), layout, pack)
 
     def gathered(parts: list[jax.Array]) -> list[jax.Array]:
-        wholes = carry_out(plan, parts, enter, carry, leave)
+        wholes = carry_out(plan, parts, carry, enter=enter, leave=leave)
         wholes = _compat.at_once(wholes) if world.over_gloo else wholes
-        return leaves_of(wholes, layout, hiding_axis(axes, world))
+        return leaves_of(wholes, layout, tuple(axes) if world.platform == "cpu" else ())
 
     def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
         recipes = [recipe_of(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]

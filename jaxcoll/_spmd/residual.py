@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -30,7 +30,6 @@ from jaxcoll._spmd.axes import bound_axes, count, listed, named
 from jaxcoll._spmd.parts import sharded_leaves
 from jaxcoll._spmd.pipeline import unpack
 from jaxcoll._spmd.shards import Shards
-from jaxcoll._spmd.whole import Feedback, Owed
 from jaxcoll._wire.blocks import finite
 
 _OTHER_WORLD = """\
@@ -55,7 +54,7 @@ where each replica's own residual would make it differ. Reduce it in a call of i
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Residual(Shards, Owed):
+class Residual(Shards):
     """The residual of a tree: `Shards` whose parts are summands of all of it."""
 
     def opened(self, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = "") -> Feedback:
@@ -82,7 +81,7 @@ class Residual(Shards, Owed):
                 )
             leaf = layout.leaves[pack.segments[0].leaf]
             owed[prefix + leaf.path] = part.reshape(-1)[: leaf.size].reshape(leaf.shape)
-        return _OfLeaves(self, owed, prefix)
+        return Feedback(self, owed, prefix)
 
     def with_leaves(self, owed: Mapping[str, jax.Array], prefix: str) -> Residual:
         """Return the residual with the leaves of `owed`, by their paths, in their places."""
@@ -120,8 +119,8 @@ def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Residual:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfLeaves(Feedback):
-    """What is owed to each leaf of one sum."""
+class Feedback:
+    """What this replica owes to each leaf of one sum, and how what is owed next follows."""
 
     residual: Residual
     owed: Mapping[str, jax.Array]  # by path; leaves of the sum that are not here owe nothing
@@ -167,7 +166,7 @@ class _OfLeaves(Feedback):
         plan: CollectivePlan,
         carried: Sequence[tuple[jax.Array, Any]],
         results: Sequence[jax.Array],
-        hidden: str | None,
+        on_cpus_along: Collection[str],  # as in `unpack`
     ) -> Residual:
         """Return what is owed next: as it was where what was to be sent is not finite."""
         # A loss or a metric that is not finite says nothing of gradients, which are then applied.
@@ -187,7 +186,7 @@ class _OfLeaves(Feedback):
             [lost for _, lost in coded],
             [pack for pack, _ in coded],
             plan.leaves,
-            one_kernel_a_shape=hidden,
+            on_cpus_along,
         )
         owed = {
             leaf.path: jnp.where(fine, 0.0 if rest is None else rest, self.owed[leaf.path])

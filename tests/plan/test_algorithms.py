@@ -20,8 +20,7 @@ from jaxcoll._plan.algorithms import (
 )
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.planner import make_plan
-from jaxcoll._plan.rule import choose
+from jaxcoll._plan.planner import choose, make_plan
 from jaxcoll._plan.world import World
 
 names = st.sampled_from(sorted(DESCRIPTIONS))

@@ -208,5 +208,5 @@ def test_a_pack_too_long_for_offsets_of_32_bits_is_cut_by_static_slices():
     leaves = [leaf((1 << 30,), np.float16)] * 3
     packs = plan_packs(leaves, BytesPerPack(1 << 40))
     packed = [jax.ShapeDtypeStruct((3 << 30,), np.float16)]
-    cut = jax.eval_shape(lambda p: unpack(p, packs, leaves, one_kernel_a_shape="data"), packed)
+    cut = jax.eval_shape(lambda p: unpack(p, packs, leaves, ("data",)), packed)
     assert [piece.shape for piece in cut] == [(1 << 30,)] * 3

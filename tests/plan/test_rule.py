@@ -16,14 +16,23 @@ from jaxcoll._distribute.all_reduce_ops import GroupSmall, NumPacks
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.planner import make_plan
-from jaxcoll._plan.rule import BETWEEN_HOSTS, CODES, EXCHANGED, PACKED, choose, packing_for
+from jaxcoll._plan.planner import (
+    BETWEEN_HOSTS,
+    CODES,
+    EXCHANGED,
+    PACKED,
+    choose,
+    make_plan,
+    packing_for,
+)
 from jaxcoll._plan.world import World
+from jaxcoll.compression import Int8
 
 F32 = np.dtype(np.float32)
 GLOO = World("cpu", (4,), processes=4)
 TWO_HOSTS = World("cpu", (2, 2), processes=4, hosts=2, inner=1)
 NOTHING = jc.CommunicationOptions()
+CODED = [Leaf("x", (64,), F32, F32, (4,), format=Int8())]
 FEW = 4 * EXCHANGED  # bytes that exchanges sum over GLOO
 
 
@@ -126,9 +135,9 @@ def test_what_is_asked_for_is_not_chosen(asked):
 
 
 def test_packs_of_codes():
-    assert packing_for(NOTHING, GLOO, coded=True) == PACKED
-    assert packing_for(NOTHING, World("gpu", (8,)), coded=True) == PACKED
-    assert packing_for(NOTHING, World("cpu", (8,)), coded=True) == CODES
+    assert packing_for(NOTHING, GLOO, CODED) == PACKED
+    assert packing_for(NOTHING, World("gpu", (8,)), CODED) == PACKED
+    assert packing_for(NOTHING, World("cpu", (8,)), CODED) == CODES
 
 
 @pytest.mark.parametrize("compression", ["bf16", "int8", "int4"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxcoll as jc
 from jaxcoll._plan.algorithms import DESCRIPTIONS, in_tree_order, stages
-from jaxcoll._plan.rule import choose
+from jaxcoll._plan.planner import choose
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms.exchange import tree_sum
 

@@ -22,7 +22,7 @@ from cases import (
 import jaxcoll as jc
 from jaxcoll._compat.compiler import has_compiler
 from jaxcoll._mesh.plan import plan_in
-from jaxcoll._plan.rule import choose
+from jaxcoll._plan.planner import choose
 from jaxcoll._plan.world import World
 from jaxcoll._prices.predict import predict
 from jaxcoll._prices.rates import rates_of

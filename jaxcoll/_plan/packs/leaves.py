@@ -108,6 +108,8 @@ def travels_as(
     options: CommunicationOptions,
 ) -> tuple[np.dtype, WireFormat | None]:
     """Return the type in which a dense leaf is summed, and the format it travels in."""
+    if options.compression is None and dtype.name != "bfloat16":
+        return wire_dtype(dtype, reduce_op, world), None
     format = named(options.compression)
     auto = options.compression == "auto" and dtype.name == "float32"
     # Devices of one process would each code as much, and small leaves would be arrays of their own.

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import BytesPerPack, PackingRule, Segment, alike, whole
 from jaxcoll._plan.world import World
@@ -115,37 +114,6 @@ def _ready(leaves: Sequence[Leaf], i: int) -> int:
     # Parameters are mostly listed in the order of use, and a backward pass goes the other way.
     ready = leaves[i].ready
     return -i if ready is None else ready
-
-
-def wants_order(options: CommunicationOptions, world: World) -> bool:
-    """Return whether it matters in which order leaves become ready.
-
-    Without being asked on GPUs, whose compiler starts collectives early and computes meanwhile;
-    not on CPUs, which wait for each, nor on TPUs, where most generations do.
-    """
-    if options.overlap is None:
-        return world.platform == "gpu" and world.replicas > 1
-    return options.overlap
-
-
-def is_wanted(
-    options: CommunicationOptions,
-    world: World,
-    leaves: Sequence[Leaf],
-    algorithm: str,
-    in_backward: bool,
-) -> bool:
-    """Return whether packs travel one by one: as asked, or where the order is known and it pays.
-
-    Exchanges of our own are not chained without being asked. In the backward pass itself the
-    order is that of the gradients.
-    """
-    if options.overlap is not None:
-        return options.overlap
-    if world.platform != "gpu" or world.replicas == 1 or algorithm != "native":
-        return False
-    is_known = in_backward or any(leaf.ready is not None for leaf in leaves)
-    return is_known and sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * LAST
 
 
 def packing_for(

@@ -11,8 +11,9 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,13 +35,15 @@ def padded(size: int, replicas: int, lanes: int = LANES) -> int:
     return -(-size // (replicas * lanes)) * replicas * lanes
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Elements `[start, start + size)` of the flattened leaf number `leaf`."""
 
     leaf: int
     start: int
     size: int
+
+
+_SIZE = operator.attrgetter("size")
 
 
 class PackingRule(abc.ABC):
@@ -121,7 +124,7 @@ class Pack:
     @functools.cached_property
     def size(self) -> int:
         """Elements on one replica."""
-        return sum(s.size for s in self.segments)
+        return sum(map(_SIZE, self.segments))
 
     @property
     def lengths(self) -> tuple[int, ...]:

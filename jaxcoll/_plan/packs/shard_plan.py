@@ -10,7 +10,7 @@ from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
-from jaxcoll._plan.rule import half_algorithm
+from jaxcoll._plan.planner import half_algorithm
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 from jaxcoll._wire.format import named

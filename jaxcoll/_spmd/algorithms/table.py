@@ -152,7 +152,7 @@ def all_gather(shard: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -
 
 
 def _names(stage: Stage, axes: Sequence[str]) -> tuple[str, ...]:
-    names = tuple([axes[i] for i in stage.axes])
+    names = tuple(map(axes.__getitem__, stage.axes))
     if len(names) == 1 or stage.algorithm == "native":
         return names
     if local := [name for name in names if _compat.is_vmapped(name)]:

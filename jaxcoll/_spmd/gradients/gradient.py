@@ -20,7 +20,7 @@ from jaxcoll._jaxpr.subjaxprs import contains
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty, flattened, where
-from jaxcoll._plan.packs.overlap import wants_order
+from jaxcoll._plan.planner import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
 from jaxcoll._spmd.arithmetic import halved, halvings, quotient

@@ -18,7 +18,7 @@ from jaxcoll._plan.packs.leaves import Leaf, carried_dtype
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.packs.shard_layout import ShardedLeaf
 from jaxcoll._plan.packs.shard_plan import Half, plan_rows
-from jaxcoll._plan.rule import packing_for
+from jaxcoll._plan.planner import packing_for
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.arithmetic import before, divided
@@ -110,7 +110,7 @@ class Traffic:
                 for x, leaf, recipe in zip(gradients, leaves, recipes, strict=True)
             ]
             packed = jax.vmap(lambda arrays: pack(arrays, packs, leaves))(blocks)
-            totals = carry_out(plan, packed, lambda _, x: x, carry, lambda _, x: x)
+            totals = carry_out(plan, packed, carry)
             # Divided in the leaf's own type, which may be wider than what travelled.
             summed = cast(Arrays, unpack(totals, packs, leaves))  # a pack carries each
             rows = [
