@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from jaxcoll._jaxpr.loop_reductions import described
 from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
 from jaxcoll._observe.parse.collective import KINDS, Collective, bytes_of
 from jaxcoll._observe.programs import Programs
@@ -19,13 +17,6 @@ from jaxcoll._show.units import counted, some
 from jaxcoll._step.aot import compile_for
 from jaxcoll._step.lowering import called, jitted, stage_of, texts_of
 from jaxcoll._watch.watch import measured
-from jaxcoll.errors import ReductionInLoopWarning
-
-_REPEATED = (
-    "reductions stand in a loop, and all that becomes of their results there is that they are "
-    "added up: {found}. Add up what each replica has and reduce it once, after the loop; "
-    "`jc.accumulate` does so for gradients, `jc.reduce_metrics` for metrics."
-)
 
 
 def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwargs: Any) -> Report:
@@ -68,10 +59,6 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
       ImportError: the compiler for the topology is not installed; the message has the command.
       DeadlineExceededError: it took longer than ten minutes to compile for the topology.
 
-    Warns:
-      ReductionInLoopWarning: reductions stand in a loop that only adds up their results. It is
-        also among `Report.notes`.
-
     Examples:
       >>> import jax, jax.numpy as jnp, numpy as np
       >>> step = data_parallel(lambda w, x: all_reduce("mean", w * x.sum(), "data"))
@@ -101,11 +88,8 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
             f"`inspect` compiles functions for a topology, and got {type(fun).__name__}, which is "
             "lowered for devices already, or no program; pass the function and its arguments."
         )
-    notes = [_REPEATED.format(found=described(texts.repeated))] if texts.repeated else []
-    for note in notes:
-        warnings.warn(f"`inspect`: {note}", ReductionInLoopWarning, stacklevel=2)
     report = report_of(
-        texts.compiled, texts.requested, texts.plans, texts.where, texts.terms, notes, texts.memory
+        texts.compiled, texts.requested, texts.plans, texts.where, texts.terms, (), texts.memory
     )
     return measured(report, texts.compiled, runs, measure) if runs else report
 

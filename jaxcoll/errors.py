@@ -69,15 +69,6 @@ class ReplicaDivergenceError(RuntimeError):
         self.divergent = divergent
 
 
-class ReductionInLoopWarning(UserWarning):
-    """A reduction stands in a loop that only adds up what it returns.
-
-    The sum of the reductions is the reduction of the sum, so once after the loop is enough: what
-    is sent is as many times less as the loop turns. The message names the reductions, the lines
-    that ask for them, and what to do.
-    """
-
-
 class RepeatedSumWarning(UserWarning):
     """A sum over replicas of what a reduction over them has made the same everywhere.
 

@@ -70,11 +70,8 @@ MISTAKES = {
     "elastic: a function": (
         lambda: jc.Elastic(loss, W), ValueError,
         r"as in `jc.Elastic\(jc.data_parallel\(step\), state\)`; got function"),
-    "options: a near name": (
-        lambda: jc.CommunicationOptions(timeout=3), TypeError,
-        "no option 'timeout'; did you mean 'timeout_seconds'.*The options are bytes_per_pack, time"),
-    "options: no name": (
-        lambda: jc.CommunicationOptions(bucket=3), TypeError, "no option 'bucket'. The options are"),
+    "options: no such name": (
+        lambda: jc.CommunicationOptions(bucket=3), TypeError, "unexpected keyword argument .bucket."),
     "options: a string": (
         lambda: jc.data_parallel(loss, options="int8"), ValueError,
         r"as in `jc.CommunicationOptions\(timeout_seconds=60\)`"),
@@ -129,7 +126,7 @@ def test_values_are_shown_in_one_line():
 
 def test_a_warning_points_at_the_users_line():
     def summed(w, x):
-        return jc.accumulate(lambda w, x: jc.pmean(loss(w, x), "data"), "data", 2)(w, x)
+        return jc.psum(jc.pmean(loss(w, x)))
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

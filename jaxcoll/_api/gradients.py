@@ -255,9 +255,6 @@ def accumulate(
         both cut and differentiated, or `num_microbatches` is not an integer above 0; and as in
         `value_and_grad`.
 
-    Warns:
-      ReductionInLoopWarning: `fun` reduces what is only added up or kept.
-
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> step = accumulate(lambda w, x: jnp.mean(w * x), "data", 2)

@@ -104,9 +104,9 @@ def in_backward(eqn: Any) -> bool:
     )
 
 
-def is_our_reduction(eqn: Any, kind: str = "all_reduce") -> bool:
-    """True if an equation carries a pack of such a reduction of ours."""
-    return any(re.fullmatch(rf"{kind}_[0-9a-f]{{6}}/pack\d+", x.name) for x in _scopes(eqn))
+def is_our_reduction(eqn: Any) -> bool:
+    """True if an equation carries a pack of a reduction of ours."""
+    return any(re.fullmatch(r"all_reduce_[0-9a-f]{6}/pack\d+", x.name) for x in _scopes(eqn))
 
 
 def _scopes(eqn: Any) -> tuple[Any, ...]:

@@ -1,72 +1,69 @@
-"""A forward pass over a traced program: one fact for each of its values."""
+"""A forward pass over a traced program: for each of its values a fact, of bits that only grow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._jaxpr.subjaxprs import called, carry_of, opened, programs
-
-Fact = TypeVar("Fact")
+from jaxcoll._jaxpr.subjaxprs import called, carry_of, opened
 
 
-class Dataflow(Generic[Fact]):
-    """Facts about each value, from those about the inputs.
+def joined(facts: Iterable[int]) -> int:
+    """Return the fact of a value that is one of several, or made of them; of constants 0."""
+    return functools.reduce(operator.or_, facts, 0)
 
-    A subclass says what one equation makes of its operands and how facts meet (`join`, `chosen`).
-    These are monotone, so that loops settle, and facts are hashable: a program is read once for
-    the same facts of its inputs. Calls, loops and branches are read here; of a loop's carry a fact
-    is kept that holds on every turn.
+
+class Dataflow:
+    """ints about each value, from those about the inputs.
+
+    A subclass says what one equation makes of its operands. Calls, loops and branches are read
+    here, each program once for the same facts of its inputs; of a loop's carry a fact is kept that
+    holds on every turn.
     """
-
-    constant: Any
-    """The fact of constants."""
 
     def __init__(self) -> None:
         # By a program and the facts of its inputs those of its outputs; programs are kept alive
-        self._read: dict[Any, tuple[Any, list[Fact]]] = {}
+        self._read: dict[Any, tuple[Any, list[int]]] = {}
 
-    def outputs(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
+    def outputs(self, program: Any, inputs: Sequence[int]) -> list[int]:
         """The fact of each output of a program."""
         jaxpr: Jaxpr = opened(program)
         key = id(jaxpr), tuple(inputs)
         if key not in self._read:
-            constant = self.constant
-            facts: dict[Any, Fact] = {var: self.captured(var) for var in jaxpr.constvars}
+            facts: dict[Any, int] = {var: self.captured(var) for var in jaxpr.constvars}
             facts.update(zip(jaxpr.invars, inputs, strict=True))
             for eqn in jaxpr.eqns:
-                ins = [constant if isinstance(x, Literal) else facts[x] for x in eqn.invars]
+                ins = [0 if isinstance(x, Literal) else facts[x] for x in eqn.invars]
                 facts.update(zip(eqn.outvars, self.equation(eqn, ins, jaxpr), strict=True))
-            outs = [constant if isinstance(x, Literal) else facts[x] for x in jaxpr.outvars]
+            outs = [0 if isinstance(x, Literal) else facts[x] for x in jaxpr.outvars]
             self._read[key] = jaxpr, outs
         return self._read[key][1]
 
-    def captured(self, var: Any) -> Fact:
+    def captured(self, var: Any) -> int:
         """The fact of a value that a program holds as a constant."""
-        return self.constant
-
-    def equation(self, eqn: JaxprEqn, ins: list[Fact], jaxpr: Jaxpr) -> list[Fact]:
-        """The facts of an equation's results, from those of its operands."""
-        return self.inside(eqn, ins) if programs(eqn) else [self.join(ins)] * len(eqn.outvars)
-
-    def join(self, facts: Sequence[Fact]) -> Fact:
-        """The fact of a value that is one of several, or made of them."""
         raise NotImplementedError
 
-    def chosen(self, by: Fact, fact: Fact, eqn: JaxprEqn) -> Fact:
+    def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
+        """The facts of an equation's results, from those of its operands."""
+        raise NotImplementedError
+
+    def chosen(self, by: int, fact: int, eqn: JaxprEqn) -> int:
         """The fact of a value that a branch, or the number of turns, has decided on."""
-        return fact
+        raise NotImplementedError
 
-    def decided(self, by: Fact, bodies: Sequence[Any], eqn: JaxprEqn) -> None:
+    def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn) -> None:
         """Look at the programs of a branch or loop, and at what decides about them."""
+        raise NotImplementedError
 
-    def opaque(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
+    def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         """The facts of an equation's results that runs programs in a way not known here."""
         raise NotImplementedError
 
-    def inside(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
+    def inside(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         """The facts of an equation's results that runs programs."""
         name = eqn.primitive.name
         if name == "scan":
@@ -79,10 +76,10 @@ class Dataflow(Generic[Fact]):
             branches = [*map(opened, eqn.params["branches"])]
             self.decided(by, branches, eqn)
             outs = zip(*(self.outputs(branch, operands) for branch in branches), strict=True)
-            joined = [*map(self.join, outs)]
+            facts = [*map(joined, outs)]
             return [
                 fact if _hands_on(branches, k) else self.chosen(by, fact, eqn)
-                for k, fact in enumerate(joined)
+                for k, fact in enumerate(facts)
             ]
         if name == "custom_linear_solve":
             # Of its programs one is run; the others are for its derivatives.
@@ -93,17 +90,17 @@ class Dataflow(Generic[Fact]):
         body = called(eqn)
         return self.opaque(eqn, ins) if body is None else self.outputs(body, ins)
 
-    def _loop(self, body: Any, ins: list[Fact], first: int, carried: int) -> list[Fact]:
+    def _loop(self, body: Any, ins: list[int], first: int, carried: int) -> list[int]:
         """The outputs of a loop's body after any number of turns."""
         end = first + carried
         while True:
             outs = self.outputs(body, ins)
-            carry = [*map(self.join, zip(ins[first:end], outs, strict=False))]
+            carry = [*map(joined, zip(ins[first:end], outs, strict=False))]
             if carry == ins[first:end]:
                 return [*carry, *outs[carried:]]
             ins = [*ins[:first], *carry, *ins[end:]]
 
-    def _while(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
+    def _while(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         skipped, condition = eqn.params["cond_nconsts"], eqn.params["cond_jaxpr"]
         body, first, carried = carry_of(eqn)
         of_condition, ins = ins[:skipped], ins[skipped:]

@@ -23,8 +23,6 @@ and it finds sums of what a reduction has made the same everywhere.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -32,7 +30,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, primitives
 
 from jaxcoll import _compat
 from jaxcoll._compat import backward, marks, settings
-from jaxcoll._jaxpr.dataflow import Dataflow
+from jaxcoll._jaxpr.dataflow import Dataflow, joined
 from jaxcoll._jaxpr.subjaxprs import at_line, called, equations, is_ref, like, opened, programs
 
 _VARIES, _REDUCED, _PART, _MOVED, _OWN = (1 << k for k in range(5))
@@ -181,9 +179,7 @@ def same_outputs(program: Any, axes: Mapping[str, int]) -> list[frozenset[str]]:
     return [frozenset(a for a, bit in proof.bit.items() if not fact & bit) for fact in facts]
 
 
-class _Proof(Dataflow[int]):
-    constant = 0
-
+class _Proof(Dataflow):
     def __init__(
         self,
         sizes: Mapping[str, int],
@@ -201,9 +197,6 @@ class _Proof(Dataflow[int]):
         self._varying = varying
         self._narrow_sums_abort = narrow_sums_abort
         self._sums: dict[int, tuple[JaxprEqn, Jaxpr, list[int]]] = {}
-
-    def join(self, facts: Sequence[int]) -> int:
-        return functools.reduce(operator.or_, facts, 0)
 
     def captured(self, var: Any) -> int:
         return self.all if var in self._varying else 0
@@ -226,8 +219,8 @@ class _Proof(Dataflow[int]):
             if named := self._named(eqn.params):
                 return self._exchange(eqn, ins, named, jaxpr)
             if not self._is_function(eqn):
-                return [self.join(ins) | self.all] * count
-        fact = self.join(ins)
+                return [joined(ins) | self.all] * count
+        fact = joined(ins)
         return [self._of_parts(eqn, fact) if fact & self.all * (_PART | _OWN) else fact] * count
 
     def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
@@ -239,7 +232,7 @@ class _Proof(Dataflow[int]):
         own = set() if any(map(is_ref, eqn.invars)) else _OF_OWN_PLACES
         within = (e for body in bodies for e in equations(body))
         known = all(e.primitive.name in own or self._is_function(e) for e in within)
-        return [self.join(ins) | self.all * (not known)] * len(eqn.outvars)
+        return [joined(ins) | self.all * (not known)] * len(eqn.outvars)
 
     def _named(self, params: Mapping[str, Any]) -> int:
         """The axes that are, or are in, a parameter of an equation, as bits."""
@@ -309,7 +302,7 @@ class _Proof(Dataflow[int]):
                 self._note_sums(eqn, ins, jaxpr)
             return [(fact | (0 if gathers else (fact & named) << 1)) & clear for fact in ins]
         reduced = named * _REDUCED if name == "reduce_scatter" else 0
-        return [self.join(ins) & clear | named | reduced] * len(eqn.outvars)
+        return [joined(ins) & clear | named | reduced] * len(eqn.outvars)
 
     def _note_sums(self, eqn: JaxprEqn, ins: Sequence[int], jaxpr: Jaxpr) -> None:
         seen = self._sums.setdefault(id(eqn), (eqn, jaxpr, [0] * len(ins)))[2]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import enum
-import functools
-from collections.abc import Callable, Iterable
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any, Literal, final
 
 import jax
 
@@ -133,7 +130,6 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(eq=False, repr=False)
 class CommunicationOptions:
     """Options of an exchange of tensors: a frozen, hashable value.
 
@@ -194,42 +190,51 @@ class CommunicationOptions:
       True
     """
 
-    bytes_per_pack: int = UNSET
-    timeout_seconds: float | None = UNSET
-    implementation: CommunicationImplementation | str = UNSET  # read: never a string
-    _: dataclasses.KW_ONLY
-    algorithm: str | None = UNSET
-    shards: int = UNSET
-    reproducible: bool = UNSET
-    overlap: bool | None = UNSET
-    compression: WireFormat | str | None = UNSET  # read: "auto" alone
+    bytes_per_pack: int
+    timeout_seconds: float | None
+    implementation: CommunicationImplementation
+    algorithm: str | None
+    shards: int
+    reproducible: bool
+    overlap: bool | None
+    compression: WireFormat | Literal["auto"] | None
+    _given: tuple[tuple[str, Any], ...]  # the options that are set, in the order above
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        bytes_per_pack: int = UNSET,
+        timeout_seconds: float | None = UNSET,
+        implementation: CommunicationImplementation | str = UNSET,
+        *,
+        algorithm: str | None = UNSET,
+        shards: int = UNSET,
+        reproducible: bool = UNSET,
+        overlap: bool | None = UNSET,
+        compression: WireFormat | str | None = UNSET,
+    ) -> None:
+        values = (bytes_per_pack, timeout_seconds, implementation, algorithm, shards)
+        values += (reproducible, overlap, compression)
         given: dict[str, Any] = {}
-        for name, (default, check) in _OPTIONS.items():
-            if (value := getattr(self, name)) is not UNSET:
+        for (name, (default, check)), value in zip(_OPTIONS.items(), values, strict=True):
+            if value is not UNSET:
                 given[name] = check(value)
-            setattr(self, name, given.get(name, default))
-        # Set last: from here on `__setattr__` refuses. A frozen dataclass could not say how to
-        # change an option, and its equality would take an unset option for its default.
-        self._given = tuple(given.items())
-        asked: Any = self.implementation
-        means = _ALGORITHM_OF.get(asked)
+            vars(self)[name] = given.get(name, default)
+        vars(self)["_given"] = tuple(given.items())
+        means = _ALGORITHM_OF.get(self.implementation)
         if means and self.algorithm not in (None, means):
             raise ValueError(
-                f"`implementation` {asked.name} means the algorithm {means!r}, but "
+                f"`implementation` {self.implementation.name} means the algorithm {means!r}, but "
                 f"`algorithm` asks for {self.algorithm!r}: give one of the two."
             )
 
     def replace(self, **changes: Any) -> CommunicationOptions:
         """These options with some changed; `UNSET` takes an option back to "not given"."""
-        _check_names(changes)
         given = dict(self._given)
         if all(given.get(name, UNSET) is value for name, value in changes.items()):
             return self
         return CommunicationOptions(**{**given, **changes})
 
-    __replace__ = replace  # `copy.replace` of Python 3.13; a dataclass's own would set all options
+    __replace__ = replace  # for `copy.replace` of Python 3.13
 
     def merge(self, override: CommunicationOptions | None) -> CommunicationOptions:
         """These options, with everything `override` has set taken from it.
@@ -244,9 +249,6 @@ class CommunicationOptions:
         return self.replace(**{**dict.fromkeys(replaced, UNSET), **given})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_given" not in vars(self):
-            object.__setattr__(self, name, value)
-            return
         raise AttributeError(
             f"CommunicationOptions is frozen; use options.replace({name}={value!r})."
         )
@@ -265,32 +267,6 @@ class CommunicationOptions:
     def __repr__(self) -> str:
         given = (f"{k}={v.name if isinstance(v, enum.Enum) else repr(v)}" for k, v in self._given)
         return f"CommunicationOptions({', '.join(given)})"
-
-
-def _check_names(options: Iterable[str]) -> None:
-    """Refuse what is no option; name the nearest one, and list all."""
-    for name in options:
-        if name not in _OPTIONS:
-            near = difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.5)
-            raise TypeError(
-                f"`CommunicationOptions` has no option {name!r}"
-                + (f"; did you mean {near[0]!r}?" if near else ".")
-                + f" The options are {', '.join(_OPTIONS)}."
-            )
-
-
-def _naming(initialize: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(initialize)
-    def checked(self: CommunicationOptions, *args: Any, **options: Any) -> None:
-        _check_names(options)
-        initialize(self, *args, **options)
-
-    return checked
-
-
-CommunicationOptions.__init__ = _naming(CommunicationOptions.__init__)
-# `dataclasses.replace` would pass every option on as given, and the result override all in `merge`.
-del CommunicationOptions.__dataclass_fields__
 
 
 _NOTHING_GIVEN = CommunicationOptions()

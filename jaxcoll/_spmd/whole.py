@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxcoll._spmd.arithmetic import Recipe
-    from jaxcoll._spmd.residual import Feedback
 
 
 class Whole:
@@ -42,9 +41,7 @@ _NO_RESIDUAL = """\
 call returned the last time; got {got}."""
 
 
-def opened(
-    residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = ""
-) -> Feedback:
+def opened(residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = "") -> Any:
     """Return what a residual says is owed to the sum of a tree; refuse what is no residual.
 
     The paths of the tree in that sum begin with `prefix`.

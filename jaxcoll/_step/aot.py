@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcoll._cluster.launch.subprocesses import surely_ended
 from jaxcoll._compat.compiler import compiler_options, has_compiler
-from jaxcoll._jaxpr.loop_reductions import repeated_reductions
 from jaxcoll._mesh.clusters import Topology, topology_named, topology_world
 from jaxcoll._mesh.mesh import abstract_mesh, fitted_mesh, given_mesh, no_mesh, takes_mesh
 from jaxcoll._mesh.placement import shape_of
@@ -86,10 +85,8 @@ def compile_for(
         memory = _ask(folder, python, where, timeout_seconds)
         compiled = (folder / "compiled.txt").read_text()
     terms = rates_of(topology_world(where))
-    requested, repeated = requested_text(lowered), repeated_reductions(traced.jaxpr)
-    return Texts(
-        compiled, requested, tuple(map(Plan.of, plans)), str(where), terms, repeated, memory
-    )
+    requested = requested_text(lowered)
+    return Texts(compiled, requested, tuple(map(Plan.of, plans)), str(where), terms, memory)
 
 
 def _ask(folder: Path, python: str, topology: Topology, timeout: float) -> dict[str, int]:

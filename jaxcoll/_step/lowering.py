@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from jaxcoll._compat.compiler import memory_by_name
-from jaxcoll._jaxpr.loop_reductions import Repeated, repeated_reductions
 from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world
@@ -38,9 +37,6 @@ class Texts:
     plans: tuple[Plan, ...] = ()  # of the reductions that were traced for it
     where: str = ""  # what it was compiled for; "" if for the devices that are here
     terms: Rates | None = None  # what those devices cost; None if that is not known
-    # Reductions that stand in a loop which only adds up what they return; of a program that was
-    # lowered or compiled already, and of `jax.pmap`'s, nobody has looked
-    repeated: tuple[Repeated, ...] = ()
     # Bytes on one device by name, such as "argument" and "temp"; None if that is not known
     memory: Mapping[str, int] | None = None
 
@@ -79,7 +75,6 @@ def _texts_of(stage: Stage, plans: Sequence[CollectivePlan] = ()) -> Texts:
         requested_text(lowered) if isinstance(lowered, jax.stages.Lowered) else None,
         tuple(map(Plan.of, plans)),
         terms=rates_of(mesh_world(mesh, {"data": mesh.size})),
-        repeated=repeated_reductions(stage.jaxpr) if isinstance(stage, jax.stages.Traced) else (),
         memory=memory and memory_by_name(memory),
     )
 

@@ -175,39 +175,9 @@ def test_eight_micro_batches_send_an_eighth():
         return jax.tree.map(lambda x: x / 8, jax.lax.scan(turn, zero, pieces)[0])
 
     report = jc.assert_collectives(jc.inspect(once, PARAMS, BATCH), none_in_loops=True, max_count=1)
-    with pytest.warns(
-        jc.errors.ReductionInLoopWarning, match=r"`inspect`.*added up.*float32\[5, 3\]"
-    ):
-        every_turn = jc.inspect(jc.data_parallel(each), PARAMS, BATCH)
+    every_turn = jc.inspect(jc.data_parallel(each), PARAMS, BATCH)
     assert every_turn.wire_bytes == 8 * report.wire_bytes > 0
-    assert any("jc.accumulate" in note for note in every_turn.notes)
     close(jc.data_parallel(each)(PARAMS, BATCH), once(PARAMS, BATCH))
-
-
-@pytest.mark.parametrize("runner", ["pmap", "checked"])
-@pytest.mark.parametrize("what", ["loss", "aux"])
-def test_a_reduction_that_is_only_added_up_or_kept_is_warned_of(runner, what):
-    def loss(p, batch):
-        value = mean_loss(p, batch)
-        if what == "aux":
-            return value, {"loss": jax.lax.pmean(value, "data")}
-        return jc.all_reduce("mean", value, "data"), None
-
-    def f(batch):
-        (value, _), grads = jc.accumulate(loss, "data", 4, has_aux=True)(PARAMS, batch)
-        return value, grads
-
-    expected = pytest.warns(
-        jc.errors.ReductionInLoopWarning, match=r"(?s)sent 4 times.*test_accumulate.py:"
-    )
-    if runner == "checked" and what == "loss":
-        with pytest.raises(
-            jc.errors.AlreadyReducedError, match="`jc.accumulate` over 'data': the loss is"
-        ):
-            on_replicas(runner, f, 4, BATCH)
-    else:
-        with expected:
-            on_replicas(runner, f, 4, BATCH)
 
 
 def test_statistics_over_replicas_inside_the_loss_are_no_repetition():

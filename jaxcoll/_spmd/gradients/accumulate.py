@@ -17,20 +17,10 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._compat import settings
-from jaxcoll._jaxpr.loop_reductions import described, moved_reductions
 from jaxcoll._jaxpr.retrace import traced_call
 from jaxcoll._plan.packs.leaves import no_array
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.arithmetic import wide
-from jaxcoll.errors import ReductionInLoopWarning
-
-_MOVABLE = """\
-`jc.accumulate`: a reduction stands in the loop over the {count} micro-batches, and what it \
-returns is only added up or kept, so it is sent {count} times a step where once is enough: \
-{found}. What to do: let the loss return this replica's own numbers. `jc.accumulate` reduces the \
-loss and its gradient itself, and metrics that the loss returns as `jc.WeightedMean` or `jc.Total` \
-with them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +74,6 @@ def accumulated(
     program = traced_call(one, first)
     types, _ = program.result(program.program.out_avals)
     summed = jax.tree.leaves(types)
-    if micro.count > 1 and (repeated := moved_reductions(program.program)):
-        message = _MOVABLE.format(count=micro.count, found=described(repeated))
-        settings.warn(message, ReductionInLoopWarning)
 
     def turn(totals: list[jax.Array], piece: dict[int, Any]) -> tuple[list[jax.Array], Any]:
         found = program.outputs(piece)
