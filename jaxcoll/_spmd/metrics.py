@@ -71,77 +71,70 @@ class Total:
     value: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The part of a metric that travels: floats, so that one pack takes all."""
-
-    total: Any  # float32[], or wider where the metric is
-    weight: Any  # likewise; None for a `Total`
-    # The integer type that the result has again; None for a float
-    whole: Any = dataclasses.field(metadata={"static": True})
-    # The total is a constant of the program, of which each replica's copy counts
-    own: bool = dataclasses.field(metadata={"static": True})
+Parts = dict[str, WeightedMean | Total]
+"""The metrics of a tree by their paths, in float scalars, so that one pack takes all."""
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """The place of a metric in a tree."""
-
-    path: str
+def is_metric(x: Any) -> bool:
+    """Return whether a node of a tree is a metric; to be passed as `is_leaf`."""
+    return isinstance(x, WeightedMean | Total)
 
 
 def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
     """A number for each metric, *invariant*, by one reduction for all; see `jc.reduce_metrics`."""
     caller = "jc.reduce_metrics"
     axes = bound_axes(axis_name, caller)
-    parts, rest = taken_apart(metrics, caller)
-    for path, leaf in flattened(rest)[0]:
-        kind = type(leaf).__name__ if not hasattr(leaf, "dtype") else f"an array of {leaf.dtype}"
-        raise ValueError(
-            f"`{caller}` expects jc.WeightedMean(total, weight) or jc.Total(value); "
-            f"{where(path)} is {kind}, which does not say how it is added up."
-        )
-    parts = varied(parts, axes, caller)
+    for path, leaf in flattened(metrics, is_metric)[0]:
+        if not is_metric(leaf):
+            kind = (
+                type(leaf).__name__ if not hasattr(leaf, "dtype") else f"an array of {leaf.dtype}"
+            )
+            raise ValueError(
+                f"`{caller}` expects jc.WeightedMean(total, weight) or jc.Total(value); "
+                f"{where(path)} is {kind}, which does not say how it is added up."
+            )
+    metrics = own_constants(metrics, tuple(axes))
     parts = all_reduce(
-        ReduceOp.SUM, parts, axis_name, scope=scope.exactly, packing=BytesPerPack(1 << 60)
+        ReduceOp.SUM,
+        parts_of(metrics, axes, caller),
+        axis_name,
+        scope=scope.exactly,
+        packing=BytesPerPack(1 << 60),
     )
-    return put_together(rest, parts, 1)
+    return with_numbers(metrics, parts, 1)
 
 
-def taken_apart(tree: Any, caller: str) -> tuple[dict[str, Part], Any]:
-    """Return the parts of metrics that travel, by path, and the tree with a place for each."""
-    parts: dict[str, Part] = {}
+def own_constants(tree: Any, axes: tuple[str, ...]) -> Any:
+    """The tree with constants of the program in metrics typed as varying: each copy counts."""
 
-    def leave(path: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, WeightedMean | Total):
-            return leaf
-        name = jax.tree_util.keystr(path)
-        parts[name] = _part(leaf, name, caller)
-        return _Place(name)
+    def own(x: Any) -> Any:
+        is_constant = dtype_of(x) is not None and not isinstance(x, Tracer)
+        return _compat.as_varying(jnp.asarray(x), axes) if is_constant else x
 
-    is_metric = lambda x: isinstance(x, WeightedMean | Total)  # noqa: E731
-    return parts, jax.tree_util.tree_map_with_path(leave, tree, is_leaf=is_metric)
-
-
-def put_together(tree: Any, parts: Mapping[str, Part], times: int) -> Any:
-    """The tree with a number in every place that `taken_apart` left.
-
-    The parts were summed, and divided by `times`.
-    """
     return jax.tree.map(
-        lambda x: _settled(parts[x.path], times) if isinstance(x, _Place) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, _Place),
+        lambda x: jax.tree.map(own, x) if is_metric(x) else x, tree, is_leaf=is_metric
     )
 
 
-def varied(parts: dict[str, Part], axes: dict[str, int], caller: str) -> dict[str, Part]:
-    """The parts typed as varying over the axes, which is what each replica's own numbers are."""
-    for path, part in parts.items():
-        missing = {a: axes[a] for a in _compat.same_axes(part.total, axes)}
-        if missing and not part.own:
+def parts_of(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
+    """This replica's numbers of the metrics in a tree; *varying* over the axes."""
+    parts: Parts = {}
+    for path, metric in flattened(tree, is_metric)[0]:
+        if isinstance(metric, Total):
+            total = _summed(metric.value, path, caller)
+            parts[path] = Total(total)
+        elif isinstance(metric, WeightedMean):
+            shapes = np.shape(metric.total), np.shape(metric.weight)
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"`{caller}`: metric {path or 'itself'} has a total of shape {shapes[0]} and a "
+                    f"weight of shape {shapes[1]}; expected one weight for each total."
+                )
+            total = _summed(metric.total, path, caller)
+            parts[path] = WeightedMean(total, _summed(metric.weight, path, caller))
+        else:
+            continue
+        if missing := {a: axes[a] for a in _compat.same_axes(total, axes)}:
             names = tuple(missing) if len(missing) > 1 else next(iter(missing))
             raise AlreadyReducedError(
                 _ALREADY_REDUCED.format(
@@ -151,29 +144,31 @@ def varied(parts: dict[str, Part], axes: dict[str, int], caller: str) -> dict[st
     return jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), parts)
 
 
-def _settled(part: Part, times: int) -> jax.Array:
-    if part.weight is not None:
-        widest = np.result_type(part.total.dtype, part.weight.dtype)
-        return part.total.astype(widest) / part.weight.astype(widest)
-    total = part.total * times if times > 1 else part.total
-    return total if part.whole is None else jnp.round(total).astype(part.whole)
+def with_numbers(tree: Any, parts: Parts, times: int) -> Any:
+    """The tree with a number in the place of each metric.
+
+    The parts were summed, and divided by `times`.
+    """
+
+    def number(path: Any, metric: Any) -> Any:
+        if not is_metric(metric):
+            return metric
+        part = parts[jax.tree_util.keystr(path)]
+        if isinstance(part, WeightedMean):
+            widest = np.result_type(part.total.dtype, part.weight.dtype)
+            return part.total.astype(widest) / part.weight.astype(widest)
+        total = part.value * times if times > 1 else part.value
+        dtype = dtype_of(metric.value)
+        if jnp.issubdtype(dtype, np.inexact):
+            return total
+        # Flags and narrow counters have sums that they cannot hold.
+        return jnp.round(total).astype(dtype if dtype.itemsize >= 4 else np.int32)
+
+    return jax.tree_util.tree_map_with_path(number, tree, is_leaf=is_metric)
 
 
-def _part(metric: WeightedMean | Total, path: str, caller: str) -> Part:
-    if isinstance(metric, Total):
-        total, whole = _summed(metric.value, path, caller)
-        return Part(total, None, whole, not isinstance(metric.value, Tracer))
-    if np.shape(metric.total) != np.shape(metric.weight):
-        raise ValueError(
-            f"`{caller}`: metric {path or 'itself'} has a total of shape {np.shape(metric.total)} "
-            f"and a weight of shape {np.shape(metric.weight)}; expected one weight for each total."
-        )
-    (total, _), (weight, _) = (_summed(x, path, caller) for x in (metric.total, metric.weight))
-    return Part(total, weight, None, not isinstance(metric.total, Tracer))
-
-
-def _summed(value: Any, path: str, caller: str) -> tuple[jax.Array, Any]:
-    """All elements added, as a float; and the type that the sum has, if an integer."""
+def _summed(value: Any, path: str, caller: str) -> jax.Array:
+    """All elements added, as a float."""
     dtype = dtype_of(value)
     if dtype is None or not any(jnp.issubdtype(dtype, k) for k in (np.number, np.bool_)):
         raise ValueError(
@@ -181,8 +176,4 @@ def _summed(value: Any, path: str, caller: str) -> tuple[jax.Array, Any]:
             f"{type(value).__name__ if dtype is None else dtype}; expected numbers."
         )
     array = jnp.asarray(value)
-    total = jnp.sum(array.astype(wide(array.dtype)))
-    if jnp.issubdtype(array.dtype, np.inexact):
-        return total, None
-    # Flags and narrow counters have sums that they cannot hold.
-    return total, array.dtype if array.dtype.itemsize >= 4 else np.dtype(np.int32)
+    return jnp.sum(array.astype(wide(array.dtype)))

@@ -32,10 +32,9 @@ class MicroBatches:
 
 
 class Beside(NamedTuple):
-    """Results of a loss besides its value: a weight, metrics, and the rest."""
+    """Results of a loss besides its value: a weight, and the rest, metrics among it."""
 
     weight: Any
-    metrics: Any
     aux: Any
 
 
@@ -55,8 +54,8 @@ def accumulated(
 ) -> Differentiated:
     """`differentiate(args, kwargs)`, piece by piece.
 
-    Guarantee: value, weight, metrics and gradients are the sums over the pieces (value and
-    gradients their mean, for a mean without weights); `aux` has a leading dimension more. Gradients
+    Guarantee: value, weight and gradients are the sums over the pieces (value and gradients their
+    mean, for a mean without weights); `aux` has a leading dimension more. Gradients
     narrower than 32 bits are added in float32 and have their own type again at the end: adding
     eight numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value
     and gradients have as many powers of two taken off as it takes for their sums to fit.
@@ -67,7 +66,7 @@ def accumulated(
         arguments = tuple(piece.get(i, arg) for i, arg in enumerate(args))
         (value, beside), grads = differentiate(arguments, kwargs)
         aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), beside.aux)
-        return (value, beside.weight, beside.metrics, grads), aux
+        return (value, beside.weight, grads), aux
 
     # Traced once by itself, for the types with which the sums must begin.
     first = jax.tree.map(lambda x: x[0], pieces)
@@ -82,7 +81,7 @@ def accumulated(
 
     zeros = [_compat.zeros_like_aval(aval, wide(aval.dtype)) for aval in summed]
     totals, stacked = lax.scan(turn, zeros, pieces)
-    (value, weight, metrics, grads), aux = program.result([*totals, *stacked])
+    (value, weight, grads), aux = program.result([*totals, *stacked])
     parts = micro.count if mean and weight is None else 1
     taken_off = 0 if weight is None else halvings
 
@@ -92,11 +91,8 @@ def accumulated(
             total = total * np.float32(2.0**-taken_off)
         return total.astype(like.dtype)
 
-    value, grads = jax.tree.map(averaged, (value, grads), (types[0], types[3]))
-    weight, metrics = jax.tree.map(
-        lambda total, like: total.astype(like.dtype), (weight, metrics), types[1:3]
-    )
-    return (value, Beside(weight, metrics, aux)), grads
+    value, grads = jax.tree.map(averaged, (value, grads), (types[0], types[2]))
+    return (value, Beside(weight, aux)), grads
 
 
 def _in_pieces(

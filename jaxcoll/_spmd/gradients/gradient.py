@@ -151,16 +151,15 @@ class Differentiator:
             value, weight = value_and_weight(out, caller)
             if weight is not None and self.reduce_op is ReduceOp.SUM:
                 raise ValueError(_WEIGHT_IN_SUM.format(caller=caller))
-            return value, Beside(weight, *metrics.taken_apart(aux, caller))
+            return value, Beside(weight, metrics.own_constants(aux, tuple(axes)))
 
         def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
             (value, beside), grads = value_and_local_grad(loss, self.argnums, here, args, kwargs)
             if missing := _compat.same_axes(value, axes):  # reduced on the way, as its type shows
                 words = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
                 raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**words))
-            parts = metrics.varied(beside.metrics, axes, caller)
             weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), beside.weight)
-            return (value, Beside(weight, parts, beside.aux)), grads
+            return (value, beside._replace(weight=weight)), grads
 
         if micro_batches is not None:
             return accumulated(
@@ -188,7 +187,8 @@ class Differentiator:
         value = taken_by(value, same, axes, self.caller)
         weighted = beside.weight is not None
         op = ReduceOp.SUM if weighted else self.reduce_op
-        local = _Local(value if self.with_value else None, beside.weight, beside.metrics, grads)
+        parts = metrics.parts_of(beside.aux, axes, self.caller)
+        local = _Local(value if self.with_value else None, beside.weight, parts, grads)
         residual = None
         if self.scatter:
             refuse_own(NO_SHARD, leaves, own, self.caller)
@@ -205,7 +205,7 @@ class Differentiator:
                 fine = finite(jax.tree.leaves(shared(grads, own)))
                 residual = jax.tree.map(functools.partial(jnp.where, fine), residual, owed)
         times = count(axes) if op is ReduceOp.MEAN else 1
-        aux = metrics.put_together(beside.aux, local.metrics, times)
+        aux = metrics.with_numbers(beside.aux, local.metrics, times)
         outputs = ((value, aux) if self.has_aux else value, grads)
         if not self.with_value:
             outputs = (grads, aux) if self.has_aux else (grads,)
