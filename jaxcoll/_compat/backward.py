@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxcoll._compat.axes import retyped, tracks_variance, varying_axes_of_type
+from jaxcoll._compat.marks import THROUGH
 
 
 def through_backward(
@@ -28,10 +29,6 @@ def through_backward(
     typed = tuple(a for a in axes if tracks_variance(a))
     which = tuple(range(len(arrays)))
     return _through_p.bind(*arrays, through=through, which=which, axes=typed) if arrays else []
-
-
-THROUGH = "sync_in_backward"
-"""The name of the primitive of `through_backward`."""
 
 
 def _through_avals(*avals: Any, axes: tuple[str, ...], **_: Any) -> list[Any]:

@@ -23,6 +23,9 @@ PARTS = "parts_of_sum"
 ALL = {SAME, CHECKED, PARTS}
 """The names of these primitives, each of which has a parameter `axes`."""
 
+THROUGH = "sync_in_backward"
+"""The name of the primitive of `backward.through_backward`, whose result k is its operand k."""
+
 
 def same(
     results: Sequence[Any], axes: Sequence[str], before: Sequence[Any] = (), *, sums: bool = False

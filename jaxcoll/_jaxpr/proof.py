@@ -29,7 +29,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, primitives
 
 from jaxcoll import _compat
-from jaxcoll._compat import backward, marks, settings
+from jaxcoll._compat import marks, settings
 from jaxcoll._jaxpr.dataflow import Dataflow, joined
 from jaxcoll._jaxpr.subjaxprs import at_line, called, equations, is_ref, like, opened, programs
 
@@ -41,7 +41,7 @@ _EQUALIZING = {*_SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant", "al
 _ABORTING = {*_SUMS, "pmax", "pmin", "reduce_scatter"}
 _FIRST = {_compat.AS_INVARIANT, "pvary", "pcast", "as_stored", "reshard", "needing"}
 """The result is the first operand, whatever the parameters say."""
-_SAME_PLACE = {"optimization_barrier", backward.THROUGH}
+_SAME_PLACE = {"optimization_barrier", marks.THROUGH}
 """Result k is operand k."""
 _SILENT = {*_FIRST, *_SAME_PLACE, *marks.ALL, "axis_index"}
 """Equations that may name an axis and send nothing."""

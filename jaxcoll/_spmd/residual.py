@@ -6,9 +6,8 @@ A residual is `Shards` in which every replica has a float32 for each element of 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.algorithms import format_of
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import LANES, Pack
@@ -170,13 +168,9 @@ class Feedback:
     ) -> Residual:
         """Return what is owed next: as it was where what was to be sent is not finite."""
         # A loss or a metric that is not finite says nothing of gradients, which are then applied.
-        alone = [
-            result
-            for leaf, result in zip(plan.leaves, results, strict=True)
-            if leaf.path in self.owed and not leaf.travels
-        ]
+        both = zip(plan.leaves, results, strict=True)
         with jax.named_scope(f"{plan.name}/finite"):
-            fine = finite([*self._sent(plan, [total for total, _ in carried]), *alone])
+            fine = finite([result for leaf, result in both if leaf.path in self.owed])
         coded = [
             (pack, lost)
             for pack, (_, lost) in zip(plan.packs, carried, strict=True)
@@ -194,22 +188,3 @@ class Feedback:
             if leaf.path in self.owed
         }
         return self.residual.with_leaves(owed, self.prefix)
-
-    def _sent(self, plan: CollectivePlan, packs: Sequence[jax.Array]) -> Iterator[jax.Array]:
-        """Yield the parts of reduced packs that leaves with a residual have, as long as can be."""
-        for pack, total in zip(plan.packs, packs, strict=True):
-            format = format_of(plan.stages(pack))
-            if format is not None and total.dtype == pack.dtype:
-                # All leaves in it have a residual, and a block that is not finite is so everywhere.
-                yield total.reshape(-1)[:: format.block]
-                continue
-            start = 0
-            pieces = zip(pack.segments, pack.lengths, strict=True)
-            for owing, run in itertools.groupby(
-                pieces, key=lambda piece: plan.leaves[piece[0].leaf].path in self.owed
-            ):
-                size = sum(length for _, length in run)
-                if owing:
-                    alone = len(pack.segments) == 1 or size == total.size
-                    yield total if alone else total[start : start + size]
-                start += size

@@ -49,6 +49,7 @@ def opened(residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefi
     Raises:
       ValueError: it is no residual, or that of another tree or world.
     """
-    if not isinstance(residual, Whole) or not hasattr(type(residual), "opened"):
+    owed_to = getattr(residual, "opened", None) if isinstance(residual, Whole) else None
+    if owed_to is None:
         raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))
-    return residual.opened(tree, axes, caller, prefix)
+    return owed_to(tree, axes, caller, prefix)

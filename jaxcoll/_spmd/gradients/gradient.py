@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll import _compat
-from jaxcoll._compat import backward
+from jaxcoll._compat import marks
 from jaxcoll._jaxpr.proof import same_outputs
 from jaxcoll._jaxpr.retrace import Traced, places, traced_call
 from jaxcoll._jaxpr.subjaxprs import contains
@@ -324,7 +324,7 @@ def _synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozenset[str
     Only a proof counts: a gradient that is reduced once more is right, too, because the mean of
     equal numbers is that number; but one that is left out must be equal.
     """
-    if not contains(program.program.jaxpr, backward.THROUGH):
+    if not contains(program.program.jaxpr, marks.THROUGH):
         return {}
     _, grads = program.result(same_outputs(program.program, axes))
     found, _ = flattened(_Local(None, None, None, grads))
