@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +18,16 @@ from jaxcoll._mesh.shard_arrays import cut, joined
 from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.shards import is_shards
-from jaxcoll._step.arguments import Call, Signature, slots
+from jaxcoll._step.arguments import Signature, slots
 from jaxcoll._step.data_parallel import DataParallel
 
 _ORDERS, _ROUNDINGS = 3, 12  # runs with reordered rows; and, at most, with arguments moved
 _TIMES = 4  # rounding on many devices may be so much more than the most in these runs
-_LIKEST = 8  # arguments of an output's shape that it may be a change of
 _BY_ORDER = "moves on one device, too, when the rows of the batch are reordered"
-_BY_ROUNDING = "moves by rounding alone, and nothing else can be compared; take other arguments"
+_BY_ROUNDING = (
+    "is moved by other rows no more than by rounding, and nothing else can be compared; take other "
+    "arguments"
+)
 _ADVICE = """
 What goes by the order of the rows cannot be compared: dropout by position, shuffling, `x[0]`. \
 Take it out for this test, as with `deterministic=True`; give each row its own random key, as a \
@@ -38,6 +39,8 @@ _POWERS = {
     2: "{n} squared: summed twice where a mean is expected, or the square of what is summed",
     -2: "one part in {n} squared: divided twice too often, or the square of what is divided",
 }
+
+Pair = tuple[np.ndarray, np.ndarray]  # a leaf of two results: of the batch, and of other rows
 
 
 def assert_same_as_one_device(
@@ -54,10 +57,12 @@ def assert_same_as_one_device(
     A step that is right does not know on how many devices it runs. A sum that should be a mean, or
     a gradient that is reduced or divided twice, shows as a power of the number of devices.
 
-    One device runs the step with other orders of the rows, too. An output that moves by more than
-    rounding cannot be compared, and is an error. Where outputs differ, it runs again with arguments
-    that are moved by rounding: what moves as far is equal, as the gradient of a bias before a batch
-    norm is, and what Adam makes of it. Cost: five runs, 17 of a wrong step, and three programs.
+    Both run it with some of the rows in the place of others, too: what that changes of an output is
+    compared, however small it is. One device runs it with other orders of the rows. An output that
+    moves by more than rounding cannot be compared, and is an error. Where outputs differ, it runs
+    again with arguments that are moved by rounding: what moves as far is equal, as the gradient of
+    a bias before a batch norm is, and what Adam makes of it. Cost: 7 runs, 31 of a wrong step, and
+    three programs.
 
     Args:
       step: a `jc.data_parallel` step; or a function that takes `mesh`, and maps itself over it.
@@ -67,9 +72,9 @@ def assert_same_as_one_device(
         on an axis named "data".
       batch_argnums: the batch of a function that takes `mesh`, as in `jc.data_parallel`.
       tolerance: the largest norm of a leaf's error, relative to the norm of the leaf, or of its
-        change from an argument of its shape if that is less. None: the square root of the
-        precision of the leaf's dtype, 0.0003 of float32; or, if more, 8 times the precision of the
-        narrowest dtype that the step computes in, 0.06 of bfloat16. Whole numbers must be equal.
+        change by other rows if that is less. None: the square root of the precision of the leaf's
+        dtype, 0.0003 of float32; or, if more, 8 times the precision of the narrowest dtype that
+        the step computes in, 0.06 of bfloat16. Whole numbers must be equal.
       ignore: outputs to leave out, by the beginning or the end of their paths: "[1]", or
         `"['key']['bias']"`.
       **kwargs: likewise.
@@ -77,7 +82,7 @@ def assert_same_as_one_device(
     Raises:
       AssertionError: outputs differ, or cannot be compared; a table names them and their factors.
       ValueError: `step` does not say how to run it on another mesh, there is one device only, the
-        batch is not named or all its rows are the same, or `ignore` fits no output.
+        batch is not named, or `ignore` fits no output.
 
     Examples:
       >>> import jax, numpy as np
@@ -85,81 +90,91 @@ def assert_same_as_one_device(
       ... def step(w, x):
       ...     return w - 0.1 * psum(jax.grad(lambda w: (w * x).mean())(w))
       >>> try:
-      ...     assert_same_as_one_device(step, np.ones(3, "f"), np.ones((8, 3), "f"))
+      ...     assert_same_as_one_device(step, np.ones(3, "f"), np.arange(24, "f").reshape(8, 3))
       ... except AssertionError as error:
       ...     print(str(error).splitlines()[1][:60])
-        the output: its change from args[0] is 8.0 times too large
+        the output: its change by other rows is 8.0 times too large
     """
     on, mesh = _runner(step, mesh, batch_argnums, kwargs)
     args, kwargs = jax.tree.map(_on_host, (args, kwargs))  # where nothing is donated
-    together = on(mesh)  # once: it keeps the trace that is read
-    many, narrowest = _leaves(together(*args, **kwargs)), _narrowest(together, args, kwargs)
     first = mesh.devices[(slice(1),) * mesh.devices.ndim]
-    alone = on(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types))
+    together, alone = on(mesh), on(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types))
     batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
     signature = alone.signature if isinstance(alone, DataParallel) else Signature(alone, batch)
-    call = signature.call(*jax.tree.map(_for_one, (args, kwargs), is_leaf=is_shards))
-    one, arguments = _leaves(alone(*call.args, **call.kwargs)), _arguments(call)
+    call, narrowest = signature.call(args, kwargs), _narrowest(together, args, kwargs)
+    rows = [len(x) for x in jax.tree.leaves([*map(call.at, call.batch)]) if np.ndim(x)]
+    rng, blocks = np.random.default_rng(0), math.gcd(*rows) or 1
+    others = rng.integers(blocks, size=blocks)  # some twice, and others not at all
+
+    def run(step: Any, order: np.ndarray | None = None, seed: int | None = None) -> Any:
+        moved = call
+        if order is not None:
+            moved = moved.map(functools.partial(_taken, blocks=order), lambda tree: tree)
+        if seed is not None:
+            moved = moved.map(*[functools.partial(_shaken, eps=narrowest, seed=seed)] * 2)
+        if step is alone:
+            moved = moved.map(*[functools.partial(jax.tree.map, _for_one, is_leaf=is_shards)] * 2)
+        return _leaves(step(*moved.args, **moved.kwargs))
+
+    def pairs(step: Any, seed: int | None = None) -> dict[str, Pair]:
+        results, by_others = run(step, None, seed), run(step, others, seed)
+        return {path: (result, by_others[path]) for path, result in results.items()}
+
+    many, one = pairs(together), pairs(alone)
     if [*one] != [*many]:
         raise AssertionError(
             f"on {mesh.size} devices the step returns {counted(len(many), 'output')}, "
             f"{', '.join(many)}, and on one {counted(len(one), 'output')}, {', '.join(one)}"
         )
     outputs = [
-        _Output(path, one[path], many[path], arguments, tolerance, narrowest)
+        _Output(path, one[path], many[path], tolerance, narrowest)
         for path in _without([*one], (ignore,) if isinstance(ignore, str) else ignore)
     ]
-    for seed in range(_ORDERS):
-        order = _order(call, seed)
-        other = call.map(functools.partial(_in_order, order=order), lambda tree: tree)
-        result = _leaves(alone(*other.args, **other.kwargs))
+    for order in (rng.permutation(blocks) for _ in range(_ORDERS)):
+        result = run(alone, order)
         for x in outputs:
             x.moved = max(x.moved, x.moved_by(result[x.path], order))
-    for seed in itertools.takewhile(lambda _: any(x.is_wrong for x in outputs), range(_ROUNDINGS)):
-        other = call.map(*[functools.partial(_shaken, eps=narrowest, seed=seed)] * 2)
-        result, arguments = _leaves(alone(*other.args, **other.kwargs)), _arguments(other)
+    for seed in range(_ROUNDINGS):
+        if not any(x.is_wrong for x in outputs):
+            break
+        shaken = pairs(alone, seed)
         for x in outputs:
-            change = _wide(result[x.path]) - arguments.get(x.start, 0)
-            x.rounding = max(x.rounding, _apart(change, _wide(x.one) - x.base))
+            x.rounding = max(x.rounding, _size(_minus(_change(shaken[x.path]), x.change)))
     _raise_if_off(outputs, mesh.size)
-    rows = _leaves([call.at(slot) for slot in call.batch])
-    if all((x == x[:1]).all() for x in rows.values() if x.ndim):
-        raise ValueError(
-            "`assert_same_as_one_device` needs rows that differ; those of the batch are equal."
-        )
 
 
 class _Output:
-    """A leaf of the result, on one device and on many, and the argument that it is a change of."""
+    """A leaf of the result, on one device and on many, and what other rows change of it."""
 
     moved = 0.0  # the norm of the most that it moves by when rows are reordered
     rounding = 0.0  # and when arguments are moved by rounding
 
     def __init__(
-        self, path: str, one: Any, many: Any, arguments: Any, tolerance: Any, narrowest: float
+        self, path: str, on_one: Pair, on_many: Pair, tolerance: float | None, narrowest: float
     ) -> None:
-        eps, nothing = _eps(one.dtype), np.zeros_like(one)
-        fits = [k for k, x in arguments.items() if eps and x.shape == one.shape and _eps(x.dtype)]
-        fits.sort(key=lambda k: next(i for i in range(len(path) + 1) if k.endswith(path[i:])))
-        near = ["", *fits[:_LIKEST]]  # those whose paths end most alike
-        self.start = min(near, key=lambda k: _apart(one, arguments.get(k, nothing)))
-        self.base = arguments.get(self.start, nothing)
+        self.path, self.one, self.many = path, on_one[0], on_many[0]
+        self.change, self.change_on_many = _change(on_one), _change(on_many)
+        one, eps = self.one, _eps(self.one.dtype)
         if tolerance is None:  # less than what half or twice a number is off by
             tolerance = min(max(eps**0.5, 8 * narrowest), 0.25)
-        self.path, self.one, self.many = path, one, many
-        change, ulps = min(_apart(one, self.base), _norm(one)), 2 * eps * _norm(one)
-        self.allowed = tolerance * change + ulps if eps else 0.0
-        self.is_new = ulps < change if eps else bool(one.size)
-        self.off = math.inf if one.size and np.isnan(_wide(one)).all() else _apart(one, many)
+        change, self.ulps = min(_norm(self.change), _norm(one)), 2 * eps * _norm(one)
+        self.allowed = tolerance * change + self.ulps if eps else 0.0
+        self.is_new = self.ulps < change if eps else bool(one.size)
+        off = max(_size(_minus(a, b)) for a, b in zip(on_one, on_many, strict=True))
+        self.off = math.inf if one.size and np.isnan(_wide(one)).all() else off
+
+    @property
+    def limit(self) -> float:
+        return max(self.allowed, _TIMES * self.rounding)
 
     @property
     def is_wrong(self) -> bool:
-        return max(self.off, self.moved) > max(self.allowed, _TIMES * self.rounding)
+        return max(self.off, self.moved) > self.limit
 
     def moved_by(self, other: np.ndarray, order: np.ndarray) -> float:
         by_rows = np.ndim(self.one) and len(self.one) % len(order) == 0
-        rows = [_in_order(self.one, order)] if by_rows else []
-        return min(_apart(x, other) for x in (self.one, *rows))
+        rows = [_taken(self.one, order)] if by_rows else []
+        return min(_size(_minus(x, other)) for x in (self.one, *rows))
 
     def complaint(self, n: int) -> str:
         """Return by which factor it differs, and what that means."""
@@ -168,13 +183,16 @@ class _Output:
             return f"has shape {shapes}; is it a value per replica?"
         if self.off == math.inf:
             return "is infinite or no number; does a sum overflow?"
-        for start, base in ((self.start, self.base), ("", np.zeros_like(self.one))):
-            one, many = _wide(self.one) - base, _wide(self.many) - base
+        change = self.change, self.change_on_many
+        for name, (one, many) in {
+            "": (self.one, self.many),
+            "its change by other rows ": change,
+        }.items():
             for power, meaning in _POWERS.items():
                 times = float(n) ** power
-                if _norm(many - times * one) <= 0.02 * _norm(many) + self.rounding:
-                    change = f"its change from {start} is" if _norm(base) else "is"
-                    return f"{change} {round(times, 4)} times too large: {meaning.format(n=n)}"
+                error = _size(_minus(many, times * _wide(one)))
+                if error <= 0.02 * _norm(many) + self.rounding + self.ulps < _norm(many):
+                    return f"{name}is {round(times, 4)} times too large: {meaning.format(n=n)}"
         return (
             f"is not the same, nor by a power of the {n} devices: off by {self.off:.3g} of "
             f"{_norm(self.one):.3g} in norm; is it of parts of the batch, as a batch norm is?"
@@ -183,7 +201,7 @@ class _Output:
 
 def _raise_if_off(outputs: Sequence[_Output], n: int) -> None:
     wrong = [x for x in outputs if x.is_wrong]
-    by_order = [x for x in wrong if x.moved > max(x.allowed, _TIMES * x.rounding)]
+    by_order = [x for x in wrong if x.moved > x.limit]
     lines = {x.path: _BY_ORDER if x in by_order else x.complaint(n) for x in wrong}
     if not wrong and not any(x.is_new and max(x.off, x.moved) <= x.allowed for x in outputs):
         lines = {x.path: _BY_ROUNDING for x in outputs}
@@ -257,12 +275,6 @@ def _leaves(tree: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _arguments(call: Call) -> dict[str, np.ndarray]:
-    named = {f"args[{i}]": x for i, x in enumerate(call.args)}
-    named |= {f"kwargs[{name!r}]": x for name, x in call.kwargs.items()}
-    return {name + path: x for name, tree in named.items() for path, x in _leaves(tree).items()}
-
-
 def _for_one(x: Any) -> Any:
     """Cut shards for one device."""
     if not is_shards(x):
@@ -282,18 +294,13 @@ def _narrowest(run: Any, args: Any, kwargs: Any) -> float:
     return max((_eps(getattr(atom.aval, "dtype", int)) for atom in atoms), default=0.0)
 
 
-def _order(call: Call, seed: int) -> np.ndarray:
-    """Return an order of blocks of rows, as many as the number of rows of every leaf allows."""
-    leaves = jax.tree.leaves([call.at(slot) for slot in call.batch])
-    blocks = math.gcd(*(len(x) for x in leaves if np.ndim(x))) or 1
-    return np.random.default_rng(seed).permutation(blocks)
+def _taken(tree: Any, blocks: np.ndarray) -> Any:
+    """Take blocks of rows, by their numbers among as many as there are."""
 
+    def taken(x: Any) -> Any:
+        return x[np.arange(len(x)).reshape(len(blocks), -1)[blocks].ravel()] if np.ndim(x) else x
 
-def _in_order(tree: Any, order: np.ndarray) -> Any:
-    def moved(x: Any) -> Any:
-        return x[np.arange(len(x)).reshape(len(order), -1)[order].ravel()] if np.ndim(x) else x
-
-    return jax.tree.map(moved, tree)
+    return jax.tree.map(taken, tree)
 
 
 def _shaken(tree: Any, eps: float, seed: int) -> Any:
@@ -318,15 +325,23 @@ def _wide(x: np.ndarray) -> np.ndarray:
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
+def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the difference: none where both are no number, infinite for other shapes."""
+    if a.shape != b.shape:
+        return np.array(np.inf)
+    a, b = _wide(a), _wide(b)
+    with np.errstate(invalid="ignore"):
+        return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, a - b)
+
+
+def _change(pair: Pair) -> np.ndarray:
+    """Return what other rows change; of whole numbers, which are compared exactly, the number."""
+    return _minus(*pair) if _eps(pair[0].dtype) else _wide(pair[0])
+
+
 def _norm(x: np.ndarray) -> float:
     return float(np.linalg.norm(_wide(x)[np.isfinite(_wide(x))]))
 
 
-def _apart(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the norm of the difference; infinite where shapes differ, or what is not finite."""
-    if a.shape != b.shape:
-        return math.inf
-    a, b = _wide(a), _wide(b)
-    with np.errstate(invalid="ignore"):
-        gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, a - b)
-    return float(np.linalg.norm(gap)) if np.isfinite(gap).all() else math.inf
+def _size(gap: np.ndarray) -> float:
+    return _norm(gap) if np.isfinite(gap).all() else math.inf
