@@ -90,9 +90,9 @@ def assert_same_as_one_device(
       ... def step(w, x):
       ...     return w - 0.1 * psum(jax.grad(lambda w: (w * x).mean())(w))
       >>> try:
-      ...     assert_same_as_one_device(step, np.ones(3, "f"), np.arange(24, "f").reshape(8, 3))
+      ...     assert_same_as_one_device(step, np.ones(3, "f"), np.eye(8, 3))
       ... except AssertionError as error:
-      ...     print(str(error).splitlines()[1][:60])
+      ...     print(str(error).splitlines()[1][:61])
         the output: its change by other rows is 8.0 times too large
     """
     on, mesh = _runner(step, mesh, batch_argnums, kwargs)
