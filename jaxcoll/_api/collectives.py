@@ -11,7 +11,6 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import reduce
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.scope import scope_here
-from jaxcoll._spmd.whole import opened
 
 
 def all_reduce(
@@ -84,7 +83,7 @@ def all_reduce(
     axes = scope.over(axis_name, "jc.all_reduce")
     feedback = None
     if residual is not None:
-        feedback = opened(residual, value, bound_axes(axes, "all_reduce"), "all_reduce")
+        feedback = reduce.opened(residual, value, bound_axes(axes, "all_reduce"), "all_reduce")
     return reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant, feedback=feedback)
 
 

@@ -47,7 +47,10 @@ def pack(
         pieces = zip(p.segments, lengths, strict=True)
         return jnp.concatenate([_filled(piece(s.leaf, s.start, s.size), k) for s, k in pieces])
 
-    return [arrays[p.segments[0].leaf] if p.is_leaf(leaves) else joined(p) for p in packs]
+    packed = []
+    for p in packs:
+        packed.append(arrays[p.segments[0].leaf] if p.is_leaf(leaves) else joined(p))
+    return packed
 
 
 def _filled(piece: jax.Array, length: int) -> jax.Array:

@@ -18,9 +18,11 @@ from jaxcoll._compat import marks
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import (
     Leaf,
+    Whole,
     check_reducible,
     dtype_of,
     flattened,
+    is_whole,
     travels_as,
     where,
     wire_dtype,
@@ -34,7 +36,6 @@ from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import already_reduced, bound_axes, count, listed
 from jaxcoll._spmd.pipeline import carry_out, pack, unpack
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.whole import Whole, is_whole
 from jaxcoll._wire.format import check_any_coded as check_dtypes
 
 if TYPE_CHECKING:
@@ -237,3 +238,22 @@ def check_any_coded(value: Any, options: CommunicationOptions) -> None:
     dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(value)]
     if None not in dtypes:
         check_dtypes(options.compression, dtypes)
+
+
+_NO_RESIDUAL = """\
+`{caller}` expects what `jc.compression.residual(params)` returns as its residual, or what this \
+call returned the last time; got {got}."""
+
+
+def opened(residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = "") -> Any:
+    """Return what a residual says is owed to the sum of a tree; refuse what is no residual.
+
+    The paths of the tree in that sum begin with `prefix`.
+
+    Raises:
+      ValueError: it is no residual, or that of another tree or world.
+    """
+    owed_to = getattr(residual, "opened", None) if isinstance(residual, Whole) else None
+    if owed_to is None:
+        raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))
+    return owed_to(tree, axes, caller, prefix)

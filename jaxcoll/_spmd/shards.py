@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
 import jax
 import numpy as np
 
-from jaxcoll._plan.packs.leaves import Leaf, flattened, where
+from jaxcoll._plan.packs.leaves import Leaf, Whole, flattened, where
 from jaxcoll._show.units import counted, size
 from jaxcoll._spmd.axes import bound_axes, listed
-from jaxcoll._spmd.whole import Whole
 from jaxcoll.errors import AlreadyReducedError
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcoll import _compat
-from jaxcoll._plan.packs.leaves import carried_dtype, check_reducible, flattened, where
+from jaxcoll._plan.packs.leaves import Whole, carried_dtype, check_reducible, flattened, where
 from jaxcoll._spmd.arithmetic import Recipe, after
-from jaxcoll._spmd.whole import Whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -60,12 +60,41 @@ class Leaf:
         return self.size * self.wire.itemsize
 
 
+class Whole:
+    """A node of a tree, a pytree to JAX, that a reduction takes as one leaf and asks how.
+
+    A subclass stands in a file of its own, which is read where somebody has such a value.
+    """
+
+    values: Any  # rows, the array that a plan describes
+    indices: Any  # which rows they are
+
+    def is_whole(self, axes: Iterable[str]) -> bool:
+        """Return whether a reduction over `axes` takes it so, and not its arrays by themselves."""
+        return True
+
+    def taken(self, path: str, caller: str) -> Whole:
+        """Return it as it is reduced, or raise an error that names its place in the tree."""
+        raise NotImplementedError
+
+    def reduced(self, recipe: Any) -> Whole:
+        """Return the sum or the mean over the replicas, *invariant*."""
+        raise NotImplementedError
+
+
+def is_whole(node: Any, axes: Iterable[str]) -> bool:
+    """Return whether a reduction over `axes` takes a node of a tree as one leaf."""
+    return isinstance(node, Whole) and node.is_whole(axes)
+
+
 def flattened(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], jax.tree_util.PyTreeDef]:
     """The leaves of a tree with their paths, as plans and messages have them; and its structure."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], treedef
+    for k, (path, leaf) in enumerate(flat):
+        flat[k] = jax.tree_util.keystr(path), leaf
+    return flat, treedef
 
 
 def check_not_empty(caller: str, batch: Any) -> None:

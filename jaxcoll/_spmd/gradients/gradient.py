@@ -39,11 +39,10 @@ from jaxcoll._spmd.gradients.per_replica import (
     taken_by,
     with_own,
 )
-from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.reduce import all_reduce, opened
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, retyped
 from jaxcoll._spmd.shards import Shards, axes_of_shards
-from jaxcoll._spmd.whole import opened
 from jaxcoll._wire.blocks import finite
 from jaxcoll.errors import AlreadyReducedError
 

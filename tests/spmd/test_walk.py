@@ -1,0 +1,39 @@
+"""A bare `all_reduce` enters few functions of ours while it is traced, in few files."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from cases import mapped
+
+import jaxcoll as jc
+
+HOME = str(Path(jc.__file__).parent)
+TREE = {"b": np.ones(4, "f"), "w": np.ones((8, 4), "f")}
+
+
+def entered(f):
+    """The functions of the package, comprehensions among them, that a trace of `f` enters."""
+    codes = set()
+
+    def note(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(HOME):
+            codes.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        mapped(f, jax.sharding.PartitionSpec(), check_vma=False).trace(TREE)
+    finally:
+        sys.setprofile(None)
+    return codes
+
+
+@pytest.mark.parametrize(("before", "most"), [(0, 66), (1, 60)], ids=["first", "second"])
+def test_a_bare_call_is_a_short_walk(before, most):
+    jax.clear_caches()
+    for _ in range(before + 1):
+        codes = entered(lambda tree: jc.all_reduce("mean", tree, "data"))
+    assert len(codes) <= most
+    assert len({code.co_filename for code in codes}) <= 18
