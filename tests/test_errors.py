@@ -71,7 +71,8 @@ MISTAKES = {
         lambda: jc.Elastic(loss, W), ValueError,
         r"as in `jc.Elastic\(jc.data_parallel\(step\), state\)`; got function"),
     "options: no such name": (
-        lambda: jc.CommunicationOptions(bucket=3), TypeError, "unexpected keyword argument .bucket."),
+        lambda: jc.CommunicationOptions(timeout=3), TypeError,
+        "no option 'timeout'; did you mean 'timeout_seconds'.* are bytes_per_pack, .* compression"),
     "options: a string": (
         lambda: jc.data_parallel(loss, options="int8"), ValueError,
         r"as in `jc.CommunicationOptions\(timeout_seconds=60\)`"),

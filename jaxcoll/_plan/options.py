@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 from collections.abc import Callable
-from typing import Any, Literal, final
+from typing import Any, Literal, Never, final
 
 import jax
 
@@ -211,7 +212,15 @@ class CommunicationOptions:
         reproducible: bool = UNSET,
         overlap: bool | None = UNSET,
         compression: WireFormat | str | None = UNSET,
+        **unknown: Never,
     ) -> None:
+        for name in unknown:
+            near = difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.5)
+            raise TypeError(
+                f"`CommunicationOptions` has no option {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else ".")
+                + f" The options are {', '.join(_OPTIONS)}."
+            )
         values = (bytes_per_pack, timeout_seconds, implementation, algorithm, shards)
         values += (reproducible, overlap, compression)
         given: dict[str, Any] = {}
