@@ -59,11 +59,9 @@ class CollectivePlan:
         `jc.inspect` and profilers find packs by it: pack 3 travels as `<name>/pack3`.
         """
         # Not a counter, which would differ between processes; and JAX does not number scopes.
-        identity = [self.reduce_op.name, *map(_PATH, self.leaves)]
-        for pack in self.packs:
-            segments = map(tuple, pack.segments)
-            identity.append(repr((pack.shown_type, pack.algorithm, pack.over, *segments)))
-        return f"{self.collective}_{zlib.crc32(repr(identity).encode()) & 0xFFFFFF:06x}"
+        packs = [(p.shown_type, p.algorithm, p.over, *map(tuple, p.segments)) for p in self.packs]
+        identity = repr((self.reduce_op.name, *map(_PATH, self.leaves), packs))
+        return f"{self.collective}_{zlib.crc32(identity.encode()) & 0xFFFFFF:06x}"
 
     @property
     def gathers(self) -> tuple[Leaf, ...]:

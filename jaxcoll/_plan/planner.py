@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Sequence
 
 from jaxcoll._plan.algorithms import (
@@ -36,8 +35,6 @@ from jaxcoll._plan.packs.packing import (
 )
 from jaxcoll._plan.world import World
 from jaxcoll._wire.format import named
-
-_FORMAT = operator.attrgetter("format")
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -144,7 +141,7 @@ def packing_for(
         return BytesPerPack(options.bytes_per_pack)
     if world.over_gloo:
         return PACKED
-    if not any(map(_FORMAT, leaves)):
+    if not any(leaf.format for leaf in leaves):
         return UNPACKED
     return CODES if world.platform == "cpu" else PACKED
 

@@ -47,10 +47,7 @@ def pack(
         pieces = zip(p.segments, lengths, strict=True)
         return jnp.concatenate([_filled(piece(s.leaf, s.start, s.size), k) for s, k in pieces])
 
-    packed = []
-    for p in packs:
-        packed.append(arrays[p.segments[0].leaf] if p.is_leaf(leaves) else joined(p))
-    return packed
+    return [arrays[p.segments[0].leaf] if p.is_leaf(leaves) else joined(p) for p in packs]
 
 
 def _filled(piece: jax.Array, length: int) -> jax.Array:

@@ -92,9 +92,7 @@ def flattened(
 ) -> tuple[list[tuple[str, Any]], jax.tree_util.PyTreeDef]:
     """The leaves of a tree with their paths, as plans and messages have them; and its structure."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    for k, (path, leaf) in enumerate(flat):
-        flat[k] = jax.tree_util.keystr(path), leaf
-    return flat, treedef
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], treedef
 
 
 def check_not_empty(caller: str, batch: Any) -> None:

@@ -157,13 +157,14 @@ def plan_packs(
     Guarantee: a pack holds one dtype and one kind, summed over the same axes; leaves keep their
     order inside a pack; leaves that do not travel are in none. Packs are in the order of the rule.
     """
-    runs, packs = [], []
-    for i, leaf in enumerate(leaves):
-        if (rule == UNPACKED or leaf.solid) and leaf.travels:
-            runs.append([Segment(i, 0, leaf.size)])
+    alone = [
+        i for i, leaf in enumerate(leaves) if leaf.travels and (leaf.solid or rule == UNPACKED)
+    ]
+    runs = [[Segment(i, 0, leaves[i].size)] for i in alone]
     if rule != UNPACKED:
         runs += rule.runs(leaves)
         runs.sort(key=lambda run: rule.place(leaves, run))
+    packs = []
     for run in runs:
         leaf = leaves[run[0].leaf]
         pack = Pack(leaf.wire, leaf.over, leaf.kind, tuple(run), leaf.solid, format=leaf.format)
