@@ -20,7 +20,9 @@ def entered(f):
 
     def note(frame, event, arg):
         code = frame.f_code
-        is_ours = code.co_filename.startswith(HOME) and not code.co_name.endswith("comp>")
+        is_ours = code.co_filename.startswith(HOME) and not code.co_name.endswith(
+            ("comp>", "expr>")
+        )
         if event == "call" and is_ours:
             codes.add(code)
 
