@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections import Counter
@@ -243,9 +244,8 @@ def _structure(tree: Any) -> str:
 
 
 def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
-    lines, others = one.splitlines(), other.splitlines()
-    mine = next((line for line in lines if line not in others), "(nothing more)")
-    theirs = next((line for line in others if line not in lines), "(nothing more)")
+    sides = itertools.zip_longest(one.splitlines(), other.splitlines(), fillvalue="(nothing more)")
+    mine, theirs = next((a, b) for a, b in sides if a != b)
     return f"{of_one}: {mine}; {of_other}: {theirs}"
 
 

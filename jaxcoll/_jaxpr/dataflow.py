@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._jaxpr.subjaxprs import called, carry_of, opened
+from jaxcoll._jaxpr.subjaxprs import called, carry_of, opened, programs, root_solver
 
 
 def joined(facts: Iterable[int]) -> int:
@@ -87,6 +87,8 @@ class Dataflow:
             first = sum(lengths[: solvers._fields.index("solve")])
             operands = [*ins[first : first + lengths.solve], *ins[sum(lengths) :]]
             return self.outputs(solvers.solve, operands)
+        if (solve := root_solver(eqn)) is not None:
+            return self.outputs(solve, ins[: len(solve.invars)])
         body = called(eqn)
         return self.opaque(eqn, ins) if body is None else self.outputs(body, ins)
 

@@ -32,6 +32,12 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
     return bodies[0] if bodies and len(bodies[0].invars) == len(eqn.invars) else None
 
 
+def root_solver(eqn: JaxprEqn) -> Jaxpr | None:
+    """Return the program of JAX 0.12's `lax.custom_root`, which has the first operands."""
+    own = getattr(eqn.params.get("_prim"), "params", {})
+    return opened(own["solve_jaxpr"]) if "solve_jaxpr" in own else None
+
+
 def carry_of(eqn: JaxprEqn) -> tuple[Any, int, int]:
     """The body of a `scan` or `while`, the first input that it carries, and their number."""
     if eqn.primitive.name == "while":
