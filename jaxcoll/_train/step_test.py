@@ -155,10 +155,11 @@ class _Output:
         self.path, self.one, self.many = path, on_one[0], on_many[0]
         self.change, self.change_on_many = _change(on_one), _change(on_many)
         one, eps = self.one, _eps(self.one.dtype)
-        if tolerance is None:  # less than what half or twice a number is off by
-            tolerance = min(max(eps**0.5, 8 * narrowest), 0.25)
+        # Less than what half or twice a number is off by
+        usual = min(max(eps**0.5, 8 * narrowest), 0.25)
+        part = usual if tolerance is None else tolerance
         change, self.ulps = min(_norm(self.change), _norm(one)), 2 * eps * _norm(one)
-        self.allowed = tolerance * change + self.ulps if eps else 0.0
+        self.allowed = part * change + self.ulps if eps else 0.0
         self.is_new = self.ulps < change if eps else bool(one.size)
         off = max(_size(_minus(a, b)) for a, b in zip(on_one, on_many, strict=True))
         self.off = math.inf if one.size and np.isnan(_wide(one)).all() else off
