@@ -139,12 +139,12 @@ class ReplicatedState:
         step = generation.step if generation.step in self._held else self.finished
         state, start = self.host(step), not generation.number
         structures = membership.gather("structure", _structure(self.types(state)))
-        _check_agreed(structures, membership, _other_structure, start)
+        check_agreed(structures, membership, _other_structure, start)
         alike = self.alike(state)
         if generation.given:
             alike = _given(alike, membership, mesh, together)
         digests = membership.gather("digest", _digests(self.compared(alike)))
-        _check_agreed(digests, membership, _other_values, start)
+        check_agreed(digests, membership, _other_values, start)
         placed = self.placed(state, alike, membership, mesh)
         self.finished, self._held = generation.step, {generation.step: placed}
         self._added, self._adder = {}, None
@@ -195,7 +195,7 @@ class ReplicatedState:
         """Compare the last state with that of all members, bit by bit."""
         # Every copy of it here is read once, in about a second per gigabyte.
         digests = membership.gather(f"digest/{self.finished}", _digests(self.compared(self.latest)))
-        _check_agreed(digests, membership, _other_values)
+        check_agreed(digests, membership, _other_values)
 
     def add_up(self, membership: Membership, together: Together) -> None:
         """Have the sum of residuals over all workers, which all call this, for a checkpoint."""
@@ -249,11 +249,12 @@ def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
     return f"{of_one}: {mine}; {of_other}: {theirs}"
 
 
-def _check_agreed(
+def check_agreed(
     values: dict[str, str],
     membership: Membership,
     error: Callable[[dict[str, str]], Exception],
     start: bool = False,
+    what: str = "state",
 ) -> None:
     """Go on only if the values of all members are equal.
 
@@ -269,7 +270,7 @@ def _check_agreed(
     if membership.name not in agree:
         raise error(values)
     odd = [name for name in generation.members if name not in agree]
-    membership.ask(f"the state of {words(odd)} is not that of the others")
+    membership.ask(f"the {what} of {words(odd)} is not that of the others")
     raise RegroupError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,21 @@ def rows_of(batches: Any) -> Rows:
     if (count := _count_of_positions(batches)) not in (1, 3):
         raise ValueError(_EXPECTED.format(got=f"a function of {count} arguments"))
     return _returning(_split(batches) if count == 1 else batches)
+
+
+def source_of(batches: Any) -> str:
+    """Return what shows that workers share these batches; "": a function shows nothing."""
+    if isinstance(batches, Batches):
+        return batches.source
+    return f"a list, digest {_digest(batches[0])}" if isinstance(batches, list) else ""
+
+
+def _digest(batch: Any) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        found.update(f"{jax.tree_util.keystr(path)} {np.shape(x)}".encode())
+        found.update(np.asarray(x).tobytes())
+    return found.hexdigest()
 
 
 def _returning(rows: Rows) -> Rows:

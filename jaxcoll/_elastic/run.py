@@ -17,11 +17,11 @@ from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_WORKER_SECONDS
 from jaxcoll._elastic.connections import Connections, may_be_broken
 from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
 from jaxcoll._elastic.membership import Membership
-from jaxcoll._elastic.replicated_state import ReplicatedState
+from jaxcoll._elastic.replicated_state import ReplicatedState, check_agreed
 from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._threads import Task, Worker, abandon
-from jaxcoll.errors import DeadlineExceededError, PeerLostError
+from jaxcoll.errors import DeadlineExceededError, PeerLostError, ProgramMismatchError
 
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers that want to be taken in
@@ -53,9 +53,11 @@ class Job:
 class Run:
     """One call of `Elastic.run`."""
 
-    def __init__(self, job: Job, membership: Membership, batches: Any, steps: int) -> None:
+    def __init__(
+        self, job: Job, membership: Membership, batches: Any, source: str, steps: int
+    ) -> None:
         self._job, self._membership = job, membership
-        self._batches, self._steps = batches, steps
+        self._batches, self._source, self._steps = batches, source, steps
         self._state = job.state
         self._programs: StepPrograms | None = None
         # The step and the workers of the last attempt, and how many in a row had the same
@@ -144,6 +146,10 @@ class Run:
         mesh = line_of(ours, self._job.axis)
         self._programs = self._job.programs(mesh, self._membership)
         self._state.settle(self._membership, mesh, self._together)
+        sources = self._membership.gather("batches", self._source)
+        check_agreed(
+            sources, self._membership, _other_batches, not self._generation.number, "source"
+        )
         connections.forget_others()
         return self._programs
 
@@ -276,6 +282,16 @@ class Run:
     def _finish_saving(self) -> None:
         if self._saving is not None:
             self._saving.wait(self._job.startup)
+
+
+def _other_batches(sources: dict[str, str]) -> ProgramMismatchError:
+    found = "; ".join(f"worker {rank_of(name)}: {source}" for name, source in sources.items())
+    return ProgramMismatchError(
+        f"Workers bring different batches to `Elastic.run`: {found}. Give all one source and one "
+        "seed, which is neither the time nor the number of the process. A list holds whole "
+        "batches, of which each worker takes its rows; a worker's own rows are what a function of "
+        "three arguments returns, `lambda step, worker, workers: rows`."
+    )
 
 
 def _or_warn(write: Callable[[], object]) -> None:

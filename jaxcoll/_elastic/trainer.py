@@ -21,7 +21,7 @@ from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.residuals import residuals_in
 from jaxcoll._elastic.rounds import RoundPrograms, RoundsState
-from jaxcoll._elastic.rows import rows_of
+from jaxcoll._elastic.rows import rows_of, source_of
 from jaxcoll._elastic.run import LAST_PATIENCE, Job, Run
 from jaxcoll._elastic.step_programs import StepPrograms
 from jaxcoll._mesh.placement import host_array
@@ -174,13 +174,14 @@ class Elastic:
             dropped this worker. Except in the last case the state was saved, if there is a file.
           ReplicaDivergenceError: workers start with different states; or later this worker's
             differs from that of most others, or most do not agree.
-          ProgramMismatchError: their states have different structures, or they bring different
-            programs to a step. A worker that comes later ends alone for either.
+          ProgramMismatchError: their states have different structures, their `jc.batches` another
+            seed or source, or their lists other batches; or they bring different programs to a
+            step. A worker that comes later ends alone for it.
           ValueError: `batches` are something else or do not divide, the step does not return a
             state like its argument, or `steps` do not end a round of DiLoCo.
           OSError: this worker could not write the last checkpoint.
         """
-        job, rows = self._job, rows_of(batches)
+        job, rows, source = self._job, rows_of(batches), source_of(batches)
         steps = count("steps", "", steps)
         if steps % self._round:
             raise ValueError(
@@ -208,7 +209,7 @@ class Elastic:
                 membership.meet()
                 _exchange_devices()
                 with when_coordinator_is_lost(membership.lose_coordinator, patience):
-                    return Run(job, membership, rows, steps).run()
+                    return Run(job, membership, rows, source, steps).run()
         except StoreUnreachableError:
             raise self._saved_without_coordinator() from None
         finally:

@@ -171,6 +171,11 @@ class Batches:
             )
         self._next = self._given = (epoch, row)
 
+    @property
+    def source(self) -> str:
+        """What has to be the same on every process, in words."""
+        return json.dumps({**self._about, "batch_size": self._size})
+
     def share(self, step: int, worker: int, workers: int) -> Any:
         """Return one worker's rows of the batch of a step, as `jc.Elastic.run` takes them.
 
@@ -216,7 +221,7 @@ class Batches:
         self._is_compared = True
         if len({device.process_index for device in mesh.devices.flat}) == 1:
             return
-        own = json.dumps({**self._about, "batch_size": self._size})
+        own = self.source
         first = keys.agree(f"jaxcoll/batches/{next(_counter)}", own)
         if first != own:
             raise ProgramMismatchError(
