@@ -155,11 +155,11 @@ class Elastic:
         """Train until `steps` are finished.
 
         Args:
-          batches: `jc.batches(rows, batch_size)`, whose seed says the order; a list of batches,
-            over and over; a function of the step (from 0) that returns its batch, of which each
-            worker takes its rows; or one of the step, this worker's place among the workers and
-            how many there are, which returns its rows, equally many on every worker. After a
-            change batches are asked for again, for another place and number.
+          batches: `jc.batches(rows, batch_size)`, whose seed says the order; a list of whole
+            batches, over and over; a function of the step (from 0) that returns its batch, of
+            which each worker takes its rows; or one of the step, this worker's place among the
+            workers and how many there are, which returns its rows, equally many on every worker.
+            After a change batches are asked for again, for another place and number.
           steps: in all, those of the checkpoint included; of DiLoCo, in rounds of `every`.
 
         Returns:

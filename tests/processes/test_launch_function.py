@@ -136,6 +136,30 @@ def test_processes_that_would_read_rows_in_different_orders_are_refused():
         assert all("and another one" in message for message in refused)
 
 
+@pytest.mark.usefixtures("forked")
+def test_workers_of_an_elastic_run_share_their_batches():
+    def run():
+        rank, rows, outcomes = jax.process_index(), np.arange(8.0, dtype="f"), []
+        step = jc.data_parallel(lambda s, x: (s + jc.psum(x.sum()), jc.pmean(x.mean())))
+        for batches in (
+            jc.batches(rows, 4, seed=rank),
+            jc.batches(rows[: 8 - 4 * rank], 4),
+            [rows + rank],
+            jc.batches(rows, 4, seed=1),
+            [rows[:4], rows[4:]],
+            lambda step, worker, workers: rows[4 * worker :][:4],
+        ):
+            try:
+                outcomes.append(float(jc.Elastic(step, np.float32(0)).run(batches, 2)))
+            except jc.errors.ProgramMismatchError as error:
+                outcomes.append(str(error))
+        return outcomes
+
+    for found in jc.launch(run, 2, timeout_seconds=SECONDS):
+        assert all("bring different batches" in text for text in found[:3])
+        assert found[3:] == [28, 28, 56]
+
+
 def wrong():
     if jax.process_index() == 1:
         raise KeyError("no such row")
