@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._jaxpr.subjaxprs import called, carry_of, opened, programs, root_solver
+from jaxcoll._jaxpr.subjaxprs import called, carry_of, opened, root_solver
 
 
 def joined(facts: Iterable[int]) -> int:
@@ -18,7 +18,7 @@ def joined(facts: Iterable[int]) -> int:
 
 
 class Dataflow:
-    """ints about each value, from those about the inputs.
+    """Facts about each value, bits of a number, from those about the inputs.
 
     A subclass says what one equation makes of its operands. Calls, loops and branches are read
     here, each program once for the same facts of its inputs; of a loop's carry a fact is kept that
