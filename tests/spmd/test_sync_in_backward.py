@@ -303,17 +303,6 @@ def test_what_is_not_differentiated_is_not_sent():
     assert [leaf.path for leaf in first.leaves] == ["['w']"]
 
 
-def test_inside_a_strategys_replica_function():
-    strategy = jc.MirroredStrategy(devices=jax.devices()[:4])
-    f = jc.grad(functools.partial(mean_loss, scanned, lambda p: jc.sync_in_backward(p, "replica")),
-                "replica")  # fmt: skip
-    x = jc.PerReplica([jnp.asarray(row) for row in split(4, X)])
-    got = strategy.run(lambda p, x: f(p, x), args=(PARAMS, x))
-    close(
-        jax.tree.map(np.asarray, strategy.experimental_local_results(got)[0]), gradient("scanned")
-    )
-
-
 @pytest.mark.parametrize(
     ("tree", "words"),
     [

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from cases import close, grid, mesh_of
 from jax import lax
@@ -33,20 +32,6 @@ MESHES = {
 def loss(p, batch):
     """Of one replica's share."""
     return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) + p["b"][None] - batch["y"]) ** 2)
-
-
-@functools.cache
-def normed(axis):
-    """A loss with batch normalisation over all replicas."""
-
-    def synced(p, batch):
-        hidden = batch["x"] @ p["w"] + p["b"][None]
-        mean = hidden.mean(0) if axis is None else lax.pmean(hidden.mean(0), axis)
-        square = (hidden**2).mean(0) if axis is None else lax.pmean((hidden**2).mean(0), axis)
-        hidden = (hidden - mean[None]) / jnp.sqrt(square - mean**2 + 1e-5)[None]
-        return jnp.mean((hidden * p["w"][:1] - batch["y"]) ** 2)
-
-    return synced
 
 
 def scanned(p, batch):
@@ -188,17 +173,6 @@ def test_whatever_the_options_and_the_mesh_n_devices_equal_one(mesh):
         assert all(x.is_fully_replicated for x in jax.tree.leaves(got))
 
 
-@pytest.mark.parametrize(
-    ("style", "mesh"),
-    [("pmap", "line"), ("jc.grad", "line"), ("jc.grad", "two levels"),
-     ("pmap", "beside a model axis"), ("of jc.mean_loss", "line"), ("jc.all_reduce", "one device")],
-)  # fmt: skip
-def test_statistics_over_all_replicas_within_the_loss_have_the_right_gradient(style, mesh):
-    mesh, axis = MESHES[mesh]
-    step = jc.data_parallel(step_of(style, axis, normed(axis)), mesh=mesh, axis_name=axis)
-    assert_close(step(PARAMS, BATCH), one_device(normed(None)))
-
-
 def test_a_sum_in_a_loop_is_judged_by_what_it_is_after_every_turn():
     def turns(first):
         def turn(total, row):
@@ -210,63 +184,3 @@ def test_a_sum_in_a_loop_is_judged_by_what_it_is_after_every_turn():
     sums = jc.data_parallel(turns(lambda x: jnp.float32(0)))(X)
     rows = X[:, 0].reshape(8, 2)
     np.testing.assert_allclose(sums, rows.sum() / 8, rtol=1e-5)
-
-
-def test_gradients_of_what_a_loss_does_not_depend_on_are_reduced_like_others():
-    def step(p, batch):
-        return jc.all_reduce(
-            "mean", jax.grad(lambda p: loss({**p, "b": PARAMS["b"]}, batch))(p), "data"
-        )
-
-    got = jc.data_parallel(step)(PARAMS, BATCH)
-    assert_close(got, {**jax.grad(loss)(PARAMS, BATCH), "b": np.zeros(2, "f")})
-
-
-def test_metrics_and_optimizers_are_as_on_one_device():
-    tx = optax.adam(0.01)
-
-    def with_aux(p, batch):
-        value = loss(p, batch)
-        return value, {"largest": jnp.max(batch["x"]), "rows": batch["x"].shape[0]}
-
-    def update(params, state, grads):
-        with jax.numpy_dtype_promotion("standard"):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-    @jc.data_parallel(batch_argnums="batch")
-    def step(params, state, batch):
-        (value, aux), grads = jax.value_and_grad(with_aux, has_aux=True)(params, batch)
-        grads = lax.pmean(grads, "data")
-        metrics = {"loss": lax.pmean(value, "data"), "largest": lax.pmax(aux["largest"], "data")}
-        metrics["rows"] = lax.psum(aux["rows"], "data")
-        metrics["all"] = lax.all_gather(value, "data").mean()
-        return *update(params, state, grads), metrics
-
-    params, state = PARAMS, tx.init(PARAMS)
-    mine, own = PARAMS, tx.init(PARAMS)
-    for _ in range(3):
-        mine, own = update(mine, own, jax.grad(loss)(mine, BATCH))
-        before = params
-        params, state, metrics = step(params, state, BATCH)
-    assert_close((params, state), (mine, own))
-    want = loss(jax.tree.map(np.asarray, before), BATCH)
-    assert_close(metrics, {"all": want, "largest": X.max(), "loss": want, "rows": 16})
-
-
-def test_a_step_is_traced_once_a_shape_and_everybody_sees_the_same():
-    traces = []
-
-    def f(p, batch):
-        traces.append(1)
-        return jc.all_reduce("mean", jax.grad(loss)(p, batch), "data")
-
-    step = jc.data_parallel(f)
-    for _ in range(3):
-        step(PARAMS, BATCH)
-    assert len(traces) == 1
-    (plan,) = step.plans(PARAMS, BATCH)
-    assert [leaf.path for leaf in plan.leaves] == ["['b']", "['w']"]
-    assert step.lower(PARAMS, BATCH).as_text().count("stablehlo.all_reduce") == len(plan.packs)
-    assert jc.inspect(step, PARAMS, BATCH).plans == (plan,)
-    jc.assert_same_as_one_device(step, PARAMS, BATCH)
