@@ -288,15 +288,11 @@ def barrier(p, b):
     return lax.optimization_barrier(descend(p, pmean(jax.grad(loss)(p, b))))
 
 
-TRANSFORMS = {  # whose states are unlike one another's
-    "adafactor": optax.adafactor(0.1), "lamb": optax.lamb(0.1), "rprop": optax.rprop(0.1),
-    "noisy": optax.noisy_sgd(0.1, key=0), "finite": optax.apply_if_finite(optax.adam(0.1), 3),
-    "agc": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+TRANSFORMS = {  # whose states are unlike one another's: factors, choices, counts, losses
+    "adafactor": optax.adafactor(0.1), "finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "multi steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-    "prodigy": optax.contrib.prodigy(0.1), "muon": optax.contrib.muon(0.1),
+    "prodigy": optax.contrib.prodigy(0.1),
     "plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
-    "schedule": optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)),
-    "schedule free": optax.contrib.schedule_free_sgd(0.1),
 }  # fmt: skip
 STYLES = {f.__name__: f for f in (
     sam, vmapped_batch_norm, grouped_statistics, skip_bad_steps, contrastive, momentum_contrast,
