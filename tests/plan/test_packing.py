@@ -189,14 +189,6 @@ def test_small_neighbours_travel_together_and_nothing_else_does(leaves, max_byte
             assert len(before.segments) == max_group, "a group that had room was closed"
 
 
-def test_a_group_ends_where_it_is_full_or_a_leaf_is_large():
-    """40 bytes are small, 44 are not."""
-    leaves = [leaf((size,)) for size in (2, 2, 2, 10, 10, 11, 1, 1, 1, 1)]
-    packs = plan_packs(leaves, GroupSmall(40, 3))
-    groups = [[0, 1, 2], [3, 4], [5], [6, 7, 8], [9]]
-    assert [[s.leaf for s in p.segments] for p in packs] == groups
-
-
 def test_E8_packs_are_of_one_dtype_and_the_limit_is_a_ceiling():
     """TensorFlow makes [f32 128 B, i32 32 B, i64 800 B] and [i32 4 B] of a limit of 200."""
     shapes = [((2, 4, 4), "f4"), ((8,), "i4"), ((10, 10), "i8"), ((1,), "i4")]

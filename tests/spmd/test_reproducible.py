@@ -15,7 +15,6 @@ import jaxcoll as jc
 from jaxcoll._plan.algorithms import DESCRIPTIONS, in_tree_order, stages
 from jaxcoll._plan.planner import choose
 from jaxcoll._plan.world import World
-from jaxcoll._spmd.algorithms.exchange import tree_sum
 
 P = jax.sharding.PartitionSpec
 SHAPES = {"a": (301,), "b": (), "c": (17, 3), "d": (64,)}
@@ -158,13 +157,6 @@ def test_what_is_called_reproducible_adds_in_that_tree(names, over):
     assert flat.item() == joined(np.array(ranks, dtype=object).reshape(-1).tolist())
 
 
-def test_the_tree_is_that_of_the_next_power_of_two():
-    terms = [noise(n, 3) for n in (1, 2, 3, 5, 6, 7, 11, 13, 16)]
-    sums = jax.jit(lambda terms: [tree_sum(x) for x in terms])(terms)
-    for x, got in zip(terms, sums, strict=True):
-        assert np.asarray(got).tobytes() == pairs_of(list(x)).tobytes()
-
-
 def test_without_it_the_bits_depend_on_the_packing():
     """What this file's laws are worth: the ring's sums change when the leaves meet in one pack."""
     value = {k: noise(8, *shape, seed=i) for i, (k, shape) in enumerate(SHAPES.items())}
@@ -224,15 +216,6 @@ def test_a_gather_is_as_exact_as_ever_and_so_is_its_derivative():
     np.testing.assert_array_equal(gathered[0], x.reshape(-1))
     want = pairs_of(list(ct)).reshape(8, 5)
     assert not any(differing({"": back}, {"": want}).values())
-
-
-def test_sparse_rows_are_gathered_in_the_order_of_replicas_as_always():
-    def f(values):
-        slices = jc.IndexedSlices(values, jnp.array([1, 0]), (4, 3))
-        return jc.all_reduce("sum", slices, "data", options=reproducible()).values
-
-    x = noise(8, 2, 3)
-    np.testing.assert_array_equal(run("checked", f, 8, x)[0], x.reshape(16, 3))
 
 
 def test_one_device_adds_in_the_same_tree():
