@@ -29,12 +29,12 @@ def leaf(shape, dtype=np.float32, **more):
     return Leaf("", tuple(shape), np.dtype(dtype), np.dtype(dtype), **{"over": (2,), **more})
 
 
-leaves = st.lists(
-    st.builds(leaf, st.sampled_from(SHAPES), st.sampled_from(DTYPES), kind=st.sampled_from("ab"),
-              over=st.sampled_from([(2,), (2, 3), (1, 1)]), solid=st.booleans(),
-              ready=st.integers(0, 5)),
-    max_size=12,
+mixed = st.builds(
+    leaf, st.sampled_from(SHAPES), st.sampled_from(DTYPES), kind=st.sampled_from("ab"),
+    over=st.sampled_from([(2,), (2, 3), (1, 1)]), solid=st.booleans(), ready=st.integers(0, 5),
 )  # fmt: skip
+alike = st.builds(leaf, st.sampled_from([(), (2,), (3,), (11,)]), ready=st.integers(0, 5))
+leaves = st.lists(mixed, max_size=12) | st.lists(alike, max_size=12)
 rules = st.one_of(
     st.builds(BytesPerPack, st.integers(1, 200)),
     st.builds(NumPacks, st.integers(1, 9)),
@@ -171,7 +171,7 @@ def test_dtypes_share_num_packs_by_their_bytes():
     ]  # fmt: skip
 
 
-@given(leaves, st.integers(0, 200), st.integers(1, 5))
+@given(leaves, st.sampled_from([0, 8, 12, 44, 200]), st.integers(1, 5))
 def test_small_neighbours_travel_together_and_nothing_else_does(leaves, max_bytes, max_group):
     packs = plan_packs(leaves, GroupSmall(max_bytes, max_group))
     travelling = [i for i, x in enumerate(leaves) if x.travels]

@@ -142,11 +142,17 @@ def one_device(f):
 @pytest.mark.parametrize(
     ("style", "mesh"),
     [
-        *((style, mesh) for style in STYLES for mesh in ("line", "two levels")),
+        *((style, "line") for style in STYLES),
         *(
             (style, mesh)
-            for style in ("pmap", "jc.grad", "psum / psum(1)")
-            for mesh in ("one device", "beside a model axis")
+            for style in (
+                "pmap",
+                "of jc.mean_loss",
+                "jc.grad",
+                "psum / psum(1)",
+                "psum / axis_size",
+            )
+            for mesh in ("two levels", "one device", "beside a model axis")
         ),
     ],
 )
