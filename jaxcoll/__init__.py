@@ -60,7 +60,7 @@ if _TYPE_CHECKING:
     from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
     from jaxcoll._elastic.trainer import Elastic as Elastic
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _LATER = {
     "initialize": "jaxcoll._cluster.initialize",

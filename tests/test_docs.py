@@ -24,7 +24,7 @@ PAGES = [
 ]
 SOURCES = {path: path.read_text("utf8") for path in sorted((ROOT / "jaxcoll").rglob("*.py"))}
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
-MOST_WORDS = 21_050  # a falling total; 1,750 of them are not on the site
+MOST_WORDS = 20_000  # in all; 1,340 of them are not on the site
 PROMISES = r"\b(not yet|in this release|coming soon|will be (?:added|supported)|TODO|roadmap)\b"
 OLD_WORDS = r"\b(crew|muster|told|come home|out of breath|left behind|sign of life|stop here|Law:)"
 MODULES = sorted(
