@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll._observe.parse.hlo import read_hlo
+from jaxcoll._plan.plan import Plan
 
 ROWS, WHOLE = PartitionSpec("data"), PartitionSpec()
 RUNNERS = ("vmap", "pmap", "checked", "unchecked")
@@ -24,6 +25,13 @@ OPTIONS = {
     "shuffle": jc.CommunicationOptions(algorithm="psgpu", bytes_per_pack=1 << 10),
     "one-owner": jc.CommunicationOptions(algorithm="shuffle", bytes_per_pack=1 << 10, shards=1),
 }
+
+
+def plans_of(step, *args):
+    """The plans of a step's reductions, from a trace alone; `jc.inspect` compiles, too."""
+    plans = []
+    step.trace_recorded(plans.append, *args)
+    return tuple(map(Plan.of, plans))
 
 
 def mesh_of(n, axis="data", kind=AxisType.Auto):

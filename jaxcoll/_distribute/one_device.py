@@ -15,7 +15,7 @@ from jaxcoll._distribute.cross_device_ops import Batch, CrossDeviceOps, Reductio
 from jaxcoll._distribute.per_replica import PerReplica
 from jaxcoll._distribute.replica_axis import AXIS, without_row
 from jaxcoll._mesh.mesh import line_of
-from jaxcoll._mesh.scopes import mesh_scope
+from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.packing import UNPACKED

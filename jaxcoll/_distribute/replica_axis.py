@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process
-from jaxcoll._mesh.scopes import mesh_scope
+from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._spmd.gather import all_gather
 from jaxcoll._spmd.scope import Scope

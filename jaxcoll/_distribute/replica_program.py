@@ -29,7 +29,7 @@ from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, w
 from jaxcoll._distribute.replica_context import ReplicaContext, check_own, context_in_trace
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import InPlace, is_array, place, viewed
-from jaxcoll._mesh.scopes import mesh_scope
+from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.packs.leaves import check_not_empty
 from jaxcoll._spmd.same import Claims

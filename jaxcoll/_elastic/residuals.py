@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxcoll._api.collectives import all_reduce
 from jaxcoll._elastic.checkpoint import on_host
 from jaxcoll._mesh.mesh import no_mesh
-from jaxcoll._mesh.placement import place
-from jaxcoll._mesh.shard_arrays import spec_of
+from jaxcoll._mesh.placement import place, spec_of
 from jaxcoll._plan.packs.packing import LANES
 from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._spmd.residual import is_residual

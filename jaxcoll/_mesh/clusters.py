@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
 from jaxcoll._plan.world import World
 
 _FORM = re.compile(r"([a-z][a-z0-9]*):(\d+(?:x\d+)*)")
@@ -221,4 +223,28 @@ def topology_world(topology: Topology, sizes: tuple[int, ...] = ()) -> World:
         topology.hosts,
         device_kind=topology.kind * (topology.platform != "cpu"),
         hosts=topology.hosts if topology.platform == "gpu" else 1,
+    )
+
+
+def abstract_mesh(topology: Topology, axes: tuple[str, ...]) -> AbstractMesh:
+    """The mesh that a topology has by itself: one axis, or hosts and what each has."""
+    return AbstractMesh(topology.sizes(len(axes)), axes, (AxisType.Auto,) * len(axes))
+
+
+def fitted_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
+    """`mesh` without its devices, and as large as the topology."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            "`mesh` must be a jax.sharding.Mesh or AbstractMesh for a program that is compiled "
+            f"for {topology.name!r}; got {type(mesh).__name__}."
+        )
+    if mesh.size == topology.size:
+        return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    if len(mesh.axis_names) == 1:
+        return AbstractMesh((topology.size,), mesh.axis_names, mesh.axis_types)
+    had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    raise ValueError(
+        f"The mesh ({had}) does not fit {topology}, and which of its axes should grow is not "
+        f"known. Pass `mesh=jax.sharding.AbstractMesh(sizes, {tuple(mesh.axis_names)!r})` with "
+        f"sizes whose product is {topology.size}."
     )

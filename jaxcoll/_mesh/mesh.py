@@ -13,8 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxcoll._mesh.clusters import Topology
-
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
@@ -154,30 +152,6 @@ def has_axes(mesh: AnyMesh, axes: Sequence[str], caller: str) -> AnyMesh:
             f"Its axes: {', '.join(map(repr, mesh.axis_names))}."
         )
     return mesh
-
-
-def abstract_mesh(topology: Topology, axes: tuple[str, ...]) -> AbstractMesh:
-    """The mesh that a topology has by itself: one axis, or hosts and what each has."""
-    return AbstractMesh(topology.sizes(len(axes)), axes, (AxisType.Auto,) * len(axes))
-
-
-def fitted_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
-    """`mesh` without its devices, and as large as the topology."""
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise ValueError(
-            "`mesh` must be a jax.sharding.Mesh or AbstractMesh for a program that is compiled "
-            f"for {topology.name!r}; got {type(mesh).__name__}."
-        )
-    if mesh.size == topology.size:
-        return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-    if len(mesh.axis_names) == 1:
-        return AbstractMesh((topology.size,), mesh.axis_names, mesh.axis_types)
-    had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    raise ValueError(
-        f"The mesh ({had}) does not fit {topology}, and which of its axes should grow is not "
-        f"known. Pass `mesh=jax.sharding.AbstractMesh(sizes, {tuple(mesh.axis_names)!r})` with "
-        f"sizes whose product is {topology.size}."
-    )
 
 
 def takes_mesh(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:

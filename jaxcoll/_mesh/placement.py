@@ -10,7 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxcoll._plan.packs.packing import LANES
+from jaxcoll._spmd.axes import listed
+from jaxcoll._spmd.shards import Shards, is_shards
 
 _is_deleted = operator.methodcaller("is_deleted")
 
@@ -170,6 +174,56 @@ def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
         return True
     same_mesh = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == sharding.mesh
     return same_mesh and x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def specs_of(tree: Any) -> Any:
+    """A `PartitionSpec` for each leaf and each `Shards` of a tree: copies of all but the latter.
+
+    What `jax.shard_map` takes as `in_specs` and `out_specs`.
+    """
+    return jax.tree.map(
+        lambda x: spec_of(x.axes, x.stack) if is_shards(x) else PartitionSpec(),
+        tree,
+        is_leaf=is_shards,
+    )
+
+
+def spec_of(axes: tuple[str, ...], stack: tuple[int, ...]) -> PartitionSpec:
+    """Return the spec of the parts of Shards: by their rows, which stand behind the layers."""
+    return PartitionSpec(*(None for _ in stack), axes)
+
+
+def place_shards(shards: Shards, mesh: Mesh) -> Shards:
+    """The parts where they belong on `mesh`, without a copy if they are there."""
+    missing = [a for a in shards.axes if a not in mesh.axis_names]
+    n = 0 if missing else int(np.prod([mesh.shape[a] for a in shards.axes]))
+    if n != shards.layout.replicas:
+        had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+        raise ValueError(
+            f"`data_parallel`: Shards of {shards.layout.replicas} replicas along "
+            f"{listed(shards.axes)} do not fit the mesh ({had}). Restore a "
+            "checkpoint for it; or bring parameters to it with `jc.unshard` and then `jc.shard`, "
+            "an optimizer's state with `unshard`, and then `shard` of an optimizer made for it."
+        )
+    for pack, part in zip(shards.layout.packs, shards.parts, strict=True):
+        expected = (n * shards.layout.rows(pack), LANES)
+        if np.shape(part) != (*shards.stack, *expected):
+            raise ValueError(
+                "`data_parallel`: the parts of Shards between programs are global arrays, here of "
+                f"shape {expected}; got {np.shape(part)}. What `pmap` returns stays with `pmap`; "
+                "stacked layers come before that shape."
+            )
+    sharding = NamedSharding(mesh, spec_of(shards.axes, shards.stack))
+    return shards.replace([_placed(part, sharding) for part in shards.parts])
+
+
+def _placed(part: Any, sharding: NamedSharding) -> Any:
+    """All replicas' parts of a pack, each on its device; never taken for one process's share."""
+    here = part.is_fully_addressable if isinstance(part, jax.Array) else True
+    if isinstance(part, jax.ShapeDtypeStruct) or sharding.is_fully_addressable or not here:
+        return place(part, sharding)
+    rows = np.asarray(part)
+    return jax.make_array_from_callback(rows.shape, sharding, lambda at: rows[at])
 
 
 def check_rows(

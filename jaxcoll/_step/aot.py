@@ -21,14 +21,20 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcoll._cluster.launch.subprocesses import surely_ended
 from jaxcoll._compat.compiler import compiler_options, has_compiler
-from jaxcoll._mesh.clusters import Topology, topology_named, topology_world
-from jaxcoll._mesh.mesh import abstract_mesh, fitted_mesh, given_mesh, no_mesh, takes_mesh
+from jaxcoll._mesh.clusters import (
+    Topology,
+    abstract_mesh,
+    fitted_mesh,
+    topology_named,
+    topology_world,
+)
+from jaxcoll._mesh.mesh import axis_names, given_mesh, has_axes, no_mesh, takes_mesh
 from jaxcoll._mesh.placement import shape_of
-from jaxcoll._mesh.scopes import topology_scope
+from jaxcoll._mesh.world import Worlds, named
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.plan import Plan
 from jaxcoll._prices.rates import rates_of
-from jaxcoll._spmd.scope import entered
+from jaxcoll._spmd.scope import Scope, entered
 from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll._step.lowering import Texts, called, jitted, requested_text, stage_of
 from jaxcoll.errors import DeadlineExceededError
@@ -155,8 +161,8 @@ def traced_over(
     """
     fun, args, kwargs = called(fun, args, kwargs)
     if isinstance(fun, DataParallel):
-        shapes, named = jax.tree.map(shape_of, (args, kwargs))
-        return fun.over(topology, mesh).trace_recorded(record, *shapes, **named)
+        shapes, keywords = jax.tree.map(shape_of, (args, kwargs))
+        return laid_over(fun, topology, mesh).trace_recorded(record, *shapes, **keywords)
     context = jax.sharding.get_abstract_mesh()
     if takes_mesh(fun, kwargs):
         over = abstract_mesh(topology, ("data",)) if mesh is None else fitted_mesh(mesh, topology)
@@ -164,20 +170,44 @@ def traced_over(
     if mesh is None and not context.empty and context.size != topology.size:
         mesh = context
     over = None if mesh is None else fitted_mesh(mesh, topology)
-    shapes, named = jax.tree.map(functools.partial(_as_argument, mesh=over), (args, kwargs))
+    shapes, keywords = jax.tree.map(functools.partial(_as_argument, mesh=over), (args, kwargs))
     # What has no `trace` is a plain function, or jitted by another library.
     program: Any = fun
     if not hasattr(fun, "trace"):
-        program, shapes, named = jitted(fun, shapes, named)
+        program, shapes, keywords = jitted(fun, shapes, keywords)
     scope = dataclasses.replace(topology_scope(topology), record=record)
     with contextlib.ExitStack() as around:
         if over is not None:  # whatever mesh, of another size perhaps, is there now
             around.enter_context(no_mesh())
             around.enter_context(jax.sharding.use_abstract_mesh(over))
         around.enter_context(entered(scope))
-        traced = stage_of(program.trace(*shapes, **named))
+        traced = stage_of(program.trace(*shapes, **keywords))
     assert isinstance(traced, jax.stages.Traced)
     return traced
+
+
+def laid_over(
+    step: DataParallel, topology: Topology, mesh: Mesh | AbstractMesh | None = None
+) -> DataParallel:
+    """Return a step for `topology`, to be traced and lowered, not to be called.
+
+    Without a `mesh` the step's own counts, if it fits or has other axes than `axis_name`.
+    """
+    axes, own = axis_names(step.axis_name), step.chosen_mesh
+    mesh = own if mesh is None else mesh
+    if mesh is None or (mesh is own and set(mesh.axis_names) == set(axes)):
+        fits = mesh is not None and mesh.size == topology.size
+        mesh = mesh if fits else abstract_mesh(topology, axes)
+    mesh = has_axes(fitted_mesh(mesh, topology), axes, "data_parallel")
+    return step.over(mesh, topology_scope(topology), topology.hosts)
+
+
+def topology_scope(topology: Topology) -> Scope:
+    """Return a scope for programs that are compiled for a cluster that is not here."""
+    # Processes of one TPU slice, or of CPUs, count as one host: no network of another kind is
+    # between them.
+    hosts = tuple((k, k * (topology.platform == "gpu")) for k in range(topology.hosts))
+    return Scope(world=Worlds(*named(topology.platform, topology.kind), hosts))
 
 
 def lowered_over(traced: jax.stages.Traced, topology: Topology) -> jax.stages.Lowered:

@@ -17,22 +17,11 @@ from jaxcoll._compat.compiler_options import known_options
 from jaxcoll._dispatch import call as dispatched
 from jaxcoll._dispatch.dispatch import run, start
 from jaxcoll._dispatch.executable import remember
-from jaxcoll._mesh.clusters import Topology
-from jaxcoll._mesh.mesh import (
-    abstract_mesh,
-    ambient_mesh,
-    axis_names,
-    checked_mesh,
-    equal_shares,
-    fitted_mesh,
-    has_axes,
-    no_mesh,
-)
-from jaxcoll._mesh.scopes import mesh_scope, topology_scope
-from jaxcoll._mesh.shard_arrays import specs_of
+from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_mesh, equal_shares, no_mesh
+from jaxcoll._mesh.placement import specs_of
+from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, checked
-from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.same import Claims
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._step.arguments import FLAGS, Call, Signature, Slot, bound_step, slots
@@ -175,13 +164,18 @@ class DataParallel:
         """The mesh it runs on: without one given, that of `jax.set_mesh` or of all devices."""
         return self._here()._own_mesh
 
+    @property
+    def chosen_mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh that was given, or that of `jax.set_mesh` if it has the axes; None: neither."""
+        return ambient_mesh(self._axes) if self._mesh is None else self._mesh
+
     @functools.cached_property
     def _own_mesh(self) -> Mesh:
         return checked_mesh(self._mesh, self._axis_name, "data_parallel")
 
     def _here(self) -> DataParallel:
         """This step on the mesh of the caller's `jax.set_mesh`, if that is the one to take."""
-        mesh = ambient_mesh(self._axes) if self._mesh is None else None
+        mesh = self.chosen_mesh if self._mesh is None else None
         if not isinstance(mesh, Mesh):  # what is called in a trace is refused for its arguments
             return self
         if mesh not in self._on_ambient:
@@ -269,31 +263,18 @@ class DataParallel:
         given = program, call.args, self._devices, name, self._options, call.kwargs
         return dispatched.Call(*given, rows=True, inner=self._inner), checked
 
-    def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
-        """This step on a cluster that is not here: to be traced and lowered, not to be called.
+    def over(self, mesh: AbstractMesh, scope: Scope, processes: int) -> DataParallel:
+        """This step on devices that are not here: to be traced and lowered, not to be called.
 
         Args:
-          topology: the cluster.
-          mesh: its axes; None: this step's mesh, if it fits or has only `axis_name`.
+          mesh: axes, those of `axis_name` among them.
+          scope: for the reductions inside.
+          processes: equal shares of the devices.
 
         Returns:
           A step of the same function and settings.
-
-        Raises:
-          ValueError: the mesh does not fit, or lacks an axis.
         """
-        own = ambient_mesh(self._axes) if self._mesh is None else self._mesh
-        mesh = own if mesh is None else mesh
-        if mesh is None or (mesh is own and set(mesh.axis_names) == set(self._axes)):
-            fits = mesh is not None and mesh.size == topology.size
-            mesh = mesh if fits else abstract_mesh(topology, self._axes)
-        mesh = has_axes(fitted_mesh(mesh, topology), self._axes, "data_parallel")
-        return self._twin(
-            _mesh=mesh,
-            _own_mesh=mesh,
-            _scope=topology_scope(topology),
-            _processes=topology.hosts,
-        )
+        return self._twin(_mesh=mesh, _own_mesh=mesh, _scope=scope, _processes=processes)
 
     def on(self, mesh: Mesh) -> DataParallel:
         """This step on other devices.
@@ -354,20 +335,6 @@ class DataParallel:
         with no_mesh():
             call = step._shapes(args, kwargs)
             return step._jitted(record, call, Claims()).trace(*call.args, **call.kwargs)
-
-    def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
-        """The plan of every reduction that the step makes with these arguments, in order.
-
-        Args:
-          *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
-          **kwargs: likewise.
-
-        Returns:
-          The plans that are carried out, from a trace made for the purpose; nothing runs.
-        """
-        plans: list[CollectivePlan] = []
-        self.trace_recorded(plans.append, *args, **kwargs)
-        return tuple(map(Plan.of, plans))
 
     def _compiled(self, call: Call) -> tuple[Any, Claims]:
         """The jitted program, which its first arguments decide on, and its claims."""

@@ -20,10 +20,10 @@ from jaxcoll._mesh.placement import (
     is_in_place,
     place,
     place_leaf,
+    place_shards,
     placed_shape,
     shape_of,
 )
-from jaxcoll._mesh.shard_arrays import place_shards
 from jaxcoll._spmd.shards import is_shards, shards_in
 from jaxcoll._step.arguments import Call, Signature, Slot
 

@@ -10,7 +10,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxcoll._jaxpr.retrace import traced
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
-from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read, spec_of
+from jaxcoll._mesh.placement import spec_of
+from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.shard_layout import layout_of

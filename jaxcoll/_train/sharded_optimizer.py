@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcoll import _compat
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_any_mesh, no_mesh
-from jaxcoll._mesh.placement import place
-from jaxcoll._mesh.shard_arrays import abstract, cut, own_shapes, specs_of, whole_shapes
+from jaxcoll._mesh.placement import place, specs_of
+from jaxcoll._mesh.shard_arrays import abstract, cut, own_shapes, whole_shapes
 from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import flattened, where

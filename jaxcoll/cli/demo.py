@@ -157,6 +157,6 @@ def _compared(args: argparse.Namespace) -> int:
     print(f"{where}, {args.steps} steps of {size} images of handwritten digits")
     print(f"loss {losses[0]:.4f} … {losses[-1]:.4f}; test accuracy {accuracy:.4f}")
     print(f"parameters differ from one device's by {difference:.1e}, relative to the largest")
-    print("", shared.plans(*arguments)[0], "", report, sep="\n")
+    print("", report.plans[0], "", report, sep="\n")
     is_poor = args.steps >= STEPS and accuracy < LEAST_ACCURACY
     return int(is_poor or not difference <= MOST_DIFFERENCE)

@@ -14,8 +14,8 @@ from typing import Any, TextIO
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll._inspect import assert_collectives, inspect
-from jaxcoll._mesh.clusters import topology_named
-from jaxcoll._mesh.mesh import abstract_mesh, checked_mesh, takes_mesh
+from jaxcoll._mesh.clusters import abstract_mesh, topology_named
+from jaxcoll._mesh.mesh import checked_mesh, takes_mesh
 from jaxcoll._observe.programs import Programs
 from jaxcoll._observe.report import Report, side_by_side
 from jaxcoll._show.units import WIDTH, shortened

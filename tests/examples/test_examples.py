@@ -14,9 +14,11 @@ import pytest
 import sharded
 import stacks
 import transformer
+from cases import plans_of
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxcoll._mesh.clusters import topology_named
+from jaxcoll._step.aot import laid_over
 
 EXAMPLES = Path(gpt.__file__).parent
 
@@ -101,7 +103,7 @@ def test_the_text_is_the_standard_librarys_and_batches_are_the_same_for_the_same
 
 def test_there_is_something_large_to_inspect():
     step, args = transformer.example()
-    (plan,) = step.plans(*args)
+    (plan,) = plans_of(step, *args)
     assert plan.nbytes == 367_575_044
     assert len(plan.leaves) == 74
 
@@ -127,7 +129,7 @@ def test_diloco_are_measured_in_one_process_too():
 def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
     mesh = jax.make_mesh((8,), ("data",))
     step, args = sharded.ahead(mesh)
-    gather, scatter, value = step.plans(*args)
+    gather, scatter, value = plans_of(step, *args)
     parameters = 12 * (12 * 1024**2 + 2 * 1024)
     for plan, turns in ((gather, 23), (scatter, 12)):
         assert {pack.dtype.name for pack in plan.packs} == {"bfloat16"}
@@ -135,7 +137,7 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
         assert f"{turns} times" in plan.reasons[0]
         assert "widens to float32 on the wire" in plan.reasons[-1]
     assert value.leaves[0].path == ".value"
-    there = step.over(topology_named("h100:8")).plans(*args)
+    there = plans_of(laid_over(step, topology_named("h100:8")), *args)
     option = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
     assert [plan.compiler_options() for plan in there] == [option, option, {}]
     assert all("which `jc.data_parallel` sets" in plan.reasons[-1] for plan in there[:2])

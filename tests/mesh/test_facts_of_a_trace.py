@@ -13,7 +13,7 @@ import pytest
 from cases import mapped, mesh_of
 
 import jaxcoll as jc
-from jaxcoll._mesh.scopes import mesh_scope
+from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._spmd.scope import entered
 
 ROWS = np.ones((8, 4), "f")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import plans_of
 
 import jaxcoll as jc
 from jaxcoll._plan.options import ReduceOp
@@ -80,7 +81,7 @@ def test_is_the_plan_that_a_step_carries_out():
     options = jc.CommunicationOptions(bytes_per_pack=64, implementation="ring")
     step = jc.data_parallel(lambda t, x: jc.all_reduce("sum", t, "data"), options=options)
     tree = {"w": np.ones((3, 3), "f"), "b": np.ones(5, np.int32), "h": np.ones(2, np.float16)}
-    (made,) = step.plans(tree, np.ones((8, 2), "f"))
+    (made,) = plans_of(step, tree, np.ones((8, 2), "f"))
     asked = jc.plan(tree, axis_size=8, reduce_op="sum", options=options)
     assert [p.nbytes for p in made.packs] == [p.nbytes for p in asked.packs]
     assert made.reasons == asked.reasons
@@ -105,7 +106,7 @@ def test_leaves_of_all_types_share_packs_as_they_do_in_a_step(given, op):
     step = jc.data_parallel(
         lambda x: jc.all_reduce(op, {k: v[0] for k, v in x.items()}, "data"), options=options
     )
-    (made,) = step.plans(rows)
+    (made,) = plans_of(step, rows)
     asked = jc.plan(tree, options=options, reduce_op=op)
     carried = [[segment.leaf for segment in pack.segments] for pack in made.packs]
     assert [[segment.leaf for segment in pack.segments] for pack in asked.packs] == carried

@@ -37,7 +37,7 @@ def programs():
         mine = np.full((1, SIZE), rank + 1.0, "f")
         sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
         x = jax.make_array_from_process_local_data(sharding, mine)
-        packs = sum(len(plan.packs) for plan in step.plans(x))
+        packs = sum(len(plan.packs) for plan in jc.inspect(step, x).plans)
         return lambda: step(x), packs, sum(d.process_index + 1.0 for d in mesh.devices.flat)
 
     strategy = jc.MultiWorkerMirroredStrategy(communication_options=in_time)

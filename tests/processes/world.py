@@ -39,7 +39,7 @@ def train():
         return w - 0.1 * grad, value
 
     w = np.zeros(5, "f")
-    plans = step.plans(w, x[share], y[share])
+    plans = jc.inspect(step, w, x[share], y[share]).plans
     for _ in range(3):
         w, _ = step(w, x[share], y[share])
     w = np.asarray(w.addressable_data(0))

@@ -12,6 +12,7 @@ from cases import (
     lowered,
     mapped,
     per_replica,
+    plans_of,
     rows,
     run,
     tree,
@@ -161,7 +162,7 @@ def test_the_plan_is_what_is_carried_out_and_half_of_an_all_reduce():
         lambda t, x: both("mean")(jax.tree.map(lambda y: x.sum().astype(y.dtype) * y, t)),
         options=options,
     )
-    scatter, gather = step.plans(value, np.ones(8, "f"))
+    scatter, gather = plans_of(step, value, np.ones(8, "f"))
     kinds = ("reduce_scatter", "all_gather")
     asked = [jc.plan(value, axis_size=8, options=options, collective=kind) for kind in kinds]
     for made, plan in zip((scatter, gather), asked, strict=True):

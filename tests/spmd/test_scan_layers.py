@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close, grid, mapped, mesh_of
+from cases import close, grid, mapped, mesh_of, plans_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -187,7 +187,7 @@ def test_shards_of_layers(how):
         step = jc.data_parallel(jc.value_and_grad(loss, "data"))
         got_value, got = step(stack, X)
         close(got_value, tied_alone()[0])
-        gather, scatter, rest = step.plans(stack, X)
+        gather, scatter, rest = plans_of(step, stack, X)
         assert [p.collective for p in (gather, scatter)] == ["all_gather", "reduce_scatter"]
         assert [leaf.path for leaf in rest.leaves] == [".value", ".grads['norm']"]
     else:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPTIONS, RUNNERS, grid, mapped, mesh_of, per_replica, split
+from cases import OPTIONS, RUNNERS, grid, mapped, mesh_of, per_replica, plans_of, split
 from cases import close as nearly
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -142,7 +142,7 @@ def test_a_wrapped_step_sends_two_gathers_and_one_reduce_scatter():
     report = jc.inspect(step, shards, X, MASK)
     loss_alone = 2 * 7 * 4  # of which all replicas have the mean; 7/8 of it rounds up
     assert expected <= report.wire_bytes <= expected + loss_alone
-    kinds = [plan.collective for plan in step.plans(shards, X, MASK)]
+    kinds = [plan.collective for plan in plans_of(step, shards, X, MASK)]
     assert kinds == ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter", "all_reduce"]
 
 
@@ -220,7 +220,7 @@ def test_a_cast_before_the_gather_is_what_travels_and_gradients_have_the_paramet
     gathers = [line for line in requested.splitlines() if "stablehlo.all_gather" in line]
     assert gathers
     assert all("xbf16>" in line for line in gathers)
-    assert step.plans(shards, X, MASK)[0].packs[0].dtype.name == "bfloat16"
+    assert plans_of(step, shards, X, MASK)[0].packs[0].dtype.name == "bfloat16"
 
 
 REDUCTIONS = {

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, grid, lowered, mapped, noise, per_replica, rows, run
+from cases import RUNNERS, grid, lowered, mapped, noise, per_replica, plans_of, rows, run
 
 import jaxcoll as jc
 from jaxcoll import IndexedSlices
@@ -275,7 +275,7 @@ def test_the_plan_shows_the_rows_and_is_the_one_carried_out():
         lambda v, i, b: jc.all_reduce("mean", [IndexedSlices(v, i), b.sum(0)], "data"),
         batch_argnums=(0, 1, 2),
     )
-    (stated,) = step.plans(np.ones((32, 3), "f2"), np.ones(32, "i4"), np.ones((8, 2), "f"))
+    (stated,) = plans_of(step, np.ones((32, 3), "f2"), np.ones(32, "i4"), np.ones((8, 2), "f"))
     assert [leaf.gathers for leaf in stated.gathers] == [40]
     assert (stated.packs[0].nbytes, stated.wire_bytes) == (plan.packs[0].nbytes, plan.wire_bytes)
     assert jc.plan(shapes, axis_size=1).wire_bytes == 0

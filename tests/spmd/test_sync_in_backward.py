@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, close, grid, lowered, on_replicas, refused, run, split
+from cases import RUNNERS, close, grid, lowered, on_replicas, plans_of, refused, run, split
 
 import jaxcoll as jc
 
@@ -175,7 +175,7 @@ def test_a_part_that_is_not_synced_is_sent_once_more():
     def step(p, x):
         return jc.grad(functools.partial(mean_loss, partly, sync), "data")(p, x)
 
-    *_, last = jc.data_parallel(step).plans(PARAMS, X)
+    *_, last = plans_of(jc.data_parallel(step), PARAMS, X)
     sent = {last.leaves[s.leaf].path for pack in last.packs for s in pack.segments}
     assert sent == {".grads['ends']", ".grads['stack']['b']"}
 
@@ -272,7 +272,7 @@ def test_along_one_of_two_axes_the_other_is_still_to_be_reduced():
     program = jc.data_parallel(step, mesh=mesh, axis_name=axes)
     want = jax.tree.map(lambda g: 8 * g, gradient("scanned")), gradient("nested")
     close(program(PARAMS, X), want, rtol=1e-4)
-    last = [plan for plan in program.plans(PARAMS, X) if ".grads['stack']['w']" in str(plan)]
+    last = [plan for plan in plans_of(program, PARAMS, X) if ".grads['stack']['w']" in str(plan)]
     assert [leaf.over for leaf in last[0].leaves if "stack" in leaf.path] == [(2, 1)] * 2
 
 
@@ -284,7 +284,7 @@ def test_options_come_from_the_gradient_then_from_the_program():
         step = jc.data_parallel(
             lambda p, x: jc.grad(loss, "data", options=gradient)(p, x), options=program
         )
-        return [plan.algorithm for plan in step.plans(PARAMS, X)]
+        return [plan.algorithm for plan in plans_of(step, PARAMS, X)]
 
     shuffle = jc.CommunicationOptions(algorithm="shuffle")
     assert permutes() == ["native", "native"]
@@ -299,7 +299,7 @@ def test_what_is_not_differentiated_is_not_sent():
 
         return jc.grad(loss, "data")(p["stack"]["w"])
 
-    first, *_ = jc.data_parallel(step).plans(PARAMS, X)
+    first, *_ = plans_of(jc.data_parallel(step), PARAMS, X)
     assert [leaf.path for leaf in first.leaves] == ["['w']"]
 
 

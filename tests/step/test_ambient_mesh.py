@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import plans_of
 from jax.sharding import AxisType
 
 import jaxcoll as jc
@@ -97,7 +98,7 @@ def test_what_is_shown_is_of_the_mesh_around_the_call_and_each_mesh_has_its_prog
             assert STEP.num_replicas == n
             assert not is_taken or STEP.mesh == mesh
             assert jc.plan(W).world.replicas == n
-            assert STEP.plans(W, X)[0].world.replicas == n
+            assert plans_of(STEP, W, X)[0].world.replicas == n
             assert jc.inspect(STEP, W, X).collectives[0].group_size == n
             compiled.append(STEP.lower(W, X).as_text())
     assert compiled[0] == compiled[3] != compiled[1] == compiled[5]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import plans_of
 from fake_compiler import ANSWER, stand_in
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -17,7 +18,7 @@ from jaxcoll._compat import compiler
 from jaxcoll._compat.compiler import has_compiler
 from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._step import aot as service
-from jaxcoll._step.aot import compile_for, lowered_over, traced_over
+from jaxcoll._step.aot import compile_for, laid_over, lowered_over, traced_over
 
 P = PartitionSpec
 W, X = np.ones((8, 8), "f"), jax.ShapeDtypeStruct((64, 8), jnp.float32)
@@ -120,11 +121,8 @@ def test_reductions_are_planned_for_the_cluster_and_not_for_this_machine():
         return jc.all_reduce("mean", w + x.sum(), "data")
 
     requested(lambda mesh: jax.shard_map(ring, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
-    plans = (
-        jc.data_parallel(step)
-        .over(topology_named("h100:2x8"))
-        .plans(jax.ShapeDtypeStruct((8, 8), jnp.float32), X)
-    )
+    there = laid_over(jc.data_parallel(step), topology_named("h100:2x8"))
+    plans = plans_of(there, jax.ShapeDtypeStruct((8, 8), jnp.float32), X)
     assert [(p.world.platform, p.world.processes) for p in plans] == [("gpu", 2)]
     assert seen[0] == plans[0].world
 
@@ -234,7 +232,7 @@ def test_another_environments_compiler_is_asked_with_everything_it_needs(tmp_pat
     found = compile_for(beside, (W, X), {}, "h100:8")
     asked = json.loads(kept.read_text())
     assert (found.compiled, asked["size"], asked["mesh_sizes"]) == ("HloModule stand_in", 8, [4, 2])
-    assert asked["compiler_options"] == beside.plans(W, X)[0].compiler_options("gpu")
+    assert asked["compiler_options"] == plans_of(beside, W, X)[0].compiler_options("gpu")
 
 
 def test_what_is_not_installed_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CompileCounter
+from cases import CompileCounter, plans_of
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
@@ -129,8 +129,8 @@ def test_options_are_the_default_of_the_reductions_inside():
         return inherited, jc.all_reduce("sum", x[0], "data", options=own)
 
     ring = jc.data_parallel(step, options=jc.CommunicationOptions(7, implementation="ring"))
-    assert [p.algorithm for p in ring.plans(X)] == ["ring", "native"]
-    assert all("at most 7 bytes" in p.reasons[0] for p in ring.plans(X))
+    assert [p.algorithm for p in plans_of(ring, X)] == ["ring", "native"]
+    assert all("at most 7 bytes" in p.reasons[0] for p in plans_of(ring, X))
 
 
 def test_an_inner_jit_does_not_carry_options_into_another_program():
@@ -148,11 +148,11 @@ def test_plans_are_complete_after_the_step_has_run_and_shapes_alone_are_enough()
     step, _ = counted()
     batch = {"x": X, "y": Y}
     step(PARAMS, batch)
-    (plan,) = step.plans(PARAMS, batch)
+    (plan,) = plans_of(step, PARAMS, batch)
     assert [x.path for x in plan.leaves] == [".grads['b']", ".grads['w']"]
     assert plan.world.replicas == 8
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (PARAMS, batch))
-    assert step.plans(*shapes) == (plan,)
+    assert plans_of(step, *shapes) == (plan,)
     assert step.lower(*shapes).compile().as_text().count(" all-reduce(") == 1
 
 
@@ -380,7 +380,7 @@ def test_a_step_can_be_a_method():
         np.testing.assert_allclose(three.step(1.0, X), 3 * X.sum(), rtol=1e-4)
         np.testing.assert_allclose(three.first(X, 1.0), 3 * X.sum(), rtol=1e-4)
     assert (two.traces, three.traces) == (1, 1)
-    assert len(two.step.plans(1.0, X)) == 1
+    assert len(plans_of(two.step, 1.0, X)) == 1
     assert isinstance(Trainer.step, DataParallel)
 
     @jax.tree_util.register_dataclass
@@ -459,15 +459,15 @@ def test_shapes_alone_are_read_where_nothing_runs():
         lambda p, x: (jax.tree.map(lambda a: a + 1, p), sums(p["w"].sum(), x)), donate_argnums=0
     )
     params = jax.device_put(PARAMS, NamedSharding(step.mesh, PartitionSpec()))
-    fresh = step.lower(params, X).as_text(), step.plans(params, X)
+    fresh = step.lower(params, X).as_text(), plans_of(step, params, X)
     step(params, X)
     assert params["w"].is_deleted()
     with jax.transfer_guard("disallow"):
-        assert step.plans(params, X) == fresh[1]
+        assert plans_of(step, params, X) == fresh[1]
         assert step.lower(params, X).as_text() == fresh[0]
         step.trace(params, X)
     assert jc.inspect(step, params, X).plans == fresh[1]
-    lists = step.plans({"w": jnp.ones(3), "b": 2.0}, X)
+    lists = plans_of(step, {"w": jnp.ones(3), "b": 2.0}, X)
     assert len(lists) == 1
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import close, grid, mapped
+from cases import close, grid, mapped, plans_of
 from jax import lax
 
 import jaxcoll as jc
@@ -274,7 +274,7 @@ def test_psum_and_pmean_are_those_of_lax_with_options():
             plain = ours(tree(x[0]), "data"), theirs(tree(x[0]), "data")
             return plain, ours(x[0], options=ring), theirs(x[0], "data"), ours(3)
 
-        plan = jc.data_parallel(both).plans(W, X)[-1]
+        plan = plans_of(jc.data_parallel(both), W, X)[-1]
         (got, want), by_ring, of_lax, number = jc.data_parallel(both)(W, X)
         close(got, want, dtypes=True)
         np.testing.assert_allclose(by_ring, of_lax, rtol=1e-6)
