@@ -204,7 +204,7 @@ def test_shards_of_layers(how):
 def test_plans_have_the_rows_of_all_replicas():
     shards = jc.shard({"u": np.ones((LAYERS, 40, 64), "f")}, "data", stacked=True)
     loss = lambda s, x: scan_of(sharded=None)(lambda h, p: h + p["u"].sum(), x, s)[0].mean()
-    gather, scatter, _ = jc.data_parallel(jc.value_and_grad(loss, "data")).plans(shards, X)
+    gather, scatter, _ = plans_of(jc.data_parallel(jc.value_and_grad(loss, "data")), shards, X)
     _, *rows = shards.parts[0].shape
     assert rows[0] > len(jax.devices())
     assert [leaf.shape for p in (gather, scatter) for leaf in p.leaves] == [tuple(rows)] * 2
