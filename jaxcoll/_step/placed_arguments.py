@@ -30,8 +30,8 @@ from jaxcoll._step.arguments import Call, Signature, Slot
 _BROADCAST = """\
 `data_parallel`: {one} has {rows} rows and {other} has {others}. As a whole they do not fit each \
 other, but their shares on one replica, {share} and {another}, broadcast, and would give numbers \
-that no one device gives. Pass equally many rows of both. If one row for each replica is meant, as \
-of a state, pass it as an argument of its own, named in `batch_argnums` as well."""
+that no one device gives. Pass equally many rows of both. If one row for each replica \
+is meant, as of a state, pass it as an argument of its own, named in `batch_argnums` as well."""
 
 
 _SHARDS_AS_BATCH = """\
@@ -160,10 +160,14 @@ def _memory(leaf: Any) -> int:
 
 
 def _check_apart(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int) -> None:
-    """Refuse leaves of a batch whose shares broadcast against each other, while they do not."""
+    """Refuse leaves of one batch whose shares broadcast against each other, while they do not.
+
+    A single row does, if not at once then after a product or a sum over columns.
+    """
     for (a, one), (b, other) in itertools.combinations(shares.items(), 2):
         whole, others = ((share[0] * replicas, *share[1:]) for share in (a, b))
-        if a[0] != b[0] and _broadcast(a, b) and not _broadcast(whole, others):
+        meet = replicas > 1 and 1 in (a[0], b[0])
+        if a[0] != b[0] and (meet or _broadcast(a, b) and not _broadcast(whole, others)):
             raise ValueError(
                 _BROADCAST.format(
                     one=one(), rows=whole[0], other=other(), others=others[0], share=a, another=b

@@ -177,6 +177,8 @@ def test_arrays_of_a_batch_that_fit_each_other_only_in_their_shares_are_refused(
         (two, one),
         (one[:, None], two[:, None]),
         (two, np.ones((32, 2), "f")),
+        (np.ones((8, 3), "f"), two),  # which meet after a product with weights
+        (one, np.ones((16, 8), "f")),  # as columns on one device, as one number on a replica
     ):
         a, b = len(x), len(y)
         with pytest.raises(ValueError, match=rf"batch\['x'\] has {a} rows and .*\['y'\] has {b}. As a "
@@ -187,6 +189,8 @@ def test_arrays_of_a_batch_that_fit_each_other_only_in_their_shares_are_refused(
         lambda x, y: jc.all_reduce("sum", x.sum() + y.sum(), "data"), batch_argnums=(0, 1)
     )
     assert apart(np.ones((16, 2), "f"), np.ones((32, 3), "f")) == 128
+    within = jc.data_parallel(lambda batch: jc.psum(sum(x.sum() for x in batch), "data"))
+    assert within((np.ones((16, 5), "f"), np.ones((48, 5), "f"))) == 320  # three for each row
 
 
 @pytest.mark.parametrize(
