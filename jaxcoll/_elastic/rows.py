@@ -82,7 +82,14 @@ def _split(batch_of: Callable[[int], Any]) -> Rows:
     def rows(step: int, worker: int, workers: int) -> Any:
         def share(path: Any, x: Any) -> Any:
             shape = np.shape(x)
-            if not shape or shape[0] % workers:
+            if not shape:
+                raise ValueError(
+                    f"`Elastic`: batch{jax.tree_util.keystr(path)} of step {step} is a number "
+                    f"({x!r}), which has no rows for the workers to share. A batch is an array, "
+                    "whose leading dimension is its rows, or a tree of such arrays: make one of "
+                    "numbers by `np.asarray`."
+                )
+            if shape[0] % workers:
                 raise ValueError(
                     f"`Elastic`: batch{jax.tree_util.keystr(path)} of step {step} has the shape "
                     f"{list(shape)}, whose rows do not divide over {workers} workers. Give every "

@@ -14,6 +14,7 @@ import jax
 from jaxcoll._cluster.coordinator_proxy import give_up_coordinator, when_coordinator_is_lost
 from jaxcoll._cluster.initialize import outlives_processes
 from jaxcoll._cluster.key_value import LocalKeys
+from jaxcoll._compat import tracebacks
 from jaxcoll._compat.coordination import StoreUnreachableError, store
 from jaxcoll._dispatch.watchdog import Watchdog, watchdog
 from jaxcoll._elastic.generation import WorldChange
@@ -151,6 +152,7 @@ class Elastic:
         """Steps that are finished."""
         return self._job.state.finished
 
+    @tracebacks.boundary
     def run(self, batches: Any, steps: int) -> Any:
         """Train until `steps` are finished.
 
@@ -266,6 +268,16 @@ def _checked_axis(step: Any, state: Any) -> str:
             )
         check_state(state, len(jax.local_devices()), step.schedule)
         return step.axis_name
+    try:
+        batch = step.signature.call((state, None), {}).batch
+    except TypeError:
+        batch = ()
+    if batch != (1,):
+        raise ValueError(
+            "`Elastic` calls a step of `(state, batch)` and gives each worker its rows of the "
+            f"batch; this one is {step.signature}. Arrays that belong together are one argument, "
+            "which the step unpacks: `x, y = batch`."
+        )
     if step.donate_argnums:
         raise ValueError(
             "`Elastic` goes back to the state before a step that others did not finish, so the "

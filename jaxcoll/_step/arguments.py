@@ -115,17 +115,19 @@ class Signature:
         name = name if name.isidentifier() else "step"
         named = [p.name for p in needed if p.kind != p.VAR_POSITIONAL]
         example = repr(named[-1]) if named else "(1,)"
-        step = f"{name}{self._signature or '(...)'}"
-        raise ValueError(_UNNAMED.format(step=step, name=name, example=example))
+        raise ValueError(_UNNAMED.format(step=self._named, name=name, example=example))
+
+    @property
+    def _named(self) -> str:
+        return f"{getattr(self._step, '__name__', 'step')}{self._signature or '(...)'}"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments in their places."""
         if not kwargs and len(args) in self._usual:
             return Call(args, kwargs, self._usual[len(args)])
         by_name = bool(kwargs)
-        if kwargs and self._signature is not None:
-            bound = self._signature.bind(*args, **kwargs)
-            args, kwargs = bound.args, bound.kwargs
+        if self._signature is not None:
+            args, kwargs = self._bound(args, kwargs)
         call = Call(args, kwargs, ())
         slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
         batch = dict.fromkeys(self._slot(place, slots, call) for place in self._chosen)
@@ -133,6 +135,19 @@ class Signature:
         if not by_name:
             self._usual[len(args)] = call.batch
         return call
+
+    def _bound(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            given = ", ".join([*(type(x).__name__ for x in args), *(f"{n}=" for n in kwargs)])
+            raise TypeError(
+                f"`data_parallel`: {error}: the step is {self._named}, and was called with "
+                f"({given})."
+            ) from None
+        return bound.args, bound.kwargs
 
     def _slot(self, place: Slot, slots: list[Slot], call: Call) -> Slot:
         args, kwargs = call.args, call.kwargs

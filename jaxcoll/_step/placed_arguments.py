@@ -160,14 +160,12 @@ def _memory(leaf: Any) -> int:
 
 
 def _check_apart(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int) -> None:
-    """Refuse leaves of one batch whose shares broadcast against each other, while they do not.
-
-    A single row does, if not at once then after a product or a sum over columns.
-    """
+    """Refuse leaves of one batch whose shares broadcast against each other, while they do not."""
     for (a, one), (b, other) in itertools.combinations(shares.items(), 2):
         whole, others = ((share[0] * replicas, *share[1:]) for share in (a, b))
+        # A single row does, if not at once then after a product or a sum over columns.
         meet = replicas > 1 and 1 in (a[0], b[0])
-        if a[0] != b[0] and (meet or _broadcast(a, b) and not _broadcast(whole, others)):
+        if a[0] != b[0] and (meet or (_broadcast(a, b) and not _broadcast(whole, others))):
             raise ValueError(
                 _BROADCAST.format(
                     one=one(), rows=whole[0], other=other(), others=others[0], share=a, another=b

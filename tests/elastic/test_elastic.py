@@ -146,12 +146,22 @@ def test_a_step_that_returns_no_state_is_refused(function, words):
          r"must not donate it; got donate_argnums=\(0,\)"),
         ({"step": jc.data_parallel(lambda s, x: (s, x), axis_name=("a", "b"))},
          "over one axis, along which workers may leave"),
+        *(({"step": jc.data_parallel(function, batch_argnums=batch)}, r"of `\(state, batch\)` .* `x, y = b")
+          for function, batch in ((lambda s, x, y: (s, x), (1, 2)), (lambda x, s: (s, x), 0))),
     ],
 )  # fmt: skip
 def test_bad_numbers_and_steps_that_do_not_fit_are_refused(settings, words):
     settings = {"step": step, **settings}
     with pytest.raises(ValueError, match=words):
         jc.Elastic(settings.pop("step"), START, **settings)
+
+
+@pytest.mark.parametrize("batches", [[1.0, 2.0], [[1, 2], [3, 4]], lambda step: 3])
+def test_a_batch_of_numbers_is_refused(batches):
+    with pytest.raises(
+        ValueError, match=r"is a number \([13]\.?0?\), which has no rows .* `np.asarray`"
+    ):
+        jc.Elastic(step, START).run(batches, 2)
 
 
 class Present:

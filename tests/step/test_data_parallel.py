@@ -233,8 +233,8 @@ REFUSED = [  # a step, how it is wrapped, its arguments, and the words
     (lambda p, x: (p, x), {"varying_outputs": ("error",) * 3}, (PARAMS, X),
      "`varying_outputs` is a tree that does not fit"),
     (3, {}, (X,), "expects a function; got int"),
-    (lambda p, x: x, {"batch_argnums": 2}, (X,),
-     "argument 2 is named in `batch_argnums`, .* called with 1 positional"),
+    (lambda p, x: x, {"batch_argnums": 2}, (1.0, X),
+     "argument 2 is named in `batch_argnums`, .* called with 2 positional"),
     (sums, {}, (1.0, X[:0]), r"batch has no rows \(its shape is \[0, 5\]\); pass at least 8"),
     (sums, {}, ({"act": "relu"}, X), r"args\[0\]\['act'\] is no array or number; got str"),
     (sums, {}, ({"w": jax.new_ref(X)}, X), r"args\[0\]\['w'\] is a `jax.Ref`, .* Pass the array"),
@@ -358,8 +358,13 @@ def test_a_batch_that_only_a_keyword_can_name_and_one_before_other_arguments():
         ValueError, match="argument 'rows' is named in `batch_argnums`, and the step has "
     ):
         jc.data_parallel(sums, batch_argnums="rows")(2.0, X)
-    with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
-        jc.data_parallel(sums)(2.0, butch=X)
+    lacks = r"missing a required argument: 'batch': .* sums\(.*batch.*\), and was called with "
+    for args, names, given in (
+        ((2.0,), {"butch": X}, r"\(float, butch="),
+        ((2.0,), {}, r"\(float\)"),
+    ):
+        with pytest.raises(TypeError, match=lacks + given):
+            jc.data_parallel(sums)(*args, **names)
     with pytest.raises(ValueError, match=r"kwargs\['mode'\] is no array .* `functools.partial`"):
         jc.data_parallel(sums)(1.0, X, mode=jnp.tanh)
 
