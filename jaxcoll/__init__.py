@@ -74,7 +74,10 @@ _LATER = {
 
 def __getattr__(name: str) -> _Any:
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import sys
+
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])
     from importlib import import_module
 
     value = globals()[name] = getattr(import_module(_LATER[name]), name)

@@ -127,7 +127,7 @@ class Signature:
             return Call(args, kwargs, self._usual[len(args)])
         by_name = bool(kwargs)
         if self._signature is not None:
-            args, kwargs = self._bound(args, kwargs)
+            args, kwargs = self._bound(self._signature, args, kwargs)
         call = Call(args, kwargs, ())
         slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
         batch = dict.fromkeys(self._slot(place, slots, call) for place in self._chosen)
@@ -137,10 +137,10 @@ class Signature:
         return call
 
     def _bound(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             given = ", ".join([*(type(x).__name__ for x in args), *(f"{n}=" for n in kwargs)])
             raise TypeError(

@@ -24,6 +24,7 @@ from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._spmd.same import Claims
 from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.shards import Shards
 from jaxcoll._step.arguments import FLAGS, Call, Signature, Slot, bound_step, slots
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import checked as checked_claims
@@ -403,9 +404,18 @@ class DataParallel:
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(FLAGS)
             raise
+        except (TypeError, ValueError) as error:
+            if str(Shards) in str(error):  # JAX's, of trees that differ
+                error.add_note(_SHARDS_UPDATED)
+            raise
 
     def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return self._arguments.shapes(self._arguments.asked(args, kwargs))
+
+
+_SHARDS_UPDATED = """\
+`Shards`, as `scatter=True` makes them of gradients, met a whole tree, as an optimizer's state is. \
+That of shards has a state of shards: `optimizer = jc.sharded_optimizer(optimizer, "data")`."""
 
 
 def _unchanged(result: Any) -> Any:

@@ -215,6 +215,10 @@ def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
         step = jc.data_parallel(lambda p, g, s, x: optimizer.update(g, s, p)[0], batch_argnums=3)
         return step(params, grads, optimizer.init(shards) if state is None else state, BATCHES[0])
 
+    def unsharded(params, x):
+        grads = jc.value_and_grad(loss, "data", scatter=True)(params, x)[1]
+        return ADAM.update(grads, ADAM.init(PARAMS), params)
+
     beside = r"leaf \['rest'\]\['in'\] of the parameters is an array beside `Shards`"
     for words, call in (
         (r"parameters in `Shards` and whole gradients, which belong to the tree that",
@@ -226,6 +230,8 @@ def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
          lambda: update(shards, shards, optax.sgd(1.0).init(0))),
         ("Masks and labels by leaf", lambda: jc.sharded_optimizer(masked, "data").init(shards)),
         (r"a part of the state is not like the parameters", lambda: optimizer.shard(other, shards)),
+        (r"(?s)Shards.*met a whole tree.* `optimizer = jc.sharded_optimizer\(optimizer, ",
+         lambda: jc.data_parallel(unsharded)(PARAMS, BATCHES[0])),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             call()
