@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import all_reduce, calibrate, on_one_gpu, overlap, regret, simulation
+from benchmarks import all_reduce, calibrate, late_rank, on_one_gpu, overlap, regret, simulation
 from benchmarks.counters import transmitted_bytes
 from benchmarks.ranks.data import BLOCK, Exact, block, leaf
 from jaxcoll.cli.bench import BASELINE
@@ -50,6 +50,30 @@ def test_overlap(capsys, tree):
     (found,) = overlap.main(["--tree", tree, "--parts", "3", "--rounds", "2"])
     assert (found.processes, found.parts, found.bytes) == (2, 3, 20480)
     assert "exposed" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_late_rank(tmp_path, capsys):
+    file = tmp_path / "late.jsonl"
+    found = late_rank.main([
+        "--worlds", "2", "--forms", "ring", "--where", "middle", "--ms", "100", "--windows", "1",
+        "--runs", "5", "--width", "16", "--json", str(file),
+    ])  # fmt: skip
+    (case,) = map(json.loads, file.read_text().splitlines())
+    assert (case["processes"], case["form"], case["windows"][0]["late"]) == (2, "ring", 1)
+    assert list(case["windows"][0]["named"]) == ["1"]
+    assert found[0].row()[0] in capsys.readouterr().out
+
+
+def test_windows_of_late_ranks_are_counted_by_who_was_named():
+    windows = [late_rank.Window(1, named, runs, 0.1) for named, runs in (
+        ({1: 0.022}, 20), ({1: 0.016, 0: 0.001}, 20), ({0: 0.002}, 20), ({}, 20), ({}, 3),
+    )]  # fmt: skip
+    case = late_rank.Case(2, 1, "psum", "before", 20.0)
+    row = late_rank.Found(case, windows).row()
+    assert row[1:6] == ["4", "2", "2", "15.0%", "-20% … +10%"], "a window of 3 runs tells nothing"
+    nobody = late_rank.Found(case._replace(ms=0.0), [late_rank.Window(-1, {0: 0.002}, 20, 0.1)])
+    assert nobody.row()[1:5] == ["1", "–", "1", "–"]
 
 
 @pytest.mark.processes

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
-JOB = Path(__file__).with_name("job.py")
+JOB = Path(__file__).parents[2] / "benchmarks/ranks/late_job.py"
 
 
 def inspect(folder, n, *words, measure=20, devices=1, **variables):
@@ -29,10 +29,11 @@ def inspect(folder, n, *words, measure=20, devices=1, **variables):
 
 @pytest.mark.parametrize(
     ("form", "processes", "devices"),
-    [("native", 2, 1), ("native", 4, 1), ("permutes", 4, 1), ("callback", 2, 2)],
+    [("psum", 2, 1), ("psum", 4, 1), ("shift", 4, 1), ("middle", 2, 2)],
 )
 def test_the_rank_that_comes_late_is_named_and_no_other(form, processes, devices, tmp_path):
-    words = ["--form", form, "--late", processes - 1, "--ms", 100]
+    words = ["--where", form] if form == "middle" else ["--form", form]
+    words += ["--late", processes - 1, "--ms", 100]
     done, report = inspect(tmp_path, processes, *words, devices=devices)
     assert len(report["late"]) == 1, (report["late"], done.stderr)
     assert report["late"][0].startswith(f"jit_step: rank {processes - 1} comes late: last to ")
@@ -57,14 +58,14 @@ def test_ranks_with_and_without_a_cache_are_compared(tmp_path):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     words = ["--late", 1, "--ms", 100]
-    inspect(tmp_path, 2, "--steps", 1, measure=0, **cached)
+    inspect(tmp_path, 2, "--seconds", 0, measure=0, **cached)
     assert list((tmp_path / "cache").iterdir())
     _, report = inspect(tmp_path, 2, *words, **cached)
     assert [text.split(":")[1] for text in report["late"]] == [" rank 1 comes late"]
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
-    _, report = inspect(tmp_path, 2, "--steps", 3, "--absent", 1, measure=0)
+    _, report = inspect(tmp_path, 2, "--seconds", 0, "--absent", 1, measure=0)
     assert "rank 1 did not answer within 10 s." in report["notes"]
     assert [program["name"] for program in report["programs"]] == ["jit_step"]
 

@@ -1,0 +1,200 @@
+"""How often a rank that comes late is named, and how often another is.
+
+    python -m benchmarks.late_rank --worlds 2,4,2x2 --ms 20,0 --windows 10
+
+Each window is a training loop of its own, `ranks/late_job.py`, unedited, under `jaxcoll inspect
+--run --measure`. One rank sleeps before each step, or in a host callback in the middle of it, and
+is another one in each window; of 0 ms, none does, and whoever is named is named wrongly. The
+windows of all cases are interleaved: a busy minute of the machine is shared by all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.all_reduce import parser_of
+from benchmarks.teams import HERE, ours
+from jaxcoll._observe.measured import LEAST_RUNS
+from jaxcoll._show.table import Table
+from jaxcoll.cli import flags
+
+JOB = HERE / "ranks" / "late_job.py"
+TIME_WAS_UP = 124  # the exit status of `jaxcoll launch`
+FORMS = ("psum", "ring", "halving_doubling")
+
+
+class Case(NamedTuple):
+    """A job, and by how much one of its ranks comes late."""
+
+    processes: int
+    devices: int  # of each process
+    form: str  # psum, or an algorithm of jaxcoll's that sends permutes
+    where: str  # before a step, or in its middle
+    ms: float  # 0: none is late
+
+    def __str__(self) -> str:
+        late = f"{self.ms:g} ms, {self.where}" if self.ms else "none"
+        return f"{self.processes} × {self.devices}, {self.form}, late: {late}"
+
+
+@dataclasses.dataclass
+class Window:
+    """What one profile said."""
+
+    late: int  # the rank that was
+    named: dict[int, float]  # seconds of each rank that was named
+    runs: int  # that were compared; of fewer than `LEAST_RUNS`, nobody is named
+    step: float  # seconds
+
+
+@dataclasses.dataclass
+class Found:
+    """The windows of a case."""
+
+    case: Case
+    windows: list[Window]
+
+    def line(self) -> dict[str, Any]:
+        """In plain values."""
+        return {**self.case._asdict(), "windows": list(map(dataclasses.asdict, self.windows))}
+
+    def row(self) -> list[str]:
+        """The cells of its row."""
+        seen = [window for window in self.windows if window.runs >= LEAST_RUNS]
+        right = [window.named[window.late] for window in seen if window.late in window.named]
+        errors = [seconds / (self.case.ms / 1e3) - 1 for seconds in right]
+        wrong = sum(bool({*window.named} - {window.late}) for window in seen)
+        steps = statistics.median([window.step for window in seen] or [0.0])
+        return [
+            str(self.case), str(len(seen)), str(len(right)) if self.case.ms else "–", str(wrong),
+            f"{statistics.median(map(abs, errors)):.1%}" if errors else "–",
+            f"{min(errors):+.0%} … {max(errors):+.0%}" if errors else "–",
+            f"{steps * 1e3:.1f}",
+        ]  # fmt: skip
+
+
+def cases(worlds: str, forms: str, wheres: str, ms: str) -> list[Case]:
+    """All combinations of lists; with nobody late, where in a step is no question.
+
+    Examples:
+      >>> [str(case) for case in cases("2x2", "psum", "before,middle", "0")]
+      ['2 × 2, psum, late: none']
+    """
+    lists = [text.split(",") for text in (worlds, forms, ms, wheres)]
+    found = []
+    for world, form, late, where in itertools.product(*lists):
+        processes, _, devices = world.partition("x")
+        place = where if float(late) else "before"
+        found.append(Case(int(processes), int(devices or 1), form, place, float(late)))
+    return list(dict.fromkeys(found))
+
+
+def measure(case: Case, late: int, runs: int, width: int, timeout: float) -> Window:
+    """Run a job once, of which rank `late` comes late, and read its report.
+
+    On a busy machine a job may end before its window does; then it has twice the time.
+
+    Raises:
+      ValueError: the job failed.
+    """
+    # A window opens a second after the compilation, and its probes take two.
+    seconds = 3.5 + (runs + 12) * (case.ms / 1e3 + 0.02)
+    for times in (1, 2, 4):
+        window = _measured(case, late, runs, width, seconds * times, timeout)
+        if window.runs >= LEAST_RUNS:
+            break
+    return window
+
+
+def _measured(
+    case: Case, late: int, runs: int, width: int, seconds: float, timeout: float
+) -> Window:
+    with tempfile.TemporaryDirectory(prefix="jaxcoll-late-") as folder:
+        report = Path(folder) / "report.json"
+        command = [
+            sys.executable, "-m", "jaxcoll", "launch", "-n", case.processes,
+            "--devices-per-process", case.devices, "--timeout-seconds", timeout,
+            "-m", "jaxcoll", "inspect", "--measure", runs, "--json", report, "--run", JOB,
+            "--late", late if case.ms else -1, "--ms", case.ms, "--where", case.where,
+            "--form", case.form, "--seconds", seconds, "--width", width,
+        ]  # fmt: skip
+        done = _ended(list(map(str, command)), ours(case.devices))
+        if done.returncode == TIME_WAS_UP:
+            return Window(late, {}, 0, 0.0)
+        if done.returncode or not report.exists():
+            raise ValueError(f"{case}: the job ended with {done.returncode}:\n{done.stderr}")
+        return window_of(json.loads(report.read_text()), late if case.ms else -1)
+
+
+def window_of(report: dict[str, Any], late: int) -> Window:
+    """Read a report of `jaxcoll inspect --run --json`."""
+    (program,) = report["programs"]
+    if (found := program["measured"]) is None:
+        return Window(late, {}, 0, 0.0)
+    named = {last["rank"]: last["seconds"] for last, _ in found["late"]}
+    return Window(late, named, found["runs"], found["step_seconds"])
+
+
+def _ended(command: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; its processes end with this one."""
+    with subprocess.Popen(
+        command, env={**os.environ, **variables}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            output, error = process.communicate()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, error)
+
+
+def text_of(found: Sequence[Found]) -> str:
+    """A table with a row for each case."""
+    columns = ("processes × devices", "windows", "named", "others named", "lateness off by",
+               "from … to", "step ms")  # fmt: skip
+    return Table(columns, "<>>>>>>", [one.row() for one in found]).text()
+
+
+def main(argv: Sequence[str] | None = None) -> list[Found]:
+    """Measure, show and write; returns the windows of each case."""
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    words = "processes, or processes x devices of each (default: 2,4,8,2x2)"
+    add("--worlds", default="2,4,8,2x2", metavar="LIST", help=words)
+    add("--forms", default=",".join(FORMS), metavar="LIST", help=f"default: {','.join(FORMS)}")
+    add("--where", default="before,middle", metavar="LIST", help="default: before,middle")
+    add("--ms", default="100,20,5,0", metavar="LIST", help="default: 100,20,5,0")
+    add("--windows", type=flags.at_least(1), default=10, help="of each case (default: 10)")
+    add("--runs", type=flags.at_least(5), default=20, help="of each window (default: 20)")
+    add("--width", type=flags.at_least(1), default=256, help="of w[N, N], float32 (default: 256)")
+    add("--timeout", type=float, default=180, help="seconds for each window (default: 180)")
+    add("--json", metavar="FILE", help="one JSON line per case")
+    args = parser.parse_args(argv)
+    found = [Found(case, []) for case in cases(args.worlds, args.forms, args.where, args.ms)]
+    for k in range(args.windows):
+        for one in found:
+            late = (k + 1) % one.case.processes
+            one.windows.append(measure(one.case, late, args.runs, args.width, args.timeout))
+            print(f"window {k + 1}: {one.case}: {one.windows[-1]}", file=sys.stderr, flush=True)
+            # What is found so far is kept, however the command ends.
+            flags.write_json(args.json, [each.line() for each in found], as_lines=True)
+    print(text_of(found))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""A training loop of several processes, of which one comes late; nothing in it is for a profile."""
+
+import argparse
+import os
+import time
+
+import jax
+import numpy as np
+
+import jaxcoll as jc
+
+if "SLURM_JOB_ID" in os.environ:
+    jax.distributed.initialize()
+else:
+    jc.initialize()
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--late", type=int, default=-1, help="the rank")
+parser.add_argument("--ms", type=float, default=0)
+parser.add_argument("--where", choices=["before", "middle"], default="before", help="of a step")
+words = "psum, as JAX has it; shift, permutes by hand; or an algorithm of jaxcoll's"
+parser.add_argument("--form", default="psum", help=words)
+parser.add_argument("--seconds", type=float, default=7.0)
+parser.add_argument("--width", type=int, default=64, help="of a square of gradients")
+parser.add_argument("--absent", type=int, default=-1, help="a rank that goes on for long")
+args = parser.parse_args()
+rank, is_late = jax.process_index(), jax.process_index() == args.late
+mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
+ring = [(k, (k + 1) % mesh.size) for k in range(mesh.size)]
+
+
+def wait():
+    """Come late."""
+    time.sleep(args.ms / 1e3 * is_late)
+
+
+def waited(x):
+    """Come late, in the middle of a step."""
+    wait()
+    return np.asarray(x)
+
+
+def total(tree):
+    """Add up over all devices."""
+    if args.form == "psum":
+        return jax.lax.psum(tree, "data")
+    if args.form != "shift":
+        options = jc.CommunicationOptions(algorithm=args.form, bytes_per_pack=1 << 30)
+        return jc.all_reduce("sum", tree, "data", options=options)
+    moved = tree
+    for _ in range(mesh.size - 1):
+        moved = jax.lax.ppermute(moved, "data", ring)
+        tree = jax.tree.map(jax.lax.add, tree, moved)
+    return tree
+
+
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=(jax.P(), jax.P("data"), jax.P("data")), out_specs=jax.P(),
+               check_vma=False)  # fmt: skip
+def step(w, x, spent):
+    """Descend once, and lay together how long each device has been at it."""
+    gradient = jax.grad(lambda w: (jax.numpy.tanh(x @ w) ** 2).mean())(w)
+    if args.where == "middle":
+        gradient = total(gradient)
+        gradient = jax.pure_callback(waited, gradient, gradient) / mesh.size
+    gradient, spent = total((gradient, spent))
+    return w - 0.1 * gradient / mesh.size, spent / mesh.size
+
+
+rows, local = jax.NamedSharding(mesh, jax.P("data")), jax.local_device_count()
+x = jax.make_array_from_process_local_data(rows, np.ones((16 * local, args.width), "f"))
+w = np.ones((args.width, args.width), "f")
+began, spent = time.monotonic(), 0.0
+while spent < args.seconds:  # as all ranks have it on average, so that all take as many steps
+    if args.where == "before":
+        wait()
+    mine = np.full((local, 1), time.monotonic() - began, "f")
+    w, mean = step(w, x, jax.make_array_from_process_local_data(rows, mine))
+    spent = float(mean[0, 0])
+if rank == args.absent:
+    time.sleep(25)
+print("ended", rank)
