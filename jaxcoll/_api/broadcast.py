@@ -25,8 +25,8 @@ def broadcast(
     zero; a float8_e8m0fnu, which has no zero, travels as its bits and has no cotangent.
 
     Args:
-      value: any pytree of arrays, booleans among them, equal on all replicas in structure and
-        shape.
+      value: any pytree of arrays, booleans and PRNG keys among them, equal on all replicas in
+        structure and shape.
       axis_name: as in `all_reduce`.
       source: whose value; with several axes the outer counts slowest.
       options: as in `all_reduce`.

@@ -160,6 +160,7 @@ def _in_laxs_order(
             f'`{caller}(value, "data")`; got {value!r} for the value.'
         )
     axes = scope_here().over(axis_name, caller)
+    n = count(bound_axes(axes, caller))
     leaves, treedef = jax.tree.flatten(value)
     is_number = [isinstance(x, bool | int | float | complex) for x in leaves]
     rest = treedef.unflatten(
@@ -167,7 +168,6 @@ def _in_laxs_order(
     )
     if not all(is_number) or not leaves:
         rest = all_reduce(op, rest, axes, options=options, invariant=invariant)
-    n = count(bound_axes(axes, caller))
     arrays = iter(jax.tree.leaves(rest))
     return treedef.unflatten(
         [

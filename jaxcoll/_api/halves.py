@@ -34,8 +34,8 @@ def all_gather(
     is the gradient of the sum of all losses.
 
     Args:
-      value: any pytree of arrays, of any dtype, equal on all replicas in structure and shape;
-        none may be a scalar. Or `Shards`, or a tree of them.
+      value: any pytree of arrays, of any dtype, PRNG keys among them, equal on all replicas in
+        structure and shape; none may be a scalar. Or `Shards`, or a tree of them.
       axis_name: as in `all_reduce`; along several axes the outer counts slowest. Of `Shards` the
         one they were made over.
       axis: the dimension along which each leaf is joined; negative ones count from the last. It

@@ -109,7 +109,8 @@ def get_replica_context() -> ReplicaContext | None:
 
     Returns:
       A `ReplicaContext` inside a function that `strategy.run` calls; None elsewhere, where
-      `strategy.run`, `reduce` and `gather` may be called.
+      `strategy.run`, `reduce` and `gather` may be called: `get_replica_context().all_reduce` is an
+      AttributeError of None there, and `strategy.reduce` is meant.
 
     Examples:
       >>> get_replica_context() is None

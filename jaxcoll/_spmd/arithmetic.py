@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._plan.packs.leaves import carried_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,20 @@ def quotient(total: jax.Array, by: jax.Array | int, times: int = 0) -> jax.Array
     if total.dtype == np.float16:
         exact = exact * np.float32(2.0**times)
     return (exact / jnp.asarray(by).astype(exact.dtype)).astype(total.dtype)
+
+
+def sent(array: jax.Array) -> jax.Array:
+    """`array` as it travels unchanged: of PRNG keys their data, in whole bytes."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return array.astype(carried_dtype(array.dtype))
+
+
+def received(array: jax.Array, like: jax.Array) -> jax.Array:
+    """Undo `sent` of arrays of the type of `like`."""
+    if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
+    return array.astype(like.dtype)
 
 
 def before(array: jax.Array, recipe: Recipe) -> jax.Array:

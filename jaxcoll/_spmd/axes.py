@@ -44,10 +44,11 @@ def _size(name: str, caller: str) -> int:
     try:
         size = lax.axis_size(name)
     except NameError:
-        scope = listed(_compat.axes_in_scope()) or "none"
+        scope = " or ".join(map(repr, _compat.axes_in_scope()))
+        call = f"Did you mean {scope}? If not, call it" if scope else "Call it"
         raise NameError(
-            f"`{caller}` over axis {name!r}: no such axis here. Axes in scope: {scope}. Call "
-            f"it inside `jax.shard_map`, `jax.pmap` or `jc.data_parallel` that maps {name!r}."
+            f"`{caller}` over axis {name!r}: no such axis here. {call} inside `jax.shard_map`, "
+            f"`jax.pmap` or `jc.data_parallel` that maps {name!r}."
         ) from None
     obstacle = _compat.obstacle(name)
     if obstacle == "unreachable":

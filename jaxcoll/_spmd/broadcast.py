@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import carried_dtype, flattened, where
+from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._spmd.arithmetic import received, sent
 from jaxcoll._spmd.axes import as_array, bound_axes, count, listed
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
@@ -33,11 +34,12 @@ def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scop
     here = lax.axis_index(tuple(axes)) == index
 
     flat, treedef = flattened(value)
-    leaves = [_as_array(path, leaf) for path, leaf in flat]
+    expected = "an array of numbers"
+    leaves = [as_array(x, f"`broadcast` cannot send {where(path)}", expected) for path, x in flat]
     summed = all_reduce(
         ReduceOp.SUM, [_shown(here, leaf) for leaf in leaves], axis_name, scope=scope.exactly
     )
-    results = [_as_it_was(total, leaf.dtype) for total, leaf in zip(summed, leaves, strict=True)]
+    results = [_as_it_was(total, leaf) for total, leaf in zip(summed, leaves, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, results)
 
 
@@ -45,25 +47,16 @@ def _shown(here: jax.Array, x: jax.Array) -> jax.Array:
     """`x` on the source, and on all others what adds nothing to it."""
     if _without_zero(x.dtype):
         x = lax.bitcast_convert_type(x, jnp.uint8)
-    x = x.astype(np.uint8 if x.dtype == np.bool_ else carried_dtype(x.dtype))
+    x = x.astype(np.uint8) if x.dtype == np.bool_ else sent(x)
     return jnp.where(here, x, jnp.zeros_like(x))
 
 
-def _as_it_was(total: jax.Array, dtype: np.dtype) -> jax.Array:
-    if _without_zero(dtype):
-        return lax.bitcast_convert_type(total, dtype)
-    return total.astype(dtype)
+def _as_it_was(total: jax.Array, x: jax.Array) -> jax.Array:
+    return (
+        lax.bitcast_convert_type(total, x.dtype) if _without_zero(x.dtype) else received(total, x)
+    )
 
 
 def _without_zero(dtype: np.dtype) -> bool:
     """True if no number of this type adds nothing: a float8_e8m0fnu is a power of two."""
-    return dtype != np.bool_ and bool(np.zeros((), dtype) != 0)
-
-
-def _as_array(path: str, value: Any) -> jax.Array:
-    who, expected = f"`broadcast` cannot send {where(path)}", "an array of numbers"
-    array = as_array(value, who, expected)
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        got = f"{array.dtype}; send its `jax.random.key_data`"
-        raise ValueError(f"{who}: expected {expected}, got {got}.")
-    return array
+    return jnp.issubdtype(dtype, np.number) and bool(np.zeros((), dtype) != 0)

@@ -14,10 +14,11 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, ReduceOp
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, flattened, where
+from jaxcoll._plan.packs.leaves import Leaf, flattened, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.planner import asked_algorithm, packing_for
 from jaxcoll._spmd.algorithms import table as algorithms
+from jaxcoll._spmd.arithmetic import received, sent
 from jaxcoll._spmd.axes import as_array, bound_axes, count
 from jaxcoll._spmd.pipeline import carry_out, pack, unpack
 from jaxcoll._spmd.scope import Scope
@@ -34,13 +35,10 @@ def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope
         dimension(axis, array.shape, f"`all_gather`: {where(path)}")
         for path, array in zip(paths, arrays, strict=True)
     ]
-    carried = [
-        _compat.as_varying(array.astype(carried_dtype(array.dtype)), tuple(axes))
-        for array in arrays
-    ]
+    carried = [_compat.as_varying(sent(array), tuple(axes)) for array in arrays]
     rows = _rows(paths, carried, axes, scope)
     joined = [
-        _compat.as_invariant(_joined(row, joint).astype(array.dtype), tuple(axes), summed=True)
+        received(_compat.as_invariant(_joined(row, joint), tuple(axes), summed=True), array)
         for row, joint, array in zip(rows, joints, arrays, strict=True)
     ]
     joined = marks.same(joined, tuple(axes))
@@ -122,10 +120,4 @@ def _as_array(path: str, value: Any) -> jax.Array:
             f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. `all_reduce` "
             "gathers the rows of all replicas, which is their sum; `to_dense` makes it an array."
         )
-    array = as_array(value, f"`all_gather` cannot gather {where(path)}")
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        raise ValueError(
-            f"`all_gather` cannot gather {where(path)}: it is a typed PRNG key; gather its "
-            "`jax.random.key_data`."
-        )
-    return array
+    return as_array(value, f"`all_gather` cannot gather {where(path)}")

@@ -159,7 +159,6 @@ def test_a_dimension_that_is_not_there_is_refused_by_name(runner):
 @pytest.mark.parametrize(
     ("leaf", "error", "words"),
     [
-        (lambda x: jax.random.key(0), ValueError, r"cannot gather leaf \['k'\]: it is a typed PRNG key"),
         (lambda x: "x", ValueError, r"cannot gather leaf \['k'\]: expected an array, got str"),
         (lambda x: np.array([None]), ValueError, "expected an array, got an array of object"),
         (lambda x: jc.IndexedSlices(x[:, None], jnp.arange(3), (3, 1)), NotImplementedError,
@@ -210,5 +209,27 @@ def test_the_derivative_of_a_broadcast_goes_to_its_source(runner):
 def test_a_source_that_is_no_replica_is_refused(source):
     words = f"expects `source` to be an integer from 0 to 2, .* along 'data'; got {source}"
     refused(words, lambda v: jc.broadcast(v, "data", source=source), rows(3))
-    words = r"cannot send leaf \['k'\]: .* got key<fry>; send its `jax.random.key_data`"
-    refused(words, lambda v: jc.broadcast({"k": jax.random.key(0)}, "data"), rows(3))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@EVERY
+def test_prng_keys_travel_as_their_data(runner, impl):
+    """In trees, along either dimension; what a key gives is drawn to show what came."""
+    n = 3
+
+    def f(seeds):
+        keys = jax.vmap(lambda seed: jax.random.key(seed, impl=impl))(seeds)
+        tree = {"keys": keys[None], "seeds": seeds}
+        gathered = jc.all_gather(tree, "data", axis=-1)["keys"]
+        along = jc.all_gather(keys[None], "data", axis=0)
+        sent = jc.broadcast({**tree, "one": keys[0]}, "data", source=1)
+        assert sent["one"].dtype == gathered.dtype == keys.dtype
+        return [jax.random.key_data(k) for k in (gathered, along, sent["keys"], sent["one"])]
+
+    seeds = np.arange(2 * n).reshape(n, 2)
+    every = jax.random.key_data(jax.vmap(lambda s: jax.random.key(s, impl=impl))(seeds.ravel()))
+    words = every.shape[-1]
+    for each in zip(*run(runner, f, n, seeds), strict=True):
+        wants = every[None], every.reshape(n, 2, words), every[None, 2:4], every[2]
+        for got, want in zip(each, wants, strict=True):
+            np.testing.assert_array_equal(got, want)

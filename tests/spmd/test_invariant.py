@@ -171,12 +171,15 @@ def test_where_types_are_not_tracked_nothing_is_inferred():
 @pytest.mark.parametrize("runner", ["vmap", "pmap", "checked", "unchecked"])
 def test_an_axis_out_of_scope_is_named_with_those_in_scope(runner):
     with pytest.raises(
-        NameError, match=r"over axis 'dta': no such axis here. Axes in scope: 'data'"
+        NameError,
+        match=r"`all_reduce` over axis 'dta': no such axis here. Did you mean 'data'\? If",
     ):
         run(runner, lambda x: jc.all_reduce("sum", x, "dta"), 2, rows(2))
+    with pytest.raises(NameError, match="`jc.pmean` over axis 'batch': .* mean 'data'?"):
+        run(runner, lambda x: jc.pmean(x, "batch"), 2, rows(2))
     with pytest.raises(NameError, match=r"`jc.value_and_grad` over axis 'dta'"):
         run(runner, lambda x: jc.value_and_grad(lambda v: v, "dta")(x), 2, rows(2))
-    with pytest.raises(NameError, match="Axes in scope: none. Call it inside `jax.shard_map`"):
+    with pytest.raises(NameError, match="no such axis here. Call it inside `jax.shard_map`"):
         jc.all_reduce("sum", jnp.ones(3), "data")
 
 

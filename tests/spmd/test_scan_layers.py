@@ -546,14 +546,30 @@ def test_bad_input(name):
         assert "`sharded` says what is whole" in note
 
 
-def test_a_layer_that_reads_the_gathered_stack():
-    def replica(w, x):
-        whole = lax.all_gather(w, "data", axis=1, tiled=True)
-        return jc.scan_layers(lambda h, p: h @ whole[0], x, w, "data", sharded=True)[0]
+@pytest.mark.parametrize("of_the_stack", [False, True])
+def test_a_layer_may_capture_an_array_shaped_like_the_gathered_stack(of_the_stack):
+    """Traced: a table of another origin, or the gathered stack itself."""
 
-    words = r"reads an array of type float32\[4, 16, 16\] .* the value"
-    with pytest.raises(ValueError, match=words):
-        mapped(replica, (P(None, "data"), ROWS), ROWS, N)(STACK["w"], X)
+    def grads(scan, whole, w, table, x):
+        def loss(w, table):
+            read = whole(w) if of_the_stack else table
+            h, _ = scan(lambda h, p: (jnp.tanh(h @ p @ read[1]), None), x, w)
+            return jnp.mean(h**2)
+
+        return jax.grad(loss, (0, 1))(w, table)
+
+    def replica(w, table, x):
+        gather = lambda w: lax.all_gather(w, "data", axis=1, tiled=True)
+        scan = scan_of(sharded=True, reduce_op="sum")  # as the gather's own derivative
+        of_w, of_table = grads(scan, gather, w, table, x)
+        return of_w / N, lax.pmean(of_table, "data")
+
+    rows = P(None, "data")
+    specs = (rows, P(), ROWS)
+    table = normal(*STACK["w"].shape)
+    got = on_rows(replica, STACK["w"], table, X, specs=specs, out_specs=specs[:2], checks=False)
+    want = jax.jit(functools.partial(grads, lax.scan, lambda w: w))(STACK["w"], table, X)
+    close(got, want, rtol=2e-5)
 
 
 def test_a_second_derivative_is_refused():

@@ -206,7 +206,10 @@ def where(path: str) -> str:
 @functools.cache
 def _why_not_reducible(dtype: np.dtype) -> str | None:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return "a typed PRNG key has no sum; leave keys out of the tree (None in their place)"
+        return (
+            "a typed PRNG key has no sum; leave keys out of the tree (None in their place), or "
+            "send them with `jc.broadcast`; their numbers are `jax.random.key_data(key)`"
+        )
     if dtype == jax.dtypes.float0:
         return "float0 is the gradient of an integer input; leave that input out of `argnums`"
     if dtype == np.dtype(bool):

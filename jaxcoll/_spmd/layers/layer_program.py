@@ -23,12 +23,6 @@ from jaxcoll._spmd.layers.stack import CALLER, Stack
 _CARRY = """\
 `scan_layers` expects `layer` to return a carry like the one it was given; {what}. {fix}"""
 
-_CAPTURED = """\
-`scan_layers`: `layer` reads an array of type {like} from around it, which is what {leaf} of \
-`stacked` would be, gathered: every device would hold all layers' parameters. Use the layer's own, \
-the second argument. What is meant to be whole belongs into `stacked`, with False in its place in \
-`sharded`."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
@@ -149,8 +143,6 @@ class UserLayer:
             more = varying.union(*map(_compat.varying_axes_of_type, avals))
             if more == varying:  # else a turn adds axes, and the next one begins with them
                 self._check_carry(typed, avals)
-                for value in captured:
-                    self._check_captured(value, axes)
                 return typed, along, program, captured
             varying = more
 
@@ -204,16 +196,6 @@ class UserLayer:
                         "`gather_dtype` is the type of the gathered parameters alone.",
                     )
                 )
-
-    def _check_captured(self, value: Any, axes: Mapping[str, int]) -> None:
-        stack = self._stack
-        for name, own, over in zip(stack.names, stack.arrays, stack.over, strict=True):
-            if not over or own.size < 2:
-                continue
-            layers, rows, *rest = own.shape
-            whole = (layers, rows * count({a: axes[a] for a in over}), *rest)
-            if value.shape == whole and value.dtype == own.dtype:
-                raise ValueError(_CAPTURED.format(like=like(value), leaf=where(name)))
 
     def result(self, carry: Arrays, results: Arrays) -> tuple[Any, Any]:
         """Return the results in the form of `lax.scan`'s."""
