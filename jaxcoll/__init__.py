@@ -6,7 +6,8 @@ from typing import Any as _Any
 from jaxcoll import compression as compression
 from jaxcoll import distribute as distribute
 from jaxcoll import errors as errors
-from jaxcoll._api.broadcast import broadcast as broadcast
+from jaxcoll._api.alike import broadcast as broadcast
+from jaxcoll._api.alike import same as same
 from jaxcoll._api.collectives import all_reduce as all_reduce
 from jaxcoll._api.collectives import pmean as pmean
 from jaxcoll._api.collectives import psum as psum
@@ -21,7 +22,6 @@ from jaxcoll._api.halves import reduce_scatter as reduce_scatter
 from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
-from jaxcoll._api.same import same as same
 from jaxcoll._dispatch.dispatch import group_by as _group_by
 from jaxcoll._distribute.check_replicas import check_replicas as check_replicas
 from jaxcoll._inspect import assert_collectives as assert_collectives

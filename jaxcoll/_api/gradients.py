@@ -9,7 +9,7 @@ from jaxcoll._plan.checks import positive
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd.gradients import gradient, sync
 from jaxcoll._spmd.gradients import mean_loss as mean
-from jaxcoll._spmd.gradients.accumulate import MicroBatches
+from jaxcoll._spmd.gradients.loss import MicroBatches
 from jaxcoll._spmd.layers import scan
 from jaxcoll._spmd.scope import scope_here
 

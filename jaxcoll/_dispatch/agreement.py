@@ -21,7 +21,7 @@ from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.fingerprint import first_difference, unpacked
 from jaxcoll._dispatch.peers import Peers
 from jaxcoll._dispatch.shared_program import FirstValues
-from jaxcoll._spmd.checks.check_replicas import ReplicaCheck
+from jaxcoll._spmd.check_replicas import ReplicaCheck
 from jaxcoll.errors import PeerLostError, ProgramMismatchError, ReplicaDivergenceError
 
 PATIENCE_SECONDS = 0.25

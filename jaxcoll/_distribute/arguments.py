@@ -17,7 +17,7 @@ from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, r
 from jaxcoll._mesh.mesh import checked_devices, line_of, of_this_process, span_processes
 from jaxcoll._mesh.placement import host_array, is_array
 from jaxcoll._plan.options import CommunicationOptions
-from jaxcoll._spmd.broadcast import broadcast
+from jaxcoll._spmd.gather import broadcast
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
 

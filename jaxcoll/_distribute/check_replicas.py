@@ -17,9 +17,9 @@ from jaxcoll._distribute.per_replica import PerReplica
 from jaxcoll._distribute.replica_axis import known_to_all
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._plan.packs.leaves import where
+from jaxcoll._spmd import check_replicas as _check
 from jaxcoll._spmd.axes import bound_axes, count
-from jaxcoll._spmd.checks import check_replicas as _check
-from jaxcoll._spmd.checks.check_replicas import WORDS, ReplicaCheck, digest
+from jaxcoll._spmd.check_replicas import WORDS, ReplicaCheck, digest
 from jaxcoll._spmd.gather import all_gather
 from jaxcoll._spmd.scope import Scope, scope_here
 

@@ -32,7 +32,7 @@ from jaxcoll._mesh.placement import InPlace, is_array, place, viewed
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.packs.leaves import check_not_empty
-from jaxcoll._spmd.same import Claims
+from jaxcoll._spmd.check_replicas import Claims
 from jaxcoll._spmd.sparse import is_sparse
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import checked

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._api.broadcast import broadcast
+from jaxcoll._api.alike import broadcast
 from jaxcoll._elastic import residuals
 from jaxcoll._elastic.checkpoint import (
     Stamp,

@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.mesh import no_mesh
-from jaxcoll._spmd.checks.check_replicas import ReplicaCheck
-from jaxcoll._spmd.same import WORDS, Claims
+from jaxcoll._spmd.check_replicas import REPORTED, Claims, ReplicaCheck
 
 
 def are_new(claims: Claims, arguments: Any) -> bool:
@@ -37,7 +36,7 @@ def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any]
         jax.effects_barrier()
         places = sorted({place for place, _ in claims.reported})
         table = np.zeros(
-            (int(np.prod([mesh.shape[a] for a in axes])), len(places), WORDS), np.uint32
+            (int(np.prod([mesh.shape[a] for a in axes])), len(places), REPORTED), np.uint32
         )
         for (place, replica), row in claims.reported.items():
             table[replica, places.index(place)] = row

@@ -22,7 +22,7 @@ from jaxcoll._mesh.placement import specs_of
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, checked
-from jaxcoll._spmd.same import Claims
+from jaxcoll._spmd.check_replicas import Claims
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import Shards
 from jaxcoll._step.arguments import FLAGS, Call, Signature, Slot, bound_step, slots

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcoll as jc
-from jaxcoll._spmd.checks.check_replicas import digest as _digest
+from jaxcoll._spmd.check_replicas import digest as _digest
 
 P = PartitionSpec
 M = 2**32

@@ -26,7 +26,7 @@ from jaxcoll._plan.planner import choose
 from jaxcoll._plan.world import World
 from jaxcoll._prices.predict import predict
 from jaxcoll._prices.rates import rates_of
-from jaxcoll._wire import int4
+from jaxcoll._wire import formats
 from jaxcoll.cli.flags import tree_of
 
 FORMATS = ("bf16", "int8", "int4")
@@ -250,7 +250,7 @@ def test_levels_of_int4_are_the_fitted_ones_to_the_bit(feedback):
     codes[:, 32:] = [[0x80, 0x3F], [0x80, 0xBF]]  # a scale of 1, and one of a block of integers
     got = np.asarray(jax.jit(jc.compression.Int4().decode, static_argnums=1)(codes, feedback))
     integers = range(-7, 9)  # of every block under feedback
-    for row, levels in zip(got, (integers if feedback else int4.LEVELS, integers), strict=True):
+    for row, levels in zip(got, (integers if feedback else formats.LEVELS, integers), strict=True):
         np.testing.assert_array_equal(row[:16], levels)
         np.testing.assert_array_equal(row[32:48], levels[::-1])
 

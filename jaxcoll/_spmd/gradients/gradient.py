@@ -25,8 +25,11 @@ from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
 from jaxcoll._spmd.arithmetic import halved, halvings, quotient
 from jaxcoll._spmd.axes import bound_axes, count, listed
-from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
 from jaxcoll._spmd.gradients.loss import (
+    Beside,
+    Differentiated,
+    MicroBatches,
+    accumulated,
     check_differentiable,
     loss_and_aux,
     value_and_local_grad,

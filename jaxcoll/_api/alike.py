@@ -1,11 +1,11 @@
-"""One replica's value for all, inside a mapped program."""
+"""Values made the same on every replica, inside a mapped program, or taken for it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from jaxcoll._plan.options import CommunicationOptions, checked
-from jaxcoll._spmd import broadcast as _broadcast
+from jaxcoll._spmd import check_replicas, gather
 from jaxcoll._spmd.scope import scope_here
 from jaxcoll._spmd.shards import check_no_shards
 
@@ -47,4 +47,36 @@ def broadcast(
     scope = scope_here().merged(checked(options, exactly="broadcast"))
     axes = scope.over(axis_name, "jc.broadcast")
     check_no_shards(value, axes, "broadcast")
-    return _broadcast.broadcast(value, axes, source=source, scope=scope)
+    return gather.broadcast(value, axes, source=source, scope=scope)
+
+
+def same(value: Any, axis_name: str | tuple[str, ...] | None = None) -> Any:
+    """Vouch that a value is the same on every replica, where no program shows it.
+
+    Made for a number that the host returned (`jax.pure_callback`), a value read from a reference,
+    or a sum in an order of your own: an output, a predicate, a parameter. Nothing is sent. On the
+    first call for arguments of each shape, `jc.data_parallel` and `strategy.run` compare the
+    copies, bit by bit, over processes too. Elsewhere, and in a program that was compiled by
+    `.lower(...).compile()`, nobody does.
+
+    Args:
+      value: a pytree of arrays.
+      axis_name: as in `all_reduce`.
+
+    Returns:
+      `value`, *invariant* over the axes. Its derivative is its cotangent's own. Cost: none; on a
+      first call that of a digest.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      ValueError: a leaf is not an array.
+      ReplicaDivergenceError: on a first call, replicas hold different bits; the line is named.
+
+    Examples:
+      >>> import jax, numpy as np, jaxcoll as jc
+      >>> step = jc.data_parallel(lambda x: same(jax.lax.psum(x, "data") * 0.5))
+      >>> step(np.ones(8)).tolist()
+      [4.0]
+    """
+    scope = scope_here()
+    return check_replicas.same(value, scope.over(axis_name, "jc.same"), scope.claims)

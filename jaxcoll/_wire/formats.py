@@ -1,10 +1,11 @@
-"""Blocks of 4-bit codes, two to a byte, each for one of sixteen levels of a scale.
+"""The wire formats: bfloat16, and codes of 4 and 8 bits in blocks.
 
-The levels are those of least square error for Gaussian numbers divided by the largest magnitude of
-their block of 64 (Lloyd, "Least squares quantization in PCM", 1982), rounded to 256ths: a level
-times a bfloat16 scale has no more bits than a float32, so that decoding does not round.
+A scale is rounded up to a bfloat16, so that a code times a scale has no more bits than a float32:
+decoding does not round.
 
-In other blocks the codes are multiples of the scale, whose sign says so: where the largest
+The levels of 4 bits are those of least square error for Gaussian numbers divided by the largest
+magnitude of their block of 64 (Lloyd, "Least squares quantization in PCM", 1982), rounded to
+256ths. In other blocks the codes are multiples of the scale, whose sign says so: where the largest
 magnitude is 7·2^k, which few numbers but integers have, and under error feedback. Fitted levels lie
 far apart at the ends, so that feedback would owe more of the largest numbers, and train worse.
 """
@@ -21,6 +22,45 @@ from jax import lax
 
 from jaxcoll._wire import blocks as shared
 from jaxcoll._wire.format import WireFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class Bf16(WireFormat):
+    """bfloat16: the upper half of a float32, rounded to nearest; an element takes 2 bytes.
+
+    What bfloat16 can hold arrives exactly. Error of a sum, rounded twice: 0.0024 of the norm.
+
+    Examples:
+      >>> Bf16().nbytes(1000)
+      2000
+    """
+
+    block: int = dataclasses.field(default=1, init=False, repr=False)
+
+    name: ClassVar[str] = "bf16"
+    scale_bytes: ClassVar[int] = 0
+    least: ClassVar[int] = 64
+    # float16 has more bits of mantissa, and is no longer.
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+    passes: ClassVar[float] = 0.6
+
+    def __post_init__(self) -> None:
+        pass
+
+    def encode(self, blocks: jax.Array, feedback: bool) -> jax.Array:
+        """Return float32 as uint16, each rounded to nearest even.
+
+        In integers: XLA's CPU compiler stores what it converts, and copies that for each receiver.
+        """
+        bits = lax.bitcast_convert_type(blocks, jnp.uint32)
+        up = bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
+        is_nan = bits & np.uint32(0x7FFFFFFF) > shared.INFINITE
+        return (jnp.where(is_nan, bits | np.uint32(0x400000), up) >> 16).astype(jnp.uint16)
+
+    def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
+        """Return float32 from what `encode` gave."""
+        return shared.widened(codes.astype(jnp.uint32))
+
 
 LEVELS = (-241, -186, -145, -111, -81, -53, -26, 0, 21, 43, 67, 92, 120, 154, 194, 245)
 """In 256ths, by code."""
@@ -126,3 +166,37 @@ def _curved(values: jax.Array) -> jax.Array:
     values = jnp.maximum(values, values * _SHORTER)
     squares = values * values
     return values * (a + squares * (b + squares * c))
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(WireFormat):
+    """Multiples -127 to 127 of a scale for each block: an element takes 1 byte and 2/block.
+
+    Zeros, and blocks of multiples of 2^k of which the largest is 127·2^k, arrive exactly. Error of
+    a sum of Gaussian numbers, rounded twice whatever n is: 0.0099 of the norm.
+
+    Args:
+      block: elements that share a scale; a multiple of 2.
+
+    Examples:
+      >>> Int8().nbytes(1024)
+      1032
+    """
+
+    block: int = 256
+
+    name: ClassVar[str] = "int8"
+    bits: ClassVar[int] = 8
+
+    def encode(self, blocks: jax.Array, feedback: bool) -> jax.Array:
+        """Return blocks as bytes, of shape (..., m, block + 2)."""
+        bits = shared.largest(blocks)
+        scales = shared.scale(bits, lax.bitcast_convert_type(bits, jnp.float32) / np.float32(127))
+        steps = shared.quotient(np.float32(1), scales)[..., None]
+        return shared.joined(shared.rounded(blocks * steps, 0xFF).astype(jnp.uint8), scales)
+
+    def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
+        """Return blocks of float32 from what `encode` gave."""
+        numbers, scales = shared.parted(codes)
+        values = lax.bitcast_convert_type(numbers, jnp.int8).astype(jnp.float32)
+        return values * shared.widened(scales)[..., None]

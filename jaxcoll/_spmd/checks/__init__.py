@@ -1,1 +1,0 @@
-"""Checks that replicas hold the same."""
