@@ -1,14 +1,12 @@
 """The errors a user may want to catch by name."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
+import collections.abc as _abc
 
 
 class _RanksError(Exception):
     """An error that names processes of a job."""
 
-    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+    def __init__(self, message: str, *, ranks: _abc.Iterable[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
 
@@ -63,7 +61,7 @@ class ReplicaDivergenceError(RuntimeError):
     """
 
     def __init__(
-        self, message: str, *, divergent: Mapping[str, tuple[tuple[str, ...], ...]]
+        self, message: str, *, divergent: _abc.Mapping[str, tuple[tuple[str, ...], ...]]
     ) -> None:
         super().__init__(message)
         self.divergent = divergent

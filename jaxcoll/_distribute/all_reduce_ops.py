@@ -14,8 +14,12 @@ from jax.sharding import AxisType, Mesh
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.arguments import devices_named
-from jaxcoll._distribute.cross_device_ops import Batch, CrossDeviceOps, Reduction
-from jaxcoll._distribute.one_device import ReductionToOneDevice
+from jaxcoll._distribute.cross_device_ops import (
+    Batch,
+    CrossDeviceOps,
+    Reduction,
+    ReductionToOneDevice,
+)
 from jaxcoll._distribute.replica_axis import AXIS, replicating
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
@@ -141,13 +145,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     def _all_reduce(self, batch: Batch, reductions: Sequence[Reduction]) -> Call:
         """Describe the all-reduce of values over the same devices, to a list of them."""
-        replicated = tuple([r.value.replicated for r in reductions])
+        replicated = tuple([not r.value._rows for r in reductions])
         program, devices, routes = self._program(
             reductions[0].value.devices, batch.reduce_op, batch.options, replicated
         )
         # One program has one order of devices, and a sum does not care in which it is made.
         values = [r.value for r in reductions]
-        values = [v if v.devices == devices else v.reordered(devices) for v in values]
+        values = [v if v.devices == devices else v._reordered(devices) for v in values]
         settings = (batch.reduce_op, routes, batch.structure)
         trees = [value.tree for value in values]
         return Call(program, trees, devices, batch.name, batch.options, settings=settings)
@@ -156,14 +160,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 class NcclAllReduce(AllReduceCrossDeviceOps):
     """All-reduces in one compiled program, packed; NCCL carries it on NVIDIA GPUs.
 
-    It is an `AllReduceCrossDeviceOps` with the algorithm "nccl". On other platforms their own
-    all-reduce carries it.
-
-    Args:
-      num_packs: as in `AllReduceCrossDeviceOps`.
-
-    Raises:
-      ValueError: `num_packs` is not an integer, or negative.
+    It is an `AllReduceCrossDeviceOps` with the algorithm "nccl": its `num_packs`, and its errors. On
+    other platforms their own all-reduce carries it.
 
     Examples:
       >>> grads = PerReplica([{"w": [1.0, 2.0], "b": 3.0}, {"w": [5.0, 6.0], "b": 7.0}])
@@ -182,13 +180,8 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     Every device counts. An even number of devices, from four on, is reduced in two halves of
     neighbours: a reduce-scatter within, an all-reduce of each shard between them, an all-gather
     within. Two devices, and an odd number, take one all-reduce over all. (TensorFlow's own, made
-    for the links of a DGX-1, loses the last of an odd number.)
-
-    Args:
-      num_packs: as in `AllReduceCrossDeviceOps`.
-
-    Raises:
-      ValueError: `num_packs` is not an integer, or negative.
+    for the links of a DGX-1, loses the last of an odd number.) It is an `AllReduceCrossDeviceOps`
+    otherwise: its `num_packs`, and its errors.
 
     Examples:
       >>> value = PerReplica([1.0, 10.0, 100.0])

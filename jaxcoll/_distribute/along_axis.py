@@ -69,7 +69,7 @@ def _parts_of(
             *shapes_of_all(caller, rows, whole.devices, structure, timeout_seconds=timeout_seconds)
         ]
     else:
-        like, shift = whole.tree, int(not whole.replicated)
+        like, shift = whole.tree, int(whole._rows)
         shapes = [
             dict.fromkeys(range(len(whole)), Shape(leaf.shape[shift:], leaf.dtype.name))
             for leaf in jax.tree.leaves(like)
@@ -109,7 +109,7 @@ def _padded(value: Uneven, shapes: Sequence[Mapping[int, Shape]]) -> Distributed
     for i, part in value.tree.items():
         leaves, treedef = jax.tree.flatten(part)
         rows[i] = treedef.unflatten(map(padded, leaves, longest))
-    return Uneven.of(rows, value.devices).assembled()
+    return Uneven._of(rows, value.devices)._assembled()
 
 
 def reduce_along(
@@ -141,7 +141,7 @@ def reduce_along(
 
 def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
     """Return each replica's sums, where its part lies, in the type in which a mean is made."""
-    value, shift = parts.value, int(not parts.value.replicated)
+    value, shift = parts.value, int(parts.value._rows)
     leaves, treedef = jax.tree.flatten(value.tree)
     sums = treedef.unflatten(
         # Of rows, the first dimension is that of the replicas.
@@ -150,7 +150,7 @@ def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
     )
     if not shift and len(value) == 1 and isinstance(value.tree, jax.Array):
         return sums  # of a plain value, which belongs to no group of devices
-    return type(value).of(sums, value.devices)
+    return type(value)._of(sums, value.devices)
 
 
 def _mean(total: Any, parts: _Parts) -> Any:
@@ -196,13 +196,13 @@ def gather_along(
     with no_mesh():
         parts = _parts_of(ops, "gather", path, value, axis, devices, options.timeout_seconds)
         whole, carried = parts.value, without_deadline(options)
-        mesh, replicated = line_of(whole.devices, AXIS), (whole.replicated,)
+        mesh, replicated = line_of(whole.devices, AXIS), (not whole._rows,)
         program = replicating("gathered", mesh, _gathered, replicated, axis, options=carried)
         settings = (path, axis, carried)
         call = Call(
             program, (whole.tree,), whole.devices, f"`{name}.gather`", options, settings=settings
         )
-        joined = delivered(Mirrored.of(run(call), whole.devices), (first,))
+        joined = delivered(Mirrored._of(run(call), whole.devices), (first,))
         leaves, treedef = jax.tree.flatten(joined)
         return treedef.unflatten(map(_without_padding, leaves, parts.axes, parts.shapes))
 

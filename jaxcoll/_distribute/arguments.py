@@ -1,8 +1,9 @@
-"""Values and destinations as users pass them to an op or a strategy, and copies to them."""
+"""Values, destinations and options as users pass them to an op or a strategy; and copies."""
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven
 from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, replicating
 from jaxcoll._mesh.mesh import checked_devices, line_of, of_this_process, span_processes
 from jaxcoll._mesh.placement import host_array, is_array
-from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.checks import refuse
+from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._spmd.gather import broadcast
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._spmd.sparse import check_slices, is_sparse
 
 # "localhost" is what TensorFlow calls the only task of a program that is not distributed.
 _SPELLING = re.compile(
@@ -55,7 +57,7 @@ def taken(
     if isinstance(value, Tracer):
         refuse_traced(f"`{caller}`: the value")
     if is_sparse(value):
-        value.check(f"`{caller}`")
+        check_slices(value, f"`{caller}`")
     elif not is_array(value):
         raise ValueError(
             f"`{caller}` expects a PerReplica, a Mirrored, an array or a number; got {value!r} "
@@ -70,7 +72,7 @@ def taken(
     if span_processes(group):
         firsts = first_of_each_process(group)
         (replica,) = of_this_process(firsts)
-        return Uneven.of({replica: value if is_sparse(value) else host_array(value)}, firsts)
+        return Uneven._of({replica: value if is_sparse(value) else host_array(value)}, firsts)
     if isinstance(value, jax.Array):
         return Mirrored.from_global(value)
     if device.process_index != jax.process_index():  # the op refuses it, or has a use for it
@@ -89,7 +91,7 @@ def over_group(
     Raises:
       ValueError: it lies on other devices.
     """
-    value = value.settled()
+    value = value._settled()
     devices = value.devices
     if not group or devices == group:
         return value
@@ -99,7 +101,7 @@ def over_group(
     own = of_this_process(group)
     if spans and lies_on == {group[i] for i in own}:
         part_on = dict(zip(devices, value, strict=True))
-        return Uneven.of({i: part_on[group[i]] for i in own}, group)
+        return Uneven._of({i: part_on[group[i]] for i in own}, group)
     hint = " Or pass a value over this process's share of them, as every process then does."
     raise ValueError(
         f"`{name}` reduces over its own {len(group)} devices, {', '.join(map(str, group))}; got a "
@@ -182,7 +184,7 @@ def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
         if len(devices) > 1 and result.devices == devices:
             return result
         if len(devices) > 1 and set(devices) == set(result.devices):
-            return result.reordered(devices)
+            return result._reordered(devices)
         result = copy_near(result, devices)
     here = [devices[i] for i in of_this_process(devices)]
     if not here:
@@ -195,7 +197,7 @@ def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
         parts = jax.device_put([leaf] * len(here), here)
         return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, parts)
 
-    return Mirrored.of(jax.tree.map(on_all, result))
+    return Mirrored._of(jax.tree.map(on_all, result))
 
 
 def broadcast_to(
@@ -206,11 +208,11 @@ def broadcast_to(
         check_here(devices[0])
         return delivered(tree, devices)
     # Processes may hold different values, which is no error here: hence rows, not copies.
-    rows = Uneven.of(dict.fromkeys(of_this_process(devices), tree), devices).assembled()
+    rows = Uneven._of(dict.fromkeys(of_this_process(devices), tree), devices)._assembled()
     program = replicating("broadcast", line_of(devices, AXIS), _from_the_first, (False,))
     options = CommunicationOptions(timeout_seconds=timeout_seconds)
     call = Call(program, (rows.tree,), devices, "`broadcast`", options)
-    return Mirrored.of(run(call), devices)
+    return Mirrored._of(run(call), devices)
 
 
 def _from_the_first(trees: Sequence[Any], scope: Scope) -> Any:
@@ -231,3 +233,46 @@ def copy_near(value: DistributedValues, devices: tuple[jax.Device, ...]) -> Any:
     """Return the copy of `value` that lies on one of `devices`, or any, of this process."""
     here = of_this_process(value.devices)
     return value[next((i for i in here if value.devices[i] in devices), here[0])]
+
+
+def given(options: Any, experimental_hints: Any) -> CommunicationOptions:
+    """The options of a call that also takes them under their older name."""
+    if experimental_hints is None:
+        return checked(options)
+    if options is not None:
+        raise ValueError(
+            "`experimental_hints` is the older name of `options`: give one of the two."
+        )
+    if isinstance(experimental_hints, CommunicationOptions):
+        return experimental_hints
+    what = "a CollectiveHints, a CommunicationOptions or None"
+    refuse("experimental_hints", what, experimental_hints)
+
+
+@jax.tree_util.register_static
+class CollectiveHints(CommunicationOptions):
+    """Deprecated spelling of `CommunicationOptions`, without `implementation`.
+
+    It is one, with both options set: equal to it, with its errors, and taken wherever one is.
+
+    Warns:
+      DeprecationWarning: always.
+
+    Examples:
+      >>> import warnings
+      >>> with warnings.catch_warnings(action="ignore"):
+      ...     hints = CollectiveHints(timeout_seconds=120)
+      >>> isinstance(hints, CollectiveHints), isinstance(hints, CommunicationOptions)
+      (True, True)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> None:
+        warnings.warn(
+            "CollectiveHints is deprecated; use CommunicationOptions, which takes the same "
+            "arguments.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        super().__init__(bytes_per_pack, timeout_seconds)

@@ -52,9 +52,9 @@ def distributed(caller: str, values: Mapping[int, Any], devices: tuple[jax.Devic
     `values` are the trees of this process's replicas. All processes exchange shapes, so that each
     leaf is of one kind on all of them.
     """
-    tree = assembled(caller, devices, values.__getitem__, rows=True, uneven=Uneven.of)
+    tree = assembled(caller, devices, values.__getitem__, rows=True, uneven=Uneven._of)
     return jax.tree.map(
-        lambda leaf: leaf if is_distributed(leaf) else PerReplica.of(leaf, devices),
+        lambda leaf: leaf if is_distributed(leaf) else PerReplica._of(leaf, devices),
         tree,
         is_leaf=lambda node: is_distributed(node) or is_sparse(node),
     )
@@ -81,7 +81,7 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
         if is_global or (len(here) == len(devices) and not leaf.shape[0] % len(here)):
             split = leaf.reshape(len(devices), -1, *leaf.shape[1:])
-            whole[path] = PerReplica.of(place(split, rows_over(devices)), devices)
+            whole[path] = PerReplica._of(place(split, rows_over(devices)), devices)
             continue
         start = 0
         for k, i in enumerate(here):

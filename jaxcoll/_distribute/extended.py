@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcoll._distribute.arguments import given
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps, checked_pairs
-from jaxcoll._distribute.hints import given
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, PerReplica, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica
 from jaxcoll._distribute.replica_program import run_on_replicas
@@ -153,4 +153,4 @@ def _joined(result: Any) -> Mirrored | PerReplica:
             value = kind.from_function(value.__getitem__, devices=value.devices)
         return value.tree
 
-    return kind.of(jax.tree.map(arrays, result, is_leaf=is_distributed))
+    return kind._of(jax.tree.map(arrays, result, is_leaf=is_distributed))

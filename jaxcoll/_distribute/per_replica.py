@@ -10,16 +10,10 @@ from typing import Any, ClassVar, NoReturn, Self, final
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxcoll._distribute.assemble import assembled, own_devices
-from jaxcoll._distribute.replica_axis import (
-    AXIS,
-    copies_over,
-    refuse_traced,
-    rows_over,
-    without_row,
-)
+from jaxcoll._distribute.replica_axis import copies_over, refuse_traced, rows_over, without_row
 from jaxcoll._mesh.mesh import checked_devices, no_mesh
 from jaxcoll._mesh.placement import viewed
 from jaxcoll._plan.packs.leaves import where
@@ -47,11 +41,10 @@ class DistributedValues:
 
     tree: Any
     """The global arrays, in the structure of one replica's value."""
-    replicated: ClassVar[bool]
-    """True if every device holds the same, False if each holds a row of its own."""
+    _rows: ClassVar[bool]  # each device holds a row of the arrays, and not a copy of all
 
-    def __init_subclass__(cls, *, replicated: bool, of_parts: bool = False) -> None:
-        cls.replicated = replicated
+    def __init_subclass__(cls, *, rows: bool, of_parts: bool = False) -> None:
+        cls._rows = rows
         # Global arrays say themselves what they lie on, after a transformation as before.
         jax.tree_util.register_pytree_with_keys(
             cls,
@@ -59,7 +52,7 @@ class DistributedValues:
                 ((jax.tree_util.GetAttrKey("tree"), value.tree),),
                 value.devices if of_parts else None,
             ),
-            lambda devices, children: cls.of(next(iter(children)), devices),
+            lambda devices, children: cls._of(next(iter(children)), devices),
             lambda value: ((value.tree,), value.devices if of_parts else None),
         )
 
@@ -93,7 +86,7 @@ class DistributedValues:
                 f"`{name}` expects one device for each value; got "
                 f"{counted(len(values), 'value')} and {counted(len(line), 'device')}."
             )
-        self.tree = assembled(name, line, values.__getitem__, rows=not self.replicated)
+        self.tree = assembled(name, line, values.__getitem__, rows=self._rows)
         self.devices = line
 
     @final
@@ -116,7 +109,7 @@ class DistributedValues:
           30.0
         """
         line = checked_devices(jax.devices() if devices is None else devices, cls.__name__)
-        return cls.of(assembled(cls.__name__, line, fun, rows=not cls.replicated), line)
+        return cls._of(assembled(cls.__name__, line, fun, rows=cls._rows), line)
 
     @final
     @classmethod
@@ -132,11 +125,11 @@ class DistributedValues:
         Raises:
           ValueError: there is no leaf, one is not a global array, or lies differently.
         """
-        return cls.of(tree).settled()
+        return cls._of(tree)._settled()
 
     @final
     @classmethod
-    def of(cls, tree: Any, devices: tuple[jax.Device, ...] | None = None) -> Self:
+    def _of(cls, tree: Any, devices: tuple[jax.Device, ...] | None = None) -> Self:
         """Wrap `tree` without a check, as JAX's transformations need it."""
         self = object.__new__(cls)
         self.tree = tree
@@ -188,26 +181,16 @@ class DistributedValues:
                 f"process {jax.process_index()} cannot read it; all-reduce or gather it first."
             )
         with no_mesh():
-            return self.local(self.part(device))
+            part = self._part(device)
+            return without_row(part) if self._rows else part
 
-    def part(self, device: jax.Device) -> Any:
+    def _part(self, device: jax.Device) -> Any:
         """Return what lies on `device`, of which a row has its leading dimension still."""
 
         def here(leaf: jax.Array) -> jax.Array:
             return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
 
         return jax.tree.map(here, self.tree)
-
-    @classmethod
-    def local(cls, part: Any) -> Any:
-        """Return one replica's value, from its part of the global arrays."""
-        return part if cls.replicated else without_row(part)
-
-    @final
-    @property
-    def spec(self) -> PartitionSpec:
-        """The spec of each leaf in a program that maps the replicas."""
-        return PartitionSpec() if self.replicated else PartitionSpec(AXIS)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -227,14 +210,14 @@ class DistributedValues:
         except ValueError:  # a transformation holds it, or its leaves have moved
             return f"{type(self).__name__}({self.tree!r})"
         shown = devices if len(devices) < 5 else [devices[0], devices[1], "…", devices[-1]]
-        tree = _shown(self.tree, int(not self.replicated))
+        tree = _shown(self.tree, int(self._rows))
         return f"{type(self).__name__}({tree} on {len(devices)}: {', '.join(shown)})"
 
-    def assembled(self) -> DistributedValues:
+    def _assembled(self) -> DistributedValues:
         """Return it as global arrays, which it is, unless it is `Uneven`."""
         return self
 
-    def settled(self) -> Self:
+    def _settled(self) -> Self:
         """Return a view of it, each leaf checked, and typed by the one mesh of its devices."""
         devices = self.devices
         sharding = self._over(devices)
@@ -256,17 +239,17 @@ class DistributedValues:
                 )
             return viewed(leaf, sharding)
 
-        return self.of(jax.tree_util.tree_map_with_path(settle, self.tree), devices)
+        return self._of(jax.tree_util.tree_map_with_path(settle, self.tree), devices)
 
     @final
-    def reordered(self, devices: tuple[jax.Device, ...]) -> Self:
+    def _reordered(self, devices: tuple[jax.Device, ...]) -> Self:
         """Return a view whose replicas are counted in the order of `devices`: nothing is copied."""
         sharding = self._over(devices)
-        return self.of(jax.tree.map(lambda leaf: viewed(leaf, sharding), self.tree), devices)
+        return self._of(jax.tree.map(lambda leaf: viewed(leaf, sharding), self.tree), devices)
 
     def _over(self, devices: tuple[jax.Device, ...]) -> NamedSharding:
         """Return the sharding of each leaf over `devices`."""
-        return (copies_over if self.replicated else rows_over)(devices)
+        return (rows_over if self._rows else copies_over)(devices)
 
     @final
     def _devices_of(self, path: Any, leaf: Any) -> tuple[jax.Device, ...]:
@@ -275,7 +258,7 @@ class DistributedValues:
         if isinstance(mesh, Mesh) and not isinstance(leaf, Tracer):
             devices = tuple(mesh.devices.flat)
             if leaf.sharding == self._over(devices):
-                if self.replicated or leaf.shape[:1] == (len(devices),):
+                if not self._rows or leaf.shape[:1] == (len(devices),):
                     return devices
         name = where(jax.tree_util.keystr(path))
         if isinstance(leaf, Tracer):
@@ -286,7 +269,7 @@ class DistributedValues:
                 f"got {type(leaf).__name__}."
             )
         parts = leaf.sharding.devices_indices_map(leaf.shape)
-        if self.replicated:
+        if not self._rows:
             fits, expected = leaf.sharding.is_fully_replicated, "to be replicated over its devices"
         else:
             one_row = (1, *leaf.shape[1:])
@@ -299,14 +282,14 @@ class DistributedValues:
                 f"`{type(self).__name__}` expects {name} {expected}; got shape {leaf.shape} over "
                 f"{counted(len(leaf.sharding.device_set), 'device')}: {leaf.sharding}."
             )
-        if self.replicated:
+        if not self._rows:
             return tuple(parts)
         # A row may lie on any device: replicas are counted by rows, not by devices.
         return tuple(sorted(parts, key=lambda device: parts[device][0].start or 0))
 
 
 @final
-class PerReplica(DistributedValues, replicated=False):
+class PerReplica(DistributedValues, rows=True):
     """One value for each replica: a pytree of arrays, a row on each device.
 
     Guarantees: a leaf of `tree` is a global array of shape (n, *shape) with row i on device i,
@@ -324,7 +307,7 @@ class PerReplica(DistributedValues, replicated=False):
 
 
 @final
-class Mirrored(DistributedValues, replicated=True):
+class Mirrored(DistributedValues, rows=False):
     """One value with a copy on every replica's device: a pytree of replicated arrays.
 
     Guarantees: the copies are equal to the bit. The constructor compares them; `from_global` takes
@@ -338,30 +321,23 @@ class Mirrored(DistributedValues, replicated=True):
 
 
 @final
-class Uneven(DistributedValues, replicated=False, of_parts=True):
+class Uneven(DistributedValues, rows=False, of_parts=True):
     """One value for each replica whose shapes may differ, so that no global array holds it.
 
     `tree` has the parts of this process's replicas, by their numbers. `strategy.gather` takes it,
     and `strategy.reduce` along an axis.
     """
 
-    def part(self, device: jax.Device) -> Any:
-        """Return what lies on `device`."""
+    def _part(self, device: jax.Device) -> Any:
         return self.tree[self.devices.index(device)]
 
-    @classmethod
-    def local(cls, part: Any) -> Any:
-        """Return the part, which has no leading dimension."""
-        return part
-
-    def settled(self) -> Self:
-        """Return it as it is."""
+    def _settled(self) -> Self:
         return self
 
-    def assembled(self) -> PerReplica:
+    def _assembled(self) -> PerReplica:
         """Return the value of all replicas; the program that takes it compares the shapes."""
         name, part_of = PerReplica.__name__, self.tree.__getitem__
-        return PerReplica.of(assembled(name, self.devices, part_of, rows=True, exchange=False))
+        return PerReplica._of(assembled(name, self.devices, part_of, rows=True, exchange=False))
 
     def __repr__(self) -> str:
         return f"Uneven({_shown(self.tree)} of {len(self.devices)})"

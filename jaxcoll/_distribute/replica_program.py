@@ -1,4 +1,4 @@
-"""A function of one replica, made one compiled program for all of them."""
+"""A function of one replica, its context, and the compiled program that it becomes for all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from jaxcoll._api.collectives import all_reduce
+from jaxcoll._api.halves import all_gather
 from jaxcoll._compat import settings
 from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._distribute.arguments import copy_near, over_group
+from jaxcoll._distribute.arguments import copy_near, given, over_group
 from jaxcoll._distribute.per_replica import (
     DistributedValues,
     Mirrored,
@@ -25,18 +27,149 @@ from jaxcoll._distribute.per_replica import (
     Uneven,
     is_distributed,
 )
-from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, without_deadline
-from jaxcoll._distribute.replica_context import ReplicaContext, check_own, context_in_trace
+from jaxcoll._distribute.replica_axis import (
+    AXIS,
+    context_in_trace,
+    copies_over,
+    refuse_traced,
+    without_deadline,
+    without_row,
+)
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import InPlace, is_array, place, viewed
 from jaxcoll._mesh.world import mesh_scope
-from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty
 from jaxcoll._spmd.check_replicas import Claims
 from jaxcoll._spmd.sparse import is_sparse
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import checked
 from jaxcoll._step.replicated_program import replicated
+
+
+class ReplicaContext:
+    """The replica that runs a function of `strategy.run`, as `jc.get_replica_context()` gives it.
+
+    Every replica computes with values that are its own. A constant made inside, an array captured
+    from outside and an argument that all replicas share each count once per replica, so that a
+    SUM of one is R times it and a MEAN is itself; and a gradient taken inside is the gradient of
+    this replica's own result, until it is reduced.
+
+    It is true in the function that it belongs to, and false elsewhere. The replicas lie along the
+    mapped axis "replica", which is the `axis_name` of `jc.value_and_grad`, `jc.all_reduce` and
+    `jax.lax` here.
+    """
+
+    __slots__ = ("_strategy",)
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def __bool__(self) -> bool:
+        return context_in_trace.value is self
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose `run` called the function."""
+        if self._strategy is None:
+            self._check_here()
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that run the function; a Python int."""
+        return self.strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> jax.Array:
+        """This replica's number, from 0; a traced int32 scalar, *varying*."""
+        self._check_here()
+        return jax.lax.axis_index(AXIS)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce every leaf of a pytree over the replicas, as `jc.all_reduce` does.
+
+        The options are over those of the strategy and of `run`; `timeout_seconds` bounds the call
+        of `run` that this is a part of. `experimental_hints` is their older name. The cotangent is
+        the `all_reduce` of the replicas' cotangents with the same op.
+
+        Returns:
+          A pytree like `value`, *invariant*: as a result of the function it is a `Mirrored`.
+
+        Raises:
+          RuntimeError: the function that this context belongs to has returned.
+          ValueError: a leaf cannot be reduced (its path is named), or an argument is invalid.
+        """
+        self._check_here()
+        check_own("all_reduce", value)
+        options = given(options, experimental_hints)
+        return all_reduce(reduce_op, value, AXIS, options=options, invariant="replicated")
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Join every leaf of a pytree with those of the other replicas, as `jc.all_gather` does.
+
+        The arrays are alike on all replicas: what a compiled program holds has one shape. Parts of
+        unequal sizes are gathered between programs, with `strategy.gather`. The options are as in
+        `all_reduce`. The cotangent is this replica's slice of the summed cotangents.
+
+        Returns:
+          A pytree like `value`, with R times the size along `axis`, *invariant*.
+
+        Raises:
+          RuntimeError: the function that this context belongs to has returned.
+          NotImplementedError: a leaf is an `IndexedSlices`.
+          ValueError: a leaf has no such dimension, or an argument is invalid.
+        """
+        self._check_here()
+        check_own("all_gather", value)
+        return all_gather(value, AXIS, axis=axis, options=options)
+
+    def __repr__(self) -> str:
+        replicas = self._strategy and self._strategy.num_replicas_in_sync
+        return f"ReplicaContext(num_replicas_in_sync={replicas})"
+
+    def _check_here(self) -> None:
+        if not self:
+            raise RuntimeError(
+                "This ReplicaContext was used outside the function that `strategy.run` called, "
+                "where it has no replica: inside call `jc.get_replica_context()`, between programs "
+                "`strategy.reduce` and `strategy.gather`, in any other mapped function "
+                "`jc.all_reduce`."
+            )
+
+
+_NOWHERE = ReplicaContext(None)
+
+
+def get_replica_context() -> ReplicaContext:
+    """Return the context of the replica function that is being traced.
+
+    Returns:
+      A `ReplicaContext` that is true inside a function that `strategy.run` calls. Elsewhere, where
+      `strategy.run`, `reduce` and `gather` may be called, one that is false, and refuses to reduce.
+
+    Examples:
+      >>> bool(get_replica_context())
+      False
+    """
+    return context_in_trace.value or _NOWHERE
+
+
+def check_own(caller: str, value: Any) -> None:
+    """Refuse a value of all replicas where a replica's own is meant."""
+    for leaf in jax.tree.leaves(value, is_leaf=is_distributed):
+        if is_distributed(leaf):
+            raise ValueError(
+                f"`{caller}` deals with what one replica holds; it has a {type(leaf).__name__}, "
+                "which holds the values of all. If the function has it from outside, pass it to "
+                "`run` in `args`: each replica then sees its own part."
+            )
 
 
 def run_on_replicas(
@@ -156,7 +289,7 @@ def replica_program(
         def replica(args: Any, kwargs: Any) -> Any:
             nonlocal structure
             args, kwargs = jax.tree.map(
-                lambda v: v.local(v.tree) if isinstance(v, PerReplica) else v,
+                lambda v: without_row(v.tree) if isinstance(v, PerReplica) else v,
                 (args, kwargs),
                 is_leaf=is_distributed,
             )
@@ -169,7 +302,7 @@ def replica_program(
 
         replica.__name__ = name
         specs = jax.tree.map(
-            lambda v: v.spec if is_distributed(v) else PartitionSpec(),
+            lambda v: PartitionSpec(AXIS) if is_distributed(v) else PartitionSpec(),
             (args, kwargs),
             is_leaf=is_distributed,
         )
@@ -184,7 +317,7 @@ def replica_program(
         def value(places: Any) -> Any:
             differs = any(varies[k] for k in jax.tree.leaves(places))
             arrays = rows if differs else copies
-            return (PerReplica if differs else Mirrored).of(
+            return (PerReplica if differs else Mirrored)._of(
                 jax.tree.map(arrays.__getitem__, places)
             )
 
@@ -207,9 +340,9 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
             return f"`{caller}`: {('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
 
         if isinstance(value, PerReplica):
-            return _over(name, value.settled(), devices)
+            return _over(name, value._settled(), devices)
         if isinstance(value, Mirrored):
-            value = value.settled()
+            value = value._settled()
             # Where this process's replicas alone run, its own copy is the one it can reach.
             inside = span_processes(value.devices) and not span_processes(devices)
             tree = copy_near(value, devices) if inside else value.tree
@@ -259,7 +392,7 @@ def _over(
     if value.devices == tuple(devices[i] for i in of_this_process(devices)):
         return over_group(
             name(), value, devices
-        ).assembled()  # this process's share of what runs over several
+        )._assembled()  # this process's share of what runs over several
     raise ValueError(
         f"{name()} is a PerReplica over {', '.join(map(str, value.devices))}; the replicas are "
         f"on {', '.join(map(str, devices))}, in this order. Make it with "

@@ -27,7 +27,7 @@ from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.parts import sharded_leaves
 from jaxcoll._spmd.reduce_scatter import plan_scatter
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._spmd.sparse import check_slices, is_sparse
 from jaxcoll._wire.format import check_any_coded
 
 
@@ -122,7 +122,7 @@ def _leaf(
 ) -> Leaf:
     indices = None
     if is_sparse(leaf):
-        leaf.check(f"`plan`: {where(path)}")
+        check_slices(leaf, f"`plan`: {where(path)}")
         leaf, indices = leaf.values, jax.dtypes.canonicalize_dtype(leaf.indices.dtype)
     elif not is_array(leaf) and not hasattr(leaf, "dtype"):
         raise ValueError(

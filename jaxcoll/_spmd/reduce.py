@@ -134,7 +134,7 @@ def all_reduce(
         recipe = cast(Recipe, leaf.kind)
         if isinstance(x, Whole):
             with jax.named_scope(f"{plan.name}/rows{k}"):
-                reduced[k] = x.reduced(recipe)
+                reduced[k] = x._reduced(recipe)
         elif reduced[k] is None:  # no pack carries it
             reduced[k] = after(before(array, recipe), recipe)
     # A mark for readers of the program, where types do not say what a reduction makes equal.
@@ -164,7 +164,7 @@ class _Context:
     def taken(self, path: str, leaf: Any, equal: frozenset[str]) -> jax.Array | Whole:
         """Return `leaf` as it is reduced, or raise an error that names its place."""
         if isinstance(leaf, Whole):
-            return leaf.taken(path, "all_reduce")
+            return leaf._taken(path, "all_reduce")
         dtype = dtype_of(leaf)
         if dtype is None or isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(

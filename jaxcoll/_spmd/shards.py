@@ -62,11 +62,11 @@ class Shards(Whole):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_not_gathered(self, f"no attribute {name!r}"), name=name, obj=self)
 
-    def is_whole(self, axes: Iterable[str]) -> bool:
+    def _is_whole(self, axes: Iterable[str]) -> bool:
         """Return whether the parts are of different elements along one of `axes`."""
         return not set(axes).isdisjoint(self.axes) and bool(jax.tree.leaves(self.parts))
 
-    def taken(self, path: str, caller: str) -> Whole:
+    def _taken(self, path: str, caller: str) -> Whole:
         """Refuse to reduce parts, which are of different elements on every replica."""
         axes = listed(self.axes)
         raise AlreadyReducedError(_PARTS.format(caller=caller, leaf=where(path), axes=axes))
@@ -149,8 +149,8 @@ def axes_of_shards(tree: Any) -> list[tuple[str, ...]]:
 def check_no_shards(value: Any, axis_name: str | tuple[str, ...], caller: str) -> None:
     """Refuse to reduce parts of `Shards`, which are of different elements on every replica."""
     for path, x in flattened(value, is_shards)[0]:
-        if is_shards(x) and x.is_whole(bound_axes(axis_name, caller)):
-            x.taken(path, caller)
+        if is_shards(x) and x._is_whole(bound_axes(axis_name, caller)):
+            x._taken(path, caller)
 
 
 _PARTS = """\

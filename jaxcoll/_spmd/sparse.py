@@ -55,47 +55,22 @@ class IndexedSlices(Whole):
         object.__setattr__(self, "indices", indices)
         if self.dense_shape is not None:
             object.__setattr__(self, "dense_shape", _shape(self.dense_shape))
-        self.check()
+        check_slices(self)
 
-    def check(self, who: str = "`IndexedSlices`") -> None:
-        """Refuse parts that do not fit together, which a transformation may have put there.
-
-        Raises:
-          ValueError: says what was expected of which part, and what came.
-        """
-        values, indices, dense = self.values, self.indices, self.dense_shape
-        for name, part in (("values", values), ("indices", indices)):
-            if not hasattr(part, "dtype") or not hasattr(part, "shape"):
-                raise ValueError(
-                    f"{who} expects `{name}` to be an array; got {part!r} ({type(part).__name__})."
-                )
-        if not jax.dtypes.issubdtype(indices.dtype, np.integer):
-            raise ValueError(f"{who} expects `indices` to be integers; got {_type(indices)}.")
-        if len(indices.shape) != 1 or values.shape[:1] != indices.shape:
-            raise ValueError(
-                f"{who} expects `values` of shape (k, *row) and `indices` of shape (k,); got "
-                f"values {_type(values)} and indices {_type(indices)}."
-            )
-        if dense is not None and (not dense or tuple(values.shape[1:]) != dense[1:]):
-            raise ValueError(
-                f"{who} expects `dense_shape` to be (rows, *row) with the row of its values, "
-                f"{tuple(values.shape[1:])}; got {dense}."
-            )
-
-    def taken(self, path: str, caller: str) -> IndexedSlices:
+    def _taken(self, path: str, caller: str) -> IndexedSlices:
         """Return it with values and indices as arrays that vary over the same axes.
 
         Rows that differ at indices that do not (or the reverse) are rows that differ; no data
         moves.
         """
-        self.check(f"`{caller}`: {where(path)}")
+        check_slices(self, f"`{caller}`: {where(path)}")
         check_reducible(path + ".values", self.values.dtype)
         parts = jnp.asarray(self.values), jnp.asarray(self.indices)
         over = sorted(frozenset().union(*map(_compat.varying_axes, parts)))
         values, indices = (_compat.as_varying(part, over) for part in parts)
         return unchecked(values, indices, self.dense_shape)
 
-    def reduced(self, recipe: Recipe) -> IndexedSlices:
+    def _reduced(self, recipe: Recipe) -> IndexedSlices:
         """Return the rows of every replica one after another: the sum, or the mean, of all.
 
         Returns:
@@ -204,6 +179,28 @@ class IndexedSlices(Whole):
     def __repr__(self) -> str:
         values, indices = _type(self.values), _type(self.indices)
         return f"IndexedSlices(values={values}, indices={indices}, dense_shape={self.dense_shape})"
+
+
+def check_slices(slices: IndexedSlices, who: str = "`IndexedSlices`") -> None:
+    """Refuse parts that do not fit together, which a transformation may have put there."""
+    values, indices, dense = slices.values, slices.indices, slices.dense_shape
+    for name, part in (("values", values), ("indices", indices)):
+        if not hasattr(part, "dtype") or not hasattr(part, "shape"):
+            raise ValueError(
+                f"{who} expects `{name}` to be an array; got {part!r} ({type(part).__name__})."
+            )
+    if not jax.dtypes.issubdtype(indices.dtype, np.integer):
+        raise ValueError(f"{who} expects `indices` to be integers; got {_type(indices)}.")
+    if len(indices.shape) != 1 or values.shape[:1] != indices.shape:
+        raise ValueError(
+            f"{who} expects `values` of shape (k, *row) and `indices` of shape (k,); got "
+            f"values {_type(values)} and indices {_type(indices)}."
+        )
+    if dense is not None and (not dense or tuple(values.shape[1:]) != dense[1:]):
+        raise ValueError(
+            f"{who} expects `dense_shape` to be (rows, *row) with the row of its values, "
+            f"{tuple(values.shape[1:])}; got {dense}."
+        )
 
 
 def unchecked(values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:

@@ -266,7 +266,7 @@ def requested(value, packing, options=None):
     """Dtype and elements of each all-reduce in the program as it is handed to the compiler."""
     route = Route(options or jc.CommunicationOptions(), packing)
     mesh, more = line_of(value.devices, "replica"), (jc.ReduceOp.SUM, (route,))
-    program = replicating("x", mesh, batch_reduced, (value.replicated,), *more)
+    program = replicating("x", mesh, batch_reduced, (not value._rows,), *more)
     text = program.lower(value.tree).as_text(dialect="hlo")
     found = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", text)
     return [(d, int(np.prod([int(k) for k in s.split(",") if k]))) for d, s in found]

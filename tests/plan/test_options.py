@@ -153,7 +153,7 @@ def test_collective_hints_warn_and_give_options():
 
 
 def test_experimental_hints_are_the_older_name_of_options():
-    from jaxcoll._distribute.hints import given
+    from jaxcoll._distribute.arguments import given
 
     options = Options(bytes_per_pack=3)
     assert given(options, None) == given(None, options) == options

@@ -53,7 +53,7 @@ found["ids"] = plain(strategy.experimental_local_results(ids))
 value = of_replica(lambda i: {"x": np.full(3, 1.0 + i, np.float32), "n": 1 + i})
 found["sum"] = plain(strategy.reduce("sum", value, axis=None))
 found["mean of a mirrored"] = plain(
-    strategy.reduce("mean", jc.distribute.Mirrored.of(strategy.run(lambda: 2.0).tree), None)
+    strategy.reduce("mean", jc.distribute.Mirrored._of(strategy.run(lambda: 2.0).tree), None)
 )
 found["host sum"] = plain(strategy.reduce("sum", float(rank + 1), axis=None))
 found["host mean"] = plain(strategy.reduce("mean", {"loss": np.float32(rank)}, axis=None))

@@ -69,22 +69,22 @@ class Whole:
     values: Any  # rows, the array that a plan describes
     indices: Any  # which rows they are
 
-    def is_whole(self, axes: Iterable[str]) -> bool:
+    def _is_whole(self, axes: Iterable[str]) -> bool:
         """Return whether a reduction over `axes` takes it so, and not its arrays by themselves."""
         return True
 
-    def taken(self, path: str, caller: str) -> Whole:
+    def _taken(self, path: str, caller: str) -> Whole:
         """Return it as it is reduced, or raise an error that names its place in the tree."""
         raise NotImplementedError
 
-    def reduced(self, recipe: Any) -> Whole:
+    def _reduced(self, recipe: Any) -> Whole:
         """Return the sum or the mean over the replicas, *invariant*."""
         raise NotImplementedError
 
 
 def is_whole(node: Any, axes: Iterable[str]) -> bool:
     """Return whether a reduction over `axes` takes a node of a tree as one leaf."""
-    return isinstance(node, Whole) and node.is_whole(axes)
+    return isinstance(node, Whole) and node._is_whole(axes)
 
 
 def flattened(
