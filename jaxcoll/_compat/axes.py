@@ -10,16 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-try:
-    # Since 0.4.36: the names bound by vmap, pmap and shard_map, for error messages only.
-    from jax.extend.core import unsafe_get_axis_names_DO_NOT_USE as _axis_names
-except ImportError:  # pragma: no cover - a JAX that has removed the debugging aid
+# The names bound by vmap, pmap and shard_map, for error messages only.
+from jax.extend.core import unsafe_get_axis_names_DO_NOT_USE as _axis_names
 
-    def _axis_names() -> list[Any]:
-        return []
-
-
-_checks_types = getattr(sys.modules[type(jax.config).__module__], "_check_vma", None)
+_checks_types: Any = sys.modules[type(jax.config).__module__]._check_vma
 """JAX's own setting of whether a `shard_map` around this point checks types."""
 
 
@@ -79,10 +73,7 @@ def zeros_like_aval(aval: Any, dtype: Any) -> jax.Array:
 
 def types_tell() -> bool:
     """True if types tell replicas apart here: a checked `shard_map` is around."""
-    if _checks_types is not None:
-        return bool(_checks_types.value)
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # pragma: no cover
-    return any(a in varying_axes(lax.axis_index(a)) for a in manual)
+    return bool(_checks_types.value)
 
 
 def tracks_variance(axis: str) -> bool:

@@ -39,7 +39,7 @@ class Store:
 
     def is_current(self) -> bool:
         """True if it is the store of the world that this process is in now."""
-        return getattr(self._state, "client", None) is self._client
+        return self._state.client is self._client
 
     def set(self, key: str, value: str) -> None:
         """Write a value, also over another one."""
@@ -91,17 +91,16 @@ class Store:
 
 
 def joined_state() -> Any:
-    """Return JAX's state of the world that this process has joined, as far as this JAX has it."""
-    return getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
+    """Return JAX's state of the world that this process has joined."""
+    return multihost_utils.distributed.global_state  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def store() -> Store | None:
     """The store of the world that this process has joined; None: it is alone."""
     state = joined_state()
-    client = getattr(state, "client", None)
-    if client is None:
+    if state.client is None:
         return None
-    return Store(client, int(state.process_id), int(state.num_processes))
+    return Store(state.client, int(state.process_id), int(state.num_processes))
 
 
 def leave_coordinator(*, to_parent: bool = False) -> None:
@@ -112,7 +111,7 @@ def leave_coordinator(*, to_parent: bool = False) -> None:
     """
     state = joined_state()
     for name in ("client", "preemption_sync_manager", *["service"] * to_parent):
-        left = getattr(state, name, None)
+        left = getattr(state, name)
         if left is not None:
             # Its destructor would wait as well, so it is never destroyed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))

@@ -14,10 +14,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.experimental import multihost_utils
 
 from jaxcoll._compat.coordination import UNBOUNDED_SECONDS, joined_state
+from jaxcoll._compat.settings import configured
 
 _LOCAL, _GLOBAL, _ADDRESSES = "cpu:local_topology", "cpu:global_topology", "cpu:gloo"
 _COUNTS = "jaxcoll/device_count"
@@ -32,8 +32,7 @@ def let_gloo_listen_at(
 ) -> None:
     """Have Gloo listen at one address of this host, and not where the host's own name points.
 
-    To be called when the processes are joined, and before there are devices. Nothing happens with a
-    JAX that is not known.
+    To be called when the processes are joined, and before there are devices.
 
     Args:
       host: the address.
@@ -70,11 +69,9 @@ def let_gloo_listen_at(
 
 
 def meets_over_gloo() -> bool:
-    """True if processes are joined, their CPU devices meet over Gloo, and this JAX is known."""
+    """True if processes are joined, and their CPU devices meet over Gloo."""
     return (
-        getattr(joined_state(), "client", None) is not None
-        and isinstance(getattr(_bridge(), "make_cpu_client", None), types.FunctionType)
-        and getattr(jax.config, "jax_cpu_collectives_implementation", None) == "gloo"
+        joined_state().client is not None and configured("cpu_collectives_implementation") == "gloo"
     )
 
 
@@ -195,4 +192,4 @@ def _jaxlib() -> Any:
 
 
 def _bridge() -> Any:
-    return getattr(multihost_utils, "xla_bridge", None)
+    return multihost_utils.xla_bridge  # pyright: ignore[reportAttributeAccessIssue]

@@ -73,8 +73,8 @@ def text_of(module: bytes) -> str:
 
 def is_tracing() -> bool:
     """True if this thread is tracing a program."""
-    module = sys.modules[core.Tracer.__module__]
-    return not getattr(module, "trace_state_clean", lambda: True)()
+    module: Any = sys.modules[core.Tracer.__module__]
+    return not module.trace_state_clean()
 
 
 class ProfilerSession:

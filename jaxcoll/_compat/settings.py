@@ -1,15 +1,19 @@
-"""JAX's configuration and backends, as far as it tells."""
+"""JAX's configuration, backends and tracebacks, as far as it tells; and options of compilers."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import pathlib
 import re
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 _NUMERICS = (
     *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"),
@@ -29,20 +33,17 @@ def numerics() -> dict[str, Any]:
 
 
 def configuration() -> Any:
-    """All of this thread's configuration that a trace depends on, as a hashable value.
-
-    JAX keeps it to itself; None where it is not found, as if it never changed.
-    """
-    module = sys.modules[type(jax.config).__module__]
-    return getattr(module, "trace_context", lambda: None)()
+    """All of this thread's configuration that a trace depends on, as a hashable value."""
+    module: Any = sys.modules[type(jax.config).__module__]
+    return module.trace_context()
 
 
 def has_backend() -> bool:
     """True if JAX has begun to use devices, after which processes cannot be joined any more."""
     from jax.experimental import multihost_utils
 
-    bridge = getattr(multihost_utils, "xla_bridge", None)
-    return bool(bridge and bridge.backends_are_initialized())
+    bridge: Any = multihost_utils.xla_bridge  # pyright: ignore[reportAttributeAccessIssue]
+    return bridge.backends_are_initialized()
 
 
 def configured(name: str) -> Any:
@@ -68,7 +69,7 @@ def checks_of_thread() -> Callable[[], contextlib.ExitStack] | None:
 
 def frames(eqn: Any) -> tuple[Any, ...]:
     """The lines of Python behind an equation, innermost first."""
-    return tuple(getattr(getattr(eqn.source_info, "traceback", None), "frames", ()))
+    return tuple(getattr(eqn.source_info.traceback, "frames", ()))
 
 
 def users_line(eqn: Any) -> str:
@@ -111,3 +112,44 @@ def line_of_gradient(eqn: Any) -> str:
 
 _GRADIENT = re.compile(r"[/\\]jax[/\\]_src[/\\]api\.py$")
 _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]jaxcoll[/\\]_\w+[/\\.]")
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_filter: Any = sys.modules[jax.jit.__module__].traceback_util
+# JAX_TRACEBACK_FILTERING=off shows our frames as it shows JAX's.
+_filter.register_exclusion(str(pathlib.Path(__file__).parent.parent))
+
+
+def boundary(fun: Function) -> Function:
+    """`fun`, whose errors have tracebacks without the frames of JAX and of this package."""
+    return _filter.api_boundary(fun)
+
+
+def known_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
+    """The options among `wanted` that the compiler for `device` knows; it warns of the others.
+
+    Cost: the first time, the compilation of an empty program for each option.
+    """
+    unknown = [name for name, value in wanted.items() if not _is_known(name, value, device)]
+    if unknown:
+        warnings.warn(
+            f"the compiler for {device.platform} does not know {', '.join(unknown)}, by which "
+            "jaxcoll would keep packs apart (`overlap=True`): it may combine them. `jc.inspect` "
+            "shows what it does.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return {name: value for name, value in wanted.items() if name not in unknown}
+
+
+@functools.cache
+def _is_known(name: str, value: Any, device: jax.Device) -> bool:
+    nothing = jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x, compiler_options={name: value}).lower(nothing).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" in str(error):
+            return False
+        raise
+    return True

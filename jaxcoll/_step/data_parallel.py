@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxcoll._compat import tracebacks
-from jaxcoll._compat.compiler_options import known_options
+from jaxcoll._compat.settings import boundary, known_options
 from jaxcoll._dispatch import call as dispatched
 from jaxcoll._dispatch.dispatch import run, start
 from jaxcoll._dispatch.executable import remember
@@ -232,7 +231,7 @@ class DataParallel:
         """Replicas that share a batch."""
         return math.prod(self.mesh.shape[a] for a in self._axes)
 
-    @tracebacks.boundary
+    @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result on the whole batch; see `data_parallel`."""
         step = self._here()
@@ -240,7 +239,7 @@ class DataParallel:
             call, checked = step._call(args, kwargs)
             return checked(run(call))
 
-    @tracebacks.boundary
+    @boundary
     def start(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         """Begin a call, after those begun before; what is returned waits for what it returns."""
         step = self._here()

@@ -11,7 +11,7 @@ from cases import mapped
 
 import jaxcoll as jc
 from jaxcoll._compat import compiler
-from jaxcoll._compat.compiler_options import known_options
+from jaxcoll._compat.settings import known_options
 from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._step.aot import laid_over
 
