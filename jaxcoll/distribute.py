@@ -17,15 +17,15 @@ from jaxcoll._distribute.cross_device_ops import ReductionToOneDevice as Reducti
 from jaxcoll._distribute.multi_worker_all_reduce import (
     MultiWorkerAllReduce as MultiWorkerAllReduce,
 )
+from jaxcoll._distribute.multi_worker_strategy import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from jaxcoll._distribute.per_replica import DistributedValues as DistributedValues
 from jaxcoll._distribute.per_replica import Mirrored as Mirrored
 from jaxcoll._distribute.per_replica import PerReplica as PerReplica
 from jaxcoll._distribute.replica_program import ReplicaContext as ReplicaContext
 from jaxcoll._distribute.replica_program import get_replica_context as get_replica_context
 from jaxcoll._distribute.strategy import MirroredStrategy as MirroredStrategy
-from jaxcoll._distribute.strategy import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
 from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions

@@ -70,9 +70,8 @@ def let_gloo_listen_at(
 
 def meets_over_gloo() -> bool:
     """True if processes are joined, and their CPU devices meet over Gloo."""
-    return (
-        joined_state().client is not None and configured("cpu_collectives_implementation") == "gloo"
-    )
+    is_gloo = configured("cpu_collectives_implementation") == "gloo"
+    return is_gloo and joined_state().client is not None
 
 
 class ClientAnew:

@@ -160,8 +160,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 class NcclAllReduce(AllReduceCrossDeviceOps):
     """All-reduces in one compiled program, packed; NCCL carries it on NVIDIA GPUs.
 
-    It is an `AllReduceCrossDeviceOps` with the algorithm "nccl": its `num_packs`, and its errors. On
-    other platforms their own all-reduce carries it.
+    It is an `AllReduceCrossDeviceOps` with the algorithm "nccl": its `num_packs`, and its errors.
+    On other platforms their own all-reduce carries it.
 
     Examples:
       >>> grads = PerReplica([{"w": [1.0, 2.0], "b": 3.0}, {"w": [5.0, 6.0], "b": 7.0}])

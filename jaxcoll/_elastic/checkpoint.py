@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxcoll._compat import tracebacks
+from jaxcoll._compat.settings import boundary
 from jaxcoll._mesh.shard_arrays import cut_like, joined, whole_shapes
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._spmd.shards import Shards, is_shards
@@ -153,7 +153,7 @@ def _locked(path: Path, seconds: float) -> Iterator[None]:
                 fcntl.flock(beside, fcntl.LOCK_UN)
 
 
-@tracebacks.boundary
+@boundary
 def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
     """Read what `save_checkpoint` wrote. Nothing is unpickled.
 

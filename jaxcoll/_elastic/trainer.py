@@ -14,8 +14,8 @@ import jax
 from jaxcoll._cluster.coordinator_proxy import give_up_coordinator, when_coordinator_is_lost
 from jaxcoll._cluster.initialize import outlives_processes
 from jaxcoll._cluster.key_value import LocalKeys
-from jaxcoll._compat import tracebacks
 from jaxcoll._compat.coordination import StoreUnreachableError, store
+from jaxcoll._compat.settings import boundary
 from jaxcoll._dispatch.watchdog import Watchdog, watchdog
 from jaxcoll._elastic.generation import WorldChange
 from jaxcoll._elastic.membership import Membership
@@ -152,7 +152,7 @@ class Elastic:
         """Steps that are finished."""
         return self._job.state.finished
 
-    @tracebacks.boundary
+    @boundary
     def run(self, batches: Any, steps: int) -> Any:
         """Train until `steps` are finished.
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxcoll._compat import tracebacks
+from jaxcoll._compat.settings import boundary
 from jaxcoll._jaxpr.retrace import traced
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import spec_of
@@ -23,7 +23,7 @@ from jaxcoll._spmd.shards import Shards, is_shards
 _CALLER = "shard"
 
 
-@tracebacks.boundary
+@boundary
 def shard(
     params: Any,
     axis_name: str | tuple[str, ...],
