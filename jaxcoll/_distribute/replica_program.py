@@ -55,9 +55,8 @@ class ReplicaContext:
     SUM of one is R times it and a MEAN is itself; and a gradient taken inside is the gradient of
     this replica's own result, until it is reduced.
 
-    It is true in the function that it belongs to, and false elsewhere. The replicas lie along the
-    mapped axis "replica", which is the `axis_name` of `jc.value_and_grad`, `jc.all_reduce` and
-    `jax.lax` here.
+    The replicas lie along the mapped axis "replica", which is the `axis_name` of
+    `jc.value_and_grad`, `jc.all_reduce` and `jax.lax` here.
     """
 
     __slots__ = ("_strategy",)
@@ -65,20 +64,15 @@ class ReplicaContext:
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
 
-    def __bool__(self) -> bool:
-        return context_in_trace.value is self
-
     @property
     def strategy(self) -> Any:
         """The strategy whose `run` called the function."""
-        if self._strategy is None:
-            self._check_here()
         return self._strategy
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas that run the function; a Python int."""
-        return self.strategy.num_replicas_in_sync
+        return self._strategy.num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
@@ -131,11 +125,10 @@ class ReplicaContext:
         return all_gather(value, AXIS, axis=axis, options=options)
 
     def __repr__(self) -> str:
-        replicas = self._strategy and self._strategy.num_replicas_in_sync
-        return f"ReplicaContext(num_replicas_in_sync={replicas})"
+        return f"ReplicaContext(num_replicas_in_sync={self.num_replicas_in_sync})"
 
     def _check_here(self) -> None:
-        if not self:
+        if get_replica_context() is not self:
             raise RuntimeError(
                 "This ReplicaContext was used outside the function that `strategy.run` called, "
                 "where it has no replica: inside call `jc.get_replica_context()`, between programs "
@@ -144,21 +137,19 @@ class ReplicaContext:
             )
 
 
-_NOWHERE = ReplicaContext(None)
-
-
-def get_replica_context() -> ReplicaContext:
+def get_replica_context() -> ReplicaContext | None:
     """Return the context of the replica function that is being traced.
 
     Returns:
-      A `ReplicaContext` that is true inside a function that `strategy.run` calls. Elsewhere, where
-      `strategy.run`, `reduce` and `gather` may be called, one that is false, and refuses to reduce.
+      A `ReplicaContext` inside a function that `strategy.run` calls; None elsewhere, where
+      `strategy.run`, `reduce` and `gather` may be called. An error that `'NoneType' object has no
+      attribute 'all_reduce'` comes of a call there: `strategy.reduce` is meant.
 
     Examples:
-      >>> bool(get_replica_context())
-      False
+      >>> get_replica_context() is None
+      True
     """
-    return context_in_trace.value or _NOWHERE
+    return context_in_trace.value
 
 
 def check_own(caller: str, value: Any) -> None:
