@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
 from jax._src import compiler
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
@@ -17,6 +18,9 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Time decides no test: a machine may be busy.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 # What the tests run is small: LLVM would optimize it for longer than it runs, and before JAX 0.11
 # XLA's older code for fusions takes half as long to make. Collectives and fusions are the same. The
 # processes that tests start do so, too; the fixture `optimized` compiles as users do.

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from at_once import at_once
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jaxcoll as jc
@@ -63,7 +63,7 @@ def connection(started):
     return socket.create_connection((host, int(port)), 20)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.binary() | VALUES.map(lambda x: json.dumps(x).encode() + b"\n") | HELLOS)
 @example(b"[" * 1500 + b"\n")
 @example(b'{"a":' * 700 + b"\n")

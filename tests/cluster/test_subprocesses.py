@@ -110,7 +110,7 @@ def test_a_stranger_that_has_the_number_of_a_worker_that_ended_is_left_alone(end
     assert done.stdout == "it lives\n", done.stderr
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.text("ab é\n\r", max_size=5), max_size=8), st.booleans())
 def test_what_is_printed_arrives_in_order_cut_at_ends_of_lines(chunks, slowly):
     text, shown = "".join(chunks), []

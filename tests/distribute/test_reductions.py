@@ -154,7 +154,7 @@ value = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from([*KINDS]),
     n=st.integers(1, 8),

@@ -62,7 +62,7 @@ def check_same(got, want):
         assert bits(one) == bits(other)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(tree=TREES, step=st.integers(0, 1 << 40))
 def test_every_tree_of_numbers_comes_back_to_the_bit(tmp_path, tree, step):
     path = tmp_path / "deep" / "last.npz"

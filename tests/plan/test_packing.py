@@ -123,7 +123,7 @@ def test_num_packs_gives_that_many_of_near_equal_size(leaves, count):
         assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(leaves, rules, st.integers(0, 2**32 - 1))
 def test_unpack_after_pack_is_the_identity_to_the_bit(leaves, rule, seed):
     """NaN payloads, negative zeros and subnormals included: the bytes are random.

@@ -51,7 +51,7 @@ def test_every_element_of_every_dtype_counts(dtype):
     assert len(seen) == 13
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, M - 1), min_size=8, max_size=8), st.data())
 def test_swapped_or_changed_elements_are_seen(words, data):
     x = np.array(words, np.uint32)
