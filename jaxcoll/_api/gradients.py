@@ -37,8 +37,8 @@ def value_and_grad(
     in a checked `shard_map`, and is differentiated by `jax.grad`.
 
     Args:
-      fun: the loss of one replica's share of the batch, a scalar or a `WeightedLoss`. It must
-        not reduce the loss over `axis_name` itself.
+      fun: the loss of one replica's share of the batch, a scalar or a `WeightedLoss`. It need not
+        reduce over `axis_name`, and must not where types show it: in a checked `shard_map`.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
       reduce_op: MEAN or SUM, or their names in any case.
       argnums: positions of the arguments to differentiate, as in `jax.value_and_grad`.
@@ -62,7 +62,7 @@ def value_and_grad(
       ValueError: a WeightedLoss meets SUM, `Shards` meet `scatter`, a leaf differs between replicas
         where that is known, or an argument is invalid (a wrong `fun` or `argnums` at once).
       TypeError: the loss is not a scalar, or a tuple without `has_aux`.
-      AlreadyReducedError: the loss was reduced inside `fun`.
+      AlreadyReducedError: in a checked `shard_map`, the loss was reduced inside `fun`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
