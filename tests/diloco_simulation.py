@@ -8,9 +8,6 @@ import numpy as np
 
 import jaxcoll as jc
 
-PARTS = [["b"], ["a"], ["c"]]
-"""The fragments of PARAMS when there are three, the largest leaf first."""
-
 _RANDOM = np.random.default_rng(0)
 PARAMS = {
     "a": _RANDOM.standard_normal((32, 2)).astype("f") / 2,
@@ -43,29 +40,22 @@ def _step(tx):
     return jax.jit(jax.vmap(local_step(tx)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _applied(outer, mixing, mean, state, old, own):
-    updates, state = outer.update(mean, state, old)
-    new = jax.tree.map(jnp.add, old, updates)
-    mixed = {a: (1 - mixing) * own[a] + mixing * new[a][None] for a in new}
-    return new, mixed, state
+@functools.partial(jax.jit, static_argnums=0)
+def _updated(outer, mean, state, shared):
+    updates, state = outer.update(mean, state, shared)
+    return jax.tree.map(jnp.add, shared, updates), state
 
 
-def simulated(tx, n, steps, every, outer, parts, delay=0, mixing=1.0, options=None):
+def simulated(tx, n, steps, every, outer, options=None):
     """Shared parameters, every replica's parameters and losses after `steps`, by one process."""
     own, state = jax.tree.map(lambda x: np.stack([x] * n), (PARAMS, tx.init(PARAMS)))
-    shared, on_its_way, losses = dict(PARAMS), {}, []
-    of = [outer.init({k: PARAMS[k] for k in names}) for names in parts]
+    shared, of, losses = PARAMS, outer.init(PARAMS), []
     for t in range(1, steps + 1):
         own, state, value = _step(tx)(own, state, rows(t, n).reshape(n, 4, 4))
         losses.append(value)
-        for k, names in enumerate(parts):
-            old, mine = ({a: tree[a] for a in names} for tree in (shared, own))
-            if t % every == (k + 1) * every // len(parts) % every:
-                on_its_way[t, k] = _mean(options, old, mine)
-            if (mean := on_its_way.pop((t - delay, k), None)) is not None:
-                new, mixed, of[k] = _applied(outer, mixing, mean, of[k], old, mine)
-                shared, own = {**shared, **new}, {**own, **mixed}
+        if t % every == 0:
+            shared, of = _updated(outer, _mean(options, shared, own), of, shared)
+            own = jax.tree.map(lambda x: np.stack([x] * n), shared)
     return shared, own, np.asarray(losses)
 
 

@@ -1,6 +1,6 @@
 """What local updates cost on a slow network: one process per host, a step that takes a while.
 
-    python docs/examples/diloco.py [--compute 0.25] [--every 30] [--fragments 5]
+    python docs/examples/diloco.py [--compute 0.25] [--every 30]
 
 To be started by a launcher, as any other job. Of each loop it prints the seconds of a step, the
 share of them that the step itself takes, the bytes that this host sent for it, and the seconds of
@@ -25,9 +25,9 @@ def data_parallel(params, options):
     return lambda state: step(params, rows())
 
 
-def local(params, options, **more):
+def local(params, options, every):
     """A loop of local updates whose step does nothing."""
-    train = jc.diloco(lambda w, s, x: (w, s, x.sum()), options=options, **more)
+    train = jc.diloco(lambda w, s, x: (w, s, x.sum()), every=every, options=options)
     return lambda state: train(state or train.init(params, ()), rows())[0]
 
 
@@ -65,24 +65,19 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--compute", type=float, default=0.25)
     parser.add_argument("--every", type=int, default=30)
-    parser.add_argument("--fragments", type=int, default=5)
     parser.add_argument("--size", type=int, default=2_000_000)
     parser.add_argument("--only", default="")
     given = parser.parse_args()
     jc.initialize()
     f32, int4 = jc.CommunicationOptions(), jc.CommunicationOptions(compression="int4")
     params = [np.zeros(given.size // 20, "f") for _ in range(20)]
-    every = {"every": given.every}
-    late = {"fragments": given.fragments, "delay": given.every // given.fragments - 1}
     for name, loop, steps in (
         ("data parallel f32", data_parallel(params, f32), 3),
         ("the same again", data_parallel(params, f32), 3),
         ("data parallel int4", data_parallel(params, int4), 3),
-        ("no exchange", local(params, f32, every=1 << 30), given.every),
-        ("local f32", local(params, f32, **every), given.every),
-        ("local int4", local(params, int4, **every), given.every),
-        ("streaming f32", local(params, f32, **every, **late), 2 * given.every),
-        ("streaming int4", local(params, int4, **every, **late), 2 * given.every),
+        ("no exchange", local(params, f32, 1 << 30), given.every),
+        ("local f32", local(params, f32, given.every), given.every),
+        ("local int4", local(params, int4, given.every), given.every),
     ):
         if given.only in name:
             seconds, share, moved, cpu = measured(loop, steps, given.compute)

@@ -1,4 +1,4 @@
-"""DiLoCo in an elastic run: replicas train by themselves, and meet when something is due."""
+"""DiLoCo in an elastic run: replicas train by themselves, and meet at the end of a round."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState, Together
 from jaxcoll._elastic.step_programs import StepPrograms
 from jaxcoll._mesh.mesh import no_mesh
-from jaxcoll._mesh.placement import place
-from jaxcoll._train.diloco import DiLoCo
-from jaxcoll._train.diloco_state import DiLoCoState, arrived
+from jaxcoll._train.diloco import DiLoCo, DiLoCoState
 
 
 class RoundsState(ReplicatedState):
@@ -74,7 +72,7 @@ class RoundsState(ReplicatedState):
 
 
 class RoundPrograms(StepPrograms):
-    """Local steps until an exchange is due, and the programs of these exchanges."""
+    """The local steps of a round, and the program of the exchange that ends it."""
 
     def __init__(
         self,
@@ -85,7 +83,6 @@ class RoundPrograms(StepPrograms):
     ) -> None:
         self._train = train.on(mesh)
         super().__init__(self._train.sum, mesh, membership)
-        self._copies = NamedSharding(mesh, PartitionSpec())
         self._report = report
 
     def prepared(
@@ -93,30 +90,20 @@ class RoundPrograms(StepPrograms):
     ) -> tuple[int, Callable[[], Any]]:
         assert isinstance(state, RoundsState)
         now, metrics = state.ahead.get(step, (state.latest, None))
-        due = self._train.schedule.sent
-        while now.steps == step or not due(int(now.steps)):
+        while now.steps == step or now.steps % self._train.every:
             self._membership.check()
             self._membership.check_members()
             if now.steps > step:
                 self._report(int(now.steps), metrics)
             now, metrics = self._train.local(now, batches(int(now.steps)))
             state.ahead[step] = now, metrics
-        fragments = due(int(now.steps))
+        args = self._train.arguments(now)
+        lower = functools.partial(self._twin.lower, *args)
         with no_mesh():
-            args = [self._placed(now, k) for k in fragments]
-            lower = [functools.partial(self._twin.lower, *each) for each in args]
-            programs = self.compiled(step, fragments, lower, jax.tree.leaves(args))
-        self._exchanged = fragments, now, metrics
-        calls = [functools.partial(p.compiled, *a) for p, a in zip(programs, args, strict=True)]
-        return int(now.steps), lambda: [call() for call in calls]
+            program = self.compiled(step, "exchange", lower, jax.tree.leaves(args))
+        self._ended = now, metrics
+        return int(now.steps), functools.partial(program.compiled, *args)
 
     def finished(self, out: Any) -> Any:
-        fragments, state, metrics = self._exchanged
-        with no_mesh():
-            for k, mean in zip(fragments, out, strict=True):
-                state = self._train.applied(state, k, arrived(mean))
-        return state, metrics
-
-    def _placed(self, state: DiLoCoState, k: int) -> tuple[Any, ...]:
-        rows, shared, steps = self._train.fragment(state, k)
-        return rows, shared, place(steps, self._copies)
+        state, metrics = self._ended
+        return self._train.applied(state, out), metrics

@@ -41,8 +41,8 @@ class StepPrograms:
         self._twin = step.on(mesh)
         self._rows = NamedSharding(mesh, PartitionSpec(step.axis_name))
         self._membership = membership
-        self._known: dict[Any, list[Program]] = {}
-        self._last: Sequence[Program] | None = ()  # what this worker ran last; None: it has ended
+        self._known: dict[Any, Program] = {}
+        self._last: tuple[Program, ...] | None = ()  # what this worker ran last; None: it has ended
 
     def prepared(
         self, step: int, state: ReplicatedState, batches: Callable[[int], Any]
@@ -61,7 +61,7 @@ class StepPrograms:
                 return lowered
 
             kind = jax.tree.structure(rows), tuple(map(str, map(jax.typeof, leaves)))
-            (program,) = self.compiled(step, kind, [lower], leaves)
+            program = self.compiled(step, kind, lower, leaves)
         return step + 1, functools.partial(program.compiled, held, rows)
 
     def finished(self, out: Any) -> Any:
@@ -72,25 +72,24 @@ class StepPrograms:
         self,
         step: int,
         kind: Any,
-        lower: Sequence[Callable[[], jax.stages.Lowered]],
+        lower: Callable[[], jax.stages.Lowered],
         leaves: Sequence[Any],
-    ) -> list[Program]:
-        """The programs of this kind, compared with those of all members where they are new."""
-        programs = self._known.get(kind)
-        self._begin(step, programs or [], programs is None)
-        if programs is None:
+    ) -> Program:
+        """The program of this kind, compared with those of all members where it is new."""
+        program = self._known.get(kind)
+        self._begin(step, program, program is None)
+        if program is None:
             called = getattr(self._twin, "__name__", "step")
-            settings = settings_of(self._twin.options)
-            programs = [shared_program(each(), called, leaves, settings) for each in lower]
-            self._known[kind] = programs
-            mark = self._begin(step, programs, True)
+            program = shared_program(lower(), called, leaves, settings_of(self._twin.options))
+            self._known[kind] = program
+            mark = self._begin(step, program, True)
             self._membership.gather(f"program/{step}", mark, same=True)
-        return programs
+        return program
 
-    def _begin(self, step: int, programs: Sequence[Program], is_new: bool) -> str:
-        """Have the heartbeat say which programs this step takes, if they are known; their mark."""
-        self._last = programs
-        mark = " ".join(program.mark for program in programs)
+    def _begin(self, step: int, program: Program | None, is_new: bool) -> str:
+        """Have the heartbeat say which program this step takes, if it is known; its mark."""
+        self._last = () if program is None else (program,)
+        mark = "" if program is None else program.mark
         number = self._membership.generation.number
         self._membership.status = StepStatus(number, step, is_new, mark)
         return mark

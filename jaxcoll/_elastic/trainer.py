@@ -28,8 +28,7 @@ from jaxcoll._elastic.step_programs import StepPrograms
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import count, positive, seconds
 from jaxcoll._step.data_parallel import DataParallel
-from jaxcoll._train.diloco import DiLoCo
-from jaxcoll._train.diloco_state import check_state
+from jaxcoll._train.diloco import DiLoCo, check_state
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _runs = itertools.count()
@@ -55,8 +54,8 @@ class Elastic:
 
     Args:
       step: a `jc.data_parallel` step of `(state, batch)` that returns `(state, metrics)`, over one
-        axis, and donates nothing. Or what `jc.diloco` returns, without a delay: workers then
-        meet, and notice a loss, at its exchanges, and a newcomer begins at the shared parameters.
+        axis, and donates nothing. Or what `jc.diloco` returns: workers then meet, and notice a
+        loss, at its exchanges, and a newcomer begins at the shared parameters.
       state: a pytree of arrays, complete and equal on all workers, and of new residuals; or that
         of DiLoCo.
       min_workers: fewer workers than these save the state and raise `PeerLostError`.
@@ -118,7 +117,7 @@ class Elastic:
         report = report or (lambda step, metrics: None)
         if isinstance(step, DiLoCo):
             programs, held = functools.partial(RoundPrograms, report, step), RoundsState(state)
-            self._round = step.schedule.every
+            self._round = step.every
         else:
             programs = functools.partial(StepPrograms, step)
             # In the types that the step returns, so that a file, and others, have the same.
@@ -261,12 +260,7 @@ def _checked_axis(step: Any, state: Any) -> str:
             f"{step.axis_name!r}."
         )
     if isinstance(step, DiLoCo):
-        if step.schedule.delay:
-            raise ValueError(
-                "`Elastic` repeats a sum whose workers were lost, which must not be on its way "
-                f"while replicas train: `diloco` without a delay; got {step.schedule.delay}."
-            )
-        check_state(state, len(jax.local_devices()), step.schedule)
+        check_state(state, len(jax.local_devices()))
         return step.axis_name
     try:
         batch = step.signature.call((state, None), {}).batch

@@ -1,4 +1,4 @@
-"""DiLoCo: replicas train by themselves, and exchange what they learnt at times."""
+"""DiLoCo: replicas train by themselves, and exchange what they learnt once in a round of steps."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxcoll._api.collectives import all_reduce
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
+from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.replica_rows import ReplicaRows
-from jaxcoll._plan.checks import is_integer, is_number, refuse
+from jaxcoll._plan.checks import positive, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._plan.packs.leaves import flattened
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
-from jaxcoll._train import diloco_state
-from jaxcoll._train.diloco_state import DiLoCoState, Schedule, Sum, step_program
 
-_CALLER = "diloco"
 _AVERAGE = types.SimpleNamespace(  # takes the mean of the replicas, as `optax.sgd(1.0)`
     init=lambda params: (),
     update=lambda deltas, state, params: (jax.tree.map(jnp.negative, deltas), state),
@@ -33,55 +31,43 @@ _AVERAGE = types.SimpleNamespace(  # takes the mean of the replicas, as `optax.s
 
 def diloco(
     step: Callable[..., Any],
-    *,
+    *_unnamed: Never,
     every: int = 30,
     outer: Any = None,
-    fragments: int = 1,
-    delay: int = 0,
-    mixing: float = 1.0,
     mesh: Mesh | None = None,
     axis_name: str | tuple[str, ...] = "data",
     options: CommunicationOptions | None = None,
+    **_unknown: Never,
 ) -> DiLoCo:
     """Train every replica by itself, and exchange what each has learnt once in `every` steps.
 
     Guarantee: n replicas compute what a simulation of them in one process computes, to rounding; a
     local step sends nothing. After `every` steps, with x_i the parameters of replica i and y those
     that all share, the mean of y - x_i is the gradient of which `outer` makes the update of y, and
-    each x_i becomes y. It is the algorithm, and not data-parallel training at a lower price: expect
-    a higher loss for the same number of steps (docs/diloco.md has numbers).
+    each x_i becomes y. Expect a higher loss than data-parallel training's after as many steps.
 
     Args:
       step: of one device, `(params, opt_state, batch) -> (params, opt_state, metrics)`. It knows
         nothing of other replicas and reduces nothing. Random keys belong in the batch, or all
         replicas draw the same.
-      every: steps of a round, in which each parameter travels once.
-      outer: an optax transformation, or anything with its `init` and `update`, for the shared
-        parameters. None: they become the mean of the replicas', as by `optax.sgd(1.0)`, which has
-        no constant to tune and is data-parallel training if `every` is 1. DiLoCo's published
-        `optax.sgd(0.7, momentum=0.9, nesterov=True)` moves seven times as far while replicas agree
-        on a direction: from scratch, twice as far behind data-parallel training on a small GPT,
-        nearer to it on digits. It must be asked for.
-      fragments: parts of the parameters, in whole leaves, of nearly equal bytes. Each travels by
-        itself, at distances of `every / fragments` steps, and `outer` sees one at a time.
-      delay: steps, below `every`, for which a sum is on its way while replicas compute. What comes
-        of it is applied then.
-      mixing: the weight of the shared parameters where a replica takes them; the rest is its own.
+      every: steps of a round, at whose end all parameters travel.
+      outer: an optax transformation for the shared parameters. None: they become the mean of the
+        replicas', as by `optax.sgd(1.0)`. DiLoCo's published choice, `optax.sgd(0.7, momentum=0.9,
+        nesterov=True)`, moves seven times as far while replicas agree.
       mesh: devices, each a replica; None: all devices on one axis.
       axis_name: the mesh axis, or all its axes from outer to inner.
-      options: as in `all_reduce`, of the sums; `timeout_seconds` bounds each from its beginning.
+      options: as in `all_reduce`, of the exchange; `timeout_seconds` bounds it.
 
     Returns:
-      A `DiLoCo`: `state = train.init(params, opt_state)`, `state, metrics = train(state,
-      batch)`, `params = train.params(state)`. Cost: of each step, nothing; of each round, an
-      all-reduce of the parameters. Memory: the shared parameters and the state of `outer` on each
-      device beside its own, and with a `delay` the last sums.
+      A `DiLoCo`: `state = train.init(params, opt_state)`, then `state, metrics = train(state,
+      batch)`; `state.shared` are the parameters. Cost: their all-reduce in each round; on each
+      device the memory of the shared ones and of the state of `outer`, beside its own.
 
     Raises:
+      TypeError: there is no such argument, or one beside `step` has no name.
       ValueError: an argument is impossible.
 
-    Source: Douillard et al., DiLoCo (arXiv 2311.08105); with fragments, delay and mixing Streaming
-    DiLoCo (arXiv 2501.18512), whose alpha is 1 - `mixing`.
+    Source: Douillard et al., DiLoCo (arXiv 2311.08105).
 
     Examples:
       >>> import numpy as np
@@ -91,34 +77,41 @@ def diloco(
       >>> state = train.init(np.float32(0.0), ())
       >>> for _ in range(2):
       ...     state, before = train(state, np.arange(8, dtype="f"))
-      >>> float(train.params(state)), before.tolist()
+      >>> float(state.shared), before.tolist()
       (1.53125, [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75])
     """
+    if _unnamed or _unknown:
+        raise TypeError(
+            "Beside a step `diloco` takes every, outer, mesh, axis_name and options, by name as in "
+            f"`diloco(step, every=30)`; got {', '.join(map(repr, (*_unnamed, *_unknown)))}."
+        )
     if not callable(step) or isinstance(step, DataParallel):
-        raise ValueError(
-            f"`{_CALLER}` expects a function, the step of one device; got {type(step).__name__}."
-        )
-    counts = ("every", every, 1), ("fragments", fragments, 1), ("delay", delay, 0)
-    for name, value, least in counts:
-        if not is_integer(value) or value < least:
-            refuse(name, f"an integer of at least {least}", value)
-    if delay >= every:
-        raise ValueError(
-            f"`delay` must be below `every`, so that a fragment arrives before it is sent again; "
-            f"got {delay} and {every}."
-        )
-    if not is_number(mixing) or not 0 < mixing <= 1:
-        refuse("mixing", "above 0 and at most 1", mixing)
+        refuse("step", "a function, the step of one device", step)
     outer = _AVERAGE if outer is None else outer
-    if not callable(getattr(outer, "init", None)) or not callable(getattr(outer, "update", None)):
-        raise ValueError(
-            f"`outer` must be None or an optax transformation, something with `init` and `update`; "
-            f"got {type(outer).__name__}."
-        )
+    if not all(callable(getattr(outer, name, None)) for name in ("init", "update")):
+        refuse("outer", "None or an optax transformation, with its `init` and `update`", outer)
+    every = positive("diloco", "every", every)
     if mesh is not None:
-        checked_mesh(mesh, axis_name, _CALLER)
-    schedule = Schedule(int(every), int(fragments), int(delay))
-    return DiLoCo(step, schedule, outer, float(mixing), mesh, axis_name, checked(options))
+        checked_mesh(mesh, axis_name, "diloco")
+    return DiLoCo(step, every, outer, mesh, axis_name, checked(options))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DiLoCoState:
+    """The state of `DiLoCo` in one process: a pytree that `jc.save_checkpoint` takes.
+
+    Attributes:
+      steps: that are finished; in host memory.
+      replicas: `(params, opt_state)`, with a row for each replica of this process, *varying*.
+      shared: the parameters after the last exchange, *invariant*: what to evaluate and to keep.
+      outer: the outer optimizer's state, *invariant*.
+    """
+
+    steps: Any
+    replicas: tuple[Any, Any]
+    shared: Any
+    outer: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -126,16 +119,15 @@ class DiLoCo:
     """Replicas that train by themselves; made by `diloco`.
 
     Attributes:
-      step: the program of a local step, of `(state.replicas, batch)`; to be inspected.
-      sum: the program of an exchange, of `fragment(state, k)`; a `DataParallel` step.
-      schedule: when which fragment is exchanged.
+      step: the program of a local step, of `(state.replicas, batch)`.
+      sum: that of an exchange, of `arguments(state)`; a `DataParallel` step.
+      every: steps of a round.
       axis_name: the mesh axis of the replicas, or all axes.
     """
 
     _one: Callable[..., Any]
-    schedule: Schedule
+    every: int
     _outer: Any
-    _mixing: float
     _mesh: Mesh | None
     axis_name: str | tuple[str, ...]
     _options: CommunicationOptions
@@ -147,36 +139,29 @@ class DiLoCo:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices it trains on; without one given, all at the time of the first use."""
-        return checked_mesh(self._mesh, self.axis_name, _CALLER)
+        return checked_mesh(self._mesh, self.axis_name, "diloco")
 
     @functools.cached_property
     def _places(self) -> ReplicaRows:
-        return ReplicaRows(self.mesh, axis_names(self.axis_name), _CALLER)
+        return ReplicaRows(self.mesh, axis_names(self.axis_name), "diloco")
 
     @functools.cached_property
     def step(self) -> Any:
-        return step_program(self._one, self._places)
+        mesh, rows = self._places.mesh, self._places.rows.spec
+        step = functools.partial(_step_of_row, self._one)
+        # Without types: a gradient in here is this replica's own.
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+        return jax.jit(functools.update_wrapper(mapped, self._one, updated=()))
 
     @functools.cached_property
     def sum(self) -> DataParallel:
         def mean_difference(params: Any, shared: Any, steps: Any) -> Any:
-            own = jax.tree.map(lambda x, y: y - x[0], params, shared)
-            return all_reduce("mean", own, self.axis_name)
+            return all_reduce("mean", jax.tree.map(lambda x, y: y - x[0], params, shared))
 
         return data_parallel(
-            mean_difference,
-            mesh=self.mesh,
-            axis_name=self.axis_name,
-            batch_argnums=0,
+            mean_difference, mesh=self.mesh, axis_name=self.axis_name, batch_argnums=0,
             options=self._options,
-        )
-
-    @functools.cached_property
-    def _spread(self) -> Any:
-        """From a tree that all replicas share to rows of it."""
-        n = len(self._places.devices)
-        spread = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(x[None], (n, *x.shape)))
-        return jax.jit(spread, out_shardings=self._places.rows)
+        )  # fmt: skip
 
     @functools.cached_property
     def _update(self) -> Any:
@@ -189,180 +174,153 @@ class DiLoCo:
         return jax.jit(update, out_shardings=self._places.copies)
 
     @functools.cached_property
-    def _mix(self) -> Any:
-        """The parameters that replicas go on with, from their own by rows and the shared ones."""
-
-        def mixed(x: Any, y: Any) -> Any:
-            if self._mixing == 1:  # bit by bit, even where `x` is not finite
-                return jnp.broadcast_to(y[None], x.shape)
-            return ((1 - self._mixing) * x + self._mixing * y[None]).astype(x.dtype)
-
-        return jax.jit(functools.partial(jax.tree.map, mixed), out_shardings=self._places.rows)
+    def _spread(self) -> Any:
+        """From a tree that all replicas share to rows of it."""
+        n = len(self._places.devices)
+        spread = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (n, *x.shape)))
+        return jax.jit(spread, out_shardings=self._places.rows)
 
     def init(self, params: Any, opt_state: Any) -> DiLoCoState:
         """The state before the first step.
 
         Args:
-          params: the same on every process, which the first sum verifies: arrays of floating-point
-            or complex numbers. What must not be averaged belongs to `opt_state`.
+          params: the same on every process, which the first exchange verifies: arrays of
+            floating-point or complex numbers. What must not be averaged belongs to `opt_state`.
           opt_state: any pytree of arrays; every replica begins with a copy and keeps its own.
 
-        Returns:
-          A `DiLoCoState`, of which rows are *varying*, and all else *invariant*. Cost: nothing is
-          sent.
-
         Raises:
-          ValueError: a leaf is none that can be trained; or there are fewer than `fragments`.
+          ValueError: a leaf is none that can be trained.
         """
-        diloco_state.check_leaves("params", params)
-        diloco_state.check_leaves("opt_state", opt_state)
-        leaves = jax.tree.leaves(params)
-        if len(leaves) < self.schedule.fragments:
-            raise ValueError(
-                f"`fragments` is {self.schedule.fragments}, and the parameters have "
-                f"{len(leaves)} leaves, which are not cut."
-            )
-        places = self._places
+        for name, leaf in _named(params, opt_state):
+            if not is_array(leaf):
+                raise ValueError(
+                    f"`diloco`: {name} is not an array of numbers; got {type(leaf).__name__}."
+                )
+            dtype = jnp.result_type(leaf)
+            if name.startswith("params") and not jnp.issubdtype(dtype, jnp.inexact):
+                raise ValueError(
+                    f"`diloco`: {name} is of {dtype}, whose mean has another type. Counters and "
+                    "the like belong to `opt_state`, which each replica keeps for itself."
+                )
         with no_mesh():
-            shared, own = places.place_copies((params, opt_state))
-            parts = [diloco_state.part(shared, at) for at in self._fragments(shared)]
-            begin = jax.jit(self._outer.init, out_shardings=self._places.copies)
-            sums = [diloco_state.arrived(jax.tree.map(jnp.zeros_like, each)) for each in parts]
-            return DiLoCoState(
-                np.asarray(0),
-                self._spread((shared, own)),
-                shared,
-                tuple(map(begin, parts)),
-                tuple(sums if self.schedule.delay else ()),
-                np.zeros(len(parts), int),
-            )
+            shared, own = self._places.place_copies((params, opt_state))
+            outer = jax.jit(self._outer.init, out_shardings=self._places.copies)(shared)
+            return DiLoCoState(np.asarray(0), self._spread((shared, own)), shared, outer)
 
     def __call__(self, state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
-        """A local step of every replica, and what is due of exchanges.
+        """A local step of every replica, and the exchange if it ends a round.
 
         Args:
           state: what `init`, `restart` or the last call returned, or the same read from a file.
-          batch: of this process's replicas, or a global array split over all: an equal number of
-            rows for each, along the leading dimension of every leaf.
+          batch: of this process's replicas, or a global array split over all: equally many rows
+            for each, along the leading dimension of every leaf.
 
         Returns:
-          `(state, metrics)`: metrics as each replica of this process has them, *varying*, with a
-          row for each. Nothing is sent to average them.
+          The state, and the metrics of each replica of this process, by rows, *varying*.
 
         Raises:
-          ValueError: the state is none of this object's, or has rows for another number of
-            replicas; the batch does not divide; or the step does not return what it was given.
+          ValueError: the state has rows for another number of replicas, the batch does not divide,
+            or the step does not return what it was given.
           NameError: the step reduces over an axis.
-          ReplicaDivergenceError: of a first sum, processes hold different shared parameters.
-          PeerLostError: of a sum, as are the errors that `data_parallel` lists.
+          ReplicaDivergenceError: of a first exchange, processes hold different shared parameters.
+          PeerLostError: of an exchange, as are the errors that `data_parallel` lists.
         """
-        diloco_state.check_state(state, len(self._places.devices), self.schedule)
+        check_state(state, len(self._places.devices))
         state, metrics = self.local(state, batch)
-        with no_mesh():
-            return self._exchanged(state, int(state.steps)), metrics
+        if state.steps % self.every == 0:
+            state = self.applied(state, self.sum(*self.arguments(state)))
+        return state, metrics
 
     def local(self, state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
         """A local step of every replica, before anything is exchanged."""
-        places = self._places
-        diloco_state.check_batch(batch, len(places.devices))
+        here = len(self._places.devices)
+        for path, x in flattened(batch)[0]:
+            if not np.ndim(x) or np.shape(x)[0] % here:
+                raise ValueError(
+                    f"`diloco`: batch{path} has the shape {np.shape(x)}, and its rows are to be "
+                    f"shared by {here} replicas of this process, equally."
+                )
         with no_mesh():
-            rows = places.place_rows(state.replicas), places.place_rows(batch)
-            call = Call(self.step, rows, places.devices, f"A step of `{_CALLER}`")
-            replicas, metrics = run(call)
-            steps = np.asarray(int(state.steps) + 1)
-            return dataclasses.replace(state, replicas=replicas, steps=steps), metrics
+            replicas, metrics = self.step(*map(self._places.place_rows, (state.replicas, batch)))
+        steps = np.asarray(int(state.steps) + 1)
+        return dataclasses.replace(state, replicas=replicas, steps=steps), metrics
 
-    def params(self, state: DiLoCoState) -> Any:
-        """The shared parameters, *invariant*: what to evaluate and to keep.
-
-        They are those after the last exchange: what replicas did since then is not in them.
-        """
-        return state.shared
-
-    def fragment(self, state: DiLoCoState, k: int) -> tuple[Any, Any, Any]:
-        """Return arguments of `sum` for `jc.inspect(train.sum, *train.fragment(state, 0))`.
-
-        Args:
-          state: with rows for this object's replicas.
-          k: the fragment, from 0.
-
-        Returns:
-          Every replica's parameters by rows, the shared ones and the number of steps.
-        """
-        at = self._fragments(state.shared)[k]
+    def arguments(self, state: DiLoCoState) -> tuple[Any, Any, Any]:
+        """Return arguments of `sum`, as for `jc.inspect(train.sum, *train.arguments(state))`."""
+        at = self._places
         with no_mesh():
-            own = self._places.place_rows(diloco_state.part(state.replicas[0], at))
-            shared = self._places.place_copies(diloco_state.part(state.shared, at))
-            return self._places.all_rows(own), self._places.all_copies(shared), state.steps
+            own, shared = at.place_rows(state.replicas[0]), (state.shared, state.steps)
+            return at.all_rows(own), *at.all_copies(at.place_copies(shared))
+
+    def applied(self, state: DiLoCoState, mean: Any) -> DiLoCoState:
+        """The state after an exchange, from what `sum` returned."""
+        with no_mesh():
+            copies = self._places.place_copies((state.shared, state.outer, mean))
+            shared, outer = self._update(*copies)
+            replicas = self._spread(shared), state.replicas[1]
+        return dataclasses.replace(state, replicas=replicas, shared=shared, outer=outer)
 
     def restart(self, state: DiLoCoState) -> DiLoCoState:
-        """The same training for other replicas: each begins its round at the shared parameters.
+        """The same training for other replicas, which go on from the shared parameters.
 
-        What was on its way is applied. What replicas did since they were last exchanged is lost.
-        Replica i takes the optimizer state of row i of `state`, from the first row again where
-        these end.
-
-        Args:
-          state: with rows for any number of replicas, or of another process.
-
-        Returns:
-          A `DiLoCoState` for this object's replicas.
+        Replica i takes the optimizer state of row i of `state`, which may be another process's;
+        from the first row again where these end.
         """
+        rows = len(jax.tree.leaves(state.replicas)[0])
+        taken = np.asarray([i % rows for i in self._places.replicas])
         with no_mesh():
-            for k in np.flatnonzero(state.sent):
-                state = self.applied(state, int(k), own=False)
-            rows = len(jax.tree.leaves(state.replicas)[0])
-            taken = np.asarray([i % rows for i in self._places.replicas])
             shared = self._places.place_copies(state.shared)
             kept = jax.tree.map(lambda x: x[taken], state.replicas[1])
             replicas = self._spread(shared), self._places.place_rows(kept)
-        return dataclasses.replace(state, shared=shared, replicas=replicas)
+        return dataclasses.replace(state, replicas=replicas, shared=shared)
 
-    def _exchanged(self, state: DiLoCoState, step: int) -> DiLoCoState:
-        """Apply what has arrived, send what is due; without a delay, apply that, too."""
-        delay, due = self.schedule.delay, self.schedule.sent(step)
-        for k in np.flatnonzero(state.sent):
-            # Sent again only if `every` has changed: what is on its way must not be lost then.
-            if step >= state.sent[k] + delay or k in due:
-                state = self.applied(state, int(k))
-        if not due:
-            return state
-        sums = {k: self._sent(state, k) for k in due}
-        state = dataclasses.replace(
-            state,
-            sums=tuple(sums.get(k, held) for k, held in enumerate(state.sums)),
-            sent=np.where(np.isin(np.arange(len(state.sent)), due), step, state.sent),
+
+def check_state(state: Any, here: int) -> None:
+    """Refuse a state that does not fit the replicas that are here."""
+    if not isinstance(state, DiLoCoState):
+        raise ValueError(
+            f"`diloco` expects the state that `init` returned; got {type(state).__name__}."
         )
-        for k in () if delay else due:
-            state = self.applied(state, k, sums[k])
-        return state
-
-    def _sent(self, state: DiLoCoState, k: int) -> Sum:
-        wait = self.sum.start(*self.fragment(state, k))
-        return Sum(lambda: self._places.place_copies(wait()))
-
-    def applied(
-        self, state: DiLoCoState, k: int, found: Sum | None = None, own: bool = True
-    ) -> DiLoCoState:
-        """The state with the update of fragment k; `own`: replicas take it."""
-        at = self._fragments(state.shared)[k]
-        mean = (found or state.sums[k]).tree
-        arguments = diloco_state.part(state.shared, at), state.outer[k], mean
-        shared, outer = self._update(*self._places.place_copies(arguments))
-        sent = np.where(np.arange(len(state.sent)) == k, 0, state.sent)
-        replicas = state.replicas
-        if own:
-            params, opt_state = replicas
-            mixed = self._mix(diloco_state.part(params, at), shared)
-            replicas = diloco_state.joined(params, mixed), opt_state
-        return dataclasses.replace(
-            state,
-            shared=diloco_state.joined(state.shared, shared),
-            replicas=replicas,
-            outer=(*state.outer[:k], outer, *state.outer[k + 1 :]),
-            sent=sent,
+    if isinstance(state.steps, Tracer):
+        raise ValueError(
+            "`diloco` trains between programs and cannot be traced: `jc.inspect` takes its `step` "
+            "and its `sum`."
+        )
+    rows = {len(x) for x in jax.tree.leaves(state.replicas)} - {here}
+    if rows:
+        raise ValueError(
+            f"`diloco`: the state has rows for {max(rows)} replicas, and this "
+            f"process has {here}. `restart(state)` makes one for these."
         )
 
-    def _fragments(self, shared: Any) -> tuple[tuple[int, ...], ...]:
-        sizes = tuple(x.size * x.dtype.itemsize for x in jax.tree.leaves(shared))
-        return diloco_state.fragments_of(sizes, self.schedule.fragments)
+
+def _named(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
+    """Leaves of both, each with its name in messages."""
+    trees = ("params", params), ("opt_state", opt_state)
+    return [(name + path, leaf) for name, tree in trees for path, leaf in flattened(tree)[0]]
+
+
+def _step_of_row(step: Callable[..., Any], replica: tuple[Any, Any], batch: Any) -> Any:
+    """A step on the one row that a device has of its replica, and its rows of the batch."""
+    given = jax.tree.map(lambda x: x[0], replica)
+    try:
+        result = step(*given, batch)
+    except NameError as error:
+        error.add_note("`diloco`: a step is that of one device and reduces nothing, along no axis.")
+        raise
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise ValueError(
+            "The step of `diloco` returns (params, opt_state, metrics); this one returns "
+            f"{f'{len(result)} values' if isinstance(result, tuple) else type(result).__name__}."
+        )
+    *kept, metrics = jax.tree.map(jnp.asarray, result)
+    was, became = (
+        {f"{name} {x.dtype}{list(x.shape)}" for name, x in _named(*both)} for both in (given, kept)
+    )
+    if was != became:
+        first, now = (min(found, default="nothing") for found in (was - became, became - was))
+        raise ValueError(
+            "The step of `diloco` must return parameters and an optimizer state like those that "
+            f"it was given; {first} became {now}."
+        )
+    return jax.tree.map(lambda x: x[None], (tuple(kept), metrics))

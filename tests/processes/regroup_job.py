@@ -126,7 +126,7 @@ class Rounds:
     steps, settings = 60, {"timeout_seconds": 20}
 
     def __init__(self):
-        self.step = jc.diloco(local_step, every=5, fragments=2, mixing=0.75)
+        self.step = jc.diloco(local_step, every=5)
         self.start, self.begun = self.step.init(*local_start()), []
 
     def batches(self, at, place, world):

@@ -20,7 +20,7 @@ def local_step(params, momentum, batch):
     return {k: params[k] - 0.25 * momentum[k] for k in params}, momentum, batch[0, 0]
 
 
-def local_rounds(steps, every, mixing, lost, taken):
+def local_rounds(steps, every, lost, taken):
     """Three workers in one process: number 1 is absent after `lost` steps, until after `taken`."""
     shared, momentum = local_start()
     own = {rank: (dict(shared), momentum) for rank in range(3)}
@@ -30,9 +30,8 @@ def local_rounds(steps, every, mixing, lost, taken):
         there = [rank for rank in own if rank != 1 or not lost <= step < taken]
         for rank in there:
             own[rank] = local_step(*own[rank], owing_rows(step, rank))[:2]
-        due = [k for i, k in enumerate("ba") if (step + 1 - (i + 1) * every // 2) % every == 0]
-        for k in due:
-            shared[k] = np.mean([own[rank][0][k] for rank in there], 0)
+        if (step + 1) % every == 0:
+            shared = {k: np.mean([own[rank][0][k] for rank in there], 0) for k in shared}
             for rank in there:
-                own[rank][0][k] = (1 - mixing) * own[rank][0][k] + mixing * shared[k]
+                own[rank] = dict(shared), own[rank][1]
     return shared, own

@@ -115,13 +115,11 @@ def test_what_processes_bring_to_a_first_run_is_compared(pair):
     assert first["after"]["result"] == pytest.approx(first["own rows"]["result"])
 
 
-def test_diloco_are_their_simulation_with_sums_on_their_way(pair):
+def test_diloco_is_its_simulation(pair):
     first, second = (found["local"] for found in pair)
     assert first["bits"] == second["bits"]
     for found in (first, second):
         assert found["difference"] <= 1e-5
-        assert found["sent"] == [0, 0, 60], "the processes end with a sum on its way"
-        assert found["totals"] == [6.0] * 6
         errors = found["errors"]
         assert "hold different values in 1 of 5 leaves" in errors["differ"]
         assert "args[1]['w'] first: processes 0 | 1. Nothing was run." in errors["differ"]

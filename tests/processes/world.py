@@ -424,19 +424,17 @@ def reproducible():
 
 
 def local():
-    """Sixty steps of local updates beside their simulation, with much in between."""
+    """Sixty steps of local updates beside their simulation, from a checkpoint now and then."""
     import optax
-    from diloco_simulation import PARAMS, PARTS, local_step, rows, simulated
+    from diloco_simulation import PARAMS, local_step, rows, simulated
 
     rank, adam = jax.process_index(), optax.adam(1e-2)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    arguments = {"every": 4, "fragments": 3, "delay": 2, "mixing": 0.5}
-    train = jc.diloco(local_step(adam), outer=outer, **arguments)
-    total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))
+    train = jc.diloco(local_step(adam), every=4, outer=outer)
     # Whatever a data-parallel step returned is on all processes, and so may a batch be.
     params = jc.data_parallel(lambda p, x: p)(PARAMS, np.zeros((1, 1), "f"))
     first = state = train.init(params, adam.init(PARAMS))
-    losses, totals = [], []
+    losses = []
     for t in range(1, 61):
         batch = rows(t, 2)[4 * rank : 4 * rank + 4]
         if t == 7:
@@ -444,14 +442,11 @@ def local():
             batch = jax.make_array_from_process_local_data(over, batch)
         state, loss = train(state, batch)
         losses.append(float(loss[0]))
-        if t % 10 == 9:  # with a sum on its way, after 9 steps and 49, and others
-            totals.append(float(total(np.ones((1, 3), "f")).addressable_data(0)))
+        if t % 10 == 9:
             with tempfile.TemporaryDirectory() as folder:
                 jc.save_checkpoint(f"{folder}/state.npz", state)
                 state, _ = jc.restore_checkpoint(f"{folder}/state.npz", first)
-    shared, own, values = simulated(
-        adam, 2, 60, outer=outer, parts=PARTS, delay=2, every=4, mixing=0.5
-    )
+    shared, own, values = simulated(adam, 2, 60, every=4, outer=outer)
     mine = jax.tree.map(lambda x: x[rank : rank + 1], own)
     differences = jax.tree.map(
         lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()),
@@ -482,8 +477,6 @@ def local():
         "errors": errors,
         "difference": max(jax.tree.leaves(differences)),
         "bits": _hash(np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.shared)])),
-        "sent": state.sent.tolist(),
-        "totals": totals,
     }
 
 

@@ -6,10 +6,9 @@ import optax
 import pytest
 from cases import close as nearly
 from cases import grid, mesh_of
-from diloco_simulation import PARAMS, PARTS, local_step, loss, rows, simulated
+from diloco_simulation import PARAMS, local_step, loss, rows, simulated
 
 import jaxcoll as jc
-from jaxcoll._train.diloco_state import Schedule, fragments_of
 
 pytestmark = pytest.mark.usefixtures("dtypes_may_mix")
 
@@ -29,26 +28,15 @@ def trained(train, state, steps, n, begin=0):
     return state, np.asarray(losses)
 
 
-@pytest.mark.parametrize(
-    ("every", "fragments", "delay", "mixing", "compression"),
-    [
-        (1, 3, 0, 1, None),
-        (5, 1, 2, 1, None),
-        (5, 3, 0, 0.5, None),
-        (5, 3, 2, 0.5, None),
-        (30, 1, 0, 1, "int4"),
-    ],
-)
-def test_sixty_steps_are_those_of_the_simulation(every, fragments, delay, mixing, compression):
-    parts = [[*PARAMS]] if fragments == 1 else PARTS
+@pytest.mark.parametrize(("every", "compression"), [(1, None), (5, None), (30, "int4")])
+def test_sixty_steps_are_those_of_the_simulation(every, compression):
     options = compression and jc.CommunicationOptions(compression=compression)
     train = jc.diloco(
-        local_step(ADAM), every=every, outer=NESTEROV, fragments=fragments, delay=delay,
-        mixing=mixing, mesh=mesh_of(4), options=options,
-    )  # fmt: skip
+        local_step(ADAM), every=every, outer=NESTEROV, mesh=mesh_of(4), options=options
+    )
     state, losses = trained(train, train.init(PARAMS, ADAM.init(PARAMS)), 60, 4)
-    want = simulated(ADAM, 4, 60, every, NESTEROV, parts, delay, mixing, options)
-    for got, simulation in zip((train.params(state), state.replicas[0], losses), want, strict=True):
+    want = simulated(ADAM, 4, 60, every, NESTEROV, options)
+    for got, simulation in zip((state.shared, state.replicas[0], losses), want, strict=True):
         close(got, simulation)
     assert int(state.steps) == 60
 
@@ -68,41 +56,23 @@ def test_an_exchange_after_every_step_of_sgd_is_data_parallel_training():
             state, losses = train(state, rows(t, 4))
             params, value = step(params, rows(t, 4))
             close(losses.mean(), value)
-        close(train.params(state), params)
+        close(state.shared, params)
 
 
 def test_a_local_step_sends_nothing_and_a_round_sends_each_leaf_once():
-    train = jc.diloco(local_step(ADAM), every=6, fragments=3, delay=1, mesh=mesh_of(4))
+    train = jc.diloco(local_step(ADAM), every=6, mesh=mesh_of(4))
     state = train.init(PARAMS, ADAM.init(PARAMS))
     report = jc.inspect(train.step, state.replicas, rows(0, 4))
     assert (report.count, report.wire_bytes, report.uncounted) == (0, 0, ())
-    reports = [jc.inspect(train.sum, *train.fragment(state, k)) for k in range(3)]
-    whole = 4 * sum(x.size for x in PARAMS.values())
-    assert sum(r.wire_bytes for r in reports) == 2 * 3 * whole // 4
-    assert [list(r.rows[0].leaves) for r in reports] == [[f"['{a}']" for a in p] for p in PARTS]
-
-
-def test_fragments_partition_the_leaves_and_each_is_sent_once_a_round():
-    rng = np.random.default_rng(0)
-    for fragments, leaves in ((1, 1), (3, 3), (4, 50), (7, 161)):
-        sizes = tuple(int(x) for x in rng.integers(0, 1000, leaves))
-        found = fragments_of(sizes, fragments)
-        assert sorted(i for each in found for i in each) == list(range(leaves))
-        largest = max(sum(sizes[i] for i in each) for each in found)
-        assert largest <= sum(sizes) / fragments + max(sizes)
-        for every in (1, 2, 5, 30, 108):
-            sent = [Schedule(every, fragments, 0).sent(t) for t in range(1, 3 * every + 1)]
-            assert sorted(sum(sent, ())) == sorted(list(range(fragments)) * 3)
-            assert fragments - 1 in sent[every - 1], "the last ends the round"
-            assert max(map(len, sent)) <= -(-fragments // every)
+    report = jc.inspect(train.sum, *train.arguments(state))
+    assert report.wire_bytes == 2 * 3 * 4 * sum(x.size for x in PARAMS.values()) // 4
+    assert [list(row.leaves) for row in report.rows] == [["['a']", "['b']", "['c']"]]
 
 
 @pytest.mark.slow
 def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
     def made(n):
-        return jc.diloco(
-            local_step(ADAM), every=5, outer=NESTEROV, fragments=3, delay=3, mesh=mesh_of(n)
-        )
+        return jc.diloco(local_step(ADAM), every=5, outer=NESTEROV, mesh=mesh_of(n))
 
     def begun(n):
         return made(n).init(PARAMS, ADAM.init(PARAMS))
@@ -110,7 +80,6 @@ def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
     train = made(4)
     want, _ = trained(train, begun(4), 23, 4)
     state, _ = trained(train, begun(4), 12, 4)
-    assert np.flatnonzero(state.sent).size, "nothing is on its way"
     jc.save_checkpoint(tmp_path / "state.npz", state, step=12)
     restored, step = jc.restore_checkpoint(tmp_path / "state.npz", begun(4))
     assert step == restored.steps == 12
@@ -118,31 +87,18 @@ def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
-    applied = train.restart(restored)
-    assert not applied.sent.any()
     for n in (2, 6):
         train = made(n)
         other = train.restart(restored)
-        close(other.shared, applied.shared, 0)
+        close((other.shared, other.outer), (restored.shared, restored.outer), 0)
         own, before = jax.tree.map(np.asarray, (other.replicas, restored.replicas[1]))
         for i in range(n):
             mine, optimizer = jax.tree.map(lambda x, i=i: x[i], own)
-            close(mine, applied.shared, 0)
+            close(mine, restored.shared, 0)
             close(optimizer, jax.tree.map(lambda x, i=i: x[i % 4], before), 0)
         with pytest.raises(ValueError, match=rf"rows for 4 replicas, and this process has {n}"):
             train(restored, rows(0, n))
-    trained(train, other, 1, 6, begin=12)
-
-
-def test_what_is_on_its_way_is_applied_when_the_round_becomes_shorter():
-    step, start = local_step(ADAM), ADAM.init(PARAMS)
-    before = jc.diloco(step, every=8, delay=7, mesh=mesh_of(2))
-    after = jc.diloco(step, every=3, delay=2, mesh=mesh_of(2))
-    state, _ = trained(before, before.init(PARAMS, start), 8, 2)
-    mean = state.sums[0].tree
-    state, _ = trained(after, state, 1, 2, begin=8)  # the round of three ends, before the delay
-    close(after.params(state), jax.tree.map(lambda y, m: y - m, PARAMS, mean))
-    assert state.sent.tolist() == [9]
+    trained(train, other, 3, 6, begin=12)
 
 
 def test_replicas_lie_on_a_mesh_of_several_axes_and_another_order():
@@ -152,9 +108,8 @@ def test_replicas_lie_on_a_mesh_of_several_axes_and_another_order():
         options=jc.CommunicationOptions(algorithm="native/native"),
     )  # fmt: skip
     state, losses = trained(train, train.init(PARAMS, sgd.init(PARAMS)), 4, 4)
-    parts = [[*PARAMS]]
-    shared, own, values = simulated(sgd, 4, 4, 2, optax.sgd(1.0), parts)
-    close(train.params(state), shared)
+    shared, own, values = simulated(sgd, 4, 4, 2, optax.sgd(1.0))
+    close(state.shared, shared)
     close(state.replicas[0], own)
     close(losses, values)
 
@@ -175,7 +130,7 @@ def test_a_replica_that_is_not_finite_makes_the_shared_parameters_so():
     state = train.init(np.ones(3, "f"), ())
     state, _ = train(state, np.float32([1, np.nan]))
     state, _ = train(state, np.float32([1, 1]))
-    assert np.isnan(train.params(state)).all()
+    assert np.isnan(state.shared).all()
 
 
 def descent(w, state, batch):
@@ -185,23 +140,27 @@ def descent(w, state, batch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"every": 0}, "`every` must be an integer of at least 1; got 0"),
-        ({"every": 1.5}, "`every` must be an integer of at least 1; got 1.5"),
-        ({"fragments": 0}, "`fragments` must be an integer of at least 1; got 0"),
-        ({"delay": -1}, "`delay` must be an integer of at least 0; got -1"),
-        ({"delay": 30}, "`delay` must be below `every`, .* got 30 and 30"),
-        ({"mixing": 0}, "`mixing` must be above 0 and at most 1; got 0"),
-        ({"mixing": True}, "`mixing` must be above 0 and at most 1; got True"),
-        ({"outer": 0.7}, "`outer` must be None or an optax transformation.* got float"),
+        ({"every": 0}, "`diloco` expects `every` to be an integer above 0; got 0"),
+        ({"every": 1.5}, "`diloco` expects `every` to be an integer above 0; got 1.5"),
+        ({"outer": 0.7}, "`outer` must be None or an optax transformation.* got 0.7"),
         ({"axis_name": "rows"}, "`diloco` over axis 'rows': the mesh has no such axis"),
         ({"options": "int8"}, "CommunicationOptions"),
-        ({"step": 3}, "`diloco` expects a function, the step of one device; got int"),
+        ({"step": 3}, "`step` must be a function, the step of one device; got 3"),
         ({"step": jc.data_parallel(descent)}, "the step of one device; got DataParallel"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         jc.diloco(**{"step": descent, "mesh": mesh_of(2), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("unnamed", "named", "got"), [((30,), {}, "30"), ((), {"fragments": 2}, "'fragments'")]
+)
+def test_an_argument_that_is_not_there_is_answered_by_those_that_are(unnamed, named, got):
+    names = "every, outer, mesh, axis_name and options, by name as in `diloco.step, every=30.`"
+    with pytest.raises(TypeError, match=f"takes {names}; got {got}"):
+        jc.diloco(descent, *unnamed, **named)
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_runs():
@@ -216,28 +175,22 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs():
         r"opt_state\[0\] is not an array of numbers; got str": lambda: train.init(
             np.ones(3), ["s"]
         ),
-        "`fragments` is 3, and the parameters have 2 leaves": lambda: jc.diloco(
-            descent, fragments=3
-        ).init([np.ones(3), np.ones(2)], ()),
         "expects the state that `init` returned; got ndarray": lambda: train(np.ones(3), batch),
         r"batch\['x'\] has the shape \(3,\), .* shared by 2 replicas": lambda: train(
             state, {"x": np.ones(3)}
         ),
         r"batch has the shape \(\)": lambda: train(state, np.float32(1)),
-        "cannot be traced as one.* `step` and `sum`": lambda: jax.jit(train)(state, batch),
-        "the state is of 1 fragments without a delay, and here are 1 and a delay of 2": lambda: (
-            jc.diloco(descent, delay=2, mesh=mesh_of(2))(state, batch)
-        ),
+        "cannot be traced: .* `step` and its `sum`": lambda: jax.jit(train)(state, batch),
         "each device is a replica, and the mesh has the axes {'node': 2} beside": lambda: jc.diloco(
             descent, mesh=grid(2, 2)
         ).init(np.ones(3), ()),
         r"returns \(params, opt_state, metrics\); this one returns 2 values": lambda: jc.diloco(
             lambda w, s, x: (w, s), mesh=mesh_of(2)
         )(state, batch),
-        r"those that it was given; params was float32\[3\] and is float16\[3\]": lambda: jc.diloco(
-            lambda w, s, x: (w.astype("e"), s, x), mesh=mesh_of(2)
-        )(state, batch),
-        r"given; opt_state\['n'\] was not there and is float32\[\]": lambda: jc.diloco(
+        r"those that it was given; params float32\[3\] became params float16\[3\]": lambda: (
+            jc.diloco(lambda w, s, x: (w.astype("e"), s, x), mesh=mesh_of(2))(state, batch)
+        ),
+        r"given; nothing became opt_state\['n'\] float32\[\]": lambda: jc.diloco(
             lambda w, s, x: (w, {"n": x[0]}, x), mesh=mesh_of(2)
         )(state, batch),
     }
