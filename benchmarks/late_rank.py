@@ -135,13 +135,9 @@ def _measured(
             return Window(late, {}, 0, 0.0)
         if done.returncode or not report.exists():
             raise ValueError(f"{case}: the job ended with {done.returncode}:\n{done.stderr}")
-        return window_of(json.loads(report.read_text()), late if case.ms else -1)
-
-
-def window_of(report: dict[str, Any], late: int) -> Window:
-    """Read a report of `jaxcoll inspect --run --json`."""
-    (program,) = report["programs"]
-    if (found := program["measured"]) is None:
+        (program,) = json.loads(report.read_text())["programs"]
+    found, late = program["measured"], late if case.ms else -1
+    if found is None or len(found["ranks"]) < case.processes:
         return Window(late, {}, 0, 0.0)
     named = {last["rank"]: last["seconds"] for last, _ in found["late"]}
     return Window(late, named, found["runs"], found["step_seconds"])

@@ -67,16 +67,18 @@ def step(w, x, spent):
     return w - 0.1 * gradient / mesh.size, spent / mesh.size
 
 
-rows, local = jax.NamedSharding(mesh, jax.P("data")), jax.local_device_count()
-x = jax.make_array_from_process_local_data(rows, np.ones((16 * local, args.width), "f"))
-w = np.ones((args.width, args.width), "f")
-began, spent = time.monotonic(), 0.0
+rows, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (["data"], []))
+array, local = jax.make_array_from_process_local_data, jax.local_device_count()
+x = array(rows, np.ones((16 * local, args.width), "f"))
+w = array(whole, np.ones((args.width, args.width), "f"))
+began = spent = 0.0
 while spent < args.seconds:  # as all ranks have it on average, so that all take as many steps
     if args.where == "before":
         wait()
-    mine = np.full((local, 1), time.monotonic() - began, "f")
-    w, mean = step(w, x, jax.make_array_from_process_local_data(rows, mine))
-    spent = float(mean[0, 0])
+    mine = np.full((local, 1), began and time.monotonic() - began, "f")
+    w, mean = step(w, x, array(rows, mine))
+    spent = np.asarray(mean).item()
+    began = began or time.monotonic()  # when it was compiled
 if rank == args.absent:
     time.sleep(25)
 print("ended", rank)

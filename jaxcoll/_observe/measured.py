@@ -76,9 +76,11 @@ class Measured:
         before = self.unprofiled_step_seconds
         outside = f" ({milliseconds(before)} without the profile)" if before else ""
         step, exposed = self.step_seconds, self.exposed_seconds
+        too_few = len(self.ranks) > 1 and self.runs < LEAST_RUNS
         return (
-            f"measured in {counted(self.runs, 'run')} on {counted(len(self.ranks), 'rank')}: a "
-            f"step takes {milliseconds(step)}{outside}, {milliseconds(exposed)} of it exposed "
+            f"measured in {counted(self.runs, 'run')} on {counted(len(self.ranks), 'rank')}"
+            f"{', too few to name one that comes late' * too_few}: a step takes "
+            f"{milliseconds(step)}{outside}, {milliseconds(exposed)} of it exposed "
             f"communication ({percent(exposed, step)})"
         )
 

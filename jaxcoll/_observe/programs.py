@@ -186,6 +186,11 @@ def programs_from(
             if rows["programs"].get(key, {}).get("times")
         }
         measured = compare(report.rows, times) if times else None
+        if times and not measured:
+            those = ", ".join(map(str, times))
+            notes.append(
+                f"{report.name}: not measured: no run is in the profiles of ranks {those}."
+            )
         together.append(dataclasses.replace(report, measured=measured))
     return Programs(tuple(together), quiet, tuple(notes))
 

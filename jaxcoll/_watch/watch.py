@@ -19,7 +19,7 @@ from jaxcoll._observe.programs import Programs, programs_from, read_rank
 from jaxcoll._observe.report import Report
 from jaxcoll._watch.compilations import Compilations
 from jaxcoll._watch.gather import gathered
-from jaxcoll._watch.window import BUSY, Window
+from jaxcoll._watch.window import ABSENT, BUSY, Window
 
 _numbers = itertools.count()
 _MOST_SAVED = 1000
@@ -70,8 +70,8 @@ class Watch:
             (folder / _PROFILE.format(this_rank())).write_bytes(window.profile)
         events, probe = read_events(window.profile), read_events(window.probe)
         reports, rows = read_rank(compiled, events, probe, self._most)
-        if self._most and not window.profile and reports:
-            rows["notes"].append(window.note)
+        if self._most and reports and not any(row["times"] for row in rows["programs"].values()):
+            rows["notes"].append(window.note or ABSENT)
         ranks, note = gathered(rows, f"{self._name}/rows", everywhere=everywhere)
         programs = programs_from(reports, ranks, self.compilations.quiet)
         return dataclasses.replace(programs, notes=(*programs.notes, *filter(None, [note])))

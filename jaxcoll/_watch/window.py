@@ -22,6 +22,9 @@ _LOOK_SECONDS = 0.05
 
 BUSY = "not measured: the program had a profile of its own open."
 EARLY = "not measured: the program ended within a second or two of its last compilation."
+ABSENT = (
+    "not measured: no program with collectives ran from start to end while the profile was open."
+)
 
 
 class Window(threading.Thread):
@@ -60,9 +63,9 @@ class Window(threading.Thread):
         with self._lock:
             if self._session is not None:
                 self.profile, self._session = self._session.stop(), None
-                self.note = "" if self.profile else BUSY
+                self.note = note or EARLY if self.profile else BUSY
             elif not self.profile:
-                self.profile, self.note = self.probe, "" if self.probe else note or self.note
+                self.profile, self.note = self.probe, note or self.note or EARLY
 
     def run(self) -> None:
         """Wait for the last compilation and for the first rank's word, then open the profile."""
@@ -78,25 +81,39 @@ class Window(threading.Thread):
             if self._until(lambda: keys.try_get(self._key) is not None):
                 return float(keys.get(self._key, 1.0))
             return None
-        if not self._until(lambda: time.monotonic() - self._compilations.at > _QUIET_SECONDS):
-            return None
-        seconds = _LONGEST_SECONDS
-        for probe in _PROBES:
-            if not self._open(probe):
+        pause = _QUIET_SECONDS
+        while not (probed := self._probe(pause)):
+            if self._over.is_set():
+                return None
+            pause = min(2 * pause, _LONGEST_SECONDS)
+        seconds, events, runs = probed
+        self._over.wait(seconds)  # the step's time without a profile is that between the two
+        wanted = _LONGEST_SECONDS
+        if runs > 2:
+            # The first and the last run of a profile are cut off; others begin a look or two later.
+            wanted = seconds * (self._runs + 2) / (runs - 1) + 2 * _LOOK_SECONDS
+        seconds = min(wanted, seconds * _MOST_EVENTS / events, _LONGEST_SECONDS)
+        if keys is not None:
+            keys.set(self._key, str(seconds))
+        return seconds
+
+    def _probe(self, pause: float) -> tuple[float, int, int] | None:
+        """Return how long a profile was open, its events, and its runs of what communicates.
+
+        None where nothing of that ran: it waits for data, or for another program's compilation.
+        """
+        began, seconds, runs, events = time.monotonic(), 0.0, 0, []
+        self._until(lambda: time.monotonic() - max(self._compilations.at, began) > pause)
+        for seconds in _PROBES:
+            if not self._open(seconds):
+                self._over.set()
                 return None
             self.probe, self.profile = self.profile, b""
             events = read_events(self.probe)
             runs = _runs([e for e in events if e.module in self._compilations.modules])
-            if runs > 2:
-                # The first and the last run of a profile are cut off.
-                wanted = probe * (self._runs + 2) / (runs - 1)
-                wanted += 2 * _LOOK_SECONDS  # others begin as much later
-                seconds = min(wanted, probe * _MOST_EVENTS / len(events), _LONGEST_SECONDS)
-                self._over.wait(probe)  # the step's time without a profile is that between the two
+            if runs > 2 or 4 * len(events) > _MOST_EVENTS:
                 break
-        if keys is not None:
-            keys.set(self._key, str(seconds))
-        return seconds
+        return (seconds, len(events), runs) if runs else None
 
     def _open(self, seconds: float | None) -> bool:
         """Return False if the program ended meanwhile, or has a profile open itself."""

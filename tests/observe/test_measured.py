@@ -73,7 +73,9 @@ def test_a_rank_that_comes_late_is_named_and_no_other(lateness, who, ms, seed):
 
 def test_nobody_is_named_for_a_little_or_for_few_runs_or_alone():
     assert compare([row()], late_by([0, 0.9, 0, 0])).late == ()  # under 5 % of 20 ms
-    assert compare([row()], late_by([0, 50, 0, 0], runs=4)).late == ()
+    few = compare([row()], late_by([0, 50, 0, 0], runs=4))
+    assert few.late == ()
+    assert "in 4 runs on 4 ranks, too few to name one that comes late: a step" in few.summary()
     alone = compare([row()], late_by([0]))
     assert (alone.late, alone.times[0].last, alone.runs) == ((), None, 20)
 
@@ -197,4 +199,10 @@ def test_what_ranks_do_not_share_is_said():
     assert "rank 1: compiled other programs: jit_g." in programs.notes
     assert "ranks 0, 2: not measured: x" in programs.notes
     assert re.search(r"jit_f +3 +1 all-reduce, 400 B", str(programs))
+    key = next(iter(reports))
+    for number, apart in enumerate((rows, other)):
+        apart["programs"] = {key: {"name": "jit_f", "times": rank([[[MS]]] * 9, first=99 * number)}}
+        apart["programs"][key]["times"]["ends"] = [99 * 10**12 * number + k for k in range(9)]
+    (note,) = programs_from(reports, {0: rows, 3: other}, 0).notes[1:]
+    assert note == "jit_f: not measured: no run is in the profiles of ranks 0, 3."
     assert "No program with collectives was compiled; 3 programs" in str(Programs(quiet=3))

@@ -1,0 +1,97 @@
+"""When profiles are opened, and for how long; what is in them is made up."""
+
+import threading
+import time
+import types
+
+import pytest
+
+from jaxcoll._observe.profile import Event
+from jaxcoll._watch import window as module
+
+
+class Compilations:
+    """One program that communicates, compiled long ago."""
+
+    modules, at = {"jit_step"}, 0.0
+    calls = types.SimpleNamespace(before=lambda *_: None)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The seconds for which each profile was open; `opened.steps` is how many a second."""
+
+    class Opened(list):
+        steps = 0.0  # a second
+        others = 0.0  # events a second of programs that do not communicate
+
+    found = Opened()
+
+    class Session:
+        def __init__(self, *, with_programs):
+            self.began = time.monotonic()
+
+        def stop(self):
+            found.append(time.monotonic() - self.began)
+            return b"%g" % found[-1]
+
+    def events(profile):
+        seconds = float(profile)
+        steps, others = int(found.steps * seconds), int(found.others * seconds)
+        ours = [Event("jit_step", 1, "psum", k, 0, k, k + 1) for k in range(steps)]
+        return ours + [Event("jit_other", 2, "dot", k, 0, k, k + 1) for k in range(others)]
+
+    monkeypatch.setattr(module, "ProfilerSession", Session)
+    monkeypatch.setattr(module, "read_events", events)
+    monkeypatch.setattr(module, "store", lambda: None)
+    monkeypatch.setattr(module, "_PROBES", (0.02, 0.05, 0.1))
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_LONGEST_SECONDS", 0.4)
+    return found
+
+
+def window(runs=20):
+    made = module.Window(Compilations(), runs, "w", with_programs=False)
+    made.start()
+    return made
+
+
+def test_a_window_is_as_long_as_its_runs_take(opened):
+    opened.steps = 300.0
+    found = window(30)
+    found.join(10)
+    assert len(opened) == 2, "a probe tells it"
+    assert 0.1 <= opened[-1] < 0.3
+    found.close()
+    assert (found.note, found.profile) == ("", b"%g" % opened[-1])
+
+
+def test_nothing_long_is_opened_until_the_program_runs(opened):
+    opened.others = 100.0
+    threading.Timer(0.6, lambda: setattr(opened, "steps", 300.0)).start()
+    found = window()
+    found.join(10)
+    assert len(opened) > 4
+    assert max(opened[:-1]) < 0.2
+    assert 0.06 <= opened[-1] < 0.3
+
+
+def test_a_probe_with_many_events_is_the_longest(opened, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_EVENTS", 4000)
+    opened.steps, opened.others = 60.0, 60_000.0
+    found = window()
+    found.join(10)
+    assert len(opened) == 2
+    assert opened[-1] < 0.2, "of slow steps among many events"
+    found.close()
+    assert found.profile
+
+
+def test_what_ends_before_its_window_has_its_probe_and_says_so(opened):
+    found = window()
+    while not opened:
+        time.sleep(0.01)
+    found.close()
+    assert found.note == module.EARLY
+    assert found.profile in (b"%g" % seconds for seconds in opened)
