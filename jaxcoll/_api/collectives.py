@@ -9,8 +9,7 @@ import jax
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import reduce
-from jaxcoll._spmd.axes import bound_axes, count
-from jaxcoll._spmd.scope import scope_here
+from jaxcoll._spmd.scope import bound_axes, count, scope_here
 
 
 def all_reduce(

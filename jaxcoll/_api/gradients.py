@@ -344,8 +344,7 @@ def scan_layers(
     Raises:
       NameError: an axis is not mapped here; the message lists those that are.
       ValueError: a leaf has no rows or other layers (its path is named), differs where it is said
-        to be whole, or nothing says what it is; the layer reads the gathered stack; or an argument
-        is invalid.
+        to be whole, or nothing says what it is; or an argument is invalid.
       AlreadyReducedError: a leaf that would be gathered is the same on every replica.
       TypeError: the layer returns another carry than it was given.
       NotImplementedError: a derivative of the gradient is asked for.

@@ -18,10 +18,9 @@ from jaxcoll._distribute.replica_axis import known_to_all
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd import check_replicas as _check
-from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.check_replicas import WORDS, ReplicaCheck, digest
 from jaxcoll._spmd.gather import all_gather
-from jaxcoll._spmd.scope import Scope, scope_here
+from jaxcoll._spmd.scope import Scope, bound_axes, count, scope_here
 
 
 def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) -> ReplicaCheck:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._plan.packs.packing import LANES
-from jaxcoll._spmd.axes import listed
+from jaxcoll._spmd.scope import listed
 from jaxcoll._spmd.shards import Shards, is_shards
 
 _is_deleted = operator.methodcaller("is_deleted")

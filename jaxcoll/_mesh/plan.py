@@ -17,8 +17,7 @@ from jaxcoll._plan.checks import is_integer
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import Leaf, check_reducible, dtype_of, flattened, travels_as, where
-from jaxcoll._plan.packs.shard_layout import layout_of
-from jaxcoll._plan.packs.shard_plan import Half, plan_half
+from jaxcoll._plan.packs.shard_layout import Half, layout_of, plan_half
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.world import World

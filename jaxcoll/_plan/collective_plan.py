@@ -11,9 +11,8 @@ from typing import Any
 
 from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import LANES, Pack, PackingRule, Segment, padded
+from jaxcoll._plan.packs.packing import KEEP_APART, LANES, Pack, PackingRule, Segment, padded
 from jaxcoll._plan.world import World
 
 _PATH = operator.attrgetter("path")
@@ -127,9 +126,7 @@ class CollectivePlan:
         if self.in_backward and self.collective != "all_reduce":
             kind = "loop"
         chained = platform == "gpu" and kind == "all-reduce" and not self.in_backward
-        return dict(
-            overlap.OPTIONS.get((platform, kind), {}) if self.overlap and not chained else {}
-        )
+        return dict(KEEP_APART.get((platform, kind), {}) if self.overlap and not chained else {})
 
     def carried(self, pack: int) -> str:
         """Return the first and the last leaf that a pack carries, with the part where it is cut."""

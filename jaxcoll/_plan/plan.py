@@ -12,8 +12,7 @@ from typing import Any
 from jaxcoll._plan.algorithms import DESCRIPTIONS
 from jaxcoll._plan.collective_plan import THE_VALUE, CollectivePlan
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
-from jaxcoll._plan.packs.overlap import OPTIONS, ReadyOrder
-from jaxcoll._plan.packs.packing import LANES, UNPACKED
+from jaxcoll._plan.packs.packing import KEEP_APART, LANES, UNPACKED, ReadyOrder
 from jaxcoll._plan.planner import CODES, PACKED, asked_algorithm, choose, half_algorithm, is_asked
 from jaxcoll._plan.world import World
 from jaxcoll._show.table import Table, folding_html, lines_html
@@ -289,7 +288,7 @@ def _of_half(plan: CollectivePlan) -> Iterator[str]:
 
 def _by_options(platform: str, kind: str = "all-reduce") -> str:
     """Return the compiler options that keep packs apart, in a sentence."""
-    options, in_loops = OPTIONS.get((platform, kind), {}), kind == "loop"
+    options, in_loops = KEEP_APART.get((platform, kind), {}), kind == "loop"
     listed = " and ".join(f"{name}={value}" for name, value in options.items())
     if listed:
         return (

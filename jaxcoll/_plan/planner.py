@@ -23,14 +23,15 @@ from jaxcoll._plan.algorithms import (
 )
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import (
+    LAST,
     UNPACKED,
     BytesPerPack,
     Pack,
     PackingRule,
     cut,
+    packing_in_order,
     plan_packs,
 )
 from jaxcoll._plan.world import World
@@ -250,10 +251,10 @@ def make_plan(
     if apart and options.overlap is None:
         # Not without being asked for exchanges of our own, of what is small, or in a guessed order.
         known = in_backward or any(leaf.ready is not None for leaf in leaves)
-        large = sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * overlap.LAST
+        large = sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * LAST
         apart = choice.algorithm == "native" and known and large
     if packing is None and apart:
-        packing = overlap.packing_for(leaves, options.bytes_per_pack, world, in_backward)
+        packing = packing_in_order(leaves, options.bytes_per_pack, world, in_backward)
     elif packing is None:
         packing = packing_for(options, world, leaves)
     packs = plan_packs(leaves, packing, choice.of)

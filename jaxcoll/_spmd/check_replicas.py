@@ -17,7 +17,7 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks, settings
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.axes import as_array, bound_axes
+from jaxcoll._spmd.scope import as_array, bound_axes
 from jaxcoll.errors import ReplicaDivergenceError
 
 WORDS = 2

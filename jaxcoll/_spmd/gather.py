@@ -19,11 +19,9 @@ from jaxcoll._plan.packs.leaves import Leaf, flattened, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.planner import asked_algorithm, packing_for
 from jaxcoll._spmd.algorithms import table as algorithms
-from jaxcoll._spmd.arithmetic import received, sent
-from jaxcoll._spmd.axes import as_array, bound_axes, count, listed
-from jaxcoll._spmd.pipeline import carry_out, pack, unpack
+from jaxcoll._spmd.pipeline import carry_out, pack, received, sent, unpack
 from jaxcoll._spmd.reduce import all_reduce
-from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.scope import Scope, as_array, bound_axes, count, listed
 from jaxcoll._spmd.sparse import is_sparse
 
 

@@ -15,10 +15,9 @@ from jaxcoll import _compat
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
 from jaxcoll._plan.packs.packing import BytesPerPack
-from jaxcoll._spmd.arithmetic import wide
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.pipeline import wide
 from jaxcoll._spmd.reduce import all_reduce
-from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.scope import Scope, bound_axes, count
 from jaxcoll.errors import AlreadyReducedError
 
 _ALREADY_REDUCED = """\

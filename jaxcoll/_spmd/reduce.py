@@ -32,10 +32,8 @@ from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.coded import Coded, Coding
-from jaxcoll._spmd.arithmetic import Recipe, after, before
-from jaxcoll._spmd.axes import already_reduced, bound_axes, count, listed
-from jaxcoll._spmd.pipeline import carry_out, pack, unpack
-from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.pipeline import Recipe, after, before, carry_out, pack, unpack
+from jaxcoll._spmd.scope import Scope, already_reduced, bound_axes, count, listed
 from jaxcoll._wire.format import check_any_coded as check_dtypes
 
 if TYPE_CHECKING:

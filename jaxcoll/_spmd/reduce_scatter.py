@@ -17,17 +17,14 @@ from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, wire_dtype
 from jaxcoll._plan.packs.packing import Pack
-from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of
-from jaxcoll._plan.packs.shard_plan import plan_half
+from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of, plan_half
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
-from jaxcoll._spmd.arithmetic import Recipe, before, divided
-from jaxcoll._spmd.axes import already_reduced, bound_axes, count, listed, named
 from jaxcoll._spmd.gradients.per_replica import common
 from jaxcoll._spmd.parts import blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
-from jaxcoll._spmd.pipeline import carry_out, pack
-from jaxcoll._spmd.scope import Scope, retyped
+from jaxcoll._spmd.pipeline import Recipe, before, carry_out, divided, pack
+from jaxcoll._spmd.scope import Scope, already_reduced, bound_axes, count, listed, named, retyped
 from jaxcoll._spmd.shards import Shards
 
 _REDUCED = """\

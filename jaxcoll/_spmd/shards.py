@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxcoll._plan.packs.leaves import Leaf, Whole, flattened, where
 from jaxcoll._show.units import counted, size
-from jaxcoll._spmd.axes import bound_axes, listed
+from jaxcoll._spmd.scope import bound_axes, listed
 from jaxcoll.errors import AlreadyReducedError
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcoll import _compat
+from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.packs.leaves import Whole, carried_dtype, check_reducible, flattened, where
-from jaxcoll._spmd.arithmetic import Recipe, after
+from jaxcoll._spmd.pipeline import Recipe, after
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -253,9 +254,7 @@ def _shape(dense_shape: Any) -> tuple[int, ...]:
 
 def _type(part: Any) -> str:
     """An array by its dtype and shape; anything else as it is."""
-    if not hasattr(part, "dtype") or not hasattr(part, "shape"):
-        return repr(part)
-    return f"{part.dtype.name}{[*part.shape]}"
+    return kind_of(part) if hasattr(part, "dtype") and hasattr(part, "shape") else repr(part)
 
 
 def is_sparse(leaf: Any) -> TypeGuard[IndexedSlices]:

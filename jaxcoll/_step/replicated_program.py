@@ -23,8 +23,7 @@ from jaxcoll._jaxpr.proof import Proven, prove
 from jaxcoll._jaxpr.subjaxprs import at_line
 from jaxcoll._mesh.mesh import mapped_axes
 from jaxcoll._mesh.placement import spec_of
-from jaxcoll._spmd.axes import listed
-from jaxcoll._spmd.scope import Scope, entered
+from jaxcoll._spmd.scope import Scope, entered, listed
 from jaxcoll._spmd.shards import is_shards, said_of_each
 from jaxcoll.errors import RepeatedSumWarning
 

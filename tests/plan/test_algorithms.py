@@ -122,12 +122,6 @@ def test_whoever_speaks_last_says_what_carries_the_reduction():
     assert ring.merge(Options(shards=2)).implementation is jc.CommunicationImplementation.RING
 
 
-def test_options_read_back():
-    options = Options(algorithm="nccl/rechd", shards=np.int64(2))
-    assert repr(options) == "CommunicationOptions(algorithm='native/halving_doubling', shards=2)"
-    assert (Options().algorithm, Options().shards) == (None, 0)
-
-
 def test_more_shards_than_owners_are_refused():
     with pytest.raises(
         ValueError, match="`shards` is 3, but .* runs over 2 replicas.* at most 2, o"

@@ -150,18 +150,8 @@ def test_collective_hints_warn_and_give_options():
     assert type(hints.replace(bytes_per_pack=3)) is Options
     with pytest.raises(TypeError):
         jc.CollectiveHints(1, 2.0, "ring")
-
-
-def test_experimental_hints_are_the_older_name_of_options():
-    from jaxcoll._distribute.arguments import given
-
-    options = Options(bytes_per_pack=3)
-    assert given(options, None) == given(None, options) == options
-    assert given(None, None) == Options()
-    with pytest.raises(ValueError, match="is the older name of `options`: give one of the two"):
-        given(options, options)
     with pytest.raises(ValueError, match="must be a CollectiveHints, a Comm.* got 'ring'"):
-        given(None, "ring")
+        jc.NcclAllReduce().reduce("sum", 1.0, "cpu:0", experimental_hints="ring")
 
 
 def test_options_of_another_type_are_refused():

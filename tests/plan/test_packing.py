@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from jaxcoll._distribute.all_reduce_ops import GroupSmall, NumPacks
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.overlap import ReadyOrder
-from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, plan_packs
+from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, ReadyOrder, plan_packs
 from jaxcoll._spmd.pipeline import pack, unpack
 
 DTYPES = [

@@ -12,8 +12,7 @@ from cases import plans_of
 import jaxcoll as jc
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.shard_layout import layout_of
-from jaxcoll._plan.packs.shard_plan import plan_half
+from jaxcoll._plan.packs.shard_layout import layout_of, plan_half
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 

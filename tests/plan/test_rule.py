@@ -18,7 +18,6 @@ from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import (
     BETWEEN_HOSTS,
-    CODES,
     EXCHANGED,
     PACKED,
     choose,
@@ -114,12 +113,6 @@ def test_a_pack_is_exchanged_up_to_the_limit_whoever_made_it():
     assert "packs of at most 2 MiB: by exchanges of our own" in str(plan)
 
 
-def test_a_leaf_that_must_keep_its_shape_has_the_compilers_own():
-    leaf = Leaf("x", (64,), F32, F32, (4,), solid=True)
-    plan = Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], NOTHING, GLOO))
-    assert [pack.algorithm for pack in plan.packs] == ["native"]
-
-
 @pytest.mark.parametrize(
     "asked",
     [{"algorithm": "native"}, {"implementation": "ring"}, {"reproducible": True}, {"shards": 2}],
@@ -132,21 +125,6 @@ def test_what_is_asked_for_is_not_chosen(asked):
         next(iter(asked.values())), "native"
     )
     assert packing_for(jc.CommunicationOptions(bytes_per_pack=5), GLOO) == BytesPerPack(5)
-
-
-def test_packs_of_codes():
-    assert packing_for(NOTHING, GLOO, CODED) == PACKED
-    assert packing_for(NOTHING, World("gpu", (8,)), CODED) == PACKED
-    assert packing_for(NOTHING, World("cpu", (8,)), CODED) == CODES
-
-
-@pytest.mark.parametrize("compression", ["bf16", "int8", "int4"])
-def test_codes_travel_between_hosts_only(compression):
-    options = jc.CommunicationOptions(compression=compression)
-    leaf = Leaf("", (1 << 20,), F32, F32, TWO_HOSTS.sizes, format=str(options.compression))
-    plan = Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], options, TWO_HOSTS))
-    assert plan.algorithm == "halving_doubling/shuffle"
-    assert [stage.format for stage in plan.stages(plan.packs[0])] == [None, leaf.format]
 
 
 def test_a_plan_of_two_levels_says_so():

@@ -1,7 +1,6 @@
 """Micro-batches equal the whole batch, and are reduced once."""
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -178,16 +177,6 @@ def test_eight_micro_batches_send_an_eighth():
     every_turn = jc.inspect(jc.data_parallel(each), PARAMS, BATCH)
     assert every_turn.wire_bytes == 8 * report.wire_bytes > 0
     close(jc.data_parallel(each)(PARAMS, BATCH), once(PARAMS, BATCH))
-
-
-def test_statistics_over_replicas_inside_the_loss_are_no_repetition():
-    def loss(p, batch):
-        rows = errors(p, batch)
-        return jnp.mean((rows - jax.lax.pmean(jnp.mean(rows), "data")) ** 2)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        on_replicas("checked", lambda b: jc.accumulate(loss, "data", 4)(PARAMS, b), 4, BATCH)
 
 
 @pytest.mark.parametrize(

@@ -145,18 +145,6 @@ def test_an_axis_of_an_inner_vmap_can_be_reduced_too_where_jax_can():
         run("checked", f, 4, x)
 
 
-@pytest.mark.parametrize(
-    ("shape", "checked"),
-    [((8, 1), True), ((1, 1), True), ((2, 3), True), ((2, 3), False)],
-)
-def test_a_tuple_of_axes_is_one_axis(shape, checked):
-    n, both = shape[0] * shape[1], ("node", "data")
-    x = {"a": rows(n, 5), "b": rows(n, 3)}
-    f = lambda v: [jc.all_reduce("sum", v, both, options=o) for o in OPTIONS.values()]
-    for got in mapped(f, P(both), mesh=grid(*shape), check_vma=checked)(x):
-        np.testing.assert_array_equal(got["a"][0], np.asarray(x["a"]).sum(0))
-
-
 def test_G23_G28_groups_are_axes():
     def f(v):
         both = (OPTIONS["auto"], OPTIONS["ring"])
@@ -214,17 +202,6 @@ def test_one_replica_emits_no_collective():
     for each in (*(mean["a"] for mean in means), sparse.values[..., 0], gathered, grad):
         np.testing.assert_array_equal(each, x["a"])
     assert value[0] == x["a"].sum()
-
-
-def test_the_requested_program_has_one_collective_a_pack():
-    value = {k: rows(8, 10) for k in "abcd"}
-    for nbytes, count in ((0, 4), (40, 4), (80, 2), (1000, 1)):
-        options = jc.CommunicationOptions(bytes_per_pack=nbytes)
-        program = lowered(lambda x, o=options: jc.all_reduce("sum", x, "data", options=o), 8, value)
-        assert program.as_text().count('"stablehlo.all_reduce"') == count
-        if count == 4:
-            compiled = program.compile().as_text()
-            assert compiled.count(" all-reduce(") == 1, "XLA combines them on CPU"
 
 
 def test_a_tree_without_leaves_is_itself():

@@ -95,12 +95,6 @@ def test_a_leaf_without_a_sum_is_refused_with_its_path(leaf, words):
         run("vmap", lambda x: jc.all_reduce("sum", {"a": [x, leaf]}, "data"), 2, rows(2))
 
 
-def test_a_typed_key_alone_is_refused():
-    keys = jax.random.split(jax.random.key(0), 2)
-    with pytest.raises(ValueError, match="cannot reduce the value: a typed PRNG key"):
-        run("vmap", lambda k: jc.all_reduce("sum", k, "data"), 2, keys)
-
-
 def test_bfloat16_survives_a_mesh_that_is_only_partly_mapped():
     """XLA's CPU compiler would abort the process: it must travel as float32 there."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -34,10 +34,10 @@ def entered(f):
     return codes
 
 
-@pytest.mark.parametrize(("before", "most"), [(0, 66), (1, 60)], ids=["first", "second"])
+@pytest.mark.parametrize(("before", "most"), [(0, 64), (1, 60)], ids=["first", "second"])
 def test_a_bare_call_is_a_short_walk(before, most):
     jax.clear_caches()
     for _ in range(before + 1):
         codes = entered(lambda tree: jc.all_reduce("mean", tree, "data"))
     assert len(codes) <= most
-    assert len({code.co_filename for code in codes}) <= 18
+    assert len({code.co_filename for code in codes}) <= 16 - before

@@ -92,11 +92,3 @@ def test_shards_travel_side_by_side(algorithm):
     else:
         assert len(collectives) == plan.steps
     assert sent_by_the_busiest(collectives, 3) == plan.wire_bytes
-
-
-@pytest.mark.parametrize("shape", [(1,), (1, 1)])
-def test_one_replica_sends_nothing(shape):
-    algorithm = "ring" if shape == (1,) else "ring/halving_doubling"
-    _, collectives, plan = compiled_and_planned(shape, np.zeros(5, "f"), algorithm=algorithm)
-    assert collectives == ()
-    assert plan.steps == plan.wire_bytes == 0

@@ -1,4 +1,7 @@
-"""The layout of a tree in shards: packs, padded so that every replica has as much of each."""
+"""The layout of a tree in shards, and the plans of the two halves of an all-reduce over it.
+
+Packs are padded so that every replica has as much of each.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,29 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Sequence
+from typing import Literal
 
 import numpy as np
 
+from jaxcoll._plan.checks import kind_of
+from jaxcoll._plan.collective_plan import CollectivePlan
+from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, where
-from jaxcoll._plan.packs.packing import LANES, UNPACKED, BytesPerPack, Pack, padded, plan_packs
+from jaxcoll._plan.packs.packing import (
+    LANES,
+    UNPACKED,
+    BytesPerPack,
+    Pack,
+    Segment,
+    padded,
+    plan_packs,
+)
+from jaxcoll._plan.planner import half_algorithm
+from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
+from jaxcoll._wire.format import named
 
-_MiB = 1 << 20
-USUAL = BytesPerPack(16 * _MiB, 2 * _MiB)
+USUAL = BytesPerPack(16 << 20, 2 << 20)
 """Packs where nothing is asked. The same in every world, so that what is laid out outside a
 program fits the one inside."""
 
@@ -107,16 +124,72 @@ def first_difference(found: Sequence[Leaf], expected: Sequence[Leaf]) -> str:
     before, now = {x.path: x for x in expected}, {x.path: x for x in found}
     for leaf in expected:
         if leaf.path not in now:
-            return f"{where(leaf.path)} ({_type(leaf)}) is gone"
-        if _type(now[leaf.path]) != _type(leaf):
-            return f"{where(leaf.path)} is {_type(now[leaf.path])}, and was {_type(leaf)}"
+            return f"{where(leaf.path)} ({kind_of(leaf)}) is gone"
+        if kind_of(now[leaf.path]) != kind_of(leaf):
+            return f"{where(leaf.path)} is {kind_of(now[leaf.path])}, and was {kind_of(leaf)}"
     for leaf in found:
         if leaf.path not in before:
-            return f"{where(leaf.path)} ({_type(leaf)}) is new"
+            return f"{where(leaf.path)} ({kind_of(leaf)}) is new"
     if [x.path for x in found] != [x.path for x in expected]:
         return "the leaves are in another order"
     return ""
 
 
-def _type(leaf: Leaf) -> str:
-    return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
+Half = Literal["reduce_scatter", "all_gather"]
+
+
+def plan_half(
+    half: Half,
+    reduce_op: ReduceOp,
+    packs: Sequence[Pack],
+    leaves: Sequence[Leaf],
+    options: CommunicationOptions,
+    world: World,
+) -> CollectivePlan:
+    """Return the plan of packs of which every replica has as many rows."""
+    if options.shards:
+        raise ValueError(
+            f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
+            "another number: leave `shards` unset."
+        )
+    if named(options.compression) is not None:
+        raise ValueError(
+            f"`{half}` travels exactly, and `compression` {str(options.compression)!r} is for "
+            "`all_reduce`: leave `compression` unset here."
+        )
+    shared = {"over": world.sizes, "kind": (), "algorithm": half_algorithm(options, world)}
+    return CollectivePlan(
+        reduce_op=reduce_op,
+        leaves=tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves),
+        packs=tuple(
+            dataclasses.replace(p, dtype=leaves[p.segments[0].leaf].wire, **shared) for p in packs
+        ),
+        world=world,
+        options=options,
+        overlap=bool(options.overlap),
+        collective=half,
+    )
+
+
+def plan_rows(
+    half: Half,
+    reduce_op: ReduceOp,
+    leaves: Sequence[Leaf],
+    packs: Sequence[Pack],
+    options: CommunicationOptions,
+    world: World,
+    turns: int,
+    when: str,
+) -> CollectivePlan:
+    """Return the plan of one layer's leaves, each cut along its first dimension, `turns` times."""
+    n = world.replicas
+    spans = [tuple(Segment(s.leaf, s.start * n, s.size * n) for s in p.segments) for p in packs]
+    whole = [dataclasses.replace(p, segments=s) for p, s in zip(packs, spans, strict=True)]
+    apart = world.platform == "gpu" if options.overlap is None else options.overlap
+    plan = plan_half(half, reduce_op, whole, leaves, options.replace(overlap=UNSET), world)
+    plan = dataclasses.replace(plan, lanes=1, overlap=apart, in_backward=True)
+    times = (
+        f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "
+        f"{counted(turns * plan.wire_bytes, 'wire byte')} a device in all"
+    )
+    return dataclasses.replace(plan, notes=(times,))

@@ -23,8 +23,6 @@ from jaxcoll._plan.packs.leaves import check_not_empty, flattened, where
 from jaxcoll._plan.planner import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
-from jaxcoll._spmd.arithmetic import halved, halvings, quotient
-from jaxcoll._spmd.axes import bound_axes, count, listed
 from jaxcoll._spmd.gradients.loss import (
     Beside,
     Differentiated,
@@ -42,9 +40,10 @@ from jaxcoll._spmd.gradients.per_replica import (
     taken_by,
     with_own,
 )
+from jaxcoll._spmd.pipeline import halved, halvings, quotient
 from jaxcoll._spmd.reduce import all_reduce, opened
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
-from jaxcoll._spmd.scope import Differentiation, Scope, retyped
+from jaxcoll._spmd.scope import Differentiation, Scope, bound_axes, count, listed, retyped
 from jaxcoll._spmd.shards import Shards, axes_of_shards
 from jaxcoll._wire.blocks import finite
 from jaxcoll.errors import AlreadyReducedError

@@ -21,7 +21,7 @@ from jaxcoll._jaxpr.retrace import traced_call
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.packs.leaves import no_array
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.arithmetic import wide
+from jaxcoll._spmd.pipeline import wide
 from jaxcoll._spmd.scope import Differentiation, differentiated
 
 _TUPLE_LOSS = """\

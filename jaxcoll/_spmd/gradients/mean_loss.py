@@ -17,12 +17,11 @@ from jaxcoll._jaxpr.retrace import traced, with_captured
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty
-from jaxcoll._spmd.arithmetic import quotient
-from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.gradient import Differentiator, positional_names, reduced_gradient
 from jaxcoll._spmd.gradients.loss import WeightedLoss, value_and_weight
+from jaxcoll._spmd.pipeline import quotient
 from jaxcoll._spmd.reduce import all_reduce
-from jaxcoll._spmd.scope import Differentiation, Scope, differentiated, retyped
+from jaxcoll._spmd.scope import Differentiation, Scope, bound_axes, differentiated, retyped
 
 CALLER = "jc.mean_loss"
 

@@ -12,10 +12,9 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import flattened, where
-from jaxcoll._spmd.arithmetic import quotient
-from jaxcoll._spmd.axes import count, listed
+from jaxcoll._spmd.pipeline import quotient
 from jaxcoll._spmd.reduce import all_reduce
-from jaxcoll._spmd.scope import Scope, retyped
+from jaxcoll._spmd.scope import Scope, count, listed, retyped
 
 NO_SHARD = """\
 `{caller}` with scatter=True: {leaf} is a part of `Shards` along {axes}, whose gradients are \

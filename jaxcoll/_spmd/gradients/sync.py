@@ -13,10 +13,9 @@ from jaxcoll import _compat
 from jaxcoll._compat import backward
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
-from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.per_replica import common
 from jaxcoll._spmd.reduce import all_reduce
-from jaxcoll._spmd.scope import Scope, differentiation
+from jaxcoll._spmd.scope import Scope, bound_axes, differentiation
 from jaxcoll._spmd.shards import check_no_shards
 
 _REASON = "when: in the backward pass, as soon as these gradients exist"

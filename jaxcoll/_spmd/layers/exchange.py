@@ -16,19 +16,16 @@ from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype
 from jaxcoll._plan.packs.packing import Pack, plan_packs
-from jaxcoll._plan.packs.shard_layout import ShardedLeaf
-from jaxcoll._plan.packs.shard_plan import Half, plan_rows
+from jaxcoll._plan.packs.shard_layout import Half, ShardedLeaf, plan_rows
 from jaxcoll._plan.planner import packing_for
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
-from jaxcoll._spmd.arithmetic import before, divided
-from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.gather import rows_of_all
 from jaxcoll._spmd.layers.stack import Stack
-from jaxcoll._spmd.pipeline import carry_out, pack, unpack
+from jaxcoll._spmd.pipeline import before, carry_out, divided, pack, unpack
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import recipe_of, wired
-from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.scope import Scope, count
 
 Arrays = list[jax.Array]
 

@@ -14,11 +14,11 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxcoll import _compat
 from jaxcoll._jaxpr.retrace import Traced, made_without, part_of, traced, with_captured
-from jaxcoll._jaxpr.subjaxprs import like
+from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.packs.leaves import flattened, where
-from jaxcoll._spmd.axes import as_array, count
 from jaxcoll._spmd.layers.exchange import Arrays
 from jaxcoll._spmd.layers.stack import CALLER, Stack
+from jaxcoll._spmd.scope import as_array, count
 
 _CARRY = """\
 `scan_layers` expects `layer` to return a carry like the one it was given; {what}. {fix}"""
@@ -175,7 +175,7 @@ class UserLayer:
     def _note(self, params: Arrays) -> str:
         stack = self._stack
         leaves = [
-            f"{where(stack.names[i])} {like(params[i])} from {own.shape[1]} rows on each replica"
+            f"{where(stack.names[i])} {kind_of(params[i])} from {own.shape[1]} rows on each replica"
             for i, own in enumerate(stack.arrays)
             if stack.over[i]
         ]
@@ -191,7 +191,7 @@ class UserLayer:
             if (before.shape, before.dtype) != (after.shape, after.dtype):
                 raise TypeError(
                     _CARRY.format(
-                        what=f"{where(path)} was {like(before)}, and is {like(after)}",
+                        what=f"{where(path)} was {kind_of(before)}, and is {kind_of(after)}",
                         fix="Cast it at the end of the layer, or before the first one; "
                         "`gather_dtype` is the type of the gathered parameters alone.",
                     )

@@ -21,7 +21,6 @@ from jaxcoll import _compat
 from jaxcoll._jaxpr.retrace import Traced
 from jaxcoll._plan.checks import count, shown
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._spmd.axes import bound_axes, listed
 from jaxcoll._spmd.layers.exchange import Arrays, Exchange, Traffic
 from jaxcoll._spmd.layers.layer_program import (
     Residuals,
@@ -31,7 +30,7 @@ from jaxcoll._spmd.layers.layer_program import (
     residuals_of,
 )
 from jaxcoll._spmd.layers.stack import CALLER, stack_of
-from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
+from jaxcoll._spmd.scope import Differentiation, Scope, bound_axes, differentiation, listed
 
 _PARTLY = """\
 `scan_layers` over {axes}, inside the loss of `jc.value_and_grad` or its like over {outer}: the \

@@ -13,10 +13,9 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.axes import as_array, count, listed
 from jaxcoll._spmd.gradients.per_replica import taken_by
 from jaxcoll._spmd.parts import leaves_of, whole_of
-from jaxcoll._spmd.scope import differentiation, retyped
+from jaxcoll._spmd.scope import as_array, count, differentiation, listed, retyped
 from jaxcoll._spmd.shards import Shards, is_shards, said_of_each
 from jaxcoll.errors import AlreadyReducedError
 
