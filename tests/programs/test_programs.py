@@ -1,4 +1,4 @@
-"""Ten programs of other libraries' users, over replicas: how many lines change, and equal losses.
+"""Eight programs of other libraries' users, over replicas: how many lines change, and equal losses.
 
 Each is written as the guide of its library writes it. Two are written once more with jaxcoll; of
 the others a few words change.
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("types_may_mix")
 
 NAMED = '@jc.data_parallel(batch_argnums="batch")'
 TWO = {"@jax.jit": "@jc.data_parallel", "jax.value_and_grad(loss)": "jc.value_and_grad(loss)"}
-MORE = {**TWO, "@jax.jit": NAMED}
 PROGRAMS = {  # module and name: lines of the plain program that change or go, lines that come, words
     (with_flax, "train_state"): (2, 2, TWO),
     (with_flax, "batch_norm"): (3, 3, {
@@ -41,8 +40,6 @@ PROGRAMS = {  # module and name: lines of the plain program that change or go, l
         "@eqx.filter_jit": NAMED,
         "eqx.filter_value_and_grad(cross_entropy)": "jc.value_and_grad(cross_entropy)",
     }),
-    (with_haiku_and_optax, "averaged"): (2, 2, MORE),
-    (with_haiku_and_optax, "clipped"): (2, 2, MORE),
     (with_haiku_and_optax, "accumulated"): (9, 6, None),
     (with_haiku_and_optax, "lookahead"): (2, 2, TWO),
 }  # fmt: skip

@@ -288,6 +288,32 @@ def barrier(p, b):
     return lax.optimization_barrier(descend(p, pmean(jax.grad(loss)(p, b))))
 
 
+def by_psum(p, b):
+    total = psum(jax.grad(loss)(p, b))
+    return jax.tree.map(lambda g: (g / psum(1), g / np.float32(lax.axis_size(AXIS))), total)
+
+
+def accumulated(p, b):
+    add = lambda total, row: (
+        jax.tree.map(jnp.add, total, jax.grad(loss)(p, jax.tree.map(lambda x: x[None], row))), None)  # fmt: skip
+    return pmean(pmean(lax.scan(add, jax.tree.map(jnp.zeros_like, p), b)[0]))
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, x), lambda x, ct: (ct * jnp.ones_like(x) * 2.0,))
+
+
+def backward(p, b):
+    """Derivatives by hand, of what is said to vary."""
+    f = lambda p: loss(p, b) + jnp.mean(doubled(b["x"] @ p["w"]))
+    value, back = jax.vjp(f, jax.tree.map(lambda x: lax.pcast(x, AXIS, to="varying"), p))
+    return pmean(back(jnp.ones_like(value))[0]), pmean(jax.jacrev(f)(p))
+
+
 TRANSFORMS = {  # whose states are unlike one another's: factors, choices, counts, losses
     "adafactor": optax.adafactor(0.1), "finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "multi steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
@@ -299,7 +325,7 @@ STYLES = {f.__name__: f for f in (
     sinkhorn, cross_correlation, private, adversaries, proximal_policy, hessian_vector,
     conjugate_gradient, zeroth_order, own_directions, zero_by_hand, experts, narrow_scales, metrics,
     mixed_precision, through_scan, weighted_mean, regularised, learning_rate_among_metrics,
-    implicit, sampled, barrier, ring,
+    implicit, sampled, barrier, ring, by_psum, accumulated, backward,
 )}  # fmt: skip
 STYLES |= {f"optax {name}": by_optax(tx) for name, tx in TRANSFORMS.items()}
 STYLES |= {f"batch norm, sync={sync}": batch_norm(sync) for sync in (True, False)}

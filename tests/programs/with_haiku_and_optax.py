@@ -9,44 +9,12 @@ from programs.data import BATCH, STEPS, X, losses
 import jaxcoll as jc
 
 NET = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 3])(x)))
-CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 FOUR = optax.MultiSteps(optax.sgd(0.1), 4)
 
 
 def loss(params, batch):
     scores = NET.apply(params, batch[0])
     return optax.softmax_cross_entropy_with_integer_labels(scores, batch[1]).mean()
-
-
-def averaged():
-    tx = optax.adam(1e-2)
-
-    @jax.jit
-    def step(params, average, state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(grads, state)
-        params = optax.apply_updates(params, updates)
-        return params, optax.incremental_update(params, average, 0.1), state, value
-
-    params = average = NET.init(jax.random.key(0), X)
-    state = tx.init(params)
-    found = []
-    for _ in range(STEPS):
-        params, average, state, value = step(params, average, state, BATCH)
-        found += [value, loss(average, BATCH)]
-    return found
-
-
-def clipped():
-    @jax.jit
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = CLIPPED.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    params = NET.init(jax.random.key(0), X)
-    state = CLIPPED.init(params)
-    return losses(step, params, state)
 
 
 def accumulated_plain():

@@ -69,8 +69,9 @@ def leaves(tree):
     return [np.asarray(x) for x in jax.tree.leaves(whole)]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("axes", SHAPES)
+@pytest.mark.parametrize(
+    ("axes", "kind"), [*zip(SHAPES, [AxisType.Explicit, AxisType.Auto] * 2, strict=True)]
+)
 def test_results_are_those_without_one_lie_on_it_and_can_be_used_around(axes, kind):
     mesh = mesh_of(axes, kind)
     is_taken = "data" in mesh.axis_names

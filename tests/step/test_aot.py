@@ -63,8 +63,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("topology", ["h100:8", "h100:128x8", "v5p:8x8x8", "cpu:3"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "topology"),
+    [*zip(WAYS, ["h100:128x8", "cpu:3", "h100:8", "v5p:8x8x8", "v5e:2x4"], strict=True)],
+)
 def test_a_step_is_written_once_for_here_and_for_any_cluster(way, topology):
     size = topology_named(topology).size
     x = jax.ShapeDtypeStruct((2 * size, 8), jnp.float32)

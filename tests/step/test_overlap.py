@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import mapped
+from cases import close, mapped
 
 import jaxcoll as jc
 from jaxcoll._compat import compiler
@@ -81,11 +81,12 @@ def test_a_step_gets_the_options_that_its_plans_need_and_is_traced_once():
     assert len(traces) == 1
     assert len(plans) == 2
 
-    options = jc.CommunicationOptions(overlap=True)
+    options = jc.CommunicationOptions(overlap=True, timeout_seconds=60)
     program = jc.data_parallel(step, options=options)
     for _ in range(2):
-        program(PARAMS, X)
+        found = program(PARAMS, X)
     assert len(traces) == 2
+    close(found, jc.data_parallel(step)(PARAMS, X))
     # Parts of a sharded gradient, too.
     halves = jc.data_parallel(
         lambda p, x: jc.all_gather(jc.reduce_scatter("sum", p * x.sum(), "data"), "data"),
@@ -104,11 +105,3 @@ def test_an_option_that_the_compiler_does_not_know_is_said_and_left_out():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert known_options({"xla_disable_hlo_passes": "x"}, jax.devices()[0])
-
-
-def test_a_step_with_a_deadline_keeps_packs_apart_as_well():
-    options = jc.CommunicationOptions(overlap=True, bytes_per_pack=1024, timeout_seconds=60)
-    value, grads = jc.data_parallel(step, options=options)(PARAMS, X)
-    want = jc.data_parallel(step)(PARAMS, X)
-    np.testing.assert_allclose(value, want[0], rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), grads, want[1])
