@@ -2,8 +2,9 @@
 
 import gc
 import os
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,30 @@ def types_may_mix(dtypes_may_mix: None) -> Iterator[None]:
     """As they do where nobody has forbidden it."""
     with jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a job are forks, which have imported jaxcoll already."""
+    import forks
+
+    from jaxcoll._cluster.launch import supervisor
+
+    monkeypatch.setattr(supervisor, "surely_ended", lambda: forks.running(forks.OfAJob))
+
+
+@pytest.fixture
+def launched(
+    forked: None, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`jaxcoll launch`, called in this process."""
+    from jaxcoll.cli.main import main
+
+    def launch(*flags: object) -> subprocess.CompletedProcess[str]:
+        status = main(["launch", *map(str, flags)])
+        return subprocess.CompletedProcess(flags, status, *capfd.readouterr())
+
+    return launch
 
 
 @pytest.fixture(autouse=True, scope="session")

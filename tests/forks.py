@@ -184,13 +184,13 @@ class Running:
         self, command: list[str], env: dict[str, str], out: Path, err: Path, cwd: Path
     ) -> Child:
         _, *words = map(str, command)
-        code = SCRIPT
+        code, python = SCRIPT, with_jaxcoll
         if words[0] == "-c":
             code = words.pop(1)
         elif words[0] == "-m":
-            code = MODULE.format(words.pop(1))
+            code, python = MODULE.format(words.pop(1)), with_commands
         own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
-        child = with_jaxcoll().start(code, words, {**own, **env}, out, err, cwd.absolute())
+        child = python().start(code, words, {**own, **env}, out, err, cwd.absolute())
         self.processes.append(child)
         return child
 

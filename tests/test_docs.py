@@ -173,6 +173,7 @@ def test_there_are_pages_with_code():
     assert {"README.md", "start.md", "sharp_bits.md"} <= {page.name for page in PAGES}
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_module(name):
     module = importlib.import_module(name)

@@ -94,6 +94,7 @@ def test_lines_and_a_table_of_devices_of_this_process(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked")
 def test_over_processes_one_of_which_shows(tmp_path, capsys):
     file = tmp_path / "lines.json"
     words = ["bench", "--processes", "2", "--devices", "2", "--sizes", "4KiB", "--rounds", "2"]

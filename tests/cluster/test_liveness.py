@@ -2,10 +2,9 @@
 
 import json
 import socket
-import subprocess
-import sys
 import time
 
+import forks
 import pytest
 from at_once import at_once
 
@@ -39,11 +38,8 @@ def test_lines_are_heard_whole_however_they_arrive(coordinator):
     assert liveness.ended() == liveness.ended() == {0: {}, 2: {}, 10: {"0-1": 7}}
 
 
-@pytest.mark.slow
-def test_a_forked_child_does_not_keep_the_connection_of_its_parent():
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True
-    )
+def test_a_forked_child_does_not_keep_the_connection_of_its_parent(tmp_path):
+    done = forks.with_jaxcoll().run(FORKS, cwd=tmp_path)
     assert done.stdout.split() == ["child", "closed", "parent", "open"]
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxcoll._cluster.launch import subprocesses
 from jaxcoll._cluster.launch.subprocesses import signal_name, surely_ended
 from jaxcoll._cluster.launch.supervisor import _Reader
 
@@ -52,8 +53,8 @@ def test_a_process_that_leaves_the_group_ends_all_the_same():
 
 # In a PID namespace of its own, where it may choose the next process's number.
 STRANGER = """
-import os, signal, subprocess, sys, time
-from jaxcoll._cluster.launch.subprocesses import surely_ended
+import os, runpy, signal, subprocess, sys, time
+surely_ended = runpy.run_path(sys.argv[3])["surely_ended"]  # without JAX
 
 def stranger_with(number):
     for _ in range(100):  # a thread that begins meanwhile takes the number, and gives it back
@@ -104,7 +105,7 @@ def test_a_stranger_that_has_the_number_of_a_worker_that_ended_is_left_alone(end
     if not can:
         pytest.skip("no PID namespace can be made here")
     done = subprocess.run(
-        [*UNSHARE, sys.executable, "-W", "ignore", "-c", STRANGER, end, how],
+        [*UNSHARE, sys.executable, "-W", "ignore", "-c", STRANGER, end, how, subprocesses.__file__],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stdout == "it lives\n", done.stderr

@@ -57,10 +57,7 @@ from jaxlib import _jax  # noqa: E402
 import jaxcoll as jc  # noqa: E402
 from jaxcoll._elastic import replicated_state  # noqa: E402
 from jaxcoll._elastic.membership import Membership  # noqa: E402
-from jaxcoll._elastic.residuals import own_rows, placed  # noqa: E402
-from jaxcoll._spmd.residual import is_residual  # noqa: E402
 
-INT8 = jc.CommunicationOptions(compression="int8")
 EXPIRES = {"at": 0.0}
 """When the deadline of what this process waits for, or waited for last, passes."""
 
@@ -164,34 +161,8 @@ class Elastic:
         devices = [d for r in change.workers for d in jax.devices() if d.process_index == r]
         mesh = jax.sharding.Mesh(np.array(devices), ("data",))
         plain, state = self.step.on(mesh), self.kept[change.step]
-        state |= {k: placed(r, mesh) for k, r in state.items() if is_residual(r)}
         for at in range(change.step, SPEC["steps"]):
             state = plain(state, rows(at, change.workers.index(RANK)))[0]
-        return state
-
-
-class Owing(Elastic):
-    """The same with gradients of 8 bits, whose residual each worker keeps."""
-
-    @staticmethod
-    @jc.data_parallel(batch_argnums=1)
-    def step(state, batch):
-        loss = lambda w, x, y: jnp.mean((jnp.tanh(x @ w) - y[:, None]) ** 2)
-        take = jc.value_and_grad(loss, "data", options=INT8, feedback=True)
-        value, gradient, r = take(state["w"], *batch, residual=state["r"])
-        return {"w": state["w"] - gradient, "seen": state["seen"] + 1, "r": r}, value
-
-    def __init__(self):
-        w = np.random.default_rng(0).standard_normal((16, 64)).astype("f")
-        self.start = {"w": w, "seen": np.int32(0), "r": jc.compression.residual(w)}
-        super().__init__()
-
-    def smaller(self):
-        state, held = super().smaller(), self.trainer._job.state.latest
-        for one, other in zip(*(own_rows(x["r"]).parts for x in (state, held)), strict=True):
-            np.testing.assert_array_equal(one, other)
-            assert np.any(one)
-        assert [c.residual > 0 for c in self.trainer.changes] == [True]
         return state
 
 
@@ -284,7 +255,7 @@ def write_in_two_parts():
 
 
 class Calls:
-    """Calls of two programs in turn, of which one process makes one otherwise."""
+    """Calls of two programs in turn."""
 
     def __init__(self):
         jax.devices()
@@ -316,27 +287,9 @@ class Calls:
         one, two = (self.made(reduce_op, self.options) for reduce_op in ("mean", "sum"))
         for at in range(SPEC["steps"]):
             injected(at)
-            calls, x = (one, two), np.ones((2, 9 if SPEC["odd"] == "op" and at >= 6 else 8), "f")
-            odd = SPEC["odd"] if RANK == 1 and at == 6 else ""
-            if odd:
-                emit("FAULT")
-            match odd:
-                case "shape":
-                    x = x[:, :4]
-                case "dtype":
-                    x = x.astype("i")
-                case "options":
-                    calls = self.made("mean", self.options.replace(algorithm="ring")), two
-                case "recompile":
-                    calls = one, two = self.made("mean", self.options), two
-                case "swap" | "op":
-                    calls = two, one
-                case "skip":
-                    continue
-            time.sleep(SPEC["pause"])
-            for call in calls:
+            for call in (one, two):
                 expires_in(SPEC["timeout"])
-                call(x)
+                call(np.ones((2, 8), "f"))
         return {}
 
 
@@ -369,7 +322,7 @@ try:
     }
     jc.initialize(*where, **limits, rejoin=AGAIN)
     injected("after the meeting")
-    jobs = {"elastic": Elastic, "owing": Owing, "odd": Odd, "calls": Calls}
+    jobs = {"elastic": Elastic, "odd": Odd, "calls": Calls}
     job = jobs[SPEC["job"]]()
     write_in_two_parts()
     emit("ENDED", outcome="trained", **job.run())

@@ -30,10 +30,7 @@ def batches(at, place, world):
 
 # The last one is patient, so that the others have gone on when it gives up.
 seconds = 5.0 if RANK == COUNT - 1 else 2.5
-fewest = int(sys.argv[5])
-trainer = jc.Elastic(
-    step, np.float32(0), min_workers=fewest, timeout_seconds=seconds, checkpoint=PATH, every=5
-)
+trainer = jc.Elastic(step, np.float32(0), timeout_seconds=seconds, checkpoint=PATH, every=5)
 found = {}
 try:
     state = np.asarray(trainer.run(batches, STEPS).addressable_data(0))

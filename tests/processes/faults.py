@@ -50,6 +50,9 @@ def ones(size=4, dtype="float32"):
     return np.ones((1, size), dtype)
 
 
+PART = ""
+
+
 def attempt(name, call):
     start = time.monotonic()
     try:
@@ -63,11 +66,11 @@ def attempt(name, call):
             "packs": getattr(error, "packs", {}),
         }
     found["seconds"] = time.monotonic() - start
-    print("FAULT " + json.dumps({"fault": name, **found}), flush=True)
+    print("FAULT " + json.dumps({"part": PART, "fault": name, **found}), flush=True)
 
 
 def meet(name, processes=None):
-    store()._ask("wait_at_barrier", name, 60_000, processes)
+    store()._ask("wait_at_barrier", f"{PART} {name}", 60_000, processes)
 
 
 def out_of_step():
@@ -192,7 +195,8 @@ def losses():
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     attempt("killed", lambda: step(ones()))
-    attempt("again", lambda: step(ones()))
+    strategy = jc.MultiWorkerMirroredStrategy()
+    attempt("again", lambda: strategy.run(lambda: jc.psum(1.0 + jax.lax.axis_index("replica"))))
     attempt("three", lambda: step.on(of([0, 1, 3]))(ones()))
     three = jc.data_parallel(total, options=jc.CommunicationOptions(timeout_seconds=4))
     meet("before one is stopped", [0, 1, 3])
@@ -228,7 +232,8 @@ def of(processes):
 
 if __name__ == "__main__":
     try:
-        globals()[sys.argv[1]]()
+        for PART in sys.argv[1:]:
+            globals()[PART]()
     finally:
         WATCH = watchdog.watchdog()
         WATCH.end()

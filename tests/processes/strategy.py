@@ -9,17 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch.local import join
 
-if "PORTS" in os.environ:  # TensorFlow's way into the same job
-    own, *others = (
-        os.environ.pop(f"JAXCOLL_{name}") for name in ("RANK", "PROCESSES", "COORDINATOR")
-    )
-    workers = [f"127.0.0.1:{port}" for port in os.environ["PORTS"].split()]
-    task = {"type": "worker", "index": int(own)}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
-else:
-    assert join()
+# TensorFlow's way into a job.
+own, *_ = (os.environ.pop(f"JAXCOLL_{name}") for name in ("RANK", "PROCESSES", "COORDINATOR"))
+cluster = {"worker": [f"127.0.0.1:{port}" for port in os.environ["PORTS"].split()]}
+os.environ["TF_CONFIG"] = json.dumps(
+    {"cluster": cluster, "task": {"type": "worker", "index": int(own)}}
+)
 
 strategy = jc.MultiWorkerMirroredStrategy()
 rank, workers, n = jax.process_index(), jax.process_count(), strategy.num_replicas_in_sync
@@ -97,8 +93,8 @@ small = of_replica(lambda i: jnp.full(1 + rank, 1 + rank, jnp.float8_e4m3b11fnuz
 found["8 bits"] = plain(strategy.gather(small, axis=0).astype(jnp.float32))
 keys = jc.PerReplica([jax.random.split(jax.random.key(0), 1)] * len(own), devices=own.devices)
 found["refused keys"] = refused(lambda: strategy.gather(keys, axis=0))
-spec = "nccl/rechd" if n > workers else "xring"
-ops = jc.MultiWorkerAllReduce([f"/job:worker/task:{k}" for k in range(workers)], n // workers, spec)
+tasks = [f"/job:worker/task:{k}" for k in range(workers)]
+ops = jc.MultiWorkerAllReduce(tasks, n // workers, "nccl/rechd")
 number = of_replica(float)
 found["whole group"] = plain(
     jc.distribute.CollectiveAllReduce(jax.local_devices(), n).reduce("sum", number, number)[

@@ -13,14 +13,23 @@ SCRIPT = Path(__file__).with_name("faults.py")
 
 
 def faulty(what, processes, ends=None):
-    """What each process said of each fault."""
-    logs = launch([sys.executable, SCRIPT, what], processes, timeout=100, ends=ends)
-    result = [[json.loads(x[6:]) for x in t.splitlines() if x.startswith("FAULT ")] for t in logs]
-    return [{each["fault"]: each for each in reversed(one)} for one in result]
+    """Of each part what each process said of each fault."""
+    logs = launch([sys.executable, SCRIPT, *what.split()], processes, timeout=200, ends=ends)
+    said = [[json.loads(x[6:]) for x in t.splitlines() if x.startswith("FAULT ")] for t in logs]
+    return {
+        part: [{x["fault"]: x for x in reversed(one) if x["part"] == part} for one in said]
+        for part in what.split()
+    }
 
 
-def test_processes_out_of_step_are_told_so_and_go_on():
-    both = faulty("out_of_step", 2)
+@pytest.fixture(scope="module")
+def pair():
+    """One world of two processes for all faults after which both go on; the last is out of step."""
+    return faulty("late other_meaning out_of_step", 2)
+
+
+def test_processes_out_of_step_are_told_so_and_go_on(pair):
+    both = pair["out_of_step"]
     differences = {
         "shape": r"process 0: argument args[0]: float32[2,5]\nprocess 1: argument args[0]: float32[2,6]",
         "dtype": r"args[0]: float32[2,4]\nprocess 1: argument args[0]: int32[2,4]",
@@ -46,8 +55,8 @@ def test_processes_out_of_step_are_told_so_and_go_on():
         assert difference in recompiled["message"]
 
 
-def test_calls_that_look_alike_and_mean_something_else_are_refused_before_they_run():
-    both = faulty("other_meaning", 2)
+def test_calls_that_look_alike_and_mean_something_else_are_refused_before_they_run(pair):
+    both = pair["other_meaning"]
     for result in both:
         names = [name for name in result if not name.startswith("after ")]
         assert len(names) == 16
@@ -64,7 +73,7 @@ def test_calls_that_look_alike_and_mean_something_else_are_refused_before_they_r
 
 
 def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_returned():
-    for rank, result in enumerate(faulty("departs", 4)):
+    for rank, result in enumerate(faulty("departs", 4)["departs"]):
         call = 14 if rank < 2 else 1004
         assert result["departs"]["sum"] == 2  # the first of the calls
         assert result["afterwards"]["error"] == "ProgramMismatchError"
@@ -76,8 +85,8 @@ def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_retu
         assert "program `double`" in result["afterwards"]["message"]
 
 
-def test_a_late_process_is_named_with_the_collective_that_waits():
-    first, second = faulty("late", 2)
+def test_a_late_process_is_named_with_the_collective_that_waits(pair):
+    first, second = pair["late"]
     assert second["late"]["sum"] == first["afterwards"]["sum"] == 2
     late = first["late"]
     # It is told while the late one still waits for that: it comes only then.
@@ -92,7 +101,7 @@ def test_a_late_process_is_named_with_the_collective_that_waits():
 
 
 def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on():
-    result = faulty("losses", 4, ends=(0, 1))
+    result = faulty("losses", 4, ends=(0, 1))["losses"]
     for rank in (0, 1, 3):
         for fault in ("killed", "again"):
             assert result[rank][fault]["error"] == "PeerLostError", result[rank][fault]
@@ -111,7 +120,7 @@ def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on():
 
 
 def test_who_has_done_its_part_may_end_and_is_missed_in_the_next_call_only():
-    first, second = faulty("done", 2)
+    first, second = faulty("done", 2)["done"]
     assert first["done"]["sum"] == second["done"]["sum"] == 2
     assert first["done"]["seconds"] > second["done"]["seconds"] + 3  # more than two beats
     after = first["afterwards"]

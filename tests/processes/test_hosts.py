@@ -20,13 +20,13 @@ JOB = Path(__file__).with_name("cut_job.py")
 
 
 @contextlib.contextmanager
-def training(folder, fewest):
+def training(folder):
     """Three hosts with a worker each, and a place for what each will have said."""
     logs, found = [folder / f"{rank}.log" for rank in range(3)], []
     saved = folder / "last.npz"
     with hosts(3) as three, surely_ended() as running:
         for rank, log in enumerate(logs):
-            arguments = [str(rank), "3", f"{three.address(0)}:9123", str(saved), str(fewest)]
+            arguments = [str(rank), "3", f"{three.address(0)}:9123", str(saved)]
             command = [*three.on(rank), sys.executable, str(JOB), *arguments]
             alone = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
             with log.open("wb") as out:
@@ -42,7 +42,7 @@ def training(folder, fewest):
 
 
 def test_only_the_side_that_has_the_coordinator_goes_on_when_a_cable_is_pulled(tmp_path):
-    with training(tmp_path, 1) as (three, found):
+    with training(tmp_path) as (three, found):
         for host in range(3):
             own = {three.address(host), "127.0.0.1"}
             assert listening(three, host) <= own, "its own address, and no other"
@@ -61,23 +61,15 @@ def test_only_the_side_that_has_the_coordinator_goes_on_when_a_cable_is_pulled(t
     assert jc.restore_checkpoint(tmp_path / "last.npz", np.float32(0))[1] == 100
 
 
-@pytest.mark.parametrize("fewest", [1, 3])
-def test_of_two_hosts_that_cannot_connect_to_each_other_one_is_left_out(tmp_path, fewest):
-    with training(tmp_path, fewest) as (three, found):
+def test_of_two_hosts_that_cannot_connect_to_each_other_one_is_left_out(tmp_path):
+    with training(tmp_path) as (three, found):
         part(three, 1, 2)
+    for one in found[:2]:
+        assert [change[:2] for change in one["changes"]][-1] == [[0, 1], [2]]
+        assert one["bits"] == found[0]["bits"]
     link = "workers 1 and 2 cannot connect to each other"
-    saved = jc.restore_checkpoint(tmp_path / "last.npz", np.float32(0))[1]
-    if fewest == 1:
-        for one in found[:2]:
-            assert [change[:2] for change in one["changes"]][-1] == [[0, 1], [2]]
-            assert one["bits"] == found[0]["bits"]
-        assert f"as workers 0, 1, because {link}" in found[2]["error"]
-        assert saved == 100
-        return
-    for one in found:
-        assert f"2 workers are left (0, 1), and `min_workers` is 3: {link}." in one["error"]
-        assert f"The state after step {saved} is saved in" in one["error"]
-        assert saved <= one["finished"] <= saved + 1, "no worker is further than all by more"
+    assert f"as workers 0, 1, because {link}" in found[2]["error"]
+    assert jc.restore_checkpoint(tmp_path / "last.npz", np.float32(0))[1] == 100
 
 
 def wait_for(condition, logs):

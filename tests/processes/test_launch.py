@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -17,8 +18,6 @@ import pytest
 from jaxcoll.cli.main import main
 
 pytestmark = pytest.mark.processes
-
-LAUNCH = [sys.executable, "-m", "jaxcoll", "launch"]
 
 JOB = """
 import os, platform, signal, sys, time
@@ -120,6 +119,22 @@ def run(*flags, **variables):
     return forks.with_jaxcoll().run(forks.COMMAND, *words, cwd=Path(), timeout=120, **variables)
 
 
+def started(tmp_path, *flags, out=None, err=None, code=forks.COMMAND):
+    """A launch that goes on by itself, and where its output goes."""
+    out, err = out or tmp_path / "out", err or tmp_path / "err"
+    words = ("jaxcoll", "launch", *flags)
+    child = forks.with_jaxcoll().start(code, words, dict(os.environ), out, err, Path.cwd())
+    return child, out, err
+
+
+def wait_for(condition, within=60):
+    until = time.monotonic() + within
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return found
+
+
 def gone(pids, within=10):
     """Whether none of these processes is left (a zombie that nobody waits for has ended)."""
     until = time.monotonic() + within
@@ -137,10 +152,10 @@ def alive(pid):
         return False
 
 
-def test_a_job_on_the_loopback_interface_whose_first_process_may_end_first(tmp_path):
+def test_a_job_on_the_loopback_interface_whose_first_process_may_end_first(tmp_path, launched):
     logs = tmp_path / "logs"
     flags = ["-n", "2", "--devices-per-process", "2", "--logs", logs]
-    done = run(*flags, script(tmp_path, JOB), "--a", "b")
+    done = launched(*flags, script(tmp_path, JOB), "--a", "b")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert {line[:4] for line in lines} == {"[0] ", "[1] "}
@@ -192,9 +207,9 @@ def test_the_first_failure_ends_all_and_is_the_exit_status(tmp_path, how, flags,
     assert gone(pids)
 
 
-def test_a_worker_that_died_is_started_again_and_taken_in(tmp_path):
+def test_a_worker_that_died_is_started_again_and_taken_in(tmp_path, launched):
     flags = ["-n", "2", "--keep-going", "--restarts", "1"]
-    done = run(*flags, script(tmp_path, AGAIN))
+    done = launched(*flags, script(tmp_path, AGAIN))
     assert done.returncode == 0, done.stderr
     text = "process 1 of 2 was ended by SIGKILL; it is started again, to rejoin the others"
     assert f"jaxcoll launch: {text} (restart 1 of 1)." in done.stderr
@@ -202,16 +217,15 @@ def test_a_worker_that_died_is_started_again_and_taken_in(tmp_path):
     assert "[1] workers (0, 1) [((), (1,))]" in done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("flags", [[], ["--keep-going"]])
-def test_a_job_that_has_failed_is_started_again_whole(tmp_path, flags):
+def test_a_job_that_has_failed_is_started_again_whole(tmp_path):
     file = script(tmp_path, FAILS)
-    done = run("-n", "2", *flags, "--restarts", "1", file, "1")
+    done = run("-n", "2", "--restarts", "1", file, "1")
     assert done.returncode == 0, done.stderr
     assert "jaxcoll launch: process 0 of 2 ended with status 3" in done.stderr
     assert "jaxcoll launch: all 2 are started again (restart 1 of 1)." in done.stderr
     ran = [name for name in tmp_path.iterdir() if name.suffix in (".0", ".1")]
     assert {name.read_text() for name in ran} == {""}, "nobody was left to rejoin"
-    done = run("-n", "2", *flags, "--restarts", "2", file, "9")
+    done = run("-n", "2", "--keep-going", "--restarts", "2", file, "9")
     assert (done.returncode, done.stderr.count("are started again")) == (3, 2)
 
 
@@ -225,65 +239,65 @@ def test_a_job_that_has_failed_is_started_again_whole(tmp_path, flags):
     ],
 )
 def test_nothing_outlives_the_launcher_however_it_is_ended(tmp_path, numbers, how, status):
-    started = subprocess.Popen(
-        [*LAUNCH, "-n", "2", script(tmp_path, STUCK), how],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    pids = []
-    while len(pids) < 4:
-        pids += map(int, re.findall(r"\d+", started.stdout.readline().partition("pids")[2]))
-    pids += [int(x) for x in children(started.pid)]  # the coordinator and the watch, too
+    child, out, err = started(tmp_path, "-n", "2", script(tmp_path, STUCK), how)
+    printed = lambda: re.findall(r"\d+", " ".join(re.findall("pids (.*)\n", read(out))))
+    wait_for(lambda: len(printed()) == 4)
+    pids = [
+        int(x) for x in (*printed(), *children(child.pid))
+    ]  # the coordinator and the watch, too
     for number in numbers:
-        started.send_signal(number)
-        time.sleep(0.5)
-    _, errors = started.communicate(timeout=30)
-    assert started.returncode == status, errors
+        os.kill(child.pid, number)
+        time.sleep(0.2 * len(numbers))
+    assert child.wait(30) == status, read(err)
     assert gone(pids)
     if status > 0:
         name = signal.Signals(status - 128).name
-        assert f"jaxcoll launch: {name}: all processes were ended." in errors
+        assert f"jaxcoll launch: {name}: all processes were ended." in read(err)
+
+
+def read(file):
+    return file.read_text() if file.exists() else ""
 
 
 NOISY = "while True: print('x' * 100)"
 
 
 @pytest.mark.parametrize(
-    ("number", "flags", "status", "merged"),
-    [
-        (signal.SIGTERM, [], 143, False),
-        (signal.SIGINT, [], 130, True),
-        (None, ["--timeout-seconds", "3"], 124, True),
-    ],
-    ids=["SIGTERM", "SIGINT, one file", "timeout, one file"],
+    ("number", "flags", "status"),
+    [(signal.SIGTERM, [], 143), (None, ["--timeout-seconds", "3"], 124)],
+    ids=["SIGTERM", "timeout, one file"],
 )
-def test_a_reader_who_reads_nothing_keeps_no_job_alive(tmp_path, number, flags, status, merged):
-    errors = subprocess.STDOUT if merged else subprocess.PIPE
-    started = subprocess.Popen(
-        [*LAUNCH, *flags, script(tmp_path, NOISY)], stdout=subprocess.PIPE, stderr=errors
-    )
-    assert os.read(started.stdout.fileno(), 1) == b"["
-    time.sleep(1)  # the pipe is full, and so is all before it
-    pids = [int(x) for x in children(started.pid)]
+def test_a_reader_who_reads_nothing_keeps_no_job_alive(tmp_path, number, flags, status):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    errors = pipe if number is None else None
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb"):
+        child, _, err = started(tmp_path, *flags, script(tmp_path, NOISY), out=pipe, err=errors)
+        wait_for(lambda: is_full(pipe))
+        pids = [int(x) for x in children(child.pid)]
+        if number is not None:
+            os.kill(child.pid, number)
+        assert child.wait(60) == status
     if number is not None:
-        started.send_signal(number)
-    assert started.wait(timeout=60) == status
-    started.stdout.close()
-    if not merged:
-        assert f"jaxcoll launch: {number.name}".encode() in started.stderr.read()
-        started.stderr.close()
+        assert f"jaxcoll launch: {number.name}" in read(err)
     assert gone(pids)
+
+
+def is_full(pipe):
+    """Whether who writes to it has to wait."""
+    fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        return not select.select([], [fd], [], 0)[1]
+    finally:
+        os.close(fd)
 
 
 def test_a_full_disk_at_standard_output_ends_no_job(tmp_path):
     file = script(tmp_path, "import os; print('x', flush=True); os.write(2, b'done\\n')")
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*LAUNCH, file], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
-        )
-    assert done.returncode == 0, done.stderr
+    child, _, err = started(tmp_path, file, out="/dev/full")
+    assert child.wait(60) == 0, read(err)
     words = "standard output cannot be written (No space left on device); the job goes on without"
-    assert done.stderr.count(words) == 1
-    assert {"[0] done", "[1] done"} <= set(done.stderr.splitlines())
+    assert read(err).count(words) == 1
+    assert {"[0] done", "[1] done"} <= set(read(err).splitlines())
 
 
 def test_much_output_without_a_line_s_end_takes_no_longer_than_lines(tmp_path):
@@ -300,13 +314,11 @@ def test_a_signal_that_ends_a_process_is_named(tmp_path):
 
 def test_a_hangup_that_was_to_be_ignored_is(tmp_path):
     file = script(tmp_path, "import time; print('begins', flush=True); time.sleep(1)")
-    started = subprocess.Popen(
-        ["nohup", *LAUNCH, file], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert b"begins" in started.stdout.readline()
-    started.send_signal(signal.SIGHUP)
-    assert started.communicate(timeout=60)
-    assert started.returncode == 0
+    as_nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + forks.COMMAND
+    child, out, _ = started(tmp_path, file, code=as_nohup)
+    wait_for(lambda: "begins" in read(out))
+    os.kill(child.pid, signal.SIGHUP)
+    assert child.wait(60) == 0
 
 
 def test_a_job_inside_a_job_inherits_nothing_of_it(tmp_path):
@@ -343,7 +355,9 @@ print("went on")
 
 
 @pytest.mark.parametrize("folder", ["usual", "x" * 99 + "per%41cent?and#hash"])
-def test_children_that_end_do_not_speak_for_their_parents_wherever_sockets_are(tmp_path, folder):
+def test_children_that_end_do_not_speak_for_their_parents_wherever_sockets_are(
+    tmp_path, folder, launched, monkeypatch
+):
     if folder == "usual":
         temporary = tempfile.TemporaryDirectory(dir="/tmp")  # where a socket's path is short
     else:
@@ -351,7 +365,8 @@ def test_children_that_end_do_not_speak_for_their_parents_wherever_sockets_are(t
         (tmp_path / folder).mkdir()
     text = FORKS if folder == "usual" else FORKS.partition("child =")[0] + "print('went on')"
     with temporary as name:
-        done = run("--timeout-seconds", "100", script(tmp_path, text), TMPDIR=name)
+        monkeypatch.setenv("TMPDIR", name)
+        done = launched("--timeout-seconds", "100", script(tmp_path, text))
     assert done.returncode == 0, done.stderr
     assert {"[0] went on", "[1] went on"} <= set(done.stdout.splitlines())
 
@@ -386,15 +401,15 @@ def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
     assert words in text
 
 
-def test_the_doctor_looks_over_a_job_and_sees_devices_that_differ(tmp_path):
+def test_the_doctor_looks_over_a_job_and_sees_devices_that_differ(tmp_path, launched):
     file = script(
         tmp_path,
-        "import os, sys\n"
-        "os.environ['JAX_NUM_CPU_DEVICES'] = str(1 + int(os.environ['JAXCOLL_RANK']))\n"
+        "import os, sys, jax\n"
+        "jax.config.update('jax_num_cpu_devices', 1 + int(os.environ['JAXCOLL_RANK']))\n"
         "from jaxcoll.cli.main import main\n"
         "sys.exit(main(['doctor', '--json']))\n",
     )
-    ill = run("-n", "2", file)
+    ill = launched("-n", "2", file)
     assert ill.returncode == 2, ill.stderr
     found = {f["what"]: f for f in json_lines(ill)}
     assert found["processes"]["found"] == "2 on 1 host"

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import forks
 import jax
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch import supervisor
 from jaxcoll._compat.settings import numerics
 from jaxcoll._train.batches import order
 from jaxcoll.cli.main import main
@@ -21,12 +21,6 @@ from jaxcoll.cli.main import main
 pytestmark = pytest.mark.processes
 
 SECONDS = 120.0
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """The processes of a job are forks, which have imported jaxcoll already."""
-    monkeypatch.setattr(supervisor, "surely_ended", lambda: forks.running(forks.OfAJob))
 
 
 def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd):
@@ -110,54 +104,52 @@ def test_batches_are_the_same_for_any_number_of_processes(tmp_path):
 
 
 @pytest.mark.usefixtures("forked")
-def test_processes_that_would_read_rows_in_different_orders_are_refused():
+def test_processes_that_would_read_rows_in_different_orders_are_refused_and_elastic_ones_share():
+    def outcome(call):
+        try:
+            return call()
+        except jc.errors.ProgramMismatchError as error:
+            return str(error)
+
     def run():
-        rank, outcomes = jax.process_index(), []
+        rank, rows = jax.process_index(), np.arange(8.0, dtype="f")
         local = jax.sharding.Mesh(jax.local_devices(), ("data",))
-        for rows, size, settings in (
-            (8, 4, {"seed": 3}),
-            (8, 4, {"seed": 3 + rank}),
-            (8 + rank, 4, {}),
-            (8, 4 + 4 * rank, {}),
-            (8, 4, {"seed": rank or None}),
-            (8, 4, {"seed": rank, "mesh": local}),  # of this process alone
-            (8, 8, {}),
-        ):
-            try:
-                list(jc.batches(np.zeros(rows), size, **settings))
-                outcomes.append("")
-            except jc.errors.ProgramMismatchError as error:
-                outcomes.append(str(error))
-        return outcomes
-
-    for at, messages in enumerate(zip(*jc.launch(run, 2, timeout_seconds=SECONDS), strict=True)):
-        refused = [message for message in messages if message]
-        assert len(refused) == (at in (1, 2, 3, 4)), at
-        assert all("and another one" in message for message in refused)
-
-
-@pytest.mark.usefixtures("forked")
-def test_workers_of_an_elastic_run_share_their_batches():
-    def run():
-        rank, rows, outcomes = jax.process_index(), np.arange(8.0, dtype="f"), []
+        plain = [
+            outcome(lambda: len([*jc.batches(np.zeros(rows), size, **settings)]))  # noqa: B023
+            for rows, size, settings in (
+                (8, 4, {"seed": 3}),
+                (8, 4, {"seed": 3 + rank}),
+                (8 + rank, 4, {}),
+                (8, 4 + 4 * rank, {}),
+                (8, 4, {"seed": rank or None}),
+                (8, 4, {"seed": rank, "mesh": local}),  # of this process alone
+                (8, 8, {}),
+            )
+        ]
         step = jc.data_parallel(lambda s, x: (s + jc.psum(x.sum()), jc.pmean(x.mean())))
-        for batches in (
-            jc.batches(rows, 4, seed=rank),
-            jc.batches(rows[: 8 - 4 * rank], 4),
-            [rows + rank],
-            jc.batches(rows, 4, seed=1),
-            [rows[:4], rows[4:]],
-            lambda step, worker, workers: rows[4 * worker :][:4],
-        ):
-            try:
-                outcomes.append(float(jc.Elastic(step, np.float32(0)).run(batches, 2)))
-            except jc.errors.ProgramMismatchError as error:
-                outcomes.append(str(error))
-        return outcomes
+        return (
+            plain,
+            [
+                outcome(lambda: float(jc.Elastic(step, np.float32(0)).run(batches, 2)))  # noqa: B023
+                for batches in (
+                    jc.batches(rows, 4, seed=rank),
+                    jc.batches(rows[: 8 - 4 * rank], 4),
+                    [rows + rank],
+                    jc.batches(rows, 4, seed=1),
+                    [rows[:4], rows[4:]],
+                    lambda step, worker, workers: rows[4 * worker :][:4],
+                )
+            ],
+        )
 
-    for found in jc.launch(run, 2, timeout_seconds=SECONDS):
-        assert all("bring different batches" in text for text in found[:3])
-        assert found[3:] == [28, 28, 56]
+    found = jc.launch(run, 2, timeout_seconds=SECONDS)
+    for at, outcomes in enumerate(zip(*(plain for plain, _ in found), strict=True)):
+        refused = [text for text in outcomes if isinstance(text, str)]
+        assert len(refused) == (at in (1, 2, 3, 4)), at
+        assert all("and another one" in text for text in refused)
+    for _, elastic in found:
+        assert all("bring different batches" in text for text in elastic[:3])
+        assert elastic[3:] == [28, 28, 56]
 
 
 def wrong():
@@ -240,6 +232,9 @@ def test_a_function_of_a_notebooks_cell(tmp_path):
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient").NotebookClient
     cells = [
+        f"import sys; sys.path.append({str(Path(forks.__file__).parent)!r}); import forks\n"
+        "from jaxcoll._cluster.launch import supervisor\n"
+        "supervisor.surely_ended = lambda: forks.running(forks.OfAJob)",
         "import jax, jaxcoll as jc\nfactor = 3",
         "def run():\n    print('from', jax.process_index())\n    return factor * jax.process_index()\n"
         "jc.launch(run, 2, timeout_seconds=100)",
@@ -264,6 +259,7 @@ def test_a_function_of_a_notebooks_cell(tmp_path):
     assert "line 3, in bad\n    raise ValueError('no such row')" in error.evalue
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_interrupt_ends_all(tmp_path):
     here = str(tmp_path)
 

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 pytestmark = pytest.mark.processes
@@ -61,10 +61,7 @@ def cycles(tmp_path, *how):
     # A folder whose name is too long for a socket's.
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", CYCLES, *how],
-        env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = forks.with_jaxcoll().run(CYCLES, "", *how, cwd=tmp_path, timeout=120, TMPDIR=str(folder))
     return done, os.listdir(folder)
 
 

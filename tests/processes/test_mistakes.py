@@ -1,7 +1,5 @@
 """What users do wrong in several processes at once: told in words, where it is wrong."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,14 +7,11 @@ import pytest
 pytestmark = pytest.mark.processes
 
 
-def test_mistakes_over_processes_are_told_and_a_call_that_was_given_up_lets_python_end():
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxcoll", "launch", "-n", "2", "--keep-going",
-            "--devices-per-process",
-            "2",
-         str(Path(__file__).with_name("mistakes.py"))],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+def test_mistakes_over_processes_are_told_and_a_call_that_was_given_up_lets_python_end(
+    launched,
+):
+    flags = ["-n", "2", "--keep-going", "--devices-per-process", "2", "--timeout-seconds", "120"]
+    done = launched(*flags, Path(__file__).with_name("mistakes.py"))
     lines = done.stdout.splitlines()
     different = "ProgramMismatchError: Processes are about to run different programs"
     for rank, other in ((0, "1"), (1, "0")):

@@ -92,13 +92,11 @@ def test_a_result_is_that_of_all_replicas_or_an_error_never_of_this_worker_alone
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("workers", "devices", "by"), [(2, 2, "TF_CONFIG"), (3, 1, "launch")])
-def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(workers, devices, by):
+def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results():
+    workers, devices = 3, 2
     n = workers * devices
-    env = {}
-    if by == "TF_CONFIG":
-        env["PORTS"] = " ".join(str(ranks.free_port()) for _ in range(workers))
-    results = results_of(SCRIPT, workers, devices, **env)
+    ports = " ".join(str(ranks.free_port()) for _ in range(workers))
+    results = results_of(SCRIPT, workers, devices, PORTS=ports)
 
     uneven = [np.arange(1.0 + i // devices + i % devices) for i in range(n)]
     rows = [np.arange(1.0 + worker) for worker in range(workers)]
@@ -145,9 +143,9 @@ def test_L62_every_call_ends_at_its_deadline_and_the_next_one_works(tmp_path):
             assert each[f"{call}, afterwards"] == [1.5, 1.5], "the process stays usable"
 
 
-@pytest.mark.parametrize(("workers", "devices"), [(2, 2), (3, 1)])
-def test_uneven_rows_are_numpys_result_over_all_rows_or_one_error_on_all_workers(workers, devices):
+def test_uneven_rows_are_numpys_result_over_all_rows_or_one_error_on_all_workers():
     """Through functions, datasets and shares; every reduction and every gather."""
+    workers, devices = 2, 2
     found, *others = results_of(SCRIPT.with_name("uneven_rows.py"), workers, devices)
     wrong = []
     for case, got in found.items():
