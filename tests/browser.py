@@ -1,6 +1,5 @@
 """A headless Chromium, driven over a pipe by its DevTools protocol."""
 
-import base64
 import contextlib
 import fcntl
 import itertools
@@ -11,7 +10,6 @@ import signal
 import tempfile
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 
 CHROMIUM = next(
@@ -128,11 +126,6 @@ class Browser:
         if "exceptionDetails" in given:
             raise RuntimeError(str(given["exceptionDetails"]))
         return given["result"].get("value")
-
-    def picture(self, path, *, long=False):
-        """Store what the window shows as PNG; with `long` the page to its end."""
-        given = self("Page.captureScreenshot", captureBeyondViewport=long)
-        Path(path).write_bytes(base64.b64decode(given["data"]))
 
 
 ILLEGIBLE = r"""

@@ -62,14 +62,6 @@ def train(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
-def with_optax(params, x):
-    value, grads = jc.value_and_grad(loss, "data")(params, x)
-    optimizer = optax.adam(1e-3)
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes its step count with floats
-        updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    return optax.apply_updates(params, updates), value
-
-
 def pmapped(params, x):
     # As flax's examples have it: a mean of the gradients, and of the metrics apart.
     value, grads = jax.value_and_grad(loss)(params, x)
@@ -103,10 +95,6 @@ def native(*sizes):
 
 PROGRAMS = {  # name: (function, arguments, collectives in one run by kind, wire bytes)
     "psum": (mapped(lambda x: lax.psum(x, "d")), [S(8, 100)], {"all-reduce": 1}, native(100)),
-    "pmean of a tree": (
-        mapped(lambda x: lax.pmean({"a": x, "b": x[:, :3]}, "d")), [S(8, 100)],
-        {"all-reduce": 1}, native(100, 3),
-    ),
     "two axes": (
         jax.jit(jax.shard_map(
             lambda x: (lax.psum(x, "inner"), lax.psum(x, "outer")), mesh=GRID,
@@ -114,28 +102,15 @@ PROGRAMS = {  # name: (function, arguments, collectives in one run by kind, wire
         )),
         [S(8, 32)], {"all-reduce": 2}, 2 * (32 - 8) * 4 + 2 * (32 - 16) * 4,
     ),
-    "all_gather": (
-        mapped(lambda x: lax.all_gather(x, "d", tiled=True), P("d")), [S(8, 16)],
-        {"all-gather": 1}, 7 * 64,
-    ),
     "psum_scatter": (
         mapped(lambda x: lax.psum_scatter(x, "d", tiled=True), P("d")), [S(64, 16)],
         {"reduce-scatter": 1}, 7 * 64,
-    ),
-    "all_to_all": (
-        mapped(lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True), P("d")), [S(64, 16)],
-        {"all-to-all": 1}, 7 * 64,
-    ),
-    "ppermute": (
-        mapped(lambda x: lax.ppermute(x, "d", [(i, (i + 1) % 8) for i in range(8)]), P("d")),
-        [S(8, 16)], {"collective-permute": 1}, 64,
     ),
     "bfloat16": (
         mapped(lambda x: lax.psum(x, "d")), [S(8, 64, dtype=jnp.bfloat16)],
         {"all-reduce": 1}, native(64),
     ),
     "nothing": (mapped(lambda x: x * 2, P("d")), [S(8, 3)], {}, 0),
-    "scan": (mapped(turns(7, summed), P("d")), [S(8, 256)], {"all-reduce": 7}, 7 * native(256)),
     "scan in a scan": (
         mapped(turns(5, lambda x: turns(3, summed)(x) + 1.0), P("d")), [S(8, 256)],
         {"all-reduce": 15}, 15 * native(256),
@@ -145,10 +120,6 @@ PROGRAMS = {  # name: (function, arguments, collectives in one run by kind, wire
         {"all-reduce": 5}, 5 * native(256),
     ),
     "cond": (mapped(branching), [S(8, 64)], {"all-reduce": 2}, native(1, 64)),
-    "jit in jit": (
-        mapped(lambda x: jax.jit(summed)(jax.jit(summed)(x)), P("d")), [S(8, 32)],
-        {"all-reduce": 2}, 2 * native(32),
-    ),
     "flax, by pmap": (
         jax.pmap(pmapped, "batch", in_axes=(None, 0)), [PARAMS, S(8, 2, 4)],
         None, native(4 * 16, 16 * 2, 2, 1, 1),
@@ -157,24 +128,12 @@ PROGRAMS = {  # name: (function, arguments, collectives in one run by kind, wire
         jc.data_parallel(train), [PARAMS, S(8, 4)], {"all-reduce": 1},
         native(4 * 16, 16 * 2, 2, 1),
     ),
-    "optax": (
-        jc.data_parallel(with_optax), [PARAMS, S(8, 4)], {"all-reduce": 1},
-        native(4 * 16, 16 * 2, 2, 1),
-    ),
-    "one pack": (
-        step_with(bytes_per_pack=1 << 20), [PARAMS, S(8, 4)], {"all-reduce": 1},
-        native(TREE + 1),
-    ),
     "two packs": (
         step_with(bytes_per_pack=300), [PARAMS, S(8, 4)], {"all-reduce": 1}, None,
     ),
     "ring": (
         step_with(algorithm="ring", bytes_per_pack=1 << 20), [PARAMS, S(8, 4)],
         {"collective-permute": 14}, 14 * -(-(TREE + 1) // 8) * 4,
-    ),
-    "halving_doubling": (
-        step_with(algorithm="halving_doubling", bytes_per_pack=1 << 20), [PARAMS, S(8, 4)],
-        {"collective-permute": 6}, 14 * -(-(TREE + 1) // 8) * 4,
     ),
     "shuffle": (
         step_with(algorithm="shuffle", bytes_per_pack=1 << 20), [PARAMS, S(8, 4)],

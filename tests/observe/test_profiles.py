@@ -8,7 +8,6 @@ from jax.profiler import ProfileData
 from jaxlib import _hlo
 
 import jaxcoll as jc
-from jaxcoll._observe.profile import read_events
 from jaxcoll._watch.watch import read_folder
 
 HLO = """HloModule jit_step, is_scheduled=true
@@ -127,11 +126,6 @@ def test_what_cannot_be_read_is_said(content, words, tmp_path):
     (tmp_path / "a.xplane.pb").write_bytes(content)
     with pytest.raises(ValueError, match=words):
         read_folder(tmp_path)
-
-
-def test_what_is_no_profile_is_refused():
-    with pytest.raises(ValueError, match="this is no profile of JAX"):
-        read_events(b"hello")
 
 
 def test_programs_of_one_name_are_told_apart_by_their_numbers(tmp_path):

@@ -45,22 +45,12 @@ def refused(fun):
 ids = strategy.run(lambda: context().replica_id_in_sync_group)
 found["ids"] = plain(strategy.experimental_local_results(ids))
 
-# Reductions between programs: over replicas, and of plain values over workers.
-value = of_replica(lambda i: {"x": np.full(3, 1.0 + i, np.float32), "n": 1 + i})
-found["sum"] = plain(strategy.reduce("sum", value, axis=None))
-found["mean of a mirrored"] = plain(
-    strategy.reduce("mean", jc.distribute.Mirrored._of(strategy.run(lambda: 2.0).tree), None)
-)
-found["host sum"] = plain(strategy.reduce("sum", float(rank + 1), axis=None))
-found["host mean"] = plain(strategy.reduce("mean", {"loss": np.float32(rank)}, axis=None))
-found["rows sum"] = plain(strategy.reduce("sum", of_replica(lambda i: np.arange(i, i + 3)), axis=0))
+# Reductions and gathers between programs; those of every kind of value are in held_parts.py.
 here = len(found["ids"])
 uneven = of_replica(lambda i: np.arange(1.0 + i // here + i % here, dtype=np.float32))
 found["uneven mean"] = plain(strategy.reduce("mean", uneven, axis=0))
 found["host rows"] = plain(strategy.reduce("mean", np.arange(1.0 + rank), axis=0))
 
-# Gathers.
-found["gather"] = plain(strategy.gather(of_replica(lambda i: np.array([[i, 10 * i]])), axis=0))
 found["uneven gather"] = plain(strategy.gather(uneven, axis=0))
 wrong = of_replica(lambda i: np.ones((2, 2 + i // here), np.float32))
 found["refused gather"] = refused(lambda: strategy.gather(wrong, axis=0))
@@ -76,15 +66,11 @@ found["refused elsewhere"] = [
 ]
 found["refused reduction to all"] = refused(lambda: nccl.reduce("sum", own, ids))
 found["local strategy"] = jc.MirroredStrategy().num_replicas_in_sync
-found["to a device of the first"] = plain(
-    strategy.extended.reduce_to("sum", of_replica(float), strategy.devices[0])
-)
 
 # Destinations, broadcasts and updates.
 shared = strategy.extended.broadcast_to({"w": np.full(2, rank, np.float32), "on": rank == 0}, ids)
 found["broadcast"] = plain(strategy.experimental_local_results(shared))
 summed = strategy.extended.reduce_to("sum", of_replica(float), ids)
-found["reduced to"] = plain(strategy.experimental_local_results(summed))
 updated = strategy.extended.update(of_replica(float), lambda x, y: x + y, (summed,))
 found["updated"] = plain(strategy.experimental_local_results(updated))
 of_mine = strategy.extended.update(own, lambda x, y: x + y, (summed,))
@@ -93,15 +79,6 @@ small = of_replica(lambda i: jnp.full(1 + rank, 1 + rank, jnp.float8_e4m3b11fnuz
 found["8 bits"] = plain(strategy.gather(small, axis=0).astype(jnp.float32))
 keys = jc.PerReplica([jax.random.split(jax.random.key(0), 1)] * len(own), devices=own.devices)
 found["refused keys"] = refused(lambda: strategy.gather(keys, axis=0))
-tasks = [f"/job:worker/task:{k}" for k in range(workers)]
-ops = jc.MultiWorkerAllReduce(tasks, n // workers, "nccl/rechd")
-number = of_replica(float)
-found["whole group"] = plain(
-    jc.distribute.CollectiveAllReduce(jax.local_devices(), n).reduce("sum", number, number)[
-        strategy._here[0]
-    ]
-)
-found["by worker"] = plain(ops.reduce("sum", number, number)[strategy._here[0]])
 
 # Training: each worker feeds its own rows, and starts from the first worker's parameters.
 rng = np.random.default_rng(0)

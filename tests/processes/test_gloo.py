@@ -125,17 +125,11 @@ def test_every_algorithm_over_three_processes_of_two_devices(three):
 
 
 @pytest.mark.usefixtures("optimized")
-def test_reproducible_sums_have_the_same_bits_on_every_layout_of_four_replicas():
+def test_reproducible_sums_have_the_bits_of_one_process_over_several():
     """Those of one process are in tests/spmd/test_reproducible.py."""
-    each = []
-    for processes in (2, 4):
-        env = {"JAX_NUM_CPU_DEVICES": str(4 // processes)}
-        found = in_world("reproducible", processes, env=env)
-        each += [one["reproducible"] for one in found]
-    want = each[0]["reference"]
-    native = set()
-    for result in each:
-        native.add(result.pop("native")["long float32"])
+    found = in_world("reproducible", 2, env={"JAX_NUM_CPU_DEVICES": "2"})
+    for result in (one["reproducible"] for one in found):
+        want, native = result["reference"], result.pop("native")
         for way, bits in result.items():
             assert bits == {leaf: want[leaf] for leaf in bits}, way
-    assert native != {want["long float32"]}, "the compiler's own all-reduce does not keep the law"
+        assert native["long float32"] != want["long float32"], "the compiler's own keeps no law"

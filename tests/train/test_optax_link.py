@@ -71,19 +71,6 @@ def test_a_chain_with_the_link_updates_as_one_device_does(runner):
     close(got, one(MODELS, X.reshape(-1, 5)), rtol=1e-4)
 
 
-def test_accumulation_norm_and_finite_check_take_the_trees_as_they_are():
-    def step(model, x):
-        value, grads = jc.accumulate(loss, "data", 2)(model, x)
-        return (value, grads, jc.global_norm(grads)), jc.all_finite(grads)
-
-    def one(model, x):
-        value, grads = jax.value_and_grad(loss)(model, x)
-        return (value, grads, optax.tree.norm(grads)), True
-
-    found = jc.data_parallel(of_each(step))(MODELS, X.reshape(-1, 5))
-    close(found, jax.jit(of_each(one))(MODELS, X.reshape(-1, 5)), rtol=1e-4)
-
-
 def test_gradients_that_autodiff_has_summed_are_refused_until_they_are_said_to_be():
     model, rows = MODELS["linen"], X.reshape(-1, 5)
 
