@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -15,7 +14,7 @@ from jaxcoll._compat import settings
 from jaxcoll._dispatch.alone import warn_where_alone
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Compile, Program, compiled_for
-from jaxcoll._threads import Task, Worker, abandon, at_exit, not_at_exit
+from jaxcoll._threads import Task, Worker, abandon
 from jaxcoll.errors import DeadlineExceededError, SameRowsWarning
 
 
@@ -54,9 +53,6 @@ _alone = threading.local()
 """For calls within this process each thread has a worker: so they overlap, as without a deadline,
 and a callback of a program may make some, too."""
 
-_started: list[_Begun] = []
-"""Calls that may still run, and that nobody may ever wait for."""
-
 
 def run(call: Call, until: float | None = None) -> Any:
     """Make one call.
@@ -83,7 +79,28 @@ def run(call: Call, until: float | None = None) -> Any:
         # After a call that was given up, others wait in its worker, so that none overtakes it.
         if worker is None or not worker.is_alive():
             return call.program(*call.args, **call.kwargs)
-    return _result(*_begun(call, group, until))
+    # Compiled in this thread: a trace belongs to the thread whose JAX configuration it is made
+    # under. The deadline is read after that, because a trace may ask for a shorter one.
+    program = compiled_for(call, None if group is None else group.compiled)
+    seconds = call.timeout_seconds
+    if until is None and seconds:
+        until = time.monotonic() + seconds
+    worker, make = _worker_of(group), functools.partial(_waited_for, program, call)
+    task = Task(worker)
+    if group is not None:
+        # Something that failed over Gloo may never be ready: whoever waited for it would hang.
+        wait = bool(seconds) or call.devices[0].platform == "cpu"
+        make = functools.partial(group.run, call, program, wait)
+        group.begin(task)  # before the call is made, so that it misses no failure
+    worker.submit(make, task)
+    if task.wait(None if until is None else max(0.0, until - time.monotonic())):
+        for text in call.same_rows:
+            settings.warn(text, SameRowsWarning)
+        return task.result()
+    ranks, why = ((), "") if group is None else group.absence(call, program)
+    abandon(worker)
+    text = f"{call.name} did not finish within {seconds:g} s.{why}"
+    raise DeadlineExceededError(text, ranks=ranks)
 
 
 def run_all(calls: Sequence[Call]) -> list[Any]:
@@ -93,77 +110,16 @@ def run_all(calls: Sequence[Call]) -> list[Any]:
     return [run(call, until) for call in calls]
 
 
-def start(call: Call) -> Callable[[], Any]:
-    """Begin one call: the function that is returned waits, returns and raises as `run` does.
-
-    Calls over the same processes run one after another, in the order in which they begin. The
-    deadline counts from here.
-    """
-    group = group_of(call.devices)
-    if group is None and not call.timeout_seconds:
-        result = run(call)
-        return lambda: result
-    begun = _begun(call, group, None)
-    _started[:] = [*(other for other in _started if not other[0].done()), begun]
-    not_at_exit(_await_started)  # so that it is registered last, and runs first
-    at_exit(_await_started)
-    return functools.partial(_result, *begun)
-
-
-def _await_started() -> None:
-    """Wait, at exit, for programs that the other processes run too: Python must not end in one."""
-    for begun in _started:
-        with contextlib.suppress(Exception):
-            _result(*begun)
-
-
-_Begun = tuple[Task, Worker, Call, Program, Group | None, float | None]
-
-
-def _begun(call: Call, group: Group | None, until: float | None) -> _Begun:
-    """Have a worker make a call: all that it takes to wait for it, and to say why it is late."""
-    # Compiled in this thread: a trace belongs to the thread whose JAX configuration it is made
-    # under. The deadline is read after that, because a trace may ask for a shorter one.
-    program = compiled_for(call, None if group is None else group.compiled)
-    seconds = call.timeout_seconds
-    if until is None and seconds:
-        until = time.monotonic() + seconds
-    if group is None:
-        if getattr(_alone, "worker", None) is None:
-            _alone.worker = Worker("jaxcoll-worker")
-        worker = _alone.worker
-        make = functools.partial(_waited_for, program, call)
-    else:
+def _worker_of(group: Group | None) -> Worker:
+    """The thread that makes the calls of a group, or this thread's own for calls within here."""
+    if group is not None:
         if group.name not in _workers:
             _workers[group.name] = Worker("jaxcoll-worker")
-        worker = _workers[group.name]
-        # Something that failed over Gloo may never be ready: whoever waited for it would hang.
-        wait = bool(seconds) or call.devices[0].platform == "cpu"
-        make = functools.partial(group.run, call, program, wait)
-    task = Task(worker)
-    if group is not None:
-        group.begin(task)  # before the call is made, so that it misses no failure
-    return worker.submit(make, task), worker, call, program, group, until
+        return _workers[group.name]
+    if getattr(_alone, "worker", None) is None:
+        _alone.worker = Worker("jaxcoll-worker")
+    return _alone.worker
 
 
 def _waited_for(program: Program, call: Call) -> Any:
     return jax.block_until_ready(program.compiled(*call.args, **call.kwargs))
-
-
-def _result(
-    task: Task,
-    worker: Worker,
-    call: Call,
-    program: Program,
-    group: Group | None,
-    until: float | None,
-) -> Any:
-    """Wait for a call that was begun, until its deadline passes."""
-    if task.wait(None if until is None else max(0.0, until - time.monotonic())):
-        for text in call.same_rows:
-            settings.warn(text, SameRowsWarning)
-        return task.result()
-    ranks, why = ((), "") if group is None else group.absence(call, program)
-    abandon(worker)
-    text = f"{call.name} did not finish within {call.timeout_seconds:g} s.{why}"
-    raise DeadlineExceededError(text, ranks=ranks)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcoll._compat.settings import boundary, known_options
 from jaxcoll._dispatch import call as dispatched
-from jaxcoll._dispatch.dispatch import run, start
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._dispatch.executable import remember
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_mesh, equal_shares, no_mesh
 from jaxcoll._mesh.placement import specs_of
@@ -238,15 +238,6 @@ class DataParallel:
         with no_mesh():
             call, checked = step._call(args, kwargs)
             return checked(run(call))
-
-    @boundary
-    def start(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        """Begin a call, after those begun before; what is returned waits for what it returns."""
-        step = self._here()
-        with no_mesh():
-            call, checked = step._call(args, kwargs)
-            finish = start(call)
-            return lambda: checked(finish())
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
