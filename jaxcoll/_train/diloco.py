@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable
 from typing import Any, Never
 
@@ -18,15 +17,10 @@ from jaxcoll._api.collectives import all_reduce
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.replica_rows import ReplicaRows
-from jaxcoll._plan.checks import positive, refuse
+from jaxcoll._plan.checks import kind_of, positive, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import flattened
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
-
-_AVERAGE = types.SimpleNamespace(  # takes the mean of the replicas, as `optax.sgd(1.0)`
-    init=lambda params: (),
-    update=lambda deltas, state, params: (jax.tree.map(jnp.negative, deltas), state),
-)
 
 
 def diloco(
@@ -44,7 +38,7 @@ def diloco(
     Guarantee: n replicas compute what a simulation of them in one process computes, to rounding; a
     local step sends nothing. After `every` steps, with x_i the parameters of replica i and y those
     that all share, the mean of y - x_i is the gradient of which `outer` makes the update of y, and
-    each x_i becomes y. Expect a higher loss than data-parallel training's after as many steps.
+    each x_i becomes y. After as many steps the loss is higher than data-parallel training's.
 
     Args:
       step: of one device, `(params, opt_state, batch) -> (params, opt_state, metrics)`. It knows
@@ -59,9 +53,9 @@ def diloco(
       options: as in `all_reduce`, of the exchange; `timeout_seconds` bounds it.
 
     Returns:
-      A `DiLoCo`: `state = train.init(params, opt_state)`, then `state, metrics = train(state,
-      batch)`; `state.shared` are the parameters. Cost: their all-reduce in each round; on each
-      device the memory of the shared ones and of the state of `outer`, beside its own.
+      A `DiLoCo`: `state = train.init(params, opt_state)`; `state, metrics = train(state, batch)`;
+      `state.shared` are the parameters. Cost: their all-reduce in each round, and memory for them
+      and for the state of `outer` on each device, beside its own.
 
     Raises:
       TypeError: there is no such argument, or one beside `step` has no name.
@@ -71,9 +65,7 @@ def diloco(
 
     Examples:
       >>> import numpy as np
-      >>> def step(w, state, batch):
-      ...     return w - 0.25 * (w - batch.mean()), state, w
-      >>> train = diloco(step, every=2)
+      >>> train = diloco(lambda w, s, x: (w - 0.25 * (w - x.mean()), s, w), every=2)
       >>> state = train.init(np.float32(0.0), ())
       >>> for _ in range(2):
       ...     state, before = train(state, np.arange(8, dtype="f"))
@@ -87,12 +79,12 @@ def diloco(
         )
     if not callable(step) or isinstance(step, DataParallel):
         refuse("step", "a function, the step of one device", step)
-    outer = _AVERAGE if outer is None else outer
-    if not all(callable(getattr(outer, name, None)) for name in ("init", "update")):
+    has = (callable(getattr(outer, name, None)) for name in ("init", "update"))
+    if outer is not None and not all(has):
         refuse("outer", "None or an optax transformation, with its `init` and `update`", outer)
-    every = positive("diloco", "every", every)
     if mesh is not None:
         checked_mesh(mesh, axis_name, "diloco")
+    every = positive("diloco", "every", every)
     return DiLoCo(step, every, outer, mesh, axis_name, checked(options))
 
 
@@ -121,8 +113,6 @@ class DiLoCo:
     Attributes:
       step: the program of a local step, of `(state.replicas, batch)`.
       sum: that of an exchange, of `arguments(state)`; a `DataParallel` step.
-      every: steps of a round.
-      axis_name: the mesh axis of the replicas, or all axes.
     """
 
     _one: Callable[..., Any]
@@ -165,9 +155,9 @@ class DiLoCo:
 
     @functools.cached_property
     def _update(self) -> Any:
-        """The outer optimizer's step: of shared parameters, its state and the mean difference."""
-
         def update(shared: Any, state: Any, mean: Any) -> Any:
+            if self._outer is None:
+                return jax.tree.map(jnp.subtract, shared, mean), state
             updates, state = self._outer.update(mean, state, shared)
             return jax.tree.map(lambda y, u: (y + u).astype(y.dtype), shared, updates), state
 
@@ -175,7 +165,6 @@ class DiLoCo:
 
     @functools.cached_property
     def _spread(self) -> Any:
-        """From a tree that all replicas share to rows of it."""
         n = len(self._places.devices)
         spread = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (n, *x.shape)))
         return jax.jit(spread, out_shardings=self._places.rows)
@@ -193,9 +182,7 @@ class DiLoCo:
         """
         for name, leaf in _named(params, opt_state):
             if not is_array(leaf):
-                raise ValueError(
-                    f"`diloco`: {name} is not an array of numbers; got {type(leaf).__name__}."
-                )
+                raise ValueError(f"`diloco`: {name} is no array of numbers; got {kind_of(leaf)}.")
             dtype = jnp.result_type(leaf)
             if name.startswith("params") and not jnp.issubdtype(dtype, jnp.inexact):
                 raise ValueError(
@@ -204,7 +191,8 @@ class DiLoCo:
                 )
         with no_mesh():
             shared, own = self._places.place_copies((params, opt_state))
-            outer = jax.jit(self._outer.init, out_shardings=self._places.copies)(shared)
+            begin = (lambda _: ()) if self._outer is None else self._outer.init
+            outer = jax.jit(begin, out_shardings=self._places.copies)(shared)
             return DiLoCoState(np.asarray(0), self._spread((shared, own)), shared, outer)
 
     def __call__(self, state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
@@ -255,8 +243,8 @@ class DiLoCo:
     def applied(self, state: DiLoCoState, mean: Any) -> DiLoCoState:
         """The state after an exchange, from what `sum` returned."""
         with no_mesh():
-            copies = self._places.place_copies((state.shared, state.outer, mean))
-            shared, outer = self._update(*copies)
+            held = state.shared, state.outer, mean
+            shared, outer = self._update(*self._places.place_copies(held))
             replicas = self._spread(shared), state.replicas[1]
         return dataclasses.replace(state, replicas=replicas, shared=shared, outer=outer)
 
@@ -266,8 +254,7 @@ class DiLoCo:
         Replica i takes the optimizer state of row i of `state`, which may be another process's;
         from the first row again where these end.
         """
-        rows = len(jax.tree.leaves(state.replicas)[0])
-        taken = np.asarray([i % rows for i in self._places.replicas])
+        taken = np.asarray(self._places.replicas) % len(jax.tree.leaves(state.replicas)[0])
         with no_mesh():
             shared = self._places.place_copies(state.shared)
             kept = jax.tree.map(lambda x: x[taken], state.replicas[1])
@@ -278,19 +265,13 @@ class DiLoCo:
 def check_state(state: Any, here: int) -> None:
     """Refuse a state that does not fit the replicas that are here."""
     if not isinstance(state, DiLoCoState):
-        raise ValueError(
-            f"`diloco` expects the state that `init` returned; got {type(state).__name__}."
-        )
+        raise ValueError(f"`diloco` expects the state that `init` returned; got {kind_of(state)}.")
     if isinstance(state.steps, Tracer):
+        raise ValueError("`diloco` cannot be traced: for `jc.inspect` it has a `step` and a `sum`.")
+    if rows := {len(x) for x in jax.tree.leaves(state.replicas)} - {here}:
         raise ValueError(
-            "`diloco` trains between programs and cannot be traced: `jc.inspect` takes its `step` "
-            "and its `sum`."
-        )
-    rows = {len(x) for x in jax.tree.leaves(state.replicas)} - {here}
-    if rows:
-        raise ValueError(
-            f"`diloco`: the state has rows for {max(rows)} replicas, and this "
-            f"process has {here}. `restart(state)` makes one for these."
+            f"`diloco`: the state has rows for {max(rows)} replicas, and this process has {here}. "
+            "`restart(state)` makes one for these."
         )
 
 
@@ -309,18 +290,11 @@ def _step_of_row(step: Callable[..., Any], replica: tuple[Any, Any], batch: Any)
         error.add_note("`diloco`: a step is that of one device and reduces nothing, along no axis.")
         raise
     if not isinstance(result, tuple) or len(result) != 3:
-        raise ValueError(
-            "The step of `diloco` returns (params, opt_state, metrics); this one returns "
-            f"{f'{len(result)} values' if isinstance(result, tuple) else type(result).__name__}."
-        )
+        got = f"{len(result)} values" if isinstance(result, tuple) else kind_of(result)
+        raise ValueError(f"`diloco`: a step returns (params, opt_state, metrics); got {got}.")
     *kept, metrics = jax.tree.map(jnp.asarray, result)
-    was, became = (
-        {f"{name} {x.dtype}{list(x.shape)}" for name, x in _named(*both)} for both in (given, kept)
-    )
+    was, became = ({f"{k} {x.dtype}{list(x.shape)}" for k, x in _named(*t)} for t in (given, kept))
     if was != became:
         first, now = (min(found, default="nothing") for found in (was - became, became - was))
-        raise ValueError(
-            "The step of `diloco` must return parameters and an optimizer state like those that "
-            f"it was given; {first} became {now}."
-        )
+        raise ValueError(f"`diloco`: a step returns the types it was given; {first} became {now}.")
     return jax.tree.map(lambda x: x[None], (tuple(kept), metrics))
