@@ -110,8 +110,3 @@ def test_on_cpus_the_plan_says_that_nothing_is_computed_meanwhile():
     assert plan.predicted.latency > jc.plan(layers(2, 512), axis_size=8).predicted.latency
     within = Plan.of(make_plan(ReduceOp.MEAN, plan.leaves, ASKED, plan.world, in_backward=True))
     assert any("waits for each collective" in reason for reason in within.reasons)
-
-
-def test_overlap_may_be_unsaid():
-    assert jc.CommunicationOptions().overlap is None
-    assert ASKED.merge(jc.CommunicationOptions(overlap=None)).overlap is None

@@ -111,13 +111,13 @@ def test_metrics_become_one_number_and_other_aux_is_stacked(runner):
             "tokens": jc.Total(batch["real"].sum().astype(int)),
             "pieces": jc.Total(1),
         }
-        return mean_loss(p, batch), (metrics, None, batch["x"][0, 0])
+        return mean_loss(p, batch), (metrics, "no array", batch["x"][0, 0], 1.0)
 
     def both(batch):
-        (value, (metrics, _, firsts)), grads = jc.accumulate(loss, "data", 4, has_aux=True)(
-            PARAMS, batch
-        )
-        assert firsts.shape == (4,)
+        (value, (metrics, text, firsts, ones)), grads = jc.accumulate(
+            loss, "data", 4, has_aux=True
+        )(PARAMS, batch)
+        assert (text, firsts.shape, ones.shape) == ("no array", (4,), (4,))
         return value, metrics, grads, jc.all_reduce("sum", firsts, "data")
 
     value, metrics, grads, firsts = on_replicas(runner, both, 4, BATCH)

@@ -84,6 +84,7 @@ def test_numbers_and_numpy_leaves_are_arrays():
         (True, "booleans have no sum"),
         (np.zeros(3, jax.dtypes.float0), "float0 is the gradient of an integer input"),
         (np.array(["a"]), "an array of <U1 holds no numbers"),
+        *((np.ones(3, name), f"{name} cannot hold the sum of two") for name in ("int2", "uint2")),
         (jax.random.key(0), "a typed PRNG key has no"),
         (jax.ShapeDtypeStruct((2,), "f"), "got ShapeDtypeStruct"),
         ("text", "expected an array or a number, got str"),

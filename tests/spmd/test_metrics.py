@@ -28,6 +28,7 @@ def test_they_are_what_one_device_has_of_everything(runner, n):
             "tokens": jc.Total(real),
             "over": jc.Total(x > 1),
             "replicas": jc.Total(1),
+            "two bits": jc.WeightedMean(*[(0 * x + 3).astype(jnp.uint2)] * 2),
         }
         return jc.reduce_metrics(metrics, "data")
 
@@ -37,6 +38,7 @@ def test_they_are_what_one_device_has_of_everything(runner, n):
     np.testing.assert_allclose(got["half"], x.astype(np.float16).astype("f").sum(), rtol=1e-4)
     assert [int(got[k]) for k in ("tokens", "over", "replicas")] == [real.sum(), (x > 1).sum(), n]
     assert [got[k].dtype.name for k in ("half", "tokens")] == ["float32", "int32"]
+    assert got["two bits"] == 1
 
 
 def test_one_collective_for_all_of_them_however_they_were_made():

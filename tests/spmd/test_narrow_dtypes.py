@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import RUNNERS, per_replica, run
+from cases import RUNNERS, run
 
 import jaxcoll as jc
 
@@ -92,35 +92,6 @@ def test_what_is_reduced_is_the_sum_of_its_values(op):
         want = values.sum(0) if op == "sum" else values.mean(0)
         for each in found[name]:
             same(each[0], want.astype(each.dtype), signs=False)
-
-
-@pytest.mark.parametrize("name", ["int2", "uint2"])
-def test_two_bits_hold_no_sum_and_are_refused_by_their_path(name):
-    x = jnp.ones((2, 3), getattr(jnp, name))
-    entries = {
-        "`all_reduce`": lambda v: jc.all_reduce("sum", {"a": v}, "data"),
-        "`reduce_scatter`": lambda v: jc.reduce_scatter("mean", {"a": v}, "data"),
-    }
-    for caller, entry in entries.items():
-        with pytest.raises(
-            ValueError, match=rf"{caller} cannot reduce leaf \['a'\]: {name} cannot"
-        ):
-            run("vmap", entry, 2, x)
-    with pytest.raises(ValueError, match=rf"leaf \['a'\]: {name} cannot hold the sum of two"):
-        jc.plan({"a": x}, axis_size=2)
-    strategy = jc.MirroredStrategy(jax.devices()[:2])
-    value = strategy.experimental_distribute_values_from_function(lambda context: x[0])
-    with pytest.raises(ValueError, match=f"{name} cannot hold the sum of two"):
-        strategy.reduce("sum", value, axis=None)
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_metrics_of_two_bits_are_counted_in_floats(runner):
-    x = jnp.ones((N, 5), jnp.uint2)
-    f = lambda v: jc.reduce_metrics([jc.Total(v), jc.WeightedMean(v, v)], "data")
-    total, mean = per_replica(runner, f, N, x)
-    assert total.tolist() == [5 * N] * N
-    assert mean.tolist() == [1] * N
 
 
 @pytest.mark.parametrize("options", [None, RING])

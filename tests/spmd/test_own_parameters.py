@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from cases import mapped
-from jax import lax
 
 import jaxcoll as jc
 from jaxcoll import _compat
@@ -33,17 +32,10 @@ CALLS = {
 
 @pytest.mark.parametrize("caller", CALLS)
 def test_a_leaf_that_differs_is_refused_by_name(caller):
-    """By its type in a checked `shard_map`, by the proof in a step."""
+    """By its type in a checked `shard_map`; by the proof in a step: test_gradients_that_differ.py."""
     words = rf"`{caller}` over 'data': leaf .*\['expert'\] must be the same .* differs between them"
     with pytest.raises(ValueError, match=words):
         mapped(CALLS[caller], (SPECS, ROW))(PARAMS, X)
-
-    def step(params, x):
-        rank = lax.axis_index("data").astype("f")
-        return CALLS[caller]({**params, "expert": params["expert"][:3] + rank}, x)
-
-    with pytest.raises(ValueError, match=words):
-        jc.data_parallel(step)(PARAMS, X)
 
 
 def test_a_step_of_training_inside_of_a_loss_takes_what_replicas_hold_alike():

@@ -86,33 +86,3 @@ def test_metrics_of_mixed_types_have_the_wider_one(runner):
         found = run(runner, f, N, jnp.arange(1.0, N + 1, dtype="float32"))
     assert [v.dtype for v in found] == ["float64", "float64", "complex128"]
     assert [np.asarray(v)[0] for v in found] == [1, 1, 1]
-
-
-def test_aux_of_micro_batches_may_hold_what_is_no_array():
-    """As it is without micro-batches: functions and texts come back, arrays and numbers stacked."""
-
-    def loss(w, x):
-        aux = {
-            "f": jnp.sin,
-            "text": "a",
-            "x": x,
-            "one": 1.0,
-            "seen": jc.Total(len(x)),
-            "none": None,
-        }
-        return jnp.mean(w * x), aux
-
-    found = []
-
-    def step(x):
-        (value, aux), grads = jc.accumulate(loss, "data", 2, has_aux=True)(2.0, x)
-        found.append((aux.pop("f"), aux.pop("text")))
-        aux = {k: jc.all_gather(aux.pop(k), "data") for k in ("x", "one")} | aux
-        return value, aux, grads
-
-    value, aux, grads = run("checked", step, N, jnp.arange(N * 6.0).reshape(N, 6))
-    assert found == [(jnp.sin, "a")]
-    assert aux["x"][0].shape == (N * 2, 3)
-    assert aux["one"][0].tolist() == [1.0] * N * 2
-    assert aux["seen"][0] == N * 6
-    assert (value[0], grads[0]) == (23, 11.5)

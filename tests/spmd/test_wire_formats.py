@@ -363,10 +363,6 @@ def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
     for world in (World("gpu", (8,), 2), World("cpu", (8,))):
         assert {p.format for p in planned(value, world, compression="auto").packs} == {None}
     assert planned(np.zeros(9, np.int32), compression="auto").packs
-    two = World("cpu", (2, 2), 4, hosts=2, inner=1)
-    hosts = planned(value, two, compression="int8", algorithm="native/shuffle")
-    assert [p.algorithm for p in hosts.packs if p.format] == ["halving_doubling/shuffle"]
-    assert "between groups only" in str(hosts)
     few = {**value, "w": np.zeros((100, 100), "f")}
     assert {p.format for p in planned(few, compression="auto").packs} == {None}, (
         "not worth an array"
