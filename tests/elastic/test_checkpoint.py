@@ -75,6 +75,14 @@ def test_every_tree_of_numbers_comes_back_to_the_bit(tmp_path, tree, step):
         check_same(back, tree)
 
 
+@pytest.mark.parametrize("dtype", ADDED, ids=str)
+def test_every_added_dtype_is_read_back(tmp_path, dtype):
+    every = np.arange(1 << 8 * min(dtype.itemsize, 2)).astype(f"u{min(dtype.itemsize, 2)}")
+    tree = {"x": every.view(dtype)}
+    jc.save_checkpoint(tmp_path / "x.npz", tree)
+    check_same(jc.restore_checkpoint(tmp_path / "x.npz", tree)[0], tree)
+
+
 def test_numpy_reads_it(tmp_path):
     jc.save_checkpoint(tmp_path / "x.npz", {"w": np.arange(6.0).reshape(2, 3)})
     with np.load(tmp_path / "x.npz", allow_pickle=False) as archive:

@@ -20,27 +20,30 @@ def results_of(command, workers, devices, **env):
     return ranks.results([sys.executable, *command], workers, timeout=240, env=env)
 
 
-def parts(name, workers, devices):
+WORKERS, DEVICES = 2, 2
+
+
+def parts(name):
     """The value of each replica, or of each worker for what is plain, by its kind."""
-    n = workers * devices
+    n = WORKERS * DEVICES
     dense = [[1.0 * (i + 1), 2.0 * (i + 1)] for i in range(n)]
     rows = [[[1.0 + i] * 2 * (k < 1 + i % 3) or [0.0] * 2 for k in range(4)] for i in range(n)]
     found = {
         "per replica, all": dense,
         "per replica, here": dense,
         "mirrored, all": [[3.0, 6.0]] * n,
-        "mirrored, here": [dense[i // devices] for i in range(n)],
-        "array": dense[:workers],
-        "array on a device": dense[:workers],
-        "number": [1.0 + k for k in range(workers)],
+        "mirrored, here": [dense[i // DEVICES] for i in range(n)],
+        "array": dense[:WORKERS],
+        "array on a device": dense[:WORKERS],
+        "number": [1.0 + k for k in range(WORKERS)],
         "rows, all": rows,
         "rows, here": rows,
-        "rows": rows[:workers],
+        "rows": rows[:WORKERS],
     }
     return [np.array(part, "f") for part in found[name]]
 
 
-def expected(entry, name, op, workers, devices):
+def expected(entry, name, op):
     """What numpy makes of all parts; text: the error that says why there is nothing."""
     plain, sparse = name in {"array", "array on a device", "number", "rows"}, "rows" in name
     if name == "elsewhere":
@@ -50,38 +53,26 @@ def expected(entry, name, op, workers, devices):
             return "NotImplementedError: `gather` expects dense arrays"
         if plain:
             return "got the plain value|is a scalar"
-        return np.concatenate(parts(name, workers, devices))
+        return np.concatenate(parts(name))
     if entry == "along an axis" and (sparse or name == "number"):
         return "expects dense arrays|is a scalar|whose SUM over"
-    if (
-        workers == 1
-        and plain
-        and op == "sum"
-        and entry not in {"collective", "collective to one", "workers", "run"}
-    ):
-        return "whose SUM over 4 replicas could be"
     # An argument that all replicas share must be the same on all.
-    if entry == "run" and (plain or name == "mirrored, here") and workers > 1:
+    if entry == "run" and (plain or name == "mirrored, here"):
         return "ProgramMismatchError" if name == "rows" else "ReplicaDivergenceError: .* args"
-    if entry == "run" and plain:
-        of_all = parts(name, workers, devices) * devices
-    else:
-        of_all = parts(name, workers, devices)
     axis = (0, 1) if entry == "along an axis" else 0
-    return (np.sum if op == "sum" else np.mean)(of_all, axis)
+    return (np.sum if op == "sum" else np.mean)(parts(name), axis)
 
 
-@pytest.mark.parametrize(("workers", "devices"), [(1, 4), (2, 2)])
-def test_a_result_is_that_of_all_replicas_or_an_error_never_of_this_worker_alone(workers, devices):
+def test_a_result_is_that_of_all_replicas_or_an_error_never_of_this_worker_alone():
     """Every entry, every kind of value, both ops. `no group` is for the value's own devices."""
-    found = results_of(SCRIPT.with_name("held_parts.py"), workers, devices)
+    found = results_of(SCRIPT.with_name("held_parts.py"), WORKERS, DEVICES)
     assert len(found[0]) > 250
     wrong = []
     for case in found[0]:
         entry, name, op = case.split(" | ")
         if entry == "no group" and not name.endswith("all"):
             continue
-        want = expected(entry, name, op, workers, devices)
+        want = expected(entry, name, op)
         for worker, got in enumerate(results[case] for results in found):
             if isinstance(want, str):
                 held = isinstance(got, str) and re.search(want, got)
@@ -136,7 +127,7 @@ def test_L62_every_call_ends_at_its_deadline_and_the_next_one_works(tmp_path):
 
 def test_uneven_rows_are_numpys_result_over_all_rows_or_one_error_on_all_workers():
     """Through functions, datasets and shares; every reduction and every gather."""
-    workers, devices = 2, 2
+    workers, devices = WORKERS, DEVICES
     found, *others = results_of(SCRIPT.with_name("uneven_rows.py"), workers, devices)
     wrong = []
     for case, got in found.items():
