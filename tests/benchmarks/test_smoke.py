@@ -119,8 +119,9 @@ def test_simulation(tmp_path, capsys, tree):
 
 
 @pytest.mark.processes
-def test_one_gpu_in_the_place_of_which_a_cpu_stands(tmp_path):
+def test_one_gpu_in_the_place_of_which_a_cpu_stands(tmp_path, monkeypatch):
     file = tmp_path / "one.json"
+    monkeypatch.setattr(on_one_gpu, "AHEAD", on_one_gpu.AHEAD[:1])  # each takes a Python of its own
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         found = on_one_gpu.main(["--tiny", "--json", str(file)])
     assert json.loads(file.read_text()) == json.loads(json.dumps(found))

@@ -95,8 +95,9 @@ def out_of_step():
         lambda: ops.reduce("mean" if odd else "sum", per_replica, per_replica).tree,
     )
     attempt("afterwards", lambda: step(ones()))
-    attempt("known", lambda: hurried(ones()))
-    attempt("one recompiles", lambda: hurried(ones(11 if odd else 4)))
+    patient = jc.data_parallel(total, options=jc.CommunicationOptions(timeout_seconds=20))
+    attempt("known", lambda: patient(ones()))
+    attempt("one recompiles", lambda: patient(ones(11 if odd else 4)))
     meet("end")
 
 
