@@ -11,7 +11,6 @@ from jaxcoll._compat.axes import obstacle as obstacle
 from jaxcoll._compat.axes import same_axes as same_axes
 from jaxcoll._compat.axes import tracks_variance as tracks_variance
 from jaxcoll._compat.axes import types_tell as types_tell
-from jaxcoll._compat.axes import unreduced_axes as unreduced_axes
 from jaxcoll._compat.axes import varying_axes as varying_axes
 from jaxcoll._compat.axes import varying_axes_of_type as varying_axes_of_type
 from jaxcoll._compat.axes import zeros_like_aval as zeros_like_aval

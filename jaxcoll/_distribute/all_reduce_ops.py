@@ -131,17 +131,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
         together: dict[frozenset[jax.Device], list[Reduction]] = {}
-        alone: list[Reduction] = []
         for r in batch.reductions:
-            (
-                together.setdefault(frozenset(r.value.devices), []) if r.is_all_reduce else alone
-            ).append(r)
-        calls: list[tuple[Call, Sequence[Reduction]]] = [
-            (self._all_reduce(batch, rs), rs) for rs in together.values()
-        ]
-        if alone:
-            calls += self._otherwise._prepare(batch._replace(reductions=alone))
-        return calls
+            if r.is_all_reduce:
+                together.setdefault(frozenset(r.value.devices), []).append(r)
+        alone = batch._replace(reductions=[r for r in batch.reductions if not r.is_all_reduce])
+        calls = [(self._all_reduce(batch, rs), rs) for rs in together.values()]
+        return [*calls, *self._otherwise._prepare(alone)]
 
     def _all_reduce(self, batch: Batch, reductions: Sequence[Reduction]) -> Call:
         """Describe the all-reduce of values over the same devices, to a list of them."""

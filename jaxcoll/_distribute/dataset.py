@@ -22,12 +22,8 @@ _CALLER = "experimental_distribute_dataset"
 class DistributedDataset:
     """The batches of an iterable, each split over the replicas; iterate over it.
 
-    Replica i gets the i-th of R consecutive shares of every batch. Shares are equal, or the first
-    have a row more: they are uneven parts then, which `run` refuses. With several processes each
-    iterates over its own rows, which are split over its own replicas: the global batch is theirs
-    one after another. They exchange the shapes of the shares of each batch, in one round trip;
-    arrays over all processes need none. Nothing is read ahead, and iterating again iterates over
-    the source again.
+    See `MirroredStrategy.experimental_distribute_dataset`. Iterating again iterates over the source
+    again.
     """
 
     def __init__(self, batches: Iterable[Any], devices: tuple[jax.Device, ...]) -> None:

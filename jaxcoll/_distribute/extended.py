@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxcoll._distribute.arguments import given
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps, checked_pairs
-from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, PerReplica, is_distributed
+from jaxcoll._distribute.per_replica import DistributedValues, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica
 from jaxcoll._distribute.replica_program import run_on_replicas
-from jaxcoll._mesh.mesh import no_mesh, span_processes
+from jaxcoll._mesh.mesh import span_processes
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.sparse import is_sparse
@@ -106,9 +106,10 @@ class StrategyExtended:
             )
         devices = parts[0].devices
         arguments = ((value, *args), dict(kwargs or {}))
-        result = run_on_replicas(caller, f"`{caller}`", fn, arguments, devices, self._options, None)
-        with no_mesh():
-            return _joined(result) if is_distributed(value) else result
+        as_one = is_distributed(value)
+        return run_on_replicas(
+            *(caller, f"`{caller}`", fn, arguments, devices, self._options, None), as_one=as_one
+        )
 
     def _reduced(
         self,
@@ -141,16 +142,3 @@ def check_has_sum(caller: str, value: Any, devices: tuple[jax.Device, ...]) -> N
             "could be itself or that many times it. Say which: a value that every replica holds "
             "is a `Mirrored`, parts of a sum are a `PerReplica`."
         )
-
-
-def _joined(result: Any) -> Mirrored | PerReplica:
-    """Return one value of a tree of them: a `Mirrored` if all are."""
-    parts = jax.tree.leaves(result, is_leaf=is_distributed)
-    kind = Mirrored if all(isinstance(part, Mirrored) for part in parts) else PerReplica
-
-    def arrays(value: Any) -> Any:
-        if not isinstance(value, kind):  # a row for each copy
-            value = kind.from_function(value.__getitem__, devices=value.devices)
-        return value.tree
-
-    return kind._of(jax.tree.map(arrays, result, is_leaf=is_distributed))

@@ -171,15 +171,20 @@ def run_on_replicas(
     devices: tuple[jax.Device, ...],
     options: CommunicationOptions,
     context: ReplicaContext | None,
+    *,
+    as_one: bool = False,
 ) -> Any:
-    """Call `function` once on every device, and wait for it if there is a deadline."""
-    carried = without_deadline(options)
-    program = replica_program(devices, function, carried, context)
+    """Call `function` once on every device, and wait for it if there is a deadline.
+
+    What it returns is a value for each array, or all of it `as_one`.
+    """
+    settings = (without_deadline(options), context, as_one)
+    program = replica_program(devices, function, *settings)
     with no_mesh():
         placed = program.ready(caller, arguments, devices)
         compares = program.claims.found and claims_are_new(program.claims, placed)
         if compares:
-            program = replica_program(devices, function, carried, context, True)
+            program = replica_program(devices, function, *settings, True)
             program.inner.traced(program.jitted, placed)
         result = run(Call(program.jitted, placed, devices, what, options, inner=program.inner))
         if compares:
@@ -225,37 +230,34 @@ def per_function(make: Callable[..., Any]) -> Callable[..., Any]:
     A program kept by its function must not keep the function, nor the weights that it closes over:
     `make` gets one that refers to it weakly. Who calls the program has the function.
     """
-    made: dict[Any, dict[Any, Any]] = {}
+    made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
     strongly = functools.lru_cache(maxsize=_MOST)(make)
-
-    def forget(reference: Any) -> None:
-        made.pop(reference, None)
 
     @functools.wraps(make)
     def cached(devices: Any, function: Callable[..., Any], *more: Any) -> Any:
-        is_method = isinstance(function, types.MethodType)
+        # A bound method is made anew whenever it is named: its owner lives.
+        lives, method = function, None
+        if isinstance(function, types.MethodType):
+            lives, method = function.__self__, function.__func__
         try:
-            reference: Any = (weakref.WeakMethod if is_method else weakref.ref)(function, forget)
-            of_function = made.setdefault(reference, {})
-        except TypeError:  # nothing refers to it weakly, or the owner of a method has no hash
+            programs = made.setdefault(lives, {})
+        except TypeError:  # nothing refers to it weakly, or it has no hash
             return strongly(devices, function, *more)
-        key = (devices, *more)
-        if key not in of_function:
-            weakly = _weakly(reference, getattr(function, "__name__", type(function).__name__))
-            of_function[key] = make(devices, weakly, *more)
-            if len(of_function) > _MOST:
-                del of_function[next(iter(of_function))]
-        return of_function[key]
+        key = (method, devices, *more)
+        if key not in programs:
+            reference: Any = (weakref.WeakMethod if method else weakref.ref)(function)
+            name: Any = getattr(function, "__name__", type(function).__name__)
+
+            def weakly(*args: Any, **kwargs: Any) -> Any:
+                return reference()(*args, **kwargs)
+
+            weakly.__name__ = name
+            programs[key] = make(devices, weakly, *more)
+            if len(programs) > _MOST:
+                del programs[next(iter(programs))]
+        return programs[key]
 
     return cached
-
-
-def _weakly(reference: Callable[[], Any], name: str) -> Callable[..., Any]:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return reference()(*args, **kwargs)
-
-    function.__name__ = name
-    return function
 
 
 @per_function
@@ -264,6 +266,7 @@ def replica_program(
     function: Callable[..., Any],
     options: CommunicationOptions,
     context: ReplicaContext | None,
+    as_one: bool = False,
     compares: bool = False,
 ) -> ReplicaProgram:
     """Return the program that runs `function` on every device, as `Strategy.run` guarantees."""
@@ -313,7 +316,8 @@ def replica_program(
             )
 
         # The arrays of an IndexedSlices are one value.
-        return jax.tree.map(value, structure.unflatten(range(len(copies))), is_leaf=is_sparse)
+        is_value = (lambda _: True) if as_one else is_sparse
+        return jax.tree.map(value, structure.unflatten(range(len(copies))), is_leaf=is_value)
 
     program.__name__ = name  # what messages and profiles show
     return ReplicaProgram(jax.jit(program), inner, claims)
@@ -380,10 +384,8 @@ def _over(
 ) -> DistributedValues:
     if value.devices == devices:
         return value
-    if value.devices == tuple(devices[i] for i in of_this_process(devices)):
-        return over_group(
-            name(), value, devices
-        )._assembled()  # this process's share of what runs over several
+    if value.devices == tuple(devices[i] for i in of_this_process(devices)):  # this one's share
+        return over_group(name(), value, devices)._assembled()
     raise ValueError(
         f"{name()} is a PerReplica over {', '.join(map(str, value.devices))}; the replicas are "
         f"on {', '.join(map(str, devices))}, in this order. Make it with "

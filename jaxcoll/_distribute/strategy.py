@@ -330,13 +330,14 @@ class Strategy:
 
         Args:
           dataset: pytrees of arrays, whose leading dimension is the global batch; with several
-            processes, this process's rows of it.
+            processes, this process's rows of it, which follow on those of the process before.
 
         Returns:
           An iterable of the same trees with a `PerReplica` in the place of each array: the
-          replicas (of this process) have equal, consecutive shares. Where the shares of some have
-          more rows, on any process, they are uneven parts, as in
-          `experimental_distribute_values_from_function`. Nothing is read ahead.
+          replicas (of this process) have equal, consecutive shares. Where the first ones have a row
+          more, on any process, they are uneven parts, which `run` refuses and `gather` and `reduce`
+          along an axis take. Nothing is read ahead. Processes exchange the shapes of each batch in
+          one round trip; arrays over all of them need none.
 
         Raises:
           ValueError: `dataset` is not an iterable; while iterating, a leaf of a batch has no rows.

@@ -1,7 +1,6 @@
 """CrossDeviceOps: rows of facts/tensorflow_cases.md, laws, and what is refused."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,6 @@ from distribute.test_reductions import KINDS
 from jax.sharding import NamedSharding
 
 import jaxcoll as jc
-from jaxcoll._distribute.all_reduce_ops import NumPacks, Route, batch_reduced
-from jaxcoll._distribute.replica_axis import replicating
-from jaxcoll._mesh.mesh import line_of
-from jaxcoll._plan.packs.packing import UNPACKED
 from jaxcoll.distribute import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
 
 P = jax.sharding.PartitionSpec
@@ -45,16 +40,12 @@ SIMPLE = pytest.mark.parametrize("ops", [OPS["one"], OPS["nccl"]], ids=["one", "
 @EVERY
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_L2_L41_16_bit_floats_keep_their_type(ops, dtype):
-    dtype = jnp.dtype(dtype)
-    value = PerReplica([(np.array(1, dtype), np.float32(5)), (np.array(2, dtype), np.float32(6))])
-    half, single = ops.reduce("mean", value, value)[1]
-    assert (half.item(), half.dtype) == (1.5, dtype)
-    assert (single.item(), single.dtype) == (5.5, np.float32)
     large = PerReplica([np.array(60000, dtype)] * 3)
     mean, total = (ops.reduce(op, large, "cpu:0") for op in ("mean", "sum"))
+    assert mean.dtype == total.dtype == dtype
     if ops is not OPS["one-add_n"]:  # a sum of the user's own overflows
         assert abs(mean.astype("f").item() - 60000) < 300
-    assert np.isinf(total.astype("f").item()) == (dtype == np.float16)
+    assert np.isinf(total.astype("f").item()) == (dtype == "float16")
 
 
 def test_L4_booleans_are_refused():
@@ -68,8 +59,11 @@ def test_L4_booleans_are_refused():
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "cpu", "cpu:x", "xpu:0", "cpu:8", [0], (1,), 3, None, np.ones(2), "job:a/cpu:0"]
-)
+    "bad",
+    ["", "cpu", "cpu:x", "xpu:0", "cpu:8", [0], (1,), 3, None, np.ones(2), "job:a/cpu:0",
+     "/job:worker/task:1/device:CPU:0", "/job:worker/task:0/device:CPU:8", "/job:ps/task:0/device:CPU:0",
+     "/job:worker/device:CPU:0", "/job:worker/task:0cpu:1"],
+)  # fmt: skip
 def test_L10_a_destination_that_is_no_device_is_refused(bad):
     value = PerReplica([1.0, 2.0])
     message = (
@@ -108,25 +102,6 @@ def test_a_task_without_a_device_is_its_first_and_what_an_array_lies_on_are_its_
     assert first.devices() == {jax.devices()[0]}
     wide = jax.device_put(np.ones((3, 2)), NamedSharding(jax.make_mesh((3,), ("x",)), P("x")))
     check(NcclAllReduce().reduce("sum", value, wide), 4.0, on(devices(3)))
-    absent = "there is no such device. There are: cpu:0, cpu:1"
-    for name, words in (
-        ("/job:worker/task:1/device:CPU:0", absent),
-        ("/job:worker/task:0/device:CPU:8", absent),
-        ("/job:ps/task:0/device:CPU:0", "expects a device string such as"),
-        ("/job:worker/device:CPU:0", "expects a device string such as"),
-        ("/job:worker/task:0cpu:1", "expects a device string such as"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            NcclAllReduce().reduce("sum", value, name)
-
-
-@EVERY
-@pytest.mark.parametrize("five", [5, 5.0, np.float32(5), np.full((), 5.0)], ids=repr)
-def test_L11_a_number_is_a_value_of_one_replica(ops, five):
-    for op in ("sum", "mean"):
-        result = ops.reduce(op, five, "cpu:3")
-        assert result.item() == 5.0
-        assert result.devices() == {jax.devices()[3]}
 
 
 def test_L13_what_batch_reduce_takes():
@@ -145,16 +120,6 @@ def test_L13_what_batch_reduce_takes():
     ):
         with pytest.raises(ValueError, match=expected + found):
             NCCL.batch_reduce("sum", bad)
-
-
-def test_L19_num_packs_cuts_evenly_and_never_mixes_dtypes():
-    """Where TensorFlow gives the remainder to the last piece, the packs differ by one element."""
-    value = PerReplica([[np.ones(5, "f"), np.ones(3, "f"), np.ones(2, "f"), np.ones(2, "i4")]] * 2)
-    assert requested(value, NumPacks(4)) == [("f32", 4), ("f32", 3), ("f32", 3), ("s32", 2)]
-    assert requested(value, NumPacks(1)) == [("f32", 10), ("s32", 2)]
-    assert requested(value, UNPACKED) == [("f32", 5), ("f32", 3), ("f32", 2), ("s32", 2)]
-    copies = Mirrored([np.arange(3.0)] * 8)
-    assert requested(copies, UNPACKED) == [], "what all hold is multiplied"
 
 
 # Laws
@@ -188,29 +153,18 @@ def test_it_stands_between_two_pmaps():
     np.testing.assert_array_equal(again, want + np.mean(want**2, 0))
 
 
-@SIMPLE
-@pytest.mark.parametrize("seconds", [None, 60])
-def test_the_mesh_that_a_program_has_set_is_no_hindrance(ops, seconds):
-    options = jc.CommunicationOptions(timeout_seconds=seconds)
-    with jax.set_mesh(jax.make_mesh((4, 2), ("replica", "model"))):
-        value = PerReplica([np.full((2,), i, "f") for i in range(3)])
-        result = ops.reduce("sum", value, value, options)
-        assert [x.tolist() for x in (result[1], value[2])] == [[3.0, 3.0], [2.0, 2.0]]
-        assert ops.reduce("mean", value, "cpu:7", options).tolist() == [1.0, 1.0]
-        assert ops.broadcast(1.0, value)[2].item() == 1.0
-
-
 # Nothing is copied or compiled twice
 
 
 @SIMPLE
 def test_L14_one_replica_in_place_comes_back_as_it_is(ops):
     x, y = (jax.device_put(np.full(5, i, "f"), jax.devices()[i]) for i in (1, 2))
-    one = Mirrored.from_global({"x": x})
+    one, rows = Mirrored.from_global({"x": x}), jc.IndexedSlices(y, jnp.arange(5))
     for op in ("sum", "mean"):
-        results = ops.batch_reduce(op, [(x, x), (y, "cpu:2"), (one, one)])
-        pointers = [r.unsafe_buffer_pointer() for r in (*results[:2], results[2]["x"])]
-        assert pointers == [r.unsafe_buffer_pointer() for r in (x, y, x)]
+        results = ops.batch_reduce(op, [(x, x), (y, "cpu:2"), (one, one), (rows, "cpu:2")])
+        arrays = (*results[:2], results[2]["x"], results[3].values)
+        pointers = [r.unsafe_buffer_pointer() for r in arrays]
+        assert pointers == [r.unsafe_buffer_pointer() for r in (x, y, x, y)]
 
 
 def test_broadcast_keeps_the_copies_that_are_in_place():
@@ -262,28 +216,6 @@ def test_one_batch_is_one_program_even_if_the_devices_are_told_in_another_order(
 # Options
 
 
-def requested(value, packing, options=None):
-    """Dtype and elements of each all-reduce in the program as it is handed to the compiler."""
-    route = Route(options or jc.CommunicationOptions(), packing)
-    mesh, more = line_of(value.devices, "replica"), (jc.ReduceOp.SUM, (route,))
-    program = replicating("x", mesh, batch_reduced, (not value._rows,), *more)
-    text = program.lower(value.tree).as_text(dialect="hlo")
-    found = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", text)
-    return [(d, int(np.prod([int(k) for k in s.split(",") if k]))) for d, s in found]
-
-
-@pytest.mark.parametrize("options", [3, "ring", {"bytes_per_pack": 1}])
-def test_options_of_another_type_are_refused(options):
-    value = PerReplica([1.0, 2.0])
-    with pytest.raises(
-        ValueError, match="`options` must be a CommunicationOptions, as in .*, or None; got"
-    ):
-        NCCL.reduce("sum", value, value, options=options)
-    with pytest.raises(ValueError, match="`options` must be"):
-        NCCL.batch_reduce("sum", [], options=options)
-    assert NCCL.reduce("sum", value, value)[0].item() == 3.0
-
-
 def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
     traced = []
 
@@ -302,16 +234,17 @@ def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
 # Bad input
 
 
-@pytest.mark.parametrize("op", ["max", "", None, 3, jnp.maximum])
-def test_an_op_that_is_no_reduction_is_refused(op):
-    value, words = (
-        PerReplica([1.0, 2.0]),
-        "`reduce_op` must be a ReduceOp or one of the strings SUM",
-    )
+@pytest.mark.parametrize(
+    ("op", "options", "words"),
+    [("max", None, "`reduce_op` must be a ReduceOp or one of the strings SUM"),
+     ("sum", "ring", "`options` must be a CommunicationOptions, as in .*, or None; got")],
+)  # fmt: skip
+def test_an_op_and_options_that_are_none_are_refused(op, options, words):
+    value = PerReplica([1.0, 2.0])
     with pytest.raises(ValueError, match=words):
-        NCCL.reduce(op, value, value)
+        NCCL.reduce(op, value, value, options)
     with pytest.raises(ValueError, match=words):
-        NCCL.batch_reduce(op, [(value, value)])
+        NCCL.batch_reduce(op, [(value, value)], options)
 
 
 def test_a_value_that_is_none_is_refused():
@@ -331,17 +264,6 @@ def test_a_value_that_is_none_is_refused():
         NCCL.broadcast(PerReplica([1, 2]), "cpu:0")
     with pytest.raises(ValueError, match=expected + r"leaf \['a'\]\[1\] is 'x' \(str\)"):
         NCCL.broadcast({"a": [1, "x"]}, "cpu:0")
-
-
-def test_it_is_for_use_between_programs():
-    value = PerReplica([1.0, 2.0])
-    for call in (
-        lambda v: NCCL.reduce("sum", v, "cpu:0"),
-        lambda v: NCCL.reduce("sum", v.tree, "cpu:0"),
-        lambda v: NCCL.reduce("sum", 1.0, v),
-    ):
-        with pytest.raises(ValueError, match=r"is being traced, .*inside one, `jc.all_reduce`"):
-            jax.jit(call)(value)
 
 
 @pytest.mark.parametrize(

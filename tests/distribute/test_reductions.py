@@ -98,7 +98,9 @@ class Value:
         """The value as it is passed."""
         parts = [[sparse_of(x) for x in part] for part in self.parts(n)]
         if self.form == "plain":
-            return parts[0][0]
+            plain = parts[0][0]
+            is_default = getattr(plain, "dtype", None) in ("float32", "int32", "complex64")
+            return plain.item() if self.seed % 2 and is_default and not plain.ndim else plain
         kind = jc.PerReplica if self.form == "rows" else jc.distribute.Mirrored
         return kind([{"leaves": part} for part in parts], devices=devices(n))
 

@@ -11,6 +11,16 @@ from jaxcoll._mesh.world import _host, mesh_world
 from jaxcoll._plan.world import World
 
 
+def grid(inner, **kind):
+    """A mesh of two slices of so many devices, each of a process of its own."""
+    devices = [
+        SimpleNamespace(process_index=k, slice_index=k // inner, **kind) for k in range(2 * inner)
+    ]
+    return SimpleNamespace(
+        devices=np.array(devices).reshape(2, inner), axis_names=("outer", "inner")
+    )
+
+
 def test_cpu_devices_are_of_one_host_and_of_no_kind():
     mesh = jax.make_mesh((2, 4), ("hosts", "chips"))
     assert mesh_world(mesh, {"hosts": 2, "chips": 4}) == World("cpu", (2, 4))
@@ -32,22 +42,10 @@ def test_a_host_is_a_slice_where_jax_knows_slices_else_a_process_and_of_cpus_as_
 
 
 def test_a_world_of_accelerators_names_them_and_counts_its_hosts():
-    devices = np.array(
-        [
-            SimpleNamespace(
-                platform="cuda", device_kind="NVIDIA H100", process_index=k, slice_index=k // 4
-            )
-            for k in range(8)
-        ]
-    )
-    mesh = SimpleNamespace(devices=devices.reshape(2, 4), axis_names=("outer", "inner"))
+    mesh = grid(4, platform="cuda", device_kind="NVIDIA H100")
     both = mesh_world(mesh, {"outer": 2, "inner": 4})
-    assert (both.platform, both.device_kind, both.processes, both.hosts) == (
-        "gpu",
-        "NVIDIA H100",
-        8,
-        2,
-    )
+    assert (both.platform, both.device_kind) == ("gpu", "NVIDIA H100")
+    assert (both.processes, both.hosts) == (8, 2)
     assert mesh_world(mesh, {"inner": 4}).hosts == 1
     assert mesh_world(mesh, {"outer": 2}).hosts == 2
 
@@ -67,12 +65,8 @@ def test_a_world_of_accelerators_names_them_and_counts_its_hosts():
     ids=str,
 )
 def test_inner_axes_are_those_that_stay_within_hosts(monkeypatch, hosts, axes, met, inner):
-    devices = np.array(
-        [SimpleNamespace(platform="cpu", device_kind="cpu", process_index=k) for k in range(4)]
-    )
-    mesh = SimpleNamespace(devices=devices.reshape(2, 2), axis_names=("outer", "inner"))
     monkeypatch.setattr(world, "hosts_of_job", lambda: hosts)
-    found = mesh_world(mesh, axes)
+    found = mesh_world(grid(2, platform="cpu", device_kind="cpu"), axes)
     assert (found.hosts, found.inner) == (met, inner)
 
 
