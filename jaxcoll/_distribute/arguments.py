@@ -40,14 +40,10 @@ def taken(
 ) -> DistributedValues:
     """Return a value of all replicas, or this process's parts of one, from what a user passes.
 
-    Args:
-      caller: the call, for messages.
-      name: the op or strategy, for messages.
-      value: a `PerReplica`, `Mirrored` or `Uneven` over the group, over this process's devices of
-        it, or over the first device of each process; or a plain value, which is that of one
-        replica, and over several processes one of each.
-      group: the devices of every value, one for each replica; (): any.
-      device: where a plain value that lies on no device goes.
+    That is a `PerReplica`, `Mirrored` or `Uneven` over the devices of the `group` (one for each
+    replica; (): any), over this process's of them, or over the first of each process; or a plain
+    value, which is that of one replica, and over several processes one of each. It goes to `device`
+    if it lies on none. `caller` and `name`, of the op or strategy, are for messages.
 
     Raises:
       ValueError: it is something else, or lies on other devices.

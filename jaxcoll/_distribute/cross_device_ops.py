@@ -24,13 +24,7 @@ from jaxcoll._distribute.arguments import (
     given,
     taken,
 )
-from jaxcoll._distribute.per_replica import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    Uneven,
-    is_distributed,
-)
+from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven, is_distributed
 from jaxcoll._distribute.replica_axis import AXIS, check_cross_replica, refuse_traced, without_row
 from jaxcoll._mesh.mesh import line_of, no_mesh, span_processes
 from jaxcoll._mesh.placement import host_array, is_array
@@ -151,17 +145,9 @@ class CrossDeviceOps(abc.ABC):
     ) -> list[Any]:
         """Reduce many values at once, so that they can travel together.
 
-        Args:
-          reduce_op: as in `reduce`.
-          value_destination_pairs: any iterable of tuples of a value and its destinations.
-          options: as in `reduce`; `timeout_seconds` bounds the entire call.
-          experimental_hints: as in `reduce`.
-
-        Returns:
-          One result for each pair, in their order; none for no pairs.
-
-        Raises:
-          ValueError: as in `reduce`, naming the pair; or an item is not a pair.
+        It takes any iterable of tuples of a value and its destinations, and returns one result for
+        each, in their order. The rest is as in `reduce`: errors name the pair, `timeout_seconds`
+        bounds the entire call.
 
         Examples:
           >>> x, y = PerReplica([1.0, 3.0]), PerReplica([2, 4])
@@ -174,20 +160,11 @@ class CrossDeviceOps(abc.ABC):
 
     @final
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Copy one value to every destination.
+        """Copy one value to every destination; destinations and results are as in `reduce`.
 
-        To devices of several processes, all of them call it, and what the process of the first
-        device passes is copied.
-
-        Args:
-          tensor: a number, an array, or a pytree of them; or a `Mirrored`.
-          destinations: as in `reduce`.
-
-        Returns:
-          A `Mirrored`, or the plain value for one device. Copies that are in place are kept.
-
-        Raises:
-          ValueError: an argument is invalid, or the only destination belongs to another process.
+        The value is a number, an array, or a pytree of them; or a `Mirrored`. Copies that are in
+        place are kept. To devices of several processes, all of them call it, and what the process
+        of the first device passes is copied; alone, none can copy to a device of another.
 
         Examples:
           >>> NcclAllReduce().broadcast(1.0, PerReplica([0, 0, 0]))
@@ -353,22 +330,22 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def _call(self, batch: Batch, reduction: Reduction) -> Call:
         value, device = reduction.value, self._reduce_to_device or reduction.destinations[0]
-        near = (device, *reduction.destinations)
-        lie_on: tuple[Any, ...] = (*value.devices, *near)
-        for other in lie_on:
+        near: tuple[Any, ...] = (device, *reduction.destinations)
+        for other in (*value.devices, *near):
             if other.process_index != jax.process_index():
                 raise ValueError(
                     f"A reduction to one device copies between the devices of one process; "
                     f"{other} belongs to process {other.process_index}. Reduce to the value's own "
                     "devices with `NcclAllReduce` instead."
                 )
-        rows = isinstance(value, PerReplica)
-        if isinstance(value, PerReplica):
+        if value._rows:
             parts = [value._part(d) for d in value.devices]
         else:
             parts = [copy_near(value, near)] * len(value.devices)
         carried = CommunicationOptions(reproducible=batch.options.reproducible)
-        program = one_device_program(device, batch.reduce_op, self._accumulation_fn, rows, carried)
+        program = one_device_program(
+            device, batch.reduce_op, self._accumulation_fn, value._rows, carried
+        )
         placed = (jax.device_put(parts, device),)
         return Call(program, placed, (device,), batch.name, batch.options)
 

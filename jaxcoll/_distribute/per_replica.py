@@ -96,13 +96,8 @@ class DistributedValues:
     ) -> Self:
         """Make a value from what `fun` gives for the replica ids 0, 1, ...
 
-        Args:
-          fun: from a replica id to that replica's value, called for the replicas of this
-            process.
-          devices: one for each replica; None: all.
-
-        Returns:
-          A new value, as from the constructor, with the same errors.
+        It is called for the replicas of this process. `devices` has one for each; None: all. Errors
+        are those of the constructor.
 
         Examples:
           >>> PerReplica.from_function(lambda i: 10.0 * i)[3].tolist()
@@ -114,13 +109,10 @@ class DistributedValues:
     @final
     @classmethod
     def from_global(cls, tree: Any) -> Self:
-        """View arrays that lie over the devices already: nothing is copied.
+        """View arrays that lie over the devices already, a replica on each: nothing is copied.
 
         Args:
           tree: a global `jax.Array`, or a pytree of them over the same devices.
-
-        Returns:
-          A value with one replica on each device.
 
         Raises:
           ValueError: there is no leaf, one is not a global array, or lies differently.

@@ -56,7 +56,8 @@ class ReplicaContext:
     this replica's own result, until it is reduced.
 
     The replicas lie along the mapped axis "replica", which is the `axis_name` of
-    `jc.value_and_grad`, `jc.all_reduce` and `jax.lax` here.
+    `jc.value_and_grad`, `jc.all_reduce` and `jax.lax` here. Once the function has returned, what
+    needs a replica is a `RuntimeError`.
     """
 
     __slots__ = ("_strategy",)
@@ -95,10 +96,6 @@ class ReplicaContext:
 
         Returns:
           A pytree like `value`, *invariant*: as a result of the function it is a `Mirrored`.
-
-        Raises:
-          RuntimeError: the function that this context belongs to has returned.
-          ValueError: a leaf cannot be reduced (its path is named), or an argument is invalid.
         """
         self._check_here()
         check_own("all_reduce", value)
@@ -114,11 +111,6 @@ class ReplicaContext:
 
         Returns:
           A pytree like `value`, with R times the size along `axis`, *invariant*.
-
-        Raises:
-          RuntimeError: the function that this context belongs to has returned.
-          NotImplementedError: a leaf is an `IndexedSlices`.
-          ValueError: a leaf has no such dimension, or an argument is invalid.
         """
         self._check_here()
         check_own("all_gather", value)

@@ -219,10 +219,7 @@ class Strategy:
           value: a `PerReplica` or `Mirrored`, or a pytree of them, over all replicas or over
             those of this process, as in `reduce`; or uneven parts.
           axis: the dimension; negative ones count from the last.
-          options: over those of the strategy; `timeout_seconds` bounds the call.
-
-        Returns:
-          Plain arrays, on this process's first device, in the structure of `value`.
+          options: as in `reduce`, as is the result.
 
         Raises:
           NotImplementedError: a leaf is an `IndexedSlices`.
@@ -251,14 +248,11 @@ class Strategy:
         return treedef.unflatten(results)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the value of each replica of this process, in their order.
+        """Return the value of each replica of this process, in their order, as a tuple.
 
         Args:
-          value: a `PerReplica` or `Mirrored`, or a pytree of them, such as `run` returns.
-
-        Returns:
-          A tuple with one tree for each replica; of a plain value, a tuple of itself. What lies on
-          other devices is counted in the order of its own replicas.
+          value: a `PerReplica` or `Mirrored`, or a pytree of them, such as `run` returns; of a
+            plain one the tuple has itself. What lies on other devices is counted in its own order.
 
         Raises:
           ValueError: it has another number of replicas in this process.

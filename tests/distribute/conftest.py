@@ -1,37 +1,28 @@
 """What several of these tests look at."""
 
-import re
 from collections import Counter
+from math import prod
 
-import numpy as np
 import pytest
 
 from jaxcoll._distribute import all_reduce_ops
 from jaxcoll._observe.parse.hlo import read_hlo
 
-COLLECTIVE = re.compile(
-    r"= \w+\[([\d,]*)\]\S* "
-    r"(all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all)\("
-)
-
 
 class Programs(list):
     """The programs that ops between programs ran, as they were handed to the compiler."""
 
-    def collectives(self):
-        """Name and elements of each collective of the last program, in order."""
-        return [
-            (name, int(np.prod([int(k) for k in shape.split(",") if k])))
-            for shape, name in COLLECTIVE.findall(self[-1])
-        ]
+    def kinds(self):
+        """The kind of each collective of the last program, in order."""
+        return [each.kind for each in read_hlo(self[-1]).collectives]
 
     def sizes(self):
         """The elements of each collective of the last program."""
-        return [elements for _, elements in self.collectives()]
+        return [prod(each.operands[0].shape) for each in read_hlo(self[-1]).collectives]
 
     def count(self):
         """How often each collective stands in the last program."""
-        return Counter(name for name, _ in self.collectives())
+        return Counter(self.kinds())
 
     def groups(self):
         """The groups of devices of the last program's collectives."""
