@@ -10,13 +10,11 @@ from jaxcoll._distribute.all_reduce_ops import CollectiveAllReduce as Collective
 from jaxcoll._distribute.all_reduce_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
+from jaxcoll._distribute.all_reduce_ops import MultiWorkerAllReduce as MultiWorkerAllReduce
 from jaxcoll._distribute.all_reduce_ops import NcclAllReduce as NcclAllReduce
 from jaxcoll._distribute.arguments import CollectiveHints as CollectiveHints
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._distribute.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
-from jaxcoll._distribute.multi_worker_all_reduce import (
-    MultiWorkerAllReduce as MultiWorkerAllReduce,
-)
 from jaxcoll._distribute.multi_worker_strategy import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )

@@ -1,7 +1,6 @@
 """What several of these tests look at."""
 
 from collections import Counter
-from math import prod
 
 import pytest
 
@@ -18,7 +17,7 @@ class Programs(list):
 
     def sizes(self):
         """The elements of each collective of the last program."""
-        return [prod(each.operands[0].shape) for each in read_hlo(self[-1]).collectives]
+        return [each.operands[0].size for each in read_hlo(self[-1]).collectives]
 
     def count(self):
         """How often each collective stands in the last program."""

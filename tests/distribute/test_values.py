@@ -280,3 +280,14 @@ def test_A5_a_value_is_taken_apart_copied_in_place_and_shown_and_not_pickled():
         "Mirrored({'b': [float32[3]], 'w': int32[2, 3]} on 8: cpu:0, cpu:1, …, cpu:7)"
     )
     assert repr(jc.PerReplica([[1.0] * 99] * 2)) == "PerReplica(99 arrays on 2: cpu:0, cpu:1)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (jc.PerReplica, "devices from_function from_global num_replicas values"),
+        (jc.IndexedSlices, "dense_shape padded to_dense without_padding"),
+    ],
+)
+def test_help_shows_what_users_call(kind, names):
+    assert [name for name in dir(kind) if not name.startswith("_")] == names.split()
