@@ -189,20 +189,45 @@ def test_a_process_that_nobody_launched_is_alone():
     assert not jax.distributed.is_initialized()
 
 
-def test_the_tf_config_resolver_and_its_arguments():
-    cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
-    env = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}, "rpc_layer": "grpc"})}  # fmt: skip
-    resolver = jc.distribute.TFConfigClusterResolver(task_id=1, environment=env)
+TWO_JOBS = {"ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1", "w2:1"]}
+
+
+def tf_config(cluster, kind=None, index=None, **arguments):
+    task = {} if kind is None else {"type": kind, "index": index}
+    env = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task, "rpc_layer": "grpc"})}
+    return jc.distribute.TFConfigClusterResolver(environment=env, **arguments)
+
+
+def test_K14_K16_K17_K19_K20_the_tf_config_resolver_and_its_arguments():
+    resolver = tf_config({"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "worker", 0, task_id=1)
     assert resolver.cluster_spec() == {"chief": ("a:1",), "worker": ("b:1", "c:1")}
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 1, "grpc://c:1")
     assert resolver.master("chief", 0, rpc_layer="x") == "x://a:1"
     assert resolver.num_accelerators() == {}
     assert resolver.member() == Member("a:1", 3, 2, None, "TFConfigClusterResolver")
-    assert jc.distribute.TFConfigClusterResolver(environment={}).master() == ""
+    typed = tf_config(TWO_JOBS, 123456, "1")
+    assert (typed.task_type, typed.task_id) == ("123456", 1)
+    one = {"worker": ["a:1"]}
+    alone = jc.distribute.TFConfigClusterResolver(environment={})
+    for resolver in (alone, tf_config({}), tf_config(one), tf_config(one, "worker", 0)):
+        assert resolver.master() == "", "there is nobody else to connect to"
     with pytest.raises(ValueError, match="there is no task 7 of job 'worker'; the cluster has"):
-        resolver.master("worker", 7)
-    with pytest.raises(ValueError, match="TFConfigClusterResolver: this is task 9 of job 'worker'"):
-        jc.distribute.TFConfigClusterResolver(task_id=9, environment=env).member()
+        typed.master("worker", 7)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "kind", "index", "words"),
+    [
+        ({"worker": ["a:1", "b:1"]}, "worker", 9, "TFConfigClusterResolver: this is task 9 of .*, which has 2"),
+        ({"worker": ["a:1", "b:1"]}, "chief", 0, "a task of job 'chief', and the cluster has the"),
+        (TWO_JOBS, "ps", 0, "there are parameter servers"),
+        ({"chief": ["a:1", "b:1"]}, "chief", 0, "there can be one chief; got a:1, b:1"),
+        (["a:1"], "worker", 0, "'cluster' must be a JSON object"),
+    ],
+)  # fmt: skip
+def test_K22_what_the_tf_config_resolver_refuses(cluster, kind, index, words):
+    with pytest.raises(ValueError, match=words):
+        tf_config(cluster, kind, index).member()
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,12 @@ def test_the_options_of_a_call_are_in_its_program(programs, make, options, want)
 SHORT, PATIENT = (CommunicationOptions(timeout_seconds=s) for s in (0.05, 60))
 
 
+def overdue(call):
+    """Expect the deadline of a call to pass, whose name stands before that in the message."""
+    words = f"{re.escape(call)}.* did not finish within 0.05 s"
+    return pytest.raises(jc.errors.DeadlineExceededError, match=words)
+
+
 @pytest.fixture
 def release():
     """Ends the call that keeps everything after it waiting: it was given up, and still runs."""
@@ -82,20 +88,17 @@ def release():
     def stuck(xs):
         return jax.pure_callback(wait, jax.typeof(xs[0]), xs[0])
 
-    with pytest.raises(jc.errors.DeadlineExceededError, match=r"did not finish within 0.05 s"):
-        jc.distribute.ReductionToOneDevice(None, stuck).reduce(
-            "sum", PerReplica([1.0, 2.0]), "cpu:7", SHORT
-        )
+    value, ops = PerReplica([1.0, 2.0]), jc.distribute.ReductionToOneDevice(None, stuck)
+    with overdue("`"):
+        ops.reduce("sum", value, "cpu:7", SHORT)
     yield ended.set
     ended.set()
 
 
 def check_bounded(calls, release, **short):
-    """Each call by the start of its error, while nothing can run; then each that can."""
+    """Make each call, beside the start of its error, while nothing can run; then when all can."""
     for name, call in calls:
-        with pytest.raises(
-            jc.errors.DeadlineExceededError, match=f"{re.escape(name)} did not finish within 0.05 s"
-        ):
+        with overdue(name):
             call(**short)
     release()
     for _, call in calls:
@@ -107,11 +110,11 @@ def calls_of(ops):
     kind = type(ops).__name__
     value = PerReplica([np.ones(2, "f")] * 8)
     sparse = PerReplica([jc.IndexedSlices([1.0], [0], (5,))] * 8)
-    pairs = [(value, value), (value, "cpu:0"), (1.0, "cpu:0")]
+    pairs = [(value, value), (value, "cpu:0")]
     return [
         (f"`{kind}.reduce` (SUM of 1 value)", partial(ops.reduce, "sum", value, value)),
         (f"`{kind}.reduce` (SUM of 1 value)", partial(ops.reduce, "sum", sparse, sparse)),
-        (f"`{kind}.batch_reduce` (MEAN of 2 values)", partial(ops.batch_reduce, "mean", pairs[:2])),
+        (f"`{kind}.batch_reduce` (MEAN of 2 values)", partial(ops.batch_reduce, "mean", pairs)),
     ]
 
 
@@ -134,22 +137,18 @@ def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(where, r
     """Reductions, gathers, updates and runs alike."""
     s = jc.MultiWorkerMirroredStrategy(communication_options=SHORT if where == "strategy" else None)
     value = PerReplica.from_function(lambda i: np.ones(2, "f"))
-    ops = "`CollectiveAllReduce"
+    one, several = (f"`CollectiveAllReduce.{m}` (SUM of 1 v" for m in ("reduce", "batch_reduce"))
+    to, pairs = s.extended, [(value, value)]
     calls = [
-        (f"{ops}.batch_reduce` (SUM of 1 value)", partial(s.reduce, "sum", value, None)),
-        (f"{ops}.reduce` (SUM of 1 value)", partial(s.reduce, "mean", value, 0)),
+        (several, partial(s.reduce, "sum", value, None)),
+        (one, partial(s.reduce, "mean", value, 0)),
         ("`MultiWorkerMirroredStrategy.gather`", partial(s.gather, value, 0)),
-        (f"{ops}.reduce` (SUM of 1 value)", partial(s.extended.reduce_to, "sum", value, value)),
-        (
-            f"{ops}.batch_reduce` (SUM of 1 value)",
-            partial(s.extended.batch_reduce_to, "sum", [(value, value)]),
-        ),
+        (one, partial(to.reduce_to, "sum", value, value)),
+        (several, partial(to.batch_reduce_to, "sum", pairs)),
         ("`MultiWorkerMirroredStrategy.run` of `ones`", partial(s.run, ones)),
     ]
     if where == "strategy":
-        with pytest.raises(
-            jc.errors.DeadlineExceededError, match=r"extended.update` did not finish"
-        ):
+        with overdue("extended.update`"):
             s.extended.update(value, lambda v: v + 1)
     check_bounded(calls, release, **({} if where == "strategy" else {"options": SHORT}))
 
@@ -173,29 +172,18 @@ def called_back(call):
 
 
 def test_calls_of_several_threads_overlap_under_a_deadline_too():
-    met = threading.Barrier(2, timeout=15)
-    run = called_back(met.wait)
-    bounded = CommunicationOptions(timeout_seconds=60)
-    strategies = [jc.MirroredStrategy([f"cpu:{k}"]) for k in range(2)]
-    found = at_once(
-        *[lambda s=s: s.run(run, (2.0,), options=bounded)[0].item() for s in strategies]
-    )
-    assert found == [2.0, 2.0]
+    run = called_back(threading.Barrier(2, timeout=15).wait)
+    one, other = (jc.MirroredStrategy([name]) for name in ("cpu:0", "cpu:1"))
+    calls = [lambda s=s: s.run(run, (2.0,), options=PATIENT)[0].item() for s in (one, other)]
+    assert at_once(*calls) == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("inner", [None, 30])
+@pytest.mark.parametrize("inner", [CommunicationOptions(), PATIENT])
 def test_a_program_whose_call_is_bounded_may_make_calls_in_a_callback(inner):
-    strategy, found = jc.MirroredStrategy(["cpu:0"]), []
-    other, value = (
-        jc.MirroredStrategy(["cpu:1", "cpu:2"]),
-        PerReplica([1.0, 2.0], devices=devices(3)[1:]),
-    )
-    options = CommunicationOptions(timeout_seconds=inner)
-    call = called_back(
-        lambda: found.append(other.reduce("sum", value, None, options=options).item())
-    )
-    bounded = CommunicationOptions(timeout_seconds=60)
-    assert strategy.run(call, (2.0,), options=bounded)[0].item() == 2.0
+    outer, other = jc.MirroredStrategy(["cpu:0"]), jc.MirroredStrategy(["cpu:1", "cpu:2"])
+    value, found = PerReplica([1.0, 2.0], devices=other.devices), []
+    call = called_back(lambda: found.append(other.reduce("sum", value, None, inner).item()))
+    assert outer.run(call, (2.0,), options=PATIENT)[0].item() == 2.0
     assert found == [3.0]
 
 
