@@ -92,7 +92,7 @@ class StrategyExtended:
           ValueError: `value` holds a leaf that is not distributed, or an argument is invalid.
 
         Examples:
-          >>> params = Mirrored([{"w": 1.0}, {"w": 1.0}])
+          >>> params = distribute.Mirrored([{"w": 1.0}, {"w": 1.0}])
           >>> MirroredStrategy().extended.update(params, lambda p, g: {"w": p["w"] - g}, (0.5,))
           Mirrored({'w': float32[]} on 2: cpu:0, cpu:1)
         """

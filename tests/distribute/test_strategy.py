@@ -482,19 +482,14 @@ def test_options_of_the_strategy_of_run_and_of_the_call():
 def test_experimental_hints_go_where_options_go():
     with pytest.warns(DeprecationWarning, match="use CommunicationOptions"):
         hints = jc.CollectiveHints(bytes_per_pack=50 << 20, timeout_seconds=120)
-    value, ops = PerReplica([1.0, 3.0]), jc.NcclAllReduce()
-    pairs = [(value, "cpu:0")]
-    for call in (
-        lambda **settings: PAIR.run(lambda x: all_reduce("sum", x, **settings), (value,))[1],
-        lambda **settings: PAIR.reduce("sum", value, axis=None, **settings),
-        lambda **settings: PAIR.extended.reduce_to("sum", value, "cpu:0", **settings),
-        lambda **settings: PAIR.extended.batch_reduce_to("SUM", pairs, **settings)[0],
-        lambda **settings: ops.reduce("sum", value, "cpu:0", **settings),
-        lambda **settings: ops.batch_reduce("sum", pairs, **settings)[0],
-    ):
-        assert call(experimental_hints=hints) == 4.0
-        with pytest.raises(ValueError, match="the older name of `options`: give one of the two"):
-            call(options=hints, experimental_hints=hints)
+    value = PerReplica([1.0, 3.0])
+    for family in (PAIR.extended.reduce_to, jc.NcclAllReduce().reduce):
+        assert family("sum", value, "cpu:0", experimental_hints=hints) == 4.0
+    for family in (PAIR.extended.batch_reduce_to, jc.NcclAllReduce().batch_reduce):
+        assert family("SUM", [(value, "cpu:0")], experimental_hints=hints) == [4.0]
+    assert PAIR.reduce("sum", value, axis=None, experimental_hints=hints) == 4.0
+    inside = functools.partial(all_reduce, "sum", experimental_hints=hints)
+    assert local(PAIR, PAIR.run(inside, (value,))) == [4.0, 4.0]
 
 
 def test_what_is_in_place_is_not_copied():
