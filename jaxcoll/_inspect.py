@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 
-from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
 from jaxcoll._observe.parse.collective import KINDS, Collective, bytes_of
 from jaxcoll._observe.programs import Programs
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._show.units import counted, some
 from jaxcoll._step.aot import compile_for
-from jaxcoll._step.lowering import called, jitted, stage_of, texts_of
+from jaxcoll._step.lowering import lowerable, stage_of, texts_of
 from jaxcoll._watch.watch import measured
 
 
@@ -104,11 +103,7 @@ def _call(
             "`inspect` with `measure` runs a function: pass it and its arguments, arrays that are "
             "here, without a topology."
         )
-    if takes_mesh(fun, kwargs):
-        fun = given_mesh(fun, line_of(jax.devices(), "data"))
-    fun, args, kwargs = called(fun, args, kwargs)
-    if not hasattr(fun, "lower"):
-        fun, args, kwargs = jitted(fun, args, kwargs)
+    fun, args, kwargs = lowerable(fun, args, kwargs, "inspect")
     donates = True
 
     def copied(x: Any) -> Any:

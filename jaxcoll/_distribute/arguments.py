@@ -16,9 +16,10 @@ from jaxcoll._distribute.assemble import own_devices
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven
 from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, replicating
 from jaxcoll._mesh.mesh import checked_devices, line_of, of_this_process, span_processes
-from jaxcoll._mesh.placement import host_array, is_array
+from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._spmd.gather import broadcast
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import check_slices, is_sparse

@@ -15,6 +15,7 @@ from jax.core import Tracer
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run_all
+from jaxcoll._dispatch.executable import remember
 from jaxcoll._distribute.arguments import (
     broadcast_to,
     copy_near,
@@ -27,14 +28,15 @@ from jaxcoll._distribute.arguments import (
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven, is_distributed
 from jaxcoll._distribute.replica_axis import AXIS, check_cross_replica, refuse_traced, without_row
 from jaxcoll._mesh.mesh import line_of, no_mesh, span_processes
-from jaxcoll._mesh.placement import host_array, is_array
-from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._mesh.placement import host_array
+from jaxcoll._mesh.world import worlds_of
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import check_reducible, flattened, is_reducible, where
+from jaxcoll._plan.packs.leaves import check_reducible, flattened, is_array, is_reducible, where
 from jaxcoll._plan.packs.packing import UNPACKED
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import reduce
+from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import check_dense, is_sparse
 
 INSTEAD = "`jc.get_replica_context()` reduces and gathers"
@@ -359,7 +361,7 @@ def one_device_program(
     options: CommunicationOptions,
 ) -> Callable[[list[Any]], list[Any]]:
     """The reduction of a list of components on one device, compiled once for each shape."""
-    scope = mesh_scope(line_of((device,), "device")).merged(options)
+    scope = Scope(worlds_of(line_of((device,), "device")), record=remember).merged(options)
 
     def summed(components: list[Any]) -> Any:
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)

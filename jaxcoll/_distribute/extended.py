@@ -15,8 +15,8 @@ from jaxcoll._distribute.per_replica import DistributedValues, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica
 from jaxcoll._distribute.replica_program import run_on_replicas
 from jaxcoll._mesh.mesh import span_processes
-from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._spmd.sparse import is_sparse
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -16,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
+from jaxcoll._dispatch.executable import remember
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process
-from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._mesh.world import worlds_of
 from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._spmd.gather import all_gather
 from jaxcoll._spmd.scope import Scope
@@ -88,7 +88,7 @@ def replicating(
     values of one replica, a scope, and `more`, to an *invariant* tree. The program is compiled once
     for each shape.
     """
-    scope = dataclasses.replace(mesh_scope(mesh), options=options, axes=tuple(mesh.axis_names))
+    scope = Scope(worlds_of(mesh), options, remember, axes=tuple(mesh.axis_names))
 
     def program(*values: Any) -> Any:
         local = [

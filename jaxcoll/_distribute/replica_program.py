@@ -19,6 +19,7 @@ from jaxcoll._api.halves import all_gather
 from jaxcoll._compat import settings
 from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
+from jaxcoll._dispatch.executable import remember
 from jaxcoll._distribute.arguments import copy_near, given, over_group
 from jaxcoll._distribute.per_replica import (
     DistributedValues,
@@ -36,11 +37,12 @@ from jaxcoll._distribute.replica_axis import (
     without_row,
 )
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
-from jaxcoll._mesh.placement import InPlace, is_array, place, viewed
-from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._mesh.placement import InPlace, place, viewed
+from jaxcoll._mesh.world import worlds_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import check_not_empty
+from jaxcoll._plan.packs.leaves import check_not_empty, is_array
 from jaxcoll._spmd.check_replicas import Claims
+from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import checked
@@ -265,9 +267,7 @@ def replica_program(
     inner, claims = InnerDeadlines(), Claims(compares)
     name = getattr(function, "__name__", type(function).__name__)
     mesh = line_of(devices, AXIS)
-    scope = dataclasses.replace(
-        mesh_scope(mesh), options=options, deadline=inner.ask, axes=(AXIS,), claims=claims
-    )
+    scope = Scope(worlds_of(mesh), options, remember, inner.ask, (AXIS,), claims)
 
     def program(args: Any, kwargs: Any) -> Any:
         structure = jax.tree.structure(None)  # of the result, once it is traced

@@ -22,10 +22,10 @@ from jaxcoll._distribute.per_replica import DistributedValues, PerReplica, Uneve
 from jaxcoll._distribute.replica_axis import check_cross_replica, rows_over
 from jaxcoll._distribute.replica_program import ReplicaContext, run_on_replicas
 from jaxcoll._mesh.mesh import no_mesh, of_this_process, span_processes
-from jaxcoll._mesh.placement import host_array, is_array, place
+from jaxcoll._mesh.placement import host_array, place
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import flattened
+from jaxcoll._plan.packs.leaves import flattened, is_array
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.sparse import is_sparse
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcoll._plan.packs.leaves import is_array, shape_of
 from jaxcoll._plan.packs.packing import LANES
 from jaxcoll._spmd.scope import listed
 from jaxcoll._spmd.shards import Shards, is_shards
@@ -74,11 +75,6 @@ class InPlace:
         )
 
 
-def is_array(value: Any) -> bool:
-    """True if `value` is an array or a number, which `place` can put on devices."""
-    return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
-
-
 def host_array(x: Any) -> Any:
     """A number, or an array of the host, as it is once it lies on a device; anything else as it is.
 
@@ -92,14 +88,6 @@ def host_array(x: Any) -> Any:
     if not any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):
         return x
     return np.asarray(x, jax.typeof(x if is_array(x) else np.asarray(x)).dtype)
-
-
-def shape_of(x: Any) -> Any:
-    """The type of an array or a number, wherever it lies or lay; anything else as it is."""
-    if not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    known = jax.typeof(x)
-    return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=known.weak_type)
 
 
 def placed_shape(x: Any, sharding: NamedSharding, processes: int) -> Any:

@@ -11,12 +11,19 @@ from jax.sharding import Mesh
 
 from jaxcoll._mesh.clusters import topology_named, topology_world
 from jaxcoll._mesh.mesh import axis_names, checked_mesh
-from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.checks import is_integer
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import Leaf, check_reducible, dtype_of, flattened, travels_as, where
+from jaxcoll._plan.packs.leaves import (
+    Leaf,
+    check_reducible,
+    dtype_of,
+    flattened,
+    is_array,
+    travels_as,
+    where,
+)
 from jaxcoll._plan.packs.shard_layout import Half, layout_of, plan_half
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan

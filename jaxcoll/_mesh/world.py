@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from jaxcoll._cluster.hosts import hosts_of_job
-from jaxcoll._dispatch.executable import remember
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.scope import Scope, set_bare_scope
 
@@ -104,11 +103,6 @@ def _host(device: jax.Device, of_processes: tuple[int, ...]) -> int:
 def named(platform: str, device_kind: str) -> tuple[str, str]:
     """Return the platform in our words, and what JAX calls the devices, "" for CPUs."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), device_kind * (platform != "cpu")
-
-
-def mesh_scope(mesh: jax.sharding.Mesh) -> Scope:
-    """Return a scope for programs compiled for `mesh`; axes that it lacks are local."""
-    return Scope(world=worlds_of(mesh), record=remember)
 
 
 set_bare_scope(Scope(world=ambient_world))

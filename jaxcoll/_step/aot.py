@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -14,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -29,15 +28,17 @@ from jaxcoll._mesh.clusters import (
     topology_world,
 )
 from jaxcoll._mesh.mesh import axis_names, given_mesh, has_axes, no_mesh, takes_mesh
-from jaxcoll._mesh.placement import shape_of
 from jaxcoll._mesh.world import Worlds, named
 from jaxcoll._plan.collective_plan import CollectivePlan
+from jaxcoll._plan.packs.leaves import shape_of
 from jaxcoll._plan.plan import Plan
 from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.scope import Scope, entered
-from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll._step.lowering import Texts, called, jitted, requested_text, stage_of
 from jaxcoll.errors import DeadlineExceededError
+
+if TYPE_CHECKING:
+    from jaxcoll._step.data_parallel import DataParallel
 
 PYTHON = "JAXCOLL_AOT_PYTHON"
 """Names the Python, of another environment, that has the compilers installed."""
@@ -144,7 +145,7 @@ def _how_to_install(topology: Topology, python: str) -> str:
 
 
 def traced_over(
-    fun: Callable[..., Any],
+    fun: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     topology: Topology,
@@ -160,7 +161,7 @@ def traced_over(
     static. Without a `mesh` the one that `fun` has counts, if it fits or has one axis only.
     """
     fun, args, kwargs = called(fun, args, kwargs)
-    if isinstance(fun, DataParallel):
+    if hasattr(fun, "trace_recorded"):  # a `data_parallel` step
         shapes, keywords = jax.tree.map(shape_of, (args, kwargs))
         return laid_over(fun, topology, mesh).trace_recorded(record, *shapes, **keywords)
     context = jax.sharding.get_abstract_mesh()
@@ -175,7 +176,7 @@ def traced_over(
     program: Any = fun
     if not hasattr(fun, "trace"):
         program, shapes, keywords = jitted(fun, shapes, keywords)
-    scope = dataclasses.replace(topology_scope(topology), record=record)
+    scope = Scope(topology_worlds(topology), record=record)
     with contextlib.ExitStack() as around:
         if over is not None:  # whatever mesh, of another size perhaps, is there now
             around.enter_context(no_mesh())
@@ -199,15 +200,15 @@ def laid_over(
         fits = mesh is not None and mesh.size == topology.size
         mesh = mesh if fits else abstract_mesh(topology, axes)
     mesh = has_axes(fitted_mesh(mesh, topology), axes, "data_parallel")
-    return step.over(mesh, topology_scope(topology), topology.hosts)
+    return step.over(mesh, topology_worlds(topology), topology.hosts)
 
 
-def topology_scope(topology: Topology) -> Scope:
-    """Return a scope for programs that are compiled for a cluster that is not here."""
+def topology_worlds(topology: Topology) -> Worlds:
+    """Return the worlds of reductions in programs for a cluster that is not here."""
     # Processes of one TPU slice, or of CPUs, count as one host: no network of another kind is
     # between them.
     hosts = tuple((k, k * (topology.platform == "gpu")) for k in range(topology.hosts))
-    return Scope(world=Worlds(*named(topology.platform, topology.kind), hosts))
+    return Worlds(*named(topology.platform, topology.kind), hosts)
 
 
 def lowered_over(traced: jax.stages.Traced, topology: Topology) -> jax.stages.Lowered:

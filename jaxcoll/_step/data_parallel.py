@@ -18,7 +18,7 @@ from jaxcoll._dispatch.dispatch import run
 from jaxcoll._dispatch.executable import remember
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_mesh, equal_shares, no_mesh
 from jaxcoll._mesh.placement import specs_of
-from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._mesh.world import Worlds, worlds_of
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._spmd.check_replicas import Claims
@@ -183,8 +183,8 @@ class DataParallel:
         return self._on_ambient[mesh]
 
     @functools.cached_property
-    def _scope(self) -> Scope:
-        return mesh_scope(self.mesh)
+    def _worlds(self) -> Worlds:
+        return worlds_of(self.mesh)
 
     @functools.cached_property
     def _devices(self) -> tuple[jax.Device, ...]:
@@ -254,18 +254,18 @@ class DataParallel:
         given = program, call.args, self._devices, name, self._options, call.kwargs
         return dispatched.Call(*given, rows=True, inner=self._inner), checked
 
-    def over(self, mesh: AbstractMesh, scope: Scope, processes: int) -> DataParallel:
+    def over(self, mesh: AbstractMesh, worlds: Worlds, processes: int) -> DataParallel:
         """This step on devices that are not here: to be traced and lowered, not to be called.
 
         Args:
           mesh: axes, those of `axis_name` among them.
-          scope: for the reductions inside.
+          worlds: of the reductions inside.
           processes: equal shares of the devices.
 
         Returns:
           A step of the same function and settings.
         """
-        return self._twin(_mesh=mesh, _own_mesh=mesh, _scope=scope, _processes=processes)
+        return self._twin(_mesh=mesh, _own_mesh=mesh, _worlds=worlds, _processes=processes)
 
     def on(self, mesh: Mesh) -> DataParallel:
         """This step on other devices.
@@ -284,7 +284,7 @@ class DataParallel:
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
         # What follows from the mesh is found anew, but for what `changed` says of it.
-        for cached in ("_own_mesh", "_scope", "_devices", "_processes", "_arguments"):
+        for cached in ("_own_mesh", "_worlds", "_devices", "_processes", "_arguments"):
             vars(twin).pop(cached, None)
         vars(twin).update(changed, _known={}, _on_ambient={}, _inner=dispatched.InnerDeadlines())
         return twin
@@ -371,14 +371,7 @@ class DataParallel:
             *(rows if i in batch else specs_of(arg) for i, arg in enumerate(args)),
             {name: rows if name in batch else specs_of(arg) for name, arg in kwargs.items()},
         )
-        scope = dataclasses.replace(
-            self._scope,
-            options=self._options,
-            deadline=self._inner.ask,
-            record=record,
-            axes=self._axes,
-            claims=claims,
-        )
+        scope = Scope(self._worlds, self._options, record, self._inner.ask, self._axes, claims)
         try:
             return stepped(
                 self._step,

@@ -12,13 +12,12 @@ import jax
 
 from jaxcoll._compat.compiler import memory_by_name
 from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
-from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.collective_plan import CollectivePlan
+from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._plan.plan import Plan
 from jaxcoll._prices.rates import Rates, rates_of
 from jaxcoll._spmd.scope import entered, scope_here
-from jaxcoll._step.data_parallel import DataParallel
 
 Stage = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
 
@@ -59,8 +58,6 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
                 "function and its arguments, or the program alone."
             )
         return _texts_of(stage)
-    if callable(program) and takes_mesh(program, kwargs):
-        program = given_mesh(program, line_of(jax.devices(), "data"))
     plans: list[CollectivePlan] = []
     return _texts_of(_traced(program, args, kwargs, plans.append, caller), plans)
 
@@ -94,9 +91,35 @@ def _traced(
     caller: str,
 ) -> Stage:
     """The program traced anew, so that every reduction in it says its plan."""
-    program, args, kwargs = called(program, args, kwargs)
-    if isinstance(program, DataParallel):
+    program, args, kwargs = lowerable(program, args, kwargs, caller)
+    if hasattr(program, "trace_recorded"):  # a `data_parallel` step
         return program.trace_recorded(record, *args, **kwargs)
+    # A scope of its own is part of the key of JAX's caches: no older trace is taken for this one.
+    with entered(dataclasses.replace(scope_here(), record=record)):
+        # What equinox jitted goes from the function to the lowered program in one step.
+        found = getattr(program, "trace", program.lower)(*args, **kwargs)
+    stage = stage_of(found)
+    if stage is None:
+        raise ValueError(
+            f"`{caller}`: {type(program).__name__} says that it can be lowered, and what it lowers "
+            f"to, {type(found).__name__}, holds no program of JAX. Pass the function that it wraps."
+        )
+    return stage
+
+
+def lowerable(
+    program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return what can be lowered, jitted here if nobody has, and what it is called with.
+
+    A function that takes a `mesh` is given one, of all devices on the axis "data".
+
+    Raises:
+      ValueError: it is no function.
+    """
+    if callable(program) and takes_mesh(program, kwargs):
+        program = given_mesh(program, line_of(jax.devices(), "data"))
+    program, args, kwargs = called(program, args, kwargs)
     if not callable(program):
         functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]
         meant = f", whose functions are {' and '.join(f'`.{name}`' for name in functions)}"
@@ -105,20 +128,8 @@ def _traced(
             f"`.trace`, `.lower` or `.compile` returned, or HLO text; got "
             f"{type(program).__name__}{meant if functions else ''}."
         )
-    jittable: Any = program
-    if not hasattr(program, "lower"):
-        jittable, args, kwargs = jitted(program, args, kwargs)
-    # A scope of its own is part of the key of JAX's caches: no older trace is taken for this one.
-    with entered(dataclasses.replace(scope_here(), record=record)):
-        # What equinox jitted goes from the function to the lowered program in one step.
-        found = getattr(jittable, "trace", jittable.lower)(*args, **kwargs)
-    stage = stage_of(found)
-    if stage is None:
-        raise ValueError(
-            f"`{caller}`: {type(program).__name__} says that it can be lowered, and what it lowers "
-            f"to, {type(found).__name__}, holds no program of JAX. Pass the function that it wraps."
-        )
-    return stage
+    is_ready: bool = hasattr(program, "lower")
+    return (program, args, kwargs) if is_ready else jitted(program, args, kwargs)
 
 
 def stage_of(program: Any) -> Stage | None:

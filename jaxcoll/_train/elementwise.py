@@ -12,8 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxcoll._jaxpr.subjaxprs import called, is_ref, opened, shape_of
-from jaxcoll._mesh.placement import is_array
-from jaxcoll._plan.packs.leaves import flattened
+from jaxcoll._plan.packs.leaves import flattened, is_array
 
 _REFUSED = "`sharded_optimizer` expects an elementwise optimizer"
 _ADVICE = (

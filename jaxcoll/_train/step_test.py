@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from jaxcoll._jaxpr.subjaxprs import equations
 from jaxcoll._mesh.mesh import checked_mesh, given_mesh, takes_mesh
-from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.shard_arrays import cut, joined
+from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.shards import is_shards

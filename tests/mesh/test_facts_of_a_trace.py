@@ -13,8 +13,8 @@ import pytest
 from cases import mapped, mesh_of
 
 import jaxcoll as jc
-from jaxcoll._mesh.world import mesh_scope
-from jaxcoll._spmd.scope import entered
+from jaxcoll._mesh.world import worlds_of
+from jaxcoll._spmd.scope import Scope, entered
 
 ROWS = np.ones((8, 4), "f")
 
@@ -76,9 +76,9 @@ def test_the_guard_can_fail():
 
 def test_scopes_of_equal_meshes_are_equal_so_that_programs_share_their_traces():
     mesh, traces = mesh_of(4), []
-    assert mesh_scope(mesh) == mesh_scope(mesh)
-    assert hash(mesh_scope(mesh)) == hash(mesh_scope(mesh))
-    assert mesh_scope(mesh) != mesh_scope(mesh_of(2))
+    assert Scope(worlds_of(mesh)) == Scope(worlds_of(mesh))
+    assert hash(Scope(worlds_of(mesh))) == hash(Scope(worlds_of(mesh)))
+    assert Scope(worlds_of(mesh)) != Scope(worlds_of(mesh_of(2)))
 
     @jax.jit
     def total(x):
@@ -86,7 +86,7 @@ def test_scopes_of_equal_meshes_are_equal_so_that_programs_share_their_traces():
         return jc.all_reduce("sum", x, "data")
 
     def program(x):
-        with entered(mesh_scope(mesh)):
+        with entered(Scope(worlds_of(mesh))):
             return total(x)
 
     for _ in range(2):

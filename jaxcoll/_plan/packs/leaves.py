@@ -179,6 +179,19 @@ def is_reducible(dtype: np.dtype) -> bool:
     return not _why_not_reducible(dtype)
 
 
+def is_array(value: Any) -> bool:
+    """True if `value` is an array or a number."""
+    return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def shape_of(x: Any) -> Any:
+    """The type of an array or a number, wherever it lies or lay; anything else as it is."""
+    if not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    known = jax.typeof(x)
+    return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=known.weak_type)
+
+
 def no_array(value: Any) -> str | None:
     """Return the kind of a value that is no array and no number, for a message; else None."""
     if isinstance(value, bool | int | float | complex):
