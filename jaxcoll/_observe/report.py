@@ -184,15 +184,13 @@ class Report:
           ImportError: matplotlib is not installed.
         """
         try:
-            schedule = importlib.import_module("jaxcoll._observe.report_picture")
-            lanes = importlib.import_module("jaxcoll._observe.lanes_picture")
+            picture = importlib.import_module("jaxcoll._observe.picture")
         except ImportError as error:
             raise ImportError(
                 "`Report.plot` needs matplotlib, which is not installed: "
                 "pip install 'jaxcoll[cli]'."
             ) from error
-        took = self.measured
-        figure = lanes.plot_lanes(self, took) if took else schedule.plot(self)
+        figure = picture.plot(self)
         if path is not None:
             figure.savefig(path, format=Path(path).suffix[1:] or "png")
         return figure
@@ -340,22 +338,18 @@ def report_of(
     """
     program = read_hlo(compiled)
     before = None if requested is None else read_hlo(requested, program.devices)
-    collectives = None if before is None else before.collectives
-    unread = () if before is None else before.unread
+    asked = None if before is None else before.collectives
+    unread = [f"of what was requested: {note}" for note in (before.unread if before else ())]
     taken = ("argument", "output", "temp")
+    read = program._asdict()
+    del read["collectives"]
+    read["notes"] = (*program.notes, *unread, *notes)
     return Report(
-        name=program.name,
+        **read,
         where=where,
-        devices=program.devices,
-        requested=collectives,
-        rows=rows_of(program, collectives, plans, rates),
-        matmuls=program.matmuls,
-        loops=program.loops,
-        instructions=program.instructions,
+        requested=asked,
+        rows=rows_of(program, asked, plans, rates),
         overlap=overlap(program.collectives, program.matmuls),
-        unread=program.unread,
-        unbounded=program.unbounded,
-        notes=(*program.notes, *(f"of what was requested: {note}" for note in unread), *notes),
         predicted_from="" if rates is None else rates.source,
         memory_bytes=sum(memory[x] for x in taken) - memory["alias"] if memory else None,
         plans=tuple(plans),

@@ -21,16 +21,8 @@ Cell = Callable[[Row, int], str]
 """The text of a column for rows that are alike in all that is shown: one of them, and how many."""
 
 
-def _kind(row: Row, n: int) -> str:
-    return row.compiled.kind if n == 1 else f"{n} × {row.compiled.kind}"
-
-
 def _from(row: Row, n: int) -> str:
     return str(len(row.requested)) + "?" * (row.matched_by == "order") if row.requested else "–"
-
-
-def _runs(row: Row, n: int) -> str:
-    return "?" if row.compiled.trips is None else f"{row.compiled.trips:,}"
 
 
 def _became(row: Row, n: int) -> str:
@@ -38,11 +30,11 @@ def _became(row: Row, n: int) -> str:
 
 
 COLUMNS: tuple[tuple[str, str, Cell], ...] = (
-    ("kind", "<", _kind),
+    ("kind", "<", lambda row, n: f"{n} × " * (n > 1) + row.compiled.kind),
     ("from", ">", _from),
     ("dtype", "<", lambda row, n: ",".join(row.compiled.dtypes)),
     ("bytes", ">", lambda row, n: size(row.compiled.nbytes)),
-    ("runs", ">", _runs),
+    ("runs", ">", lambda row, n: "?" if row.compiled.trips is None else f"{row.compiled.trips:,}"),
     ("wire bytes", ">", lambda row, n: size(n * row.wire_bytes)),
     ("meanwhile", "<", lambda row, n: during(row.compiled.meanwhile)),
     ("what became", "<", _became),

@@ -15,11 +15,10 @@ from jax.sharding import Mesh
 
 from jaxcoll._api.collectives import all_reduce
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
-from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.replica_rows import ReplicaRows
 from jaxcoll._plan.checks import kind_of, positive, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
-from jaxcoll._plan.packs.leaves import flattened
+from jaxcoll._plan.packs.leaves import flattened, is_array
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
 
 

@@ -320,7 +320,7 @@ def test_the_words_of_a_picture_lie_apart_and_on_the_page(program):
 
 
 def test_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jaxcoll._observe.report_picture", None)
+    monkeypatch.setitem(sys.modules, "jaxcoll._observe.picture", None)
     function, arguments, *_ = PROGRAMS["nothing"]
     with pytest.raises(ImportError, match="needs matplotlib, which is not installed: pip install"):
         jc.inspect(function, *arguments).plot()

@@ -1,4 +1,4 @@
-"""The picture of a report: the compiled schedule, and what it hides."""
+"""Pictures of a report: the compiled schedule and what it hides, or a step that was measured."""
 
 from __future__ import annotations
 
@@ -10,52 +10,48 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from jaxcoll._observe.measured import Measured
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.report import Report
 from jaxcoll._observe.row_table import packs_in_words, totals
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, bare, legend, page
-from jaxcoll._show.units import counted, scaled, size
+from jaxcoll._show.units import counted, milliseconds, percent, scaled, size
 
 PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
 LEFT, RIGHT = 0.105, 0.965
-MOST_LANES = 14
+MOST_LANES, MOST_RANKS = 14, 16
 _LOOKS = (
     ("■", INK, "beside a matrix product", 0.152),
     ("■", "#a5a8ae", "asynchronous, beside none", 0.172),
     ("□", INK, "everything waits for it", 0.15),
 )
 """The meaning of a collective's looks."""
+_MEASURED = {"computing": PRODUCTS, "transfer": COLOURS[0], "waiting": COLOURS[1]}
 
 
 def plot(report: Report) -> Figure:
-    """Draw a figure of 1,920 × 1,080 pixels, apart from pyplot's state."""
+    """Draw a figure of 1,920 × 1,080 pixels, higher for many ranks, apart from pyplot's state."""
+    if report.measured:
+        return _step(report, report.measured)
     title = f"{report.name} on {report.where or counted(report.devices, 'device')}"
     figure = page(title, _subtitle(report))
-    lanes = _lanes(report)
     legend(figure, LEFT, 0.811, _LOOKS)
-    axes = figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49))
-    _schedule(axes, report, lanes)
+    _schedule(figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49)), report)
     _hidden(figure.add_axes((LEFT, 0.085, RIGHT - LEFT, 0.075)), report)
     return figure
 
 
 def _subtitle(report: Report) -> str:
-    requested = ""
-    if report.requested is not None:
-        requested = f"Requested {totals(report.requested)}."
     least = "at least " if report.uncounted else ""
     sent = f"{least}{size(report.wire_bytes)} leave each device"
-    compiled = f"Compiled to {totals(report.collectives)}: {sent}."
-    lines = filter(None, (requested, compiled))
-    return (" " if len(requested + compiled) < 140 else "\n").join(lines)
+    lines = [f"Compiled to {totals(report.collectives)}: {sent}."]
+    if report.requested is not None:
+        lines.insert(0, f"Requested {totals(report.requested)}.")
+    return (" " if len("".join(lines)) < 140 else "\n").join(lines)
 
 
-Lane = tuple[str, str, list[int]]
-"""A label, a colour, and positions in `report.rows`."""
-
-
-def _lanes(report: Report) -> list[Lane]:
-    """Group collectives by the packs they carry, each kind apart; those without by kind."""
+def _lanes(report: Report) -> list[tuple[str, list[int]]]:
+    """Group positions in `rows` by the packs they carry, each kind apart; without packs by kind."""
     by_label: dict[str, list[int]] = {}
     several = len({row.compiled.kind for row in report.rows}) > 1
     for k, row in enumerate(report.rows):
@@ -66,33 +62,31 @@ def _lanes(report: Report) -> list[Lane]:
     if len(lanes) > MOST_LANES:
         rest = [k for _, ks in lanes[MOST_LANES - 1 :] for k in ks]
         lanes = [*lanes[: MOST_LANES - 1], (f"{len(lanes) - MOST_LANES + 1} more", sorted(rest))]
-    return [(label, COLOURS[n % len(COLOURS)], ks) for n, (label, ks) in enumerate(lanes)]
+    return lanes
 
 
-def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
+def _schedule(axes: Axes, report: Report) -> None:
     """Draw instructions from left to right; below, products; above, what travels meanwhile."""
-    end = max(report.instructions, 1)
+    lanes, end = _lanes(report), max(report.instructions, 1)
     top = max(len(lanes) + 1.55, 4.5)
-    text_size = 10 if len(lanes) < 11 else 9
     axes.set_xlim(0, end)
     axes.set_ylim(0, top)
     for loop in report.loops:
         span = Rectangle((loop.at, 0), loop.until - loop.at, top, color=PALE, zorder=0)
         axes.add_patch(span)
-        turns = "?" if loop.trips is None else f"{loop.trips:,}"
-        axes.text(
-            loop.at + end * 0.004, top - 0.12, f"loop × {turns}", size=9, color=FAINT, va="top"
-        )
+        turns = "loop × ?" if loop.trips is None else f"loop × {loop.trips:,}"
+        axes.text(loop.at + end * 0.004, top - 0.12, turns, size=9, color=FAINT, va="top")
     _products(axes, report)
-    for n, (label, colour, ks) in enumerate(lanes):
-        y = top - 0.8 - n
+    beside = {"ha": "right", "va": "center", "size": 10}
+    axes.text(-end * 0.008, 0.55, "matrix\nproducts", color=FAINT, **beside)
+    for n, (label, ks) in enumerate(lanes):
+        y, colour = top - 0.8 - n, COLOURS[n % len(COLOURS)]
+        beside["size"] = 10 if len(lanes) < 11 else 9
         axes.axhline(y, color=LINE, linewidth=0.8, zorder=1)
-        beside = {"ha": "right", "va": "center", "size": text_size}
         axes.text(-end * 0.008, y, _label(label), color=colour, weight="bold", **beside)
         for k in ks:
             _span(axes, report.rows[k].compiled, y, colour, end)
         _sizes(axes, report, ks, y, end)
-    axes.text(-end * 0.008, 0.55, "matrix\nproducts", size=10, color=FAINT, ha="right", va="center")
     bare(axes, labelsize=10)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -121,16 +115,12 @@ def _products(axes: Axes, report: Report) -> None:
 def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
     """Draw a collective from start to end; one that everything waits for is short and hollow."""
     tall = 0.26 + 0.34 * min(1.0, math.log10(max(c.wire_bytes, 1)) / 9)
+    width, looks = end / 220, {"facecolor": "white", "edgecolor": colour}
     if c.is_async and c.until > c.at:
-        hides = c.meanwhile is not None and c.meanwhile.flops > 0
-        width, face, edge = max(c.until - c.at, end / 300), colour, "white"
-        alpha = 1.0 if hides else 0.45
-    else:
-        width, face, edge, alpha = end / 220, "white", colour, 1.0
-    axes.add_patch(
-        Rectangle((c.at, y - tall / 2), width, tall, facecolor=face, edgecolor=edge, alpha=alpha,
-                  linewidth=1.4, zorder=3)
-    )  # fmt: skip
+        width, looks = max(c.until - c.at, end / 300), {"facecolor": colour, "edgecolor": "white"}
+        if not (c.meanwhile and c.meanwhile.flops):
+            looks["alpha"] = 0.45
+    axes.add_patch(Rectangle((c.at, y - tall / 2), width, tall, linewidth=1.4, zorder=3, **looks))
 
 
 def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) -> None:
@@ -150,42 +140,31 @@ def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) ->
 
 def _hidden(axes: Axes, report: Report) -> None:
     """Draw one bar: what matrix products hide, and what everything else waits for."""
-    seconds, exposed = report.seconds, report.exposed_seconds
-    if seconds is None or exposed is None:  # it is not known how long a product takes
-        total = sum(row.wire_bytes for row in report.rows)
-        beside = total - sum(
-            row.wire_bytes
-            for row in report.rows
-            if not (row.compiled.meanwhile and row.compiled.meanwhile.flops)
-        )
-        amount = f"{size(total)}, counted in wire bytes"
-        rule = (
-            "A collective counts as hidden if a matrix product is scheduled between its start and "
-            "its end"
-        )
-    else:
-        total, beside = seconds, seconds - exposed
+    total, exposed = report.seconds, report.exposed_seconds
+    if total is not None and exposed is not None:
         amount = f"{total * 1e3:,.2f} ms, predicted from {report.predicted_from}"
-        rule = "A collective is hidden for as long as the matrix products between its start and end"
+        rule = "is hidden for as long as the matrix products between its start and end"
+    else:  # it is not known how long a product takes
+        total = exposed = sum(row.wire_bytes for row in report.rows)
+        for row in report.rows:
+            if row.compiled.meanwhile and row.compiled.meanwhile.flops:
+                exposed -= row.wire_bytes
+        amount = f"{size(total)}, counted in wire bytes"
+        rule = "counts as hidden if a matrix product is scheduled between its start and its end"
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1)
     if not total:
         axes.text(0, 0.5, "Nothing leaves a device.", size=12, color=FAINT, va="center")
         return
-    share = beside / total
+    share = (total - exposed) / total
+    above = {"size": 11, "weight": "bold", "va": "bottom"}
     axes.add_patch(Rectangle((0, 0.0), share, 0.62, color=COLOURS[0], linewidth=0))
     axes.add_patch(Rectangle((share, 0.0), 1 - share, 0.62, color=COLOURS[1], linewidth=0))
-    axes.text(0, 0.8, f"behind matrix products  {share:.0%}", size=11, color=COLOURS[0],
-              weight="bold", va="bottom")  # fmt: skip
-    axes.text(1, 0.8, f"exposed  {1 - share:.0%}", size=11, color=COLOURS[1], weight="bold",
-              ha="right", va="bottom")  # fmt: skip
-    axes.text(
-        0, -0.28,
-        f"of {amount}.\n{rule}: "
-        "the compiler's plan, not a measurement.",
-        size=9.5, color=FAINT, va="top", linespacing=1.5,
-    )  # fmt: skip
+    axes.text(0, 0.8, f"behind matrix products  {share:.0%}", color=COLOURS[0], **above)
+    axes.text(1, 0.8, f"exposed  {1 - share:.0%}", color=COLOURS[1], ha="right", **above)
+    words = f"of {amount}.\nA collective {rule}: the compiler's plan, not a measurement."
+    axes.text(0, -0.28, words, size=9.5, color=FAINT, va="top", linespacing=1.5)
 
 
 def _label(label: str) -> str:
@@ -194,3 +173,42 @@ def _label(label: str) -> str:
         return label
     end = "packs " if "pack" in label else "-"
     return label.replace(end, f"{end.rstrip()}\n", 1)
+
+
+def _step(report: Report, measured: Measured) -> Figure:
+    """Draw a typical step, with one lane for each rank."""
+    lanes = list(zip(measured.ranks, measured.lanes, strict=True))
+    late = [last.rank for last, _ in measured.late]
+    if len(lanes) > MOST_RANKS:  # those that are late, and then the first
+        lanes.sort(key=lambda lane: lane[0] not in late)
+        lanes = sorted(lanes[:MOST_RANKS])
+    high = 3.2 + 0.42 * max(len(lanes), 3)
+    devices = counted(report.devices, "device")
+    exposed = percent(measured.exposed_seconds, measured.step_seconds)
+    names = [
+        f"Rank {last.rank} comes late in {last.share:.0%} of runs, by {milliseconds(last.seconds)}."
+        for last, _ in measured.late[:3]
+    ]
+    figure = page(
+        f"{report.name} on {devices}, {counted(len(measured.ranks), 'rank')}",
+        f"{totals(report.collectives)}. A step takes {milliseconds(measured.step_seconds)}, "
+        f"{exposed} of it exposed communication (medians of {counted(measured.runs, 'run')}).\n"
+        + (" ".join(names) or "No rank comes late."),
+        high=high,
+    )
+    legend(figure, LEFT, 1 - 1.5 / high, [("■", c, name, 0.1) for name, c in _MEASURED.items()])
+    axes = figure.add_axes((LEFT, 0.75 / high, RIGHT - LEFT, 1 - 2.5 / high))
+    for y, (_, lane) in enumerate(lanes):
+        axes.axhline(y, color=LINE, linewidth=0.8, zorder=1)
+        for name, colour in _MEASURED.items():
+            spans = [(1e3 * a, 1e3 * (b - a)) for kind, a, b in lane if kind == name]
+            tall = 0.36 if name == "computing" else 0.62
+            axes.broken_barh(spans, (y - tall / 2, tall), facecolors=colour, linewidth=0, zorder=2)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    bare(axes, labelsize=10)
+    axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank, _ in lanes])
+    for label, (rank, _) in zip(axes.get_yticklabels(), lanes, strict=True):
+        label.set(color=COLOURS[1] if rank in late else INK)
+    axes.set_xlabel("milliseconds of a typical step", color=FAINT, size=10, loc="right")
+    return figure
