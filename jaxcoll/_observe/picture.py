@@ -115,12 +115,14 @@ def _products(axes: Axes, report: Report) -> None:
 def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
     """Draw a collective from start to end; one that everything waits for is short and hollow."""
     tall = 0.26 + 0.34 * min(1.0, math.log10(max(c.wire_bytes, 1)) / 9)
-    width, looks = end / 220, {"facecolor": "white", "edgecolor": colour}
+    width, face, edge, alpha = end / 220, "white", colour, 1.0
     if c.is_async and c.until > c.at:
-        width, looks = max(c.until - c.at, end / 300), {"facecolor": colour, "edgecolor": "white"}
-        if not (c.meanwhile and c.meanwhile.flops):
-            looks["alpha"] = 0.45
-    axes.add_patch(Rectangle((c.at, y - tall / 2), width, tall, linewidth=1.4, zorder=3, **looks))
+        width, face, edge = max(c.until - c.at, end / 300), colour, "white"
+        alpha = 1.0 if c.meanwhile and c.meanwhile.flops else 0.45
+    axes.add_patch(
+        Rectangle((c.at, y - tall / 2), width, tall, facecolor=face, edgecolor=edge, alpha=alpha,
+                  linewidth=1.4, zorder=3)
+    )  # fmt: skip
 
 
 def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) -> None:
