@@ -15,7 +15,7 @@ from jaxcoll._observe.report import Report, report_of
 from jaxcoll._show.units import counted, some
 from jaxcoll._step.aot import compile_for
 from jaxcoll._step.lowering import lowerable, stage_of, texts_of
-from jaxcoll._watch.watch import measured
+from jaxcoll._watch.measure import measured
 
 
 def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwargs: Any) -> Report:
@@ -87,9 +87,7 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
             f"`inspect` compiles functions for a topology, and got {type(fun).__name__}, which is "
             "lowered for devices already, or no program; pass the function and its arguments."
         )
-    report = report_of(
-        texts.compiled, texts.requested, texts.plans, texts.where, texts.terms, (), texts.memory
-    )
+    report = report_of(**vars(texts))
     return measured(report, texts.compiled, runs, measure) if runs else report
 
 

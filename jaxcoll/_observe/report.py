@@ -6,7 +6,7 @@ import dataclasses
 import html
 import importlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +328,6 @@ def report_of(
     plans: Sequence[Plan] = (),
     where: str = "",
     rates: Rates | None = None,
-    notes: Iterable[str] = (),
     memory: Mapping[str, int] | None = None,
 ) -> Report:
     """Read a report from texts alone: HLO, and the HLO that it was compiled from, if known.
@@ -343,7 +342,7 @@ def report_of(
     taken = ("argument", "output", "temp")
     read = program._asdict()
     del read["collectives"]
-    read["notes"] = (*program.notes, *unread, *notes)
+    read["notes"] = (*program.notes, *unread)
     return Report(
         **read,
         where=where,

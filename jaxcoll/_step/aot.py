@@ -91,9 +91,8 @@ def compile_for(
         (folder / "program.mlir").write_text(program)
         memory = _ask(folder, python, where, timeout_seconds)
         compiled = (folder / "compiled.txt").read_text()
-    terms = rates_of(topology_world(where))
-    requested = requested_text(lowered)
-    return Texts(compiled, requested, tuple(map(Plan.of, plans)), str(where), terms, memory)
+    requested, rates = requested_text(lowered), rates_of(topology_world(where))
+    return Texts(compiled, requested, tuple(map(Plan.of, plans)), str(where), rates, memory)
 
 
 def _ask(folder: Path, python: str, topology: Topology, timeout: float) -> dict[str, int]:

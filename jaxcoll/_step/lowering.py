@@ -28,14 +28,14 @@ equinox's `filter_jit` hand out functions and programs of classes of their own."
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Texts of a program before it runs."""
+    """Texts of a program before it runs, and what a report needs beside them."""
 
     compiled: str  # HLO
     # HLO before any optimization, with its lines of Python; None if there is none any more
     requested: str | None = None
     plans: tuple[Plan, ...] = ()  # of the reductions that were traced for it
     where: str = ""  # what it was compiled for; "" if for the devices that are here
-    terms: Rates | None = None  # what those devices cost; None if that is not known
+    rates: Rates | None = None  # what those devices cost; None if that is not known
     # Bytes on one device by name, such as "argument" and "temp"; None if that is not known
     memory: Mapping[str, int] | None = None
 
@@ -71,7 +71,7 @@ def _texts_of(stage: Stage, plans: Sequence[CollectivePlan] = ()) -> Texts:
         compiled.as_text() or "",
         requested_text(lowered) if isinstance(lowered, jax.stages.Lowered) else None,
         tuple(map(Plan.of, plans)),
-        terms=rates_of(mesh_world(mesh, {"data": mesh.size})),
+        rates=rates_of(mesh_world(mesh, {"data": mesh.size})),
         memory=memory and memory_by_name(memory),
     )
 

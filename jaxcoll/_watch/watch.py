@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import itertools
-import json
-import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from jaxcoll._compat.coordination import StoreUnreachableError, store
-from jaxcoll._compat.running import ProfilerSession
-from jaxcoll._observe.profile import Compiled, read_events, read_programs
+from jaxcoll._compat.coordination import store
+from jaxcoll._observe.profile import read_events, read_programs
 from jaxcoll._observe.programs import Programs, programs_from, read_rank
-from jaxcoll._observe.report import Report
 from jaxcoll._watch.compilations import Compilations
-from jaxcoll._watch.window import ABSENT, BUSY, Window
+from jaxcoll._watch.measure import gathered
+from jaxcoll._watch.window import ABSENT, Window
 
 _numbers = itertools.count()
 _MOST_SAVED = 1000
 """Runs of a saved profile that are read, the last ones."""
 _PROFILE = "rank{}.xplane.pb"
-_PATIENCE_SECONDS = 10.0
 
 
 class Watch:
@@ -75,7 +67,7 @@ class Watch:
         reports, rows = read_rank(compiled, events, probe, self._most)
         if self._most and reports and not any(row["times"] for row in rows["programs"].values()):
             rows["notes"].append(window.note or ABSENT)
-        ranks, note = _gathered(rows, f"{self._name}/rows", everywhere=everywhere)
+        ranks, note = gathered(rows, f"{self._name}/rows", everywhere=everywhere)
         programs = programs_from(reports, ranks, self.compilations.quiet)
         return dataclasses.replace(programs, notes=(*programs.notes, *filter(None, [note])))
 
@@ -128,34 +120,6 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
         vars(programs).update(vars(watch.programs(everywhere=True)))
 
 
-def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
-    """Carry out a call so many times without a profile, and again with one.
-
-    Returns:
-      The report, with what the program of that text took, on every rank.
-    """
-    jax.block_until_ready(call())  # compiles
-    began = time.perf_counter()
-    for _ in range(runs):
-        jax.block_until_ready(call())
-    outside = (time.perf_counter() - began) / runs
-    session = ProfilerSession()
-    for _ in range(runs):
-        jax.block_until_ready(call())
-    profile = session.stop()
-    reports, rows = read_rank([Compiled(text)], read_events(profile), (), runs)
-    for row in rows["programs"].values():
-        if row["times"]:
-            row["times"]["outside"] = 1e9 * outside
-    if not profile:
-        rows["notes"].append(BUSY)
-    ranks, note = _gathered(rows, f"jaxcoll/watch/{next(_numbers)}/rows", everywhere=True)
-    programs = programs_from(reports, ranks, 0)
-    notes = (*report.notes, *programs.notes, *filter(None, [note]))
-    took = programs.reports[0].measured
-    return dataclasses.replace(report, measured=took, notes=notes)
-
-
 def read_folder(folder: Path) -> Programs:
     """Read saved profiles, the newest of each host, as one report.
 
@@ -184,37 +148,3 @@ def read_folder(folder: Path) -> Programs:
             "`enable_hlo_proto`, which is the default."
         )
     return programs_from(reports, ranks, 0)
-
-
-def _gathered(own: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
-    """Return what each rank gave, by rank, and a note on those that did not answer.
-
-    Alone, and where nobody answers, that is `own`. Cost: a message from each process, compressed.
-
-    Args:
-      own: plain values.
-      name: the same on all processes, of no other call.
-      everywhere: on all ranks; otherwise on the first alone, and others have their own.
-    """
-    keys = store()
-    if keys is None or keys.processes == 1:
-        return {0: own}, ""
-    ranks: dict[int, Any] = {keys.process: own}
-    try:
-        packed = zlib.compress(json.dumps(own).encode(), 6)
-        keys.set(f"{name}/{keys.process}", base64.b85encode(packed).decode())
-        if keys.process and not everywhere:
-            return ranks, ""
-        until = time.monotonic() + _PATIENCE_SECONDS
-        for rank in sorted({*range(keys.processes)} - {keys.process}):
-            try:
-                packed = keys.get(f"{name}/{rank}", max(0.1, until - time.monotonic()))
-            except TimeoutError:
-                continue
-            ranks[rank] = json.loads(zlib.decompress(base64.b85decode(packed)))
-    except StoreUnreachableError:
-        pass  # those that answered before are in
-    missing = sorted({*range(keys.processes)} - {*ranks})
-    names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-    note = f"{names} did not answer within {_PATIENCE_SECONDS:g} s." if missing else ""
-    return dict(sorted(ranks.items())), note

@@ -14,13 +14,13 @@ from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
 from jaxcoll._compat.running import ProfilerSession
 from jaxcoll._observe.profile import Event, read_events
 from jaxcoll._watch.compilations import Compilations
+from jaxcoll._watch.measure import BUSY
 
 _QUIET_SECONDS = 1.0  # since the last compilation
 _PROBES = (0.25, 1.0, 4.0)  # seconds of the profiles that tell how long a step takes
 _LONGEST_SECONDS, _MOST_EVENTS = 60.0, 200_000
 _LOOK_SECONDS = 0.05
 
-BUSY = "not measured: the program had a profile of its own open."
 EARLY = "not measured: the program ended within a second or two of its last compilation."
 ABSENT = (
     "not measured: no program with collectives ran from start to end while the profile was open."
