@@ -44,32 +44,26 @@ COLUMNS: tuple[tuple[str, str, Cell], ...] = (
 _SENT = ("kind", "dtype", "bytes", "runs", "wire bytes")
 
 
-def _transfer(times: Times | None) -> str:
-    if times is None:
-        return "–"
+def _transfer(times: Times) -> str:
     shared = f" of {len(times.rows)}" if len(times.rows) > 1 else ""
     return f"{milliseconds(times.transfer)}{shared}"
 
 
-def _waiting(times: Times | None) -> str:
-    if times is None or len(times.waiting) == 1:
-        return "–"
+def _waiting(times: Times) -> str:
     ms = [f"{1e3 * seconds:.3g}" for seconds in times.waiting]
     if len(ms) > 4:
         ms = [f"{1e3 * min(times.waiting):.3g} to {1e3 * max(times.waiting):.3g}"]
     return f"{', '.join(ms)} ms"
 
 
-def _last(times: Times | None) -> str:
-    last = times and times.last
-    if not last:
-        return "–"
-    return f"rank {last.rank}: {last.share:.0%}, {milliseconds(last.seconds)}"
+def _last(times: Times) -> str:
+    last = times.last
+    return f"rank {last.rank}: {last.share:.0%}, {milliseconds(last.seconds)}" if last else "–"
 
 
-MEASURED_COLUMNS: tuple[tuple[str, str, Callable[[Times | None], str]], ...] = (
+MEASURED_COLUMNS: tuple[tuple[str, str, Callable[[Times], str]], ...] = (
     ("transfer", ">", _transfer),
-    ("busbw", ">", lambda times: f"{scaled(round(times.busbw))}B/s" if times else "–"),
+    ("busbw", ">", lambda times: f"{scaled(round(times.busbw))}B/s"),
     ("waiting, by rank", ">", _waiting),
     ("last to come", "<", _last),
 )
@@ -86,7 +80,7 @@ def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
 
     def cells(k: int, n: int) -> list[str]:
         own_cells = [cell(rows[k], n) for _, _, cell in own]
-        return own_cells + [cell(times[k]) for _, _, cell in took]
+        return own_cells + [cell(its) if (its := times[k]) else "–" for _, _, cell in took]
 
     alike: dict[tuple[str, ...], list[int]] = {}
     for k, row in enumerate(rows):

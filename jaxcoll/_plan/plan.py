@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import html
 import json
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,19 +38,17 @@ class Cost:
     @property
     def seconds(self) -> float:
         """All of it."""
-        return self.latency + self.bandwidth + self.reduction + self.copy
+        return sum(self._parts)
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        return self.latency, self.bandwidth, self.reduction, self.copy
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.latency + other.latency,
-            self.bandwidth + other.bandwidth,
-            self.reduction + other.reduction,
-            self.copy + other.copy,
-        )
+        return Cost(*map(operator.add, self._parts, other._parts))
 
     def __rmul__(self, count: float) -> Cost:
-        parts = (self.latency, self.bandwidth, self.reduction, self.copy)
-        return Cost(*[count * part for part in parts], source="")
+        return Cost(*[count * part for part in self._parts])
 
 
 @dataclasses.dataclass(frozen=True)

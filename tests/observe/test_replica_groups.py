@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcoll._observe.parse.replica_groups import (
-    device_groups,
     group_size,
+    groups_of,
     read_groups,
 )
+
+GLOBAL = "use_global_device_ids=true"
 
 
 @pytest.mark.parametrize(
@@ -76,20 +78,19 @@ def test_groups_of_a_mesh_differ_along_the_axes_and_only_there(sizes, data):
 
 
 @pytest.mark.parametrize(
-    ("kind", "listed", "channel", "global_ids", "expected"),
+    ("kind", "attributes", "expected"),
     [
-        ("all-reduce", (), True, True, ((0, 1, 2, 3, 4, 5),)),
-        ("all-reduce", ((0, 5),), True, True, ((0, 5),)),
-        ("all-reduce", (), False, False, ((0, 1),)),
-        ("all-reduce", (), True, False, ((0, 1, 2, 3, 4, 5),)),
-        ("all-reduce", ((0,), (1,)), True, False, ((0, 1, 2), (3, 4, 5))),
-        ("all-to-all", (), True, False, ((0, 1, 2),)),
-        ("collective-permute", ((0, 1),), True, False, ((0, 1),)),
+        ("all-reduce", f"channel_id=1, replica_groups={{}}, {GLOBAL}", ((0, 1, 2, 3, 4, 5),)),
+        ("all-reduce", f"channel_id=1, replica_groups={{{{0,5}}}}, {GLOBAL}", ((0, 5),)),
+        ("all-reduce", "replica_groups={}", ((0, 1),)),
+        ("all-reduce", "channel_id=1", ((0, 1, 2, 3, 4, 5),)),
+        ("all-reduce", "channel_id=1, replica_groups={{0},{1}}", ((0, 1, 2), (3, 4, 5))),
+        ("all-to-all", "channel_id=1, replica_groups={}", ((0, 1, 2),)),
+        ("collective-permute", "channel_id=1, source_target_pairs={{0,1}}", ((0, 1),)),
     ],
 )
-def test_the_three_ways_to_number_devices(kind, listed, channel, global_ids, expected):
-    marks = {"has_channel": channel, "has_global_ids": global_ids}
-    assert device_groups(listed, kind, **marks, replicas=2, partitions=3) == expected
+def test_the_three_ways_to_number_devices(kind, attributes, expected):
+    assert groups_of(kind, attributes, replicas=2, partitions=3) == expected
 
 
 def test_the_size_of_a_permutation_counts_those_that_move_something():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxcoll._observe.parse.arithmetic import Arithmetic
 from jaxcoll._observe.parse.calls import Call, Item, carried_out
-from jaxcoll._observe.parse.collective import KINDS, Collective, Groups, Loop, Matmul
+from jaxcoll._observe.parse.collective import KINDS, Collective, Loop, Matmul
 from jaxcoll._observe.parse.hlo_text import (
     Computation,
     Instruction,
@@ -20,7 +20,7 @@ from jaxcoll._observe.parse.hlo_text import (
     parse_instruction,
     parse_module,
 )
-from jaxcoll._observe.parse.replica_groups import device_groups, group_size, read_groups
+from jaxcoll._observe.parse.replica_groups import group_size, groups_of
 from jaxcoll._plan.scope_names import names, op_name_of
 
 _COMMUNICATES = re.compile(r" ((?:all-|collective-|reduce-scatter|ragged-all)[\w\-]*|send)\(")
@@ -34,8 +34,6 @@ _CALLS = re.compile(
 _MAY_CALL = re.compile(r"(?:body|condition|calls|to_apply|computations?)=")
 _BRANCHES = {"branch_computations": 0, "true_computation": 0, "false_computation": 1}
 _TRIPS = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\s*\\?"(\d+)')
-_GROUPS = re.compile(r"\breplica_groups=")
-_PAIRS = re.compile(r"\bsource_target_pairs=")
 _ELEMENT = re.compile(r" get-tuple-element\((?:.* )?%?([\w.\-]+)\), index=(\d+)")
 _LOOP = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
 _NAMES = re.compile(r"%([\w.\-]+)")
@@ -162,7 +160,7 @@ class _Reader:
                 f"collective-permute {instruction.name!r} sends slices in place, which is not "
                 "counted here; expected one that sends whole arrays."
             )
-        groups = _groups(self._module, kind, attributes)
+        groups = groups_of(kind, attributes, self._module.replicas, self._module.partitions)
         source = self._frames.source(attributes)
         near = source if source.user else self._nearest_source(computation, instruction.name)
         return Collective(
@@ -241,18 +239,6 @@ def _is_collective(instruction: Instruction) -> bool:
     raise ValueError(
         f"`{opcode}` ({instruction.name!r}) moves data between devices in a way that is not "
         f"counted here; known are {', '.join(KINDS)}, and their asynchronous forms."
-    )
-
-
-def _groups(module: Module, kind: str, attributes: str) -> Groups:
-    listed = (_PAIRS if kind == "collective-permute" else _GROUPS).search(attributes)
-    return device_groups(
-        read_groups(attributes[listed.end() :]) if listed else (),
-        kind,
-        has_channel="channel_id=" in attributes,
-        has_global_ids="use_global_device_ids=true" in attributes,
-        replicas=module.replicas,
-        partitions=module.partitions,
     )
 
 

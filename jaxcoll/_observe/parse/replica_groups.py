@@ -88,29 +88,27 @@ def _mesh_groups(
     return as_groups(grid.reshape(-1, math.prod(grid.shape[len(rest) :])))
 
 
-def device_groups(
-    listed: Groups,
-    kind: str,
-    *,
-    has_channel: bool,
-    has_global_ids: bool,
-    replicas: int,
-    partitions: int,
-) -> Groups:
-    """Translate listed groups: XLA numbers devices in three ways, which two marks distinguish.
+def groups_of(kind: str, attributes: str, replicas: int, partitions: int) -> Groups:
+    """Return the groups among a collective's attributes, by the numbers of devices.
 
-    With a channel it talks across partitions, rather than across replicas; with global ids it
-    counts through all devices, replica by replica. Pairs of a collective-permute mean themselves.
+    XLA numbers devices in three ways, which two marks distinguish. With a channel it talks across
+    partitions, rather than across replicas; with global ids it counts through all devices, replica
+    by replica. Pairs of a collective-permute mean themselves.
 
     Examples:
-      >>> marks = dict(has_channel=True, has_global_ids=False)
-      >>> device_groups(((0,), (1,)), "all-reduce", **marks, replicas=2, partitions=2)
+      >>> text = "channel_id=1, replica_groups={{0},{1}}"
+      >>> groups_of("all-reduce", text, replicas=2, partitions=2)
       ((0, 1), (2, 3))
     """
+    _, name, text = attributes.partition(
+        "source_target_pairs=" if kind == "collective-permute" else "replica_groups="
+    )
+    listed = read_groups(text) if name else ()
     if kind == "collective-permute":
         return listed
-    if has_global_ids:
+    if "use_global_device_ids=true" in attributes:
         return listed or (tuple(range(replicas * partitions)),)
+    has_channel = "channel_id=" in attributes
     if has_channel and kind in ("all-reduce", "all-gather", "reduce-scatter"):
         # Groups of replicas, each with all of its partitions.
         return tuple(
