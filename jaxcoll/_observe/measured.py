@@ -133,7 +133,8 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
         total, waiting = total[alike] / 1e9, waiting[alike] / 1e9
         transfer = float(np.median(np.array(least)[alike])) / 1e9
         last, named = _last(names, total, step)
-        size, sent = (sum(f(rows[k].compiled) for k in positions) for f in (_size, _wire))
+        size = sum(_size(rows[k].compiled) for k in positions)
+        sent = sum(rows[k].wire_bytes for k in positions)
         measured = Times(
             tuple(positions), transfer, tuple(np.median(waiting, 0).tolist()), last,
             *(nbytes / transfer if transfer else 0.0 for nbytes in (size, sent)),
@@ -156,10 +157,6 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
 def _size(c: Collective) -> int:
     """Return the bytes of one run that nccl-tests divides: of all devices for an all-gather."""
     return c.turns * c.nbytes * (c.group_size if c.kind == "all-gather" else 1)
-
-
-def _wire(c: Collective) -> int:
-    return c.turns * c.wire_bytes
 
 
 def _last(names: Sequence[int], total: Any, step: float) -> tuple[Last | None, list[Last]]:

@@ -72,7 +72,8 @@ def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, An
     """
     folds = folds_of(report.rows)
     fold_of = {report.rows[k].compiled.name: n for n, ks in enumerate(folds) for k in ks}
-    permutes = {n for n, ks in enumerate(folds) if _is_permute(report.rows[ks[0]].compiled)}
+    kinds = [report.rows[ks[0]].compiled.kind for ks in folds]
+    permutes = {n for n, kind in enumerate(kinds) if kind == "collective-permute"}
     by_run: dict[int, list[Event]] = defaultdict(list)
     for event in _numbered(report.collectives, events):
         by_run[event.run or 0].append(event)
@@ -105,10 +106,6 @@ def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, An
         "times": [_durations(by_run[run], fold_of, permutes) for run in runs],
         "lanes": [_lane(by_run[run], fold_of) if run in drawn else [] for run in runs],
     }
-
-
-def _is_permute(c: Collective) -> bool:
-    return c.kind == "collective-permute"
 
 
 def _required(collectives: Iterable[Collective]) -> set[str]:
