@@ -45,10 +45,10 @@ class Cost:
         return self.latency, self.bandwidth, self.reduction, self.copy
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*map(operator.add, self._parts, other._parts))
+        return Cost(*map(operator.add, self._parts, other._parts), source="")
 
     def __rmul__(self, count: float) -> Cost:
-        return Cost(*[count * part for part in self._parts])
+        return Cost(*[count * part for part in self._parts], source="")
 
 
 @dataclasses.dataclass(frozen=True)
