@@ -1,7 +1,7 @@
 """Change `_plan` and `_spmd` at random points, one at a time, and list what their tests do not notice.
 
     python tests/mutants.py --count 20 --seed 1            # tests of the changed room
-    python tests/mutants.py --only _plan/packs/overlap.py  # as many points of one file
+    python tests/mutants.py --only _plan/packs/packing.py  # as many points of one file
 
 Works on a copy of the repository. A change that survives needs a test, or changes nothing.
 """

@@ -32,7 +32,6 @@ from jaxcoll._prices.predict import predict
 from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.parts import sharded_leaves
 from jaxcoll._spmd.reduce_scatter import plan_scatter
-from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import check_slices, is_sparse
 from jaxcoll._wire.format import check_any_coded
 
@@ -102,8 +101,7 @@ def _plan(
     given, axes = checked(options), {f"axis{i}": n for i, n in enumerate(world.sizes)}
     treedef, leaves = sharded_leaves(value, axes, "plan")
     if collective == "reduce_scatter":
-        scope = Scope(lambda _: world, given)
-        return plan_scatter(treedef, leaves, op, axes, world, scope)[0]
+        return plan_scatter(treedef, leaves, op, axes, world, given)[0]
     layout = layout_of(treedef, leaves, world.replicas, given.bytes_per_pack)
     return plan_half("all_gather", ReduceOp.SUM, layout.packs, layout.leaves, given, world)
 

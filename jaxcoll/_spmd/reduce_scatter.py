@@ -14,7 +14,7 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.collective_plan import CollectivePlan
-from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, wire_dtype
 from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of, plan_half
@@ -54,10 +54,11 @@ def reduce_scatter(
             raise already_reduced(
                 "reduce_scatter", leaf.path, array, axes, same, value=_REDUCED, gradient=_SUMMED
             )
-    recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in leaves]
     if layout is not None:
         check_fits(layout, treedef, leaves, count(axes), "reduce_scatter")
-    plan, layout = plan_scatter(treedef, leaves, reduce_op, axes, world, scope, layout)
+    plan, layout, recipes = plan_scatter(
+        treedef, leaves, reduce_op, axes, world, scope.options, layout
+    )
     scope.record(plan)
     parts = _scattered(arrays, plan, layout, recipes, axes)
     parts = tuple(marks.part_of_sum(part, tuple(axes)) for part in parts)
@@ -94,21 +95,18 @@ def plan_scatter(
     reduce_op: ReduceOp,
     axes: Mapping[str, int],
     world: World,
-    scope: Scope,
+    options: CommunicationOptions,
     layout: ShardLayout | None = None,
-) -> tuple[CollectivePlan, ShardLayout]:
-    """The plan of a `reduce_scatter` of the leaves `found`, and the layout of its results."""
+) -> tuple[CollectivePlan, ShardLayout, list[Recipe]]:
+    """The plan of a `reduce_scatter`, the layout of its results, and the recipe of each leaf."""
     recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in leaves]
-    results = [_result_dtype(recipe) for recipe in recipes]
     if layout is None:
-        ends = tuple(
-            dataclasses.replace(leaf, dtype=dtype, wire=dtype)
-            for leaf, dtype in zip(leaves, results, strict=True)
-        )
-        layout = layout_of(treedef, ends, count(axes), scope.options.bytes_per_pack)
+        results = zip(leaves, map(_result_dtype, recipes), strict=True)
+        ends = tuple(dataclasses.replace(leaf, dtype=end, wire=end) for leaf, end in results)
+        layout = layout_of(treedef, ends, count(axes), options.bytes_per_pack)
     sent = wired(layout.leaves, recipes)
-    plan = plan_half("reduce_scatter", reduce_op, layout.packs, sent, scope.options, world)
-    return plan, layout
+    plan = plan_half("reduce_scatter", reduce_op, layout.packs, sent, options, world)
+    return plan, layout, recipes
 
 
 def own_part(
