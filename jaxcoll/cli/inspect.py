@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.run is not None:
         return _run(args)
     if args.measure or args.limit:
-        raise ValueError("--measure and --limit are for --run.")
+        raise ValueError("--measure and --limit are for --run, as in --measure 20 --run train.py.")
     if folder is not None:
         _show(read_folder(folder), args, sys.stdout)
         return 0
@@ -115,7 +115,15 @@ def _run(args: argparse.Namespace) -> int:
             assert_collectives(programs, **limits)
     except (AssertionError, OSError, ImportError, ValueError) as error:
         print(f"jaxcoll inspect: {error}", file=sys.stderr)
-        return status or 1
+        status = status or 1
+    words = {word.partition("=")[0] for word in args.run[1:]}
+    for flag, given in (("--measure", args.measure), ("--limit", limits)):
+        if this_rank() == 0 and not given and flag in words:
+            print(
+                f"jaxcoll inspect: {flag} stands behind --run and went to the script; before --run "
+                "it is for jaxcoll.",
+                file=sys.stderr,
+            )
     return status
 
 
@@ -125,9 +133,12 @@ def _limit(text: str) -> tuple[str, Any]:
     names = assert_collectives.__kwdefaults__ or {}
     if name not in names:
         raise ValueError(f"--limit: {name} is no limit; there are {', '.join(names)}.")
-    if name == "none_in_loops":
-        return name, value in ("", "True", "true", "1")
-    return name, int(value) if value.isdecimal() else value.split(",")
+    likely = {"none_in_loops": "", "dtypes": "=bf16,f32", "kinds": "=all-reduce"}.get(name, "=1")
+    if likely == "=1" and value.isdecimal():
+        return name, int(value)
+    if likely == "=1" or bool(value) != bool(likely):
+        raise ValueError(f"--limit {text}: expected a limit such as {name}{likely}.")
+    return name, value.split(",") if likely else True
 
 
 def _show(programs: Programs, args: argparse.Namespace, stream: TextIO) -> None:
@@ -156,9 +167,10 @@ def _report(target: str, args: argparse.Namespace) -> Report:
             raise ValueError("--topology is for module:name; a file is compiled already.")
         return inspect(Path(target).read_text(encoding="utf-8", errors="replace"))
     if not colon:
+        script = target if target.endswith(".py") else "train.py"
         raise ValueError(
             f"{target} is no file of HLO text. A function is named behind its file or module, as "
-            f"in {target if target.endswith('.py') else 'train.py'}:step."
+            f"in {script}:step; --run {script} runs a whole script."
         )
     flags.choose_platform(args.platform, args.devices)
     fun, arguments, named = _program(module, name, args.topology)
@@ -182,7 +194,13 @@ def _program(
     with _explained(f"no mesh for {module}:{name}"):
         mesh = {"mesh": _mesh(topology)} if takes_mesh(target, {}) else {}
     alone = "with a `mesh` alone" if mesh else "without arguments"
-    with _explained(f"{module}:{name} has no `example_args`, and cannot be called {alone}"):
+    script = module if module.endswith(".py") else f"-m {module}"
+    instead = (
+        f" Say what it takes, as in `{name}.example_args = (jax.ShapeDtypeStruct((8, 3), "
+        f'"float32"),)`, or run the script: jaxcoll inspect --run {script}.'
+    )
+    what = f"{module}:{name} has no `example_args`, and cannot be called {alone}"
+    with _explained(what, instead):
         made = target(**mesh)
     if not isinstance(made, tuple):
         return made, (), {}
@@ -198,7 +216,7 @@ def _mesh(topology: str | None) -> Mesh | AbstractMesh:
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(what: str, instead: str = "") -> Iterator[None]:
     """Any error as one line behind `what`, with its type where its words alone do not say it."""
     try:
         yield
@@ -207,4 +225,5 @@ def _explained(what: str) -> Iterator[None]:
         is_plain = isinstance(error, ValueError | OSError) and words
         raise ValueError(
             f"{what}: {words if is_plain else f'{type(error).__name__}: {words}'}"
+            + (f".{instead}" if instead else "")
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -71,9 +72,22 @@ def _complain(command: str, words: str, status: int) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Each command refuses flags that it lacks itself, and names the nearest of its own."""
+
+    def parse_known_args(self, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        known, unknown = super().parse_known_args(*given)
+        if unknown:
+            own = [flag for action in self._actions for flag in action.option_strings]
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], own, 1)
+            nearest = f"; nearest: {close[0]}" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
+        return known, unknown
+
+
 def parser() -> argparse.ArgumentParser:
     """All commands, with their flags."""
-    whole = argparse.ArgumentParser(prog="jaxcoll", description=jaxcoll.__doc__)
+    whole = _Parser(prog="jaxcoll", description=jaxcoll.__doc__)
     whole.add_argument("--version", action="version", version=f"jaxcoll {jaxcoll.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():

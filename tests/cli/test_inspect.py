@@ -83,7 +83,7 @@ def test_bad_files_are_one_line(content, words, capsys, tmp_path):
             "mine",
             "mine is no file of HLO text. A function is named behind its file or module, as in",
         ),
-        ("here/mine.py", "as in here/mine.py:step"),
+        ("here/mine.py", "as in here/mine.py:step; --run here/mine.py runs a whole script."),
         ("here", "as in train.py:step"),
     ],
 )
@@ -125,7 +125,9 @@ def test_modules(tmp_path):
     lines = [line for line in done.stderr.splitlines() if line.startswith("jaxcoll inspect")]
     for line, words in zip(
         lines,
-        ("mine:broken cannot be compiled: TypeError", "has no `example_args`",
+        ("mine:broken cannot be compiled: TypeError",
+         "'x'. Say what it takes, as in `needs.example_args = (jax.ShapeDtypeStruct((8, 3), "
+         '"float32"),)`, or run the script: jaxcoll inspect --run -m mine.',
          "mine:number is not a function; it is int", "no 'nothing' in 'mine'"),
         strict=True,
     ):  # fmt: skip

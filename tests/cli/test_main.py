@@ -1,4 +1,4 @@
-"""Every command where standard output is full or left, and where Ctrl-C ends it."""
+"""Every command where standard output is full or left, where Ctrl-C ends it, and mistyped."""
 
 import importlib
 from pathlib import Path
@@ -53,3 +53,19 @@ def test_an_interruption_is_one_line(name, monkeypatch, capsys):
 def test_no_command():
     with pytest.raises(SystemExit, match="2"):
         main([])
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        (["inspect", "--mesure", "20", "--run", "a.py"], "--mesure; nearest: --measure\n"),
+        (["bench", "--ruonds=3"], "--ruonds=3; nearest: --rounds\n"),
+        (["doctor", "--zzz"], "--zzz\n"),
+    ],
+)
+def test_a_flag_that_there_is_not_is_told_the_nearest(words, nearest, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: jaxcoll {words[0]}")
+    assert error.endswith(f"jaxcoll {words[0]}: error: unrecognized arguments: {nearest}")

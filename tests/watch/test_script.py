@@ -123,6 +123,17 @@ def test_output_and_arguments_are_the_scripts_own(tmp_path):
     assert "programs without collectives." in done.stderr
 
 
+def test_flags_behind_the_script_are_its_own_and_that_is_said(tmp_path):
+    done, report = inspect(tmp_path, JIT, arguments=["--measure=20", "--limit", "max_count=0"])
+    assert (done.returncode, done.stdout) == (0, "ended --measure=20 --limit max_count=0\n")
+    assert report["programs"][0]["measured"] is None
+    lines = done.stderr.splitlines()[-2:]
+    assert [line.split()[2] for line in lines] == ["--measure", "--limit"]
+    assert all("stands behind --run and went to the script" in line for line in lines)
+    done, _ = inspect(tmp_path, JIT, "--limit", "max_count=1", arguments=["--limit", "x"])
+    assert "stands behind" not in done.stderr
+
+
 ENDS = {
     "raises": ("raise KeyError('mine')", 1),
     "exits with 3": ("sys.exit(3)", 3),
@@ -204,7 +215,10 @@ def test_modules_run_as_python_runs_them(tmp_path):
         ("max_count=0", 1, "max_count=0, found 1 in one run."),
         ("dtypes=bf16,s8", 1, "dtypes=['bf16', 's8'], found f32 in #0."),
         ("max_cuont=0", 2, "--limit: max_cuont is no limit"),
-        ("max_count=-1", 2, "`max_count` must be None or an integer of at least 0"),
+        ("max_count=-1", 2, "--limit max_count=-1: expected a limit such as max_count=1."),
+        ("max_count", 2, "--limit max_count: expected a limit such as max_count=1."),
+        ("dtypes", 2, "--limit dtypes: expected a limit such as dtypes=bf16,f32."),
+        ("none_in_loops=no", 2, "expected a limit such as none_in_loops."),
     ],
 )
 def test_limits(limit, status, words, tmp_path):
@@ -229,7 +243,7 @@ def test_where_nothing_was_compiled_no_limit_is_kept(tmp_path):
         (["--run", "-m", "no.such"], "--run -m no.such: "),
         (["--run", "-m", "json.decoder.x"], "--run -m json.decoder.x: "),
         (["--profile", "empty"], "empty holds no profile"),
-        (["--measure", "3", "a.hlo"], "--measure and --limit are for --run"),
+        (["--measure", "3", "a.hlo"], "are for --run, as in --measure 20 --run train.py."),
         (["--profile", "empty", "--run", "bad.py"], "needs --measure"),
         (["--measure", "2", "--profile", "bad.py/x", "--run", "good.py"], "bad.py/x"),
         (["--json", "no/a.json", "--run", "good.py"], "no/a.json"),
