@@ -23,11 +23,11 @@ class ReplicaRows:
       ValueError: the mesh has other axes, or no device of this process.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...], caller: str) -> None:
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         others = {a: n for a, n in mesh.shape.items() if a not in axes and n > 1}
         if others:
             raise ValueError(
-                f"`{caller}`: each device is a replica, and the mesh has the axes {others} beside "
+                f"`diloco`: each device is a replica, and the mesh has the axes {others} beside "
                 f"{axes}. Name all of them in `axis_name`, or pass a mesh without them."
             )
         order = [mesh.axis_names.index(a) for a in axes]
@@ -36,7 +36,7 @@ class ReplicaRows:
         self.replicas = of_this_process(every)  # their numbers
         if not self.replicas:
             raise ValueError(
-                f"`{caller}`: no device of the mesh belongs to this process, number "
+                f"`diloco`: no device of the mesh belongs to this process, number "
                 f"{jax.process_index()}. Only processes that have devices in a mesh train on it."
             )
         self.devices = tuple(every[i] for i in self.replicas)  # in the same order

@@ -132,7 +132,7 @@ class DiLoCo:
 
     @functools.cached_property
     def _places(self) -> ReplicaRows:
-        return ReplicaRows(self.mesh, axis_names(self.axis_name), "diloco")
+        return ReplicaRows(self.mesh, axis_names(self.axis_name))
 
     @functools.cached_property
     def step(self) -> Any:
