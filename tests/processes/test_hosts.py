@@ -73,7 +73,7 @@ def test_of_two_hosts_that_cannot_connect_to_each_other_one_is_left_out(tmp_path
 
 
 def wait_for(condition, logs):
-    until = time.monotonic() + 40
+    until = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < until, "\n".join(log.read_text() for log in logs)
         time.sleep(0.05)
