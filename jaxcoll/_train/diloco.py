@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,12 @@ from jaxcoll._step.data_parallel import DataParallel, data_parallel
 
 def diloco(
     step: Callable[..., Any],
-    *_unnamed: Never,
     every: int = 30,
+    *,
     outer: Any = None,
     mesh: Mesh | None = None,
     axis_name: str | tuple[str, ...] = "data",
     options: CommunicationOptions | None = None,
-    **_unknown: Never,
 ) -> DiLoCo:
     """Train every replica by itself, and exchange what each has learnt once in `every` steps.
 
@@ -57,7 +56,6 @@ def diloco(
       and for the state of `outer` on each device, beside its own.
 
     Raises:
-      TypeError: there is no such argument, or one beside `step` has no name.
       ValueError: an argument is impossible.
 
     Source: Douillard et al., DiLoCo (arXiv 2311.08105).
@@ -71,11 +69,6 @@ def diloco(
       >>> float(state.shared), before.tolist()
       (1.53125, [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75])
     """
-    if _unnamed or _unknown:
-        raise TypeError(
-            "Beside a step `diloco` takes every, outer, mesh, axis_name and options, by name as in "
-            f"`diloco(step, every=30)`; got {', '.join(map(repr, (*_unnamed, *_unknown)))}."
-        )
     if not callable(step) or isinstance(step, DataParallel):
         refuse("step", "a function, the step of one device", step)
     has = (callable(getattr(outer, name, None)) for name in ("init", "update"))

@@ -143,15 +143,6 @@ def test_wrong_arguments_are_refused(arguments, words):
         jc.diloco(**{"step": descent, "mesh": mesh_of(2), **arguments})
 
 
-@pytest.mark.parametrize(
-    ("unnamed", "named", "got"), [((30,), {}, "30"), ((), {"fragments": 2}, "'fragments'")]
-)
-def test_an_argument_that_is_not_there_is_answered_by_those_that_are(unnamed, named, got):
-    names = "every, outer, mesh, axis_name and options, by name as in `diloco.step, every=30.`"
-    with pytest.raises(TypeError, match=f"takes {names}; got {got}"):
-        jc.diloco(descent, *unnamed, **named)
-
-
 def test_what_cannot_be_trained_is_refused_before_anything_runs():
     train = jc.diloco(descent, mesh=mesh_of(2))
     state = train.init(np.ones(3, "f"), ())
