@@ -58,14 +58,14 @@ def test_ranks_with_and_without_a_cache_are_compared(tmp_path):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     words = ["--late", 1, "--ms", 100]
-    inspect(tmp_path, 2, "--seconds", 0, measure=0, **cached)
+    inspect(tmp_path, 2, "--seconds", 0.01, measure=0, **cached)
     assert list((tmp_path / "cache").iterdir())
     _, report = inspect(tmp_path, 2, *words, **cached)
     assert [text.split(":")[1] for text in report["late"]] == [" rank 1 comes late"]
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
-    _, report = inspect(tmp_path, 2, "--seconds", 0, "--absent", 1, measure=0)
+    _, report = inspect(tmp_path, 2, "--seconds", 0.01, "--absent", 1, measure=0)
     assert "rank 1 did not answer within 10 s." in report["notes"]
     assert [program["name"] for program in report["programs"]] == ["jit_step"]
 
