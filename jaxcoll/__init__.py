@@ -24,8 +24,6 @@ from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
 from jaxcoll._dispatch.dispatch import group_by as _group_by
 from jaxcoll._distribute.check_replicas import check_replicas as check_replicas
-from jaxcoll._inspect import assert_collectives as assert_collectives
-from jaxcoll._inspect import inspect as inspect
 from jaxcoll._mesh.plan import plan as plan
 from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
@@ -43,7 +41,6 @@ from jaxcoll._train.shard import shard as shard
 from jaxcoll._train.shard import unshard as unshard
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._train.step_test import assert_same_as_one_device as assert_same_as_one_device
-from jaxcoll._watch.watch import inspecting as inspecting
 from jaxcoll.distribute import CollectiveHints as CollectiveHints
 from jaxcoll.distribute import DistributedValues as DistributedValues
 from jaxcoll.distribute import MirroredStrategy as MirroredStrategy
@@ -59,17 +56,23 @@ if _TYPE_CHECKING:
     from jaxcoll._elastic.checkpoint import restore_checkpoint as restore_checkpoint
     from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
     from jaxcoll._elastic.trainer import Elastic as Elastic
+    from jaxcoll._inspect import assert_collectives as assert_collectives
+    from jaxcoll._inspect import inspect as inspect
+    from jaxcoll._watch.watch import inspecting as inspecting
 
 __version__ = "0.3.0"
 
 _LATER = {
+    "assert_collectives": "jaxcoll._inspect",
+    "inspect": "jaxcoll._inspect",
+    "inspecting": "jaxcoll._watch.watch",
     "initialize": "jaxcoll._cluster.initialize",
     "launch": "jaxcoll._cluster.launch.function",
     "restore_checkpoint": "jaxcoll._elastic.checkpoint",
     "save_checkpoint": "jaxcoll._elastic.checkpoint",
     "Elastic": "jaxcoll._elastic.trainer",
 }
-"""Names whose modules are imported when they are first used: those of several processes."""
+"""Names whose modules are imported when first used: those of several processes, and reports."""
 
 
 def __getattr__(name: str) -> _Any:

@@ -13,6 +13,7 @@ from jax.profiler import ProfileData
 
 from jaxcoll._compat.running import fields_of, program_id, text_of
 
+BUSY = "not measured: the program had a profile of its own open."
 _SENDS = re.compile(
     r" (?:all-(?:reduce|gather|to-all)|reduce-scatter|ragged-all|collective-|send)[\w\-]*\("
 )

@@ -15,11 +15,9 @@ import jax
 
 from jaxcoll._compat.coordination import StoreUnreachableError, store
 from jaxcoll._compat.running import ProfilerSession
-from jaxcoll._observe.profile import Compiled, read_events
+from jaxcoll._observe.profile import BUSY, Compiled, read_events
 from jaxcoll._observe.programs import programs_from, read_rank
 from jaxcoll._observe.report import Report
-
-BUSY = "not measured: the program had a profile of its own open."
 
 _numbers = itertools.count()
 _PATIENCE_SECONDS = 10.0

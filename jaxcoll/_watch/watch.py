@@ -7,14 +7,15 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxcoll._compat.coordination import store
 from jaxcoll._observe.profile import read_events, read_programs
-from jaxcoll._observe.programs import Programs, programs_from, read_rank
 from jaxcoll._watch.compilations import Compilations
-from jaxcoll._watch.measure import gathered
 from jaxcoll._watch.window import ABSENT, Window
+
+if TYPE_CHECKING:
+    from jaxcoll._observe.programs import Programs
 
 _numbers = itertools.count()
 _MOST_SAVED = 1000
@@ -60,6 +61,11 @@ class Watch:
             others have their own.
           folder: where each rank keeps its profile; None for nowhere.
         """
+        # The readers of programs are imported once there is something to read: what is watched
+        # begins without them.
+        from jaxcoll._observe.programs import programs_from, read_rank
+        from jaxcoll._watch.measure import gathered
+
         compiled, window = self.compilations.programs(), self.window
         if folder is not None and window.profile:
             (folder / _PROFILE.format(this_rank())).write_bytes(window.profile)
@@ -109,6 +115,8 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
       >>> [(report.count, report.wire_bytes) for report in programs.reports]
       [(1, 8)]
     """
+    from jaxcoll._observe.programs import Programs
+
     if measure < 0:
         raise ValueError(f"`inspecting`: measure must be at least 0; got {measure}.")
     watch, programs = Watch(measure), Programs()
@@ -128,6 +136,8 @@ def read_folder(folder: Path) -> Programs:
     Raises:
       ValueError: there is no profile in it, or none with programs.
     """
+    from jaxcoll._observe.programs import programs_from, read_rank
+
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: (len(file.name), file))
     # JAX makes a folder for each profile, named for its time.
     profiles = {file.name: file for file in files}

@@ -6,15 +6,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from statistics import median_low
 
 import jax
 
 from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
 from jaxcoll._compat.running import ProfilerSession
-from jaxcoll._observe.profile import Event, read_events
+from jaxcoll._observe.profile import BUSY, Event, read_events
 from jaxcoll._watch.compilations import Compilations
-from jaxcoll._watch.measure import BUSY
 
 _QUIET_SECONDS = 1.0  # since the last compilation
 _PROBES = (0.25, 1.0, 4.0)  # seconds of the profiles that tell how long a step takes
@@ -150,4 +148,6 @@ def _runs(events: Sequence[Event]) -> int:
     most = max(counts, key=lambda module: counts[module].total(), default="")
     if most in runs:
         return len(runs[most])
-    return median_low(counts[most].values()) if most else 0
+    # The lower median; `statistics` takes longer to import than the rest that watches a script.
+    times = sorted(counts[most].values()) if most else [0]
+    return times[(len(times) - 1) // 2]

@@ -9,19 +9,21 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxcoll._inspect import assert_collectives, inspect
+import jaxcoll as jc
 from jaxcoll._mesh.clusters import abstract_mesh, topology_named
 from jaxcoll._mesh.mesh import checked_mesh, takes_mesh
-from jaxcoll._observe.programs import Programs
-from jaxcoll._observe.report import Report, side_by_side
 from jaxcoll._show.units import WIDTH, shortened
 from jaxcoll._watch.script import Script
 from jaxcoll._watch.watch import Watch, read_folder, this_rank
 from jaxcoll.cli import flags
+
+if TYPE_CHECKING:  # the readers of programs are imported once there is something to read
+    from jaxcoll._observe.programs import Programs
+    from jaxcoll._observe.report import Report
 
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or train.py:name, or module:name,
@@ -80,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         return 0
     if other:
+        from jaxcoll._observe.report import side_by_side
+
         print(side_by_side({_short(args.target): report, _short(args.against): other}))
     else:
         print(report.text(_width(sys.stdout)))
@@ -91,7 +95,9 @@ def _run(args: argparse.Namespace) -> int:
     # All that can be found wrong before the script runs.
     limits = dict(map(_limit, args.limit))
     if limits:
-        assert_collectives(Programs(quiet=1), **limits)
+        from jaxcoll._observe.programs import Programs
+
+        jc.assert_collectives(Programs(quiet=1), **limits)
     if args.profile and not args.measure:
         raise ValueError("--run with --profile needs --measure N: nothing else is recorded.")
     if args.profile:
@@ -112,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
         if this_rank() == 0:
             _show(programs, args, sys.stderr)
         if limits:
-            assert_collectives(programs, **limits)
+            jc.assert_collectives(programs, **limits)
     except (AssertionError, OSError, ImportError, ValueError) as error:
         print(f"jaxcoll inspect: {error}", file=sys.stderr)
         status = status or 1
@@ -130,7 +136,7 @@ def _run(args: argparse.Namespace) -> int:
 def _limit(text: str) -> tuple[str, Any]:
     """Return the name and the value of a --limit, as `jc.assert_collectives` takes them."""
     name, _, value = text.partition("=")
-    names = assert_collectives.__kwdefaults__ or {}
+    names = jc.assert_collectives.__kwdefaults__ or {}
     if name not in names:
         raise ValueError(f"--limit: {name} is no limit; there are {', '.join(names)}.")
     likely = {"none_in_loops": "", "dtypes": "=bf16,f32", "kinds": "=all-reduce"}.get(name, "=1")
@@ -165,7 +171,7 @@ def _report(target: str, args: argparse.Namespace) -> Report:
     if Path(target).is_file() and not target.endswith(".py"):
         if args.topology:
             raise ValueError("--topology is for module:name; a file is compiled already.")
-        return inspect(Path(target).read_text(encoding="utf-8", errors="replace"))
+        return jc.inspect(Path(target).read_text(encoding="utf-8", errors="replace"))
     if not colon:
         script = target if target.endswith(".py") else "train.py"
         raise ValueError(
@@ -176,7 +182,7 @@ def _report(target: str, args: argparse.Namespace) -> Report:
     fun, arguments, named = _program(module, name, args.topology)
     # A user's function may raise anything while it is traced, and so may a compiler.
     with _explained(f"{target} cannot be compiled"):
-        return inspect(fun, *arguments, topology=args.topology, **named)
+        return jc.inspect(fun, *arguments, topology=args.topology, **named)
 
 
 def _program(
