@@ -1,6 +1,8 @@
 """Copies of a command that form one world on this host, run to their end; what each printed."""
 
+import contextlib
 import json
+import random
 import socket
 import tempfile
 import time
@@ -48,7 +50,12 @@ def results(command, processes, **how):
 
 
 def free_port():
-    """A port on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port on which nobody listens now, and which no connection is given meanwhile.
+
+    The system takes those of connections from 32768 on.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

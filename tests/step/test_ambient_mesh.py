@@ -45,7 +45,6 @@ STEP = jc.data_parallel(jc.value_and_grad(loss, "data"))  # made once, for all m
 ADAM = jc.sharded_optimizer(optax.adam(0.1), "data")
 ENTRIES = {
     "data_parallel": STEP,
-    "start": lambda w, x: STEP.start(w, x)(),
     "rows": jc.data_parallel(lambda w, x: x @ w, varying_outputs="concatenate"),
     "value_and_grad in shard_map": in_own_shard_map,
     "run": on_strategy,
