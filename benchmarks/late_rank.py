@@ -1,4 +1,4 @@
-"""How often a rank that comes late is named, and how often another is.
+"""Counts of windows in which a rank that comes late is named, or another is.
 
     python -m benchmarks.late_rank --worlds 2,4,2x2 --ms 20,0 --windows 10
 
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass
 class Window:
-    """What one profile said."""
+    """The findings of one profile."""
 
     late: int  # the rank that was
     named: dict[int, float]  # seconds of each rank that was named

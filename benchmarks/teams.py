@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -119,7 +120,12 @@ def worlds(processes: int) -> list[dict[str, str]]:
 
 
 def free_port() -> int:
-    """A port on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port on which nobody listens now, and which no connection is given meanwhile.
+
+    The system takes those of connections from 32768 on.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

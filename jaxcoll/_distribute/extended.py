@@ -106,9 +106,15 @@ class StrategyExtended:
             )
         devices = parts[0].devices
         arguments = ((value, *args), dict(kwargs or {}))
-        as_one = is_distributed(value)
         return run_on_replicas(
-            *(caller, f"`{caller}`", fn, arguments, devices, self._options, None), as_one=as_one
+            caller,
+            f"`{caller}`",
+            fn,
+            arguments,
+            devices,
+            self._options,
+            None,
+            as_one=is_distributed(value),
         )
 
     def _reduced(

@@ -58,8 +58,7 @@ def kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """`repr(value)`, of an array its shape, with the advice a tracer calls for."""
+    """`repr(value)`, of an array its kind, with the advice a tracer calls for."""
     if isinstance(value, Tracer):
         return f"the traced value {value}, which is not known here: make this argument static"
-    shape = getattr(value, "shape", ())
-    return f"an array of shape {list(shape)}" if shape else repr(value)
+    return kind_of(value) if getattr(value, "shape", ()) else repr(value)

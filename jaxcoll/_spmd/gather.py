@@ -1,4 +1,4 @@
-"""What travels unchanged: every replica's arrays, side by side; and one replica's, for all."""
+"""Gathers and broadcasts: every replica's arrays, side by side; and one replica's, for all."""
 
 from __future__ import annotations
 

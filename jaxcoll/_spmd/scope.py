@@ -1,4 +1,4 @@
-"""What a reduction is called with: the axes it is over, its arrays, and settings from around it.
+"""The arguments of a reduction: the axes it is over, its arrays, and settings from around it.
 
 The scope is part of JAX's trace-cache key: a function that was traced under one scope is
 traced anew under one that differs, so an inner `jax.jit` cannot carry options from one program to
@@ -104,8 +104,8 @@ class Differentiation(_Hashed):
         """Refuse a SUM, inside of the loss, of gradients that are made a sum around it."""
         if reduce_op is not ReduceOp.MEAN:
             raise ValueError(
-                f"`{caller}` over {', '.join(map(repr, axes))} with reduce_op SUM, inside the loss "
-                "of `jc.value_and_grad`, `jc.grad` or `jc.accumulate`: what they differentiate is "
+                f"`{caller}` over {listed(axes)} with reduce_op SUM, inside the loss of "
+                "`jc.value_and_grad`, `jc.grad` or `jc.accumulate`: what they differentiate is "
                 "this replica's own loss, and they make a sum or a weighted mean of its gradients "
                 'themselves. Leave reduce_op at "mean" here, whatever theirs is.'
             )

@@ -1,9 +1,6 @@
 """Copies of a command that form one world on this host, run to their end; what each printed."""
 
-import contextlib
 import json
-import random
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -47,15 +44,3 @@ def results(command, processes, **how):
     logs = launch(command, processes, **how)
     lines = (next(x for x in log.splitlines() if x.startswith("RESULT ")) for log in logs)
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
-
-
-def free_port():
-    """A port on which nobody listens now, and which no connection is given meanwhile.
-
-    The system takes those of connections from 32768 on.
-    """
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("faults.py")
 
 
 def faulty(what, processes, ends=None):
-    """Of each part what each process said of each fault."""
+    """Return, for each part, the faults that each process reported."""
     logs = launch([sys.executable, SCRIPT, *what.split()], processes, timeout=200, ends=ends)
     said = [[json.loads(x[6:]) for x in t.splitlines() if x.startswith("FAULT ")] for t in logs]
     return {

@@ -283,7 +283,7 @@ def test_a_reader_who_reads_nothing_keeps_no_job_alive(tmp_path, number, flags, 
 
 
 def is_full(pipe):
-    """Whether who writes to it has to wait."""
+    """True if a writer has to wait."""
     fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     try:
         return not select.select([], [fd], [], 0)[1]

@@ -9,6 +9,8 @@ import pytest
 from processes import ranks
 from processes.uneven_rows import rows_of
 
+from benchmarks.teams import free_port
+
 pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("strategy.py")
 
@@ -86,7 +88,7 @@ def test_a_result_is_that_of_all_replicas_or_an_error_never_of_this_worker_alone
 def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results():
     workers, devices = 3, 2
     n = workers * devices
-    ports = " ".join(str(ranks.free_port()) for _ in range(workers))
+    ports = " ".join(str(free_port()) for _ in range(workers))
     results = results_of(SCRIPT, workers, devices, PORTS=ports)
 
     uneven = [np.arange(1.0 + i // devices + i % devices) for i in range(n)]

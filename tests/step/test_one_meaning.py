@@ -111,7 +111,7 @@ def test_what_a_repeated_sum_warns_of_is_what_it_returns():
 
 def test_a_sum_in_a_loop_is_judged_by_what_it_is_after_every_turn():
     def total(x):
-        """Of a carry that is the same at first, and a replica's own from the second turn on."""
+        """Sum a carry that is the same at first, and a replica's own from the second turn on."""
         turn = lambda total, row: (jc.all_reduce("sum", total, "data") / 8 + row, None)
         return lax.pmean(lax.scan(turn, jnp.float32(0), x[:, 0])[0], "data")
 
