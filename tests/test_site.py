@@ -13,8 +13,6 @@ import pytest
 import yaml
 from browser import CHROMIUM, ILLEGIBLE, Browser, served
 
-from jaxcoll._show.table import Table, folding_html
-
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed here")
@@ -218,33 +216,3 @@ def test_who_prefers_the_dark_sees_a_page_so(site, dark, scheme):
     with served(site[0]) as address, Browser() as browser:
         browser.open(address, 1280, dark=dark)
         assert browser.value(SCHEME) == scheme
-
-
-@in_a_browser
-def test_a_table_sorts_by_a_click_or_a_key_on_a_column_and_folds(tmp_path):
-    rows = [("1", "9.30 MB"), ("2", "16.8 MB"), ("10", "637.1 kB"), ("11", "–")]
-    table = Table(("pack", "bytes"), ">>", rows, [f"leaf {k}" for k, _ in rows], "… and 3 more")
-    page = '<meta charset="utf-8"><link rel="icon" href="data:,">' + folding_html(
-        "packs", table.html()
-    )
-    (tmp_path / "index.html").write_text(page, "utf8")
-    order = "[...document.querySelectorAll('tr')].map(row => row.cells[row.cells.length > 1 ? %d : 0].innerText)"
-    with served(tmp_path) as address, Browser() as browser:
-        browser.open(address, 800)
-        browser.value("document.querySelectorAll('th')[1].click()")
-        packs = browser.value(order % 0)
-        assert packs == ["pack", "11", "", "10", "", "1", "", "2", "", "… and 3 more"]
-        browser.value("document.querySelectorAll('th')[1].click()")
-        assert browser.value(order % 1)[1:5] == ["16.8 MB", "leaf 2", "9.30 MB", "leaf 1"]
-        for first in ("1", "11", "1"):
-            browser.value("document.querySelectorAll('th')[0].click()")
-            assert browser.value(order % 0)[1] == first
-        browser.value("document.querySelectorAll('th')[1].focus()")
-        for kind in ("keyDown", "keyUp"):
-            browser("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter")
-        assert browser.value(order % 0) == packs
-        visible = "document.querySelector('td').checkVisibility()"
-        assert browser.value(visible)
-        browser.value("document.querySelector('summary').click()")
-        assert not browser.value(visible)
-        assert browser.errors == []

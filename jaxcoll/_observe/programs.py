@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import html
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +16,14 @@ from jaxcoll._observe.profile import Compiled, Event
 from jaxcoll._observe.rank_times import programs_of, times_of
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.row_table import lines_of, table, totals
-from jaxcoll._show.table import Table, folding_html, lines_html
+from jaxcoll._show.table import Shown, Table
 from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, size
 
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
 
 
 @dataclasses.dataclass
-class Programs:
+class Programs(Shown):
     """The programs that were compiled while `jc.inspecting` watched, and communicate.
 
     `print(programs)` is a table with a line for each, `to_json()` has all of it for machines, and
@@ -67,25 +65,10 @@ class Programs:
     def __str__(self) -> str:
         return self.text()
 
-    def _repr_html_(self) -> str:
-        late = "".join(f"<p><b>{html.escape(line)}</b></p>" for line in self.late)
-        table = self._table().html() if self.reports else ""
-        notes = lines_html(self._notes())
-        measured = [report for report in self.reports if report.measured]
-        details = (folding_html(report.name, report._repr_html_()) for report in measured)
-        return f"<div>{late}{table}{notes}{''.join(details)}</div>"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("…" if cycle else str(self))
-
     def to_dict(self) -> dict[str, Any]:
         """Return the reports, the count of other programs and the notes, in plain values."""
         reports = [report.to_dict() for report in self.reports]
         return {"programs": reports, "quiet": self.quiet, "notes": self.notes, "late": self.late}
-
-    def to_json(self) -> str:
-        """`to_dict()` as JSON text."""
-        return json.dumps(self.to_dict(), indent=1)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the program that sends most, as `Report.plot` does.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from jaxcoll._observe.row_table import MOST, table, totals, without_folders
 from jaxcoll._observe.rows import Row, rows_of
 from jaxcoll._plan.plan import Plan
 from jaxcoll._prices.rates import Rates
-from jaxcoll._show.table import Table, folding_html, lines_html
+from jaxcoll._show.table import Shown, Table
 from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, scaled, shortened, size
 
 _FIGURES = (
@@ -30,7 +28,7 @@ _FIGURES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """Requested, compiled and measured: every collective of a program.
 
     `print(report)` is a table, `report.plot()` a picture of the schedule or of what was measured,
@@ -164,10 +162,6 @@ class Report:
             "groups": list(groups),
         }
 
-    def to_json(self) -> str:
-        """`to_dict()` as JSON text."""
-        return json.dumps(self.to_dict(), indent=1)
-
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the compiled schedule, or a typical step of each rank where that was measured.
 
@@ -206,20 +200,6 @@ class Report:
 
     def __str__(self) -> str:
         return self.text()
-
-    def _repr_html_(self) -> str:
-        """Return the same as HTML, in the colours of the page that it stands in."""
-        headline, *lines = map(html.escape, _heading(self))
-        parts = [f"<p><b>{headline}</b></p>", *(f"<p>{line}</p>" for line in lines)]
-        if self.rows:
-            compiled = counted(self.count, "compiled collective")
-            parts.append(folding_html(compiled, table(self.rows, self.measured).html()))
-        if rest := [*_dropped(self), *_notes(self)]:
-            parts.append(folding_html("notes", lines_html(rest, "white-space:pre-wrap")))
-        return f"<div>{''.join(parts)}</div>"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
 
 
 def _heading(report: Report) -> list[str]:

@@ -1,11 +1,9 @@
-"""A plan as it is shown: its reasons in sentences, a table, a notebook's picture, JSON."""
+"""A plan as it is shown: its reasons in sentences, a table, JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import html
-import json
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -16,13 +14,13 @@ from jaxcoll._plan.options import CommunicationImplementation, CommunicationOpti
 from jaxcoll._plan.packs.packing import KEEP_APART, LANES, UNPACKED, ReadyOrder
 from jaxcoll._plan.planner import CODES, PACKED, asked_algorithm, choose, half_algorithm, is_asked
 from jaxcoll._plan.world import World
-from jaxcoll._show.table import Table, folding_html, lines_html
+from jaxcoll._show.table import Shown, Table
 from jaxcoll._show.units import binary_size, counted, fold
 from jaxcoll._wire.format import named
 
 COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
-MOST_ROWS, MOST_ROWS_HTML = 20, 40
-"""Rows that `str(plan)` shows, and a notebook; the rest are counted."""
+MOST_ROWS = 20
+"""Rows that `str(plan)` shows; the rest are counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Cost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(CollectivePlan):
+class Plan(Shown, CollectivePlan):
     """The plan of one `all_reduce`, or of one half of it, decided from shapes alone.
 
     `str(plan)` is a table, of which `plan.text()` shows all rows; `plan.to_json()` is the same for
@@ -151,10 +149,6 @@ class Plan(CollectivePlan):
             ],
         }
 
-    def to_json(self) -> str:
-        """`to_dict()` as JSON text."""
-        return json.dumps(self.to_dict(), indent=2)
-
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
         """The table's cells: pack or "rows", dtype, algorithm, leaves, bytes, what it carries."""
         packs = [
@@ -207,21 +201,6 @@ class Plan(CollectivePlan):
 
     def __str__(self) -> str:
         return self.text(MOST_ROWS)
-
-    def _repr_html_(self) -> str:
-        rows = self.rows()
-        left = len(rows) - MOST_ROWS_HTML
-        more = f"… and {left:,} more" if left > 0 else ""
-        table = Table(COLUMNS, "><<>><", rows[:MOST_ROWS_HTML], more=more)
-        folding = folding_html("arrays", table.html()) if rows else ""
-        return (
-            f"<div><p><b>{html.escape(self.headline)}</b></p>{lines_html(self.reasons)}"
-            f"{lines_html([self.prediction] if self.predicted else [], 'opacity:.65')}"
-            f"{folding}</div>"
-        )
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
 
 
 def _of_reduction(plan: CollectivePlan) -> Iterator[str]:

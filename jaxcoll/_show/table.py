@@ -1,34 +1,19 @@
-"""Rows under named columns, as text and as HTML."""
+"""Values as people and machines read them: rows under named columns, and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from jaxcoll._show.units import shortened
-
-# The table's own script: right-aligned columns hold numbers with decimal prefixes, a second click
-# turns the order round. Where a page allows no script, the table stays as it is.
-_SORT = """
-const head = event.target.closest("th"), table = this.parentNode, column = head.cellIndex;
-const turned = table.dataset.by == column ? -1 : 1;
-table.dataset.by = turned > 0 ? column : -1;
-const text = body => body.rows[0].cells[column].textContent;
-const number = body => {
-  const [, digits, prefix] = text(body).match(/^([0-9.,]+) ?([kMGTPE]?)/) ?? [, "-1", ""];
-  return digits.replaceAll(",", "") * 1000 ** (1 + "kMGTPE".indexOf(prefix || "none"));
-};
-const order = head.style.textAlign == "right"
-  ? (a, b) => number(a) - number(b)
-  : (a, b) => text(a).localeCompare(text(b), "en", {numeric: true});
-this.after(...[...table.tBodies].sort((a, b) => turned * order(a, b)));
-""".replace("\n", " ").strip()
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of text that is built already; it only aligns and escapes.
+    """A table of text that is built already; it only aligns.
 
     Examples:
       >>> print(Table(("pack", "carries"), "><", [("0", "['w']"), ("12", "['b']")]).text())
@@ -53,56 +38,30 @@ class Table:
             if width is not None and self.align[k] == ">" and end > width:
                 widths, table = widths[:k], [[*cells[:k], "…"] for cells in table]
                 break
-        indent = " " * (widths[0] + 2)
+        indent, below = " " * (widths[0] + 2), self.below or [""] * len(self.rows)
         lines = []
-        for cells, beneath in zip(table, ["", *self._below], strict=True):
+        for cells, beneath in zip(table, ["", *below], strict=True):
             padded = map("{:{}{}}".format, cells, self.align, [*widths, 0])
             lines.append("  ".join(padded).rstrip())
             lines += [indent + beneath] if beneath else []
         lines = lines if width is None else [shortened(line, width) for line in lines]
         return "\n".join([*lines, self.more] if self.more else lines)
 
-    def html(self) -> str:
-        """The table as HTML, in the colours of the page that it stands in.
 
-        A click on a column's name, or Enter on it, sorts by it; a row and the line beneath it are
-        one `tbody`.
-        """
-        body = []
-        for cells, beneath in zip(self.rows, self._below, strict=True):
-            spanned = _spanning(len(self.align) - 1, beneath, "text-align:left;opacity:.65")
-            below = f"<tr><td></td>{spanned}</tr>" if beneath else ""
-            body.append(f"<tbody>{self._row('td', cells)}{below}</tbody>")
-        foot = f"<tfoot><tr>{_spanning(len(self.align), self.more)}</tr></tfoot>" * bool(self.more)
-        enter = 'if (event.key == "Enter") event.target.click()'
-        head = f"<thead style='cursor:pointer' title='sort' onclick='{_SORT}' onkeydown='{enter}'>"
-        return f"<table>{head}{self._row('th', self.columns)}</thead>{''.join(body)}{foot}</table>"
+class Shown:
+    """A value that is its text to people, in a notebook too, and plain values to machines."""
 
-    @property
-    def _below(self) -> Sequence[str]:
-        return self.below or [""] * len(self.rows)
+    def to_dict(self) -> dict[str, Any]:
+        """The value in plain numbers and strings."""
+        raise NotImplementedError
 
-    def _row(self, tag: str, cells: Iterable[str]) -> str:
-        sides = ("right" if side == ">" else "left" for side in self.align)
-        focus = " tabindex='0'" if tag == "th" else ""
-        found = "".join(
-            f"<{tag}{focus} style='text-align:{side}'>{escape(cell)}</{tag}>"
-            for cell, side in zip(cells, sides, strict=True)
-        )
-        return f"<tr>{found}</tr>"
+    def to_json(self) -> str:
+        """`to_dict()` as JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
 
+    def _repr_html_(self) -> str:
+        # As wide as it is: a notebook would break its lines.
+        return f"<pre style='white-space:pre;overflow-x:auto'>{escape(str(self))}</pre>"
 
-def _spanning(columns: int, cell: str, style: str = "") -> str:
-    styled = f" style='{style}'" if style else ""
-    return f"<td colspan='{columns}'{styled}>{escape(cell)}</td>"
-
-
-def folding_html(title: str, inside: str) -> str:
-    """Markup under a title that a click folds away."""
-    return f"<details open><summary>{escape(title)}</summary>{inside}</details>"
-
-
-def lines_html(lines: Iterable[str], style: str = "") -> str:
-    """Each line in a block of its own."""
-    styled = f" style='{style}'" if style else ""
-    return "".join(f"<div{styled}>{escape(line)}</div>" for line in lines)
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("…" if cycle else str(self))
