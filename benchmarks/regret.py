@@ -201,7 +201,7 @@ def _measured(case: Case, team: Team, rounds: int) -> Regret:
     leaves = [{"shape": (size,), "dtype": "float32"} for size in case.elements]
     team.do("prepare", leaves=leaves, reduce_op="mean")
     names = (AUTO, *candidates(case))
-    plans = {name: team.do("plan", name=name)[0]["plan"] for name in names}
+    plans = {name: team.do("plan", name=name)[0] for name in names}
     alike = tuple(name for name in plans if name != AUTO and plans[name] == plans[AUTO])
     names = (AUTO, TWIN, *(name for name in plans if name != AUTO and name not in alike))
     contestants = [Contestant(name, team) for name in names]

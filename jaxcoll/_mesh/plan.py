@@ -29,7 +29,6 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.world import World
 from jaxcoll._prices.predict import predict
-from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.parts import sharded_leaves
 from jaxcoll._spmd.reduce_scatter import plan_scatter
 from jaxcoll._spmd.sparse import check_slices, is_sparse
@@ -81,7 +80,7 @@ def plan(
     """
     op = ReduceOp.of(reduce_op)
     world = _world(topology, axis_size, mesh, axis_name)
-    return predict(_plan(value, world, options, op, collective), rates_of(world))
+    return predict(_plan(value, world, options, op, collective))
 
 
 def _plan(

@@ -64,20 +64,17 @@ def exposed(
     seconds: Sequence[float],
     matmuls: Sequence[Matmul],
     rates: Rates,
-) -> list[float] | None:
+) -> list[float]:
     """Return each collective's seconds in one run that no matrix product hides.
 
     A second of matrix products hides a second of one collective, and no more, however many
     are under way: of those it stands between start and end of, the one that ends first and is
     not hidden yet. No other choice hides more in all (F. Glover, Maximum matching in a convex
     bipartite graph, Naval Research Logistics Quarterly 14, 1967). Only matrix products hide:
-    what else runs meanwhile is not priced. A product of a type of unknown rate hides nothing; it is
-    None if products stand beside collectives, and the rate of no type is known.
+    what else runs meanwhile is not priced. A product of a type of unknown rate hides nothing.
     """
     left = [c.turns * once for c, once in zip(collectives, seconds, strict=True)]
     for m, under_way in _meetings(collectives, matmuls):
-        if under_way and not rates.products:
-            return None
         # Earliest deadline first: `under_way` is sorted by end, which makes greedy hide the most.
         rate = rates.product_rate(m.dtype)
         spare = m.turns * m.flops / rate if rate else 0.0

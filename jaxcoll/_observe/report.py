@@ -134,9 +134,10 @@ class Report(Shown):
 
     @property
     def exposed_seconds(self) -> float | None:
-        """The part of `seconds` that no matrix product hides; None if that is not known."""
-        parts = [row.exposed_seconds for row in self.rows if row.exposed_seconds is not None]
-        return sum(parts) if self.predicted_from and len(parts) == self.count else None
+        """The part of `seconds` that no matrix product hides; None without a prediction."""
+        if not self.predicted_from:
+            return None
+        return sum(row.exposed_seconds or 0.0 for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain numbers and strings, bytes and elements counted on one device."""

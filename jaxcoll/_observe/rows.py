@@ -42,7 +42,7 @@ class Row:
       leaves: paths of the leaves that it carries, whole or in part, where plans say.
       sources: the lines of Python that asked for it, as file:line.
       seconds: the prediction for each time it is carried out; None if there is none.
-      exposed_seconds: the part of one run's that no matrix product hides; None if not known.
+      exposed_seconds: the part of one run's that no matrix product hides; None likewise.
     """
 
     compiled: Collective
@@ -75,8 +75,10 @@ def rows_of(
     matched = {i for origin in origins for i in origin.requested}
     added = "added by the compiler" if len(matched) == len(requested or ()) else "origin unknown"
     leaves = dict(_leaves_by_pack(plans))
-    prices = None if rates is None else [predicted(c, rates) for c in collectives]
-    hidden = prices and rates and exposed(collectives, prices, compiled.matmuls, rates)
+    prices = hidden = [None] * len(collectives)
+    if rates is not None:
+        prices = [predicted(c, rates) for c in collectives]
+        hidden = exposed(collectives, prices, compiled.matmuls, rates)
     rows = []
     for k, (c, origin) in enumerate(zip(collectives, origins, strict=True)):
         before = [(requested or ())[i] for i in origin.requested]
@@ -100,8 +102,8 @@ def rows_of(
                 )
             ),
             sources=_distinct(x.source for x in carried),
-            seconds=prices[k] if prices else None,
-            exposed_seconds=hidden[k] if hidden else None,
+            seconds=prices[k],
+            exposed_seconds=hidden[k],
         )
         rows.append(row)
     return tuple(rows)

@@ -2,7 +2,7 @@
 
 Options that are given stand. What they leave open follows from the constants below; nothing is
 searched, measured or read while a program is traced, so all processes of a job choose alike.
-`python -m benchmarks.predicted_regret` compares the rule with the best choice.
+`python -m benchmarks.regret` compares the rule with the best choice.
 """
 
 from __future__ import annotations

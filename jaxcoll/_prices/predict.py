@@ -3,8 +3,7 @@
 The formulas are the standard ones (see `_plan/algorithms.py`), with one addition for an all-reduce
 that the backend carries out flat over several islands: its bytes cross by the links of all p
 devices of an island at once. Sent round a ring, 2(n-1)/n of the array crosses; between two islands
-only one array each way, since a tree does as well. NCCL's own model makes the same exception; Gloo
-has no such tree.
+only one array each way, since a tree does as well. NCCL's own model makes the same exception.
 """
 
 from __future__ import annotations
@@ -12,104 +11,81 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxcoll._plan.algorithms import Stage, steps
 from jaxcoll._plan.collective_plan import CollectivePlan
-from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.plan import Cost, Plan
-from jaxcoll._prices.rates import Curve, Rates
+from jaxcoll._prices.rates import Curve, Rates, rates_of
 
 OPERANDS = 256
 """Most arrays that XLA's combiners make one collective of (xla/service/collective_utils.h)."""
 
 
-def predict(plan: CollectivePlan, rates: Rates) -> Plan:
+Load = tuple[tuple[Stage, ...], int, int]
+"""What sums an array, its bytes, and the pieces of leaves that are copied into it and out again; 0:
+it is a leaf itself."""
+
+
+def predict(plan: CollectivePlan) -> Plan:
     """Return the plan with the seconds that it is predicted to take, packs one after another."""
+    shown, rates = Plan.of(plan), rates_of(plan.world)
+    if rates is None:
+        return shown
     rates = dataclasses.replace(rates, combine=0) if plan.overlap else rates
-    loads = loads_of(plan.packs, plan.leaves, [plan.stages(pack) for pack in plan.packs])
-    cost = Prices(rates, plan.world.sizes).of_loads(loads)
+    loads = Counter[Load](
+        (plan.stages(pack), pack.nbytes, 0 if pack.is_leaf(plan.leaves) else len(pack.segments))
+        for pack in plan.packs
+    )
+    cost = cost_of_loads(loads, plan.world.sizes, rates)
     if plan.collective != "all_reduce":  # half of the steps and bytes; only one of the halves adds
         adds = plan.collective == "reduce_scatter"
         halves = (cost.latency / 2, cost.bandwidth / 2, cost.reduction * adds, cost.copy / 2)
         cost = Cost(*halves)
-    predicted = dataclasses.replace(cost, source=rates.source)
-    return dataclasses.replace(Plan.of(plan), predicted=predicted)
+    return dataclasses.replace(shown, predicted=dataclasses.replace(cost, source=rates.source))
 
 
-class Load(NamedTuple):
-    """Arrays that cost the same: packs of one size that travel alike."""
+def cost_of_loads(loads: Mapping[Load, int], sizes: tuple[int, ...], rates: Rates) -> Cost:
+    """Return the cost of so many arrays of each kind, copies and handing over included.
 
-    stages: tuple[Stage, ...]  # what sums each of them
-    nbytes: int  # bytes of one
-    pieces: int = 0  # of leaves that are copied into one and out again; 0: it is a leaf itself
-    times: int = 1  # how many there are
-
-
-def loads_of(
-    packs: Sequence[Pack], leaves: Sequence[Leaf], stages: Sequence[tuple[Stage, ...]]
-) -> list[Load]:
-    """Count the packs that cost the same together."""
-    alike = Counter(
-        (its, pack.nbytes, 0 if pack.is_leaf(leaves) else len(pack.segments))
-        for pack, its in zip(packs, stages, strict=True)
-    )
-    return [Load(*load, count) for load, count in alike.items()]
-
-
-class Prices:
-    """Costs in one world; each composition and size is worked out once.
-
-    Args:
-      rates: of the world.
-      sizes: replicas along each of the reduction's axes, outer first, islands one after another
-        along the outer ones; replicas beyond those that the rates are of are on further islands.
+    Arrays that the compiler sums by its own all-reduce are taken together as it combines them
+    (`Rates.combine`).
     """
+    total = Cost()
+    combined: dict[tuple[Stage, ...], list[tuple[int, int]]] = {}
+    for (stages, nbytes, pieces), times in loads.items():
+        copies = 2 * nbytes * rates.copy if pieces else 0.0
+        total += Cost(copy=times * (pieces * rates.slice + copies))
+        native = len(stages) == 1 and stages[0].algorithm == "native"
+        # The combiner leaves alone what is larger than the threshold, and what is not its own.
+        if native and nbytes < rates.combine:
+            combined.setdefault(stages, []).append((nbytes, times))
+        else:
+            handed = Cost(latency=rates.array * native)
+            total += times * (cost_of(stages, nbytes, sizes, rates) + handed)
+    for stages, together in combined.items():
+        count = sum(times for _, times in together)
+        nbytes = sum(times * each for each, times in together)
+        # A combined collective ends at the threshold, or at so many operands.
+        calls = max(-(-nbytes // rates.combine), -(-count // OPERANDS))
+        total += calls * cost_of(stages, nbytes // calls, sizes, rates)
+        total += Cost(latency=count * rates.array)
+    return total
 
-    def __init__(self, rates: Rates, sizes: Sequence[int]) -> None:
-        self.rates, self.sizes = rates, tuple(sizes)
-        self._known: dict[tuple[tuple[Stage, ...], int], Cost] = {}
 
-    def of(self, stages: tuple[Stage, ...], nbytes: int) -> Cost:
-        """Return the cost of summing one array, its copies and its handing over apart."""
-        cost = self._known.get((stages, nbytes))
-        if cost is None:
-            cost, shard = Cost(), float(nbytes)
-            for stage in stages:
-                group = _group(stage, self.sizes, self.rates)
-                cost += _stage(stage, shard, stage is stages[-1], self.rates, group)
-                shard /= stage.shards
-            self._known[stages, nbytes] = cost
-        return cost
+def cost_of(stages: Sequence[Stage], nbytes: int, sizes: tuple[int, ...], rates: Rates) -> Cost:
+    """Return the cost of summing one array, its copies and its handing over apart.
 
-    def of_loads(self, loads: Iterable[Load]) -> Cost:
-        """Return the cost of a whole plan, copies and handing over included.
-
-        Arrays that the compiler sums by its own all-reduce are taken together as it combines
-        them (`Rates.combine`).
-        """
-        rates, total = self.rates, Cost()
-        combined: dict[tuple[Stage, ...], list[Load]] = {}
-        for load in loads:
-            copies = 2 * load.nbytes * rates.copy if load.pieces else 0.0
-            total += Cost(copy=load.times * (load.pieces * rates.slice + copies))
-            native = len(load.stages) == 1 and load.stages[0].algorithm == "native"
-            # The combiner leaves alone what is larger than the threshold, and what is not its own.
-            if native and load.nbytes < rates.combine:
-                combined.setdefault(load.stages, []).append(load)
-            else:
-                total += load.times * (
-                    self.of(load.stages, load.nbytes) + Cost(latency=rates.array * native)
-                )
-        for stages, together in combined.items():
-            count = sum(load.times for load in together)
-            nbytes = sum(load.times * load.nbytes for load in together)
-            # A combined collective ends at the threshold, or at so many operands.
-            calls = max(-(-nbytes // rates.combine), -(-count // OPERANDS))
-            total += calls * self.of(stages, nbytes // calls) + Cost(latency=count * rates.array)
-        return total
+    `sizes` are replicas along each of the reduction's axes, outer first, islands one after another
+    along the outer ones.
+    """
+    cost, shard = Cost(), float(nbytes)
+    for stage in stages:
+        group = _group(stage, sizes, rates)
+        cost += _stage(stage, shard, stage is stages[-1], rates, group)
+        shard /= stage.shards
+    return cost
 
 
 class Group(NamedTuple):
@@ -168,7 +144,7 @@ def _stage(stage: Stage, nbytes: float, last: bool, rates: Rates, group: Group) 
     waits = 2 * (n - 1).bit_length() if exchanges == 2 else exchanges
     sent = (stage.shards - 1 + n - 1) * nbytes / stage.shards
     far = sent * _share_between(stage.algorithm, group)
-    bandwidth = far * rates.between.per_byte * rates.duplex + (sent - far) * rates.within.per_byte
+    bandwidth = far * rates.between.per_byte + (sent - far) * rates.within.per_byte
     latency = exchanges * rates.call + waits * link.step
     if not stage.format:
         return Cost(latency, bandwidth, added)
@@ -243,6 +219,5 @@ def _per_byte(rates: Rates, group: Group) -> float:
     if group.k == 1:
         return around * rates.within.per_byte
     # Between two islands a tree sends one array each way, fewer bytes than a ring (NCCL does so).
-    tree = group.k == 2 and rates.tree
-    across = (1.0 if tree else around) * rates.between.per_byte / group.p
+    across = (1.0 if group.k == 2 else around) * rates.between.per_byte / group.p
     return max(across, around * rates.within.per_byte * (group.p > 1))

@@ -1,9 +1,8 @@
-"""The table of rates: what links, calls and copies cost, as published or measured.
+"""The table of rates: what links, calls and copies of accelerators cost, as published.
 
 Times are in seconds and sizes in bytes, but for the table itself, whose units its fields name. Two
 kinds of link are told apart: within an island and between islands. An island is a host, or a slice
-of TPUs; where CPU processes are all on one host, it is one process. docs/clusters.md has the
-sources.
+of TPUs. docs/clusters.md has the sources.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Curve:
 
     points: tuple[tuple[int, float], ...]  # bytes and seconds; both rise
     replicas: int  # devices it was measured over
-    islands: int = 1  # hosts (TPU: slices; CPU: processes) that those belonged to
+    islands: int = 1  # hosts (TPU: slices) that those belonged to
 
     @property
     def latency(self) -> float:
@@ -96,14 +95,10 @@ class Rates:
     reduce: float  # seconds per byte that a device adds to another
     copy: float  # seconds per byte copied into a pack, and again per byte copied out of it
     slice: float  # seconds for each piece of a leaf that is copied into a pack and out of it
-    # Bytes up to which the compiler makes one collective of several of its own all-reduces; 0: the
-    # runtime takes them one by one
+    # Bytes up to which the compiler makes one collective of several of its own all-reduces; 0: they
+    # are kept apart
     combine: int
     native: tuple[Curve, ...] = ()  # of the backend's own all-reduce
-    # Times as long as by their bytes that exchanges of our own take between islands, where both
-    # ends send at once over TCP
-    duplex: float = 1.0
-    tree: bool = True  # between two islands the backend sends an array once each way, as NCCL does
     # For element types, as HLO spells them ("f8" for all of 8 bits), operations a second that
     # matrix products reach; () where that is not known
     products: tuple[tuple[str, float], ...] = ()
@@ -113,33 +108,18 @@ class Rates:
         return dict(self.products).get("f8" if dtype.startswith("f8") else dtype)
 
 
-class Network(NamedTuple):
-    """A network that joins hosts; one NIC for each device, or one that a host's devices share."""
-
-    hop_us: float
-    gb_per_s: float
-    shared: bool = False
-
-    def link(self, per_host: int) -> Link:
-        """Return the link of one device while all `per_host` send."""
-        return Link(self.hop_us * MICRO, (per_host if self.shared else 1) / (self.gb_per_s * GIGA))
-
-
 NETWORKS = {
-    "infiniband-400": Network(14, 47.5),  # NCCL's model (tuning.cc); nccl-tests#290
-    "efa-400": Network(14, 47.5),
-    "infiniband-200": Network(14, 23.75),
-    # Assumed: 92 % of the line, a hop through the kernels' TCP.
-    "ethernet-10": Network(50, 1.15, shared=True),
-    "ethernet-1": Network(50, 0.115, shared=True),
-    "ethernet-0.1": Network(50, 0.0115, shared=True),
+    "infiniband-400": (14, 47.5),  # NCCL's model (tuning.cc); nccl-tests#290
+    "efa-400": (14, 47.5),
+    "infiniband-200": (14, 23.75),
     # DCN of TPU slices: 6.4 Tbit/s a pod of 256 v5e, 50 Gbit/s a v5p chip, 100 a chip of two TPU7x
     # devices (docs.cloud.google.com); v6e with 4 × 200 Gbit/s a host of 8, and all hops: assumed.
-    "dcn-v5e": Network(50, 3.1),
-    "dcn-v5p": Network(50, 6.25),
-    "dcn-v6e": Network(50, 12.5),
-    "dcn-tpu7x": Network(50, 6.25),
+    "dcn-v5e": (50, 3.1),
+    "dcn-v5p": (50, 6.25),
+    "dcn-v6e": (50, 12.5),
+    "dcn-tpu7x": (50, 6.25),
 }
+"""Microseconds of a hop between hosts, and GB/s of a device."""
 
 
 class Accelerator(NamedTuple):
@@ -224,60 +204,43 @@ ACCELERATORS = (
     ),
 )  # fmt: skip
 
-# Milliseconds of one all-reduce over 2, 4 and 8 CPU processes on two cores, whose malloc keeps what
-# is freed: medians of `benchmarks`' all-reduces (docs/performance.md).
-CORES = 2
-GLOO_BYTES = (1_024, 65_536, 262_144, 1_048_576, 4_194_304, 16_777_216, 67_108_864)
-GLOO_MS = {
-    2: (0.45, 0.55, 0.7, 1.4, 3.5, 14.0, 53.0),
-    4: (4.5, 5.0, 5.4, 6.0, 10.7, 32.0, 130.0),
-    8: (13.0, 15.0, 17.0, 20.0, 31.0, 74.0, 288.0),
-}
 
+def rates_of(world: World) -> Rates | None:
+    """Return the rates of a world; None of CPUs, which differ from machine to machine.
 
-def rates_of(world: World, network: str = "") -> Rates:
-    """Return the rates of a world.
-
-    Args:
-      world: where it runs. An unknown kind of GPU is taken for an H100, of TPU for a v5e; a host of
-        CPU processes has two cores.
-      network: what joins hosts, a name of `NETWORKS`; "": what is usual, of CPUs 10 Gbit/s.
+    An unknown kind of GPU is taken for an H100, of TPU for a v5e.
 
     Examples:
       >>> rates_of(World("gpu", (8,), device_kind="NVIDIA H200")).source
       'Hopper, NVLink 4, from 8 x H200; between hosts infiniband-400'
     """
-    if world.over_gloo:
-        return _gloo(world, network or "ethernet-10")
     if world.platform == "cpu":
-        return _memory(world.replicas)
+        return None
     kind, usual = world.device_kind.lower(), "v5e" if world.platform == "tpu" else "h100"
     alike = [a for a in ACCELERATORS if any(name in kind for name in a.kinds)]
     chip = [*alike, *(a for a in ACCELERATORS if usual in a.kinds)][0]
-    network, memory = network or chip.network, 0.9 * chip.memory_tb_per_s * TERA
-    per_host = -(-world.replicas // world.hosts)
+    memory, (hop_us, gb_per_s) = 0.9 * chip.memory_tb_per_s * TERA, NETWORKS[chip.network]
     return Rates(
-        f"{chip.source}; between hosts {network}",
-        per_host,
-        Link(chip.hop_us * MICRO, 1 / (chip.gb_per_s * GIGA), chip.torus),
-        NETWORKS[network].link(per_host),
+        f"{chip.source}; between hosts {chip.network}",
+        per_island=-(-world.replicas // world.hosts),
+        within=Link(chip.hop_us * MICRO, 1 / (chip.gb_per_s * GIGA), chip.torus),
+        between=Link(hop_us * MICRO, 1 / (gb_per_s * GIGA)),
         call=chip.call_us * MICRO,
         array=1.5 * MICRO,  # assumed
         reduce=3 / memory,  # two reads and a write
         copy=2 / memory,  # a read and a write
         slice=2 * MICRO,  # assumed
         combine=30 * MiB,  # XLA's default
-        native=tuple(_curves(chip, network)),
+        native=tuple(_curves(chip)),
         products=tuple((name, chip.reached * peak * TERA) for name, peak in chip.peaks.items()),
     )
 
 
-def _curves(chip: Accelerator, network: str) -> list[Curve]:
-    """Return the curves as measured, between hosts for the usual network alone, and a ring's."""
+def _curves(chip: Accelerator) -> list[Curve]:
+    """Return the curves as measured, and a ring's."""
     curves = [
         Curve(tuple((size, us * MICRO) for size, us in points), replicas, hosts)
         for replicas, hosts, points in chip.curves
-        if hosts == 1 or network == chip.network
     ]
     if chip.ring:
         # The curve in the switch, stretched to what the ring reaches with the largest array.
@@ -289,82 +252,3 @@ def _curves(chip: Accelerator, network: str) -> list[Curve]:
         points = ((size, whole.latency + factor * (t - whole.latency)) for size, t in whole.points)
         curves.insert(1, Curve(tuple(points), n))
     return curves
-
-
-def _memory(per_process: int) -> Rates:
-    """Return the rates of devices of one CPU process, whose copies go through the same cores."""
-    turns = max(1.0, per_process / CORES)
-    return Rates(
-        f"devices of one CPU process, {CORES} cores",
-        per_process,
-        Link(10 * MICRO, 0.185e-9 * turns),
-        Link(0.6e-3, 0.75e-9),
-        call=100 * MICRO,
-        array=50 * MICRO * turns,
-        reduce=0.05e-9 * turns,
-        copy=0.3e-9 * turns,
-        slice=6 * MICRO * turns,
-        combine=1 << 40,
-    )
-
-
-def _gloo(world: World, network: str) -> Rates:
-    """Return the rates of CPU processes, each of which waits for its share of the cores."""
-    turns = max(1.0, world.processes / world.hosts / CORES)
-    within = between = Link(0.2e-3 * turns, 0.55e-9 * turns)
-    source = f"CPU processes over Gloo, {CORES} cores a host"
-    islands, native = world.processes, ()
-    if world.hosts > 1:
-        islands = world.hosts
-        source += f"; between hosts {network}"
-        far = NETWORKS[network].link(-(-world.replicas // islands))
-        between = Link(within.step + far.step, max(within.per_byte, far.per_byte))
-        if world.replicas == world.processes:
-            native = _gloo_between_hosts(world, far)
-    elif world.replicas == world.processes:
-        native = tuple(Curve(_gloo_points(n), n, n) for n in GLOO_MS)
-    per_island = -(-world.replicas // islands)
-    return dataclasses.replace(
-        _memory(per_island),
-        source=source,
-        per_island=per_island,
-        within=within if world.hosts > 1 else _memory(per_island).within,
-        between=between,
-        call=0.05e-3 * turns,
-        array=0.25e-3 * turns**2,
-        reduce=0.2e-9 * turns,
-        copy=0.12e-9 * turns,
-        slice=6 * MICRO * turns,
-        combine=0,
-        native=native,
-        duplex=1.5 if world.hosts > 1 else 1.0,
-        tree=False,
-    )
-
-
-def _gloo_points(n: int) -> tuple[tuple[int, float], ...]:
-    return tuple((size, ms * 1e-3) for size, ms in zip(GLOO_BYTES, GLOO_MS[n], strict=True))
-
-
-def _gloo_between_hosts(world: World, far: Link) -> tuple[Curve, ...]:
-    """Return curves of processes on several hosts, by whose links a ring goes.
-
-    For each number of processes there is one where every process has a host and a part of its link,
-    and one where the processes of a host are neighbours, so that one of them sends.
-    """
-    per_host = -(-world.replicas // world.hosts)
-    curves = []
-    for n in GLOO_MS:
-        # A process that waits for a core holds up all others, so few steps take longest.
-        turns = max(1.0, per_host / CORES) / max(1.0, n / CORES)
-        for islands in sorted({n, world.hosts}):
-            if islands <= n:
-                wire = 2 * (n - 1) / n * far.per_byte / (per_host if n > islands else 1)
-                latency = GLOO_MS[n][0] * 1e-3
-                start = turns**2 * latency + 2 * (n - 1) * far.step
-                points = (
-                    (size, start + turns * (t - latency) + size * wire)
-                    for size, t in _gloo_points(n)
-                )
-                curves.append(Curve(tuple(points), n, islands))
-    return tuple(curves)

@@ -12,7 +12,6 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.plan import MOST_ROWS
 from jaxcoll._plan.world import World
 from jaxcoll._prices.predict import predict
-from jaxcoll._prices.rates import rates_of
 from jaxcoll.cli import flags
 
 EPILOG = """\
@@ -50,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
         n = args.processes or args.devices or flags.SIMULATED
         world = World("cpu", (n,), processes=args.processes or 1)
     tree = flags.tree_of(args.tree, args.dtype)
-    planned = plan_in(tree, world, options, ReduceOp.of(args.reduce_op))
-    plan = predict(planned, rates_of(world))
+    plan = predict(plan_in(tree, world, options, ReduceOp.of(args.reduce_op)))
     flags.write_json(args.json, plan.to_dict())
     if args.json != "-":
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

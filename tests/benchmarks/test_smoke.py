@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import all_reduce, calibrate, late_rank, on_one_gpu, overlap, regret, simulation
+from benchmarks import all_reduce, late_rank, on_one_gpu, overlap, regret, simulation
 from benchmarks.counters import transmitted_bytes
 from benchmarks.ranks.data import BLOCK, Exact, block, leaf
 from jaxcoll.cli.bench import BASELINE
@@ -74,35 +74,6 @@ def test_windows_of_late_ranks_are_counted_by_who_was_named():
     assert row[1:6] == ["4", "2", "2", "15.0%", "-20% … +10%"], "a window of 3 runs tells nothing"
     nobody = late_rank.Found(case._replace(ms=0.0), [late_rank.Window(-1, {0: 0.002}, 20, 0.1)])
     assert nobody.row()[1:5] == ["1", "–", "1", "–"]
-
-
-@pytest.mark.processes
-def test_calibrate(tmp_path, tree):
-    file = tmp_path / "found.json"
-    found = calibrate.main(["--most", "1MiB", "--seconds", "0.02", "--trees", tree,
-                            "--json", str(file)])  # fmt: skip
-    assert json.loads(file.read_text()) == found
-    assert found["trees"][tree]["measured"] > 0
-
-
-def test_constants_come_back_from_the_times_that_they_predict():
-    per_byte, per_leaf, per_array, step, byte = 0.3e-9, 7e-6, 40e-6, 5e-6, 2e-9
-    seconds = {}
-    for p in calibrate.probes_of(4, calibrate.SIZES, calibrate.EXCHANGED):
-        nbytes = p.count * p.nbytes
-        if p.algorithm.startswith("halving"):
-            seconds[p] = 4 * step + 1.5 * nbytes * byte
-        else:
-            packed = p.algorithm == "native@all" and p.count > 1
-            more = per_leaf * p.count + 2 * nbytes * per_byte if packed else per_array * p.count
-            seconds[p] = 1e-3 + 1e-9 * nbytes * (packed or p.count == 1) + more
-            seconds[p] += 0 if packed or p.algorithm == BASELINE else -per_array
-    found = calibrate.constants_of(seconds, 4)
-    expected = {"copy of a byte": per_byte, "leaf in a pack": per_leaf,
-                "step of an exchange": step, "byte of an exchange": byte}  # fmt: skip
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=0.02), name
-    assert found["array beyond the first"] == pytest.approx(per_array, rel=0.1)
 
 
 def test_simulation(tmp_path, capsys, tree):

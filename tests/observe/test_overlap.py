@@ -70,9 +70,6 @@ def test_loops_count_each_turn_and_what_is_synchronous_is_exposed():
 def test_what_products_of_an_unknown_rate_hide_is_not_claimed():
     spans, inside = [sends(0, 4)], [product(1, dtype="s8"), product(2)]
     assert exposed(spans, [5.0], inside, ONE) == [4.0]
-    without = dataclasses.replace(ONE, products=())
-    assert exposed(spans, [5.0], inside, without) is None
-    assert exposed([sends(0, 0, is_async=False)], [5.0], inside, without) == [5.0]
 
 
 @pytest.fixture(scope="module")

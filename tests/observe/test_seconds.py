@@ -8,7 +8,7 @@ from jaxcoll._observe.overlap import predicted
 from jaxcoll._observe.parse.collective import KINDS, Collective, Operand
 from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.world import World
-from jaxcoll._prices.predict import Prices
+from jaxcoll._prices.predict import cost_of
 from jaxcoll._prices.rates import rates_of
 
 TWO_HOSTS = rates_of(World("gpu", (16,), processes=2, device_kind="NVIDIA H100", hosts=2))
@@ -30,7 +30,7 @@ def seconds(kind, groups, size=1 << 24, terms=TWO_HOSTS):
     ids=["all", "inner", "outer"],
 )
 def test_an_all_reduce_costs_what_a_plan_says(groups, sizes, over):
-    cost = Prices(TWO_HOSTS, sizes).of(stages("native", 0, over), 4 << 24)
+    cost = cost_of(stages("native", 0, over), 4 << 24, sizes, TWO_HOSTS)
     assert seconds("all-reduce", groups) == pytest.approx(cost.seconds + TWO_HOSTS.array)
 
 

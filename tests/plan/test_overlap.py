@@ -107,6 +107,5 @@ def test_on_cpus_the_plan_says_that_nothing_is_computed_meanwhile():
     plan = jc.plan(layers(2, 512), axis_size=8, options=ASKED)
     assert plan.overlap
     assert any("waits for each collective" in reason for reason in plan.reasons)
-    assert plan.predicted.latency > jc.plan(layers(2, 512), axis_size=8).predicted.latency
     within = Plan.of(make_plan(ReduceOp.MEAN, plan.leaves, ASKED, plan.world, in_backward=True))
     assert any("waits for each collective" in reason for reason in within.reasons)

@@ -40,7 +40,7 @@ def test_shows_itself_as_a_table_and_as_json():
 
 
 def test_its_prediction_is_in_milliseconds():
-    plan = jc.plan({"a": np.ones(1 << 20, "f")}, axis_size=8)
+    plan = jc.plan({"a": np.ones(1 << 20, "f")}, topology="h100:8")
     cost = plan.predicted
     parts = (cost.seconds, cost.latency, cost.bandwidth, cost.reduction, cost.copy)
     shown = re.findall(r"([\d.e+-]+) (?:ms|latency|bandwidth|sums|copies)", plan.prediction)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxcoll as jc
-from benchmarks import predicted_regret
 from jaxcoll._distribute.all_reduce_ops import GroupSmall, NumPacks
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack
@@ -25,30 +24,17 @@ from jaxcoll._plan.planner import (
     packing_for,
 )
 from jaxcoll._plan.world import World
-from jaxcoll.compression import Int8
 
 F32 = np.dtype(np.float32)
 GLOO = World("cpu", (4,), processes=4)
 TWO_HOSTS = World("cpu", (2, 2), processes=4, hosts=2, inner=1)
 NOTHING = jc.CommunicationOptions()
-CODED = [Leaf("x", (64,), F32, F32, (4,), format=Int8())]
 FEW = 4 * EXCHANGED  # bytes that exchanges sum over GLOO
 
 
 def plan_of(sizes, world=GLOO, **options):
     leaves = [Leaf(f"[{i}]", (n,), F32, F32, world.sizes) for i, n in enumerate(sizes)]
     return Plan.of(make_plan(jc.ReduceOp.MEAN, leaves, jc.CommunicationOptions(**options), world))
-
-
-def test_the_rule_is_close_to_the_best_choice_by_the_predicted_seconds():
-    ratios = [predicted_regret.regret(case) for case in predicted_regret.cases(40, seed=0)]
-    assert np.exp(np.mean(np.log(ratios))) <= 1.08
-    assert max(ratios) <= 1.5
-
-
-def test_cases_are_those_of_their_seed():
-    assert predicted_regret.cases(5, 0) == predicted_regret.cases(40, 0)[:5]
-    assert predicted_regret.cases(5, 0) != predicted_regret.cases(5, 1)
 
 
 @given(
