@@ -22,7 +22,6 @@ words = "psum, as JAX has it; shift, permutes by hand; or an algorithm of jaxcol
 parser.add_argument("--form", default="psum", help=words)
 parser.add_argument("--seconds", type=float, default=7.0)
 parser.add_argument("--width", type=int, default=64, help="of a square of gradients")
-parser.add_argument("--absent", type=int, default=-1, help="a rank that goes on for long")
 args = parser.parse_args()
 rank, is_late = jax.process_index(), jax.process_index() == args.late
 mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
@@ -79,6 +78,4 @@ while spent < args.seconds:  # as all ranks have it on average, so that all take
     w, mean = step(w, x, array(rows, mine))
     spent = np.asarray(mean).item()
     began = began or time.monotonic()  # when it was compiled
-if rank == args.absent:
-    time.sleep(25)
 print("ended", rank)

@@ -124,21 +124,7 @@ class Topology:
 
 
 def topology_named(name: Any) -> Topology:
-    """The cluster of this name.
-
-    Args:
-      name: a chip and its numbers: "h100:8" for one host, "h100:2x8" for two hosts of eight,
-        "v5e:2x4" or "v5p:8x8x8" for chips along each dimension, "cpu:8" for simulated ones.
-
-    Raises:
-      ValueError: there is no such cluster; the message lists the nearest ones.
-
-    Examples:
-      >>> str(topology_named("h100:2x8"))
-      'h100:2x8 (16 × NVIDIA H100 80GB HBM3, 2 hosts)'
-      >>> topology_named("tpu7x:2x2x1").size
-      8
-    """
+    """The cluster of a name, a chip and its numbers, as docs/clusters.md lists them."""
     if isinstance(name, Topology):
         return name
     match = _FORM.fullmatch(name.lower()) if isinstance(name, str) else None
@@ -211,12 +197,7 @@ def _usual(name: str) -> Iterator[Topology]:
 
 
 def topology_world(topology: Topology, sizes: tuple[int, ...] = ()) -> World:
-    """Return the world of a reduction over all of a cluster, along axes of these sizes.
-
-    Args:
-      topology: the cluster.
-      sizes: of the axes, outer first; (): one axis.
-    """
+    """Return the world of a reduction over a cluster, along one axis or several, outer first."""
     return World(
         topology.platform,
         sizes or (topology.size,),

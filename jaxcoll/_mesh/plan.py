@@ -13,7 +13,6 @@ from jaxcoll._mesh.clusters import topology_named, topology_world
 from jaxcoll._mesh.mesh import axis_names, checked_mesh
 from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.checks import is_integer
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import (
     Leaf,
@@ -78,46 +77,35 @@ def plan(
       >>> print(plan(grads, topology="h100:2x8").world)
       16 × gpu, 2 processes
     """
-    op = ReduceOp.of(reduce_op)
     world = _world(topology, axis_size, mesh, axis_name)
-    return predict(_plan(value, world, options, op, collective))
-
-
-def _plan(
-    value: Any,
-    world: World,
-    options: CommunicationOptions | None,
-    op: ReduceOp,
-    collective: str,
-) -> CollectivePlan:
-    if collective == "all_reduce":
-        return plan_in(value, world, options, op)
-    if collective not in get_args(Half):
-        raise ValueError(
-            "`collective` must be 'all_reduce', 'reduce_scatter' or 'all_gather'; got "
-            f"{collective!r}."
-        )
-    given, axes = checked(options), {f"axis{i}": n for i, n in enumerate(world.sizes)}
-    treedef, leaves = sharded_leaves(value, axes, "plan")
-    if collective == "reduce_scatter":
-        return plan_scatter(treedef, leaves, op, axes, world, given)[0]
-    layout = layout_of(treedef, leaves, world.replicas, given.bytes_per_pack)
-    return plan_half("all_gather", ReduceOp.SUM, layout.packs, layout.leaves, given, world)
+    return plan_in(value, world, options, reduce_op, collective)
 
 
 def plan_in(
     value: Any,
     world: World,
     options: CommunicationOptions | None = None,
-    reduce_op: ReduceOp = ReduceOp.MEAN,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    collective: str = "all_reduce",
 ) -> Plan:
-    """Return the plan of an `all_reduce` in a world that is known, without a prediction."""
-    given = checked(options)
-    leaves = [
-        _leaf(path, leaf, reduce_op, world, given) for path, leaf in flattened(value, is_sparse)[0]
-    ]
-    check_any_coded(given.compression, [leaf.dtype for leaf in leaves])
-    return Plan.of(make_plan(reduce_op, leaves, given, world))
+    """Return the plan in a world that is known; see `plan`."""
+    given, op = checked(options), ReduceOp.of(reduce_op)
+    if collective == "all_reduce":
+        flat = flattened(value, is_sparse)[0]
+        leaves = [_leaf(path, leaf, op, world, given) for path, leaf in flat]
+        check_any_coded(given.compression, [leaf.dtype for leaf in leaves])
+        return predict(make_plan(op, leaves, given, world))
+    if collective not in get_args(Half):
+        raise ValueError(
+            "`collective` must be 'all_reduce', 'reduce_scatter' or 'all_gather'; got "
+            f"{collective!r}."
+        )
+    axes = {f"axis{i}": n for i, n in enumerate(world.sizes)}
+    treedef, leaves = sharded_leaves(value, axes, "plan")
+    if collective == "reduce_scatter":
+        return predict(plan_scatter(treedef, leaves, op, axes, world, given)[0])
+    layout = layout_of(treedef, leaves, world.replicas, given.bytes_per_pack)
+    return predict(plan_half("all_gather", ReduceOp.SUM, layout.packs, layout.leaves, given, world))
 
 
 def _leaf(

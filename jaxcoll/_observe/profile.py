@@ -49,11 +49,7 @@ def sends(text: str) -> bool:
 
 
 def read_programs(profile: bytes, devices: int) -> list[Compiled]:
-    """Return those in a serialized XSpace, which has them unless it was recorded without.
-
-    Args:
-      profile: of one process.
-      devices: of all processes, for programs that do not say it themselves.
+    """Return those in a serialized XSpace, for so many devices where they do not say it themselves.
 
     Raises:
       ValueError: it is no profile.
@@ -85,9 +81,7 @@ def read_events(profile: bytes) -> list[Event]:
     """Return the instructions in a serialized XSpace (b"": none), in the order of their starts.
 
     Each says its run itself (CPUs), stands inside an event of its whole program that says it
-    (TPUs), or does not say it (GPUs).
-
-    Cost: about 3 µs for each event.
+    (TPUs), or does not say it (GPUs). Cost: 3 µs for each.
 
     Raises:
       ValueError: it is no profile.

@@ -120,13 +120,10 @@ def _steps(report: Report) -> tuple[str, str]:
 def read_rank(
     compiled: Iterable[Compiled], events: Sequence[Event], probe: Sequence[Event], most: int
 ) -> tuple[dict[str, Report], dict[str, Any]]:
-    """Read what one process compiled and recorded: reports, and rows in plain values.
+    """Read what one process compiled and recorded: reports, and the last runs in plain values.
 
-    Args:
-      compiled: programs that communicate.
-      events: of a profile; none if nothing was measured.
-      probe: of an earlier one: between the two the step's time is that without a profile.
-      most: runs that are kept, the last ones.
+    Between the end of the `probe`, an earlier profile, and the events of the other the step's time
+    is that without a profile.
     """
     reports: dict[str, Report] = {}
     numbers: dict[str, set[int]] = defaultdict(set)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from jaxcoll._observe.overlap import exposed, predicted
@@ -16,16 +14,7 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.scope_names import names, pack_of
 from jaxcoll._prices.rates import Rates
 
-By = Literal["name", "shape", "order", ""]
-Fits = Callable[[Collective, Collective], bool]
-
-_BECOMES = {
-    "all-reduce": {"reduce-scatter", "all-gather", "collective-permute"},
-    "reduce-scatter": {"all-reduce", "all-to-all"},
-    "all-gather": {"all-reduce", "collective-broadcast", "collective-permute", "all-to-all"},
-    "all-to-all": {"collective-permute", "all-gather"},
-    "collective-broadcast": {"all-reduce", "collective-permute"},
-}
+By = Literal["name", "order", ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +24,8 @@ class Row:
     Attributes:
       compiled: the collective.
       requested: positions in `Report.requested` of what it carries out; () if that is not known.
-      matched_by: "name" if the compiler kept their names, "shape" if sizes, kinds and groups fit
-        in one way only, "order" if several fit and were taken in their order; "" for ().
+      matched_by: "name", which compilers keep; "order" if several of one name fit and were taken
+        in their order; "" for ().
       changes: what the compiler did to what was requested, in words.
       packs: the packs of jaxcoll that it carries; () where no name says so.
       leaves: paths of the leaves that it carries, whole or in part, where plans say.
@@ -69,7 +58,7 @@ def rows_of(
 ) -> tuple[Row, ...]:
     """Return a row for each compiled collective, in the order of the schedule."""
     collectives = compiled.collectives
-    origins = _Joiner(requested or (), collectives).join()
+    origins = _origins(requested or (), collectives)
     # For each position in `requested`, how many collectives share it among them.
     carriers = Counter(i for o in origins if not o.repeats for i in o.requested)
     matched = {i for origin in origins for i in origin.requested}
@@ -162,113 +151,97 @@ class Origin(NamedTuple):
     repeats: bool = False  # another already does it, as when a loop is unrolled
 
 
-class _Joiner:
-    """Finds what each compiled collective carries out of what was requested.
+def _origins(requested: Sequence[Collective], compiled: Sequence[Collective]) -> list[Origin]:
+    """Return what each compiled collective carries out, by the names that compilers keep.
 
     Nothing requested is spent on more elements than it has, except by copies that bear its own
-    name; in a text without names, sizes decide, and then order, and the result says so.
+    name. Like is joined to like first, and what is in loops to what is in loops.
     """
-
-    def __init__(self, requested: Sequence[Collective], compiled: Sequence[Collective]) -> None:
-        self._requested, self._compiled = requested, compiled
-        self._left = [_size(r) for r in requested]  # elements that are still to be accounted for
-        self._origins = [Origin() for _ in compiled]
-        self._by_name: dict[str, list[int]] = {}
-        for i, r in enumerate(requested):
-            self._by_name.setdefault(r.op_name, []).append(i)
-
-    def join(self) -> list[Origin]:
-        """Join like to like first, and in loops to in loops; by name, and the rest by size."""
-        for alike in (operator.eq, lambda wanted, made: made in _BECOMES.get(wanted, ())):
-            for in_loop in (True, False):
-                fits = functools.partial(_fits, alike, in_loop)
-                # All names before any size: a guess must not take what another bears the name of.
-                for k in self._waiting():
-                    self._join(k, self._named(k), fits, "name")
-                for k in self._waiting():
-                    self._join(k, range(len(self._left)), fits, "shape")
-        # What is left over and bears a name that is spent already is a copy.
-        for k in self._waiting():
-            c = self._compiled[k]
-            copied = [i for i in self._named(k) if self._requested[i].kind == c.kind]
-            if copied and sum(_size(self._requested[i]) for i in copied) >= _size(c):
-                self._origins[k] = Origin(tuple(copied), "name", repeats=True)
-        return self._origins
-
-    def _waiting(self) -> list[int]:
-        return [k for k, origin in enumerate(self._origins) if not origin.requested]
-
-    def _named(self, k: int) -> list[int]:
-        """Return what is requested under a name that the compiled collective bears."""
-        named: set[int] = set()
-        for name in dict.fromkeys(names(self._compiled[k].op_name)):
-            parts = name.split("/")
-            # Compiled names have the scopes of callers in front: any tail may be the name.
-            for start in range(len(parts)):
-                named.update(self._by_name.get("/".join(parts[start:]), ()))
-        return sorted(named)
-
-    def _join(self, k: int, among: Sequence[int], fits: Fits, by: By) -> None:
-        c = self._compiled[k]
-        free = [i for i in among if self._left[i] and fits(self._requested[i], c)]
-        taken, is_certain = self._chosen(free, c)
-        if taken:
-            self._origins[k] = Origin(tuple(sorted(taken)), by if is_certain else "order")
-            left = _size(c)
+    by_name: dict[str, list[int]] = {}
+    for i, r in enumerate(requested):
+        by_name.setdefault(r.op_name, []).append(i)
+    named = [_named(c, by_name) for c in compiled]
+    left = [_size(r) for r in requested]  # elements that are still to be accounted for
+    origins = [Origin() for _ in compiled]
+    phases = ((fits, in_loop) for fits in (_is_alike, _is_other) for in_loop in (True, False))
+    for fits, in_loop in phases:
+        for k, c in enumerate(compiled):
+            if origins[k].requested:
+                continue
+            free = [
+                i
+                for i in named[k]
+                if left[i]
+                and fits(requested[i], c)
+                and (not in_loop or bool(requested[i].loops) == bool(c.loops))
+            ]
+            taken, is_certain = _chosen(free, c, requested, left)
+            if taken:
+                origins[k] = Origin(tuple(sorted(taken)), "name" if is_certain else "order")
+            spending = _size(c)
             for i in taken:
-                spent = min(self._left[i], left)
-                self._left[i] -= spent
-                left -= spent
+                spent = min(left[i], spending)
+                left[i] -= spent
+                spending -= spent
+    # What is left over and bears a name that is spent already is a copy.
+    for k, c in enumerate(compiled):
+        copied = [i for i in named[k] if requested[i].kind == c.kind]
+        if not origins[k].requested and copied:
+            if sum(_size(requested[i]) for i in copied) >= _size(c):
+                origins[k] = Origin(tuple(copied), "name", repeats=True)
+    return origins
 
-    def _chosen(self, free: Sequence[int], c: Collective) -> tuple[list[int], bool]:
-        """Choose those of `free` that have the elements of `c`; False if others might, too."""
-        total = _size(c)
-        # All that fits together has just these elements: no other choice is possible.
-        if sum(self._left[i] for i in free) == total:
-            return list(free), True
-        by_size: dict[int, list[int]] = {}
-        for i in free:
-            by_size.setdefault(self._left[i], []).append(i)
-        wanted = Counter(operand.size for operand in c.operands)
-        taken = [i for size, n in wanted.items() for i in by_size.get(size, [])[:n]]
-        if sum(self._left[i] for i in taken) == total:
-            return taken, all(
-                len(by_size[size]) == n or self._is_one_kind(by_size[size])
-                for size, n in wanted.items()
-            )
-        # The compiler combines neighbours, which were neighbours in the request, too.
-        if run := self._run(free, total):
-            return run, False
-        larger = [i for i in free if self._left[i] > total]  # it is a part of one
-        return larger[:1], len(larger) == 1
 
-    def _is_one_kind(self, requested: Sequence[int]) -> bool:
-        """Return True if it makes no difference which of them it is."""
-        named = [self._requested[i] for i in requested]
-        return (
-            bool(named[0].op_name) and len({(r.op_name, r.source, r.operands) for r in named}) == 1
+def _named(c: Collective, by_name: Mapping[str, list[int]]) -> list[int]:
+    """Return what is requested under a name that a compiled collective bears."""
+    named: set[int] = set()
+    for name in dict.fromkeys(names(c.op_name)):
+        parts = name.split("/")
+        # Compiled names have the scopes of callers in front: any tail may be the name.
+        for start in range(len(parts)):
+            named.update(by_name.get("/".join(parts[start:]), ()))
+    return sorted(named)
+
+
+def _chosen(
+    free: Sequence[int], c: Collective, requested: Sequence[Collective], left: Sequence[int]
+) -> tuple[list[int], bool]:
+    """Choose those of `free` that have the elements of `c`; False if others might, too."""
+    total = _size(c)
+    # All that fits together has just these elements: no other choice is possible.
+    if sum(left[i] for i in free) == total:
+        return list(free), True
+    by_size: dict[int, list[int]] = {}
+    for i in free:
+        by_size.setdefault(left[i], []).append(i)
+    wanted = Counter(operand.size for operand in c.operands)
+    taken = [i for size, n in wanted.items() for i in by_size.get(size, [])[:n]]
+    if sum(left[i] for i in taken) == total:
+        return taken, all(
+            len(alike) == n or len({(r.op_name, r.source, r.operands) for r in alike}) == 1
+            for size, n in wanted.items()
+            for alike in [[requested[i] for i in by_size.get(size, [])]]
         )
+    # The compiler combines neighbours, which were neighbours in the request, too. All sizes are
+    # above 0, so that a window which grows and shrinks meets every run of them.
+    start = spent = 0
+    for end, i in enumerate(free):
+        spent += left[i]
+        while spent > total:
+            spent -= left[free[start]]
+            start += 1
+        if spent == total:
+            return list(free[start : end + 1]), False
+    larger = [i for i in free if left[i] > total]  # it is a part of one
+    return larger[:1], len(larger) == 1
 
-    def _run(self, free: Sequence[int], total: int) -> list[int]:
-        """Return neighbours that have `total` elements together; [] if none have."""
-        # All sizes are above 0, so that a window which grows and shrinks meets every run.
-        start = spent = 0
-        for end, i in enumerate(free):
-            spent += self._left[i]
-            while spent > total:
-                spent -= self._left[free[start]]
-                start += 1
-            if spent == total:
-                return list(free[start : end + 1])
-        return []
+
+def _is_alike(r: Collective, c: Collective) -> bool:
+    return r.kind == c.kind and _members(r) == _members(c)
 
 
-def _fits(alike: Callable[[str, str], bool], in_loop: bool, r: Collective, c: Collective) -> bool:
-    return (
-        alike(r.kind, c.kind)
-        and (not in_loop or bool(r.loops) == bool(c.loops))
-        and (r.kind != c.kind or _members(r) == _members(c))
-    )
+def _is_other(r: Collective, c: Collective) -> bool:
+    return r.kind != c.kind
 
 
 def _members(c: Collective) -> frozenset[tuple[int, ...]]:

@@ -57,17 +57,7 @@ def exchange_within(replicas: int, world: World) -> str:
 
 
 def canonical(name: str) -> str:
-    """The name of an algorithm in our words, or of several from inner to outer with "/" between.
-
-    TensorFlow's names are taken too, in any case.
-
-    Raises:
-      ValueError: a part does not name an algorithm; the message lists the names.
-
-    Examples:
-      >>> canonical("nccl/rechd")
-      'native/halving_doubling'
-    """
+    """The name of an algorithm, or of several with "/" between, in our words; TensorFlow's too."""
     parts = [TENSORFLOW.get(part.lower(), part.lower()) for part in name.split("/")]
     if not set(parts) <= set(DESCRIPTIONS):
         raise ValueError(
@@ -92,13 +82,8 @@ class Stage:
 def coded_by(algorithm: str) -> str:
     """Return the algorithm that carries codes where `algorithm` would carry numbers.
 
-    Its outermost part is a shuffle.
-
-    Codes cannot be added on the way, so each part goes to its owner at once.
-
-    Examples:
-      >>> coded_by("ring/native")
-      'ring/shuffle'
+    Codes cannot be added on the way, so that each part goes to its owner at once: the outermost
+    one is a shuffle.
     """
     return "/".join([*algorithm.split("/")[:-1], "shuffle"])
 
@@ -222,12 +207,6 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
     with a wire format are whole blocks, coded; `itemsize` is of an element that travels exactly.
 
     Examples:
-      >>> wire_bytes(stages("ring", 0, (8,)), 80, 1), wire_bytes(stages("ring", 0, (8,)), 81, 1)
-      (140, 154)
-      >>> wire_bytes(stages("native", 0, (8,)), 80, 4), wire_bytes(stages("native", 0, (8,)), 3, 4)
-      (560, 24)
-      >>> wire_bytes(stages("ring/halving_doubling", 0, (2, 4)), 80, 1)
-      140
       >>> from jaxcoll.compression import Int8
       >>> wire_bytes(stages("shuffle", 0, (8,), Int8()), 4096, 4)
       7224

@@ -232,20 +232,7 @@ def make_plan(
     in_backward: bool = False,
     notes: tuple[str, ...] = (),
 ) -> CollectivePlan:
-    """Return the plan of one reduction, decided from shapes, options and the world.
-
-    Args:
-      reduce_op: SUM or MEAN.
-      leaves: of the tree, in its order.
-      options: what is asked.
-      world: where it runs.
-      packing: a rule that was asked for by other means (`num_packs`), which stands.
-      in_backward: it stands in the backward pass, where gradients appear.
-      notes: what else the plan should say.
-
-    Raises:
-      ValueError: options ask for what does not fit the world, the leaves, or one another.
-    """
+    """Return the plan of one reduction, with a `packing` that was asked for by other means."""
     choice = choose(options, world)
     apart = wants_order(options, world)
     if apart and options.overlap is None:

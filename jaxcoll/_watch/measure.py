@@ -24,11 +24,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
-    """Carry out a call so many times without a profile, and again with one.
-
-    Returns:
-      The report, with what the program of that text took, on every rank.
-    """
+    """Carry out a call so many times without a profile, and again with one: the report of both."""
     jax.block_until_ready(call())  # compiles
     began = time.perf_counter()
     for _ in range(runs):
@@ -54,12 +50,8 @@ def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> R
 def gathered(own: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
     """Return what each rank gave, by rank, and a note on those that did not answer.
 
-    Alone, and where nobody answers, that is `own`. Cost: a message from each process, compressed.
-
-    Args:
-      own: plain values.
-      name: the same on all processes, of no other call.
-      everywhere: on all ranks; otherwise on the first alone, and others have their own.
+    They are plain values, and `name` is of no other call. Unless `everywhere` is asked for, all
+    ranks but the first have their own alone.
     """
     keys = store()
     if keys is None or keys.processes == 1:

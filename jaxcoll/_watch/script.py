@@ -15,14 +15,7 @@ from typing import Any
 
 
 class Script:
-    """A program that is found and compiled, and not run yet.
-
-    Args:
-      command: as behind `python`: a file, or "-m" and a module, with its arguments.
-
-    Raises:
-      ValueError: there is no such file or module, or it is no Python.
-    """
+    """A program that is found and compiled, and not run yet, of a command as behind `python`."""
 
     def __init__(self, command: Sequence[str]) -> None:
         if not command or (command[0] == "-m" and len(command) < 2):

@@ -26,9 +26,7 @@ _PROFILE = "rank{}.xplane.pb"
 class Watch:
     """What is compiled and run between its start and its end.
 
-    Args:
-      measure: runs that one profile should have; 0 for no profile.
-      with_programs: the profile can be read alone, once it is saved.
+    One profile should have `measure` runs (0: there is none), and its programs if it is saved.
     """
 
     def __init__(self, measure: int = 0, *, with_programs: bool = False) -> None:
@@ -54,12 +52,9 @@ class Watch:
         self.compilations.stop()
 
     def programs(self, *, everywhere: bool, folder: Path | None = None) -> Programs:
-        """Read what was seen, and exchange what was measured with the other ranks.
+        """Read what was seen, keep the profile in a folder, and exchange what was measured.
 
-        Args:
-          everywhere: all ranks have what every rank measured; otherwise the first alone has, and
-            others have their own.
-          folder: where each rank keeps its profile; None for nowhere.
+        All ranks have what every rank measured, or else the first alone.
         """
         # The readers of programs are imported once there is something to read: what is watched
         # begins without them.

@@ -30,12 +30,7 @@ class Window(threading.Thread):
 
     The first rank finds out how long a step takes, and tells the others when to begin; a profile
     that the program opens itself comes first, and ends this one where Python can tell (3.12).
-
-    Args:
-      compilations: what is compiled, which it waits for.
-      runs: how many the profile should have, in about a minute at most.
-      name: the same on all processes, of no other window.
-      with_programs: the profile has the programs that are alive.
+    It should have so many `runs`, in about a minute at most; all processes give one `name`.
     """
 
     def __init__(

@@ -28,18 +28,7 @@ READER_LEFT = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-      argv: the command and its flags; None: those of this process.
-
-    Returns:
-      The exit status: 0, or what the command's help says; 2 with one line on standard error for
-      what cannot be done; 130 for Ctrl-C; 141 where the reader of standard output has left.
-
-    Raises:
-      SystemExit: a flag is wrong, or --help was asked for.
-    """
+    """Run one command; the exit status: 2, with one line on standard error, for what cannot be."""
     command = ""
     try:
         arguments = parser().parse_args(argv)

@@ -8,10 +8,8 @@ import sys
 
 from jaxcoll._mesh.clusters import topology_named, topology_world
 from jaxcoll._mesh.plan import plan_in
-from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.plan import MOST_ROWS
 from jaxcoll._plan.world import World
-from jaxcoll._prices.predict import predict
 from jaxcoll.cli import flags
 
 EPILOG = """\
@@ -49,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         n = args.processes or args.devices or flags.SIMULATED
         world = World("cpu", (n,), processes=args.processes or 1)
     tree = flags.tree_of(args.tree, args.dtype)
-    plan = predict(plan_in(tree, world, options, ReduceOp.of(args.reduce_op)))
+    plan = plan_in(tree, world, options, args.reduce_op)
     flags.write_json(args.json, plan.to_dict())
     if args.json != "-":
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -3,10 +3,13 @@
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import forks
 import pytest
+
+from jaxcoll.cli.main import main
 
 JIT = """
 import sys
@@ -115,63 +118,53 @@ def test_programs_of_other_libraries_as_they_are(text, kinds, nbytes, line, tmp_
         assert {int(source.rpartition(":")[2]) for source in lines} == {line}
 
 
-def test_output_and_arguments_are_the_scripts_own(tmp_path):
-    done, report = inspect(tmp_path, JIT, arguments=["--json", "b"])
-    assert done.stdout == "ended --json b\n"
-    assert re.search(r"jit_step +[–3] +1 all-reduce, 512 B +768 B", done.stderr)
-    assert report["quiet"] > 0
-    assert "programs without collectives." in done.stderr
-
-
-def test_flags_behind_the_script_are_its_own_and_that_is_said(tmp_path):
+def test_output_arguments_and_flags_behind_it_are_the_scripts_own_and_that_is_said(tmp_path):
     done, report = inspect(tmp_path, JIT, arguments=["--measure=20", "--limit", "max_count=0"])
     assert (done.returncode, done.stdout) == (0, "ended --measure=20 --limit max_count=0\n")
+    assert re.search(r"jit_step +[–3] +1 all-reduce, 512 B +768 B", done.stderr)
     assert report["programs"][0]["measured"] is None
+    assert report["quiet"] > 0
+    assert "programs without collectives." in done.stderr
     lines = done.stderr.splitlines()[-2:]
     assert [line.split()[2] for line in lines] == ["--measure", "--limit"]
     assert all("stands behind --run and went to the script" in line for line in lines)
-    done, _ = inspect(tmp_path, JIT, "--limit", "max_count=1", arguments=["--limit", "x"])
-    assert "stands behind" not in done.stderr
 
 
 ENDS = {
     "raises": ("raise KeyError('mine')", 1),
-    "exits with 3": ("sys.exit(3)", 3),
+    "exits with 3": ("jax.clear_caches(); del step; sys.exit(3)", 3),
     "exits with words": ("sys.exit('because')", 1),
     "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(10)", 130),
-    "threads": (
-        "threading.Thread(target=lambda: (time.sleep(0.2), step(w, x), print('done'))).start()",
+    "lives on": (
+        "threading.Thread(target=lambda: (time.sleep(0.2), step(w, x), print('done'))).start()\n"
+        "atexit.register(lambda: print('late', __name__))\n"
+        "class A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)\n"
+        "child = os.fork()\nif not child: os._exit(5)\nprint(os.waitpid(child, 0)[1])",
         0,
     ),
-    "forks": ("child = os.fork()\nif not child: os._exit(5)\nprint(os.waitpid(child, 0)[1])", 0),
-    "pickles": ("class A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)", 0),
     "spawns": (
         "if __name__ == '__main__':\n"
         " p = multiprocessing.get_context('spawn').Process(target=len, args=('',))\n"
         " p.start(); p.join(); print(p.exitcode)",
         0,
     ),
-    "clears caches": ("jax.clear_caches(); del step", 0),
-    "exits late": ("atexit.register(lambda: print('late', __name__))", 0),
 }
-OUTPUT = {"threads": "done", "forks": "1280", "pickles": "True", "exits late": "late __main__"}
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_script_ends_as_it_does_alone_and_the_table_is_there(end, tmp_path):
     code, status = ENDS[end]
-    imports = "import atexit, multiprocessing, os, pickle, signal, threading, time\n"
-    text = JIT.lstrip() + imports + code + "\n"
+    imports = "import atexit, multiprocessing, os, pickle, signal, threading, time, warnings\n"
+    text = JIT.lstrip() + imports + "warnings.simplefilter('ignore')\n" + code + "\n"
     if end == "spawns":  # a spawned process imports the script anew
         text = "if __name__ == '__main__':\n " + JIT.strip().replace("\n", "\n ") + "\n"
         text += "import multiprocessing\n" + code
-    if end == "forks":
-        text = "import warnings; warnings.simplefilter('ignore')\n" + text
     done, report = inspect(tmp_path, text)
     assert done.returncode == status, done.stderr
     assert [program["name"] for program in report["programs"]] == ["jit_step"]
     assert done.stdout.startswith("ended\n")
-    assert OUTPUT.get(end, "") in done.stdout
+    if end == "lives on":
+        assert done.stdout.split()[1:] == ["True", "1280", "done", "late", "__main__"]
     if end in ("raises", "Ctrl-C"):
         trace = done.stderr[: done.stderr.index("jit_step ")]
         assert trace.startswith("Traceback (most recent call last):\n")
@@ -180,19 +173,15 @@ def test_a_script_ends_as_it_does_alone_and_the_table_is_there(end, tmp_path):
         assert done.stderr.startswith("because\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("import jax\njax.jit(lambda x: x * 2)(1.0)", "No program with collectives was compiled; "),
-        ("print(1)", "No program with collectives was compiled; 0 programs"),
-    ],
-    ids=["sends nothing", "no JAX"],
-)
-def test_one_sentence_where_there_is_nothing_to_show(text, words, tmp_path):
-    done, report = inspect(tmp_path, text)
+def test_one_sentence_where_there_is_nothing_to_show_and_no_limit_is_kept(tmp_path):
+    done, report = inspect(tmp_path, "import jax\njax.jit(lambda x: x * 2)(1.0)")
     assert (done.returncode, report["programs"]) == (0, [])
-    assert done.stderr.strip().startswith(words)
+    assert done.stderr.strip().startswith("No program with collectives was compiled; ")
     assert done.stderr.strip().count("\n") == 0
+    done, _ = inspect(tmp_path, "print(1)", "--limit", "max_count=0")
+    assert done.returncode == 1
+    assert "No program with collectives was compiled; 0 programs" in done.stderr
+    assert "no program was compiled" in done.stderr
 
 
 def test_modules_run_as_python_runs_them(tmp_path):
@@ -208,30 +197,14 @@ def test_modules_run_as_python_runs_them(tmp_path):
     assert (done.returncode, done.stdout) == (0, "__main__ mine.inner ['-x'] mine.inner\n")
 
 
-@pytest.mark.parametrize(
-    ("limit", "status", "words"),
-    [
-        ("max_count=1", 0, ""),
-        ("max_count=0", 1, "max_count=0, found 1 in one run."),
-        ("dtypes=bf16,s8", 1, "dtypes=['bf16', 's8'], found f32 in #0."),
-        ("max_cuont=0", 2, "--limit: max_cuont is no limit"),
-        ("max_count=-1", 2, "--limit max_count=-1: expected a limit such as max_count=1."),
-        ("max_count", 2, "--limit max_count: expected a limit such as max_count=1."),
-        ("dtypes", 2, "--limit dtypes: expected a limit such as dtypes=bf16,f32."),
-        ("none_in_loops=no", 2, "expected a limit such as none_in_loops."),
-    ],
-)
-def test_limits(limit, status, words, tmp_path):
-    done, _ = inspect(tmp_path, JIT, "--limit", limit)
-    assert done.returncode == status, done.stderr
-    assert words in done.stderr
-    assert ("ended" in done.stdout) == (status != 2)  # before anything runs
-
-
-def test_where_nothing_was_compiled_no_limit_is_kept(tmp_path):
-    done, _ = inspect(tmp_path, "import jax", "--limit", "max_count=0")
-    assert done.returncode == 1
-    assert "no program was compiled" in done.stderr
+def test_limits_are_held_when_the_script_has_ended(tmp_path):
+    done, _ = inspect(tmp_path, JIT, "--limit", "max_count=1", arguments=["--limit", "x"])
+    assert done.returncode == 0
+    assert "stands behind" not in done.stderr
+    done, _ = inspect(tmp_path, JIT, "--limit", "max_count=0", "--limit", "dtypes=bf16,s8")
+    assert (done.returncode, done.stdout) == (1, "ended\n")
+    assert "max_count=0, found 1 in one run." in done.stderr
+    assert "dtypes=['bf16', 's8'], found f32 in #0." in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -248,18 +221,28 @@ def test_where_nothing_was_compiled_no_limit_is_kept(tmp_path):
         (["--measure", "2", "--profile", "bad.py/x", "--run", "good.py"], "bad.py/x"),
         (["--json", "no/a.json", "--run", "good.py"], "no/a.json"),
         (["a.hlo", "--run", "good.py"], "expected one of TARGET"),
+        *(
+            (["--limit", limit, "--run", "good.py"], f"--limit{words}")
+            for limit, words in {
+                "max_cuont=0": ": max_cuont is no limit",
+                "max_count=-1": " max_count=-1: expected a limit such as max_count=1.",
+                "max_count": " max_count: expected a limit such as max_count=1.",
+                "dtypes": " dtypes: expected a limit such as dtypes=bf16,f32.",
+                "none_in_loops=no": " none_in_loops=no: expected a limit such as none_in_loops.",
+            }.items()
+        ),
     ],
     ids=" ".join,
 )
-def test_bad_input_is_one_line(words, error, tmp_path):
+def test_bad_input_is_one_line_before_anything_runs(words, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.py").write_text("def (:")
     (tmp_path / "good.py").write_text("print('ran')")
-    done = forks.with_commands().run(
-        forks.COMMAND, "jaxcoll", "inspect", *words, cwd=tmp_path, timeout=120
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert error in done.stderr
-    assert done.stderr.startswith("jaxcoll inspect: ")
-    assert done.stderr.count("\n") == 1
+    assert main(["inspect", *words]) == 2
+    out, printed = capsys.readouterr()
+    assert out == ""
+    assert error in printed
+    assert printed.startswith("jaxcoll inspect: ")
+    assert printed.count("\n") == 1

@@ -190,12 +190,6 @@ def wire_bytes(collectives: Iterable[Collective]) -> int:
     sends most counts; of the branches of a conditional, the one that sends most. A loop that does
     not say how often it turns counts one turn. What a kernel (a custom call) sends by itself is
     not seen.
-
-    Examples:
-      >>> eight = tuple(range(8))
-      >>> gradient = Operand("f32", (100,))
-      >>> wire_bytes([Collective("all-reduce", "ar", (gradient,), 8, (eight,), "main", trips=5)])
-      3520
     """
     return _dearest([(c.branches, c.turns * c.wire_bytes) for c in collectives])
 

@@ -94,11 +94,6 @@ def groups_of(kind: str, attributes: str, replicas: int, partitions: int) -> Gro
     XLA numbers devices in three ways, which two marks distinguish. With a channel it talks across
     partitions, rather than across replicas; with global ids it counts through all devices, replica
     by replica. Pairs of a collective-permute mean themselves.
-
-    Examples:
-      >>> text = "channel_id=1, replica_groups={{0},{1}}"
-      >>> groups_of("all-reduce", text, replicas=2, partitions=2)
-      ((0, 1), (2, 3))
     """
     _, name, text = attributes.partition(
         "source_target_pairs=" if kind == "collective-permute" else "replica_groups="
