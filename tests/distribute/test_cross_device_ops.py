@@ -1,4 +1,4 @@
-"""CrossDeviceOps: rows of facts/tensorflow_cases.md, laws, and what is refused."""
+"""CrossDeviceOps: rows of tensorflow_cases.md, laws, and what is refused."""
 
 import functools
 

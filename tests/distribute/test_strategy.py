@@ -1,4 +1,4 @@
-"""Strategies: rows of facts/tensorflow_cases.md, laws, and what is refused where."""
+"""Strategies: rows of tensorflow_cases.md, laws, and what is refused where."""
 
 import copy
 import functools
