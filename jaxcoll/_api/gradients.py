@@ -87,17 +87,7 @@ def grad(
     feedback: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
-    """`value_and_grad` without the value, which is then not reduced either.
-
-    Args:
-      fun: the loss of one replica's share of the batch.
-      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
-      reduce_op: MEAN or SUM, or their names in any case.
-      argnums: positions of the arguments to differentiate.
-      has_aux: whether `fun` returns `(loss, aux)`.
-      scatter: as in `value_and_grad`.
-      feedback: as in `value_and_grad`.
-      options: as in `all_reduce`.
+    """`value_and_grad` without the value, which is then not reduced either; the rest as there.
 
     Returns:
       A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`; the gradients
@@ -234,21 +224,20 @@ def accumulate(
       batch_argnums: positions of the arguments that are cut along their leading dimension; the
         rest, and keyword arguments, are whole in every piece. Default: the last one, as in
         `data_parallel`. For other random numbers in every piece, cut an array of keys with it.
-      reduce_op: MEAN or SUM, or their names in any case.
-      argnums: positions of the arguments to differentiate.
-      has_aux: whether `fun` returns `(loss, aux)`.
+      reduce_op: as in `value_and_grad`.
+      argnums: as in `value_and_grad`.
+      has_aux: as in `value_and_grad`.
       scatter: as in `value_and_grad`.
       feedback: as in `value_and_grad`.
       options: as in `all_reduce`.
 
     Returns:
-      A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
-      Value and gradients are *invariant*, gradients in `Shards` *varying*. Each `WeightedMean` and
-      `Total` in `aux` becomes one number over pieces and replicas; the rest of `aux` is this
-      replica's own (*varying*), with the pieces along a new leading dimension; what is neither
-      array nor number is as it was. Gradients
-      narrower than 32 bits are added up in float32 and travel in their own type. Cost: the memory
-      of one piece and of one gradient more (in float32); one `all_reduce` for all.
+      A function with `fun`'s arguments that returns what that of `value_and_grad` does. Each
+      `WeightedMean` and `Total` in `aux` becomes one number over pieces and replicas; the rest of
+      `aux` is this replica's own (*varying*), with the pieces along a new leading dimension; what
+      is neither array nor number is as it was. Gradients narrower than 32 bits are added up in
+      float32 and travel in their own type. Cost: the memory of one piece and of one gradient more
+      (in float32); one `all_reduce` for all.
 
     Raises:
       ValueError: the pieces do not divide a share, a leaf of the batch is a scalar, an argument is

@@ -14,12 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.arguments import devices_named
-from jaxcoll._distribute.cross_device_ops import (
-    Batch,
-    CrossDeviceOps,
-    Reduction,
-    ReductionToOneDevice,
-)
+from jaxcoll._distribute.cross_device_ops import Batch, CrossDeviceOps, Reduction
 from jaxcoll._distribute.replica_axis import AXIS, replicating
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical, check_fits
@@ -49,9 +44,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     """All-reduces in one compiled program, with the algorithm and the packing it is given.
 
     All values of a batch that share a set of devices travel in one program, one dtype per pack,
-    and come back in their order. A value with other destinations than its own devices goes
-    to `ReductionToOneDevice`, one at a time; but a value over several processes is always
-    all-reduced over its own devices, and each process takes its copy to the destinations.
+    and come back in their order. To other destinations than a value's own devices a copy is taken
+    from there.
 
     The packing is the first of these that is asked for: `num_packs`; the grouping of small
     arrays; none.
@@ -96,18 +90,19 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         packs, max_bytes, max_group = sizes.values()
         small = GroupSmall(max_bytes, max_group) if max_bytes and max_group else UNPACKED
         self._packing: PackingRule | None = NumPacks(packs) if packs else small
-        self._arguments: dict[str, Any] = {"all_reduce_alg": all_reduce_alg, **sizes}
-        self._otherwise = ReductionToOneDevice()
+        self._arguments = {"all_reduce_alg": all_reduce_alg, **sizes}
         self._program = functools.lru_cache(maxsize=256)(self._program_for)
-
-    def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
-        return f"{type(self).__name__}({arguments})"
 
     def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
         """Return the mesh that an all-reduce over `devices` runs on, and its arrays' routes."""
         devices = self._group if set(devices) == set(self._group) else devices
-        mesh, options = arrangement(devices, self._algorithm)
+        mesh, algorithm = line_of(devices, AXIS), self._algorithm
+        if algorithm == HIERARCHICAL_COPY:
+            # Halves of one device would be the line again, and odd counts have no halves.
+            halves = len(devices) % 2 == 0 and len(devices) > 2
+            mesh = grid_of(devices, 2) if halves else mesh
+            algorithm = "native/native" if halves else None
+        options = CommunicationOptions(algorithm=algorithm) if algorithm else CommunicationOptions()
         return mesh, (Route(options, self._packing),)
 
     def _program_for(
@@ -133,13 +128,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
         together: dict[frozenset[jax.Device], list[Reduction]] = {}
         for r in batch.reductions:
-            if r.is_all_reduce:
-                together.setdefault(frozenset(r.value.devices), []).append(r)
-        alone = batch._replace(reductions=[r for r in batch.reductions if not r.is_all_reduce])
-        calls = [(self._all_reduce(batch, rs), rs) for rs in together.values()]
-        return [*calls, *self._otherwise._prepare(alone)]
+            together.setdefault(frozenset(r.value.devices), []).append(r)
+        return [(self._call(batch, rs), rs) for rs in together.values()]
 
-    def _all_reduce(self, batch: Batch, reductions: Sequence[Reduction]) -> Call:
+    def _call(self, batch: Batch, reductions: Sequence[Reduction]) -> Call:
         """Describe the all-reduce of values over the same devices, to a list of them."""
         replicated = tuple([not r.value._rows for r in reductions])
         program, devices, routes = self._program(
@@ -351,20 +343,6 @@ def batch_reduced(
         pairs = zip(leaves, treedef.flatten_up_to(sums), strict=True)
         leaves = [leaf if total is None else total for leaf, total in pairs]
     return treedef.unflatten(leaves)
-
-
-@functools.lru_cache(maxsize=256)
-def arrangement(
-    devices: tuple[jax.Device, ...], algorithm: str | None
-) -> tuple[Mesh, CommunicationOptions]:
-    """Return the mesh for an algorithm named by `_algorithm`, and the options that ask for it."""
-    mesh = line_of(devices, AXIS)
-    if algorithm == HIERARCHICAL_COPY:
-        # Halves of one device would be the line again, and odd counts have no halves.
-        halves = len(devices) % 2 == 0 and len(devices) > 2
-        mesh = grid_of(devices, 2) if halves else mesh
-        algorithm = "native/native" if halves else None
-    return mesh, CommunicationOptions(algorithm=algorithm) if algorithm else CommunicationOptions()
 
 
 def grid_of(devices: Sequence[jax.Device], groups: int) -> Mesh:

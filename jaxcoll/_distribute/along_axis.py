@@ -175,8 +175,7 @@ def _mean_dtype(array: Any) -> np.dtype:
 
 def _wide(array: Any) -> np.dtype:
     """Return the type of a sum whose mean is wanted: that of 16-bit floats must not overflow."""
-    dtype = _mean_dtype(array)
-    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+    return np.promote_types(_mean_dtype(array), np.float32)
 
 
 def gather_along(

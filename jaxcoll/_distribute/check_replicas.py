@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,22 +69,20 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
     with no_mesh():
         paths, arrays = _check.arrays_of(tree)
         leaves = [
-            _leaf(path, array, leaf, stacked)
-            for path, array, (leaf, stacked) in zip(paths, arrays, passed, strict=True)
+            _Leaf(path, array, _parts(path, array, stacked))
+            for path, array, (_, stacked) in zip(paths, arrays, passed, strict=True)
         ]
-        _check_copies(leaves)
+        _check_copies(leaves, [leaf for leaf, _ in passed])
         return _compared(leaves)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Leaf:
+class _Leaf(NamedTuple):
     """The copies of one leaf that are compared."""
 
     path: str  # where it stands
     array: jax.Array  # what this process has of it
     # Which part of it each device holds; devices that hold equal parts are compared
     part: Mapping[jax.Device, str]
-    alone: str  # in words, why there is nothing to compare; "" if there is
 
 
 def _in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaCheck:
@@ -101,27 +98,45 @@ def _in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaCheck:
     return ReplicaCheck(rows, paths, names)
 
 
-def _leaf(path: str, array: jax.Array, passed: Any, stacked: bool) -> _Leaf:
-    """The copies of a leaf, as its type has them."""
+def _parts(path: str, array: jax.Array, stacked: bool) -> dict[jax.Device, str]:
+    """Return which part of a leaf each device holds, as its type has it."""
     if isinstance(array, Tracer):
         raise ValueError(
             f"`check_replicas`: {where(path)} is being traced, so there are no copies to read. "
             "Name the axis, as in `check_replicas(tree, 'data')`, or call it between programs."
         )
     devices = array.sharding.device_set
-    on_a_mesh = isinstance(passed, jax.Array) and isinstance(passed.sharding, NamedSharding)
     if len(devices) == 1 and jax.process_count() > 1:
-        everywhere = dict.fromkeys(jax.devices(), "of each process")
-        return _Leaf(path, array, everywhere, "")
+        return dict.fromkeys(jax.devices(), "of each process")
     if stacked:
-        part = dict.fromkeys(devices, "row")
-    else:
-        indices = array.sharding.devices_indices_map(array.shape)
-        part = {device: str(index) for device, index in indices.items()}
-    alone = min(Counter(part.values()).values()) < 2
-    if jax.device_count() == 1 or (len(devices) == 1 and on_a_mesh):
-        alone = False  # one replica, which cannot differ
-    return _Leaf(path, array, part, _whose(passed) if alone else "")
+        return dict.fromkeys(devices, "row")
+    indices = array.sharding.devices_indices_map(array.shape)
+    return {device: str(index) for device, index in indices.items()}
+
+
+def _check_copies(leaves: Sequence[_Leaf], passed: Sequence[Any]) -> None:
+    """Refuse leaves of which there is one copy only, unless there is one replica."""
+    lines = [
+        f"  {where(leaf.path)}: {_whose(given)}"
+        for leaf, given in zip(leaves, passed, strict=True)
+        if min(Counter(leaf.part.values()).values()) < 2 and not _is_of_one_device(given)
+    ]
+    if not lines or jax.device_count() == 1:
+        return
+    raise ValueError(
+        "`check_replicas` compares copies, and of these leaves there is one copy only:\n"
+        + "\n".join(lines[:10])
+        + (f"\n  and {len(lines) - 10} more" if len(lines) > 10 else "")
+        + "\nPass what the replicas hold, as `jc.data_parallel` returns it. Of what `jax.pmap` "
+        "returned, the rows are the replicas' values: pass `jc.PerReplica.from_global(tree)`. "
+        "Leave out what is meant to be cut, as a batch and a sharded optimizer's `Shards` are."
+    )
+
+
+def _is_of_one_device(leaf: Any) -> bool:
+    """True if a leaf lies on a mesh of one device, which is all replicas there are."""
+    is_placed = isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)
+    return is_placed and len(leaf.sharding.device_set) == 1
 
 
 def _whose(leaf: Any) -> str:
@@ -132,23 +147,6 @@ def _whose(leaf: Any) -> str:
     if len(devices) == 1:
         return f"on {next(iter(devices))} only"
     return f"{leaf.dtype}{list(leaf.shape)} in {len(devices)} parts, one on each device"
-
-
-def _check_copies(leaves: Sequence[_Leaf]) -> None:
-    """Refuse leaves of which there is one copy only."""
-    alone = [leaf for leaf in leaves if leaf.alone]
-    if not alone:
-        return
-    lines = [f"  {where(leaf.path)}: {leaf.alone}" for leaf in alone[:10]]
-    more = f"\n  and {len(alone) - 10} more" if len(alone) > 10 else ""
-    raise ValueError(
-        "`check_replicas` compares copies, and of these leaves there is one copy only:\n"
-        + "\n".join(lines)
-        + more
-        + "\nPass what the replicas hold, as `jc.data_parallel` returns it. Of what `jax.pmap` "
-        "returned, the rows are the replicas' values: pass `jc.PerReplica.from_global(tree)`. "
-        "Leave out what is meant to be cut, as a batch and a sharded optimizer's `Shards` are."
-    )
 
 
 def _own_digests(leaf: _Leaf) -> dict[jax.Device, np.ndarray]:

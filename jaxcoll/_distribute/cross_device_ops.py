@@ -48,11 +48,7 @@ class Reduction:
 
     value: DistributedValues
     destinations: tuple[jax.Device, ...]
-    # True if several replicas reduce to exactly the devices they lie on, in any order. Those of
-    # several processes always do: each process then has the copy that it passes on
-    is_all_reduce: bool
-    # What it comes to, once that is known: from the beginning of a value that is its own reduction,
-    # where it lies, in the dtype it has
+    # What it comes to, once that is known: from the beginning of a value that is its own reduction
     result: Any = None
 
 
@@ -70,8 +66,8 @@ class CrossDeviceOps(abc.ABC):
     """Reductions and broadcasts across devices, between programs.
 
     Guarantees: `reduce` sums a value over its replicas, or takes their mean, with the arithmetic of
-    `jc.all_reduce`, and leaves the result on the destinations. What is in place already is not
-    copied: a value of one replica whose device is its destination comes back as it is.
+    `jc.all_reduce`, and leaves the result on the destinations. A value of one replica is its own
+    reduction, and comes back as it is if it lies on its destination: what is in place stays.
 
     Values: a `PerReplica` is reduced over its replicas. So is a `Mirrored`: each device holds
     one copy, so a SUM multiplies it by their number and a MEAN leaves it. An array on one
@@ -84,8 +80,7 @@ class CrossDeviceOps(abc.ABC):
 
     Destinations: the devices of a `PerReplica`, `Mirrored` or `jax.Array`; a device; or a
     device string such as "cpu:0" or "/device:GPU:1". Where they are several the result is a
-    `Mirrored`, else plain arrays on the one. An all-reduce is asked for by destinations that
-    are the value's own devices, in any order.
+    `Mirrored`, else plain arrays on the one.
 
     Several processes: all of them make the same calls. A class that is for a group of devices
     takes what this process holds: a value over its own devices of the group is its share of one
@@ -99,6 +94,11 @@ class CrossDeviceOps(abc.ABC):
 
     _options = CommunicationOptions()  # those under the options of every call
     _group: tuple[jax.Device, ...] = ()  # those of every value; (): any
+    _arguments: dict[str, Any]  # what it was made of, as it shows itself
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
+        return f"{type(self).__name__}({arguments})"
 
     @final
     def reduce(
@@ -244,12 +244,23 @@ class CrossDeviceOps(abc.ABC):
         if not all(map(is_reducible, {leaf.dtype for leaf in jax.tree.leaves(whole.tree)})):
             for path, leaf in flattened(whole.tree)[0]:
                 check_reducible(number + path, leaf.dtype)
-        same = wanted == devices or set(wanted) == set(devices)
-        if len(devices) > 1:
-            return Reduction(whole, wanted, same or span_processes(devices))
+        if not span_processes(devices):
+            check_own_devices(wanted)
         # The mean of integers is a float, for one replica as for many.
-        in_place = same and (op is ReduceOp.SUM or not _has_integers(whole.tree))
-        return Reduction(whole, wanted, False, whole[0] if in_place else None)
+        if len(devices) > 1 or (op is ReduceOp.MEAN and _has_integers(whole.tree)):
+            return Reduction(whole, wanted)
+        return Reduction(whole, wanted, delivered(whole[0], wanted))
+
+
+def check_own_devices(devices: Sequence[jax.Device]) -> None:
+    """Refuse to copy to devices of other processes, which would get other values."""
+    for device in devices:
+        if device.process_index != jax.process_index():
+            raise ValueError(
+                f"A value of this process is copied between the devices of one process; {device} "
+                f"belongs to process {device.process_index}. Reduce to the value's own devices "
+                "with `NcclAllReduce` instead."
+            )
 
 
 def _has_integers(tree: Any) -> bool:
@@ -320,30 +331,19 @@ class ReductionToOneDevice(CrossDeviceOps):
             refuse("accumulation_fn", meaning, accumulation_fn)
         self._reduce_to_device = reduce_to_device
         self._accumulation_fn = accumulation_fn
-
-    def __repr__(self) -> str:
-        return (
-            f"ReductionToOneDevice(reduce_to_device={self._reduce_to_device}, "
-            f"accumulation_fn={self._accumulation_fn})"
-        )
+        shown = None if reduce_to_device is None else str(reduce_to_device)
+        self._arguments = {"reduce_to_device": shown, "accumulation_fn": accumulation_fn}
 
     def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
         return [(self._call(batch, reduction), [reduction]) for reduction in batch.reductions]
 
     def _call(self, batch: Batch, reduction: Reduction) -> Call:
         value, device = reduction.value, self._reduce_to_device or reduction.destinations[0]
-        near: tuple[Any, ...] = (device, *reduction.destinations)
-        for other in (*value.devices, *near):
-            if other.process_index != jax.process_index():
-                raise ValueError(
-                    f"A reduction to one device copies between the devices of one process; "
-                    f"{other} belongs to process {other.process_index}. Reduce to the value's own "
-                    "devices with `NcclAllReduce` instead."
-                )
+        check_own_devices([*value.devices, device])
         if value._rows:
             parts = [value._part(d) for d in value.devices]
         else:
-            parts = [copy_near(value, near)] * len(value.devices)
+            parts = [copy_near(value, (device,))] * len(value.devices)
         carried = CommunicationOptions(reproducible=batch.options.reproducible)
         program = one_device_program(
             device, batch.reduce_op, self._accumulation_fn, value._rows, carried
