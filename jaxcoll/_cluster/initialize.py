@@ -22,18 +22,11 @@ from jaxcoll._cluster.coordinator import Coordinator, jax_heartbeat, start_coord
 from jaxcoll._cluster.coordinator_proxy import through_proxy
 from jaxcoll._cluster.hosts import publish_host
 from jaxcoll._cluster.launch.subprocesses import REJOIN
-from jaxcoll._cluster.launchers import (
-    JAX_BIND,
-    JAX_COORDINATOR,
-    Member,
-    checked_seconds,
-    host_and_port,
-    is_loopback,
-    member_of,
-)
+from jaxcoll._cluster.launchers import JAX_BIND, JAX_COORDINATOR, checked_seconds, member_of
 from jaxcoll._cluster.liveness import CoordinatorConnection, follow
 from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._cluster.socket_folder import make_socket_folder
+from jaxcoll._cluster.specs import Member, host_and_port, is_loopback
 from jaxcoll._cluster.startup import arrive, connected, exchanged, reach
 from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS
 from jaxcoll._compat import settings

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxcoll._cluster.coordinator import LONGEST_SECONDS
-from jaxcoll._cluster.launch.subprocesses import COORDINATOR, PROCESSES, RANK, check_system
-from jaxcoll._cluster.specs import TFConfig, hosts_of
+from jaxcoll._cluster.launch.subprocesses import COORDINATOR, PROCESSES, RANK
+from jaxcoll._cluster.resolvers import TF_CONFIG, TFConfigClusterResolver, member_of_tasks
+from jaxcoll._cluster.specs import HIGHEST_PORT, LAUNCH, Member, hosts_of
 from jaxcoll._plan.checks import is_number
 
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
 
-LAUNCH, _SLURM = "jaxcoll launch", "Slurm"
+_SLURM = "Slurm"
 
 # Set by launchers of MPI that are not read here (MPICH, Intel MPI, Cray, MVAPICH, Flux, jsrun,
 # horovodrun): this process's number, and how many there are.
@@ -27,74 +28,8 @@ _OTHER_SIZES = (
     *("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "HOROVOD_SIZE"),
 )
 
-_HIGHEST_PORT, _PORTS = 65535, 4096
+_PORTS = 4096
 _STEPS = 61  # ports between those of a job's steps, which other jobs near it may have
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """One process of a job."""
-
-    coordinator_address: str | None  # "host:port" where all meet; None: not known
-    num_processes: int  # how many there are
-    process_id: int  # this one's number, from 0
-    # The accelerators that are its own; None: all that it sees
-    local_device_ids: tuple[int, ...] | None = None
-    source: str = "the arguments"  # where this came from, for messages
-
-    @property
-    def is_launched(self) -> bool:
-        """True if a launcher of ours runs the coordinator."""
-        return self.source == LAUNCH
-
-    def check(self) -> None:
-        """Refuse a process or an address that cannot be."""
-        whole = all(type(x) is int for x in (self.num_processes, self.process_id))
-        if not whole or not 0 <= self.process_id < self.num_processes:
-            raise ValueError(
-                "`initialize` expects `process_id` to be one of 0 … num_processes − 1, as ints; "
-                f"{self.source} gave process {self.process_id!r} of {self.num_processes!r}."
-            )
-        if self.num_processes > 1:
-            check_system()
-        if self.coordinator_address is None:
-            return
-        try:
-            _, port = host_and_port(self.coordinator_address)
-        except ValueError as error:
-            raise ValueError(f"`initialize`: {error} It came from {self.source}.") from None
-        if not port:
-            raise ValueError(
-                "`initialize` needs a port that all processes know: 0, as in "
-                f"{self.coordinator_address!r} from {self.source}, stands for any that is free."
-            )
-
-
-def host_and_port(address: Any) -> tuple[str, int]:
-    """The two halves of "host:port".
-
-    Raises:
-      ValueError: it is something else.
-
-    Examples:
-      >>> host_and_port("node1:1234"), host_and_port("[::1]:1234")
-      (('node1', 1234), ('::1', 1234))
-    """
-    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    bare = host.removeprefix("[").removesuffix("]")
-    closed = host == bare if ":" not in bare else host == f"[{bare}]"
-    if not (colon and bare and closed and port.isdecimal() and int(port) <= _HIGHEST_PORT):
-        raise ValueError(
-            "an address is expected as 'host:port', or '[host]:port' of an IPv6 host, with a port "
-            f"of at most {_HIGHEST_PORT}; got {address!r}."
-        )
-    return bare, int(port)
-
-
-def is_loopback(address: str) -> bool:
-    """True if an address is one of this host's own, by its spelling alone."""
-    host, _ = host_and_port(address)
-    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
 def member_of(environment: Mapping[str, str]) -> Member | None:
@@ -141,18 +76,6 @@ def _launched(environment: Mapping[str, str]) -> Member | None:
         return None
     count, rank = _numbers(environment, (PROCESSES, RANK), LAUNCH)
     return Member(_needed(environment, COORDINATOR, LAUNCH), count, rank, None, LAUNCH)
-
-
-def member_of_tasks(config: TFConfig) -> Member | None:
-    """The process of a cluster's task: the chief first, then the workers; None: it has none."""
-    addresses = [a for job in ("chief", "worker") for a in config.cluster.get(job, ())]
-    if not config.cluster or config.task_type == "evaluator":
-        return None
-    config.check()
-    chiefs = len(config.cluster.get("chief", ()))
-    assert config.task_id is not None
-    rank = config.task_id + (0 if config.task_type == "chief" else chiefs)
-    return Member(addresses[0], len(addresses), rank, None, config.source)
 
 
 def _slurm(environment: Mapping[str, str]) -> Member | None:
@@ -213,14 +136,16 @@ def _master(environment: Mapping[str, str]) -> Member | None:
 
 _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
     _launched,
-    lambda environment: member_of_tasks(TFConfig.of(environment)),
+    lambda environment: member_of_tasks(
+        TFConfigClusterResolver(environment=environment), TF_CONFIG
+    ),
     *(_torchrun, _open_mpi, _slurm, _master),
 )
 
 
 def _port(job: int) -> int:
     """A port that differs from job to job on one host, as JAX chooses it."""
-    return job % _PORTS + _HIGHEST_PORT - _PORTS + 1
+    return job % _PORTS + HIGHEST_PORT - _PORTS + 1
 
 
 def _process(

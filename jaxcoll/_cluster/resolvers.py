@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
+import json
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
-from jaxcoll._cluster.launchers import Member, member_of_tasks
-from jaxcoll._cluster.specs import TFConfig, counts_of, host_of_each_task, hosts_of, turn_of
+from jaxcoll._cluster.specs import Member, counts_of, hosts_of
+
+TF_CONFIG = "TF_CONFIG"
+_JOBS = ("chief", "worker", "ps", "evaluator")
 
 
 class ClusterResolver(abc.ABC):
@@ -81,10 +84,7 @@ class ClusterResolver(abc.ABC):
         Raises:
           ValueError: the cluster has no such task, or two chiefs, or other jobs.
         """
-        spec = {job: tuple(tasks) for job, tasks in self.cluster_spec().items()}
-        return member_of_tasks(
-            TFConfig(spec, self.task_type, self.task_id, None, type(self).__name__)
-        )
+        return member_of_tasks(self, type(self).__name__)
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -115,22 +115,35 @@ class TFConfigClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        read = TFConfig.of(os.environ if environment is None else environment)
-        self._config = dataclasses.replace(
-            read,
-            task_type=read.task_type if task_type is None else str(task_type),
-            task_id=read.task_id if task_id is None else int(task_id),
-        )
-        self.task_type, self.task_id = self._config.task_type, self._config.task_id
-        self.rpc_layer = rpc_layer or read.rpc_layer
+        text = (os.environ if environment is None else environment).get(TF_CONFIG, "")
+        try:
+            data = _mapping(json.loads(text) if text.strip() else {}, "the whole")
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{TF_CONFIG} is not JSON ({error}); it begins with {text[:40]!r}."
+            ) from None
+        task = _mapping(data.get("task", {}), "'task'")
+        if "cluster" not in data and task:
+            raise ValueError(
+                f"{TF_CONFIG} has a 'task' and no 'cluster': that maps jobs to addresses, as in "
+                '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", '
+                '"index": 0}}.'
+            )
+        cluster = _mapping(data.get("cluster", {}), "'cluster'")
+        self._cluster = {str(job): _addresses(job, tasks) for job, tasks in cluster.items()}
+        kind = task.get("type") if task_type is None else task_type
+        index = task.get("index") if task_id is None else task_id
+        self.task_type = None if kind is None else str(kind)
+        self.task_id = None if index is None else _index(index)
+        self.rpc_layer = rpc_layer or data.get("rpc_layer")
 
     def cluster_spec(self) -> Mapping[str, tuple[str, ...]]:
         """The addresses of each job's tasks; empty without the variable."""
-        return dict(self._config.cluster)
+        return dict(self._cluster)
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """A cluster described by Slurm, of the tasks of this step.
+    """A cluster described by Slurm, of the tasks of this step: those of the first host come first.
 
     Args:
       jobs: how many tasks each job has, in the order of the tasks; None: all are workers.
@@ -140,8 +153,7 @@ class SlurmClusterResolver(ClusterResolver):
       environment: in place of `os.environ`.
 
     Raises:
-      ValueError: this is not a task of a step (`srun`), the jobs have other tasks than the step, or
-        Slurm put the tasks on hosts in an order of its own.
+      ValueError: this is not a task of a step (`srun`), or the jobs have other tasks than the step.
 
     Examples:
       >>> resolver = SlurmClusterResolver({"chief": 1, "worker": 3}, environment={
@@ -180,10 +192,10 @@ class SlurmClusterResolver(ClusterResolver):
                 f"`SlurmClusterResolver`: {len(hosts)} hosts ({env[names[0]]}), and tasks of "
                 f"{len(counts)} ({env[names[2]]})."
             )
-        placed = host_of_each_task(counts, turn_of(env))
         tasks = [
-            f"{hosts[host]}:{port_base + placed[:rank].count(host)}"
-            for rank, host in enumerate(placed)
+            f"{host}:{port_base + k}"
+            for host, count in zip(hosts, counts, strict=True)
+            for k in range(count)
         ]
         jobs = {"worker": len(tasks)} if jobs is None else dict(jobs)
         if sum(jobs.values()) != len(tasks):
@@ -194,14 +206,6 @@ class SlurmClusterResolver(ClusterResolver):
         self._spec: dict[str, tuple[str, ...]] = {}
         self.rpc_layer = rpc_layer
         rank, first = int(env["SLURM_PROCID"]), 0
-        here = env.get("SLURM_NODEID")
-        if here is not None and rank < len(placed) and placed[rank] != int(here):
-            raise ValueError(
-                f"`SlurmClusterResolver`: task {rank} is on host {here} of {env[names[0]]} by "
-                f"Slurm, and on host {placed[rank]} by the distribution "
-                f"{env.get('SLURM_DISTRIBUTION', 'block')!r}. Ask for `--distribution=block`, or "
-                "cyclic, or plane."
-            )
         for job, count in jobs.items():
             self._spec[job] = tuple(tasks[first : first + count])
             if first <= rank < first + count:
@@ -211,3 +215,75 @@ class SlurmClusterResolver(ClusterResolver):
     def cluster_spec(self) -> Mapping[str, tuple[str, ...]]:
         """The addresses of each job's tasks."""
         return dict(self._spec)
+
+
+def member_of_tasks(resolver: ClusterResolver, source: str) -> Member | None:
+    """The process of a cluster's task; None: it has none. `source` is named in messages."""
+    cluster = {job: tuple(tasks) for job, tasks in resolver.cluster_spec().items()}
+    kind, index = resolver.task_type, resolver.task_id
+    if not cluster or kind == "evaluator":
+        return None
+    unknown = sorted(set(cluster) - set(_JOBS))
+    if unknown:
+        raise ValueError(f"{source}: jobs are {', '.join(_JOBS)}; got {', '.join(unknown)}.")
+    for job in ("chief", "evaluator"):
+        if len(cluster.get(job, ())) > 1:
+            raise ValueError(
+                f"{source}: there can be one {job}; got "
+                f"{', '.join(cluster[job])}. Make the others workers."
+            )
+    if cluster.get("ps") or kind == "ps":
+        raise ValueError(
+            f"{source}: there are parameter servers (job 'ps'), and no strategy here "
+            "uses any. Start chief and workers only."
+        )
+    if kind is None or index is None:
+        missing = "type" if kind is None else "index"
+        raise ValueError(
+            f"{source} has a cluster, and does not say which task this process is: "
+            f"'{missing}' is missing from 'task'."
+        )
+    if kind not in cluster:
+        raise ValueError(
+            f"{source}: this is a task of job {kind!r}, and the cluster has "
+            f"the jobs {', '.join(cluster)}."
+        )
+    tasks = len(cluster[kind])
+    if not 0 <= index < tasks:
+        raise ValueError(
+            f"{source}: this is task {index} of job {kind!r}, which has {tasks} (numbered from 0)."
+        )
+    addresses = [address for job in cluster.values() for address in job]
+    if twice := sorted({a for a in addresses if addresses.count(a) > 1}):
+        raise ValueError(f"{source}: two tasks have the address {', '.join(twice)}.")
+    ordered = [*cluster.get("chief", ()), *cluster.get("worker", ())]
+    rank = index + (0 if kind == "chief" else len(cluster.get("chief", ())))
+    return Member(ordered[0], len(ordered), rank, None, source)
+
+
+def _addresses(job: str, tasks: Any) -> tuple[str, ...]:
+    """The tasks of a job: a list, or a mapping from numbers."""
+    if isinstance(tasks, Mapping):
+        numbered = {_index(index): address for index, address in tasks.items()}
+        if sorted(numbered) != list(range(len(numbered))):
+            raise ValueError(
+                f"{TF_CONFIG}: the tasks of job {job!r} are numbered {sorted(numbered)}; here all "
+                "tasks from 0 on take part."
+            )
+        tasks = [numbered[index] for index in sorted(numbered)]
+    if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
+        raise ValueError(f"{TF_CONFIG}: job {job!r} must be a list of addresses; got {tasks!r}.")
+    return tuple(tasks)
+
+
+def _index(value: Any) -> int:
+    """A number, also as TensorFlow's own users write it: in quotes, as keys must be."""
+    if type(value) is int or (isinstance(value, str) and value.strip().isdecimal()):
+        return int(value)
+    raise ValueError(f"{TF_CONFIG}: a task's number must be whole, from 0; got {value!r}.")
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{TF_CONFIG}: {what} must be a JSON object; got {value!r}.")
+    return value

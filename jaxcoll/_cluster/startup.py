@@ -18,8 +18,8 @@ from typing import Any
 
 from jaxcoll._cluster.coordinator import LONGEST, LONGEST_SECONDS, message
 from jaxcoll._cluster.coordinator_proxy import give_up_coordinator
-from jaxcoll._cluster.launchers import Member, host_and_port
 from jaxcoll._cluster.liveness import CONNECTED, DEVICES, LEFT, CoordinatorConnection
+from jaxcoll._cluster.specs import Member, host_and_port
 from jaxcoll._compat.coordination import store
 from jaxcoll._threads import within
 from jaxcoll.errors import DeadlineExceededError, PeerLostError

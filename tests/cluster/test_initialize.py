@@ -15,8 +15,8 @@ from at_once import at_once
 import jaxcoll as jc
 from jaxcoll._cluster.coordinator import start_coordinator
 from jaxcoll._cluster.initialize import _start
-from jaxcoll._cluster.launchers import Member
 from jaxcoll._cluster.liveness import CoordinatorConnection
+from jaxcoll._cluster.specs import Member
 from jaxcoll._cluster.startup import arrive
 
 TIMES = {"heartbeat_timeout_seconds": 1, "shutdown_timeout_seconds": 1}
@@ -236,11 +236,6 @@ def test_K22_what_the_tf_config_resolver_refuses(cluster, kind, index, words):
         ({"worker": 3}, {}, "`jobs` has 3 tasks, and Slurm 4"),
         (None, {"SLURM_PROCID": ""}, "SLURM_PROCID is missing .* Start it with `srun`"),
         (None, {"SLURM_STEP_TASKS_PER_NODE": "2"}, r"2 hosts \(n\[1-2\]\), and tasks of 1"),
-        (
-            None,
-            {"SLURM_NODEID": "1"},
-            "task 0 is on host 1 .* on host 0 by the distribution 'block'",
-        ),
     ],
 )
 def test_the_slurm_resolver_refuses(jobs, change, words):
@@ -257,20 +252,6 @@ def test_tasks_per_node_stand_in_the_place_of_slurms(per_node):
     assert resolver.cluster_spec() == {"worker": ("n1:8888", "n1:8889", "n2:8888", "n2:8889")}
     assert resolver.master() == "grpc://n2:8889"
     assert resolver.member() == Member("n1:8888", 4, 3, None, "SlurmClusterResolver")
-
-
-def test_the_slurm_resolver_puts_tasks_where_slurm_does():
-    env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_PROCID": "1"}  # fmt: skip
-    block = ("n1:8888", "n1:8889", "n1:8890", "n2:8888")
-    cyclic = ("n1:8888", "n2:8888", "n1:8889", "n1:8890")
-    plane = {"SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "2", "SLURM_NODEID": "0"}
-    for change, tasks in (
-        ({}, block),
-        ({"SLURM_DISTRIBUTION": "cyclic:block", "SLURM_NODEID": "1"}, cyclic),
-        (plane, ("n1:8888", "n1:8889", "n2:8888", "n1:8890")),
-    ):
-        resolver = jc.distribute.SlurmClusterResolver(environment={**env, **change})
-        assert resolver.cluster_spec() == {"worker": tasks}
 
 
 def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jaxcoll._cluster import launchers
-from jaxcoll._cluster.launchers import Member, checked_seconds, host_and_port, member_of
-from jaxcoll._cluster.specs import counts_of, hosts_of
+from jaxcoll._cluster.launchers import checked_seconds, member_of
+from jaxcoll._cluster.specs import Member, counts_of, host_and_port, hosts_of
 
 LAUNCH = {"JAXCOLL_COORDINATOR": "127.0.0.1:5", "JAXCOLL_PROCESSES": "4", "JAXCOLL_RANK": "3"}
 SLURM = {

@@ -10,7 +10,7 @@ from at_once import at_once
 
 from jaxcoll._cluster import liveness
 from jaxcoll._cluster.coordinator import start_coordinator
-from jaxcoll._cluster.launchers import Member
+from jaxcoll._cluster.specs import Member
 from jaxcoll._cluster.startup import arrive
 from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic.heartbeat import Heartbeats, new_name
