@@ -91,9 +91,18 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-@_group_by
 def _group_of(devices: _Any) -> _Any:
     """Return the processes that have these devices: what watches them is imported when needed."""
     from jaxcoll._dispatch.watchdog import group_of
 
     return group_of(devices)
+
+
+def _collectives_of(compiled: str) -> _Any:
+    """Return the collectives of a compiled text: what reads it is imported when needed."""
+    from jaxcoll._observe.parse.hlo import read_hlo
+
+    return read_hlo(compiled).collectives
+
+
+_group_by(_group_of, _collectives_of)

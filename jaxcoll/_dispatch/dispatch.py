@@ -13,7 +13,7 @@ import jax
 from jaxcoll._compat import settings
 from jaxcoll._dispatch.alone import warn_where_alone
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.executable import Compile, Program, compiled_for
+from jaxcoll._dispatch.executable import Compile, Program, compiled_for, readers
 from jaxcoll._threads import Task, Worker, abandon
 from jaxcoll.errors import DeadlineExceededError, SameRowsWarning
 
@@ -32,9 +32,14 @@ class Group(Protocol):
 _groups: list[Callable[[Sequence[jax.Device]], Group | None]] = []
 
 
-def group_by(find: Callable[[Sequence[jax.Device]], Group | None]) -> None:
-    """Have `find` name the group of a mesh's devices, where there are several processes."""
-    _groups[:] = [find]
+def group_by(
+    find: Callable[[Sequence[jax.Device]], Group | None], read: Callable[[str], Sequence[Any]]
+) -> None:
+    """Have `find` name the group of a mesh's devices, where there are several processes.
+
+    `read` returns the collectives of a compiled text, for the messages of that group.
+    """
+    _groups[:], readers[:] = [find], [read]
 
 
 def group_of(devices: Sequence[jax.Device]) -> Group | None:

@@ -24,7 +24,6 @@ import jax
 import jaxlib
 
 from jaxcoll._compat import settings
-from jaxcoll._plan.scope_names import names, op_name_of, pack_of
 
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 """Environment variables that compilers read."""
@@ -40,22 +39,6 @@ _INSTRUCTIONS = re.compile(
     r"|sme2?|bf16|i8mm|fp|fphp|crc32|fcma"
 )
 _KIND = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "uarch", "isa")
-
-_COLLECTIVE = re.compile(
-    r"^ *(?:ROOT )?%?\S+ = (?P<type>\(.*?\)|\S+) (?P<kind>(?:all-reduce|all-gather|reduce-scatter"
-    r"|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|send|recv)(?:-start)?)"
-    r"\((?P<rest>.*)$"
-)
-_HEAD = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")  # %body (x: f32[4]) -> f32[4] {
-_CALLED = re.compile(r"(?:condition|body|calls|to_apply|computations?)=(\{[^}]*\}|\S+)")
-_NAME = re.compile(r"[\w.\-]+")
-_WHO = re.compile(
-    r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}"
-    r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"  # counted off: [2,4]<=[4,2]T(1,0)
-    r"|mesh\[[^\]]*\](?:, device_ids=\(.*?\))? \{[^}]*\})"  # mesh['a'=2,'b'=4] {'b'}
-)
-_PRIMITIVE = re.compile(r'op_name="[^"]*?(\w+)[:)]*"')
-_LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")  # {1,0:T(8,128)}, /*index=5*/
 
 _LONGEST_LINE = 2000
 """Letters of a line that are shown to others; a large constant is one line."""
@@ -156,47 +139,3 @@ def kind_of(cpuinfo: str) -> str:
     kind = [f"{name} {fields[name]}" for name in _KIND if name in fields]
     instructions = sorted(flag for flag in flags if _INSTRUCTIONS.fullmatch(flag))
     return ", ".join([*kind, " ".join(instructions)])
-
-
-def collectives(compiled: str) -> list[str]:
-    """The collectives of a compiled program in the order in which it comes to them, a line each.
-
-    Examples:
-      >>> collectives("%a.1 = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}")
-      ['all-reduce f32[8] among {{0,1}}']
-      >>> collectives("%a.1 = f32[] all-reduce(%x), replica_groups=mesh['a'=2,'b'=2] {'b'}, x=1")
-      ["all-reduce f32[] among mesh['a'=2,'b'=2] {'b'}"]
-    """
-    bodies: dict[str, list[str | re.Match[str]]] = {"": []}
-    entry, body = "", bodies[""]
-    for line in compiled.splitlines():
-        if line.endswith("{") and (head := _HEAD.match(line)):
-            body = bodies[head[2]] = []
-            entry = head[2] if head[1] else entry
-        elif collective := _COLLECTIVE.match(line):
-            body.append(collective)
-        else:
-            body += [name for called in _CALLED.findall(line) for name in _NAME.findall(called)]
-
-    # The text has the computation of a loop ahead of the one that runs it.
-    def run(name: str) -> Iterator[re.Match[str]]:
-        for step in bodies.pop(name, ()):
-            if isinstance(step, str):
-                yield from run(step)
-            else:
-                yield step
-
-    # After the entry what no call was found of.
-    return [_described(match) for name in (entry, *bodies) for match in run(name)]
-
-
-def _described(collective: re.Match[str]) -> str:
-    rest = collective["rest"]
-    who, primitive = _WHO.search(rest), _PRIMITIVE.search(rest)
-    packs = dict.fromkeys(filter(None, map(pack_of, names(op_name_of(rest)))))
-    return (
-        f"{collective['kind'].removesuffix('-start')} {_LAYOUT.sub('', collective['type'])}"
-        + (f" among {who[1]}" if who else "")
-        + (f", asked for as {primitive[1]}" if primitive else "")
-        + (f", carrying {' and '.join(packs)}" if packs else "")
-    )

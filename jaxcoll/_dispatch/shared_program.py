@@ -10,19 +10,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.executable import Program, name_of, plans
-from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark, packed
+from jaxcoll._dispatch.executable import Program, name_of, plans, readers
+from jaxcoll._dispatch.fingerprint import fingerprint, mark, packed
 from jaxcoll._plan.collective_plan import THE_VALUE
-
-_PACK = re.compile(r"(\w+_[0-9a-f]{6})/(pack|rows)(\d+)")
+from jaxcoll._plan.scope_names import names, pack_of
 
 
 @dataclasses.dataclass
@@ -56,21 +54,32 @@ def shared_program(
 
 def starts_with(program: Program) -> str:
     """Return the collective at which processes that arrived wait for the others, in words."""
-    moved = collectives(program.compiled.as_text() or "")
+    try:
+        moved = [c for read in readers for c in read(program.compiled.as_text() or "")]
+    except ValueError:  # it is not understood
+        return ""
     if not moved:
         return f"{program.name} has no collective."
-    more = f" of {len(moved)}" * (len(moved) > 1)
-    return f"Collective 1{more} of {program.name} is {moved[0]}{_leaves(moved[0])}."
+    of, first = f" of {len(moved)}" * (len(moved) > 1), moved[0]
+    types = ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in first.operands)
+    groups = ",".join(f"{{{','.join(map(str, group))}}}" for group in first.groups)
+    paths = names(first.op_name)
+    asked = f", asked for as {paths[0].rpartition('/')[2]}" if paths else ""
+    packs = dict.fromkeys(filter(None, map(pack_of, paths)))
+    carrying = f", carrying {' and '.join(packs)}" * bool(packs)
+    what = f"{first.kind} {types} among {{{groups}}}{asked}{carrying}{_leaves(packs)}"
+    return f"Collective 1{of} of {program.name} is {what}."
 
 
-def _leaves(line: str) -> str:
+def _leaves(packs: Iterable[str]) -> str:
     """The leaves that a collective carries, in packs or as gathered rows."""
     carried = []
-    for name, kind, number in _PACK.findall(line):
+    for pack in packs:
+        name, _, part = pack.partition("/")
         if plan := plans.get(name):
-            k = int(number)
-            leaves = plan.carried(k) if kind == "pack" else plan.leaves[k].path or THE_VALUE
-            carried.append(f"{name}/{kind}{number} has {leaves}")
+            k = int(part.lstrip("packrows"))
+            leaves = plan.carried(k) if part.startswith("pack") else plan.leaves[k].path
+            carried.append(f"{pack} has {leaves or THE_VALUE}")
     return f" ({'; '.join(carried)})" if carried else ""
 
 
