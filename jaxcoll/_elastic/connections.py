@@ -17,7 +17,6 @@ from jaxcoll._cluster.initialize import own_address
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._compat.gloo import ClientAnew, meets_over_gloo
-from jaxcoll._elastic.generation import RegroupError, named_links
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._threads import any_blocked
 
@@ -62,28 +61,11 @@ class Connections:
             self._thread.start()
 
     def begin(self) -> None:
-        """Learn where the others listen, and end the generation if not all can be reached."""
-        listening = gloo_sockets.listening()
-        with contextlib.ExitStack() as open_here:
-            port = None
-            if self._client is not None and listening:
-                port = open_here.enter_context(gloo_sockets.open_port(listening[-1][0]))
-            mine = {"gloo": listening, "port": port and port.getsockname()[:2]}
-            texts = self._membership.gather("listening", json.dumps(mine))
-            there = {name: json.loads(text) for name, text in texts.items()}
-            self._listening = {(h, p) for one in there.values() for h, p in one["gloo"]}
-            self._before = gloo_sockets.connections(self._listening)
-            if self._client is None:
-                return
-            del there[self._membership.name]
-            others = {name: tuple(one["port"]) for name, one in there.items() if one["port"]}
-            missing = gloo_sockets.unreachable(others, gloo_sockets.CONNECT_SECONDS)
-            texts = self._membership.gather("unreachable", json.dumps(missing))
-        broken = {frozenset((name, other)) for name in texts for other in json.loads(texts[name])}
-        if broken:  # at one end at least
-            self._membership.broken = broken
-            self._membership.ask(named_links(broken))
-            raise RegroupError
+        """Learn where the others listen."""
+        mine = json.dumps(gloo_sockets.listening())
+        texts = self._membership.gather("listening", mine)
+        self._listening = {(h, p) for text in texts.values() for h, p in json.loads(text)}
+        self._before = gloo_sockets.connections(self._listening)
 
     def forget_others(self) -> None:
         """Have JAX drop its caches, which keep the clients of earlier generations alive.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -93,26 +92,3 @@ def words(names: Sequence[str]) -> str:
 def listed(ranks: Sequence[int]) -> str:
     """Process numbers, for a message."""
     return ", ".join(map(str, ranks)) or "none"
-
-
-def to_leave_out(links: Iterable[frozenset[str]], newcomers: Iterable[str]) -> set[str]:
-    """A small set of workers without which all others reach each other.
-
-    The worker with the most broken links is dropped, again and again: of several a newcomer, else
-    the one with the highest number. (The smallest such set is a vertex cover, which is NP-hard.)
-    """
-    rest, out, new = set(links), set(), set(newcomers)
-    while rest:
-        times = Counter(name for link in rest for name in link)
-        worst = max(times, key=lambda name: (times[name], name in new, rank_of(name)))
-        out.add(worst)
-        rest = {link for link in rest if worst not in link}
-    return out
-
-
-def named_links(links: Iterable[frozenset[str]]) -> str:
-    """The links, for a message."""
-    pairs = sorted(sorted(map(rank_of, link)) for link in links)
-    each = [f"workers {one} and {other}" for one, other in pairs[:3]]
-    more = f", nor {len(pairs) - 3} more pairs" if len(pairs) > 3 else ""
-    return f"{', and '.join(each)} cannot connect to each other{more}"

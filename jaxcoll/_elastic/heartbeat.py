@@ -120,11 +120,6 @@ class Heartbeats:
                 firsts[now.generation, now.step] = name
         return ()
 
-    def begun(self, members: Sequence[str], generation: int) -> int:
-        """The step of a generation that all its members have begun, at least; -1: not known."""
-        found = [s for s in self.statuses(members).values() if s.generation == generation]
-        return min(s.step for s in found) if len(found) == len(members) else -1
-
     def statuses(self, names: Iterable[str]) -> dict[str, StepStatus]:
         """The last status of those workers that live."""
         return {

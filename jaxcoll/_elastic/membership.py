@@ -14,6 +14,7 @@ import json
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,21 +22,14 @@ from jaxcoll._cluster.liveness import ended
 from jaxcoll._cluster.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.watchdog import Watchdog
-from jaxcoll._elastic.generation import (
-    Generation,
-    RegroupError,
-    named_links,
-    rank_of,
-    to_leave_out,
-    words,
-)
+from jaxcoll._elastic.generation import Generation, RegroupError, rank_of, words
 from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, StepStatus, has_ended, new_name
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
 
-BLOCK = 1000
-"""Steps whose keys are deleted together, so that their number stays bounded."""
+ASKED = 100
+"""Keys of steps that are kept. No member is so many behind: they meet in most steps."""
 
 
 class Membership:
@@ -57,12 +51,12 @@ class Membership:
         self.status = StepStatus(-1, -1)  # the step that this worker is in, as its heartbeat says
         self.startup = startup  # seconds for which a live worker is waited for in a generation
         self.reconnects = False  # whether JAX's own connections may be broken here
-        self.broken: set[frozenset[str]] = set()  # pairs of its workers that cannot connect
         self.woken = threading.Event()  # something has happened that a waiting worker looks at
         self._root, self._patience = root, patience
         self._after = after  # the root of the run before this one
         self._most = most or self._keys.processes
         self._asked = self._ended = False
+        self._asked_at: deque[int] = deque(maxlen=ASKED)  # steps, whether somebody is taken in
         self._lock = threading.Lock()
         self._heartbeats, self._counts = Heartbeats(), itertools.count()
         self._keys.patience = min(patience, COORDINATOR_REPLY_SECONDS)
@@ -152,14 +146,11 @@ class Membership:
         """True if a worker is to be taken in before `step`: the same answer on all members."""
         has_place = len(self.generation.members) < self._most
         answer = "join" if has_place and self._waiting() else "go"
-        steps = self._key(self.generation.number, "step")
-        if step % BLOCK < 10 and self.name == self.generation.members[0]:
-            self.observe()
-            begun = self._heartbeats.begun(self.generation.members, self.generation.number)
-            for block in range(self._block, begun // BLOCK):
-                self._keys.delete(f"{steps}/{block}")
-            self._block = max(self._block, begun // BLOCK)
-        return self._keys.agree(f"{steps}/{step // BLOCK}/{step}", answer) == "join"
+        if len(self._asked_at) == ASKED and self.name == self.generation.members[0]:
+            self._keys.delete(self._key(self.generation.number, f"step/{self._asked_at[0]}"))
+        self._asked_at.append(step)
+        key = self._key(self.generation.number, f"step/{step}")
+        return self._keys.agree(key, answer) == "join"
 
     def gather(self, what: str, value: str, *, same: bool = False) -> dict[str, str]:
         """The values of all members, by name, or the end of this generation: a barrier.
@@ -217,7 +208,6 @@ class Membership:
             "held": list(held),
             "status": self.status,
             "term": term,
-            "broken": [sorted(pair) for pair in self.broken],
             "reconnects": self.reconnects,
             "residual": residual,
         }
@@ -261,11 +251,8 @@ class Membership:
         why = json.loads(asked)["why"] if asked else "a worker joined" if number else ""
         last = self.generation
         before = last.members if number else sorted(ready, key=rank_of)
-        broken = {frozenset(pair) for r in ready.values() for pair in r["broken"]}
         differ, odd = self._differ(ready)
-        out = to_leave_out((pair for pair in broken if pair <= set(ready)), last.joined) | set(odd)
-        staying = [m for m in before if m in ready and m not in out][: self._most]
-        why = named_links(broken) if out - set(odd) else why
+        staying = [m for m in before if m in ready and m not in odd][: self._most]
         if not staying:
             return Generation(number, (), min(r["finished"] for r in ready.values()), differ=differ)
         coming = self._newcomers(staying)
@@ -283,7 +270,7 @@ class Membership:
             step,
             source=having[0],
             given=any(m not in having for m in members),
-            lost=tuple(m for m in before if m not in ready or m in out),
+            lost=tuple(m for m in before if m not in ready or m in odd),
             joined=tuple(m for m in members if number and m not in before),
             why=why,
             differ=differ,
@@ -327,9 +314,9 @@ class Membership:
     def _begin(self, generation: Generation) -> Generation:
         with self._lock:  # the watchdog must not end this generation for a request of the last
             self.generation = generation
-            self._asked, self.broken = False, set()
+            self._asked = False
             self.status = StepStatus(generation.number, -1)
-            self._block = generation.step // BLOCK
+            self._asked_at.clear()
             self.woken.clear()
         if self.name in generation.members:
             self._keys.delete(f"{self._root}/waiting/{self.name}")

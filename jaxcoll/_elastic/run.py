@@ -26,7 +26,7 @@ from jaxcoll.errors import DeadlineExceededError, PeerLostError, ProgramMismatch
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers that want to be taken in
 MOST_ATTEMPTS = 20
-"""A step that was late so often in a row, though all workers live and connect, always will be."""
+"""A step that was late so often in a row, though all workers live, always will be."""
 
 PATIENCE, LAST_PATIENCE = 1.0, 30.0
 """Seconds that another process may be about to replace the file: during a run, and at its end."""
@@ -192,8 +192,8 @@ class Run:
         if self._attempts >= MOST_ATTEMPTS or (self._failed and self._attempts > 1):
             late = DeadlineExceededError(
                 f"Workers {listed(generation.ranks)} began the step after step {generation.step} "
-                f"{MOST_ATTEMPTS} times in a row and never finished it, though all live and "
-                f"connect to each other. The last time, {generation.why}. A larger "
+                f"{MOST_ATTEMPTS} times in a row and never finished it, though all live. "
+                f"The last time, {generation.why}. A larger "
                 "`timeout_seconds` waits longer."
             )
             self._give_up(self._failed or late)

@@ -1,5 +1,6 @@
 """`Elastic` in one process: it trains, begins where a checkpoint ends, and refuses what cannot be."""
 
+import re
 import threading
 
 import jax
@@ -9,12 +10,12 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._cluster.key_value import LocalKeys
-from jaxcoll._cluster.launchers import Member
+from jaxcoll._cluster.specs import Member
 from jaxcoll._cluster.startup import reach
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._elastic import replicated_state
 from jaxcoll._elastic.generation import Generation, RegroupError
-from jaxcoll._elastic.replicated_state import ReplicatedState, agreeing
+from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.rows import rows_of
 from jaxcoll._elastic.run import outcome_of
 
@@ -201,55 +202,42 @@ class Present:
                 yield error
 
 
-ONE, OTHER, WIDE = {"w": np.ones(3, "f")}, {"w": np.zeros(3, "f")}, {"w": np.ones(4, "f")}
+ONE, OTHER, THIRD, WIDE = ({"w": np.full(n, k, "f")} for k, n in ((1, 3), (0, 3), (2, 3), (1, 4)))
+DIVERGED, MISMATCH = jc.errors.ReplicaDivergenceError, jc.errors.ProgramMismatchError
+WORDS = {
+    DIVERGED: r"in 1 leaf of the state, state\['w'\] first: [\d, ]+ \| [\d, |]+\. At the start give",
+    MISMATCH: r"worker \d: state\['w'\]: float32\[\d\]; worker \d: .*float32\[\d\]",
+}
 
 
-def test_workers_that_hold_the_same_go_on():
-    assert [*Present(w0=ONE, w1=ONE).settles(0)] == [None, None]
-
-
-def test_at_the_start_all_end_where_states_differ_because_nobody_knows_whose_is_right():
-    three = Present(w0=ONE, w1=OTHER, w2=ONE)
-    words = r"in 1 leaf of the state, state\['w'\] first: 0, 2 \| 1. At the start give all the same"
-    for name in ("0.a", "1.a", "2.a"):
-        _, error = three.settles(0, name)
-        assert isinstance(error, jc.errors.ReplicaDivergenceError)
-        with pytest.raises(jc.errors.ReplicaDivergenceError, match=words):
-            raise error
-        _, error = Present(w0=ONE, w1=ONE, w2=WIDE).settles(0, name)
-        with pytest.raises(jc.errors.ProgramMismatchError, match="worker 0: .*3.*; worker 2: .*4"):
-            raise error
-
-
-def test_later_those_that_differ_from_most_end_and_most_go_on_without_them():
-    three = Present(w0=ONE, w1=OTHER, w2=ONE)
-    for name in ("0.a", "2.a"):
-        assert [type(e) for e in three.settles(3, name)] == [RegroupError, RegroupError]
-        assert three.asked == "the state of worker 1 is not that of the others"
-    assert [type(e) for e in three.settles(3, "1.a")] == [jc.errors.ReplicaDivergenceError] * 2
-    compared, _ = three.settles(0, "0.a")  # all of them agreed when the generation began
-    assert isinstance(compared, RegroupError)
-
-
-@pytest.mark.parametrize("states", [(ONE, OTHER), (ONE, OTHER, {"w": np.full(3, 2, "f")})])
-def test_where_most_do_not_agree_all_end(states):
+@pytest.mark.parametrize(
+    ("number", "states", "joined", "compared", "begun"),
+    [
+        (0, (ONE, ONE), "", [None] * 2, [None] * 2),
+        (0, (ONE, OTHER, ONE), "", [RegroupError, DIVERGED, RegroupError], [DIVERGED] * 3),  # nobody knows who is right
+        (0, (ONE, ONE, WIDE), "", None, [MISMATCH] * 3),
+        (3, (ONE, OTHER, ONE), "", [RegroupError, DIVERGED, RegroupError], [RegroupError, DIVERGED, RegroupError]),
+        (3, (ONE, OTHER), "", [DIVERGED] * 2, [DIVERGED] * 2),
+        (3, (ONE, OTHER, THIRD), "", [DIVERGED] * 3, [DIVERGED] * 3),
+        (3, (ONE, OTHER, OTHER), "12", None, [RegroupError, DIVERGED, DIVERGED]),  # it has no vote
+        (3, (ONE, WIDE, WIDE), "12", None, [RegroupError, MISMATCH, MISMATCH]),
+    ],
+)  # fmt: skip
+def test_those_that_differ_from_most_who_were_there_end_and_where_most_do_not_agree_all(
+    number, states, joined, compared, begun
+):
     several = Present(**{f"w{i}": state for i, state in enumerate(states)})
     for i in range(len(states)):
-        errors = [type(e) for e in several.settles(3, f"{i}.a")]
-        assert errors == [jc.errors.ReplicaDivergenceError] * 2
-
-
-@pytest.mark.parametrize("other", [OTHER, WIDE])
-def test_who_was_taken_in_with_another_state_ends_alone_and_is_not_counted(other):
-    joined = ("1.a", "2.a")
-    three = Present(w0=ONE, w1=other, w2=other)
-    assert isinstance([*three.settles(3, "0.a", joined)][-1], RegroupError)
-    assert three.asked == "the state of workers 1, 2 is not that of the others"
-    wrong = jc.errors.ReplicaDivergenceError if other is OTHER else jc.errors.ProgramMismatchError
-    assert isinstance([*three.settles(3, "1.a", joined)][-1], wrong)
-    values = {"0.a": "one", "1.a": "other", "2.a": "other", "3.a": "one"}
-    generation = Generation(3, tuple(values), 0, joined=("2.a", "3.a"))
-    assert agreeing(values, generation) == ()
+        errors = [*several.settles(number, f"{i}.a", tuple(f"{k}.a" for k in joined))]
+        kinds = [error if error is None else type(error) for error in errors]
+        assert kinds[1] is begun[i]
+        assert compared is None or kinds[0] is compared[i]
+        for error in filter(lambda error: type(error) in WORDS, errors):
+            assert re.search(WORDS[type(error)], str(error))
+        if kinds[1] is RegroupError:
+            odd = ", ".join(str(k) for k, kind in enumerate(begun) if kind is not RegroupError)
+            who = f"worker{'s' * (len(odd) > 1)} {odd}"
+            assert several.asked == f"the state of {who} is not that of the others"
 
 
 def test_copies_that_differ_within_a_process_are_a_difference():
@@ -300,6 +288,16 @@ def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path,
         jc.Elastic(step, START, checkpoint=path).run(rows, 9)
     assert len(begun) == 4
     assert jc.restore_checkpoint(path, START)[1] == 1
+
+
+def test_too_few_workers_save_the_state(tmp_path):
+    path = tmp_path / "last.npz"
+    words = (
+        r"1 workers are left \(0\), and `min_workers` is 2: .*The state after step 0 is saved in"
+    )
+    with pytest.raises(jc.errors.PeerLostError, match=words):
+        jc.Elastic(step, START, min_workers=2, checkpoint=path).run(rows, 9)
+    assert jc.restore_checkpoint(path, START)[1] == 0
 
 
 def test_what_fails_because_time_was_up_is_no_failure(monkeypatch):

@@ -17,7 +17,7 @@ from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic import membership as memberships
 from jaxcoll._elastic.generation import RegroupError, rank_of
 from jaxcoll._elastic.heartbeat import StepStatus
-from jaxcoll._elastic.membership import Membership
+from jaxcoll._elastic.membership import ASKED, Membership
 from jaxcoll._elastic.run import writers_of, written_by_one
 from jaxcoll._elastic.step_programs import _sides, mismatch, show
 
@@ -133,16 +133,6 @@ def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often
         assert [(d.number, d.ranks, d.lost, d.reconnects) for d in again] == [
             (number, (0, 1), (), True)
         ] * 2
-
-
-def test_who_cannot_connect_to_another_is_left_out_and_the_link_is_named(working):
-    membership = working(3)
-    membership[1].broken = {frozenset((membership[1].name, membership[2].name))}
-    membership[1].ask("workers 1 and 2 cannot connect to each other")
-    found = each(membership, lambda c: c.regroup(3, (2, 3)))
-    assert len(set(found)) == 1
-    assert (found[0].ranks, found[0].lost) == ((0, 1), (membership[2].name,))
-    assert found[0].why == "workers 1 and 2 cannot connect to each other"
 
 
 def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
@@ -301,8 +291,8 @@ def test_those_who_were_there_before_are_right_unless_they_differ(marks, joined,
     assert heartbeat.Heartbeats().differing(("0", "1", "2"), joined, known) == (differ, end)
 
 
-def writes(membership, fails, every=lambda one: 10):
-    """What becomes of each where some cannot write; and who has written."""
+def writes(membership, having, fails):
+    """What becomes of each where some have a file, and of these some cannot write; and who wrote."""
     wrote = []
 
     def write(one):
@@ -311,50 +301,47 @@ def writes(membership, fails, every=lambda one: 10):
         wrote.append(rank_of(one.name))
 
     def last(one):
-        return written_by_one(one, writers_of(one, every(one))[0], lambda: write(one))
+        every = 10 + rank_of(one.name) if rank_of(one.name) in having else 0
+        writers, steps = writers_of(one, every)
+        return *written_by_one(one, writers, lambda: write(one)), steps
 
-    return each(membership, lambda c: last(c)), wrote
-
-
-@pytest.mark.parametrize("fails", [(), (0,), (0, 1), (1,)])
-def test_the_first_that_can_writes_the_last_checkpoint_while_all_wait(working, fails):
-    membership = working(3)
-    found, wrote = writes(membership, fails)
-    (writer,) = wrote
-    assert writer == min({0, 1, 2} - set(fails))
-    for rank, (name, failure) in enumerate(found):
-        assert rank_of(name) == writer
-        assert isinstance(failure, OSError) == (rank in fails and rank < writer)
+    return each(membership, last), wrote
 
 
-@pytest.mark.parametrize("having", [(), (1,), (1, 2)])
-def test_who_has_a_file_writes_and_those_who_have_none_wait_for_it(working, having):
-    membership = working(3)
-    every = lambda one: 10 * rank_of(one.name) if rank_of(one.name) in having else 0
-    found, wrote = writes(membership, (), every)
-    assert wrote == list(having[:1])
-    assert [name and rank_of(name) for name, _ in found] == [having[0] if having else ""] * 3
-    again = each(membership, lambda c: c.regroup(9, (9,)))
-    assert len(set(again)) == 1
-    agreed = each(membership, lambda c: writers_of(c, every(c)))
-    assert [steps for _, steps in agreed] == [10 * having[0] if having else 0] * 3
-
-
-def test_if_nobody_can_write_the_last_checkpoint_each_has_its_error(working):
-    membership = working(2)
-    found, wrote = writes(membership, (0, 1))
-    assert (wrote, [name for name, _ in found]) == ([], ["", ""])
-    assert all(isinstance(failure, OSError) for _, failure in found)
+@pytest.mark.parametrize(
+    ("having", "fails"),
+    [("012", ""), ("012", "0"), ("012", "01"), ("012", "1"), ("012", "012"), ("1", ""), ("12", ""), ("", "")],
+)  # fmt: skip
+def test_the_first_that_has_a_file_and_can_writes_the_last_checkpoint_while_all_wait(
+    working, having, fails
+):
+    having, fails = ([int(rank) for rank in ranks] for ranks in (having, fails))
+    found, wrote = writes(working(3), having, fails)
+    able = [rank for rank in having if rank not in fails]
+    assert wrote == able[:1]
+    for rank, (name, failure, steps) in enumerate(found):
+        assert ([rank_of(name)] if name else []) == wrote
+        tried = rank in having and not (wrote and rank > wrote[0])
+        assert isinstance(failure, OSError) == (tried and rank in fails)
+        assert steps == (10 + having[0] if having else 0)
 
 
 def test_a_writer_that_dies_over_the_last_checkpoint_is_a_loss_and_the_next_one_writes(working):
     membership = working(3)
     membership[0].close()  # before it had written
-    found, wrote = writes(membership[1:], ())
+    found, wrote = writes(membership[1:], (0, 1, 2), ())
     assert ([type(error) for error in found], wrote) == ([RegroupError] * 2, [])
     each(membership[1:], lambda c: c.regroup(9, (8, 9)))
-    found, wrote = writes(membership[1:], ())
-    assert ([rank_of(name) for name, _ in found], wrote) == ([1, 1], [1])
+    found, wrote = writes(membership[1:], (0, 1, 2), ())
+    assert ([rank_of(name) for name, *_ in found], wrote) == ([1, 1], [1])
+
+
+def test_what_is_agreed_upon_before_steps_does_not_become_more_the_longer_a_run_lasts(working):
+    one, other = working(2)
+    for step in range(0, 30 * ASKED, 10):
+        assert not one.joins_at(step)
+        assert not other.joins_at(step)
+    assert len(keys_of(one).all("run/0/step")) == ASKED
 
 
 def test_all_say_the_same_or_end_the_generation(working):

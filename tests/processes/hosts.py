@@ -24,11 +24,6 @@ def pull_cable(made: Lab, host):
     made._ip(made._switch, f"link set p{host} down")
 
 
-def part(made: Lab, *some):
-    """Between these hosts nothing passes any more; all others see each of them."""
-    made._ip(made._switch, *(f"link set p{host} type bridge_slave isolated on" for host in some))
-
-
 def pids(made: Lab, host):
     """The processes there, but for the one that holds the host."""
     holder = Path(f"/proc/{made._hosts[host]}/ns/net")
