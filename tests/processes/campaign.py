@@ -1,12 +1,9 @@
 """The campaign: faults are injected into processes, and what becomes of the others is checked.
 
-    python -m tests.processes.campaign [--only WORDS] [--begin ROW] [--times N] [--save FILE]
-    python -m tests.processes.campaign --markdown FILE...
+    python -m tests.processes.campaign [--only WORDS] [--times N]
 
-The first runs the rows of campaign_faults.py and ends with the number of those that failed; the
-second writes the whole table to campaign.md beside this file, and some of its rows into
-docs/hangs.md, from what was saved: one pair of columns for each file, that is for each version of
-JAX. The tests run some rows.
+Runs the rows of campaign_faults.py, prints them as docs/hangs.md shows some, and ends with the
+number of those that failed. The tests run some rows.
 """
 
 import argparse
@@ -33,15 +30,7 @@ from jaxcoll._cluster.launch.subprocesses import surely_ended
 from .campaign_faults import DEADLINE, FAULTS, LATE, TIMEOUT
 
 JOBS = Path(__file__).with_name("campaign_jobs.py")
-TABLE = Path(__file__).with_name("campaign.md")
-PAGE = Path(__file__).parents[2] / "docs" / "hangs.md"
-ON_THE_PAGE = (
-    "SIGKILL of one of four",
-    "SIGSTOP",
-    "started again and taken in",
-    "one worker differs in its rows",
-    "death of the coordinator",
-)
+TIMES = "noticed", "next step"
 DEFAULTS = {"steps": 40, "timeout": TIMEOUT, "arrival": 20, "pause": 0.0, "odd": "", "of": "step"}
 DEFAULTS |= {"taken": False, "comes late": None, "leaves": 0, "again with": ""}
 DEFAULTS |= {"first": (), "slow": 0.0, "heartbeat": 100}
@@ -243,36 +232,6 @@ def _living(folder, but=(), patience=3.0):
         time.sleep(0.05)
 
 
-def markdown(*files):
-    """The table of campaign.md."""
-    runs = [json.loads(Path(file).read_text()) for file in files]
-    heads = [f"{what}, {run['jax']}" for run in runs for what in ("noticed", "next step")]
-    lines = [["fault", "processes", "ends in", *heads], ["---"] * (3 + len(heads))]
-    for fault in FAULTS:
-        want = "training goes on" if fault.want == "trained" else f"`{fault.want}`"
-        cells = []
-        for run in runs:
-            cells += [_seconds(x) for x in run["rows"].get(fault.name, {"times": ()})["times"]]
-        lines.append([fault.name, str(fault.processes), want, *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def on_the_page(table):
-    """The lines of `table` that docs/hangs.md shows: its head, and the rows `ON_THE_PAGE`."""
-    head, rule, *rows = table.splitlines()
-    return [head, rule, *(row for row in rows if row.split(" | ")[0][2:] in ON_THE_PAGE)]
-
-
-def write(table):
-    """Write campaign.md, and the rows of docs/hangs.md in the place of those there."""
-    TABLE.write_text(table, encoding="utf-8")
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    begin = next(i for i, line in enumerate(lines) if line.startswith("| fault |"))
-    end = lines.index("", begin)
-    lines[begin:end] = on_the_page(table)
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def _seconds(x):
     return "" if math.isnan(x) else f"{x:.1f} s"
 
@@ -280,35 +239,28 @@ def _seconds(x):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="rows in whose names this stands")
-    parser.add_argument("--begin", default=FAULTS[0].name, help="the first row")
     parser.add_argument("--times", type=int, default=1, help="how often; the longest times count")
-    parser.add_argument("--save", type=Path, help="where what was found is written")
-    parser.add_argument("--markdown", nargs="+", help="write the tables from what was saved")
     args = parser.parse_args()
-    if args.markdown:
-        write(markdown(*args.markdown))
-        return 0
-    rows = {}
-    names = [fault.name for fault in FAULTS]
-    for fault in FAULTS[names.index(args.begin) :] * args.times:
-        if args.only not in fault.name:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            ran = Ran(fault, folder)
-        row = rows.setdefault(fault.name, {"times": [math.nan] * 2, "wrong": []})
-        times = ran.times()
-        row["times"] = [np.fmax(*pair).item() for pair in zip(row["times"], times, strict=True)]
-        row["wrong"] += (complaints := ran.wrong() + ran.late())
-        result = ", ".join(complaints) or "ok"
-        print(
-            f"{fault.name}: noticed {times[0]:.2f} s, next step {times[1]:.2f} s: {result}",
-            flush=True,
-        )
-        if args.save:
-            args.save.write_text(json.dumps({"jax": jax.__version__, "rows": rows}, indent=1))
-    failed = sum(bool(row["wrong"]) for row in rows.values())
-    print(f"{len(rows)} faults, {args.times} times each: {failed} did not end as they should")
+    names = ("fault", "processes", "ends in", *(f"{x}, {jax.__version__}" for x in TIMES))
+    print(_line(names), _line(["---"] * len(names)), sep="\n")
+    failed = 0
+    for fault in (fault for fault in FAULTS if args.only in fault.name):
+        times, wrong = [math.nan] * 2, []
+        for _ in range(args.times):
+            with tempfile.TemporaryDirectory() as folder:
+                ran = Ran(fault, folder)
+            times = [np.fmax(*pair).item() for pair in zip(times, ran.times(), strict=True)]
+            wrong += ran.wrong() + ran.late()
+        want = "training goes on" if fault.want == "trained" else f"`{fault.want}`"
+        print(_line((fault.name, str(fault.processes), want, *map(_seconds, times))), flush=True)
+        print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr, flush=True)
+        failed += bool(wrong)
+    print(f"{failed} did not end as they should")
     return min(failed, 100)
+
+
+def _line(cells):
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

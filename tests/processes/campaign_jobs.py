@@ -41,8 +41,6 @@ def injected(*moments):
                 os.kill(os.getpid(), getattr(signal, name))
 
 
-injected("before the start")
-
 import jax  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
@@ -56,7 +54,6 @@ from jaxlib import _jax  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
 from jaxcoll._elastic import replicated_state  # noqa: E402
-from jaxcoll._elastic.membership import Membership  # noqa: E402
 
 EXPIRES = {"at": 0.0}
 """When the deadline of what this process waits for, or waited for last, passes."""
@@ -171,7 +168,7 @@ class Odd(Elastic):
 
     def __init__(self):
         self.odd = (SPEC["again with"] if AGAIN else SPEC["odd"]) if RANK == 1 else ""
-        self.since = {"function": 0, "options": 0, "steps": 29, "drift": 12}.get(self.odd, 20)
+        self.since = {"function": 0, "steps": 29, "drift": 12}.get(self.odd, 20)
         if self.odd and AGAIN:
             emit("FAULT")
         if self.odd == "state":
@@ -183,16 +180,14 @@ class Odd(Elastic):
                 time.sleep(8)
             return step.__wrapped__(state, batch)
 
-        function, options = step.__wrapped__, None
+        function = step.__wrapped__
         if self.odd == "slow rows":
             function, slow.__name__ = slow, "step"
-        if self.odd == "options":
-            options = jc.CommunicationOptions(algorithm="ring")
         if self.odd == "function":
             function = lambda state, batch: (state, jnp.float32(0))
         if SPEC["odd"] == "drift":
             function = drifting
-        other = jc.data_parallel(function, batch_argnums=1, options=options)
+        other = jc.data_parallel(function, batch_argnums=1)
         self.trainer = jc.Elastic(other, self.start, **self.settings, report=self.report)
         if self.odd == "steps":
             SPEC["steps"] = 30
@@ -247,11 +242,6 @@ def write_in_two_parts():
     replicated_state.save_newest = lambda path, state, stamp, *more: (
         steps.append(stamp.step) or save(path, state, stamp, *more)
     )
-    regroup = Membership.regroup
-    Membership.regroup = lambda membership, *offer: (
-        found := regroup(membership, *offer),
-        injected(f"agreed with {len(found.members)}"),
-    )[0]
 
 
 class Calls:
