@@ -1,13 +1,9 @@
 """What each worker passes of a value, and gets of it, through every entry there is."""
 
-import json
-import sys
-
 import jax
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch.local import join
 
 WIDTH = 2
 
@@ -74,9 +70,7 @@ def entries(strategy, held):
     options = jc.CommunicationOptions(timeout_seconds=60)
     return {
         "reduce": lambda op, v: strategy.reduce(op, v, axis=None, options=options),
-        "reduce a tree": lambda op, v: strategy.reduce(op, {"a": v}, axis=None)["a"],
         "reduce_to own": lambda op, v: extended.reduce_to(op, v, own(v)),
-        "reduce_to a device": lambda op, v: extended.reduce_to(op, v, last),
         "reduce_to a task": lambda op, v: extended.reduce_to(op, v, "/job:worker/task:0/device:CPU:0"),
         "reduce_to all": lambda op, v: extended.reduce_to(op, v, strategy.run(lambda: 1.0)),
         "batch_reduce_to": lambda op, v: extended.batch_reduce_to(op, [(v, own(v)), (v, first)])[0],
@@ -105,25 +99,21 @@ def plain(result, held):
     return dense[0].tolist()
 
 
-def main():
-    assert join()
+def found():
+    """Each entry meets each value and each op, but not each value with both."""
     strategy = jc.MultiWorkerMirroredStrategy()
     held, found = Held(strategy), {}
-    for name, value in held.values().items():
-        for entry, call in entries(strategy, held).items():
-            for op in ("sum", "mean"):
-                try:
-                    got = plain(call(op, value), held)
-                except (
-                    ValueError,
-                    NotImplementedError,
-                    jc.errors.ProgramMismatchError,
-                    jc.errors.ReplicaDivergenceError,
-                ) as error:
-                    got = f"{type(error).__name__}: {error}"
-                found[f"{entry} | {name} | {op}"] = got
-    print("RESULT " + json.dumps(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    for i, (name, value) in enumerate(held.values().items()):
+        for k, (entry, call) in enumerate(entries(strategy, held).items()):
+            op = ("sum", "mean")[(i + k) % 2]
+            try:
+                got = plain(call(op, value), held)
+            except (
+                ValueError,
+                NotImplementedError,
+                jc.errors.ProgramMismatchError,
+                jc.errors.ReplicaDivergenceError,
+            ) as error:
+                got = f"{type(error).__name__}: {error}"
+            found[f"{entry} | {name} | {op}"] = got
+    return found

@@ -9,6 +9,7 @@ from jaxcoll._cluster.launch.local import join
 assert join()
 
 import hashlib  # noqa: E402
+import importlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import tempfile  # noqa: E402
@@ -440,4 +441,6 @@ def _hash(array):
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
-    print("RESULT " + json.dumps({name: globals()[name]() for name in sys.argv[1:]}))
+    others = {name: importlib.import_module(name) for name in sys.argv[1:] if name not in globals()}
+    found = {name: module.found for name, module in others.items()}
+    print("RESULT " + json.dumps({name: {**globals(), **found}[name]() for name in sys.argv[1:]}))
