@@ -81,8 +81,8 @@ def trained(loss, tx, scale=lambda g, n: g):
 
 @pytest.mark.parametrize(
     ("loss", "params", "batch", "tx"),
-    [(loss, PARAMS, BATCH, optax.sgd(0.1)), (in_bfloat16, PARAMS, BATCH, optax.adam(1e-3)),
-     (attention, FUSED, TOKENS, optax.lion(1e-3)), (normed, FUSED, TOKENS, optax.adam(1e-3))],
+    [(in_bfloat16, PARAMS, BATCH, optax.adam(1e-3)), (attention, FUSED, TOKENS, optax.lion(1e-3)),
+     (normed, FUSED, TOKENS, optax.adam(1e-3))],
 )  # fmt: skip
 def test_a_right_step_passes_and_a_factor_in_any_leaf_does_not(loss, params, batch, tx):
     """Also where Adam makes whole steps of gradients that are zero but for rounding."""
@@ -247,13 +247,15 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    ("loss", "params", "batch", "wide", "steps"),
-    [(loss, PARAMS, BATCH, False, 0), (loss, PARAMS, BATCH, True, 0), (in_bfloat16, PARAMS, BATCH, False, 2), (normed, FUSED, TOKENS, False, 2)],
+    ("loss", "params", "batch", "wide", "steps", "some"),
+    [(loss, PARAMS, BATCH, False, 0, slice(0, None, 4)), (loss, PARAMS, BATCH, True, 0, slice(2, None, 4)),
+     (in_bfloat16, PARAMS, BATCH, False, 2, slice(0, None, 2)), (normed, FUSED, TOKENS, False, 2, slice(1, None, 2))],
     ids=["float32", "float64", "bfloat16", "batch norm"],
 )  # fmt: skip
 @pytest.mark.usefixtures("types_may_mix")
-def test_what_optimizers_make_of_a_right_gradient_is_right(loss, params, batch, wide, steps):
+def test_what_optimizers_make_of_a_right_gradient_is_right(loss, params, batch, wide, steps, some):
     """Also after some steps: there moments are squares and maxima of what may be rounding alone."""
+    optimizers = {name: OPTIMIZERS[name] for name in [*OPTIMIZERS][some]}
 
     @jc.data_parallel(batch_argnums="batch")
     def step(params, trained, batch):
@@ -267,7 +269,7 @@ def test_what_optimizers_make_of_a_right_gradient_is_right(loss, params, batch, 
         params, batch = jax.tree.map(
             lambda x: jnp.asarray(x, "d" if wide else "f"), (params, batch)
         )
-        trained = {name: (params, tx.init(params)) for name, tx in OPTIMIZERS.items()}
+        trained = {name: (params, tx.init(params)) for name, tx in optimizers.items()}
         for _ in range(steps):
             trained = step(params, trained, batch)
         jc.assert_same_as_one_device(step, params, trained, batch)
