@@ -95,8 +95,20 @@ def psum(
 ) -> Any:
     """Return the sum over the replicas: `jax.lax.psum`, packed as `options` say.
 
-    Arguments, results, errors and cost are those of `all_reduce`. Python numbers are the same on
-    every replica and are multiplied, so that `psum(1)` counts replicas, without anything sent.
+    Args:
+      value: a pytree as in `all_reduce`. Python numbers are the same on every replica and are
+        multiplied, so that `psum(1)` counts replicas, without anything sent.
+      axis_name: as in `all_reduce`.
+      options: as in `all_reduce`.
+      invariant: as in `all_reduce`.
+
+    Returns:
+      A pytree like `value`, *invariant* over the axes. Cost: as of `all_reduce`.
+
+    Raises:
+      ValueError: as in `all_reduce`.
+      NameError: as in `all_reduce`.
+      AlreadyReducedError: as in `all_reduce`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -115,8 +127,19 @@ def pmean(
 ) -> Any:
     """Return the mean over the replicas: `jax.lax.pmean`, packed as `options` say.
 
-    Arguments, results, errors and cost are those of `all_reduce`. Python numbers are their own
-    mean.
+    Args:
+      value: a pytree as in `all_reduce`. Python numbers are their own mean.
+      axis_name: as in `all_reduce`.
+      options: as in `all_reduce`.
+      invariant: as in `all_reduce`.
+
+    Returns:
+      A pytree like `value`, *invariant* over the axes. Cost: as of `all_reduce`.
+
+    Raises:
+      ValueError: as in `all_reduce`.
+      NameError: as in `all_reduce`.
+      AlreadyReducedError: as in `all_reduce`.
 
     Examples:
       >>> import jax, jax.numpy as jnp

@@ -87,7 +87,17 @@ def grad(
     feedback: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
-    """`value_and_grad` without the value, which is then not reduced either; the rest as there.
+    """`value_and_grad` without the value, which is then not reduced either.
+
+    Args:
+      fun: the loss of one replica's share of the batch.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
+      reduce_op: MEAN or SUM, or their names in any case.
+      argnums: positions of the arguments to differentiate.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      scatter: as in `value_and_grad`.
+      feedback: as in `value_and_grad`.
+      options: as in `all_reduce`.
 
     Returns:
       A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`; the gradients
