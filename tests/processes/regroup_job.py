@@ -58,13 +58,13 @@ def descriptors():
 
 
 class Late:
-    """Process 1 brings the rows of six steps in a row only when the other waits no longer."""
+    """Process 1 brings the rows of four steps in a row only when the other waits no longer."""
 
     settings = {"timeout_seconds": 0.7}  # noqa: RUF012
-    steps = 12
+    steps = 8
 
     def __init__(self):
-        self.late, self.begun, self.open = 6, -1, []
+        self.late, self.begun, self.open = 4, -1, []
 
     def batches(self, at, place, world):
         generation = MEMBERSHIPS[0].generation.number

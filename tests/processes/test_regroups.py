@@ -65,20 +65,20 @@ def workers(count, what, folder):
         yield Workers(count, what, folder, running, coordinator.address)
 
 
-def test_two_workers_of_whom_one_is_late_six_times_in_a_row_go_on(tmp_path):
+def test_two_workers_of_whom_one_is_late_four_times_in_a_row_go_on(tmp_path):
     with workers(2, "late", tmp_path) as started:
         both = started.wait()
     assert both[1]["late"] == 0, "it was late less often"
     for result in both:
         assert result["bits"] == result["plain"] == both[0]["bits"]
-        assert len(result["changes"]) == 6
+        assert len(result["changes"]) == 4
         assert all((lost, joined) == ([], []) for _, lost, joined in result["changes"])
     opened = both[1]["open"]
     assert opened[-1] == opened[2], f"each generation keeps something: {opened}"
 
 
 def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
-    turns = [2, 0, 2, 2, 0]
+    turns = [2, 0, 2]
     (tmp_path / "turns").write_text(" ".join(map(str, (-1, *turns))))
     refused = []
     with workers(3, "lost", tmp_path) as started:
