@@ -18,9 +18,8 @@ import numpy as np
 from jaxcoll._cluster.liveness import followed
 from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_CALLER_SECONDS
 from jaxcoll._dispatch.executable import Program
-from jaxcoll._dispatch.fingerprint import first_difference, unpacked
+from jaxcoll._dispatch.fingerprint import FirstValues, first_difference, unpacked
 from jaxcoll._dispatch.peers import Peers
-from jaxcoll._dispatch.shared_program import FirstValues
 from jaxcoll._spmd.check_replicas import ReplicaCheck
 from jaxcoll.errors import PeerLostError, ProgramMismatchError, ReplicaDivergenceError
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 
 from jaxcoll._compat import settings
-from jaxcoll._dispatch.alone import warn_where_alone
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Compile, Program, compiled_for, readers
 from jaxcoll._threads import Task, Worker, abandon
 from jaxcoll.errors import DeadlineExceededError, SameRowsWarning
+
+_MARKS = ("JAXCOLL_PROCESSES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE")
+"""Variables in which launchers say how many processes there are."""
+
+_ALONE = """\
+{name}={count} says that this process is one of several, and it is alone: each of them trains by \
+itself. {advice}. If they are meant to run apart, ignore this."""
+
+_INITIALIZE = "Call `jc.initialize()` first in the program, before any other use of JAX"
+_SRUN = f"Start the program with `srun`. {_INITIALIZE}"
 
 
 class Group(Protocol):
@@ -46,7 +56,7 @@ def group_of(devices: Sequence[jax.Device]) -> Group | None:
     """Return the group that watches calls over these devices; None: nobody needs to."""
     if jax.process_count() > 1:
         return _groups[0](devices)
-    warn_where_alone()
+    _warn_where_alone()
     return None
 
 
@@ -128,3 +138,25 @@ def _worker_of(group: Group | None) -> Worker:
 
 def _waited_for(program: Program, call: Call) -> Any:
     return jax.block_until_ready(program.compiled(*call.args, **call.kwargs))
+
+
+@functools.cache
+def _warn_where_alone() -> None:
+    """Warn once if a launcher started several processes and this one has not joined the others."""
+    if text := reason_to_warn(os.environ):
+        settings.warn(text)
+
+
+def reason_to_warn(environment: Mapping[str, str]) -> str:
+    """Return what to say of a process that is alone in this environment; "": nothing.
+
+    Examples:
+      >>> reason_to_warn({"SLURM_NTASKS": "1"}), reason_to_warn({"SLURM_NTASKS": "4"})[:14]
+      ('', 'SLURM_NTASKS=4')
+    """
+    for name in _MARKS:
+        count = environment.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            is_task = "SLURM_STEP_NODELIST" in environment or name != "SLURM_NTASKS"
+            return _ALONE.format(name=name, count=count, advice=_INITIALIZE if is_task else _SRUN)
+    return ""

@@ -18,8 +18,8 @@ from jaxcoll._dispatch.agreement import Agreement
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.call_order import CallOrder
 from jaxcoll._dispatch.executable import Program
+from jaxcoll._dispatch.fingerprint import first_values, shared_program, starts_with
 from jaxcoll._dispatch.peers import Peers
-from jaxcoll._dispatch.shared_program import first_values, shared_program, starts_with
 from jaxcoll._threads import Task
 from jaxcoll.errors import PeerLostError, ProgramMismatchError
 

@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._dispatch.call import settings_of
 from jaxcoll._dispatch.executable import Program
-from jaxcoll._dispatch.fingerprint import first_difference, unpacked
-from jaxcoll._dispatch.shared_program import shared_program
+from jaxcoll._dispatch.fingerprint import first_difference, shared_program, unpacked
 from jaxcoll._elastic.generation import listed, rank_of
 from jaxcoll._elastic.heartbeat import StepStatus
 from jaxcoll._elastic.membership import Membership

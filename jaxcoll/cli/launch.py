@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
-from jaxcoll._cluster.launch.local import world
 from jaxcoll._cluster.launch.subprocesses import check_system, signal_name
-from jaxcoll._cluster.launch.supervisor import Job
+from jaxcoll._cluster.launch.supervisor import Job, world
 from jaxcoll.cli.flags import check_least
 
 EPILOG = """\

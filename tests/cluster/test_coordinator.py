@@ -109,6 +109,8 @@ def test_connections_that_say_nothing_keep_nobody_out_and_are_not_heard_later():
                 with contextlib.suppress(OSError):
                     each.sendall(json.dumps(HELLO).encode() + b"\n")
             there.report(done={"team": 3})
+            time.sleep(0.2)
+            assert not here.news()  # until it has ended
             there.close()
             until = time.monotonic() + 20
             while not here.news() and time.monotonic() < until:

@@ -70,19 +70,9 @@ def test_one_that_dies_before_all_are_here_is_named_at_once(coordinator):
     assert time.monotonic() - start < 10
 
 
-def test_strangers_do_not_count_and_a_coordinator_leaves_when_nobody_needs_it(coordinator):
+def test_a_coordinator_leaves_when_nobody_needs_it(coordinator):
     started = coordinator(2)
-    host, port = started.address.split(":")
-    for data in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 5000, b'{"process_id": -1}\n', b""):
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(data)
-    arrived = []
-    others = threading.Thread(
-        target=lambda: arrived.append(arrive(Member(started.address, 2, 1), 20))
-    )
-    others.start()
-    arrived.append(arrive(Member(started.address, 2, 0), 20))
-    others.join(20)
+    arrived = at_once(*(lambda r=r: arrive(Member(started.address, 2, r), 20) for r in range(2)))
     with pytest.raises(ValueError, match="is not a coordinator that waits for processes: another"):
         arrive(Member(started.address, 2, 1), 20)  # the job has begun
     os.close(os.dup(started.lifeline))

@@ -6,12 +6,8 @@ import time
 
 import forks
 import pytest
-from at_once import at_once
 
 from jaxcoll._cluster import liveness
-from jaxcoll._cluster.coordinator import start_coordinator
-from jaxcoll._cluster.specs import Member
-from jaxcoll._cluster.startup import arrive
 from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic.heartbeat import Heartbeats, new_name
 
@@ -102,23 +98,3 @@ def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinat
     liveness.follow(connection)
     coordinator.sendall(b'{"ended": 1}\n')
     assert all(map(seen.is_silent, texts))
-
-
-def test_a_farewell_reaches_the_others_when_its_process_has_ended():
-    started = start_coordinator("127.0.0.1:0", 3)
-    members = [Member(started.address, 3, rank) for rank in range(3)]
-    arrived = at_once(*(lambda m=m: arrive(m, 20).detach() for m in members))
-    found = [liveness.CoordinatorConnection(fd) for fd in arrived]
-    found[1].report(done={"team": 12})
-    time.sleep(0.2)
-    assert not found[0].news()
-    for rank in (1, 2):
-        found[rank].close()
-    until = time.monotonic() + 20
-    while len(found[0].news()) < 2 and time.monotonic() < until:
-        time.sleep(0.01)
-    news = found[0].news()
-    assert news[1]["done"] == {"team": 12}
-    assert "done" not in news[2]
-    found[0].close()
-    started.close()

@@ -6,8 +6,7 @@ import pytest
 from jaxcoll._dispatch import fingerprint
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import compiled_for
-from jaxcoll._dispatch.fingerprint import environment, kind_of
-from jaxcoll._dispatch.shared_program import shared_program
+from jaxcoll._dispatch.fingerprint import environment, kind_of, shared_program
 
 INTEL = """\
 processor\t: 0

@@ -13,8 +13,7 @@ import jaxcoll as jc
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import group_of
 from jaxcoll._dispatch.executable import compiled_for
-from jaxcoll._dispatch.fingerprint import first_difference
-from jaxcoll._dispatch.shared_program import shared_program, starts_with
+from jaxcoll._dispatch.fingerprint import first_difference, shared_program, starts_with
 from jaxcoll._dispatch.watchdog import watchdog
 
 

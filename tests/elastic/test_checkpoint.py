@@ -75,16 +75,12 @@ def test_every_tree_of_numbers_comes_back_to_the_bit(tmp_path, tree, step):
         check_same(back, tree)
 
 
-@pytest.mark.parametrize("dtype", ADDED, ids=str)
-def test_every_added_dtype_is_read_back(tmp_path, dtype):
-    every = np.arange(1 << 8 * min(dtype.itemsize, 2)).astype(f"u{min(dtype.itemsize, 2)}")
-    tree = {"x": every.view(dtype)}
+def test_every_bit_of_every_added_dtype_is_read_back_and_numpy_reads_its_own(tmp_path):
+    every = {n: np.arange(1 << 8 * n).astype(f"u{n}") for n in (1, 2)}
+    tree = {str(dtype): every[min(dtype.itemsize, 2)].view(dtype) for dtype in ADDED}
+    tree["A"] = np.arange(6.0).reshape(2, 3)
     jc.save_checkpoint(tmp_path / "x.npz", tree)
     check_same(jc.restore_checkpoint(tmp_path / "x.npz", tree)[0], tree)
-
-
-def test_numpy_reads_it(tmp_path):
-    jc.save_checkpoint(tmp_path / "x.npz", {"w": np.arange(6.0).reshape(2, 3)})
     with np.load(tmp_path / "x.npz", allow_pickle=False) as archive:
         np.testing.assert_array_equal(archive["leaf0"], np.arange(6.0).reshape(2, 3))
 
@@ -121,12 +117,9 @@ jax.tree_util.register_pytree_with_keys(
 def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path, tree, words):
     with pytest.raises(ValueError, match=words):
         jc.save_checkpoint(tmp_path / "last.npz", tree)
-    assert not [*tmp_path.iterdir()]
-
-
-def test_a_step_is_a_whole_number(tmp_path):
     with pytest.raises(ValueError, match=r"`step` must be a whole number; got 1\.5"):
-        jc.save_checkpoint(tmp_path / "c.npz", {}, step=1.5)
+        jc.save_checkpoint(tmp_path / "last.npz", {}, step=1.5)
+    assert not [*tmp_path.iterdir()]
 
 
 def full(*args, **kwargs):
@@ -184,15 +177,20 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
         jc.restore_checkpoint(tmp_path / "none.npz", like)
 
 
-def test_a_link_stays_and_what_is_no_file_is_not_replaced(tmp_path):
-    (tmp_path / "link.npz").symlink_to("real.npz")
-    jc.save_checkpoint(tmp_path / "link.npz", {"w": np.ones(3)}, step=4)
-    assert (tmp_path / "link.npz").is_symlink()
-    assert jc.restore_checkpoint(tmp_path / "real.npz", {"w": np.ones(3)})[1] == 4
+def test_a_link_stays_has_the_lock_of_what_it_points_to_and_what_is_no_file_is_not_replaced(
+    tmp_path,
+):
+    (tmp_path / "disk").mkdir()
+    link, real = tmp_path / "link.npz", tmp_path / "disk" / "real.npz"
+    link.symlink_to(real)
+    save_newest(link, {"w": np.ones(1)}, Stamp(5, 1), 1.0)
+    assert save_newest(real, {"w": np.ones(1)}, Stamp(4, 1), 1.0) == Stamp(5, 1)
+    assert link.is_symlink()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="it is not a regular file"):
         jc.save_checkpoint(tmp_path / "pipe", {"w": np.ones(3)})
-    assert {p.name for p in tmp_path.iterdir()} == {"link.npz", "real.npz", "pipe"}
+    assert {p.name for p in tmp_path.iterdir()} == {"link.npz", "disk", "pipe"}
+    assert {p.name for p in real.parent.iterdir()} == {".real.npz-lock", "real.npz"}
 
 
 def write_halfway(folder):
@@ -262,7 +260,7 @@ def test_a_partial_file_takes_no_name_that_is_taken(tmp_path, monkeypatch):
 STAMPS = [Stamp(20, 1), Stamp(40, 1), Stamp(40, 2), Stamp(60, 2)]
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(range(4))], ids=str)
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))][::5], ids=str)
 def test_the_newest_of_an_elastic_run_stays_in_whatever_order_they_are_written(tmp_path, order):
     path = tmp_path / "last.npz"
     for k, i in enumerate(order):
@@ -337,13 +335,3 @@ def test_a_file_system_without_locks_is_used(tmp_path, monkeypatch):
     for step in (1, 2):
         save_newest(tmp_path / "last.npz", {"w": np.ones(1)}, Stamp(step, 1), 1.0)
     assert stamp_of_checkpoint(tmp_path / "last.npz") == Stamp(2, 1)
-
-
-def test_a_link_and_what_it_points_to_have_one_lock(tmp_path):
-    (tmp_path / "disk").mkdir()
-    link, real = tmp_path / "last.npz", tmp_path / "disk" / "real.npz"
-    link.symlink_to(real)
-    save_newest(link, {"w": np.ones(1)}, Stamp(5, 1), 1.0)
-    assert save_newest(real, {"w": np.ones(1)}, Stamp(4, 1), 1.0) == Stamp(5, 1)
-    assert link.is_symlink()
-    assert sorted(p.name for p in real.parent.iterdir()) == [".real.npz-lock", "real.npz"]

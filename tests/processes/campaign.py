@@ -24,16 +24,15 @@ import jax
 import numpy as np
 
 from jaxcoll._cluster.coordinator import start_coordinator
-from jaxcoll._cluster.launch.local import world_variables
 from jaxcoll._cluster.launch.subprocesses import surely_ended
+from jaxcoll._cluster.launch.supervisor import world_variables
 
 from .campaign_faults import DEADLINE, FAULTS, LATE, TIMEOUT
 
 JOBS = Path(__file__).with_name("campaign_jobs.py")
 TIMES = "noticed", "next step"
-DEFAULTS = {"steps": 40, "timeout": TIMEOUT, "arrival": 20, "pause": 0.0, "odd": "", "of": "step"}
-DEFAULTS |= {"taken": False, "comes late": None, "leaves": 0, "again with": ""}
-DEFAULTS |= {"first": (), "slow": 0.0, "heartbeat": 100}
+DEFAULTS = {"steps": 40, "timeout": TIMEOUT, "arrival": 20, "pause": 0.0, "odd": ""}
+DEFAULTS |= {"leaves": 0, "again with": "", "slow": 0.0}
 STEP = 5.0  # seconds from the fault to the next finished step
 
 
@@ -81,11 +80,7 @@ class Ran:
         spec = DEFAULTS | {"job": fault.job, "faults": faults} | fault.spec
         self._command = [sys.executable, str(JOBS), json.dumps(spec)]
         with (
-            contextlib.closing(
-                start_coordinator(
-                    "127.0.0.1:0", fault.processes, heartbeat_timeout_seconds=spec["heartbeat"]
-                )
-            ) as coordinator,
+            contextlib.closing(start_coordinator("127.0.0.1:0", fault.processes)) as coordinator,
             started() as running,
         ):
             self._coordinator, self._running = coordinator, running
@@ -140,10 +135,6 @@ class Ran:
     def _act(self, what, who):
         if what == "again":
             self._processes[who] = self._start(who, "again")
-            return
-        if what == "alone":  # nobody holds the coordinator but the processes of the job
-            os.close(self._coordinator.lifeline)
-            self._coordinator.lifeline = os.open(os.devnull, os.O_RDONLY)
             return
         if what != "SIGCONT":
             self.hits.append(time.time())

@@ -3,10 +3,8 @@
 import ctypes
 import json
 import os
-import resource
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -31,12 +29,6 @@ def injected(*moments):
             case "hold":  # as `pickle.load` of a data set does
                 fault["when"] = "once"
                 ctypes.PyDLL(None).sleep(7)
-            case "raise":
-                raise KeyError("a mistake of the user's")
-            case "exit":
-                os._exit(9)
-            case "full disk":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
             case name:
                 os.kill(os.getpid(), getattr(signal, name))
 
@@ -132,23 +124,22 @@ class Elastic:
                 self.changes[-1]["good"] = good
 
     def run(self):
-        if SPEC.get("devices first"):
-            jax.devices()
         injected("before training")
         emit("TRAINING")
         expires_in(self.settings["startup_timeout_seconds"])
         try:
-            for steps in (*SPEC["first"], SPEC["steps"]):
-                state = self.trainer.run(self.batches, steps)
-                injected("between runs" if steps < SPEC["steps"] else "")
+            state = self.trainer.run(self.batches, SPEC["steps"])
         finally:
             self.note_changes()
             emit("CHANGES", changes=self.changes)
         if state is None:
             return {"spare": True}
-        last = [change.workers for change in self.trainer.changes[-1:]]  # a later run may have more
-        again = bits(self.smaller()) if last == [self.trainer.workers] else bits(state)
-        return {"bits": bits(state), "again": again, "seen": int(state["seen"])}
+        last = self.trainer.changes[-1:]
+        return {
+            "bits": bits(state),
+            "again": bits(self.smaller() if last else state),
+            "seen": int(state["seen"]),
+        }
 
     def smaller(self):
         """The state that the last world would have reached by itself."""
@@ -164,33 +155,22 @@ class Elastic:
 
 
 class Odd(Elastic):
-    """The same with another state, step or rows, or fewer steps, on one process."""
+    """The same with another step or other rows on one process."""
 
     def __init__(self):
         self.odd = (SPEC["again with"] if AGAIN else SPEC["odd"]) if RANK == 1 else ""
-        self.since = {"function": 0, "steps": 29, "drift": 12}.get(self.odd, 20)
+        self.since = {"function": 0, "drift": 12}.get(self.odd, 20)
         if self.odd and AGAIN:
             emit("FAULT")
-        if self.odd == "state":
-            self.start = {**self.start, "large": np.ones(4095, "f")}
         super().__init__()
 
-        def slow(state, batch):
-            if batch[1].shape == (4,):
-                time.sleep(8)
-            return step.__wrapped__(state, batch)
-
         function = step.__wrapped__
-        if self.odd == "slow rows":
-            function, slow.__name__ = slow, "step"
         if self.odd == "function":
             function = lambda state, batch: (state, jnp.float32(0))
         if SPEC["odd"] == "drift":
             function = drifting
         other = jc.data_parallel(function, batch_argnums=1)
         self.trainer = jc.Elastic(other, self.start, **self.settings, report=self.report)
-        if self.odd == "steps":
-            SPEC["steps"] = 30
         self.state_in_shards_is_refused(other)
 
     def state_in_shards_is_refused(self, step):
@@ -207,7 +187,7 @@ class Odd(Elastic):
     def batches(self, at, rank, world):
         if self.odd and at == self.since:
             emit("FAULT")
-        few = at >= 20 and self.odd in ("rows", "slow rows")
+        few = at >= 20 and self.odd == "rows"
         rows = tuple(x[: 4 if few else 8] for x in super().batches(at, rank, world))
         if SPEC["odd"] != "drift":
             return rows
@@ -250,31 +230,15 @@ class Calls:
     def __init__(self):
         jax.devices()
         self.options = jc.CommunicationOptions(timeout_seconds=SPEC["timeout"])
-        self.made = {"step": self.of_steps, "run": self.of_runs, "op": self.of_ops}[SPEC["of"]]
 
-    def of_steps(self, reduce_op, options):
+    def made(self, reduce_op):
         return jc.data_parallel(
-            lambda x: jc.all_reduce(reduce_op, x.sum(0), "data"), options=options
+            lambda x: jc.all_reduce(reduce_op, x.sum(0), "data"), options=self.options
         )
-
-    def of_runs(self, reduce_op, options):
-        strategy = jc.MultiWorkerMirroredStrategy(communication_options=options)
-        replica = lambda x: jc.all_reduce(reduce_op, x.sum(0), "replica")
-        return lambda x: strategy.run(replica, (self.of_replicas(x),))
-
-    def of_ops(self, reduce_op, options):
-        def call(x):
-            value = self.of_replicas(x)
-            return jc.NcclAllReduce().reduce(reduce_op, value, value, options)
-
-        return call
-
-    def of_replicas(self, x):
-        return jc.PerReplica.from_function(lambda _: x, devices=jax.devices())
 
     def run(self):
         injected("before the first call")
-        one, two = (self.made(reduce_op, self.options) for reduce_op in ("mean", "sum"))
+        one, two = (self.made(reduce_op) for reduce_op in ("mean", "sum"))
         for at in range(SPEC["steps"]):
             injected(at)
             for call in (one, two):
@@ -284,21 +248,8 @@ class Calls:
 
 
 injected("before the meeting")
-if RANK == SPEC["comes late"]:
-    time.sleep(2.0)
-if any(fault["when"] == "in the meeting" for fault in SPEC["faults"]):
-    threading.Timer(1.0, injected, ["in the meeting"]).start()
 try:
     expires_in(SPEC["arrival"])
-    where = ()
-    if SPEC["taken"]:
-        where = (
-            os.environ.pop("JAXCOLL_COORDINATOR"),
-            int(os.environ.pop("JAXCOLL_PROCESSES")),
-            RANK,
-        )
-        del os.environ["JAXCOLL_RANK"]
-        emit("FAULT")
     connect = jax.distributed.initialize
     jax.distributed.initialize = lambda *a, **k: (injected("while connecting"), connect(*a, **k))
     exchange = _jax.make_gloo_tcp_collectives
@@ -306,11 +257,7 @@ try:
         injected("while exchanging"),
         exchange(*a, **k),
     )[1]
-    limits = {
-        "initialization_timeout_seconds": SPEC["arrival"],
-        "heartbeat_timeout_seconds": SPEC["heartbeat"],
-    }
-    jc.initialize(*where, **limits, rejoin=AGAIN)
+    jc.initialize(initialization_timeout_seconds=SPEC["arrival"], rejoin=AGAIN)
     injected("after the meeting")
     jobs = {"elastic": Elastic, "odd": Odd, "calls": Calls}
     job = jobs[SPEC["job"]]()

@@ -7,9 +7,8 @@ import jax
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch.local import join
 
-assert join()
+jc.initialize()
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -8,8 +8,8 @@ import time
 import jaxcoll as jc
 
 RANK, COUNT, ADDRESS, PATH = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-STEPS = 100
-jc.initialize(ADDRESS, COUNT, RANK, initialization_timeout_seconds=90, heartbeat_timeout_seconds=12)
+STEPS = 60
+jc.initialize(ADDRESS, COUNT, RANK, initialization_timeout_seconds=90, heartbeat_timeout_seconds=6)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402

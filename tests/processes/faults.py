@@ -2,12 +2,9 @@
 
 import sys
 
-import jax
+import jaxcoll as jc
 
-from jaxcoll._cluster.launch.local import join
-
-jax.config.update("jax_enable_recoverability", True)
-assert join()
+jc.initialize()
 
 import collections  # noqa: E402
 import json  # noqa: E402
@@ -15,15 +12,12 @@ import os  # noqa: E402
 import signal  # noqa: E402
 import time  # noqa: E402
 
+import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-import jaxcoll as jc  # noqa: E402
 from jaxcoll._compat.coordination import store  # noqa: E402
 from jaxcoll._dispatch import watchdog  # noqa: E402
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
-
 
 WATCH = watchdog.watchdog()
 RANK = WATCH.peers.process

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import forks
 
-from jaxcoll._cluster.launch.local import world
+from jaxcoll._cluster.launch.supervisor import world
 
 
 def launch(command, processes, *, timeout, env=None, ends=None):
@@ -26,7 +26,7 @@ def launch(command, processes, *, timeout, env=None, ends=None):
         logs = [Path(folder) / f"{rank}.log" for rank in range(processes)]
         for log, own in zip(logs, variables, strict=True):
             with log.open("wb") as out:
-                running.start(command, {**(env or {}), **own}, stdout=out)
+                running.start(command, {"JAX_PLATFORMS": "cpu", **(env or {}), **own}, stdout=out)
         waited_for = [running.processes[rank] for rank in ends or range(processes)]
         until = time.monotonic() + timeout
         statuses = [None]

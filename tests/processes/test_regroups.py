@@ -15,7 +15,7 @@ from processes.regroup_rows import local_rounds, owing_rows
 
 import jaxcoll as jc
 from jaxcoll._cluster.coordinator import start_coordinator
-from jaxcoll._cluster.launch.local import world_variables
+from jaxcoll._cluster.launch.supervisor import world_variables
 
 pytestmark = pytest.mark.processes
 JOB = Path(__file__).with_name("regroup_job.py")

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch.local import RANK, join
+from jaxcoll._cluster.launch.subprocesses import RANK
 from jaxcoll._dispatch import dispatch
 from jaxcoll.cli.bench import interleaved, ratio
 
@@ -74,7 +74,7 @@ if __name__ == "__main__":
     given = [int(word) for word in sys.argv[1:]]
     rounds, processes = [*given, *(50, 2)[len(given) :]][:2]
     if RANK in os.environ:
-        assert join()
+        jc.initialize()
         print(
             "\n".join(f"COST {measured(kib, rounds)}" for kib in given[2:] or (4, 64, 1024, 4096))
         )

@@ -4,9 +4,9 @@ import sys
 import time
 from pathlib import Path
 
-from jaxcoll._cluster.launch.local import join
+import jaxcoll as jc
 
-assert join()
+jc.initialize()
 
 import hashlib  # noqa: E402
 import importlib  # noqa: E402
@@ -18,8 +18,6 @@ import warnings  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-
-import jaxcoll as jc  # noqa: E402
 
 
 def train():

@@ -17,9 +17,8 @@ import jax
 import numpy as np
 
 from jaxcoll._cluster.initialize import initialize
-from jaxcoll._cluster.launch.local import world
 from jaxcoll._cluster.launch.subprocesses import RANK, check_system, signal_name
-from jaxcoll._cluster.launch.supervisor import Job
+from jaxcoll._cluster.launch.supervisor import Job, world
 from jaxcoll._compat.settings import numerics
 from jaxcoll._plan import checks
 from jaxcoll.errors import LaunchError
