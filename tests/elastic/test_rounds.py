@@ -1,6 +1,7 @@
 """Local updates in `Elastic`: a worker trains by itself, and meets the others at the end of a round."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("dtypes_may_mix")
 ADAM = optax.adam(1e-2)
 
 
+@functools.cache
 def train_of():
     nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
     return jc.diloco(local_step(ADAM), every=5, outer=nesterov)
