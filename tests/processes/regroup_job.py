@@ -12,11 +12,16 @@ import jaxcoll as jc
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.residuals import own_rows
 
-WHAT, FOLDER, AGAIN = sys.argv[1], Path(sys.argv[2]), "again" in sys.argv
+WHAT, FOLDER, AGAIN = sys.argv[1], Path(sys.argv[2]), "JAXCOLL_REJOIN" in os.environ
 RANK = int(os.environ["JAXCOLL_RANK"])
-jc.initialize(rejoin=AGAIN)
 
 import jax  # noqa: E402
+
+if WHAT == "lost" and AGAIN and RANK == 0 and not (FOLDER / "refused").exists():
+    (FOLDER / "refused").touch()
+    jax.config.update("jax_num_cpu_devices", 2)
+jc.initialize()
+
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from regroup_rows import local_start, local_step, owing_rows  # noqa: E402
