@@ -1,6 +1,5 @@
 """What a worker does on a host of its own: it trains until the others, or the coordinator, are gone."""
 
-import hashlib
 import json
 import sys
 import time
@@ -33,10 +32,9 @@ seconds = 5.0 if RANK == COUNT - 1 else 2.5
 trainer = jc.Elastic(step, np.float32(0), timeout_seconds=seconds, checkpoint=PATH, every=5)
 found = {}
 try:
-    state = np.asarray(trainer.run(batches, STEPS).addressable_data(0))
-    found = {"bits": hashlib.sha256(state.tobytes()).hexdigest()}
+    trainer.run(batches, STEPS)
 except jc.errors.PeerLostError as error:
-    found = {"error": str(error)}
+    found["error"] = str(error)
 changes = [[c.workers, c.lost, c.seconds] for c in trainer.changes]
 print(
     "RESULT " + json.dumps({**found, "changes": changes, "finished": trainer.finished}), flush=True

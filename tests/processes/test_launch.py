@@ -13,6 +13,7 @@ from pathlib import Path
 import forks
 import pytest
 
+from jaxcoll._cluster.launch import supervisor
 from jaxcoll.cli.main import main
 
 pytestmark = pytest.mark.processes
@@ -58,7 +59,7 @@ if rank == 0:
     mine = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
     print("mine", *mine)
 else:
-    time.sleep(2)  # process 0 has ended by then
+    time.sleep(1)  # process 0 has ended by then
     print("late, and well")
 """
 
@@ -78,7 +79,7 @@ if how in ("SIGKILL", "SIGUSR1") and rank == "1":
 if how == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 if how == "survive":
-    time.sleep(2 * (rank == "0"))
+    time.sleep(rank == "0")
     sys.exit(5 * (rank == "1"))
 time.sleep(600)
 """
@@ -188,19 +189,22 @@ def test_the_first_failure_ends_all_and_is_the_exit_status(tmp_path, how, flags,
     assert gone(pids)
 
 
-def test_a_job_that_has_failed_is_started_again_whole_or_a_process_alone(tmp_path):
+def test_a_job_that_has_failed_is_started_again_whole_or_a_process_alone(
+    tmp_path, launched, monkeypatch
+):
+    monkeypatch.setattr(supervisor, "_SETTLE_SECONDS", 1.0)
     file = script(tmp_path, FAILS)
     lives = lambda: {path.name: path.read_text() for path in tmp_path.glob("[01].[0-9]")}
-    done = run("-n", "2", "--restarts", "1", file, "all", "1")
+    done = launched("-n", "2", "--restarts", "1", file, "all", "1")
     assert done.returncode == 0, done.stderr
     assert "jaxcoll launch: process 0 of 2 ended with status 3" in done.stderr
     assert "jaxcoll launch: all 2 are started again (restart 1 of 1)." in done.stderr
     assert set(lives().values()) == {""}, "nobody was left to rejoin"
-    done = run("-n", "2", "--keep-going", "--restarts", "2", file, "all", "9")
+    done = launched("-n", "2", "--keep-going", "--restarts", "2", file, "all", "9")
     assert (done.returncode, done.stderr.count("are started again")) == (3, 2)
     for path in map(tmp_path.joinpath, lives()):
         path.unlink()
-    done = run("-n", "2", "--keep-going", "--restarts", "1", file, "alone", "1")
+    done = launched("-n", "2", "--keep-going", "--restarts", "1", file, "alone", "1")
     text = "process 1 of 2 ended with status 3; it is started again, to rejoin the others"
     assert done.returncode == 0
     assert done.stderr.startswith(f"jaxcoll launch: {text} (restart 1 of 1).\n")
@@ -242,7 +246,7 @@ NOISY = "while True: print('x' * 100)"
 
 @pytest.mark.parametrize(
     ("number", "flags", "status"),
-    [(signal.SIGTERM, [], 143), (None, ["--timeout-seconds", "3"], 124)],
+    [(signal.SIGTERM, [], 143), (None, ["--timeout-seconds", "1.5"], 124)],
     ids=["SIGTERM", "timeout, one file"],
 )
 def test_a_reader_who_reads_nothing_keeps_no_job_alive(tmp_path, number, flags, status):
