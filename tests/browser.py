@@ -59,8 +59,6 @@ class Browser:
         self._session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self(f"{domain}.enable")
-        forget = "try { localStorage.clear() } catch {}"  # which scheme the last page had
-        self("Page.addScriptToEvaluateOnNewDocument", source=forget)
 
     def __enter__(self):
         return self

@@ -151,17 +151,17 @@ leaf = st.tuples(
 value = st.builds(
     Value,
     form=st.sampled_from(("rows", "rows", "copies", "plain")),
-    leaves=st.lists(leaf, min_size=1, max_size=4).map(tuple),
+    leaves=st.lists(leaf, min_size=1, max_size=3).map(tuple),
     seed=st.integers(0, 99),
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(
     kind=st.sampled_from([*KINDS]),
     n=st.integers(1, 8),
     op=st.sampled_from(("sum", "mean")),
-    batch=st.lists(st.tuples(value, st.sampled_from(PLACES)), min_size=1, max_size=3),
+    batch=st.lists(st.tuples(value, st.sampled_from(PLACES)), min_size=1, max_size=2),
 )
 @example("hierarchical-packs8", 3, "sum", [(Value("rows", (("int32", ()),), 0), "own")] * 3)
 @example("nccl", 2, "mean", [(Value("rows", (("int32", (3,)), ("sparse", ())), 1), "turned")])

@@ -23,12 +23,6 @@ from jaxcoll._step.aot import laid_over
 EXAMPLES = Path(gpt.__file__).parent
 
 
-def ran(example, *flags, **smaller):
-    set_sizes = "".join(f"{example}.{name} = {size}; " for name, size in smaller.items())
-    code = f"import sys, {example}; {set_sizes}sys.exit({example}.main())"
-    return forks.with_commands().run(code, example, *flags, cwd=EXAMPLES)
-
-
 @pytest.fixture
 def short(monkeypatch, types_may_mix):
     """Texts and batches of the GPT that take little time, and its model as it is."""
@@ -38,7 +32,7 @@ def short(monkeypatch, types_may_mix):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-def test_every_mode_is_one_model_and_sends_what_it_says():
+def test_every_mode_is_one_model_and_sends_what_it_says(monkeypatch, capsys):
     one, *found = (gpt.train(mode, jax.devices(), 4, 0) for mode in (None, *gpt.MODES.values()))
     found = dict(zip(gpt.MODES, found, strict=True))
     assert one.losses[-1] < one.losses[0]
@@ -57,17 +51,14 @@ def test_every_mode_is_one_model_and_sends_what_it_says():
     assert found["sharded"].params_bytes == one.params_bytes
     assert found["parameters"].state_bytes / one.state_bytes <= 0.13
     assert found["parameters"].params_bytes / one.params_bytes <= 0.13
-
-
-@pytest.mark.slow
-def test_a_run_over_a_prime_number_of_devices_prints_its_row():
-    flags = ("--devices", "7", "--steps", "1", "--modes", "sharded")
-    done = ran("gpt", *flags, LENGTH=16, WIDTH=16)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, header, *rows = done.stdout.splitlines()
+    monkeypatch.setattr("sys.argv", ["gpt", "--steps", "4", "--modes", "sharded"])
+    assert gpt.main() == 0
+    first, header, row = capsys.readouterr().out.splitlines()
     assert first.startswith("one device: last loss ")
     assert header.split()[-3:] == ["state", "bytes", "parameters"]
-    assert [row.split()[0] for row in rows] == ["sharded"]
+    assert row.split()[0] == "sharded"
+    seven = gpt.train(gpt.MODES["sharded"], jax.devices()[:7], 1, 0)
+    assert np.isfinite(seven.losses).all(), "a prime number of replicas"
 
 
 @pytest.mark.slow
@@ -85,10 +76,12 @@ def test_a_flax_model_with_scanned_layers_is_moved_by_few_lines():
     np.testing.assert_allclose(flax_shards.train(4), losses, rtol=1e-4)
 
 
-def test_an_unknown_mode_is_refused():
-    done = ran("gpt", "--modes", "plain,magic")
-    assert done.returncode == 2
-    assert "--modes: no 'magic'; choose from plain, overlap, sync" in done.stderr
+def test_an_unknown_mode_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpt", "--modes", "plain,magic"])
+    with pytest.raises(SystemExit, match="2"):
+        gpt.main()
+    expected = "--modes: no 'magic'; choose from plain, overlap, sync"
+    assert expected in capsys.readouterr().err
 
 
 def test_the_text_is_the_standard_librarys_and_batches_are_the_same_for_the_same_seed():
@@ -119,8 +112,9 @@ def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
 
 @pytest.mark.slow
 def test_diloco_are_measured_in_one_process_too():
+    code = "import sys, diloco; sys.exit(diloco.main())"
     flags = "--compute 0.001 --every 4 --size 2000 --only int4".split()
-    done = ran("diloco", *flags)
+    done = forks.with_commands().run(code, "diloco", *flags, cwd=EXAMPLES)
     assert done.returncode == 0, done.stderr
     rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
     assert rows == ["data parallel int4", "local int4"]
