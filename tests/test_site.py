@@ -203,9 +203,9 @@ def test_every_page_is_legible_in_a_browser_and_runs_without_an_error(site, brow
     """At a desk in the light, and on a phone in the dark; what is chosen is kept."""
     folder, pages = site
     found = {}
-    with served(folder) as address:
-        for dark, now in ((False, "default"), (True, "slate")):  # as the visitor prefers it
-            browser.open(address, 1280, dark=dark)
+    with served(folder) as other, served(folder) as address:
+        for first, now in ((other, "default"), (address, "slate")):  # as the visitor prefers it
+            browser.open(first, WIDTHS[now], dark=now == "slate")
             assert browser.value(SCHEME) == now
         for name in pages:
             browser.errors.clear()
