@@ -149,67 +149,58 @@ def _whose(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)} in {len(devices)} parts, one on each device"
 
 
-def _own_digests(leaf: _Leaf) -> dict[jax.Device, np.ndarray]:
-    """Return the digest of the part on each device of this process."""
-    digests = {s.device: np.asarray(_digest(s.data)) for s in leaf.array.addressable_shards}
-    if leaf.part.keys() != leaf.array.sharding.device_set:  # one value, which stands for all
-        return dict.fromkeys(jax.local_devices(), *digests.values())
-    return digests
+def _compared(leaves: Sequence[_Leaf]) -> ReplicaCheck:
+    """Return the digests as differences from what most copies of the same part have."""
+    holders = sorted({device for leaf in leaves for device in leaf.part}, key=lambda d: d.id)
+    row = {device: i for i, device in enumerate(holders)}
+    table = np.zeros((len(holders), len(leaves), WORDS), np.uint32)
+    for k, leaf in enumerate(leaves):
+        for shard in leaf.array.addressable_shards:
+            is_whole = leaf.part.keys() == leaf.array.sharding.device_set
+            # One value of this process stands for all of its devices.
+            rows = [row[d] for d in ([shard.device] if is_whole else jax.local_devices())]
+            table[rows, k] = np.asarray(_digest(shard.data))
+    _exchange(leaves, row, table)
+    for k, leaf in enumerate(leaves):
+        copies: dict[str, list[int]] = {}
+        for device, part in leaf.part.items():
+            copies.setdefault(part, []).append(row[device])
+        for rows in copies.values():
+            table[rows, k] -= _usual(table[rows, k])  # 0 for the majority
+    several = jax.process_count() > 1
+    return ReplicaCheck(
+        table,
+        tuple(leaf.path for leaf in leaves),
+        tuple(f"{d} of process {d.process_index}" if several else str(d) for d in holders),
+        tuple(tuple(sorted(row[device] for device in leaf.part)) for leaf in leaves),
+    )
 
 
-def _digests(leaves: Sequence[_Leaf]) -> list[dict[jax.Device, np.ndarray]]:
-    """Return for each leaf the digest of the part on each device, of all processes it lies over."""
-    digests = [_own_digests(leaf) for leaf in leaves]
+def _exchange(leaves: Sequence[_Leaf], row: Mapping[jax.Device, int], table: np.ndarray) -> None:
+    """Write into the table what other processes have of the leaves that lie over several."""
     shared = [
         k for k, leaf in enumerate(leaves) if len(of_this_process([*leaf.part])) < len(leaf.part)
     ]
+    if not shared:
+        return
     devices = tuple(sorted({d for k in shared for d in leaves[k].part}, key=lambda d: d.id))
-    here = of_this_process(devices)
-    if devices and not here:
+    if not of_this_process(devices):
         raise ValueError(
             "`check_replicas`: all copies of these leaves lie in other processes, which alone can "
             f"compare them: {', '.join(map(str, devices[:4]))}."
         )
-    if shared:
-        none = np.zeros(WORDS, np.uint32)
-        rows = {i: np.stack([digests[k].get(devices[i], none) for k in shared]) for i in here}
-        signed = {i: row.view(np.int32) for i, row in rows.items()}
-        arrays = [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
-        table = known_to_all(signed, devices, "check_replicas", settings=repr(arrays))
-        for column, k in zip(table.view(np.uint32).swapaxes(0, 1), shared, strict=True):
-            by_device = zip(devices, column, strict=True)
-            digests[k] = {d: words for d, words in by_device if d in leaves[k].part}
-    return digests
-
-
-def _compared(leaves: Sequence[_Leaf]) -> ReplicaCheck:
-    """Return the digests as differences from what most copies of the same part have."""
-    digests = _digests(leaves)
-    holders = sorted({device for of_leaf in digests for device in of_leaf}, key=lambda d: d.id)
-    row = {device: i for i, device in enumerate(holders)}
-    differences = np.zeros((len(holders), len(leaves), WORDS), np.uint32)
-    for k, (leaf, of_leaf) in enumerate(zip(leaves, digests, strict=True)):
-        copies: dict[str, list[bytes]] = {}
-        for device, words in of_leaf.items():
-            copies.setdefault(leaf.part[device], []).append(words.tobytes())
-        usual = {part: _usual(of_part) for part, of_part in copies.items()}
-        for device, words in of_leaf.items():
-            differences[row[device], k] = words - usual[leaf.part[device]]  # 0 for the majority
-    several = jax.process_count() > 1
-    return ReplicaCheck(
-        differences,
-        tuple(leaf.path for leaf in leaves),
-        tuple(f"{d} of process {d.process_index}" if several else str(d) for d in holders),
-        tuple(tuple(sorted(row[device] for device in of_leaf)) for of_leaf in digests),
-    )
+    cells = np.ix_([row[device] for device in devices], shared)
+    own = dict(enumerate(table[cells].view(np.int32)))
+    arrays = [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
+    every = known_to_all(own, devices, "check_replicas", settings=repr(arrays))
+    table[cells] = every.view(np.uint32)
 
 
 _digest = jax.jit(digest)
 
 
-def _usual(words: Sequence[bytes]) -> np.ndarray:
+def _usual(words: np.ndarray) -> np.ndarray:
     """The words of most copies; zeros without a majority, so that every copy then differs."""
-    (most, times), *others = Counter(words).most_common(2)
-    if others and others[0][1] == times:
-        return np.zeros(WORDS, np.uint32)
-    return np.frombuffer(most, np.uint32)
+    kinds, times = np.unique(words, axis=0, return_counts=True)
+    most = kinds[times == times.max()]
+    return most[0] if len(most) == 1 else np.zeros(WORDS, np.uint32)

@@ -118,7 +118,7 @@ def calls_of(ops):
     ]
 
 
-@pytest.mark.parametrize("kind", ["one", "nccl", "hierarchical-packs8", "workers", "collective"])
+@pytest.mark.parametrize("kind", ["one", "workers"])
 def test_F25_F26_F28_the_deadline_of_a_call_bounds_it_and_the_next_call_works(kind, release):
     calls = calls_of(KINDS[kind](8))
     check_bounded(calls, release, options=SHORT)

@@ -1,7 +1,7 @@
-"""Eight programs of other libraries' users, over replicas: how many lines change, and equal losses.
+"""Six programs of other libraries' users, over replicas: how many lines change, and equal losses.
 
-Each is written as the guide of its library writes it. Two are written once more with jaxcoll; of
-the others a few words change.
+Each is written as the guide of its library writes it. One is written once more with jaxcoll; of the
+others a few words change. docs/libraries.md has more.
 """
 
 import difflib
@@ -30,12 +30,6 @@ PROGRAMS = {  # module and name: lines of the plain program that change or go, l
         "return value": "return value, module, optimizer",
         "value = step": "value, module, optimizer = step",
     }),
-    (with_flax, "nnx_functional"): (3, 3, {
-        "@jax.jit": NAMED,
-        "tx = optax.adam(1e-2)": 'tx = jc.sharded_optimizer(optax.adam(1e-2), "data")',
-        "jax.value_and_grad(loss)": "jc.value_and_grad(loss, scatter=True)",
-    }),
-    (with_equinox, "filtered"): (7, 11, None),
     (with_equinox, "recurrent"): (2, 2, {
         "@eqx.filter_jit": NAMED,
         "eqx.filter_value_and_grad(cross_entropy)": "jc.value_and_grad(cross_entropy)",

@@ -44,12 +44,6 @@ def by_optax(tx):
     return step
 
 
-def sam(p, b):
-    g = pmean(jax.grad(loss)(p, b))
-    near = descend(p, g, -0.05 / (optax.tree.norm(g) + 1e-9))
-    return descend(p, pmean(jax.grad(loss)(near, b)))
-
-
 def batch_norm(sync):
     def step(p, b):
         def normed(p):
@@ -103,31 +97,6 @@ def contrastive(p, b):
     return descend(p, pmean(g)), pmean(value)
 
 
-def momentum_contrast(p, b):
-    slow, queue = p, jnp.zeros((16, 2))
-    keys = lax.all_gather(b["x"] @ slow["w"], AXIS, tiled=True)
-    queue = jnp.concatenate([keys, queue])[:16]
-    nce = lambda p: jnp.mean(jax.nn.logsumexp((b["x"] @ p["w"]) @ queue.T, -1))
-    fast = descend(p, pmean(jax.grad(nce)(p)))
-    return fast, jax.tree.map(lambda s, f: 0.9 * s + 0.1 * f, slow, fast), queue
-
-
-def sinkhorn(p, b):
-    def assigned(scores):
-        q = jnp.exp(scores)
-        for _ in range(3):
-            q = q / psum(q.sum(0))
-            q = q / q.sum(1, keepdims=True)
-        return q
-
-    def swapped(p):
-        scores = b["x"] @ p["w"]
-        q = assigned(lax.stop_gradient(scores))
-        return -jnp.mean(jnp.sum(q * jax.nn.log_softmax(scores), -1))
-
-    return descend(p, pmean(jax.grad(swapped)(p)))
-
-
 def cross_correlation(p, b):
     def twins(p):
         h = b["x"] @ p["w"]
@@ -147,14 +116,6 @@ def private(p, b):
     keys = iter(jax.random.split(jax.random.wrap_key_data(jnp.asarray(KEY)), 2))
     noisy = jax.tree.map(lambda g: g + 0.01 * jax.random.normal(next(keys), g.shape), total)
     return descend(p, jax.tree.map(lambda g: g / 16, noisy))
-
-
-def adversaries(p, b):
-    judge = lambda d, h: jnp.mean(jax.nn.sigmoid(h @ d))
-    d, fake = jnp.ones(2), lambda p: b["x"] @ p["w"]
-    d_new = d - 0.1 * pmean(jax.grad(lambda d: judge(d, fake(p)) - judge(d, b["y"]))(d))
-    g = jax.grad(lambda p: -judge(d_new, fake(p)))(p)
-    return descend(p, pmean(g)), d_new
 
 
 def proximal_policy(p, b):
@@ -225,12 +186,6 @@ def ring(p, b):
     return lax.pmax(best, AXIS)
 
 
-def narrow_scales(p, b):
-    most = lax.pmax(jnp.abs(b["x"]).max(), AXIS)
-    history = jnp.roll(jnp.zeros(4).at[0].set(most), 1)
-    return descend(p, pmean(jax.grad(loss)(p, b))), history, 448 / history.max()
-
-
 def metrics(p, b):
     right = jnp.sum((b["x"] @ p["w"] > 0) == (b["y"] > 0))
     counts = psum({"right": right, "all": jnp.float32(b["y"].size)})
@@ -252,13 +207,6 @@ def through_scan(p, b):
     return descend(p, pmean(jax.grad(layers)(p)))
 
 
-def weighted_mean(p, b):
-    real = (b["y"][:, 0] > 0).astype("f")
-    rows = lambda p: ((b["x"] @ p["w"] - b["y"]) ** 2).mean(-1)
-    g = psum(jax.grad(lambda p: jnp.sum(rows(p) * real))(p))
-    return descend(p, jax.tree.map(lambda g: g / jnp.maximum(psum(real.sum()), 1), g))
-
-
 def learning_rate_among_metrics(p, b):
     rate = optax.cosine_decay_schedule(0.1, 10)(3)
     value, g = jax.value_and_grad(loss)(p, b)
@@ -276,12 +224,6 @@ def implicit(p, b):
         return jnp.sum(jnp.linalg.solve(a, p["w"]) ** 2) + jnp.linalg.slogdet(a)[1]
 
     return descend(p, pmean(jax.grad(solved)(p)))
-
-
-def sampled(p, b):
-    key = jax.random.wrap_key_data(jnp.asarray(KEY))
-    mask = jax.random.bernoulli(jax.random.fold_in(key, lax.axis_index(AXIS)), 0.5, (2, 4))
-    return descend(p, pmean(jax.grad(loss)(p, {**b, "x": b["x"] * mask})))
 
 
 def barrier(p, b):
@@ -321,11 +263,11 @@ TRANSFORMS = {  # whose states are unlike one another's: factors, choices, count
     "plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
 }  # fmt: skip
 STYLES = {f.__name__: f for f in (
-    sam, vmapped_batch_norm, grouped_statistics, skip_bad_steps, contrastive, momentum_contrast,
-    sinkhorn, cross_correlation, private, adversaries, proximal_policy, hessian_vector,
-    conjugate_gradient, zeroth_order, own_directions, zero_by_hand, experts, narrow_scales, metrics,
-    mixed_precision, through_scan, weighted_mean, regularised, learning_rate_among_metrics,
-    implicit, sampled, barrier, ring, by_psum, accumulated, backward,
+    vmapped_batch_norm, grouped_statistics, skip_bad_steps, contrastive,
+    cross_correlation, private, proximal_policy, hessian_vector,
+    conjugate_gradient, zeroth_order, own_directions, zero_by_hand, experts, metrics,
+    mixed_precision, through_scan, regularised, learning_rate_among_metrics,
+    implicit, barrier, ring, by_psum, accumulated, backward,
 )}  # fmt: skip
 STYLES |= {f"optax {name}": by_optax(tx) for name, tx in TRANSFORMS.items()}
 STYLES |= {f"batch norm, sync={sync}": batch_norm(sync) for sync in (True, False)}

@@ -78,20 +78,3 @@ def nnx_in_place():
         value = step(module, optimizer, BATCH)
         found.append(value)
     return found
-
-
-def nnx_functional():
-    graph, params = nnx.split(Module())
-    tx = optax.adam(1e-2)
-
-    @jax.jit
-    def step(params, state, batch):
-        def loss(params):
-            return cross_entropy(nnx.merge(graph, params)(batch[0]), batch[1])
-
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state = tx.init(params)
-    return losses(step, params, state)
