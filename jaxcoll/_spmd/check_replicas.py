@@ -100,16 +100,11 @@ class ReplicaCheck:
 def digest(x: jax.Array) -> jax.Array:
     """Two words that depend on every bit of `x` and on where it stands.
 
-    Guarantee: they are the same for the same bits, in whatever order they are added up, since
-    integers wrap around; NaNs and the sign of zero count as bits. One element that differs always
-    changes the first word; anything else escapes both with a chance of 2⁻⁶⁴.
-
-    Each element is mixed with its position by the finalizer of MurmurHash3 (Austin Appleby),
-    which loses no bit, and the results are summed, plain and multiplied by an odd number of the
-    position. Cost: `x` is read once, and nothing of its size is written.
-
-    Returns:
-      uint32[2], varying where `x` does.
+    Each element is mixed with its position by the finalizer of MurmurHash3 (Austin Appleby), which
+    loses no bit, and the results are summed, plain and multiplied by an odd number of the position,
+    in any order, since integers wrap around. One element that differs always changes the first
+    word; anything else escapes both with a chance of 2⁻⁶⁴. `x` is read once, and nothing of its
+    size is written.
     """
     if not x.size:
         return jnp.zeros((WORDS,), jnp.uint32)

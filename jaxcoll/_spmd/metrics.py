@@ -85,9 +85,8 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
     axes = bound_axes(axis_name, caller)
     for path, leaf in flattened(metrics, is_metric)[0]:
         if not is_metric(leaf):
-            kind = (
-                type(leaf).__name__ if not hasattr(leaf, "dtype") else f"an array of {leaf.dtype}"
-            )
+            is_array = hasattr(leaf, "dtype")
+            kind = f"an array of {leaf.dtype}" if is_array else type(leaf).__name__
             raise ValueError(
                 f"`{caller}` expects jc.WeightedMean(total, weight) or jc.Total(value); "
                 f"{where(path)} is {kind}, which does not say how it is added up."
@@ -134,12 +133,9 @@ def parts_of(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
         else:
             continue
         if missing := {a: axes[a] for a in _compat.same_axes(total, axes)}:
-            names = tuple(missing) if len(missing) > 1 else next(iter(missing))
-            raise AlreadyReducedError(
-                _ALREADY_REDUCED.format(
-                    caller=caller, path=path or "itself", missing=repr(names), n=count(missing)
-                )
-            )
+            names = repr(tuple(missing) if len(missing) > 1 else next(iter(missing)))
+            words = {"path": path or "itself", "missing": names, "n": count(missing)}
+            raise AlreadyReducedError(_ALREADY_REDUCED.format(caller=caller, **words))
     return jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), parts)
 
 

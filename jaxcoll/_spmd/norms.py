@@ -19,7 +19,7 @@ from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, bound_axes, listed
 from jaxcoll._spmd.shards import axes_of_shards, is_shards
 from jaxcoll._spmd.sparse import is_sparse
-from jaxcoll._wire.blocks import finite
+from jaxcoll._wire.formats import finite
 
 _PART = """\
 `{caller}`: {leaf} is `Shards` along {axes}, and only this replica's part would count, so that \
@@ -40,11 +40,8 @@ def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
 def clipped(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope) -> Any:
     """The same shards, scaled so that the norm of the whole tree is at most `max_norm`.
 
-    Guarantee: as `optax.clip_by_global_norm` of the whole tree, to rounding; squares are summed,
-    and shards scaled, in float32, or wider where a leaf is: the norm need not fit into float16.
-
-    Returns:
-      Shards, *varying*. Cost: one all-reduce of a number.
+    As `optax.clip_by_global_norm` of the whole tree, to rounding; squares are summed, and shards
+    scaled, in float32, or wider where a leaf is: the norm need not fit into float16.
     """
     if not jax.tree.leaves(shards):
         return shards

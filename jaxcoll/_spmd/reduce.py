@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -127,7 +126,9 @@ def all_reduce(
     packed = pack(arrays, plan.packs, leaves, plan.elements)
     carried = carry_out(plan, packed, carry, enter=enter, leave=leave)
     on_cpus_along = tuple(axes) if world.platform == "cpu" else ()
-    reduced: list[Any] = unpack(map(_RESULT, carried), plan.packs, leaves, on_cpus_along)
+    reduced: list[Any] = unpack(
+        [result for result, _ in carried], plan.packs, leaves, on_cpus_along
+    )
     for k, (x, array, leaf) in enumerate(zip(taken, arrays, leaves, strict=True)):
         recipe = cast(Recipe, leaf.kind)
         if isinstance(x, Whole):
@@ -143,9 +144,6 @@ def all_reduce(
     if feedback is None:
         return result
     return result, feedback.next(plan, carried, reduced, on_cpus_along)
-
-
-_RESULT = operator.itemgetter(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,15 +203,8 @@ class _Context:
                 over.append(axis)
             sizes.append(1 if axis in missing else n)
         if self.invariant == "error" and array.size and not equal.issuperset(by_type):
-            raise already_reduced(
-                "all_reduce",
-                path,
-                array,
-                self.axes,
-                missing,
-                value=_REPLICATED,
-                gradient=_SUMMED,
-            )
+            words = {"value": _REPLICATED, "gradient": _SUMMED}
+            raise already_reduced("all_reduce", path, array, self.axes, missing, **words)
         repeated = 1 if self.invariant == "summed" else count(missing)
         divisor = count(self.axes) // repeated if self.reduce_op is ReduceOp.MEAN else None
         varying = _compat.varying_axes(array) if self.typed else frozenset()
@@ -244,13 +235,7 @@ call returned the last time; got {got}."""
 
 
 def opened(residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = "") -> Any:
-    """Return what a residual says is owed to the sum of a tree; refuse what is no residual.
-
-    The paths of the tree in that sum begin with `prefix`.
-
-    Raises:
-      ValueError: it is no residual, or that of another tree or world.
-    """
+    """Return what a residual says is owed to the sum of a tree, whose paths begin with `prefix`."""
     owed_to = getattr(residual, "opened", None) if isinstance(residual, Whole) else None
     if owed_to is None:
         raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))

@@ -23,11 +23,10 @@ from jaxcoll._plan.packs.shard_layout import SummedLayout, first_difference, sum
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.coded import Coded, Coding
-from jaxcoll._spmd.parts import sharded_leaves
 from jaxcoll._spmd.pipeline import Recipe, unpack
 from jaxcoll._spmd.scope import bound_axes, count, listed, named
-from jaxcoll._spmd.shards import Shards
-from jaxcoll._wire.blocks import finite
+from jaxcoll._spmd.shards import Shards, sharded_leaves
+from jaxcoll._wire.formats import finite
 
 _OTHER_WORLD = """\
 `{caller}` over {axes} got a residual of {was} over {over}. Restore its sum for the replicas that \
@@ -58,14 +57,9 @@ class Residual(Shards):
         """Return this replica's residual of each leaf of `tree`."""
         layout = self.layout
         if self.axes != tuple(axes) or layout.replicas != count(axes):
-            raise ValueError(
-                _OTHER_WORLD.format(
-                    caller=caller,
-                    axes=" × ".join(named({name: n}) for name, n in axes.items()),
-                    was=counted(layout.replicas, "replica"),
-                    over=listed(self.axes),
-                )
-            )
+            here = " × ".join(named({name: n}) for name, n in axes.items())
+            words = {"was": counted(layout.replicas, "replica"), "over": listed(self.axes)}
+            raise ValueError(_OTHER_WORLD.format(caller=caller, axes=here, **words))
         difference = first_difference(layout_like(tree, axes, caller).leaves, layout.leaves)
         if difference:
             raise ValueError(_OTHER_TREE.format(caller=caller, difference=difference))
@@ -79,17 +73,6 @@ class Residual(Shards):
             leaf = layout.leaves[pack.segments[0].leaf]
             owed[prefix + leaf.path] = part.reshape(-1)[: leaf.size].reshape(leaf.shape)
         return Feedback(self, owed, prefix)
-
-    def with_leaves(self, owed: Mapping[str, jax.Array], prefix: str) -> Residual:
-        """Return the residual with the leaves of `owed`, by their paths, in their places."""
-        parts = []
-        for pack, part in zip(self.layout.packs, self.parts, strict=True):
-            leaf = self.layout.leaves[pack.segments[0].leaf]
-            new = owed.get(prefix + leaf.path)
-            if new is not None:
-                part = jnp.pad(new.reshape(-1), (0, part.size - leaf.size)).reshape(part.shape)
-            parts.append(part)
-        return dataclasses.replace(self, parts=tuple(parts))
 
 
 def is_residual(x: Any) -> bool:
@@ -175,15 +158,16 @@ class Feedback:
             for pack, (_, lost) in zip(plan.packs, carried, strict=True)
             if lost is not None
         ]
-        rests = unpack(
-            [lost for _, lost in coded],
-            [pack for pack, _ in coded],
-            plan.leaves,
-            on_cpus_along,
-        )
-        owed = {
-            leaf.path: jnp.where(fine, 0.0 if rest is None else rest, self.owed[leaf.path])
-            for leaf, rest in zip(plan.leaves, rests, strict=True)
-            if leaf.path in self.owed
-        }
-        return self.residual.with_leaves(owed, self.prefix)
+        packs, rests = [pack for pack, _ in coded], [lost for _, lost in coded]
+        rests = unpack(rests, packs, plan.leaves, on_cpus_along)
+        paths = [leaf.path for leaf in plan.leaves]
+        left, parts = dict(zip(paths, rests, strict=True)), []
+        layout = self.residual.layout
+        for pack, part in zip(layout.packs, self.residual.parts, strict=True):
+            path = self.prefix + layout.leaves[pack.segments[0].leaf].path
+            if path in left:
+                rest, owed = left[path], self.owed[path]
+                flat = jnp.where(fine, 0.0 if rest is None else rest, owed).reshape(-1)
+                part = jnp.pad(flat, (0, part.size - flat.size)).reshape(part.shape)
+            parts.append(part)
+        return dataclasses.replace(self.residual, parts=tuple(parts))

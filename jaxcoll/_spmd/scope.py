@@ -71,11 +71,7 @@ class Scope(_Hashed):
         return self if merged is self.options else dataclasses.replace(self, options=merged)
 
     def over(self, axis_name: Any, caller: str) -> Any:
-        """The axes of a call: those that it names, or those of the step around it.
-
-        Raises:
-          ValueError: it names none, and there is no such step.
-        """
+        """The axes of a call: those that it names, or those of the step around it."""
         if axis_name is None and not self.axes:
             raise ValueError(
                 f"`{caller}` needs an `axis_name` here. Only inside `jc.data_parallel` and "
@@ -219,10 +215,7 @@ def already_reduced(
     value: str,
     gradient: str,
 ) -> AlreadyReducedError:
-    """The refusal of a leaf that is the same on every replica along some of the axes.
-
-    What to do is said for a value that all replicas hold, and for a gradient, if it can be one.
-    """
+    """The refusal of a leaf that all replicas hold; what to do with a value, or a gradient."""
     n = count(same)
     message = (
         f"`{caller}` over {named(axes)}: {where(path)} is already the same on every replica along "

@@ -59,11 +59,7 @@ class IndexedSlices(Whole):
         check_slices(self)
 
     def _taken(self, path: str, caller: str) -> IndexedSlices:
-        """Return it with values and indices as arrays that vary over the same axes.
-
-        Rows that differ at indices that do not (or the reverse) are rows that differ; no data
-        moves.
-        """
+        """Return it with values and indices as arrays that vary over the same axes."""
         check_slices(self, f"`{caller}`: {where(path)}")
         check_reducible(path + ".values", self.values.dtype)
         parts = jnp.asarray(self.values), jnp.asarray(self.indices)
@@ -72,12 +68,7 @@ class IndexedSlices(Whole):
         return unchecked(values, indices, self.dense_shape)
 
     def _reduced(self, recipe: Recipe) -> IndexedSlices:
-        """Return the rows of every replica one after another: the sum, or the mean, of all.
-
-        Returns:
-          All replicas' rows in replica order, duplicates kept, *invariant*. Cost: two all-gathers,
-          for which a device sends its rows and indices to n-1 others.
-        """
+        """Return the rows of every replica, in their order, *invariant*: the sum, or the mean."""
         # Nothing is added up, so all that float16 needs is a division that does not underflow.
         wire = np.dtype(np.float32) if recipe.wire == np.float16 else recipe.wire
         rows = _from_all(self.values, recipe).astype(wire)

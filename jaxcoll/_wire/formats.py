@@ -13,6 +13,8 @@ far apart at the ends, so that feedback would owe more of the largest numbers, a
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -20,8 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcoll._wire import blocks as shared
 from jaxcoll._wire.format import WireFormat
+
+_INFINITE = np.uint32(0x7F800000)
+_NAN = np.uint32(0x7FC0)
+_TOP = np.uint32(0x7F7E0000)
+"""The bits of 127·2^121, of which a 127th has a bfloat16 above it that 127 times is finite."""
+
+_LOST = np.float32(1e-34)
+"""Blocks of nothing larger are zero: XLA flushes subnormals, and 1 / subnormal is infinite."""
+
+_ROUNDS = np.float32(3 << 22)
+"""Added to a float32 of less than 2^22, it leaves no bits behind the point: the sum is rounded to
+nearest even, and an integer stands in its lowest bits. Conversions would be clamped first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +67,12 @@ class Bf16(WireFormat):
         """
         bits = lax.bitcast_convert_type(blocks, jnp.uint32)
         up = bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
-        is_nan = bits & np.uint32(0x7FFFFFFF) > shared.INFINITE
+        is_nan = bits & np.uint32(0x7FFFFFFF) > _INFINITE
         return (jnp.where(is_nan, bits | np.uint32(0x400000), up) >> 16).astype(jnp.uint16)
 
     def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
         """Return float32 from what `encode` gave."""
-        return shared.widened(codes.astype(jnp.uint32))
+        return _widened(codes.astype(jnp.uint32))
 
 
 LEVELS = (-241, -186, -145, -111, -81, -53, -26, 0, 21, 43, 67, 92, 120, 154, 194, 245)
@@ -111,7 +124,7 @@ class Int4(WireFormat):
 
     def encode(self, blocks: jax.Array, feedback: bool) -> jax.Array:
         """Return blocks as bytes, of shape (..., m, block / 2 + 2)."""
-        bits = shared.largest(blocks)
+        bits = _largest(blocks)
         # No divisions, which would be kernels of their own.
         if feedback:
             integers = jnp.ones_like(bits, bool)
@@ -121,23 +134,21 @@ class Int4(WireFormat):
             exponents = jnp.where(integers, bits - _SEVEN, bits)
             exponents -= jnp.where(integers, _TWO, 4 * _TWO)
             wanted = lax.bitcast_convert_type(exponents, jnp.float32)  # 2^k, or a 256th
-        scales = shared.scale(bits, wanted)
-        steps = shared.quotient(jnp.where(integers, np.float32(-1), np.float32(1)), scales)[
-            ..., None
-        ]
+        scales = _scale(bits, wanted)
+        steps = _quotient(jnp.where(integers, np.float32(-1), np.float32(1)), scales)[..., None]
         codes = blocks * abs(steps)
         codes = codes if feedback else jnp.where(steps < 0, codes, _curved(codes))
-        codes = shared.rounded(codes + np.float32(7), 0xF)
+        codes = _rounded(codes + np.float32(7), 0xF)
         halves = codes.astype(jnp.uint8).reshape(*codes.shape[:-1], 2, -1)
         places = jnp.array([0, 4], jnp.uint8).reshape(*(1 for _ in codes.shape[:-1]), 2, 1)
         # Compilers keep the result of a sum; of an "or" they would code anew for each receiver.
         packed = (halves << places).sum(-2, dtype=jnp.uint8)
-        return shared.joined(packed, scales | integers.astype(jnp.uint32) << 15)
+        return _joined(packed, scales | integers.astype(jnp.uint32) << 15)
 
     def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
         """Return blocks of float32 from what `encode` gave."""
-        packed, scales = shared.parted(codes)
-        factors = shared.widened(scales & np.uint32(0x7FFF))[..., None]
+        packed, scales = _parted(codes)
+        factors = _widened(scales & np.uint32(0x7FFF))[..., None]
         halves = [
             half.astype(jnp.float32) - np.float32(7)
             for half in (packed & np.uint8(0xF), packed >> np.uint8(4))
@@ -190,13 +201,84 @@ class Int8(WireFormat):
 
     def encode(self, blocks: jax.Array, feedback: bool) -> jax.Array:
         """Return blocks as bytes, of shape (..., m, block + 2)."""
-        bits = shared.largest(blocks)
-        scales = shared.scale(bits, lax.bitcast_convert_type(bits, jnp.float32) / np.float32(127))
-        steps = shared.quotient(np.float32(1), scales)[..., None]
-        return shared.joined(shared.rounded(blocks * steps, 0xFF).astype(jnp.uint8), scales)
+        bits = _largest(blocks)
+        scales = _scale(bits, lax.bitcast_convert_type(bits, jnp.float32) / np.float32(127))
+        steps = _quotient(np.float32(1), scales)[..., None]
+        return _joined(_rounded(blocks * steps, 0xFF).astype(jnp.uint8), scales)
 
     def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
         """Return blocks of float32 from what `encode` gave."""
-        numbers, scales = shared.parted(codes)
+        numbers, scales = _parted(codes)
         values = lax.bitcast_convert_type(numbers, jnp.int8).astype(jnp.float32)
-        return values * shared.widened(scales)[..., None]
+        return values * _widened(scales)[..., None]
+
+
+def _largest(blocks: jax.Array) -> jax.Array:
+    """The bits of the largest magnitude along the last axis; NaN is above infinity.
+
+    A maximum of integers: XLA's CPU compiler drops NaN from maxima of floats (openxla/xla#21461).
+    """
+    bits = lax.bitcast_convert_type(blocks, jnp.uint32) & np.uint32(0x7FFFFFFF)
+    # Halves are compared side by side; XLA's CPU compiler takes a reduction number by number. It
+    # makes a second kernel of more than three halvings, and is slower at fewer than 32 numbers.
+    while bits.shape[-1] > 32 and bits.shape[-1] % 2 == 0:
+        bits = jnp.maximum(*jnp.split(bits, 2, axis=-1))
+    return bits.max(-1)
+
+
+def finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return whether all floats, real or complex, among these arrays are finite."""
+    floats = [x for x in arrays if jnp.issubdtype(x.dtype, np.inexact) and x.size]
+    return functools.reduce(jnp.logical_and, map(_all_finite, floats), jnp.array(True))
+
+
+def _all_finite(array: jax.Array) -> jax.Array:
+    if array.dtype.itemsize > 4:
+        return jnp.isfinite(array).all()
+    flat = array.astype(jnp.float32).reshape(-1)
+    rows = jnp.pad(flat, (0, -flat.size % 256)).reshape(-1, 256)
+    return (_largest(rows) < _INFINITE).all()
+
+
+def _scale(bits: jax.Array, wanted: jax.Array) -> jax.Array:
+    """For each block, by its largest magnitude, the bits of a bfloat16: `wanted` or the next above.
+
+    0 for a block of zeros; NaN for one with anything that is not finite, or above 127·2^121.
+    """
+    magnitude = lax.bitcast_convert_type(bits, jnp.float32)
+    up = (lax.bitcast_convert_type(wanted, jnp.uint32) + np.uint32(0xFFFF)) >> 16
+    up = jnp.where(magnitude < _LOST, np.uint32(0), up)
+    return jnp.where(bits > _TOP, _NAN, up)
+
+
+def _widened(bits: jax.Array) -> jax.Array:
+    """The float32 of a bfloat16's bits."""
+    return lax.bitcast_convert_type(bits << 16, jnp.float32)
+
+
+def _quotient(one: jax.Array | np.float32, bits: jax.Array) -> jax.Array:
+    """`one` / scale; 0 where the scale is 0 or NaN.
+
+    The division comes last, so that compilers keep its result: they would compute anything cheaper
+    again for each element of the block.
+    """
+    scales = _widened(bits)
+    return one / jnp.where(scales > 0, scales, np.float32(np.inf))
+
+
+def _rounded(values: jax.Array, mask: int) -> jax.Array:
+    """The nearest integers, as the lowest bits of a uint32; of what is not finite any bits."""
+    return lax.bitcast_convert_type(values + _ROUNDS, jnp.uint32) & np.uint32(mask)
+
+
+def _joined(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """The bytes of each block's codes, and behind them the two of its scale."""
+    both = jnp.stack([scales & np.uint32(0xFF), scales >> 8], axis=-1)
+    return jnp.concatenate([codes, both.astype(jnp.uint8)], axis=-1)
+
+
+def _parted(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Undo `_joined`: return the blocks' codes, and the bits of their scales."""
+    places = jnp.array([0, 8], jnp.uint32).reshape(*(1 for _ in codes.shape[:-1]), 2)
+    both = codes[..., -2:].astype(jnp.uint32) << places
+    return codes[..., :-2], both.sum(-1, dtype=jnp.uint32)  # compilers keep the result of a sum

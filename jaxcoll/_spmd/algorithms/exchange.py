@@ -22,11 +22,8 @@ def passed_on(
 ) -> jax.Array:
     """Return `array` of the replica `distance` before this one, around the circle of all.
 
-    Only the first `senders` replicas send, and the first `receivers` receive; None: all.
-
-    Returns:
-      The other's array, *varying*; unspecified where nobody sends, or to nobody. Cost: one step;
-      the array's bytes.
+    Only the first `senders` replicas send, and the first `receivers` receive (None: all).
+    Unspecified where nobody sends, or to nobody. One step.
     """
     n = lax.axis_size(axes)
     pairs = [(i, (i + distance) % n) for i in range(n)]

@@ -33,19 +33,13 @@ from jaxcoll._spmd.gradients.loss import (
     value_and_local_grad,
     value_and_weight,
 )
-from jaxcoll._spmd.gradients.per_replica import (
-    NO_SHARD,
-    refuse_own,
-    shared,
-    taken_by,
-    with_own,
-)
+from jaxcoll._spmd.gradients.per_replica import shared, taken_by, with_own
 from jaxcoll._spmd.pipeline import halved, halvings, quotient
 from jaxcoll._spmd.reduce import all_reduce, opened
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, bound_axes, count, listed, retyped
 from jaxcoll._spmd.shards import Shards, axes_of_shards
-from jaxcoll._wire.blocks import finite
+from jaxcoll._wire.formats import finite
 from jaxcoll.errors import AlreadyReducedError
 
 _LOSS_ALREADY_REDUCED = """\
@@ -53,6 +47,10 @@ _LOSS_ALREADY_REDUCED = """\
 gradient would be too small or too large by their number. What probably happened: the loss calls \
 `lax.pmean`, `lax.psum` or `jc.all_reduce` itself, or depends neither on the batch nor on the \
 parameters. Return the loss of this replica's share of the batch; `{caller}` reduces it."""
+
+_NO_SHARD = """\
+`{caller}` with scatter=True: {leaf} is a part of `Shards` along {axes}, whose gradients are \
+Shards without `scatter`. Differentiate it as an argument of its own in a call without `scatter`."""
 
 _SYNCED = """\
 not sent again: {what} that `sync_in_backward` has made the same on every replica: {paths}"""
@@ -192,7 +190,10 @@ class Differentiator:
         local = _Local(value if self.with_value else None, beside.weight, parts, grads)
         residual = None
         if self.scatter:
-            refuse_own(NO_SHARD, leaves, own, self.caller)
+            for name, mine in zip(leaves, own, strict=True):
+                if mine:
+                    words = {"caller": self.caller, "leaf": where(name), "axes": listed(mine)}
+                    raise ValueError(_NO_SHARD.format(**words))
             shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
             local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
             local = local._replace(grads=shards)
@@ -320,10 +321,9 @@ def _signed(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[.
 
 
 def _synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozenset[str]]:
-    """Paths of the gradients that `sync_in_backward` left equal, and the axes along which.
+    """Paths of gradients that `sync_in_backward` left equal, by proof, and the axes along which.
 
-    Only a proof counts: a gradient that is reduced once more is right, too, because the mean of
-    equal numbers is that number; but one that is left out must be equal.
+    One that is reduced once more is right, too: the mean of equal numbers is that number.
     """
     if not contains(program.program.jaxpr, marks.THROUGH):
         return {}

@@ -105,12 +105,8 @@ def value_and_local_grad(
 ) -> tuple[tuple[Any, Any], Any]:
     """`jax.value_and_grad(loss, argnums, has_aux=True)` of this replica's loss alone.
 
-    Under a checked `shard_map` autodiff sums the gradient of a replicated parameter over the
-    replicas by itself, one `psum` a leaf, before anybody can pack or choose anything. Typing the
-    parameters as varying first keeps each replica's gradient its own.
-
-    Returns:
-      `((value, aux), grads)`, *varying* over `axes` where types tell replicas apart.
+    Under a checked `shard_map` autodiff sums the gradient of a replicated parameter by itself, one
+    `psum` a leaf. Typing the parameters as varying first keeps each replica's gradient its own.
     """
     chosen = {argnums} if isinstance(argnums, int) else set(argnums)
     chosen = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
@@ -175,11 +171,10 @@ def accumulated(
 ) -> Differentiated:
     """`differentiate(args, kwargs)`, piece by piece.
 
-    Guarantee: value, weight and gradients are the sums over the pieces (value and gradients their
-    mean, for a mean without weights); `aux` has a leading dimension more. Gradients
-    narrower than 32 bits are added in float32 and have their own type again at the end: adding
-    eight numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value
-    and gradients have as many powers of two taken off as it takes for their sums to fit.
+    Value, weight and gradients are the sums over the pieces (value and gradients their mean, for a
+    mean without weights); `aux` has a leading dimension more. They are added in float32: eight
+    numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value and
+    gradients have as many powers of two taken off as it takes for their sums to fit.
     """
     pieces = _in_pieces(args, micro, learned)
 

@@ -16,10 +16,6 @@ from jaxcoll._spmd.pipeline import quotient
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, count, listed, retyped
 
-NO_SHARD = """\
-`{caller}` with scatter=True: {leaf} is a part of `Shards` along {axes}, whose gradients are \
-Shards without `scatter`. Differentiate it as an argument of its own in a call without `scatter`."""
-
 _DIFFERS = """\
 `{caller}` over {axes}: {leaf} must be the same on every replica, and differs between them by its \
 type. Its gradients would be those of different values. If it is the same, say so with `jc.same`, \
@@ -27,29 +23,17 @@ or make it so with `jc.broadcast`; if it is meant to differ (an expert, the batc
 gradient with `jax.grad`, or pass it as `Shards`."""
 
 
-def taken_by(
-    x: Any,
-    leaves: Mapping[str, Any],
-    axes: Iterable[str],
-    caller: str,
-) -> Any:
-    """`x`, made with gradients by `leaves` that are going to be reduced over `axes`.
-
-    The leaves must be the same on every replica. Types tell whether they are, or the reader of the
-    whole program does, who finds them beside `x`.
-
-    Raises:
-      ValueError: a leaf differs by its type.
-    """
+def taken_by(x: Any, leaves: Mapping[str, Any], axes: Iterable[str], caller: str) -> Any:
+    """`x`, made with gradients that are going to be reduced; refuse `leaves` that differ."""
     if not leaves:
         return x
-    if not _compat.types_tell():
+    if not _compat.types_tell():  # then who reads the whole program finds them beside `x`
         return marks.checked(x, {where(name): y for name, y in leaves.items()}, tuple(axes), caller)
     typed = frozenset(axes) - retyped()
     for name, leaf in leaves.items():
         if varying := typed & _compat.varying_axes(leaf):
-            words = {"caller": caller, "leaf": where(name), "axes": listed(sorted(varying))}
-            raise ValueError(_DIFFERS.format(**words))
+            over = listed(sorted(varying))
+            raise ValueError(_DIFFERS.format(caller=caller, leaf=where(name), axes=over))
     return x
 
 
@@ -82,9 +66,6 @@ def with_own(
 
     The gradient of a part of `Shards` is the sum over their axes already: it is divided for a mean,
     and reduced over the other axes.
-
-    Returns:
-      A tree like `gradients`; parts are *varying* over the axes of their Shards.
     """
     leaves, treedef = jax.tree.flatten(gradients)
     results = treedef.flatten_up_to(reduced)
@@ -98,12 +79,3 @@ def with_own(
         for k, x in enumerate(these):
             results[k] = results[k] if x is None else quotient(x, times) if times > 1 else x
     return treedef.unflatten(results)
-
-
-def refuse_own(
-    message: str, names: Iterable[str], own: Sequence[tuple[str, ...]], caller: str
-) -> None:
-    """Refuse a part of `Shards`, for the reason that `message` gives."""
-    for name, axes in zip(names, own, strict=True):
-        if axes:
-            raise ValueError(message.format(caller=caller, leaf=where(name), axes=listed(axes)))

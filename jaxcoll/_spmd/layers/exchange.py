@@ -47,10 +47,7 @@ class Traffic:
     scope: Scope  # options and world
 
     def gathers(self, ahead: int) -> dict[tuple[int, ...], Exchange]:
-        """By the leaves that travel together what gathers one layer's rows of them.
-
-        From its rows on this replica to those of all replicas, *varying*, though equal.
-        """
+        """By the leaves that travel together what gathers one layer's rows; typed *varying*."""
         layers = self.stack.layers
         ahead = min(ahead, layers)
         when = (

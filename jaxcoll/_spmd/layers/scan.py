@@ -120,10 +120,12 @@ def _differentiable(
         carry, stack, captured = ([x.value for x in arrays] for arrays in inputs)
         _, *moves = ([x.perturbed and is_floating(x.value) for x in arrays] for arrays in inputs)
         moved = tuple([i for i, does in enumerate(flags) if does] for flags in moves)
+        of_layer = schedule.program.program.in_avals[len(carry) : len(carry) + len(stack)]
+        params = [_compat.zeros_like_aval(aval, aval.dtype) for aval in of_layer]
         residuals = residuals_of(
             schedule.program,
             remat,
-            (carry, schedule.example(stack), captured),
+            (carry, params, captured),
             [*map(is_floating, carry), *moves[0], *moves[1]],
         )
         outs, results, saved, last = schedule.forward(carry, stack, captured, residuals)
@@ -216,13 +218,6 @@ class Schedule:
             gathered[i] if i in gathered else self._vary([at(x, index)])[0]
             for i, x in enumerate(stack)
         ]
-
-    def example(self, stack: Arrays) -> Arrays:
-        """Arrays like one layer's parameters."""
-        shapes = jax.eval_shape(
-            lambda stack: self._params(stack, 0, self._fetched(stack, 0)), stack
-        )
-        return self._vary([jnp.zeros(x.shape, x.dtype) for x in shapes])
 
     def _vary(self, arrays: Sequence[Any]) -> list[Any]:
         return [_compat.as_varying(x, self.varying) for x in arrays]

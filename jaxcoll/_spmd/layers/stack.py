@@ -14,9 +14,8 @@ from jaxcoll._compat import marks
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.gradients.per_replica import taken_by
-from jaxcoll._spmd.parts import leaves_of, whole_of
 from jaxcoll._spmd.scope import as_array, count, differentiation, listed, retyped
-from jaxcoll._spmd.shards import Shards, is_shards, said_of_each
+from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, said_of_each, whole_of
 from jaxcoll.errors import AlreadyReducedError
 
 CALLER = "scan_layers"
@@ -70,14 +69,7 @@ class Stack:
 
 
 def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
-    """Return the arrays of `stacked`, a tree of arrays and `Shards`, and how each is cut.
-
-    `sharded`: True, False, an axis or a tuple of axes, or a tree of these of which `stacked` is an
-    extension; None: `Shards` are, and plain arrays beside them are not; without any, all are.
-
-    Raises:
-      ValueError: a leaf cannot be used so, by its shape, its type, or what is said of it.
-    """
+    """Return the arrays of `stacked`, a tree of arrays and `Shards`, and how each is cut."""
     nodes, _ = flattened(stacked, is_shards)
     notes = _notes(sharded, stacked, any(is_shards(x) for _, x in nodes))
     names, arrays, over = [], [], []
