@@ -1,5 +1,7 @@
 """check_replicas: digests of bits, and who differs from whom."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,7 @@ def reference(words):
     return [plain, weighted]
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (2, 3, 5), (0, 3)])
+@pytest.mark.parametrize("shape", [(), (2, 3, 5), (0, 3)])
 def test_the_digest_is_the_sum_it_says_it_is(shape):
     """Of bits and not of values: of a negative zero, and of a NaN with a payload, too."""
     x = np.random.default_rng(0).standard_normal(shape).astype("f")
@@ -43,12 +45,12 @@ DTYPES = ["bool", "int4", "uint4", "int8", "uint16", "int32", "float16", "bfloat
           "float8_e4m3fn", "complex64"]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_element_of_every_dtype_counts(dtype):
+def test_every_element_of_every_dtype_counts():
     bits = np.arange(12).reshape(3, 4) % 2 == 1
     others = [np.where(np.arange(12).reshape(3, 4) == i, ~bits, bits) for i in range(12)]
-    seen = {tuple(digest(x.astype(jnp.dtype(dtype))).tolist()) for x in (bits, *others)}
-    assert len(seen) == 13
+    every = jax.jit(lambda xs: [jax.vmap(_digest)(xs.astype(jnp.dtype(d))) for d in DTYPES])
+    for dtype, found in zip(DTYPES, every(np.stack([bits, *others])), strict=True):
+        assert len({tuple(row) for row in found.tolist()}) == 13, dtype
 
 
 @settings(max_examples=30)
@@ -59,8 +61,9 @@ def test_swapped_or_changed_elements_are_seen(words, data):
     swapped, changed = x.copy(), x.copy()
     swapped[[i, j]] = swapped[[j, i]]
     changed[i] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
-    assert digest(changed).tolist()[0] != digest(x).tolist()[0]
-    assert (digest(swapped).tolist() == digest(x).tolist()) == (swapped.tolist() == x.tolist())
+    of_x, of_swapped, of_changed = (digest(v).tolist() for v in (x, swapped, changed))
+    assert of_changed[0] != of_x[0]
+    assert (of_swapped == of_x) == (swapped.tolist() == x.tolist())
 
 
 def held(n, wrong=()):
@@ -73,6 +76,10 @@ def held(n, wrong=()):
 
 def check(value):
     return jc.check_replicas(value, "data")
+
+
+def differs(words):
+    return pytest.raises(jc.errors.ReplicaDivergenceError, match=words)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,7 @@ def test_who_differs_is_named_by_leaf_and_replica(runner, n):
         rf"1 of 7 leaves differs between {n} replicas.*\n  leaf \['odd'\]\[1\]\[0\]: "
         f"replica 1 from the other {n - 1}"
     )
-    with pytest.raises(jc.errors.ReplicaDivergenceError, match=words) as caught:
+    with differs(words) as caught:
         found.raise_if_differs()
     (groups,) = caught.value.divergent.values()
     assert groups[1] == ("1",)
@@ -113,14 +120,13 @@ def test_who_differs_is_named_by_leaf_and_replica(runner, n):
 )  # fmt: skip
 def test_majority_and_minority_are_told_apart(values, words):
     found = run("vmap", check, len(values), np.array(values, "f"))
-    with pytest.raises(jc.errors.ReplicaDivergenceError) as caught:
+    with differs(re.escape(f"the value: {words}")):
         found.raise_if_differs()
-    assert f"the value: {words}" in str(caught.value)
 
 
 def test_many_leaves_are_not_all_listed():
     found = run("vmap", check, 2, [np.arange(2)] * 30)
-    with pytest.raises(jc.errors.ReplicaDivergenceError, match="and 10 leaves more"):
+    with differs("and 10 leaves more"):
         found.raise_if_differs()
 
 
@@ -142,14 +148,9 @@ def test_copies_of_global_arrays_are_compared_between_programs():
     rows = jax.device_put(np.arange(8.0), NamedSharding(mesh_of(8), P("data")))
     twice = jax.device_put(np.arange(8.0), NamedSharding(jax.make_mesh((4, 2), ("a", "b")), P("a")))
     jc.check_replicas({"twice": twice, "w": jax.device_put(rows, NamedSharding(mesh_of(8), P()))}).raise_if_differs()  # fmt: skip
-    with pytest.raises(
-        jc.errors.ReplicaDivergenceError, match=r"leaf \['w'\]: cpu:3 from the other 7"
-    ):
-        jc.check_replicas({"twice": twice, "w": lying()}).raise_if_differs()
-    with pytest.raises(
-        jc.errors.ReplicaDivergenceError, match=r"leaf \['w'\]: cpu:3 from the other 3"
-    ):
-        jc.check_replicas({"twice": twice, "w": lying(4)}).raise_if_differs()
+    for n in (8, 4):
+        with differs(rf"leaf \['w'\]: cpu:3 from the other {n - 1}"):
+            jc.check_replicas({"twice": twice, "w": lying(n)}).raise_if_differs()
 
 
 def halves(wrong):
@@ -220,12 +221,8 @@ ALONE = {
 def test_what_there_is_one_copy_of_is_refused_and_never_called_fine(kind):
     make, words = ALONE[kind]
     whole = jax.device_put(ROWS, NamedSharding(mesh_of(8), P()))
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)there is one copy only:\n  leaf \['x'\]: "
-        + words
-        + r"\n.*PerReplica.from_global",
-    ):
+    words = rf"(?s)there is one copy only:\n  leaf \['x'\]: {words}\n.*PerReplica.from_global"
+    with pytest.raises(ValueError, match=words):
         jc.check_replicas({"whole": whole, "x": make()})
     with pytest.raises(ValueError, match=r"\n  and 2 more\nPass"):
         jc.check_replicas([make()] * 12)
@@ -263,18 +260,15 @@ def test_every_hundredth_step_inside_a_loop():
 
 
 def test_keys_and_empty_trees():
-    key = jax.random.key(0)
-    jc.check_replicas(
-        {"key": jax.device_put(key, NamedSharding(mesh_of(8), P()))}
-    ).raise_if_differs()
-    assert vmapped(check, jax.random.split(key, 3)).differs.tolist() == [True]
+    keys = jax.random.split(jax.random.key(0), 3)
+    same = jax.device_put(keys[0], NamedSharding(mesh_of(8), P()))
+    jc.check_replicas({"key": same}).raise_if_differs()
+    assert vmapped(check, keys).differs.tolist() == [True]
     assert vmapped(lambda x: check([]), np.ones(2)).divergent() == {}
 
 
 def test_what_is_no_array_is_refused():
-    with pytest.raises(
-        ValueError, match=r"`check_replicas`: leaf \['s'\]: expected an array, got str"
-    ):
+    with pytest.raises(ValueError, match=r"`check_replicas`: leaf \['s'\]: expected an array, got str"):  # fmt: skip
         jc.check_replicas({"s": "text"})
     with pytest.raises(NameError, match="`check_replicas` over axis 'data'"):
         jc.check_replicas(1.0, "data")

@@ -1,4 +1,7 @@
-"""What each dtype is summed in, what it comes back as, and which are refused."""
+"""What each dtype is summed in, what it comes back as, and which are refused.
+
+Types of a byte and less are moved to the bit, and summed where a sum can be held.
+"""
 
 import subprocess
 import sys
@@ -7,8 +10,19 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
-from cases import OPTIONS, assert_trees_equal, gaussian, lowered, mapped, rows, run, vmapped
+from cases import (
+    OPTIONS,
+    RUNNERS,
+    assert_trees_equal,
+    gaussian,
+    lowered,
+    mapped,
+    rows,
+    run,
+    vmapped,
+)
 
 import jaxcoll as jc
 
@@ -36,43 +50,27 @@ def test_64_bit_types_are_those_of_lax_too():
         check_both([np.arange(12).reshape(4, 3).astype(dtype) for dtype in dtypes])
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
-def test_8_bit_floats_are_summed_in_float32(dtype):
+def test_a_mean_of_what_is_narrow_is_summed_in_a_wider_type():
     """Eight times 100 is more than one of them holds."""
-    x = np.full((8, 3), 100.0).astype(dtype)
-    got = run("checked", lambda v: jc.all_reduce("mean", v, "data"), 8, x)
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(got[0].astype("f"), x[0].astype("f"))
-    text = lowered(lambda v: jc.all_reduce("mean", v, "data"), 8, x).as_text()
-    assert text.count("tensor<3xf32>) -> tensor<3xf32>") >= 1
+    floats = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    x = [np.full((8, 3), 100.0).astype(d) for d in (*floats, np.int8, np.uint8, np.int16)]
+    found = run("checked", lambda v: jc.all_reduce("mean", v, "data"), 8, x)
+    for given, got in zip(x, found, strict=True):
+        assert got.dtype == (np.float32 if given.dtype.kind in "iu" else given.dtype)
+        np.testing.assert_array_equal(got[0].astype("f"), given[0].astype("f"))
 
 
-def test_a_float16_mean_travels_as_float16():
-    x = np.ones((8, 5), np.float16)
-    text = lowered(lambda v: jc.all_reduce("mean", v, "data"), 8, x).as_text()
-    assert "(tensor<5xf16>) -> tensor<5xf16>" in text
-
-
-def test_a_float16_mean_of_ordinary_values_is_as_good_as_its_type():
-    x = gaussian(8, 1000).astype(np.float16)
-    got = run("vmap", lambda v: jc.all_reduce("mean", v, "data"), 8, x)[0]
-    exact = np.asarray(x, np.float64).mean(0)
-    bound = 8 * 2.0**-11 * np.abs(np.asarray(x, np.float64)).mean(0) + 2.0**-25 * 8
-    assert np.all(np.abs(np.asarray(got, np.float64) - exact) <= bound)
-
-
-def test_the_mean_of_small_integers_is_exact():
-    x = [np.full((8, 3), 100, dtype) for dtype in (np.int8, np.uint8, np.int16)]
-    for got in run("checked", lambda v: jc.all_reduce("mean", v, "data"), 8, x):
-        assert got.dtype == np.float32
-        np.testing.assert_array_equal(got[0], [100.0] * 3)
+def test_a_float16_mean_travels_as_float16_and_is_as_good_as_its_type():
+    x, mean = gaussian(8, 1000).astype(np.float16), lambda v: jc.all_reduce("mean", v, "data")
+    assert "(tensor<1000xf16>) -> tensor<1000xf16>" in lowered(mean, 8, x).as_text()
+    exact = x.astype("f8")
+    bound = 8 * 2.0**-11 * np.abs(exact).mean(0) + 2.0**-25 * 8
+    assert np.all(np.abs(run("vmap", mean, 8, x)[0].astype("f8") - exact.mean(0)) <= bound)
 
 
 def test_numbers_and_numpy_leaves_are_arrays():
-    def f(x):
-        return jc.all_reduce("sum", {"x": x, "one": 1.0, "np": np.ones(2, "f")}, "data")
-
-    got = run("vmap", f, 4, rows(4, 2))
+    value = lambda x: {"x": x, "one": 1.0, "np": np.ones(2, "f")}
+    got = run("vmap", lambda x: jc.all_reduce("sum", value(x), "data"), 4, rows(4, 2))
     assert got["one"][0] == 4
     np.testing.assert_array_equal(got["np"][0], [4, 4])
 
@@ -122,6 +120,182 @@ def test_a_leaf_sharded_over_another_axis_keeps_its_shape(name):
     np.testing.assert_array_equal(out["split"][0], rows(4, 6).sum(0))
     np.testing.assert_array_equal(out["other"][0], rows(4, 5).sum(0))
     assert out["split"].sharding.spec[1] == "model"
+
+
+# Types of a byte and less
+
+N = 4
+NARROW = [
+    name
+    for name in sorted(dir(ml_dtypes))
+    if name.startswith(("float4", "float8")) and hasattr(jnp, name)
+]
+TINY = ["int2", "uint2", "int4", "uint4"]
+
+
+def everything(name):
+    """Every value of a type, in another order on each replica."""
+    dtype = np.dtype(getattr(jnp, name))
+    if name in TINY:
+        info = ml_dtypes.iinfo(dtype)
+        values = np.arange(int(info.min), int(info.max) + 1).astype(dtype)
+    else:
+        values = np.arange(2 ** ml_dtypes.finfo(dtype).bits, dtype=np.uint8).view(dtype)
+    return np.stack([np.roll(values, 3 * i) for i in range(N)])
+
+
+def same(got, want, *, signs=True):
+    """The same values, NaN where it was; without `signs` a negative zero may be a zero."""
+    assert got.dtype == want.dtype
+    got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
+    np.testing.assert_array_equal(got, want)
+    if signs:
+        known = ~np.isnan(want)
+        np.testing.assert_array_equal(np.signbit(got[known]), np.signbit(want[known]))
+
+
+def moved(x):
+    """Everything that moves and does not add, in one program."""
+    rows = jc.IndexedSlices(x[:, None], jnp.arange(len(x)), (len(x), 1))
+    if x.dtype.name in ("int2", "uint2"):
+        rows = None  # it has no sum, so a reduction refuses its rows
+    found = {
+        "gather": jc.all_gather(x, "data"),
+        "broadcast": jc.broadcast(x, "data", source=2),
+        "digests": jc.check_replicas(x, "data").digests,
+    }
+    return found if rows is None else {**found, "rows": jc.all_reduce("sum", rows, "data").values}
+
+
+@pytest.mark.usefixtures("optimized")  # XLA's older code rounds the smallest numbers of some types
+@pytest.mark.parametrize(
+    ("names", "runner"),
+    [*((["float8_e8m0fnu", "int2"], r) for r in RUNNERS[:2]), (TINY, "checked"), (NARROW, "checked")],
+)  # fmt: skip
+def test_what_only_moves_arrives_as_it_was(names, runner):
+    given = {name: everything(name) for name in names}
+    f = lambda tree: {name: moved(x) for name, x in tree.items()}
+    found = run(runner, f, N, given)
+    for name, x in given.items():
+        got = jax.tree.map(lambda v: v[0], found[name])
+        # Of a float4 XLA's CPU compiler loses the sign of a zero in copies of its own.
+        same(got["gather"], x.reshape(-1), signs=not name.startswith("float4"))
+        same(got["broadcast"], x[2], signs=False)
+        if "rows" in got:
+            same(got["rows"][:, 0], x.reshape(-1), signs=False)
+        assert len({bytes(d) for d in got["digests"]}) == N, "each replica's is another"
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_what_is_reduced_is_the_sum_of_its_values(op):
+    given = {}
+    for name in (*NARROW, "int4", "uint4"):
+        x = np.ones((N, 7), np.float32)
+        x[:, 3] = [0.5, 0.5, 1, 2] if name in NARROW else [0, 1, 2, 1]
+        given[name] = x.astype(np.dtype(getattr(jnp, name)))
+
+    def both(v):
+        shards = jc.reduce_scatter(op, {"a": v, "b": v[:5]}, "data")
+        return jc.all_reduce(op, v, "data"), jc.all_gather(shards, "data")["a"]
+
+    found = run("checked", lambda tree: {name: both(v) for name, v in tree.items()}, N, given)
+    for name, x in given.items():
+        values = x.astype(np.float32)
+        want = values.sum(0) if op == "sum" else values.mean(0)
+        for each in found[name]:
+            same(each[0], want.astype(each.dtype), signs=False)
+
+
+@pytest.mark.parametrize("options", [None, jc.CommunicationOptions(algorithm="ring")])
+def test_an_empty_array_that_all_replicas_hold_is_no_sum_to_count_again(options):
+    """Nothing is counted twice where there is nothing."""
+    empty = {"bias": jnp.zeros((0, 3)), "none": None}
+
+    def f(x):
+        tree = {**empty, "x": x}
+        reduced = jc.all_reduce("sum", tree, "data", options=options)
+        return reduced, jc.all_gather(jc.reduce_scatter("mean", tree, "data"), "data")
+
+    reduced, scattered = run("checked", f, N, jnp.ones((N, 2)))
+    for got in (reduced, scattered):
+        assert got["bias"].shape == (N, 0, 3)
+    assert reduced["x"][0].tolist() == [N, N]
+
+
+# Weighted means: counts neither overflow nor are rounded to eight bits
+
+WEIGHTS = ["int32", "uint32", "int16", "uint8", "float16", "bfloat16", "float32"]
+COUNTS = {"uint8": 200, "int16": 30_000}
+ENTRIES = {
+    "value_and_grad": lambda loss: jc.value_and_grad(loss, "data"),
+    "accumulate": lambda loss: jc.accumulate(loss, "data", 2),
+    "scatter": lambda loss: (
+        lambda w, x: (lambda value, shards: (value, jc.all_gather(shards, "data")))(
+            *jc.value_and_grad(loss, "data", scatter=True)(w, x)
+        )
+    ),
+}
+
+
+def tokens(dtype, weight):
+    """The loss of many tokens whose mean is 1.5 w on each replica: its sum just fits a float16."""
+
+    def loss(w, x):
+        count = COUNTS.get(weight, 40_000) * len(x) // 2
+        total = w * jnp.sum(x).astype(dtype) * jnp.float32(count * 0.75 / len(x)).astype(dtype)
+        return jc.WeightedLoss(total.sum(), jnp.float32(count).astype(weight))
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_mean_that_fits_is_right_though_its_numerator_and_its_count_do_not_fit(dtype, entry):
+    x = jnp.full((N, 2), 2.0)
+    w = jnp.asarray([0.875], dtype)
+
+    def f(x):
+        return {kind: ENTRIES[entry](tokens(dtype, kind))(w, x) for kind in WEIGHTS}
+
+    for runner in ("checked", "unchecked"):
+        for kind, (value, grad) in run(runner, f, N, x).items():
+            assert value.dtype == grad.dtype == dtype, kind
+            tolerance = {"rtol": 2.0**-7 if dtype == "bfloat16" else 2.0**-9}
+            np.testing.assert_allclose(value.astype("f")[0], 1.5 * 0.875, **tolerance)
+            np.testing.assert_allclose(grad.astype("f")[0], [1.5], **tolerance)
+
+
+def test_the_count_is_not_rounded_to_the_type_of_the_loss():
+    """Of 257 tokens on each replica; as bfloat16 their count would be 256, or 1032 of all 1028."""
+    f = jc.grad(lambda w, x: jc.WeightedLoss(w * 256, 257), "data")
+    grad = run("checked", lambda x: f(jnp.bfloat16(1), x), N, jnp.ones(N))
+    assert grad[0] == jnp.bfloat16(256 / 257) < 1
+
+
+def test_a_float16_that_is_clipped_may_have_a_norm_that_is_none():
+    """Its norm is 4e6, and a float16 ends at 65504."""
+    optimizer = jc.sharded_optimizer(optax.sgd(1.0), "data", max_norm=1.0)
+    params = {"w": jnp.zeros(4096, jnp.float16)}
+
+    def step(x):
+        grads = {"w": jnp.full(4096, 60_000, jnp.float16) * x.astype(jnp.float16)}
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return updates["w"]
+
+    got = run("checked", step, N, jnp.ones(N))[0]
+    np.testing.assert_allclose(got.astype("f"), -1 / 64, rtol=1e-3)
+
+
+@pytest.mark.parametrize("runner", ["checked", "vmap"])
+def test_metrics_of_mixed_types_have_the_wider_one(runner):
+    with jax.enable_x64(True):
+        pairs = [("float64", "float32"), ("float32", "float64"), ("complex64", "float64")]
+        f = lambda x: [
+            jc.reduce_metrics(jc.WeightedMean(x.astype(a), x.astype(b)), "data") for a, b in pairs
+        ]
+        found = run(runner, f, N, jnp.arange(1.0, N + 1, dtype="float32"))
+    assert [v.dtype for v in found] == ["float64", "float64", "complex128"]
+    assert [np.asarray(v)[0] for v in found] == [1, 1, 1]
 
 
 COMPLEX_CONSTANTS = """

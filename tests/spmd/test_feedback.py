@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import RUNNERS, gaussian, grid, mapped, mesh_of, per_replica, refused, vmapped
+from cases import close, gaussian, grid, mapped, mesh_of, per_replica, refused, vmapped
 
 import jaxcoll as jc
 
@@ -37,9 +37,15 @@ def flat(residual):
     }
 
 
+def reduced(g, residual=None, op="sum", options=OPTIONS["int8"]):
+    """The reduction of a tree, and the next residual."""
+    residual = jc.compression.residual(g, "data") if residual is None else residual
+    return jc.all_reduce(op, g, "data", residual=residual, options=options)
+
+
 @pytest.mark.parametrize(
     ("runner", "names"),
-    [("vmap", FORMATS[:1]), ("vmap", FORMATS[1:]), *((r, FORMATS) for r in RUNNERS if r != "vmap")],
+    [("vmap", FORMATS), ("pmap", ["int8"]), ("checked", ["int4"]), ("unchecked", ["bf16"])],
 )
 def test_nothing_is_lost(runner, names):
     """What arrived in all steps and what is owed after the last are what was given."""
@@ -48,11 +54,9 @@ def test_nothing_is_lost(runner, names):
     def f(*grads):
         found = {}
         for name in names:
-            residual, arrived = jc.compression.residual(grads[0], "data"), []
+            residual, arrived = None, []
             for g in grads:
-                total, residual = jc.all_reduce(
-                    "mean", g, "data", residual=residual, options=OPTIONS[name]
-                )
+                total, residual = reduced(g, residual, "mean", OPTIONS[name])
                 arrived.append(total)
             found[name] = arrived, residual
         rank = jax.lax.axis_index("data").astype("f")
@@ -70,34 +74,25 @@ def test_nothing_is_lost(runner, names):
             assert (np.abs(left).max() == 0) == (leaf == "b")
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_what_is_lost_is_that_of_the_codes_that_were_sent(name):
+def test_what_is_lost_is_that_of_the_codes_that_were_sent():
     """Unoptimized, codes made once more for the residual differ where a number lies between two."""
     g = gaussian(N, 1 << 14)
-
-    def f(g):
-        return jc.all_reduce(
-            "sum", g, "data", residual=jc.compression.residual(g, "data"), options=OPTIONS[name]
-        )
-
-    total, residual = vmapped(f, g)
-    owed = flat(residual)[""].sum(0)
-    np.testing.assert_allclose(total[0] + owed, g.astype("f8").sum(0), atol=1e-5)
+    f = lambda g: {name: reduced(g, options=options) for name, options in OPTIONS.items()}
+    for total, residual in vmapped(f, g).values():
+        owed = flat(residual)[""].sum(0)
+        np.testing.assert_allclose(total[0] + owed, g.astype("f8").sum(0), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("dtype", "op"), [("bfloat16", "mean"), ("bfloat16", "sum"), ("float16", "sum")]
 )
 def test_what_a_narrow_type_cannot_hold_is_owed_too(dtype, op):
-    options = OPTIONS["int8"]
     g = jnp.asarray(gaussian(3, 40, 15)).astype(dtype)
 
     def f(g):
-        residual, arrived = jc.compression.residual(g, "data"), []
-        for _ in range(2):
-            total, residual = jc.all_reduce(op, g, "data", residual=residual, options=options)
-            arrived.append(total)
-        return arrived, residual
+        first, residual = reduced(g, op=op)
+        second, residual = reduced(g, residual, op)
+        return [first, second], residual
 
     arrived, residual = vmapped(f, g)
     assert {total.dtype for total in arrived} == {g.dtype}
@@ -110,10 +105,8 @@ def test_what_a_narrow_type_cannot_hold_is_owed_too(dtype, op):
 @pytest.mark.parametrize(("name", "block", "top"), [("int8", 256, 127), ("int4", 64, 7)])
 def test_no_more_is_owed_than_half_a_step_of_each_rounding(name, block, top):
     g = gaussian(N, 1 << 12)
-    f = lambda g: jc.all_reduce(
-        "sum", g, "data", residual=jc.compression.residual(g, "data"), options=OPTIONS[name]
-    )[1]
-    owed = abs(flat(vmapped(f, g))[""]).reshape(N, -1, block)
+    _, residual = vmapped(lambda g: reduced(g, options=OPTIONS[name]), g)
+    owed = abs(flat(residual)[""]).reshape(N, -1, block)
     largest = abs(g).reshape(N, -1, block).max(-1)
     half = 1.01 * largest / (2 * top)  # a scale is rounded up to a bfloat16
     summed = abs(g.sum(0)).reshape(-1, block).max(-1) + half.sum(0)
@@ -133,24 +126,23 @@ def test_a_hierarchy_loses_nothing_either():
     total, residual = mapped(f, spec, (P(), spec), mesh)(g, residual)
     want = g.astype("f8").sum(0)
     left = jc.unshard(residual)
-    assert 0.01 < np.linalg.norm(total - want) / np.linalg.norm(want)
+    assert 0.01 < np.linalg.norm(total - want) / np.linalg.norm(want) < 0.16, "rounded twice"
     assert np.linalg.norm(total + left - want) <= 1e-6 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38, 1.695e38])
-def test_a_step_that_is_not_finite_leaves_the_residual_as_it_was(bad):
+def test_a_step_that_is_not_finite_leaves_the_residual_as_it_was():
     def f(g, h):
-        start = jc.compression.residual(g, "data")
-        _, before = jc.all_reduce("sum", g, "data", residual=start, options=OPTIONS["int8"])
-        _, after = jc.all_reduce("sum", h, "data", residual=before, options=OPTIONS["int8"])
-        return before, after
+        _, before = reduced(g)
+        return before, [reduced(h, before)[1] for h in h]
 
-    g, h = gaussian(2, 600), gaussian(2, 600, seed=1)
-    h[:, 7] = bad
+    bad = [np.nan, np.inf, 3e38, 1.695e38]
+    g, h = gaussian(2, 600), gaussian(2, len(bad), 600, seed=1)
+    h[..., 7] = bad
     before, after = vmapped(f, g, h)
     assert before.parts[0].any()
     assert np.isfinite(before.parts[0]).all()
-    np.testing.assert_array_equal(before.parts[0], after.parts[0])
+    for each in after:
+        np.testing.assert_array_equal(before.parts[0], each.parts[0])
 
 
 def loss(w, x):
@@ -159,12 +151,6 @@ def loss(w, x):
 
 def parameters():
     return {"w": gaussian(40, 30), "b": np.ones(3, "f")}
-
-
-def owed(residual):
-    """What all replicas owe together, of either kind of residual."""
-    found = jc.unshard(residual)
-    return getattr(found, "owed", found)
 
 
 def owing(g):
@@ -193,32 +179,27 @@ def test_a_metric_that_is_not_finite_keeps_no_gradient_back():
     assert not np.asarray(after.parts[0]).reshape(2, -1)[:, :5].any()
 
 
-@pytest.mark.parametrize(
-    ("scale", "weight", "dtype"),
-    [(0.0, 0.0, "f"), (np.nan, np.nan, "f"), (1e3, 1e-3, np.float16)],
-    ids=["of nothing", "of no number", "that makes a finite sum infinite"],
-)
-def test_a_weight_that_leaves_no_number_leaves_the_residual_as_it_was(scale, weight, dtype):
-    def f(g):
-        start = owing(g)
-        loss = lambda w: jc.WeightedLoss(scale * jnp.sum(w * g), weight)
-        step = jc.grad(loss, "data", feedback=True, options=OPTIONS["int8"])
-        grads, after = step(g, residual=start)
-        return grads, start.parts[0], after.parts[0]
+def test_a_weight_that_leaves_no_number_leaves_the_residual_as_it_was():
+    """Of nothing, of no number, and one that makes a finite sum infinite."""
 
-    grads, before, after = vmapped(f, np.asarray(gaussian(2, 600), dtype))
-    assert np.isinf(grads).any() if dtype == np.float16 else not np.isfinite(grads).any()
-    np.testing.assert_array_equal(before, after)
+    def f(g, half):
+        found = []
+        for x, scale, weight in ((g, 0.0, 0.0), (g, np.nan, np.nan), (half, 1e3, 1e-3)):
+            start = owing(x)
+            loss = lambda w, x=x, a=scale, b=weight: jc.WeightedLoss(a * jnp.sum(w * x), b)
+            step = jc.grad(loss, "data", feedback=True, options=OPTIONS["int8"])
+            grads, after = step(x, residual=start)
+            found.append((grads, start.parts[0], after.parts[0]))
+        return found
+
+    g = gaussian(2, 600)
+    for grads, before, after in vmapped(f, g, g.astype(np.float16)):
+        assert np.isinf(grads).any() or not np.isfinite(grads).any()
+        np.testing.assert_array_equal(before, after)
 
 
 def test_a_complex_leaf_that_is_not_finite_leaves_the_residual_as_it_was():
-    def f(c):
-        g = {"c": c, "w": jnp.arange(600.0) / 7}
-        options = OPTIONS["int8"]
-        return jc.all_reduce(
-            "sum", g, "data", residual=jc.compression.residual(g, "data"), options=options
-        )
-
+    f = lambda c: reduced({"c": c, "w": jnp.arange(600.0) / 7})
     sums, residual = vmapped(f, np.array([1j, np.nan], np.complex64))
     assert np.isnan(sums["c"]).all()
     assert not any(part.any() for part in residual.parts)
@@ -226,9 +207,8 @@ def test_a_complex_leaf_that_is_not_finite_leaves_the_residual_as_it_was():
 
 def test_a_single_replica_sends_what_it_was_left_owing():
     def f(g):
-        start = owing(g)
-        total, after = jc.all_reduce("mean", g, "data", residual=start, options=OPTIONS["int8"])
-        again, _ = jc.all_reduce("mean", g, "data", residual=after, options=OPTIONS["int8"])
+        total, after = reduced(g, owing(g), "mean")
+        again, _ = reduced(g, after, "mean")
         return total, again, after.parts[0]
 
     g = gaussian(1, 600)
@@ -238,26 +218,23 @@ def test_a_single_replica_sends_what_it_was_left_owing():
     assert not after.any()
 
 
-@pytest.mark.parametrize("call", ["value_and_grad", "grad", "accumulate"])
-def test_gradients_take_and_return_a_residual_through_data_parallel(call):
+def test_gradients_take_and_return_a_residual_through_data_parallel():
     mesh, w, x = mesh_of(N), parameters(), gaussian(8 * N, 40)
-    more = (2,) if call == "accumulate" else ()
-    take = lambda options, **on: getattr(jc, call)(loss, "data", *more, options=options, **on)
+    calls = jc.value_and_grad, jc.grad, functools.partial(jc.accumulate, num_microbatches=2)
+    takes = [call(loss, "data", options=INT4, feedback=True) for call in calls]
 
     def step(w, residual, x):
-        found = take(INT4, feedback=True)(w, x, residual=residual)
-        exact = take(None)(w, x)
-        return *found, exact if call == "grad" else exact[1]
+        return [take(w, x, residual=residual) for take in takes], jc.grad(loss, "data")(w, x)
 
     residual = jc.compression.residual(w, mesh=mesh)
     assert residual.parts[0].sharding.spec == P(("data",))
-    *_, grads, residual, exact = jc.data_parallel(step, mesh=mesh, batch_argnums="x")(
-        w, residual, x
-    )
-    left = owed(residual)
-    for leaf in w:
-        np.testing.assert_allclose(grads[leaf] + left[leaf] / N, exact[leaf], rtol=1e-4, atol=1e-5)
-    assert np.abs(left["w"]).max() > 0
+    step = jc.data_parallel(step, mesh=mesh, batch_argnums="x")
+    found, exact = step(w, residual, x)
+    for *_, grads, after in found:
+        left = jc.unshard(after)
+        sent = jax.tree.map(lambda g, rest: g + rest / N, grads, left)
+        close(sent, exact, rtol=1e-4, atol=1e-5)
+        assert np.abs(left["w"]).max() > 0
 
 
 def test_an_optax_chain_keeps_it_as_its_state():
@@ -269,30 +246,25 @@ def test_an_optax_chain_keeps_it_as_its_state():
         return tx.update(jax.grad(loss)(w, x), state)
 
     updates, state = jc.data_parallel(step, mesh=mesh, batch_argnums="x")(w, tx.init(w), x)
-    exact, left = jax.grad(loss)(w, x), owed(state[0])
+    exact, left = jax.grad(loss)(w, x), jc.unshard(state[0])
     np.testing.assert_allclose(-updates["w"] + left["w"] / N, exact["w"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_residual_of_another_tree_or_world_is_refused():
     g = gaussian(2, 600)
-    reduce = lambda g, r: jc.all_reduce("sum", g, "data", residual=r, options=OPTIONS["int8"])
-    refused(
-        r"leaf \['w'\] \(float32\[7\]\) is gone",
-        lambda g: reduce(g, jc.compression.residual({"w": g[:7]}, "data")),
-        g,
-    )
-    refused(
-        r"float32\[600\], and was float32\[599\]",
-        lambda g: reduce({"w": g}, jc.compression.residual({"w": g[1:]}, "data")),
-        g,
-    )
-    other = jc.compression.residual(g[0], mesh=mesh_of(3))
-    refused(
-        r"'data' \(size 2\) got a residual of 3 replicas over 'data'", lambda g: reduce(g, other), g
-    )
-    refused("got ndarray", lambda g: reduce(g, np.zeros(3)), g)
-    of_all = jc.compression.residual(g[0], mesh=mesh_of(2))
-    refused(r"of shape \(5, 128\) on each .* got \(10, 128\)", lambda g: reduce(g, of_all), g)
+    of = lambda tree: jc.compression.residual(tree, "data")
+    other, of_all = (jc.compression.residual(g[0], mesh=mesh_of(n)) for n in (3, 2))
+    for words, f in (
+        (r"leaf \['w'\] \(float32\[7\]\) is gone", lambda g: reduced(g, of({"w": g[:7]}))),
+        (r"float32\[600\], and was float32\[599\]", lambda g: reduced({"w": g}, of({"w": g[1:]}))),
+        (
+            r"'data' \(size 2\) got a residual of 3 replicas over 'data'",
+            lambda g: reduced(g, other),
+        ),
+        ("got ndarray", lambda g: reduced(g, np.zeros(3))),
+        (r"of shape \(5, 128\) on each .* got \(10, 128\)", lambda g: reduced(g, of_all)),
+    ):
+        refused(words, f, g)
 
 
 def test_a_leaf_that_some_replicas_hold_alike_has_no_residual():
@@ -309,33 +281,22 @@ def test_a_leaf_that_some_replicas_hold_alike_has_no_residual():
 
 def test_feedback_without_a_state_and_where_there_is_none():
     w, x = parameters(), gaussian(2, 4, 40)
-    step = jc.value_and_grad(loss, "data", options=OPTIONS["int8"], feedback=True)
-    refused("expects the keyword argument `residual`", functools.partial(step, w), x)
+    of = lambda tree: jc.compression.residual(tree, "data")
+    synced = lambda w, x: loss(jc.sync_in_backward(w, "data"), x)
+    options = {"options": OPTIONS["int8"], "feedback": True}
+    plain, twice = (jc.value_and_grad(f, "data", **options) for f in (loss, synced))
+    refused("expects the keyword argument `residual`", lambda x: plain(w, x), x)
+    refused("was reduced by `jc.sync_in_backward`", lambda x: twice(w, x, residual=of(w)), x)
+    refused("nothing to gather", lambda x: jc.all_gather(of(x), "data"), x)
     with pytest.raises(ValueError, match="scatter=True gradients travel exactly"):
         jc.value_and_grad(loss, "data", scatter=True, feedback=True)
-
-    def synced(w, x):
-        return loss(jc.sync_in_backward(w, "data"), x)
-
-    step = jc.value_and_grad(synced, "data", options=OPTIONS["int8"], feedback=True)
-    refused(
-        "was reduced by `jc.sync_in_backward`",
-        lambda x: step(w, x, residual=jc.compression.residual(w, "data")),
-        x,
-    )
-    refused(
-        "nothing to gather", lambda x: jc.all_gather(jc.compression.residual(x, "data"), "data"), x
-    )
     with pytest.raises(ValueError, match="the mesh has no such axis"):
         jc.compression.residual(w, "model", mesh=mesh_of(2))
 
 
 def test_shapes_alone_are_enough_for_a_residual():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parameters())
-    mesh = mesh_of(2)
-    assert [x.shape for x in jc.compression.residual(shapes, mesh=mesh).parts] == [
-        (2, 128),
-        (20, 128),
-    ]
+    found = jc.compression.residual(shapes, mesh=mesh_of(2))
+    assert [x.shape for x in found.parts] == [(2, 128), (20, 128)]
     abstract = jax.sharding.AbstractMesh((2,), ("data",))
     assert isinstance(jc.compression.residual(shapes, mesh=abstract).parts[0], jax.ShapeDtypeStruct)

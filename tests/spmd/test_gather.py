@@ -60,7 +60,7 @@ def test_it_is_concatenation_in_replica_order_to_the_bit(runner, n):
 
 @EVERY
 def test_K12_K13_the_derivative_is_the_own_slice_of_the_summed_cotangents(runner):
-    """Of one array, and of one leaf of several; another c on each replica."""
+    """Of one array, and of one leaf of several; another c on each replica. Tangents are gathered."""
     n = 5
     names = OPTIONS if runner in ("checked", "pmap") else ["auto", "packed"]
 
@@ -70,21 +70,16 @@ def test_K12_K13_the_derivative_is_the_own_slice_of_the_summed_cotangents(runner
             first, second = gather([v, other])
             return jnp.sum(gather(v) * c) + jnp.sum(first * c) + jnp.sum(second)
 
-        return [jax.grad(loss)(x, name) for name in names]
+        tangent = jax.jvp(lambda v: jc.all_gather(v, "data"), (x,), (other[:, :3],))[1]
+        return [jax.grad(loss)(x, name) for name in names], tangent + 0 * c[0, 0]
 
-    weights = rows(n, 2, 3 * n)
+    weights, other = rows(n, 2, 3 * n), rows(n, 2, 4)
     total = 2 * np.asarray(weights).sum(0)
-    for got in per_replica(runner, grads, n, rows(n, 2, 3), rows(n, 1, 4), weights):
+    found, tangent = per_replica(runner, grads, n, rows(n, 2, 3), other, weights)
+    np.testing.assert_array_equal(tangent[1], other[..., :3].reshape(-1, 3))
+    for got in found:
         for i in range(n):
             np.testing.assert_array_equal(got[i], total[:, 3 * i : 3 * i + 3])
-
-
-@EVERY
-def test_forward_mode_gathers_the_tangent(runner):
-    f = lambda x, t: jax.jvp(lambda v: jc.all_gather(v, "data"), (x,), (t,))[1]
-    tangents = rows(3, 2, seed=1)
-    got = run(runner, f, 3, rows(3, 2), tangents)
-    np.testing.assert_array_equal(got[1], np.asarray(tangents).reshape(-1))
 
 
 def test_what_the_options_ask_is_in_the_program():
@@ -141,40 +136,37 @@ def test_inside_a_loss_whose_types_were_given_up_jax_speaks_for_itself():
         run("checked", lambda x: jc.value_and_grad(loss, "data")(1.0, x), 2, rows(2, 3))
 
 
-@EVERY
-def test_a_dimension_that_is_not_there_is_refused_by_name(runner):
+def test_a_dimension_that_is_not_there_is_refused_by_name():
     tree = {"a": rows(2, 3, 4), "b": rows(2, 3)}
     for value, axis, message in (
         (tree, 1, r"`all_gather`: leaf \['b'\] has shape \(3,\) and so no axis 1; expected one from -1 to 0"),
         (tree, -3, r"leaf \['a'\] has shape \(3, 4\) and so no axis -3; expected one from -2 to 1"),
-        (tree, 0.0, "expected `axis` to be an integer; got 0.0"),
-        (tree, True, "expected `axis` to be an integer; got True"),
-        (tree, None, "expected `axis` to be an integer; got None"),
+        *((tree, odd, f"expected `axis` to be an integer; got {odd}") for odd in (0.0, True, None)),
         (rows(2), 0, r"the value is a scalar, which has no axis 0; .*`x\[None\]`"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            run(runner, lambda v, axis=axis: jc.all_gather(v, "data", axis=axis), 2, value)
+        refused(message, lambda v, axis=axis: jc.all_gather(v, "data", axis=axis), value)
 
 
 @pytest.mark.parametrize(
-    ("leaf", "error", "words"),
+    ("call", "error", "words"),
     [
-        (lambda x: "x", ValueError, r"cannot gather leaf \['k'\]: expected an array, got str"),
-        (lambda x: np.array([None]), ValueError, "expected an array, got an array of object"),
-        (lambda x: jc.IndexedSlices(x[:, None], jnp.arange(3), (3, 1)), NotImplementedError,
-         r"leaf \['k'\] is an IndexedSlices. `all_reduce` gathers"),
+        (lambda x: jc.all_gather({"k": "x"}, "data"), ValueError,
+         r"cannot gather leaf \['k'\]: expected an array, got str"),
+        (lambda x: jc.all_gather({"k": np.array([None])}, "data"), ValueError,
+         "expected an array, got an array of object"),
+        (lambda x: jc.all_gather({"k": jc.IndexedSlices(x[:, None], jnp.arange(3), (3, 1))}, "data"),
+         NotImplementedError, r"leaf \['k'\] is an IndexedSlices. `all_reduce` gathers"),
+        (lambda x: jc.all_gather(x, "nope"), NameError,
+         "`all_gather` over axis 'nope': no such axis here"),
+        (lambda x: jc.all_gather(x, "data", options=3), ValueError,
+         "`options` must be a CommunicationOptions"),
+        *((lambda x, source=source: jc.broadcast(x, "data", source=source), ValueError,
+           f"expects `source` to be an integer from 0 to 1, .* along 'data'; got {source}")
+          for source in (2, -1, 1.0, True, None)),
     ],
 )  # fmt: skip
-def test_what_cannot_be_gathered_is_refused_by_name(leaf, error, words):
-    with pytest.raises(error, match=words):
-        run("checked", lambda x: jc.all_gather({"k": leaf(x)}, "data"), 2, rows(2, 3))
-
-
-def test_an_axis_and_options_that_are_none_are_refused():
-    words = "`all_gather` over axis 'nope': no such axis here"
-    refused(words, lambda v: jc.all_gather(v, "nope"), rows(2, 3), error=NameError)
-    words = "`options` must be a CommunicationOptions"
-    refused(words, lambda v: jc.all_gather(v, "data", options=3), rows(2, 3))
+def test_what_cannot_be_gathered_or_sent_is_refused_by_name(call, error, words):
+    refused(words, call, rows(2, 3), error=error)
 
 
 # broadcast
@@ -184,31 +176,23 @@ def test_an_axis_and_options_that_are_none_are_refused():
     ("runner", "name"), [*((r, "auto") for r in RUNNERS), ("checked", "ring"), ("pmap", "packed")]
 )
 def test_G10_G11_broadcast_gives_what_the_source_holds(runner, name):
-    n = 5
-    tree = {**everything(n), "scalar": rows(n)}
-    out = run(runner, lambda v: jc.broadcast(v, "data", source=3, options=OPTIONS[name]), n, tree)
-    want = jax.tree.map(lambda x: x[3], tree)
+    """What is not a number elsewhere does not spread, and the derivative goes to the source."""
+    n, source = 5, 3
+    tree = {**everything(n), "scalar": rows(n), "bad": np.full((n, 2), np.nan, "f")}
+    tree["bad"][source], tree["bad"][1] = [2, 3], np.inf
+    c = np.arange(n, dtype="f")
+
+    def f(v, c):
+        send = lambda v: jc.broadcast(v, "data", source=source, options=OPTIONS[name])
+        back = jax.grad(lambda x: jnp.sum(send(x) * c))(v["matrix"])
+        rank = jax.lax.axis_index("data")
+        return send(v), jc.psum(jnp.where(jnp.arange(n) == rank, back[0, 0], 0), "data")
+
+    out, back = run(runner, f, n, tree, c)
+    want = jax.tree.map(lambda x: x[source], tree)
     for i in range(n):
         assert_trees_equal(jax.tree.map(lambda x, i=i: x[i], out), want)
-
-
-@EVERY
-def test_what_is_not_a_number_elsewhere_does_not_spread(runner):
-    x = jnp.array([[1.0, jnp.inf], [jnp.nan, jnp.nan], [2.0, 3.0]])
-    assert run(runner, lambda v: jc.broadcast(v, "data", source=2), 3, x)[0].tolist() == [2.0, 3.0]
-
-
-@EVERY
-def test_the_derivative_of_a_broadcast_goes_to_its_source(runner):
-    f = lambda x, c: jax.grad(lambda v: jnp.sum(jc.broadcast(v, "data", source=1) * c))(x)
-    got = per_replica(runner, f, 3, rows(3, 2), jnp.array([1.0, 2.0, 4.0]))
-    assert got.tolist() == [[0.0, 0.0], [7.0, 7.0], [0.0, 0.0]]
-
-
-@pytest.mark.parametrize("source", [3, -1, 1.0, True, None])
-def test_a_source_that_is_no_replica_is_refused(source):
-    words = f"expects `source` to be an integer from 0 to 2, .* along 'data'; got {source}"
-    refused(words, lambda v: jc.broadcast(v, "data", source=source), rows(3))
+        assert back[i].tolist() == [0, 0, 0, c.sum(), 0]
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

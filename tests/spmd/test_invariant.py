@@ -4,12 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import WHOLE, grid, mapped, mesh_of, rows, run, vmapped
+from cases import RUNNERS, WHOLE, grid, mapped, mesh_of, rows, run, vmapped
 from jax import lax
 
 import jaxcoll as jc
 
 P = jax.sharding.PartitionSpec
+
+
+AlreadyReducedError = jc.errors.AlreadyReducedError
 
 
 def checked(f, *args, in_specs, out_specs=WHOLE, mesh=8):
@@ -26,13 +29,13 @@ def test_a_gradient_that_autodiff_has_summed_is_refused_by_name():
         return jc.all_reduce("mean", {"layer": [pre_summed(p, x)]}, "data")
 
     for n in (8, 1):
-        with pytest.raises(
-            jc.errors.AlreadyReducedError,
-            match=rf"leaf \['layer'\]\[0\] is already the same on every replica along 'data' \(size {n}\)"
-            rf".*count it {n} times.*invariant=\"replicated\".*If it is a gradient.*invariant=\"summed\"",
-        ):
+        words = (
+            rf"leaf \['layer'\]\[0\] is already the same on every replica along 'data' \(size {n}\)"
+            rf".*count it {n} times.*invariant=\"replicated\".*If it is a gradient.*invariant=\"summed\""
+        )
+        with pytest.raises(AlreadyReducedError, match=words):
             checked(f, jnp.ones(()), rows(n), mesh=n, in_specs=(P(), P("data")))
-    assert issubclass(jc.errors.AlreadyReducedError, ValueError)
+    assert issubclass(AlreadyReducedError, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -48,27 +51,21 @@ def test_a_gradient_that_autodiff_has_summed_is_refused_by_name():
 def test_every_refusal_names_the_axis_along_which_a_value_is_the_same(reduced):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     for split, same in ("ab", "ba"):
-        with pytest.raises(
-            jc.errors.AlreadyReducedError,
-            match=rf"already the same on every replica along '{same}'(?: \(size 2\))?, so",
-        ):
+        words = rf"already the same on every replica along '{same}'(?: \(size 2\))?, so"
+        with pytest.raises(AlreadyReducedError, match=words):
             checked(lambda x: reduced(x, ("a", "b")), rows(2), in_specs=P(split), mesh=mesh)
 
 
-@pytest.mark.parametrize(("op", "factor"), [("sum", 1.0), ("mean", 1 / 8)])
-def test_summed_says_it_is_the_sum_already(op, factor):
+def test_a_word_says_whether_it_is_the_sum_already_or_what_every_replica_holds():
+    def f(p, x):
+        reduce = lambda op, v, kind: jc.all_reduce(op, v, "data", invariant=kind)
+        summed = [reduce(op, pre_summed(p, x), "summed") for op in ("sum", "mean")]
+        return summed, [reduce(op, p, "replicated") for op in ("sum", "mean")]
+
     x = rows(8)
-    got = checked(
-        lambda p, x: jc.all_reduce(op, pre_summed(p, x), "data", invariant="summed"),
-        jnp.ones(()), x, in_specs=(P(), P("data")),
-    )  # fmt: skip
-    assert got == np.sum(np.asarray(x)) * factor
-
-
-@pytest.mark.parametrize(("op", "factor"), [("sum", 8), ("mean", 1)])
-def test_replicated_says_every_replica_holds_it(op, factor):
-    f = lambda p: jc.all_reduce(op, p, "data", invariant="replicated")
-    assert checked(f, jnp.ones(()) * 3, in_specs=P()) == 3 * factor
+    summed, replicated = checked(f, jnp.ones(()) * 3, x, in_specs=(P(), P("data")))
+    assert summed == [x.sum(), x.sum() / 8]
+    assert replicated == [3 * 8, 3]
 
 
 def mixed(x):
@@ -96,9 +93,7 @@ def test_the_mean_of_equal_numbers_is_that_number(runner):
 
 def test_a_value_that_cannot_be_a_gradient_is_called_none():
     f = lambda x: jc.all_reduce("mean", {"loss": x, "step": jnp.int32(3)}, "data")
-    with pytest.raises(
-        jc.errors.AlreadyReducedError, match=r"leaf \['step'\].*\"replicated\""
-    ) as caught:
+    with pytest.raises(AlreadyReducedError, match=r"leaf \['step'\].*\"replicated\"") as caught:
         checked(f, rows(8), in_specs=P("data"))
     assert "gradient" not in str(caught.value)
 
@@ -137,11 +132,9 @@ def test_a_leaf_that_varies_over_one_axis_of_two(op, invariant, want):
     f = lambda x: jc.all_reduce(op, x, ("node", "data"), invariant=invariant)
     got = checked(f, jnp.array([2.0, 4.0]), in_specs=P("data"), mesh=mesh)
     assert got.tolist() == [want]
-    with pytest.raises(jc.errors.AlreadyReducedError, match=r"along 'node' \(size 4\)"):
-        checked(
-            lambda x: jc.all_reduce(op, x, ("node", "data")),
-            jnp.ones(2), in_specs=P("data"), mesh=mesh,
-        )  # fmt: skip
+    unsaid = lambda x: jc.all_reduce(op, x, ("node", "data"))
+    with pytest.raises(AlreadyReducedError, match=r"along 'node' \(size 4\)"):
+        checked(unsaid, jnp.ones(2), in_specs=P("data"), mesh=mesh)
 
 
 @pytest.mark.parametrize(
@@ -161,26 +154,26 @@ def test_a_leaf_keeps_the_variance_of_other_axes(asked):
 
 
 def test_where_types_are_not_tracked_nothing_is_inferred():
+    f = lambda x: jc.all_reduce("sum", jnp.ones(3), "data") + 0 * x
     for runner in ("pmap", "unchecked", "vmap"):
-        got = run(
-            runner, lambda x: jc.all_reduce("sum", jnp.ones(3), "data") + 0 * x, 8, rows(8, 3)
-        )
+        got = run(runner, f, 8, rows(8, 3))
         np.testing.assert_array_equal(got[0], [8, 8, 8])
 
 
-@pytest.mark.parametrize("runner", ["vmap", "pmap", "checked", "unchecked"])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_an_axis_out_of_scope_is_named_with_those_in_scope(runner):
-    with pytest.raises(
-        NameError,
-        match=r"`all_reduce` over axis 'dta': no such axis here. Did you mean 'data'\? If",
+    for call, words in (
+        (
+            summed("dta"),
+            r"`all_reduce` over axis 'dta': no such axis here. Did you mean 'data'\? If",
+        ),
+        (lambda x: jc.pmean(x, "batch"), "`jc.pmean` over axis 'batch': .* mean 'data'?"),
+        (jc.value_and_grad(lambda v: v, "dta"), r"`jc.value_and_grad` over axis 'dta'"),
     ):
-        run(runner, lambda x: jc.all_reduce("sum", x, "dta"), 2, rows(2))
-    with pytest.raises(NameError, match="`jc.pmean` over axis 'batch': .* mean 'data'?"):
-        run(runner, lambda x: jc.pmean(x, "batch"), 2, rows(2))
-    with pytest.raises(NameError, match=r"`jc.value_and_grad` over axis 'dta'"):
-        run(runner, lambda x: jc.value_and_grad(lambda v: v, "dta")(x), 2, rows(2))
+        with pytest.raises(NameError, match=words):
+            run(runner, call, 2, rows(2))
     with pytest.raises(NameError, match="no such axis here. Call it inside `jax.shard_map`"):
-        jc.all_reduce("sum", jnp.ones(3), "data")
+        summed("data")(jnp.ones(3))
 
 
 def summed(axis, **settings):

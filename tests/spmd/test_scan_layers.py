@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close, grid, mapped, mesh_of, plans_of
+from cases import close, grid, mapped, mesh_of, per_replica, plans_of, split
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -54,8 +54,16 @@ def one_device():
     return jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2)))(STACK, X, MASK)
 
 
-def on_rows(f, *args, specs, out_specs, checks=True, mesh=N):
-    return mapped(f, specs, out_specs, mesh, check_vma=checks)(*args)
+def in_rows(stack):
+    """Each replica's rows of leaves that are cut, as a runner takes them."""
+    cut = lambda x: np.moveaxis(x.reshape(LAYERS, N, -1, *x.shape[2:]), 1, 0)
+    return jax.tree.map(cut, stack)
+
+
+def whole(rows):
+    """The inverse; of "b" the first replica's, which are all of it."""
+    joined = lambda x: np.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+    return {k: x[0] if k == "b" else joined(x) for k, x in rows.items()}
 
 
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -72,36 +80,38 @@ SCHEDULES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", [True, False])
-def test_plain_grad_has_reduced_rows(checks):
+@pytest.mark.parametrize(
+    ("runner", "schedules"),
+    [("checked", SCHEDULES), ("unchecked", SCHEDULES[1:3]), ("pmap", SCHEDULES[:1])],
+    ids=["checked", "unchecked", "pmap"],
+)
+def test_plain_grad_has_reduced_rows(runner, schedules):
     """By the stack, by the carry's first value, and by what the layer reads from around it."""
 
-    def replica(stack, x, mask):
-        if checks:  # so that types do not sum the mask's gradient
+    def replica(cut, x):
+        stack, mask, found = {**cut, "b": STACK["b"]}, MASK, []
+        if runner == "checked":  # so that types do not sum the mask's gradient
             mask = lax.pcast(mask, "data", to="varying")
-        found = []
-        for how in SCHEDULES:
+        for how in schedules:
             loss = functools.partial(loss_of, scan_of(**how))
             value, (of_stack, of_x, of_mask) = jax.value_and_grad(loss, (0, 1, 2))(stack, x, mask)
             if how.get("reduce_op") == "sum":
                 of_stack = jax.tree.map(lambda g: g / N, of_stack)
-            found.append(
-                (lax.pmean(value, "data"), (of_stack, of_x / N, lax.pmean(of_mask, "data")))
-            )
+            mean = jax.tree.map(lambda v: lax.pmean(v, "data"), (value, of_mask))
+            found.append((mean, of_stack, of_x / N))
         one_layer = functools.partial(loss_of, scan_of(unroll=2))
-        return found, jax.grad(one_layer)(first_of(stack), x, MASK)
+        return found, jax.grad(one_layer)(jax.tree.map(lambda a: a[:1], stack), x, MASK)
 
-    specs = (SPECS, ROWS, P())
-    out = [(P(), specs)] * len(SCHEDULES), SPECS
-    got, of_one = on_rows(replica, STACK, X, MASK, specs=specs, out_specs=out, checks=checks)
-    for each in got:
-        close(each, one_device(), rtol=2e-5)
-    alone = jax.jit(jax.grad(functools.partial(loss_of, lax.scan)))
-    close(of_one, alone(first_of(STACK), X, MASK), rtol=2e-5)
-
-
-def first_of(stack):
-    return jax.tree.map(lambda a: a[:1], stack)
+    cut = {name: STACK[name] for name in ("w", "v")}
+    found, of_one = per_replica(runner, replica, N, in_rows(cut), split(N, X))
+    value, (of_stack, of_x, of_mask) = one_device()
+    for mean, got, got_x in found:
+        close(jax.tree.map(lambda v: v[0], mean), (value, of_mask), rtol=2e-5)
+        close(whole(got), of_stack, rtol=2e-5)
+        close(got_x.reshape(X.shape), of_x, rtol=2e-5)
+    alone = jax.grad(functools.partial(loss_of, lax.scan))
+    first = jax.tree.map(lambda a: a[:1], STACK)
+    close(whole(of_one), jax.jit(alone)(first, X, MASK), rtol=2e-5)
 
 
 def weighted(scan, stack, x, mask):
@@ -124,40 +134,37 @@ def of_shards(scan):
     return scanned
 
 
-@pytest.mark.parametrize("call", ["value_and_grad", "accumulate", "sum", "weighted"])
-def test_what_is_reduced_here_is_not_sent_again(call):
+def test_what_is_reduced_here_is_not_sent_again():
     """Inside the calls that reduce everything else; mean, sum and weighted mean."""
 
     def step(stack, x, mask):
-        found = []
-        for ahead, remat in ((1, True), (9, False)):
+        def found(call, loss, ahead=1, remat=True, **how):
             scan = of_shards(scan_of(ahead=ahead, remat=remat, sharded=None))
-            loss = functools.partial(weighted if call == "weighted" else loss_of, scan)
-            if call == "accumulate":
-                f = jc.accumulate(loss, "data", 2, batch_argnums=1, argnums=(0, 2))
-            else:
-                op = "sum" if call == "sum" else "mean"
-                f = jc.value_and_grad(loss, "data", argnums=(0, 2), reduce_op=op)
-            found.append(f(stack, x, mask))
-        return found
+            f = call(functools.partial(loss, scan), "data", argnums=(0, 2), **how)
+            return f(stack, x, mask)
+
+        pieces = functools.partial(jc.accumulate, num_microbatches=2, batch_argnums=1)
+        return [
+            found(jc.value_and_grad, loss_of),
+            found(pieces, loss_of, 9, False),
+            found(jc.value_and_grad, loss_of, reduce_op="sum"),
+            found(jc.value_and_grad, weighted),
+        ]
+
+    def mean_of_weighted(stack, mask):
+        found = weighted(lax.scan, stack, X, mask)
+        return found.total / found.weight
 
     value, (of_stack, _, of_mask) = one_device()
-    want = value, (of_stack, of_mask)
-    if call == "weighted":
-
-        def whole(stack, mask):
-            found = weighted(lax.scan, stack, X, mask)
-            return found.total / found.weight
-
-        want = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(STACK, MASK)
-    if call == "sum":
-        want = jax.tree.map(lambda g: N * g, want)
-    for value, (stack, mask) in jc.data_parallel(step, batch_argnums=1)(in_shards(), X, MASK):
-        got = value, ({**jc.unshard(stack["cut"]), "b": stack["b"]}, mask)
-        close(got, want, rtol=2e-5)
+    want = [(value, (of_stack, of_mask))] * 2
+    want.append(jax.tree.map(lambda g: N * g, want[0]))
+    want.append(jax.jit(jax.value_and_grad(mean_of_weighted, argnums=(0, 1)))(STACK, MASK))
+    got = jc.data_parallel(step, batch_argnums=1)(in_shards(), X, MASK)
+    for (value, (stack, mask)), each in zip(got, want, strict=True):
+        close((value, ({**jc.unshard(stack["cut"]), "b": stack["b"]}, mask)), each, rtol=2e-5)
 
 
-ODD = normal(LAYERS, 5, WIDTH)
+ODD = normal(LAYERS, 70, WIDTH) / 4
 
 
 def tied(h, p):
@@ -169,45 +176,31 @@ def tied_loss(scan, stack, x):
     return jnp.mean(scan(tied, x, stack)[0] ** 2)
 
 
-@functools.cache
-def tied_alone():
-    plain = lambda layer, x, stack: lax.scan(lambda h, p: (layer(h, p), None), x, stack)
-    whole = {"large": {"u": ODD}, "norm": STACK["b"]}
-    return jax.jit(jax.value_and_grad(functools.partial(tied_loss, plain)))(whole, X)
-
-
-@pytest.mark.parametrize("how", ["checked", "unchecked", "step"])
+@pytest.mark.parametrize("how", ["checked", "step"])
 def test_shards_of_layers(how):
     """Padded packs of leaves whose rows do not divide; a plain leaf beside them is whole."""
     shards = jc.shard({"u": ODD}, "data", stacked=True)
     stack = {"large": shards, "norm": STACK["b"]}
-    specs = {"large": shards.replace([P(None, "data")]), "norm": P()}
     loss = functools.partial(tied_loss, scan_of(sharded=None))
+    plain = lambda layer, x, stack: lax.scan(lambda h, p: (layer(h, p), None), x, stack)
+    alone = jax.jit(jax.value_and_grad(functools.partial(tied_loss, plain)))
+    value, want = alone({"large": {"u": ODD}, "norm": STACK["b"]}, X)
     if how == "step":
         step = jc.data_parallel(jc.value_and_grad(loss, "data"))
         got_value, got = step(stack, X)
-        close(got_value, tied_alone()[0])
+        close(got_value, value)
         gather, scatter, rest = plans_of(step, stack, X)
         assert [p.collective for p in (gather, scatter)] == ["all_gather", "reduce_scatter"]
         assert [leaf.path for leaf in rest.leaves] == [".value", ".grads['norm']"]
+        _, *rows = shards.parts[0].shape
+        assert rows[0] > N, "those of all replicas"
+        assert [leaf.shape for p in (gather, scatter) for leaf in p.leaves] == [tuple(rows)] * 2
     else:
-        got = on_rows(
-            jax.grad(loss), stack, X,
-            specs=(specs, ROWS), out_specs=specs, checks=how == "checked",
-        )  # fmt: skip
-    _, want = tied_alone()
+        specs = {"large": shards.replace([P(None, "data")]), "norm": P()}
+        got = mapped(jax.grad(loss), (specs, ROWS), specs, N)(stack, X)
     close(got["norm"], want["norm"], rtol=2e-5)
     close(jc.unshard(got["large"]), want["large"], rtol=2e-5)
     assert not np.asarray(got["large"].parts[0]).reshape(LAYERS, -1)[:, ODD[0].size :].any()
-
-
-def test_plans_have_the_rows_of_all_replicas():
-    shards = jc.shard({"u": np.ones((LAYERS, 40, 64), "f")}, "data", stacked=True)
-    loss = lambda s, x: scan_of(sharded=None)(lambda h, p: h + p["u"].sum(), x, s)[0].mean()
-    gather, scatter, _ = plans_of(jc.data_parallel(jc.value_and_grad(loss, "data")), shards, X)
-    _, *rows = shards.parts[0].shape
-    assert rows[0] > len(jax.devices())
-    assert [leaf.shape for p in (gather, scatter) for leaf in p.leaves] == [tuple(rows)] * 2
 
 
 def test_gradients_in_shards_are_reduced_no_more():
@@ -238,7 +231,7 @@ HYBRID = grid(2, 4)
 WORDS = {"w": "data", "v": "data", "b": False}
 
 
-@pytest.mark.parametrize("how", ["checked", "unchecked", "step"])
+@pytest.mark.parametrize("how", ["checked", "step"])
 def test_shards_within_a_host_and_sums_between(how):
     both = ("node", "data")
 
@@ -252,32 +245,14 @@ def test_shards_within_a_host_and_sums_between(how):
         got = step(in_shards(mesh=HYBRID), X, MASK)
         got = {**jc.unshard(got["cut"]), "b": got["b"]}
     else:
-        got = on_rows(
-            jax.grad(functools.partial(loss_of, scan)), STACK, X, MASK,
-            specs=(SPECS, P(both), P()), out_specs=SPECS, checks=how == "checked", mesh=HYBRID,
-        )  # fmt: skip
+        grad = jax.grad(functools.partial(loss_of, scan))
+        got = mapped(grad, (SPECS, P(both), P()), SPECS, HYBRID)(STACK, X, MASK)
     close(got, one_device()[1][0], rtol=2e-5)
 
 
-def test_pmap():
-    def replica(stack, x):
-        return jax.grad(functools.partial(loss_of, scan_of()))(stack, x, MASK)
-
-    cut_in = jax.tree.map(
-        lambda x, rows: (
-            np.moveaxis(x.reshape(LAYERS, N, -1, WIDTH), 1, 0) if rows else np.stack([x] * N)
-        ),
-        STACK,
-        SHARDED,
-    )
-    got = jax.pmap(replica, axis_name="data")(cut_in, X.reshape(N, 2, WIDTH))
-    want = one_device()[1][0]
-    close(np.moveaxis(got["w"], 0, 1).reshape(STACK["w"].shape), want["w"], rtol=2e-5)
-    close(got["b"][3], want["b"], rtol=2e-5)
-
-
 @pytest.mark.slow
-def test_keys_and_integers_travel_along():
+@pytest.mark.parametrize("remat", [True, False])
+def test_keys_and_integers_travel_along(remat):
     """Dropout by a key in the carry and by keys in the stack; an integer in each."""
     keys = jax.random.split(jax.random.key(1), LAYERS)
 
@@ -294,26 +269,17 @@ def test_keys_and_integers_travel_along():
         (h, _, count), (first, counts) = scan(layer, carry, stack)
         return jnp.mean(h**2) + jnp.mean(first**2), (count, counts)
 
-    words = {"w": True, "key": False, "scale": False}
-
     def replica(w, x):
-        found = []
-        for remat in (True, False):
-            scan = scan_of(sharded=words, remat=remat)
-            grads, aux = jax.grad(functools.partial(loss, scan), has_aux=True)(w, x)
-            found.append((grads, jax.tree.map(lambda c: lax.pmax(c, "data"), aux)))
-        return found
+        scan = scan_of(sharded={"w": True, "key": False, "scale": False}, remat=remat)
+        grads, aux = jax.grad(functools.partial(loss, scan), has_aux=True)(w, x)
+        return grads, jax.tree.map(lambda c: lax.pmax(c, "data"), aux)
 
-    out = [(P(None, "data"), P())] * 2
-    got = on_rows(replica, STACK["w"], X, specs=(P(None, "data"), ROWS), out_specs=out)
+    got = mapped(replica, (SPECS["w"], ROWS), (SPECS["w"], P()), N)(STACK["w"], X)
     plain = functools.partial(loss, lax.scan)
-    want = jax.jit(jax.grad(plain, has_aux=True))(STACK["w"], X)
-    for each in got:
-        close(each, want, rtol=2e-5)
+    close(got, jax.jit(jax.grad(plain, has_aux=True))(STACK["w"], X), rtol=2e-5)
 
 
-@pytest.mark.parametrize("checks", [True, False])
-def test_many_leaves_keep_their_types(checks):
+def test_many_leaves_keep_their_types():
     """As a list, of which the eleventh and the twelfth come before the third by name."""
     shapes = [(N, 2) if k == 2 else (2 * N, 1) if k == 10 else (N,) for k in range(12)]
     stack = [normal(LAYERS, *shape) for shape in shapes]
@@ -327,61 +293,45 @@ def test_many_leaves_keep_their_types(checks):
         h, _ = scan(layer, x, [*stack[:3], numbers, *stack[3:]])
         return jnp.mean(h**2)
 
-    f = functools.partial(loss, scan_of(sharded=True))
-    rows = P(None, "data")
-    got = on_rows(
-        jax.grad(f), stack, whole_numbers, X[:, :N],
-        specs=([rows] * 12, rows, ROWS), out_specs=[rows] * 12, checks=checks,
-    )  # fmt: skip
+    given, rows = (stack, whole_numbers, X[:, :N]), P(None, "data")
+    grad = jax.grad(functools.partial(loss, scan_of(sharded=True)))
+    program = mapped(grad, ([rows] * 12, rows, ROWS), [rows] * 12, N)
     plain = jax.jit(jax.grad(functools.partial(loss, lax.scan)))
-    close(got, plain(stack, whole_numbers, X[:, :N]), rtol=2e-5)
+    close(program(*given), plain(*given), rtol=2e-5)
 
 
-def compiled(loss, *args, specs):
-    return jc.inspect(mapped(jax.grad(loss), specs, specs[0], N, check_vma=False), *args)
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ahead", [0, 2])
 def test_two_gathers_and_one_scatter_of_every_layer(ahead):
-    """Less the gathers of the last layers, which the backward pass finds still there."""
-    layers = 6  # of fewer, loops of one turn are none, and equal gathers become one
-    stack, specs = {"w": normal(layers, WIDTH, WIDTH)}, {"w": P(None, "data")}
+    """Less the gathers of the last layers, which the backward pass finds still there.
 
-    def loss(stack, x):
-        layer = lambda h, p: jnp.tanh(h @ p["w"])
+    A frozen leaf, which has no gradient, is gathered and not scattered.
+    """
+    layers = 6  # of fewer, loops of one turn are none, and equal gathers become one
+    w, v, rows = normal(layers, WIDTH, WIDTH), normal(layers, N, WIDTH), P(None, "data")
+
+    def loss(w, v, x):
+        layer = lambda h, p: jnp.tanh(h @ p["w"]) + h @ p["v"].T @ p["v"]
+        stack = {"w": w, "v": v}
         return jnp.mean(jc.scan_layers(layer, x, stack, "data", ahead=ahead, sharded=True)[0] ** 2)
 
-    report = compiled(loss, stack, X, specs=(specs, ROWS))
+    program = mapped(jax.grad(loss), (rows, rows, ROWS), rows, N, check_vma=False)
+    report = jc.inspect(program, w, v, X)
     sent = {}  # in bytes, because the CPU's compiler merges what stands outside of loops
     for c in report.collectives:
         sent[c.kind] = sent.get(c.kind, 0) + c.turns * c.nbytes
-    whole = stack["w"][0].nbytes
+    moved, whole = w[0].nbytes, w[0].nbytes + v[0].nbytes
     assert sent == {
-        "all-gather": (2 * layers - ahead) * whole // N, "reduce-scatter": layers * whole,
+        "all-gather": (2 * layers - ahead) * whole // N, "reduce-scatter": layers * moved,
     }  # fmt: skip
-    layer_bytes = stack["w"][0].nbytes * (N - 1) // N
-    assert report.wire_bytes == (3 * layers - ahead) * layer_bytes
     gather, scatter = report.plans
     assert (gather.collective, scatter.collective) == ("all_gather", "reduce_scatter")
-    assert gather.wire_bytes == scatter.wire_bytes == layer_bytes
-    assert f"{2 * layers - ahead} times, and so" in gather.reasons[0]
-    assert f"{layers * layer_bytes:,} wire bytes a device in all" in scatter.reasons[0]
+    assert (gather.wire_bytes, scatter.wire_bytes) == (whole * 7 // 8, moved * 7 // 8)
+    turns = 2 * layers - ahead
+    assert report.wire_bytes == turns * gather.wire_bytes + layers * scatter.wire_bytes
+    assert f"{turns} times, and so" in gather.reasons[0]
+    assert f"{layers * scatter.wire_bytes:,} wire bytes a device in all" in scatter.reasons[0]
     assert report.rows[0].leaves == ("['w']",)
     assert gather.compiler_options("gpu") == {}  # of a plan for CPUs, unless it is asked to overlap
-
-
-def test_what_has_no_gradient_is_gathered_and_not_scattered():
-    """A frozen leaf beside one that is trained."""
-    stack = {"w": STACK["w"], "v": STACK["v"]}
-    specs = {"v": P(None, "data")}, {"w": P(None, "data")}, ROWS
-
-    def loss(v, w, x):
-        layer = lambda h, p: jnp.tanh(h @ p["w"]) + h @ p["v"].T @ p["v"]
-        return jnp.mean(jc.scan_layers(layer, x, {**v, **w}, "data", sharded=True)[0] ** 2)
-
-    report = compiled(loss, {"v": stack["v"]}, {"w": stack["w"]}, X, specs=specs)
-    scattered = sum(c.turns * c.nbytes for c in report.collectives if c.kind == "reduce-scatter")
-    assert scattered == STACK["v"].nbytes
 
 
 @pytest.mark.parametrize("gather_dtype", [None, jnp.float16])
@@ -393,11 +343,9 @@ def test_a_layer_is_traced_with_the_types_in_which_its_leaves_are_gathered(gathe
         seen.add((p["w"].dtype.name, p["place"].dtype.name, p["w"].shape))
         return x + p["w"].sum().astype("f") * p["place"].sum().astype("f")
 
-    f = lambda p: jc.scan_layers(layer, np.float32(0), p, "data", sharded=True,
-                                 gather_dtype=gather_dtype)[0]  # fmt: skip
-    assert (
-        float(on_rows(f, stacked, specs=P(None, "data"), out_specs=P(), checks=False)) == 2 * 24 * N
-    )
+    how = {"sharded": True, "gather_dtype": gather_dtype}
+    f = lambda p: jc.scan_layers(layer, np.float32(0), p, "data", **how)[0]
+    assert mapped(f, P(None, "data"), mesh=N, check_vma=False)(stacked) == 2 * 24 * N
     assert seen == {("bfloat16" if gather_dtype is None else "float16", "int32", (N, 3))}
 
 
@@ -546,32 +494,6 @@ def test_bad_input(name):
         assert "`sharded` says what is whole" in note
 
 
-@pytest.mark.parametrize("of_the_stack", [False, True])
-def test_a_layer_may_capture_an_array_shaped_like_the_gathered_stack(of_the_stack):
-    """Traced: a table of another origin, or the gathered stack itself."""
-
-    def grads(scan, whole, w, table, x):
-        def loss(w, table):
-            read = whole(w) if of_the_stack else table
-            h, _ = scan(lambda h, p: (jnp.tanh(h @ p @ read[1]), None), x, w)
-            return jnp.mean(h**2)
-
-        return jax.grad(loss, (0, 1))(w, table)
-
-    def replica(w, table, x):
-        gather = lambda w: lax.all_gather(w, "data", axis=1, tiled=True)
-        scan = scan_of(sharded=True, reduce_op="sum")  # as the gather's own derivative
-        of_w, of_table = grads(scan, gather, w, table, x)
-        return of_w / N, lax.pmean(of_table, "data")
-
-    rows = P(None, "data")
-    specs = (rows, P(), ROWS)
-    table = normal(*STACK["w"].shape)
-    got = on_rows(replica, STACK["w"], table, X, specs=specs, out_specs=specs[:2], checks=False)
-    want = jax.jit(functools.partial(grads, lax.scan, lambda w: w))(STACK["w"], table, X)
-    close(got, want, rtol=2e-5)
-
-
 def test_a_second_derivative_is_refused():
     def replica(w, x):
         scan = lambda x: jnp.sum(jc.scan_layers(lambda h, p: h @ p, x, w, "data")[0] ** 2)
@@ -582,29 +504,28 @@ def test_a_second_derivative_is_refused():
         mapped(jax.grad(replica), (rows, ROWS), rows, N)(STACK["w"], X)
 
 
-@pytest.mark.parametrize("within", ["scan", "checkpoint", "vmap"])
-def test_inside_other_transformations(within):
-    def loss(f, w, x):
-        if within == "scan":
-            return jnp.mean(lax.scan(lambda h, _: (f(h, w), None), x, length=2)[0] ** 2)
-        if within == "vmap":
-            return jnp.mean(jax.vmap(lambda row: f(row[None], w)[0])(x) ** 2)
-        return jnp.mean(jax.checkpoint(f)(x, w) ** 2)
-
+def test_inside_other_transformations():
     layer = lambda h, p: (jnp.tanh(h @ p), None)
-    scan = lambda x, w: jc.scan_layers(layer, x, w, "data")[0]
-    specs = P(None, "data"), ROWS
-    grad = jax.grad(functools.partial(loss, scan))
-    got = on_rows(grad, STACK["w"], X, specs=specs, out_specs=specs[0])
-    plain = functools.partial(loss, lambda x, w: lax.scan(layer, x, w)[0])
-    want = jax.jit(jax.grad(plain))(STACK["w"], X)
-    close(got, want, rtol=2e-5)
+    within = {
+        "scan": lambda f, w, x: lax.scan(lambda h, _: (f(h, w), None), x, length=2)[0],
+        "checkpoint": lambda f, w, x: jax.checkpoint(f)(x, w),
+        "vmap": lambda f, w, x: jax.vmap(lambda row: f(row[None], w)[0])(x),
+    }
+
+    def grads(f, w, x):
+        losses = {k: lambda w, g=g: jnp.mean(g(f, w, x) ** 2) for k, g in within.items()}
+        return {k: jax.grad(loss)(w) for k, loss in losses.items()}
+
+    ours = functools.partial(grads, lambda x, w: jc.scan_layers(layer, x, w, "data")[0])
+    got = mapped(ours, (SPECS["w"], ROWS), SPECS["w"], N)(STACK["w"], X)
+    plain = functools.partial(grads, lambda x, w: lax.scan(layer, x, w)[0])
+    close(got, jax.jit(plain)(STACK["w"], X), rtol=2e-5)
 
 
 @pytest.mark.parametrize(("words", "message"), [
     ({"sharded": False}, "holds Shards along 'data', and `sharded` says False"),
     ({"axis": "other"}, "got Shards of 8 replicas along 'data'"),
-    ({"flat": True}, r"whose parts have the shape \(1, 128\); expected \(layers, 1, 128\)"),
+    ({"flat": True}, r"whose parts have the shape \(2, 128\); expected \(layers, 2, 128\)"),
 ])  # fmt: skip
 def test_shards_of_something_else(words, message):
     words = dict(words)

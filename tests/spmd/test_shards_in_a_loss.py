@@ -43,33 +43,34 @@ def errors(params, x, of_layer=lambda layer: layer):
     return jnp.sum(hidden**2, -1)
 
 
-def mean(params, x, mask, of_layer=lambda layer: layer):
-    return jnp.mean(errors(params, x, of_layer))
+def mean(errors, mask):
+    return jnp.mean(errors)
 
 
-def total(params, x, mask, of_layer=lambda layer: layer):
-    return jnp.sum(errors(params, x, of_layer))
+def total(errors, mask):
+    return jnp.sum(errors)
 
 
-def weighted(params, x, mask, of_layer=lambda layer: layer):
-    return jc.WeightedLoss(jnp.sum(errors(params, x, of_layer) * mask), jnp.sum(mask))
+def weighted(errors, mask):
+    return jc.WeightedLoss(jnp.sum(errors * mask), jnp.sum(mask))
 
 
-def in_shards(n, axis="data", mesh=None, params=PARAMS):
-    cut = functools.partial(jc.shard, axis_name=axis, mesh=mesh or mesh_of(n))
+def in_shards(n=8, mesh=None):
+    mesh = mesh or mesh_of(n)
+    embedding = jc.shard(PARAMS["embedding"], "data", mesh=mesh)
     return {
-        "embedding": cut(params["embedding"]),
-        "layers": cut(params["layers"], stacked=True),
+        "embedding": embedding,
+        "layers": jc.shard(PARAMS["layers"], "data", stacked=True, mesh=mesh),
     }
 
 
-def gathering(loss, axis="data", options=None):
+def gathering(loss, options=None):
     """The same loss of parameters in shards: the embedding at once, each layer in its turn."""
-    gather = functools.partial(jc.all_gather, axis_name=axis, options=options)
+    gather = functools.partial(jc.all_gather, axis_name="data", options=options)
 
     def of_shards(shards, x, mask):
         params = {**shards, "embedding": gather(shards["embedding"])}
-        return loss(params, x, mask, gather)
+        return loss(errors(params, x, gather), mask)
 
     return of_shards
 
@@ -77,10 +78,16 @@ def gathering(loss, axis="data", options=None):
 @functools.cache
 def on_one_device(loss):
     def number(params):
-        found = loss(params, X, MASK)
+        found = loss(errors(params, X), MASK)
         return found.total / found.weight if isinstance(found, jc.WeightedLoss) else found
 
     return jax.jit(jax.value_and_grad(number))(PARAMS)
+
+
+def is_right(value, grads, loss=mean):
+    want, want_grads = on_one_device(loss)
+    np.testing.assert_allclose(value, np.full(np.shape(value), want), rtol=1e-5)
+    close(jc.unshard(grads), want_grads)
 
 
 def in_rows(n, tree):
@@ -123,18 +130,14 @@ def test_gradients_come_in_the_same_shards_reduced(runner):
     found = per_replica(runner, steps, n, in_rows(n, shards), *split(n, (X, MASK)))
     for (loss, _), (value, grads) in zip(cases, found, strict=True):
         assert jax.tree.structure(grads) == jax.tree.structure(shards)
-        want, want_grads = on_one_device(loss)
-        np.testing.assert_allclose(value, np.full(n, want), rtol=1e-5)
-        close(jc.unshard(out_of_rows(grads)), want_grads)
+        is_right(value, out_of_rows(grads), loss)
 
 
 def test_a_wrapped_step_sends_two_gathers_and_one_reduce_scatter():
     step = jc.data_parallel(jc.value_and_grad(gathering(mean), "data"), batch_argnums=(1, 2))
-    shards = in_shards(8)
+    shards = in_shards()
     value, grads = step(shards, X, MASK)
-    want, want_grads = on_one_device(mean)
-    np.testing.assert_allclose(value, want, rtol=1e-5)
-    close(jc.unshard(grads), want_grads)
+    is_right(value, grads)
     assert grads["layers"].parts[0].sharding.spec == PartitionSpec(None, "data")
     # Of an embedding the backward pass needs nothing again; of layers it does.
     sizes = {name: x.layout.nbytes for name, x in shards.items()}
@@ -148,38 +151,24 @@ def test_a_wrapped_step_sends_two_gathers_and_one_reduce_scatter():
 
 def test_micro_batches_are_added_up_in_shards():
     """Each piece's gradients are reduce-scattered: whole ones would have no room."""
-    ring, cases = OPTIONS["ring"], [(3, mean), (3, weighted), (1, mean)]
+    ring, losses = OPTIONS["ring"], (mean, weighted)
+    more = {"batch_argnums": (1, 2), "options": ring}
 
-    def steps(shards, x, mask):
-        more = {"batch_argnums": (1, 2), "options": ring}
-        calls = [
-            jc.accumulate(gathering(loss, options=ring), "data", pieces, **more)
-            for pieces, loss in cases
-        ]
-        return [call(shards, x, mask) for call in calls]
+    def steps(*args):
+        calls = [jc.accumulate(gathering(f, options=ring), "data", 3, **more) for f in losses]
+        return [call(*args) for call in calls]
 
     step = jc.data_parallel(steps, mesh=mesh_of(4), batch_argnums=(1, 2))
-    for (_, loss), (value, grads) in zip(cases, step(in_shards(4), X, MASK), strict=True):
-        want, want_grads = on_one_device(loss)
-        np.testing.assert_allclose(value, want, rtol=1e-5)
-        close(jc.unshard(grads), want_grads)
+    for loss, found in zip(losses, step(in_shards(4), X, MASK), strict=True):
+        is_right(*found, loss)
 
 
 def test_shards_within_a_host_are_copied_between_hosts():
     """Hybrid sharding: the gradients of the copies are reduced, and nothing else is."""
-    mesh = grid(2, 4)
-    both = ("node", "data")
-    step = jc.data_parallel(
-        jc.value_and_grad(gathering(mean), both),
-        mesh=mesh,
-        axis_name=both,
-        batch_argnums=(1, 2),
-    )
-    shards = in_shards(4, mesh=mesh)
-    value, grads = step(shards, X, MASK)
-    want, want_grads = on_one_device(mean)
-    np.testing.assert_allclose(value, want, rtol=1e-5)
-    close(jc.unshard(grads), want_grads)
+    mesh, both = grid(2, 4), ("node", "data")
+    step = jc.value_and_grad(gathering(mean), both)
+    step = jc.data_parallel(step, mesh=mesh, axis_name=both, batch_argnums=(1, 2))
+    is_right(*step(in_shards(mesh=mesh), X, MASK))
 
 
 def test_outside_of_value_and_grad_types_mean_what_they_mean_elsewhere():
@@ -203,14 +192,11 @@ def test_a_cast_before_the_gather_is_what_travels_and_gradients_have_the_paramet
     def loss(shards, x, mask):
         half = jax.tree.map(lambda part: part.astype(jnp.bfloat16), shards["embedding"])
         tree = jc.all_gather(half, "data")
-        assert jax.tree.map(lambda leaf: leaf.dtype.name, tree) == {
-            "w": "bfloat16",
-            "scale": "bfloat16",
-        }
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(tree)} == {"bfloat16"}
         return jnp.mean((x.astype(jnp.bfloat16) @ tree["w"]).astype("f") ** 2)
 
     step = jc.data_parallel(jc.value_and_grad(loss, "data"), batch_argnums=(1, 2))
-    shards = in_shards(8)
+    shards = in_shards()
     _, grads = step(shards, X, MASK)
     assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
     want = jax.grad(lambda w: jnp.mean((X @ w) ** 2))(PARAMS["embedding"]["w"])
@@ -224,11 +210,11 @@ def test_a_cast_before_the_gather_is_what_travels_and_gradients_have_the_paramet
 
 
 REDUCTIONS = {
-    "all_reduce": lambda grads: jc.all_reduce("mean", grads, "data"),
-    "reduce_scatter": lambda grads: jc.reduce_scatter("mean", grads, "data"),
-    "broadcast": lambda grads: jc.broadcast(grads, "data"),
-    "sync_in_backward": lambda grads: jc.sync_in_backward(grads, "data"),
-    "lax": lambda grads: jax.tree.map(lambda g: lax.pmean(g, "data"), grads),
+    "all_reduce": functools.partial(jc.all_reduce, "mean"),
+    "reduce_scatter": functools.partial(jc.reduce_scatter, "mean"),
+    "broadcast": jc.broadcast,
+    "sync_in_backward": jc.sync_in_backward,
+    "lax": lax.pmean,
 }
 
 
@@ -236,7 +222,7 @@ REDUCTIONS = {
 def test_gradients_in_shards_are_not_reduced_once_more(name):
     def step(shards, x, mask):
         _, grads = jc.value_and_grad(gathering(mean), "data")(shards, x, mask)
-        return REDUCTIONS[name](grads)
+        return REDUCTIONS[name](grads, axis_name="data")
 
     wrapped = jc.data_parallel(step, batch_argnums=(1, 2))
     match = (
@@ -245,11 +231,11 @@ def test_gradients_in_shards_are_not_reduced_once_more(name):
         else rf"`{name}`: leaf \['embedding'\] is `Shards` along 'data': each .* reduced already"
     )
     with pytest.raises(ValueError, match=match):
-        wrapped(in_shards(8), X, MASK)
+        wrapped(in_shards(), X, MASK)
 
 
 def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
-    shards, mine = in_shards(8), functools.partial(jc.data_parallel, batch_argnums=1)
+    shards, mine = in_shards(), functools.partial(jc.data_parallel, batch_argnums=1)
     scattered = jc.value_and_grad(gathering(mean), "data", scatter=True)
     for words, step, args in (
         (r"Shards of 3 stacked layers, all of which no device has",

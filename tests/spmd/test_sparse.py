@@ -15,8 +15,8 @@ P = jax.sharding.PartitionSpec
 UNUSED = np.iinfo(np.int32).max
 
 
-def indices(n, k, among=6, seed=0):
-    return np.random.default_rng([seed, n, k]).integers(0, among, (n, k), np.int32)
+def indices(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).integers(0, 6, shape, np.int32)
 
 
 # The value
@@ -50,8 +50,9 @@ def test_to_dense_drops_what_lies_outside_and_has_a_derivative():
     assert jax.grad(lambda v: (f(v) * jnp.arange(3.0)).sum())(values).tolist() == [0, 2, 0, 0]
 
 
-@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize("dtype", ["int8", "int32", "uint8"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(np.asarray, "int8"), (np.asarray, "uint8"), (jnp.asarray, "int32")]
+)
 def test_padding_stands_for_nothing(kind, dtype):
     sparse = IndexedSlices(kind(np.ones((2, 3), "f")), kind(np.array([0, 2], dtype)), (4, 3))
     padded = sparse.padded(5)
@@ -62,11 +63,8 @@ def test_padding_stands_for_nothing(kind, dtype):
     again = padded.without_padding()
     assert (again.indices.tolist(), again.values.shape) == ([0, 2], (2, 3))
     assert sparse.padded(2) is sparse
+    # Of the narrow ones the last index may be a row: zero is added to it.
     added = jnp.zeros((4, 3)).at[padded.indices].add(padded.values)
-    if dtype == "int32":  # of the narrow ones the last index may be a row: zero is added to it
-        np.testing.assert_array_equal(
-            jnp.ones((4, 3)).at[padded.indices].set(9.0), [[9] * 3, [1] * 3, [9] * 3, [1] * 3]
-        )
     np.testing.assert_array_equal(added, sparse.to_dense())
 
 
@@ -109,29 +107,56 @@ def test_calls_that_cannot_be_answered_say_why():
         sparse.padded(2.5)
     with pytest.raises(ValueError, match="`without_padding` needs the indices, which are being tr"):
         jax.jit(lambda x: x.without_padding())(sparse)
+    for dtype, size in ((np.uint8, 256), (np.int8, 200)):
+        narrow = IndexedSlices(np.ones((1, 1), "f"), np.array([3], dtype), (size, 1))
+        words = r"`padded` needs an index that no row of .* make `indices` wider"
+        with pytest.raises(ValueError, match=words):
+            narrow.padded(2)
+    assert IndexedSlices(np.ones((1, 1), "f"), np.array([3], np.uint8), (255, 1)).padded(2)
 
 
 # Reduction
 
 
-@pytest.mark.parametrize(
-    ("runner", "n", "op"), [*((runner, 3, "mean") for runner in RUNNERS), ("checked", 8, "sum")]
-)
-def test_it_is_the_reduction_of_the_dense_array_with_every_row_kept(runner, n, op):
-    x = {"v": rows(n, 4, 3), "i": indices(n, 4)}
+@pytest.mark.parametrize(("runner", "n"), [*((runner, 3) for runner in RUNNERS), ("checked", 8)])
+def test_F16_F17_F19_F20_H19_it_is_the_reduction_of_the_dense_array_in_its_place(runner, n):
+    """With every row kept, beside dense leaves, and by itself in each element of a `vmap`."""
+    v, i, many = rows(n, 4, 3), indices(n, 4), indices(n, 5, 2, seed=1)
 
-    def f(x):
-        sparse = jc.all_reduce(op, IndexedSlices(x["v"], x["i"], (6, 3)), "data")
-        assert isinstance(sparse, IndexedSlices)
-        dense = jc.all_reduce(op, IndexedSlices(x["v"], x["i"], (6, 3)).to_dense(), "data")
-        return sparse.values, sparse.indices, sparse.to_dense(), dense
+    def f(v, i, many):
+        slices = IndexedSlices(v, i, (6, 3))
+        one, three = (
+            IndexedSlices(k * jnp.ones((1, 1)) + 0 * v[:1, :1], jnp.array([k - 1]), (5, 1))
+            for k in (1, 3)
+        )
+        reduce = lambda value, op="sum": jc.all_reduce(op, value, "data")
+        by_op = {op: (reduce(slices, op), reduce(slices.to_dense(), op)) for op in ("sum", "mean")}
+        mixed = reduce((one, v[0, 0], {"b": three, "a": v[0, 1] * 2}, None))
+        differ = reduce([IndexedSlices(v, jnp.arange(4)), IndexedSlices(jnp.ones((4, 3)), i)])
+        nothing = reduce([IndexedSlices(v[:0], i[:0]), IndexedSlices(v[:, :0], i)], "mean")
+        each = jax.vmap(lambda k: reduce(IndexedSlices(k.astype("f"), k, (6,))).to_dense())(many)
+        return by_op, mixed, differ, nothing, each
 
-    results = run(runner, jax.jit(f), n, x)
-    values, index, got, want = jax.tree.map(lambda a: np.asarray(a[-1]), results)
-    np.testing.assert_array_equal(index, np.concatenate(x["i"]))
-    share = n if op == "mean" else 1
-    np.testing.assert_allclose(values, np.concatenate(x["v"]) / share, rtol=1e-6)
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    by_op, mixed, differ, nothing, each = (
+        jax.tree.map(lambda x: x[-1], found) for found in run(runner, f, n, v, i, many)
+    )
+    for op, (got, want) in by_op.items():
+        np.testing.assert_array_equal(got.indices, np.concatenate(i))
+        share = n if op == "mean" else 1
+        np.testing.assert_allclose(got.values, np.concatenate(v) / share, rtol=1e-6)
+        np.testing.assert_allclose(got.to_dense(), want, rtol=1e-6, atol=1e-6)
+    one, total, rest, none = mixed
+    for got, k in ((one, 1), (rest["b"], 3)):
+        assert (got.values.tolist(), got.indices.tolist()) == ([[k]] * n, [k - 1] * n)
+        assert got.dense_shape == (5, 1)
+    assert (total, rest["a"], none) == (v[:, 0, 0].sum(), 2 * v[:, 0, 1].sum(), None)
+    for got, want in zip(differ, (np.tile(np.arange(4), n), np.concatenate(i)), strict=True):
+        assert (got.values.shape, got.indices.tolist()) == ((4 * n, 3), want.tolist())
+    assert [(x.values.shape, len(x.indices)) for x in nothing] == [((0, 3), 0), ((4 * n, 0), 4 * n)]
+    want = np.zeros((5, 6))
+    for r, j, k in np.ndindex(many.shape):
+        want[j, many[r, j, k]] += many[r, j, k]
+    np.testing.assert_array_equal(each, want)
 
 
 @pytest.mark.parametrize(
@@ -152,47 +177,9 @@ def test_L44_its_derivative_is_that_of_the_dense_reduction(runner, op):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-def test_L44_the_derivative_from_outside_is_each_replicas_own_slice():
-    n = 4
-    x, i = noise(n, 3, 2), indices(n, 3)
-    body = lambda v, i: jc.all_reduce("mean", IndexedSlices(v[0], i[0]), "data").values
-    weight = rows(n, 3, 2, seed=5)
-    got = jax.grad(lambda v: jnp.sum(mapped(body)(v, i) * weight.reshape(12, 2)))(x)
-    np.testing.assert_allclose(got, weight / n, rtol=1e-6)
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_F16_F17_F19_F20_H19_dense_and_sparse_in_one_call_keep_their_places(runner):
-    x = rows(3, 2)
-
-    def f(x):
-        one = IndexedSlices(jnp.ones((1, 1)) * x[0], jnp.array([0]), (5, 1))
-        three = IndexedSlices(jnp.full((1, 1), 3.0) * x[0], jnp.array([2]), (5, 1))
-        return jc.all_reduce("sum", (one, x[0], {"b": three, "a": x[0] * 2}, None), "data")
-
-    one, total, rest, none = run(runner, jax.jit(f), 3, jnp.ones_like(x))
-    assert (one.values[0].tolist(), one.indices[0].tolist()) == ([[1.0]] * 3, [0, 0, 0])
-    assert (total[0], rest["a"][0], none) == (3, 6, None)
-    assert (rest["b"].values[0].tolist(), rest["b"].indices[0].tolist()) == ([[3.0]] * 3, [2] * 3)
-    assert (one.dense_shape, rest["b"].dense_shape) == ((5, 1), (5, 1))
-
-
-@pytest.mark.parametrize("runner", ["pmap", "checked"])
-def test_rows_that_differ_at_indices_that_do_not_or_the_reverse(runner):
-    def f(x, i):
-        both = IndexedSlices(x, jnp.arange(2)), IndexedSlices(jnp.ones((2, 3)), i)
-        return [jc.all_reduce("sum", slices, "data") for slices in both]
-
-    i = indices(4, 2)
-    for got, want in zip(
-        run(runner, f, 4, rows(4, 2, 3), i), (np.tile([0, 1], 4), np.concatenate(i)), strict=True
-    ):
-        assert got.values.shape == (4, 8, 3)
-        assert got.indices[0].tolist() == want.tolist()
-
-
-@pytest.mark.parametrize("shape", [(2, 4), (3, 2), (8, 1), (1, 1)])
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "checked"), [((2, 4), True), ((3, 2), False), ((8, 1), True), ((1, 1), True)]
+)
 def test_replicas_along_several_axes_are_in_the_order_of_the_axes(shape, checked):
     n = shape[0] * shape[1]
     both = ("node", "data")
@@ -201,44 +188,25 @@ def test_replicas_along_several_axes_are_in_the_order_of_the_axes(shape, checked
     assert found.indices.tolist() == list(range(2 * n))
 
 
-def test_a_vmap_inside_reduces_each_by_itself():
-    x, i = rows(4, 5, 2, 3), indices(20, 2).reshape(4, 5, 2)
-    f = jax.vmap(lambda v, i: jc.all_reduce("sum", IndexedSlices(v, i, (6, 3)), "data").to_dense())
-    want = np.zeros((5, 6, 3))
-    for r, j, k in np.ndindex(4, 5, 2):
-        want[j, i[r, j, k]] += x[r, j, k]
-    for runner in RUNNERS:
-        np.testing.assert_array_equal(run(runner, jax.jit(f), 4, x, i)[0], want)
-
-
 def test_dtypes_are_those_of_the_dense_reduction():
+    """And the mean of float16 neither overflows nor loses small numbers."""
     means = {"float16": "float16", "bfloat16": "bfloat16", "int8": "float32", "int32": "float32",
              "complex64": "complex64", "float8_e5m2": "float8_e5m2"}  # fmt: skip
     x = {dtype: jnp.asarray(np.arange(6).reshape(2, 3)).astype(dtype) for dtype in means}
+    tiny = np.float16(6e-8) * 3
+    half = jnp.asarray(np.array([[60000, tiny, 0]] * 2, np.float16))
 
-    def f(x):
+    def f(x, half):
         reduce = lambda op, v: jc.all_reduce(op, IndexedSlices(v, jnp.arange(3)), "data").values
-        return {k: (reduce("sum", v), reduce("mean", v)) for k, v in x.items()}
+        return {k: (reduce("sum", v), reduce("mean", v)) for k, v in x.items()}, reduce(
+            "mean", half
+        )
 
-    for dtype, (total, mean) in run("checked", f, 2, x).items():
+    found, mean_of_half = run("checked", f, 2, x, half)
+    assert mean_of_half[0, :2].tolist() == [30000.0, np.float16(tiny / 2)]
+    for dtype, (total, mean) in found.items():
         assert (total.dtype, mean.dtype) == (dtype, means[dtype])
         np.testing.assert_array_equal(np.asarray(mean[0], "c8").real, [0, 0.5, 1, 1.5, 2, 2.5])
-
-
-def test_the_mean_of_float16_neither_overflows_nor_loses_small_numbers():
-    tiny = np.float16(6e-8) * 3
-    x = jnp.asarray(np.array([[60000, tiny]] * 3, np.float16))
-    f = lambda v: jc.all_reduce("mean", IndexedSlices(v, jnp.array([0, 1]), (2,)), "data").values
-    assert run("pmap", f, 3, x)[0, :2].tolist() == [20000.0, np.float16(tiny / 3)]
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_nothing_to_gather(runner):
-    shapes = [(0, 3), (2, 0)]
-    x = [(jnp.zeros((3, k, row)), jnp.zeros((3, k), jnp.int32)) for k, row in shapes]
-    f = lambda x: [jc.all_reduce("mean", IndexedSlices(v, i), "data") for v, i in x]
-    for got, (k, row) in zip(run(runner, f, 3, x), shapes, strict=True):
-        assert (got.values.shape, got.indices.shape) == ((3, 3 * k, row), (3, 3 * k))
 
 
 def test_it_is_never_made_dense_on_the_way():
@@ -332,13 +300,3 @@ def test_bad_leaves_are_refused_by_name():
         jc.plan([jax.tree.map(lambda a: a[None], IndexedSlices([1.0], [0]))], axis_size=2)
     with pytest.raises(ValueError, match=r"cannot reduce leaf \[0\].values: booleans"):
         jc.plan([IndexedSlices([True], [0])], axis_size=2)
-
-
-@pytest.mark.parametrize(("dtype", "rows"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 200)])
-def test_padding_needs_an_index_that_is_no_rows(dtype, rows):
-    narrow = jc.IndexedSlices(np.ones((1, 1), "f"), np.array([3], dtype), (rows, 1))
-    with pytest.raises(
-        ValueError, match=r"`padded` needs an index that no row of .* make `indices` wider"
-    ):
-        narrow.padded(2)
-    assert jc.IndexedSlices(np.ones((1, 1), "f"), np.array([3], np.uint8), (255, 1)).padded(2)

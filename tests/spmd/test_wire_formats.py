@@ -91,41 +91,36 @@ def found(runner):
 
 
 @EVERY
-def test_every_replica_ends_with_the_same_bits(runner):
-    for name, _, got in found(runner):
+def test_a_sum_is_rounded_twice_and_has_the_same_bits_everywhere(runner):
+    """What a format can hold arrives exactly, and every sum in its own type."""
+    for name, value, got in found(runner):
         for leaf in jax.tree.leaves(got):
             assert len({row.tobytes() for row in leaf}) == 1, name
-
-
-@EVERY
-def test_what_can_be_held_arrives_exactly(runner):
-    for _, value, got in found(runner):
-        for leaf in ("zeros", "integers", "small", "scalar", "counts"):
-            want = np.asarray(value[leaf], np.float64).sum(0)
-            np.testing.assert_allclose(got["sum"][leaf][0], want, rtol=1e-6, atol=1e-6)
-            if leaf in ("zeros", "integers", "counts"):
-                np.testing.assert_array_equal(got["sum"][leaf][0], want)
-
-
-@EVERY
-def test_a_sum_is_rounded_twice_and_keeps_its_type(runner):
-    for name, value, got in found(runner):
+        wants = {k: np.asarray(x).astype("f8").sum(0) for k, x in value.items() if k != "double"}
+        for leaf in ("zeros", "integers", "counts"):
+            np.testing.assert_array_equal(got["sum"][leaf][0], wants[leaf])
+        for leaf in ("small", "scalar"):
+            np.testing.assert_allclose(got["sum"][leaf][0], wants[leaf], rtol=1e-6, atol=1e-6)
         for leaf in ("gaussian", "odd", "half", "brain"):
             assert got["sum"][leaf].dtype == value[leaf].dtype
-            want = np.asarray(value[leaf]).astype("f8").sum(0)
-            assert error(got["sum"][leaf][0], want) < 1.2 * ERROR[name]
+            assert error(got["sum"][leaf][0], wants[leaf]) < 1.2 * ERROR[name]
         np.testing.assert_allclose(got["mean"], got["sum"]["odd"] / N, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_error_does_not_grow_with_the_replicas(name):
-    f = lambda x: jc.all_reduce("sum", x, "data", options=OPTIONS[name])
+def every(v):
+    """The sum in each format."""
+    return {k: jc.all_reduce("sum", v, "data", options=o) for k, o in OPTIONS.items()}
+
+
+def test_the_error_does_not_grow_with_the_replicas():
     errors = {}
     for n in (2, 64):
-        x = gaussian(n, 1 << 16)
-        errors[n] = error(vmapped(f, x)[0], x.astype("f8").sum(0))
-        assert errors[n] < ERROR[name]
-    assert errors[64] / errors[2] <= 1.02
+        x = gaussian(n, 1 << 14)
+        want = x.astype("f8").sum(0)
+        for name, got in vmapped(every, x).items():
+            errors[name, n] = error(got[0], want)
+            assert errors[name, n] < ERROR[name]
+    assert all(errors[name, 64] / errors[name, 2] <= 1.02 for name in FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +138,12 @@ def test_what_a_vmap_does_not_map_is_summed_as_well(call, asked):
     assert (found == 254).all()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n", [1, 2, 5])
 def test_every_size_over_every_number_of_replicas(n):
     """One replica rounds and sends nothing."""
-    sizes = (0, 1, 63, 64, 65, 255, 256, 257, 1000)
+    sizes = (0, 1, 63, 64, 255, 257, 1000)
     value = {str(size): gaussian(n, size) for size in sizes}
-    f = lambda v: {k: jc.all_reduce("sum", v, "data", options=o) for k, o in OPTIONS.items()}
-    for name, got in run("checked", f, n, value).items():
+    for name, got in run("checked", every, n, value).items():
         if n == 1:
             plan = jc.plan(value, axis_size=1, options=OPTIONS[name])
             assert plan.steps == plan.wire_bytes == 0
@@ -162,37 +156,34 @@ def test_every_size_over_every_number_of_replicas(n):
             assert error(got[str(size)][0], want) < (1e-6 if exact else few * ERROR[name])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_what_is_not_finite_stays_so_within_its_block_on_every_replica(name):
-    block = max(BLOCK[name], 64)
+def test_what_is_not_finite_stays_so_within_its_block_on_every_replica():
+    block = 256  # of all formats
     x = gaussian(N, 8 * block)
     bad = {0: np.nan, 1: np.inf, 2: -np.inf, 3: -np.nan, 4: 3e38}
     for k, number in bad.items():
         x[k % N, k * block + 5] = number
     x[:, 4 * block + 5] = 3e38  # whose sum is too large
-    got = np.asarray(
-        run("checked", lambda v: jc.all_reduce("sum", v, "data", options=OPTIONS[name]), N, x)
-    )
     hit = np.arange(5) * block + 5
-    assert not np.isfinite(got[:, hit]).any()
-    assert np.isfinite(got[:, 5 * block :]).all()
-    assert len({row.tobytes() for row in got}) == 1
+    for name, got in run("checked", every, N, x).items():
+        assert not np.isfinite(got[:, hit]).any()
+        blocks = got.reshape(N, -1, BLOCK[name])
+        apart = [k for k in range(blocks.shape[1]) if k not in hit // BLOCK[name]]
+        assert np.isfinite(blocks[:, apart]).all()
+        assert len({row.tobytes() for row in got}) == 1
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_very_large_and_very_small_numbers(name):
+def test_very_large_and_very_small_numbers():
     x = np.zeros((2, 4, 256), "f")
     x[0, 0] = 2e38 * np.linspace(-1, 1, 256)
     x[0, 1] = 1e-40
     x[0, 2], x[1, 2, 7] = 1.0, 1e30
     x[0, 3] = 1e-30 * np.linspace(-1, 1, 256)
-    got = np.asarray(
-        run("checked", lambda v: jc.all_reduce("sum", v, "data", options=OPTIONS[name]), 2, x)
-    )[0]
-    assert error(got[0] / 1e38, x[0, 0] / np.float64(1e38)) < 1.3 * ERROR[name]
-    assert abs(got[1]).max() <= 1e-38
-    assert abs(got[2, 7] / 1e30 - 1) < 0.1
-    assert error(got[3] * 1e30, x[0, 3] * np.float64(1e30)) < 1.3 * ERROR[name]
+    for name, got in run("checked", every, 2, x).items():
+        got = got[0]
+        assert error(got[0] / 1e38, x[0, 0] / np.float64(1e38)) < 1.3 * ERROR[name]
+        assert abs(got[1]).max() <= 1e-38
+        assert abs(got[2, 7] / 1e30 - 1) < 0.1
+        assert error(got[3] * 1e30, x[0, 3] * np.float64(1e30)) < 1.3 * ERROR[name]
 
 
 @EVERY
@@ -265,14 +256,6 @@ def test_a_hierarchy_codes_between_hosts_only():
     assert "between groups only" in str(plan)
 
 
-def test_a_hierarchy_rounds_twice():
-    x = gaussian(8, 5000)
-    options = jc.CommunicationOptions(algorithm="shuffle/native", compression="int8")
-    f = lambda v: jc.all_reduce("sum", v[0], ("node", "data"), options=options)
-    got = mapped(f, P(("node", "data")), mesh=grid(2, 4))(x)
-    assert error(got, x.astype("f8").sum(0)) < 1.05 * ERROR["int8"]
-
-
 def test_a_hierarchy_of_one_host_rounds_nothing():
     x = gaussian(4, 600)
     options = jc.CommunicationOptions(algorithm="shuffle/native", compression="int8")
@@ -292,8 +275,8 @@ def test_a_hierarchy_of_one_host_rounds_nothing():
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", FORMATS)
 def test_reproducible_bits_do_not_depend_on_packing_and_order(name):
-    value = {"a": gaussian(N, 700), "b": gaussian(N, 3000), "c": gaussian(N, 256)}
-    asked = ((0, "abc"), (3000, "abc"), (1 << 20, "cba"))
+    value = {"a": gaussian(N, 700), "b": gaussian(N, 3000)}
+    asked = ((0, "ab"), (1 << 20, "ba"))
 
     def f(*values):  # one for each, so that nothing is computed once for all
         found = []
@@ -303,8 +286,8 @@ def test_reproducible_bits_do_not_depend_on_packing_and_order(name):
             found.append(dict(zip(order, got, strict=True)))
         return found
 
-    found = run("checked", f, N, value, value, value)
-    assert len({b"".join(got[k][0].tobytes() for k in "abc") for got in found}) == 1
+    found = run("checked", f, N, value, value)
+    assert len({b"".join(got[k][0].tobytes() for k in "ab") for got in found}) == 1
 
 
 def test_metrics_and_the_loss_beside_gradients_are_not_rounded():
@@ -343,26 +326,26 @@ GLOO = World("cpu", (4,), 4)
 
 
 def planned(value, world=GLOO, **asked):
-    plan = plan_in(value, world, jc.CommunicationOptions(**asked))
-    return plan
+    return plan_in(value, world, jc.CommunicationOptions(**asked))
+
+
+def formats_of(value, world=GLOO, **asked):
+    return {pack.format for pack in planned(value, world, **asked).packs}
 
 
 def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
     value = {"w": np.zeros((1000, 3000), "f"), "b": np.zeros(3, "f"), "i": np.zeros(9, np.int32)}
-    exact = planned(value)
-    assert {pack.format for pack in exact.packs} == {None}
+    few = {**value, "w": np.zeros((100, 100), "f")}  # not worth an array
     auto = planned(value, compression="auto")
     assert [p.shown_type for p in auto.packs if p.format] == ["float32 as bf16"]
     assert "format: bf16 for 1 leaf, which is faster over Gloo" in str(auto)
-    for more in ({"algorithm": "ring"}, {"reproducible": True}, {"shards": 2}):
-        assert {p.format for p in planned(value, compression="auto", **more).packs} == {None}
-    for world in (World("gpu", (8,), 2), World("cpu", (8,))):
-        assert {p.format for p in planned(value, world, compression="auto").packs} == {None}
-    assert planned(np.zeros(9, np.int32), compression="auto").packs
-    few = {**value, "w": np.zeros((100, 100), "f")}
-    assert {p.format for p in planned(few, compression="auto").packs} == {None}, (
-        "not worth an array"
-    )
+    for of, asked in (
+        (value, {}), (few, {"compression": "auto"}), (np.zeros(9, np.int32), {"compression": "auto"}),
+        *((value, {"compression": "auto", **more}) for more in (
+            {"algorithm": "ring"}, {"reproducible": True}, {"shards": 2},
+            {"world": World("gpu", (8,), 2)}, {"world": World("cpu", (8,))})),
+    ):  # fmt: skip
+        assert formats_of(of, **asked) == {None}
 
 
 @pytest.mark.parametrize("name", [None, *FORMATS])
@@ -387,8 +370,7 @@ def test_simulated_devices_get_few_packs_of_codes_each_of_which_compiles_its_own
 
 
 def test_bf16_leaves_float16_as_it_is_which_is_no_longer_and_has_more_bits():
-    value = {"half": np.zeros(700, np.float16), "w": np.zeros(700, "f")}
-    plan = planned(value, compression="bf16")
+    plan = planned({"half": np.zeros(700, "f2"), "w": np.zeros(700, "f")}, compression="bf16")
     assert sorted(p.shown_type for p in plan.packs) == ["float16", "float32 as bf16"]
 
 
@@ -398,41 +380,34 @@ def test_bfloat16_leaves_travel_as_16_bits_over_gloo_unless_something_else_is_as
     assert [p.shown_type for p in plan.packs] == ["bfloat16", "float32 as bf16"]
     assert plan.wire_bytes < 0.51 * planned(jax.tree.map(lambda x: x.astype("f"), value)).wire_bytes
     assert "because XLA would widen them for Gloo" in str(plan)
-    for more in ({"algorithm": "ring"}, {"reproducible": True}):
-        assert {p.format for p in planned(value, **more).packs} == {None}
-
-
-def test_integers_under_an_explicit_format_alone_are_refused():
-    f = lambda x: jc.all_reduce("sum", x, "data", options=OPTIONS["int8"])
-    refused("reduces only int32, which travel exactly", f, np.zeros((2, 600), np.int32))
-    with pytest.raises(ValueError, match="reduces only int32"):
-        jc.plan(np.zeros(600, np.int32), axis_size=2, options=OPTIONS["int8"])
+    assert formats_of(value, algorithm="ring") == formats_of(value, reproducible=True) == {None}
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        *((call, "sends every value exactly") for call in ("all_gather", "broadcast", "global_norm")),
-        ("reduce_scatter", "travels exactly"),
+        *((getattr(jc, name), f"`{name}` sends every value exactly")
+          for name in ("all_gather", "broadcast", "global_norm")),
+        (functools.partial(jc.reduce_scatter, "sum"), "`reduce_scatter` travels exactly"),
+        (lambda x, *_, options: jc.all_reduce("sum", x.astype(int), "data", options=options),
+         "reduces only int32, which travel exactly"),
+        (lambda x, *_, options: jc.plan(x.astype(int), axis_size=2, options=options),
+         "reduces only int32, which travel exactly"),
     ],
 )  # fmt: skip
-def test_calls_that_send_exactly_refuse_a_format(call, words):
-    op = ("sum",) if call == "reduce_scatter" else ()
-    f = lambda x: getattr(jc, call)(*op, x, "data", options=OPTIONS["int8"])
-    refused(f"`{call}` {words}", f, np.zeros((2, 600), "f"))
+def test_what_is_sent_exactly_refuses_a_format(call, words):
+    refused(words, lambda x: call(x, "data", options=OPTIONS["int8"]), np.zeros((2, 600), "f"))
 
 
 def test_defaults_of_a_step_do_not_round_what_is_not_a_gradient():
     """A broadcast inside `data_parallel` with a format is exact, and integers are no error."""
 
     def step(w, x):
-        w = jc.broadcast(w, "data")
-        return w, jc.all_reduce(
-            "sum", jnp.ones((600,), jnp.int32) + x[0, 0].astype(jnp.int32) * 0, "data"
-        )
+        count = jnp.ones((600,), jnp.int32) + x[0, 0].astype(jnp.int32) * 0
+        return jc.broadcast(w, "data"), jc.all_reduce("sum", count, "data")
 
-    run_step = jc.data_parallel(step, mesh=mesh_of(2), options=OPTIONS["int4"])
     w = gaussian(1, 600)[0]
-    got, total = run_step(w, np.zeros((2, 1), "f"))
+    step = jc.data_parallel(step, mesh=mesh_of(2), options=OPTIONS["int4"])
+    got, total = step(w, np.zeros((2, 1), "f"))
     np.testing.assert_array_equal(got, w)
     assert int(total[0]) == 2
