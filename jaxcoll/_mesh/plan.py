@@ -28,8 +28,8 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.world import World
 from jaxcoll._prices.predict import predict
+from jaxcoll._spmd.parts import sharded_leaves
 from jaxcoll._spmd.reduce_scatter import plan_scatter
-from jaxcoll._spmd.shards import sharded_leaves
 from jaxcoll._spmd.sparse import check_slices, is_sparse
 from jaxcoll._wire.format import check_any_coded
 

@@ -22,16 +22,10 @@ from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.gradients.per_replica import common
+from jaxcoll._spmd.parts import blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
 from jaxcoll._spmd.pipeline import Recipe, before, carry_out, divided, pack
 from jaxcoll._spmd.scope import Scope, already_reduced, bound_axes, count, listed, named, retyped
-from jaxcoll._spmd.shards import (
-    Shards,
-    blocks_of,
-    check_fits,
-    leaves_of,
-    sharded_leaves,
-    whole_of,
-)
+from jaxcoll._spmd.shards import Shards
 
 _REDUCED = """\
 If it is the mean already, give it to the optimizer's `update` with `reduced=True`."""

@@ -23,9 +23,10 @@ from jaxcoll._plan.packs.shard_layout import SummedLayout, first_difference, sum
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.coded import Coded, Coding
+from jaxcoll._spmd.parts import sharded_leaves
 from jaxcoll._spmd.pipeline import Recipe, unpack
 from jaxcoll._spmd.scope import bound_axes, count, listed, named
-from jaxcoll._spmd.shards import Shards, sharded_leaves
+from jaxcoll._spmd.shards import Shards
 from jaxcoll._wire.formats import finite
 
 _OTHER_WORLD = """\

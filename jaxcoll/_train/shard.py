@@ -16,8 +16,9 @@ from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.shard_layout import layout_of
+from jaxcoll._spmd.parts import all_parts, sharded_leaves
 from jaxcoll._spmd.scope import count
-from jaxcoll._spmd.shards import Shards, all_parts, is_shards, sharded_leaves
+from jaxcoll._spmd.shards import Shards, is_shards
 
 _CALLER = "shard"
 

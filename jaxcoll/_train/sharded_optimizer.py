@@ -21,16 +21,10 @@ from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.gradients.per_replica import taken_by
 from jaxcoll._spmd.norms import clipped
+from jaxcoll._spmd.parts import all_parts, check_fits, sharded_leaves
 from jaxcoll._spmd.reduce_scatter import own_part
 from jaxcoll._spmd.scope import bound_axes, count, scope_here
-from jaxcoll._spmd.shards import (
-    Shards,
-    all_parts,
-    check_fits,
-    is_shards,
-    sharded_leaves,
-    shards_in,
-)
+from jaxcoll._spmd.shards import Shards, is_shards, shards_in
 from jaxcoll._train.elementwise import check_elementwise
 from jaxcoll._train.shard import unshard
 

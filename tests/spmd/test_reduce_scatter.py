@@ -24,7 +24,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll._plan.packs.shard_layout import layout_of
-from jaxcoll._spmd.shards import sharded_leaves
+from jaxcoll._spmd.parts import sharded_leaves
 
 P = PartitionSpec
 HALVES = ("auto", "packed", "ring", "halving_doubling", "shuffle")

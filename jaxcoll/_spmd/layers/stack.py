@@ -14,8 +14,9 @@ from jaxcoll._compat import marks
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.gradients.per_replica import taken_by
+from jaxcoll._spmd.parts import leaves_of, whole_of
 from jaxcoll._spmd.scope import as_array, count, differentiation, listed, retyped
-from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, said_of_each, whole_of
+from jaxcoll._spmd.shards import Shards, is_shards, said_of_each
 from jaxcoll.errors import AlreadyReducedError
 
 CALLER = "scan_layers"

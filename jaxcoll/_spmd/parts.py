@@ -1,0 +1,118 @@
+"""The parts of a tree that is cut over replicas: what may be cut, and how packs lie in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoll import _compat
+from jaxcoll._plan.packs.leaves import Leaf, Whole, dtype_of, flattened, no_array, where
+from jaxcoll._plan.packs.packing import LANES, Pack, padded
+from jaxcoll._plan.packs.shard_layout import ShardedLeaf, ShardLayout, first_difference
+from jaxcoll._spmd.pipeline import pack, unpack
+from jaxcoll._spmd.shards import Shards
+from jaxcoll._spmd.sparse import is_sparse
+
+
+def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
+    """The structure of a tree that is to be cut over `axes`, and the leaves of its layout."""
+    flat, treedef = flattened(tree, _is_node)
+    leaves = []
+    for name, leaf in flat:
+        if (obstacle := _obstacle(leaf)) is not None:
+            raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype_of(leaf)))
+        varying = _compat.varying_axes(leaf) if isinstance(leaf, jax.Array) else frozenset()
+        kind = (dtype.name, *sorted(varying - set(axes)))
+        leaves.append(
+            ShardedLeaf(name, tuple(np.shape(leaf)), dtype, dtype, tuple(axes.values()), kind)
+        )
+    return treedef, tuple(leaves)
+
+
+def _is_node(x: Any) -> bool:
+    """True of a tree to JAX that must not be cut."""
+    return isinstance(x, Whole)
+
+
+def _obstacle(leaf: Any) -> str | None:
+    """Why a leaf cannot be cut in shards."""
+    if _is_node(leaf):
+        more = " `to_dense()` makes it one." if is_sparse(leaf) else ""
+        return f"expected an array, got {type(leaf).__name__}.{more}"
+    got = None if isinstance(leaf, jax.ShapeDtypeStruct) else no_array(leaf)
+    if got is not None:
+        return f"expected an array or a number, got {got}."
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return f"{dtype} holds no numbers; leave it out of the tree (None in its place)."
+    if isinstance(leaf, jax.Array) and _compat.is_partially_sharded(leaf):
+        return (
+            "it is sharded over another axis of the mesh already. Map that axis, too, in "
+            "`jax.shard_map`."
+        )
+    return None
+
+
+def all_parts(
+    value: Any, layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] = ()
+) -> Shards:
+    """All replicas' parts together of a whole tree, in a program that maps no axis."""
+
+    def rows(*arrays: jax.Array) -> list[jax.Array]:
+        packed = zip(layout.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
+        return [blocks_of(x, layout, p).reshape(-1, LANES) for p, x in packed]
+
+    arrays = [jnp.asarray(x) for x in jax.tree.leaves(value)]
+    return Shards(tuple((jax.vmap(rows) if stack else rows)(*arrays)), layout, axes)
+
+
+def check_fits(
+    layout: ShardLayout, treedef: Any, leaves: Sequence[Leaf], replicas: int, caller: str
+) -> None:
+    """Refuse a tree, or a number of replicas, that `layout` was not made for."""
+    if layout.replicas != replicas:
+        raise ValueError(
+            f"`{caller}`: these shards are one of {layout.replicas} each, and here are {replicas} "
+            "replicas. Bring the state to them between programs, with the optimizer's `unshard` "
+            "and then `shard` of one that is made for them, and parameters with `jc.unshard` and "
+            "`jc.shard`."
+        )
+    difference = first_difference(leaves, layout.leaves)
+    if not difference and treedef != layout.treedef:
+        difference = f"its structure is {treedef}, and was {layout.treedef}"
+    if difference:
+        raise ValueError(
+            f"`{caller}`: the tree is not the one that the shards were made of: {difference}. An "
+            "optimizer's state belongs to the parameters that `init` was given: call `init` again, "
+            "or bring the leaf back to the shape and type it had."
+        )
+
+
+def blocks_of(packed: jax.Array, layout: ShardLayout, pack: Pack) -> jax.Array:
+    """Return a whole pack as one block for each replica."""
+    flat = packed.reshape(-1)
+    filled = jnp.pad(flat, (0, padded(pack.size, layout.replicas) - flat.size))
+    return filled.reshape(layout.replicas, layout.rows(pack), LANES)
+
+
+def whole_of(blocks: jax.Array, layout: ShardLayout, pack: Pack) -> jax.Array:
+    """Return a pack without its padding; of one leaf, in that leaf's shape."""
+    flat = blocks.reshape(-1)[: pack.size]
+    leaf = layout.leaves[pack.segments[0].leaf]
+    return flat.reshape(leaf.shape) if pack.is_leaf(layout.leaves) else flat
+
+
+def leaves_of(
+    wholes: Sequence[jax.Array], layout: ShardLayout, on_cpus_along: Collection[str] = ()
+) -> list[jax.Array]:
+    """The leaves again, from their whole packs without their padding; see `unpack`."""
+    arrays = unpack(wholes, layout.packs, layout.leaves, on_cpus_along)
+    return [
+        jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
+        for array, leaf in zip(arrays, layout.leaves, strict=True)
+    ]
