@@ -18,6 +18,7 @@ from jaxcoll._elastic.generation import Generation, RegroupError
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.rows import rows_of
 from jaxcoll._elastic.run import outcome_of
+from jaxcoll._threads import any_blocked
 
 
 @jc.data_parallel(batch_argnums=1)
@@ -298,6 +299,27 @@ def test_too_few_workers_save_the_state(tmp_path):
     with pytest.raises(jc.errors.PeerLostError, match=words):
         jc.Elastic(step, START, min_workers=2, checkpoint=path).run(rows, 9)
     assert jc.restore_checkpoint(path, START)[1] == 0
+
+
+class Interrupted(threading.Event):
+    def wait(self, timeout=None):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_the_wait_leaves_the_step_to_its_thread(monkeypatch):
+    release = threading.Event()
+
+    def blocks(call, membership, seconds, what):
+        membership.woken = Interrupted()
+        return outcome_of(release.wait, membership, seconds, what)
+
+    monkeypatch.setattr("jaxcoll._elastic.run.outcome_of", blocks)
+    with pytest.raises(KeyboardInterrupt):
+        jc.Elastic(step, START).run(rows, 1)
+    assert any_blocked()
+    release.set()
+    monkeypatch.undo()
+    assert jc.Elastic(step, START).run(rows, 1) is not None, "the next step has another thread"
 
 
 def test_what_fails_because_time_was_up_is_no_failure(monkeypatch):

@@ -17,7 +17,7 @@ from jaxcoll._compat.settings import numerics
 from jaxcoll._train.batches import order
 from jaxcoll.cli.main import main
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 SECONDS = 120.0
 
@@ -55,7 +55,6 @@ def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd)
     assert {"[0] aside", "[1] aside"} <= set(err.splitlines())
 
 
-@pytest.mark.usefixtures("forked")
 def test_batches_are_the_same_for_any_number_of_processes_or_refused():
     rows = {"id": np.arange(50), "x": np.arange(100.0).reshape(50, 2).astype("f")}
 
@@ -182,7 +181,6 @@ def ends(how):
     return os._exit(0) if how == "without a result" else OfAnother()
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("fn", "settings", "ranks", "words"),
     [
@@ -213,7 +211,6 @@ def test_every_rank_returns_or_the_first_that_did_not_is_named_and_all_end(
     assert time.monotonic() < began + SECONDS
 
 
-@pytest.mark.usefixtures("forked")
 def test_an_interrupt_ends_all(tmp_path):
     here = str(tmp_path)
 
@@ -240,7 +237,6 @@ def test_an_interrupt_ends_all(tmp_path):
             os.kill(int((tmp_path / str(rank)).read_text() or 0), 0)
 
 
-@pytest.mark.usefixtures("forked")
 def test_without_cloudpickle_functions_of_modules_go_and_others_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     assert sorted(jc.launch(partial(divmod, 7, 2), 1, timeout_seconds=SECONDS)) == [(3, 1)]
