@@ -315,10 +315,7 @@ def _start(
     assert member.coordinator_address is not None
     asked = bind or os.environ.get(JAX_BIND) or member.coordinator_address
     host, port = host_and_port(asked)
-    try:
-        number = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-    except ValueError:
-        number = _resolved(host, member)
+    number = _resolved("127.0.0.1" if host == "localhost" else host, member)
     at = f"[{number}]:{port}" if number.version == 6 else f"{number}:{port}"
     try:
         return start_coordinator(at, member.num_processes, recoverable=recoverable, **limits)

@@ -8,6 +8,7 @@ watchdog is asked for them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,24 +47,20 @@ batch, so that these rows count {n} times; if this is the whole batch, pass this
 of it, as in `rows[jax.process_index()::jax.process_count()]`."""
 
 
+@dataclasses.dataclass(eq=False)
 class Agreement:
     """The protocol by which a group's processes agree on the program of one call."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        group: str,
-        processes: Sequence[int],
-        position: int,
-        program: Program,
-        first: FirstValues | None,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._peers, self._group, self._processes = peers, group, processes
-        self._position, self._program = position, program
-        self._first = first  # what this process brings to its first run; None: nothing
-        self._warn = warn
-        self.folder = f"{peers.root}/agree/{group}/{position}"
+    peers: Peers
+    group: str
+    processes: Sequence[int]
+    position: int
+    program: Program
+    first: FirstValues | None  # what this process brings to its first run; None: nothing
+    warn: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.folder = f"{self.peers.root}/agree/{self.group}/{self.position}"
         # Processes that run the same program here, and saw nothing to agree upon
         self._alike: set[int] = set()
         self._silent_since: dict[int, float] = {}
@@ -78,12 +75,12 @@ class Agreement:
         Raises:
           PeerLostError: a process does not come any more.
         """
-        store, me, first = self._peers.store, self._peers.process, self._first
+        store, me, first = self.peers.store, self.peers.process, self.first
         whole, rows = ("", "") if first is None else first.short()
         if first is not None:
             store.set(f"{self.folder}/values/{me}", json.dumps(first.replicated))
-        store.set(f"{self.folder}/marks/{me}", json.dumps([self._program.mark, whole, rows]))
-        if me == self._processes[0]:
+        store.set(f"{self.folder}/marks/{me}", json.dumps([self.program.mark, whole, rows]))
+        if me == self.processes[0]:
             verdict = self._verdict()
             store.set(f"{self.folder}/verdict", json.dumps(verdict))
         else:
@@ -94,20 +91,20 @@ class Agreement:
         if "error" in verdict:
             return ProgramMismatchError(verdict["error"]), verdict["is_run"]
         if "same_rows" in verdict and first is not None:
-            leaf, n = next(iter(first.rows)), len(self._processes)
-            self._warn(_SAME_ROWS.format(name=self._program.name, n=n, leaf=leaf))
+            leaf, n = next(iter(first.rows)), len(self.processes)
+            self.warn(_SAME_ROWS.format(name=self.program.name, n=n, leaf=leaf))
         return None, False
 
     def _verdict(self) -> dict[str, Any]:
         """Return the verdict of all processes' marks, as far as it takes to know."""
         pause = 0.001
         while True:
-            marks = self._peers.store.all(f"{self.folder}/marks")
+            marks = self.peers.store.all(f"{self.folder}/marks")
             entries = {int(p): json.loads(text) for p, text in marks.items()}
-            differing = [p for p in sorted(entries) if entries[p][0] != self._program.mark]
-            missing = [p for p in self._processes if p not in entries and p not in self._alike]
+            differing = [p for p in sorted(entries) if entries[p][0] != self.program.mark]
+            missing = [p for p in self.processes if p not in entries and p not in self._alike]
             if differing:
-                replies = self._peers.ask(self._group, self._position, missing) if missing else {}
+                replies = self.peers.ask(self.group, self.position, missing) if missing else {}
                 ran = [p for p in sorted(replies) if replies[p].get("ran") is not None]
                 return self._mismatch(differing[0], ran)
             if not missing:
@@ -119,10 +116,10 @@ class Agreement:
 
     def _awaited(self) -> dict[str, Any]:
         """The verdict of the first process; or this process's own, if that does not come."""
-        first = self._processes[0]
+        first = self.processes[0]
         while True:
             try:
-                return json.loads(self._peers.store.get(f"{self.folder}/verdict", PATIENCE_SECONDS))
+                return json.loads(self.peers.store.get(f"{self.folder}/verdict", PATIENCE_SECONDS))
             except TimeoutError:
                 if self._stray([first]) is not None:
                     return self._mismatch(first, [first])
@@ -132,21 +129,21 @@ class Agreement:
     def _of_values(self, entries: Mapping[int, Sequence[str]]) -> dict[str, Any]:
         """Return the verdict of the digests of the processes' first arguments."""
         if len({whole for _, whole, _ in entries.values()} - {""}) > 1:
-            texts = self._peers.store.all(f"{self.folder}/values")
+            texts = self.peers.store.all(f"{self.folder}/values")
             values = {p: json.loads(texts[p]) for p in sorted(texts, key=int)}
             paths = tuple(next(iter(values.values())))
             digests = [[[int(held[path], 16)] for path in paths] for held in values.values()]
             found = ReplicaCheck(np.array(digests, np.uint64), paths, tuple(values)).divergent()
             leaf, groups = next(iter(found.items()))
             text = _DIFFERENT.format(
-                name=self._program.name,
+                name=self.program.name,
                 n=len(found),
                 of=len(paths),
                 leaf=leaf,
                 groups=" | ".join(map(", ".join, groups)),
             )
             return {"error": text, "divergent": found}
-        rows, n = {rows for _, _, rows in entries.values()}, len(self._processes)
+        rows, n = {rows for _, _, rows in entries.values()}, len(self.processes)
         same = len(entries) == n > 1 and len(rows) == 1 and rows != {""}
         return {"same_rows": True} if same else {}
 
@@ -162,7 +159,7 @@ class Agreement:
         now = time.monotonic()
         if now < self._next:
             return None
-        replies = self._peers.ask(self._group, self._position, missing)
+        replies = self.peers.ask(self.group, self.position, missing)
         self._pause = min(2 * self._pause, 2 * HEARTBEAT_SECONDS)
         self._next = time.monotonic() + self._pause
         lost = [p for p in missing if p not in replies and self._is_lost(p, now)]
@@ -172,22 +169,22 @@ class Agreement:
             self._silent_since.pop(process, None)
         # A process that has not run anything here is about to write its mark.
         ran = {p: reply["ran"] for p, reply in replies.items() if reply.get("ran") is not None}
-        self._alike |= {p for p, mark in ran.items() if mark == self._program.mark}
+        self._alike |= {p for p, mark in ran.items() if mark == self.program.mark}
         return min(ran.keys() - self._alike, default=None)
 
     def _is_lost(self, process: int, now: float) -> bool:
-        state = self._peers.known(process)
+        state = self.peers.known(process)
         silent = now - self._silent_since.setdefault(process, now) >= SILENT_CALLER_SECONDS
         return state in ("ended", "dead") or (state == "here" and silent and followed() is None)
 
     def _mismatch(self, other: int, ran: Sequence[int]) -> dict[str, Any]:
         """The verdict that this process and another bring different programs."""
-        ask = self._peers.ask
-        reply = ask(self._group, self._position, [other], _LINES_SECONDS, lines=True).get(other, {})
+        ask = self.peers.ask
+        reply = ask(self.group, self.position, [other], _LINES_SECONDS, lines=True).get(other, {})
         theirs = unpacked(reply["lines"]) if "lines" in reply else ["(its program is not known)"]
-        sides = {self._peers.process: unpacked(self._program.lines), other: theirs}
+        sides = {self.peers.process: unpacked(self.program.lines), other: theirs}
         text = _MISMATCH.format(
-            position=self._position,
+            position=self.position,
             done=f"process {ran[0]} runs one and waits in it" if ran else "nothing was run",
             sides=first_difference(dict(sorted(sides.items()))),
         )

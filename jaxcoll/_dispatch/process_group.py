@@ -236,8 +236,18 @@ class ProcessGroup:
             status["lines"] = self._program.lines
         return status
 
-    def arrivals(self, position: int) -> tuple[tuple[int, ...], str]:
-        """Return the processes that have not come as far as `position`, and the same in words."""
+    def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
+        """Return which processes keep a call from its end, and the same in words."""
+        if self.call is not call:
+            return (), (
+                " It has not begun: an earlier call over the same processes, which was given up, "
+                "has not ended yet."
+            )
+        late, words = self._late()
+        return late, f" {words} {starts_with(program)}"
+
+    def _late(self) -> tuple[tuple[int, ...], str]:
+        position = self.position
         try:
             replies = self._peers.ask(self.name, position, self.others, coordinator=0.2)
             words = {p: self._peers.silence(p) for p in self.others if p not in replies}
@@ -246,26 +256,15 @@ class ProcessGroup:
         words |= {p: in_words(reply) for p, reply in replies.items() if reply["at"] < position}
         what = "did not arrive" if words else "failed in it"
         # A transport's error on one process may follow from another's absence, which comes first.
-        failed = {
+        words = words or {
             p: f"has {reply['failed']}" for p, reply in replies.items() if reply.get("failed")
         }
-        words = words or failed
         if not words:
             return (), "All processes have arrived: the call is slow, or its transport is stuck."
         late = sorted(words)
         who = f"Process{'es' * (len(late) > 1)} {', '.join(map(str, late))}"
         each = "; ".join(f"process {p} {words[p]}" for p in late)
         return tuple(late), f"{who} of {len(self.processes)} {what}: {each}."
-
-    def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
-        """Return which processes keep a call from its end, and the same in words."""
-        if self.call is call:
-            late, words = self.arrivals(self.position)
-            return late, f" {words} {starts_with(program)}"
-        return (), (
-            " It has not begun: an earlier call over the same processes, which was given up, has "
-            "not ended yet."
-        )
 
     def beat(self) -> None:
         """Stop waiting in a call for processes that ended, and since the last heartbeat at least.

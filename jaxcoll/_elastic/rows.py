@@ -35,7 +35,7 @@ def rows_of(batches: Any) -> Rows:
         raise ValueError(_EXPECTED.format(got=type(batches).__name__))
     if (count := _count_of_positions(batches)) not in (1, 3):
         raise ValueError(_EXPECTED.format(got=f"a function of {count} arguments"))
-    return _returning(_split(batches) if count == 1 else batches)
+    return _split(batches) if count == 1 else batches
 
 
 def source_of(batches: Any) -> str:
@@ -51,17 +51,6 @@ def _digest(batch: Any) -> str:
         found.update(f"{jax.tree_util.keystr(path)} {np.shape(x)}".encode())
         found.update(np.asarray(x).tobytes())
     return found.hexdigest()
-
-
-def _returning(rows: Rows) -> Rows:
-    """Return the function, which a forgotten `return` makes an error."""
-
-    def checked(step: int, worker: int, workers: int) -> Any:
-        if (batch := rows(step, worker, workers)) is None:
-            raise ValueError(f"`Elastic.run`: the function returned None for step {step}.")
-        return batch
-
-    return checked
 
 
 def _count_of_positions(function: Callable[..., Any]) -> int:

@@ -237,7 +237,9 @@ class Run:
         place_here, world = generation.members.index(self._membership.name), len(generation.members)
 
         def batches(at: int) -> Any:
-            return self._batches(at, place_here, world)
+            if (batch := self._batches(at, place_here, world)) is None:  # a forgotten `return`
+                raise ValueError(f"`Elastic.run`: the function returned None for step {at}.")
+            return batch
 
         before = step = generation.step
         while step < self._steps:

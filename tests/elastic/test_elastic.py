@@ -159,11 +159,13 @@ def test_bad_numbers_and_steps_that_do_not_fit_are_refused(settings, words):
 
 
 @pytest.mark.parametrize("batches", [[1.0, 2.0], [[1, 2], [3, 4]], lambda step: 3])
-def test_a_batch_of_numbers_is_refused(batches):
+def test_a_batch_of_numbers_is_refused_and_so_is_none(batches):
     with pytest.raises(
         ValueError, match=r"is a number \([13]\.?0?\), which has no rows .* `np.asarray`"
     ):
         jc.Elastic(step, START).run(batches, 2)
+    with pytest.raises(ValueError, match="the function returned None for step 0"):
+        jc.Elastic(step, START).run(lambda step, worker, workers: None, 2)
 
 
 class Present:
