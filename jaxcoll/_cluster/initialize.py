@@ -18,11 +18,16 @@ from typing import Any
 
 import jax
 
-from jaxcoll._cluster.coordinator import Coordinator, jax_heartbeat, start_coordinator
+from jaxcoll._cluster.coordinator import (
+    LONGEST_SECONDS,
+    Coordinator,
+    jax_heartbeat,
+    start_coordinator,
+)
 from jaxcoll._cluster.coordinator_proxy import through_proxy
 from jaxcoll._cluster.hosts import publish_host
 from jaxcoll._cluster.launch.subprocesses import REJOIN
-from jaxcoll._cluster.launchers import JAX_BIND, JAX_COORDINATOR, checked_seconds, member_of
+from jaxcoll._cluster.launchers import JAX_BIND, JAX_COORDINATOR, member_of
 from jaxcoll._cluster.liveness import CoordinatorConnection, follow
 from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._cluster.socket_folder import make_socket_folder
@@ -32,6 +37,7 @@ from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS
 from jaxcoll._compat import settings
 from jaxcoll._compat.gloo import let_gloo_listen_at
 from jaxcoll._malloc import keep_freed_memory
+from jaxcoll._plan import checks
 from jaxcoll.errors import DeadlineExceededError
 
 _LOG = logging.getLogger("jaxcoll")
@@ -125,13 +131,13 @@ def initialize(
     Examples:
       >>> initialize()  # nobody launched this process: it is alone
     """
-    timeout = checked_seconds("initialization_timeout_seconds", initialization_timeout_seconds)
+    timeout = _seconds("initialization_timeout_seconds", initialization_timeout_seconds)
     limits = {
         "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
         "shutdown_timeout_seconds": shutdown_timeout_seconds,
     }
     # In whole seconds, as JAX takes them.
-    limits = {name: math.ceil(checked_seconds(name, value)) for name, value in limits.items()}
+    limits = {name: math.ceil(_seconds(name, value)) for name, value in limits.items()}
     given = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
@@ -286,6 +292,10 @@ def _check_same(member: Member) -> None:
             f"`initialize`: this is {here} already, and cannot become {asked} as well. Call it "
             "once, or `jax.distributed.shutdown()` in between."
         )
+
+
+def _seconds(name: str, value: Any) -> float:
+    return min(checks.seconds("initialize", name, value), LONGEST_SECONDS)
 
 
 def _check_unused() -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from jaxcoll._cluster.coordinator import LONGEST_SECONDS
 from jaxcoll._cluster.launch.subprocesses import COORDINATOR, PROCESSES, RANK
 from jaxcoll._cluster.resolvers import TF_CONFIG, TFConfigClusterResolver, member_of_tasks
 from jaxcoll._cluster.specs import HIGHEST_PORT, LAUNCH, Member, hosts_of
-from jaxcoll._plan.checks import is_number
 
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
@@ -177,13 +174,3 @@ def _numbers(environment: Mapping[str, str], names: Sequence[str], source: str) 
         if not value.isdecimal():
             raise ValueError(f"{source}: {name} must be a whole number; got {value!r}.")
     return tuple(map(int, values.values()))
-
-
-def checked_seconds(name: str, value: Any) -> float:
-    """A time limit: a positive, finite number of seconds, of which 23 days count at most."""
-    if not is_number(value) or value <= 0:
-        raise ValueError(
-            f"`initialize` expects `{name}` to be a finite number of seconds above 0: processes "
-            f"that do not come are not waited for without end; got {value!r}."
-        )
-    return min(float(value), LONGEST_SECONDS)

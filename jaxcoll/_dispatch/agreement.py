@@ -131,14 +131,12 @@ class Agreement:
         if len({whole for _, whole, _ in entries.values()} - {""}) > 1:
             texts = self.peers.store.all(f"{self.folder}/values")
             values = {p: json.loads(texts[p]) for p in sorted(texts, key=int)}
-            paths = tuple(next(iter(values.values())))
-            digests = [[[int(held[path], 16)] for path in paths] for held in values.values()]
-            found = ReplicaCheck(np.array(digests, np.uint64), paths, tuple(values)).divergent()
+            found = divergent(values)
             leaf, groups = next(iter(found.items()))
             text = _DIFFERENT.format(
                 name=self.program.name,
                 n=len(found),
-                of=len(paths),
+                of=len(next(iter(values.values()))),
                 leaf=leaf,
                 groups=" | ".join(map(", ".join, groups)),
             )
@@ -189,3 +187,10 @@ class Agreement:
             sides=first_difference(dict(sorted(sides.items()))),
         )
         return {"error": text, "is_run": bool(ran)}
+
+
+def divergent(digests: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Groups of those who hold the same, for each leaf of which not all do, by its digests."""
+    paths = tuple(next(iter(digests.values())))
+    found = [[[int(held[path], 16)] for path in paths] for held in digests.values()]
+    return ReplicaCheck(np.array(found, np.uint64), paths, tuple(digests)).divergent()

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._api.alike import broadcast
+from jaxcoll._dispatch.agreement import divergent
 from jaxcoll._elastic import residuals
 from jaxcoll._elastic.checkpoint import (
     Stamp,
@@ -300,14 +301,14 @@ def _digests(tree: Any) -> str:
 
 
 def _digest(x: Any) -> str:
-    """The digest of each different copy in this process: of one, if all are equal."""
+    """The digest of a leaf, and of every copy in this process that differs from the first."""
     copies = [s.data for s in x.addressable_shards] if isinstance(x, jax.Array) else [x]
     first, *others = map(_bytes, copies)
-    different = [each for each in others if not np.array_equal(each, first)]
-    hashes = (
-        hashlib.blake2b(each.data, digest_size=16).hexdigest() for each in (first, *different)
-    )
-    return " ".join(hashes)
+    found = hashlib.blake2b(first.data, digest_size=8)
+    for other in others:
+        if not np.array_equal(other, first):
+            found.update(other.data)
+    return found.hexdigest()
 
 
 def _bytes(x: Any) -> np.ndarray:
@@ -315,22 +316,16 @@ def _bytes(x: Any) -> np.ndarray:
 
 
 def _other_values(digests: dict[str, str]) -> ReplicaDivergenceError:
-    held = {str(rank_of(name)): json.loads(text) for name, text in digests.items()}
-    divergent = {}
-    for leaf in next(iter(held.values())):
-        groups: dict[str, list[str]] = {}
-        for rank in sorted(held, key=int):
-            groups.setdefault(held[rank][leaf], []).append(rank)
-        if len(groups) > 1:
-            divergent[leaf] = tuple(sorted(map(tuple, groups.values()), key=len, reverse=True))
-    leaf, groups = next(iter(divergent.items()))
+    held = {rank_of(name): json.loads(text) for name, text in digests.items()}
+    found = divergent({str(rank): held[rank] for rank in sorted(held)})
+    leaf, groups = next(iter(found.items()))
     return ReplicaDivergenceError(
-        f"Workers hold different values in {counted(len(divergent), 'leaf', 'leaves')} of the "
+        f"Workers hold different values in {counted(len(found), 'leaf', 'leaves')} of the "
         f"state, {leaf} first: "
         f"{' | '.join(', '.join(group) for group in groups)}. At the start give all the same "
         "initial state, made from one seed or read from one file; a step must compute the same on "
         "all from then on, whatever the worker's number.",
-        divergent=divergent,
+        divergent=found,
     )
 
 

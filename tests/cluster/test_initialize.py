@@ -157,8 +157,8 @@ def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "arguments", "words"),
     [
-        (ValueError, {"initialization_timeout_seconds": 0}, "`initialization_timeout_seconds` to be a finite"),
-        (ValueError, {"heartbeat_timeout_seconds": -1}, "`heartbeat_timeout_seconds` to be a finite"),
+        (ValueError, {"initialization_timeout_seconds": float("inf")}, "`initialization_timeout_seconds` to be a number of seconds"),
+        (ValueError, {"heartbeat_timeout_seconds": -1}, "`heartbeat_timeout_seconds` to be a number of seconds"),
         (ValueError, {"num_processes": 2}, "needs `coordinator_address` and `process_id`, which"),
         (ValueError, {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2}, "process 2 of 2"),
         (ValueError, {"coordinator_address": "a", "num_processes": 2, "process_id": 0}, "'host:port'"),
