@@ -257,9 +257,9 @@ def check_own_devices(devices: Sequence[jax.Device]) -> None:
     for device in devices:
         if device.process_index != jax.process_index():
             raise ValueError(
-                f"A value of this process is copied between the devices of one process; {device} "
-                f"belongs to process {device.process_index}. Reduce to the value's own devices "
-                "with `NcclAllReduce` instead."
+                f"This reduction copies between the devices of one process; {device} belongs to "
+                f"process {device.process_index}. Reduce to the value's own devices with "
+                "`NcclAllReduce` instead."
             )
 
 

@@ -185,10 +185,3 @@ def test_a_program_whose_call_is_bounded_may_make_calls_in_a_callback(inner):
     call = called_back(lambda: found.append(other.reduce("sum", value, None, inner).item()))
     assert outer.run(call, (2.0,), options=PATIENT)[0].item() == 2.0
     assert found == [3.0]
-
-
-def test_G47_many_reductions_of_a_group_of_one():
-    ops, value = jc.distribute.CollectiveAllReduce(devices(1), 1), PerReplica([[1.0]])
-    for _ in range(1000):
-        result = ops.reduce("sum", value, value)
-    assert [x.item() for x in result] == [1.0]

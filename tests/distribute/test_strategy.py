@@ -142,10 +142,9 @@ def test_H10_strategies_are_not_mixed():
     assert local(other, other.run(lambda: 1.0)) == [1.0] * 3
 
 
-@TWO
-def test_H13_H14_H31_the_derivative_of_all_reduce(s):
+def test_H13_H14_H31_the_derivative_of_all_reduce():
     """y = all_reduce(x)·c: each replica's derivative is the all_reduce of the c."""
-    n, outside = s.num_replicas_in_sync, jnp.float32(42)
+    s, n, outside = PAIR, 2, jnp.float32(42)
 
     def derivatives(c, argument, own):
         def by(x, op):

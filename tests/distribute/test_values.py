@@ -190,14 +190,11 @@ def test_L5_values_that_are_no_replicas_are_refused(kind, values, message):
         values(kind) if callable(values) else kind(values)
 
 
-def test_copies_that_differ_are_no_Mirrored():
+def test_copies_that_differ_and_an_array_over_several_devices_are_refused():
     differs = r"equal copies; leaf \['a'\] of replica 1 differs from that of replica 0. "
     with pytest.raises(ValueError, match=differs):
         jc.distribute.Mirrored([{"a": 1.0}, {"a": 2.0}])
     assert len(jc.distribute.Mirrored([np.nan, np.nan])) == 2
-
-
-def test_an_array_over_several_devices_is_no_replicas_value():
     wide = jax.device_put(np.ones(8, "f"), NamedSharding(jax.make_mesh((8,), ("x",)), P("x")))
     with pytest.raises(ValueError, match=r"replica 0 spans 8 devices.*`PerReplica.from_global`"):
         jc.PerReplica([wide, wide])
@@ -280,14 +277,3 @@ def test_A5_a_value_is_taken_apart_copied_in_place_and_shown_and_not_pickled():
         "Mirrored({'b': [float32[3]], 'w': int32[2, 3]} on 8: cpu:0, cpu:1, …, cpu:7)"
     )
     assert repr(jc.PerReplica([[1.0] * 99] * 2)) == "PerReplica(99 arrays on 2: cpu:0, cpu:1)"
-
-
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        (jc.PerReplica, "devices from_function from_global num_replicas values"),
-        (jc.IndexedSlices, "dense_shape padded to_dense without_padding"),
-    ],
-)
-def test_help_shows_what_users_call(kind, names):
-    assert [name for name in dir(kind) if not name.startswith("_")] == names.split()
