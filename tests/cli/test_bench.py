@@ -103,23 +103,3 @@ def test_over_processes_one_of_which_shows(tmp_path, capsys):
     check(lines, ["4KiB"], ["ring/halving_doubling"], 4)
     assert {x["processes"] for x in lines} == {2}
     assert capsys.readouterr().out.count("mean over 4 devices (cpu) of 2 processes") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tree", "vgg"], "--tree vgg: expected one of resnet50"),
-        (["--algorithms", "magic"], "no algorithm 'magic': choose auto"),
-        (["--sizes", "2KiB:1KiB"], "--sizes: expected SIZE"),
-        (["--sizes", "6B"], "--sizes: 6B is no whole number of elements of float32"),
-        (["--processes", "2", "--platform", "gpu"], "--processes starts CPU processes"),
-        (["--platform", "auto", "--devices", "9"], "--devices 9: there are 8 cpu here"),
-    ],
-)
-def test_bad_flags_are_one_line_and_status_2(words, message, capsys):
-    assert main(["bench", *words]) == 2
-    shown, printed = capsys.readouterr()
-    assert shown == ""
-    assert printed.startswith("jaxcoll bench: ")
-    assert message in printed
-    assert len(printed.splitlines()) == 1

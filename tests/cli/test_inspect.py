@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import forks
-import pytest
 
 from jaxcoll.cli.main import main
 
@@ -56,56 +55,6 @@ def test_two_files_side_by_side(capsys):
     assert "nowhere.hlo is no file of HLO text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "is no file of HLO text"),
-        ("hello", "expected HLO text, which begins with 'HloModule'"),
-        ("HloModule jit_f\n\nENTRY %main (x: f32[2]) -> f32[2] {\n  %x = f32[2]", "looks cut off"),
-    ],
-    ids=["missing", "no HLO", "cut off"],
-)
-def test_bad_files_are_one_line(content, words, capsys, tmp_path):
-    file = tmp_path / "a.hlo"
-    if content is not None:
-        file.write_text(content)
-    assert main(["inspect", str(file)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("jaxcoll inspect: ")
-    assert words in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        (
-            "mine",
-            "mine is no file of HLO text. A function is named behind its file or module, as in",
-        ),
-        ("here/mine.py", "as in here/mine.py:step; --run here/mine.py runs a whole script."),
-        ("here", "as in train.py:step"),
-    ],
-)
-def test_a_target_that_is_no_text_says_how_a_function_is_named(
-    target, words, capsys, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "mine.py").write_text(MODULE)
-    for flags in ([target], [str(GOLDEN / "gpu-0.12.0.1-packs.hlo"), "--against", target]):
-        assert main(["inspect", *flags]) == 2
-        error = capsys.readouterr().err
-        assert words in error
-        assert "Errno" not in error
-
-
-def test_a_topology_is_not_for_a_file(capsys):
-    file = str(GOLDEN / "gpu-0.12.0.1-kinds.hlo")
-    assert main(["inspect", file, "--topology", "h100:8"]) == 2
-    assert "--topology is for module:name" in capsys.readouterr().err
-
-
 def test_modules(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     script = (
@@ -132,20 +81,3 @@ def test_modules(tmp_path):
         strict=True,
     ):  # fmt: skip
         assert words in line
-
-
-@pytest.mark.parametrize("flag", ["--json", "--plot"])
-def test_a_place_that_cannot_be_written_is_named(flag, tmp_path, capsys):
-    file = str(GOLDEN / "gpu-0.12.0.1-kinds.hlo")
-    assert (
-        main(
-            [
-                "inspect",
-                file,
-                flag,
-                str(tmp_path / "no" / "a.png" if flag == "--json" else tmp_path),
-            ]
-        )
-        == 2
-    )
-    assert str(tmp_path) in capsys.readouterr().err

@@ -54,28 +54,6 @@ def test_two_levels_and_processes(capsys):
     assert "over 4 × cpu, 4 processes" in out
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--tree", "resnet51"), "--tree resnet51: expected one of resnet50"),
-        (("--dtype", "float33"), "no dtype 'float33'"),
-        (("--dtype", "float64"), "JAX holds float64 as float32: ask for that, or set JAX_ENABLE"),
-        (("--topology", "h101:8"), "There is no topology 'h101:8'. Nearest: 'h100:8'"),
-        (("--algorithm", "rnig"), "no algorithm 'rnig': choose auto, reproducible, native, ring"),
-        (("--algorithm", "ring/ring"), "is hierarchical"),
-        (("--algorithm", "ring@much"), "expected a size such as 1KiB, 4MiB or 1GiB; got 'much'"),
-        (("--json", "/proc/no/a.json"), "/proc/no/a.json"),
-    ],
-    ids=str,
-)
-def test_what_is_wrong_is_one_line(capsys, flags, words):
-    status, out, error = ran(capsys, *flags)
-    assert (status, out) == (2, "")
-    assert error.startswith("jaxcoll plan: ")
-    assert words in error
-    assert error.count("\n") == 1
-
-
 def test_a_number_that_is_too_small_is_refused_by_the_parser(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--devices", "0"])

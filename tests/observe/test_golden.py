@@ -77,18 +77,16 @@ def test_counts_and_bytes(name, expected, nbytes):
     assert wire_bytes(collectives) == nbytes
 
 
-@pytest.mark.parametrize("name", ["cpu-0.10.2", "cpu-0.12.0.1", "gpu-0.12.0.1", "v6e-0.12.0.1"])
-def test_groups_of_a_mesh(name):
-    found = {c.groups: (c.group_size, c.wire_bytes) for c in compiled(f"{name}-mesh")}
-    assert found == {
-        ((0, 4), (1, 5), (2, 6), (3, 7)): (2, 128),
-        ((0, 1, 2, 3), (4, 5, 6, 7)): (4, 192),
-        ALL: (8, 224),
-    }
+MESH = {
+    ((0, 4), (1, 5), (2, 6), (3, 7)): (2, 128),
+    ((0, 1, 2, 3), (4, 5, 6, 7)): (4, 192),
+    ALL: (8, 224),
+}
 
 
 @pytest.mark.parametrize("name", ["cpu-0.10.2", "cpu-0.12.0.1", "gpu-0.12.0.1", "v6e-0.12.0.1"])
-def test_the_names_of_packs_survive_merging(name):
+def test_groups_of_a_mesh_and_names_of_packs_that_were_merged(name):
+    assert {c.groups: (c.group_size, c.wire_bytes) for c in compiled(f"{name}-mesh")} == MESH
     (merged,) = compiled(f"{name}-packs")
     found = [pack_of(each).partition("/")[2] for each in names(merged.op_name)]
     assert sorted(found) == ["pack0", "pack1", "pack2"]
@@ -151,26 +149,13 @@ def test_a_loop_with_a_line_missing_is_refused_or_has_no_other_count():
 
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.12.0.1"])
-class TestRequested:
-    def test_counts(self, version):
-        assert outline(requested(f"{version}-kinds")) == KINDS
-        assert outline(requested(f"{version}-loop")) == LOOP
-        assert outline(requested(f"{version}-variadic")) == [
-            ("all-reduce", 1, 400, 1),
-            ("all-reduce", 1, 60, 1),
-            ("all-reduce", 1, 28, 1),
-        ]
-
-    def test_groups(self, version):
-        assert [c.groups for c in requested(f"{version}-mesh")] == [
-            ((0, 4), (1, 5), (2, 6), (3, 7)),
-            ((0, 1, 2, 3), (4, 5, 6, 7)),
-            ALL,
-        ]
-        assert requested(f"{version}-kinds")[3].groups == AROUND
-
-    def test_branches(self, version):
-        always, *some = requested(f"{version}-branches")
-        assert always.branches == ()
-        assert [c.branches[0][1] for c in some] == [0, 0, 1]
-        assert wire_bytes([always, *some]) == 8 + 896
+def test_what_was_requested(version):
+    always, *some = requested(f"{version}-branches")
+    assert [always.branches, *(c.branches[0][1] for c in some)] == [(), 0, 0, 1]
+    assert wire_bytes([always, *some]) == 8 + 896
+    assert outline(requested(f"{version}-kinds")) == KINDS
+    assert outline(requested(f"{version}-loop")) == LOOP
+    three = [("all-reduce", 1, nbytes, 1) for nbytes in (400, 60, 28)]
+    assert outline(requested(f"{version}-variadic")) == three
+    assert {c.groups for c in requested(f"{version}-mesh")} == MESH.keys()
+    assert requested(f"{version}-kinds")[3].groups == AROUND

@@ -216,7 +216,6 @@ def test_a_text_that_is_no_whole_program_is_an_error(text, words):
         read_hlo(text)
 
 
-@pytest.mark.slow
 def test_each_megabyte_takes_less_than_a_tenth_of_a_second():
     fusion = (
         "  %fusion.{k} = f32[256,256]{{1,0}} fusion(%x), kind=kLoop, calls=%add, "
@@ -226,11 +225,11 @@ def test_each_megabyte_takes_less_than_a_tenth_of_a_second():
         "  %ar.{k} = f32[256,256]{{1,0}} all-reduce(%fusion.{k}), channel_id={k}, "
         "replica_groups=mesh['d'=8] {{'d'}}, use_global_device_ids=true, to_apply=%add"
     )
-    count = 100_000  # quadratic reading would take minutes
+    count = 30_000  # quadratic reading would take minutes
     lines = [fusion.format(k=k) for k in range(count)]
     lines += [reduce.format(k=k) for k in range(0, count, 50)]
     text = module(ADD, entry(*[line.strip() for line in lines]))
-    assert len(text) > 15e6
+    assert len(text) > 4e6
     start = time.process_time()
     collectives = read_hlo(text).collectives
     assert time.process_time() - start < 15 * len(text) / 100e6

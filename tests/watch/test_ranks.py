@@ -17,39 +17,33 @@ pytestmark = pytest.mark.processes
 JOB = Path(__file__).parents[2] / "benchmarks/ranks/late_job.py"
 
 
-def inspect(folder, n, *words, measure=20, devices=1, **variables):
+def inspect(folder, n, *words, measure=20, **variables):
     """Run the job in n processes, and return what it printed and the report."""
     own = ["-m", "jaxcoll", "inspect", "--json", folder / "report.json"]
     own += ["--measure", measure] if measure else []
     done = forks.with_jaxcoll().run(
-        forks.COMMAND, "jaxcoll", "launch", "-n", n, "--devices-per-process", devices, *own,
-        "--run", JOB, *words, cwd=folder, timeout=200, **variables,
+        forks.COMMAND, "jaxcoll", "launch", "-n", n, *own, "--run", JOB, *words,
+        cwd=folder, timeout=200, **variables,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads((folder / "report.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("form", "processes", "devices"),
-    [("shift", 4, 1), ("middle", 2, 2)],
-)
-def test_the_rank_that_comes_late_is_named_and_no_other(form, processes, devices, tmp_path):
-    words = ["--where", form] if form == "middle" else ["--form", form]
-    words += ["--late", processes - 1, "--ms", 100]
-    done, report = inspect(tmp_path, processes, *words, devices=devices)
+def test_the_rank_that_comes_late_is_named_and_no_other(tmp_path):
+    done, report = inspect(tmp_path, 4, "--form", "shift", "--late", 3, "--ms", 100)
     assert len(report["late"]) == 1, (report["late"], done.stderr)
-    assert report["late"][0].startswith(f"jit_step: rank {processes - 1} comes late: last to ")
+    assert report["late"][0].startswith("jit_step: rank 3 comes late: last to ")
     (measured,) = (program["measured"] for program in report["programs"])
-    assert measured["ranks"] == [*range(processes)]
+    assert measured["ranks"] == [*range(4)]
     assert measured["runs"] >= 5
     (last, _), *_ = measured["late"]
     assert 0.05 < last["seconds"] < 0.3
-    assert {len(t["waiting"]) for t in measured["times"]} == {processes}
-    assert len(measured["lanes"]) == processes
+    assert {len(t["waiting"]) for t in measured["times"]} == {4}
+    assert len(measured["lanes"]) == 4
     # One table, of the first rank.
     assert re.search(r"^\[0\] program ", done.stderr, re.M)
     assert not re.search(r"^\[[1-9]\] program ", done.stderr, re.M)
-    assert {f"[{k}] ended {k}" for k in range(processes)} <= set(done.stdout.splitlines())
+    assert {f"[{k}] ended {k}" for k in range(4)} <= set(done.stdout.splitlines())
 
 
 def test_ranks_with_and_without_a_cache_are_compared(tmp_path):

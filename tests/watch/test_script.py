@@ -3,13 +3,10 @@
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import forks
 import pytest
-
-from jaxcoll.cli.main import main
 
 JIT = """
 import sys
@@ -205,44 +202,3 @@ def test_limits_are_held_when_the_script_has_ended(tmp_path):
     assert (done.returncode, done.stdout) == (1, "ended\n")
     assert "max_count=0, found 1 in one run." in done.stderr
     assert "dtypes=['bf16', 's8'], found f32 in #0." in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["--run", "nowhere.py"], "--run nowhere.py: No such file or directory."),
-        (["--run", "bad.py"], "--run bad.py is no Python: "),
-        (["--run"], "--run: what is to run?"),
-        (["--run", "-m", "no.such"], "--run -m no.such: "),
-        (["--run", "-m", "json.decoder.x"], "--run -m json.decoder.x: "),
-        (["--profile", "empty"], "empty holds no profile"),
-        (["--measure", "3", "a.hlo"], "are for --run, as in --measure 20 --run train.py."),
-        (["--profile", "empty", "--run", "bad.py"], "needs --measure"),
-        (["--measure", "2", "--profile", "bad.py/x", "--run", "good.py"], "bad.py/x"),
-        (["--json", "no/a.json", "--run", "good.py"], "no/a.json"),
-        (["a.hlo", "--run", "good.py"], "expected one of TARGET"),
-        *(
-            (["--limit", limit, "--run", "good.py"], f"--limit{words}")
-            for limit, words in {
-                "max_cuont=0": ": max_cuont is no limit",
-                "max_count=-1": " max_count=-1: expected a limit such as max_count=1.",
-                "max_count": " max_count: expected a limit such as max_count=1.",
-                "dtypes": " dtypes: expected a limit such as dtypes=bf16,f32.",
-                "none_in_loops=no": " none_in_loops=no: expected a limit such as none_in_loops.",
-            }.items()
-        ),
-    ],
-    ids=" ".join,
-)
-def test_bad_input_is_one_line_before_anything_runs(words, error, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*sys.path])
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "bad.py").write_text("def (:")
-    (tmp_path / "good.py").write_text("print('ran')")
-    assert main(["inspect", *words]) == 2
-    out, printed = capsys.readouterr()
-    assert out == ""
-    assert error in printed
-    assert printed.startswith("jaxcoll inspect: ")
-    assert printed.count("\n") == 1

@@ -1,0 +1,77 @@
+"""What a command cannot do is one line on standard error and status 2, before anything runs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxcoll.cli.main import main
+
+HLO = str(Path(__file__).parents[1] / "observe" / "golden" / "gpu-0.12.0.1-packs.hlo")
+REFUSED = {
+    "plan": [
+        ("--tree resnet51", "--tree resnet51: expected one of resnet50"),
+        ("--dtype float33", "no dtype 'float33'"),
+        ("--dtype float64", "JAX holds float64 as float32: ask for that, or set JAX_ENABLE"),
+        ("--topology h101:8", "There is no topology 'h101:8'. Nearest: 'h100:8'"),
+        ("--algorithm rnig", "no algorithm 'rnig': choose auto, reproducible, native, ring"),
+        ("--algorithm ring/ring", "is hierarchical"),
+        ("--algorithm ring@much", "expected a size such as 1KiB, 4MiB or 1GiB; got 'much'"),
+        ("--json /proc/no/a.json", "/proc/no/a.json"),
+    ],
+    "bench": [
+        ("--tree vgg", "--tree vgg: expected one of resnet50"),
+        ("--algorithms magic", "no algorithm 'magic': choose auto"),
+        ("--sizes 2KiB:1KiB", "--sizes: expected SIZE"),
+        ("--sizes 6B", "--sizes: 6B is no whole number of elements of float32"),
+        ("--processes 2 --platform gpu", "--processes starts CPU processes"),
+        ("--platform auto --devices 9", "--devices 9: there are 8 cpu here"),
+    ],
+    "inspect": [
+        ("nowhere.hlo", "is no file of HLO text. A function is named behind its file or module"),
+        ("good.py", "as in good.py:step; --run good.py runs a whole script."),
+        ("empty", "as in train.py:step"),
+        (f"{HLO} --against empty", "as in train.py:step"),
+        ("hello.hlo", "expected HLO text, which begins with 'HloModule'"),
+        ("cut.hlo", "looks cut off"),
+        (f"{HLO} --topology h100:8", "--topology is for module:name"),
+        (f"{HLO} --json no/a.json", "no/a.json"),
+        (f"{HLO} --plot empty", "empty"),
+        ("--run nowhere.py", "--run nowhere.py: No such file or directory."),
+        ("--run bad.py", "--run bad.py is no Python: "),
+        ("--run", "--run: what is to run?"),
+        ("--run -m no.such", "--run -m no.such: "),
+        ("--run -m json.decoder.x", "--run -m json.decoder.x: "),
+        ("--profile empty", "empty holds no profile"),
+        ("--measure 3 a.hlo", "are for --run, as in --measure 20 --run train.py."),
+        ("--profile empty --run bad.py", "needs --measure"),
+        ("--measure 2 --profile bad.py/x --run good.py", "bad.py/x"),
+        ("--json no/a.json --run good.py", "no/a.json"),
+        ("a.hlo --run good.py", "expected one of TARGET"),
+        ("--limit max_cuont=0 --run good.py", "--limit: max_cuont is no limit"),
+        ("--limit max_count=-1 --run good.py", "=-1: expected a limit such as max_count=1."),
+        ("--limit max_count --run good.py", "max_count: expected a limit such as max_count=1."),
+        ("--limit dtypes --run good.py", "dtypes: expected a limit such as dtypes=bf16,f32."),
+        ("--limit none_in_loops=no --run good.py", "expected a limit such as none_in_loops."),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "error"),
+    [(command, *case) for command, cases in REFUSED.items() for case in cases],
+)
+def test_what_cannot_be_done_is_one_line(command, words, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "empty").mkdir()
+    texts = {"bad.py": "def (:", "good.py": "print('ran')", "hello.hlo": "hello",
+             "cut.hlo": "HloModule jit_f\n\nENTRY %main (x: f32[2]) -> f32[2] {\n  %x = f32[2]"}  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    assert main([command, *words.split()]) == 2
+    out, printed = capsys.readouterr()
+    assert "ran" not in out
+    assert error in printed
+    assert printed.startswith(f"jaxcoll {command}: ")
+    assert printed.count("\n") == 1
