@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcoll as jc
+from jaxcoll._dispatch import dispatch
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import group_of
 from jaxcoll._dispatch.executable import compiled_for
 from jaxcoll._dispatch.fingerprint import first_difference, shared_program, starts_with
 from jaxcoll._dispatch.watchdog import watchdog
@@ -94,6 +94,10 @@ def test_what_processes_must_have_in_common_is_compared_in_every_call():
     assert len({mark("leaf a"), mark("leaf b"), mark("leaf a")}) == 2
 
 
-def test_one_process_has_nobody_to_ask():
+def test_one_process_has_nobody_to_ask_and_is_told_where_a_launcher_started_several(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    dispatch._warn_where_alone.cache_clear()
     assert watchdog() is None
-    assert group_of(jax.devices()) is None
+    with pytest.warns(UserWarning, match="WORLD_SIZE=4 says that this process is one of several"):
+        assert dispatch.group_of(jax.devices()) is None
+    assert dispatch.group_of(jax.devices()) is None  # once

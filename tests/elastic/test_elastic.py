@@ -237,6 +237,8 @@ def test_those_that_differ_from_most_who_were_there_end_and_where_most_do_not_ag
         assert compared is None or kinds[0] is compared[i]
         for error in filter(lambda error: type(error) in WORDS, errors):
             assert re.search(WORDS[type(error)], str(error))
+            groups = [list(group) for _, group in sorted(getattr(error, "divergent", {}).items())]
+            assert [sorted(g, key=lambda one: (-len(one), one)) for g in groups] == groups
         if kinds[1] is RegroupError:
             odd = ", ".join(str(k) for k, kind in enumerate(begun) if kind is not RegroupError)
             who = f"worker{'s' * (len(odd) > 1)} {odd}"
