@@ -92,10 +92,6 @@ def in_shards():
     with tempfile.TemporaryDirectory() as folder:
         jc.save_checkpoint(f"{folder}/last.npz", found)
         again, _ = jc.restore_checkpoint(f"{folder}/last.npz", shards)
-        shapes = jax.eval_shape(lambda: shards)
-        of_host, _ = jc.restore_checkpoint(f"{folder}/last.npz", shapes)
-    ahead = [jc.unshard(step(each, share)[0]) for each in (again, of_host)]
-    jax.tree.map(np.testing.assert_array_equal, *ahead)
     back = jc.unshard(again)
     jax.tree.map(np.testing.assert_array_equal, back, found)
     return {
@@ -284,9 +280,6 @@ def first_values():
             for k in range(2)
         },
         "other state": attempt(lambda: jc.data_parallel(mean)(other, x + rank)),
-        "jax arrays": attempt(
-            lambda: jc.data_parallel(mean)(jax.tree.map(jnp.asarray, other), jnp.asarray(x + rank))
-        ),
         "after": attempt(lambda: step(params, x + rank)),
         "strategy": attempt(
             lambda: strategy.run(
@@ -377,12 +370,12 @@ def local():
     import optax
     from diloco_simulation import PARAMS, local_step, rows, simulated
 
-    rank, adam = jax.process_index(), optax.adam(1e-2)
+    rank, inner = jax.process_index(), optax.sgd(1e-2, momentum=0.9)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    train = jc.diloco(local_step(adam), every=4, outer=outer)
+    train = jc.diloco(local_step(inner), every=4, outer=outer)
     # Whatever a data-parallel step returned is on all processes, and so may a batch be.
     params = jc.data_parallel(lambda p, x: p)(PARAMS, np.zeros((1, 1), "f"))
-    first = state = train.init(params, adam.init(PARAMS))
+    first = state = train.init(params, inner.init(PARAMS))
     losses = []
     for t in range(1, 21):
         batch = rows(t, 2)[4 * rank : 4 * rank + 4]
@@ -395,23 +388,23 @@ def local():
             with tempfile.TemporaryDirectory() as folder:
                 jc.save_checkpoint(f"{folder}/state.npz", state)
                 state, _ = jc.restore_checkpoint(f"{folder}/state.npz", first)
-    shared, own, values = simulated(adam, 2, 20, every=4, outer=outer)
+    shared, own, values = simulated(inner, 2, 20, every=4, outer=outer)
     mine = jax.tree.map(lambda x: x[rank : rank + 1], own)
     differences = jax.tree.map(
         lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()),
         (state.shared, state.replicas[0], losses),
         (shared, mine, values[:, rank].tolist()),
     )
-    other, differ = jc.diloco(local_step(adam), every=1), PARAMS | {"w": np.float32(rank)}
+    other, differ = jc.diloco(local_step(inner), every=1), PARAMS | {"w": np.float32(rank)}
     spec = jax.sharding.PartitionSpec
     over = {
         k: jax.NamedSharding(train.mesh, s) for k, s in (("same", spec()), ("rows", spec("data")))
     }
     put = jax.make_array_from_process_local_data
     away = [d for d in jax.devices() if d.process_index != rank]
-    absent = jc.diloco(local_step(adam), mesh=jax.sharding.Mesh(away, ("data",)))
+    absent = jc.diloco(local_step(inner), mesh=jax.sharding.Mesh(away, ("data",)))
     calls = {
-        "differ": lambda: other(other.init(differ, adam.init(differ)), rows(0, 1)),
+        "differ": lambda: other(other.init(differ, inner.init(differ)), rows(0, 1)),
         "batch": lambda: train(first, put(over["same"], rows(0, 1))),
         "params": lambda: other.init({"w": put(over["rows"], np.ones((1, 2), "f"))}, ()),
         "absent": lambda: absent.init(PARAMS, ()),
