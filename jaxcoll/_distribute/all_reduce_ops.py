@@ -98,8 +98,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         devices = self._group if set(devices) == set(self._group) else devices
         mesh, algorithm = line_of(devices, AXIS), self._algorithm
         if algorithm == HIERARCHICAL_COPY:
-            # Halves of one device would be the line again, and odd counts have no halves.
-            halves = len(devices) % 2 == 0 and len(devices) > 2
+            halves = len(devices) % 2 == 0  # of one device each, they are the line again
             mesh = grid_of(devices, 2) if halves else mesh
             algorithm = "native/native" if halves else None
         options = CommunicationOptions(algorithm=algorithm) if algorithm else CommunicationOptions()

@@ -532,12 +532,13 @@ def test_H29_a_dataset_is_split_into_consecutive_shares(s):
 
 
 def test_rows_that_do_not_divide_are_uneven_and_what_has_none_is_refused_by_name():
-    x = np.arange(10.0, dtype="f").reshape(5, 2)
-    (batch,) = PAIR.experimental_distribute_dataset([{"x": x}])
-    assert repr(batch["x"]) == "Uneven({0: float32[3, 2], 1: float32[2, 2]} of 2)"
-    assert PAIR.gather(batch, 0)["x"].tolist() == x.tolist()
-    assert PAIR.reduce("mean", batch, 0)["x"].tolist() == x.mean(0).tolist()
-    for call in (PAIR.extended.reduce_to, jc.NcclAllReduce().reduce):
+    x, s = np.arange(8.0, dtype="f").reshape(4, 2), STRATEGIES["mirrored-3"]
+    (batch,) = s.experimental_distribute_dataset([{"x": x}])
+    shares = "{0: float32[2, 2], 1: float32[1, 2], 2: float32[1, 2]}"
+    assert repr(batch["x"]) == f"Uneven({shares} of 3)"
+    assert s.gather(batch, 0)["x"].tolist() == x.tolist()
+    assert s.reduce("mean", batch, 0)["x"].tolist() == x.mean(0).tolist()
+    for call in (s.extended.reduce_to, jc.NcclAllReduce().reduce):
         with pytest.raises(ValueError, match="`reduce` got parts of unequal shapes"):
             call("sum", batch["x"], "cpu:0")
     for bad, message in (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
-from jaxcoll._compat import backward
+from jaxcoll._compat import marks
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
 from jaxcoll._spmd.gradients.per_replica import common
@@ -34,7 +34,7 @@ def sync_in_backward(
     named = {path: _floating(path, leaf) for path, leaf in flat}
     arrays = jax.tree.leaves(common(treedef.unflatten(named.values()), axes, "sync_in_backward"))
     reduction = _Reduction(reduce_op, axes, treedef, scope.merged(options))
-    return treedef.unflatten(backward.through_backward(arrays, reduction, axes))
+    return treedef.unflatten(marks.through_backward(arrays, reduction, axes))
 
 
 @dataclasses.dataclass(frozen=True)
