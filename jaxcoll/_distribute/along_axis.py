@@ -23,7 +23,7 @@ from jaxcoll._distribute.replica_axis import (
     shapes_of_all,
     without_deadline,
 )
-from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process
+from jaxcoll._mesh.mesh import line_of, no_mesh
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_reducible, flattened, where
 from jaxcoll._spmd import gather
@@ -52,13 +52,12 @@ def _parts_of(
     path: str,
     value: Any,
     axis: Any,
-    devices: tuple[jax.Device, ...],
+    first: jax.Device,
     timeout_seconds: float | None,
 ) -> _Parts:
-    """Return the value that a strategy over `devices` is given, checked on all processes alike."""
+    """Return the value that a strategy is given, checked on all processes alike."""
     tree = value.tree if is_distributed(value) else value
     check_dense(tree, _SPARSE[caller], NotImplementedError if caller == "gather" else ValueError)
-    first = devices[of_this_process(devices)[0]]
     whole = taken(caller, type(ops).__name__, value, ops._group, first)
     shapes: list[Mapping[int, Shape]]
     if isinstance(whole, Uneven):
@@ -117,18 +116,17 @@ def reduce_along(
     reduce_op: ReduceOp,
     values: Sequence[tuple[str, Any]],
     axis: Any,
-    devices: tuple[jax.Device, ...],
+    first: jax.Device,
     options: CommunicationOptions,
     structure: str,
 ) -> list[Any]:
     """Reduce the parts of each value along `axis`, and by `ops` the results over the replicas.
 
-    Values, with their paths, and results are those of `Strategy.reduce` over `devices`.
+    Values, with their paths, are those of `Strategy.reduce`; results lie on `first`.
     """
-    first = devices[of_this_process(devices)[0]]
     with no_mesh():
         parts = [
-            _parts_of(ops, "reduce", path, value, axis, devices, options.timeout_seconds)
+            _parts_of(ops, "reduce", path, value, axis, first, options.timeout_seconds)
             for path, value in values
         ]
         # A mean of means would weigh small parts like large ones: one sum, and one division.
@@ -184,16 +182,12 @@ def gather_along(
     path: str,
     value: Any,
     axis: int,
-    devices: tuple[jax.Device, ...],
+    first: jax.Device,
     options: CommunicationOptions,
 ) -> Any:
-    """Join the parts of one value along `axis`, on the first of `devices` in this process.
-
-    The value, with its path in what all processes pass, is as in `Strategy.gather` over `devices`.
-    """
-    first = devices[of_this_process(devices)[0]]
+    """Join the parts of one value of `Strategy.gather`, with its path, along `axis` on `first`."""
     with no_mesh():
-        parts = _parts_of(ops, "gather", path, value, axis, devices, options.timeout_seconds)
+        parts = _parts_of(ops, "gather", path, value, axis, first, options.timeout_seconds)
         whole, carried = parts.value, without_deadline(options)
         mesh, replicated = line_of(whole.devices, AXIS), (not whole._rows,)
         program = replicating("gathered", mesh, _gathered, replicated, axis, options=carried)

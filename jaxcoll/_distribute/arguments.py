@@ -178,10 +178,8 @@ def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
     any of them keeps its copy.
     """
     if isinstance(result, Mirrored):
-        if len(devices) > 1 and result.devices == devices:
-            return result
         if len(devices) > 1 and set(devices) == set(result.devices):
-            return result._reordered(devices)
+            return result if result.devices == devices else result._reordered(devices)
         result = copy_near(result, devices)
     here = [devices[i] for i in of_this_process(devices)]
     if not here:

@@ -176,7 +176,7 @@ def run_on_replicas(
     program = replica_program(devices, function, *settings)
     with no_mesh():
         placed = program.ready(caller, arguments, devices)
-        compares = program.claims.found and claims_are_new(program.claims, placed)
+        compares = claims_are_new(program.claims, placed)
         if compares:
             program = replica_program(devices, function, *settings, True)
             program.inner.traced(program.jitted, placed)

@@ -65,6 +65,7 @@ class Strategy:
         self._ops = ops
         self._options = options
         self._here = of_this_process(devices)
+        self._first = devices[self._here[0]]
         self._context = ReplicaContext(self)
         self._extended = StrategyExtended(f"{type(self).__name__}.extended", ops, options, devices)
 
@@ -209,9 +210,9 @@ class Strategy:
         paths = [path for path, _ in flat]
         structure = f"{op.name} of {paths} along {axis}" * (len(self._here) < len(self._devices))
         if axis is not None:
-            results = reduce_along(self._ops, op, flat, axis, self._devices, merged, structure)
+            results = reduce_along(self._ops, op, flat, axis, self._first, merged, structure)
         else:
-            pairs = [(leaf, self._devices[self._here[0]]) for _, leaf in flat]
+            pairs = [(leaf, self._first) for _, leaf in flat]
             results = self._ops._reduced("batch_reduce", op, pairs, merged, structure)
         return treedef.unflatten(results)
 
@@ -247,7 +248,7 @@ class Strategy:
                     "no parts to join. `Mirrored` is one that every replica holds, `PerReplica` "
                     "one with parts."
                 )
-            results.append(gather_along(self._ops, name, path, leaf, axis, self._devices, merged))
+            results.append(gather_along(self._ops, name, path, leaf, axis, self._first, merged))
         return treedef.unflatten(results)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -447,7 +448,7 @@ def distributed(caller: str, values: Mapping[int, Any], devices: tuple[jax.Devic
     return jax.tree.map(
         lambda leaf: leaf if is_distributed(leaf) else PerReplica._of(leaf, devices),
         tree,
-        is_leaf=lambda node: is_distributed(node) or is_sparse(node),
+        is_leaf=_is_one_value,
     )
 
 
