@@ -20,13 +20,16 @@ from typing import Any
 
 import jaxcoll
 from jaxcoll._cluster.launch.subprocesses import OF_A_LAUNCH
+from jaxcoll.cli.main import COMMANDS
 
 # Every request names what one fork does. Replies: who has begun, and who has ended with what.
 SERVER = """
 import gc, importlib, json, os, signal, sys, warnings
 import jax
 for name in sys.argv[1:]:
-    importlib.import_module(name)
+    module = importlib.import_module(name)
+    for each in dir(module) if name == "jaxcoll" else ():  # whose names are imported when used
+        getattr(module, each)
 gc.collect()
 gc.freeze()
 
@@ -248,6 +251,7 @@ _OWN = {
 
 @functools.cache
 def _with_commands() -> Python:
-    modules = ("jaxcoll.cli.main", "jaxcoll.cli.bench", "jaxcoll.cli.demo", "matplotlib", "optax",
-               "sklearn.datasets", "sklearn.model_selection")  # fmt: skip
+    commands = (f"jaxcoll.cli.{name}" for name in ("main", *COMMANDS))
+    modules = ("jaxcoll", *commands, "matplotlib", "optax", "sklearn.datasets",
+               "sklearn.model_selection")  # fmt: skip
     return Python(modules, {**os.environ, **_OWN}, "-W", "error")

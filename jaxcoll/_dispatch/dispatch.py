@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 
 from jaxcoll._compat import settings
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.executable import Compile, Program, compiled_for, readers
+from jaxcoll._dispatch.executable import Compile, Program, compiled_for
 from jaxcoll._threads import Task, Worker, abandon
 from jaxcoll.errors import DeadlineExceededError, SameRowsWarning
 
@@ -39,23 +40,11 @@ class Group(Protocol):
     def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]: ...
 
 
-_groups: list[Callable[[Sequence[jax.Device]], Group | None]] = []
-
-
-def group_by(
-    find: Callable[[Sequence[jax.Device]], Group | None], read: Callable[[str], Sequence[Any]]
-) -> None:
-    """Have `find` name the group of a mesh's devices, where there are several processes.
-
-    `read` returns the collectives of a compiled text, for the messages of that group.
-    """
-    _groups[:], readers[:] = [find], [read]
-
-
 def group_of(devices: Sequence[jax.Device]) -> Group | None:
     """Return the group that watches calls over these devices; None: nobody needs to."""
     if jax.process_count() > 1:
-        return _groups[0](devices)
+        # By its name: nobody depends on what watches others but where there are others.
+        return importlib.import_module("jaxcoll._dispatch.watchdog").group_of(devices)
     _warn_where_alone()
     return None
 

@@ -37,10 +37,6 @@ plans: dict[str, CollectivePlan] = {}
 """The plans that were traced last, by name, so that messages can name the leaves of a pack."""
 
 
-readers: list[Callable[[str], Sequence[Any]]] = []
-"""The reader of a compiled text's collectives, in their order, which another room has."""
-
-
 def remember(plan: CollectivePlan) -> None:
     """Keep a plan that is being traced, for messages."""
     plans.pop(plan.name, None)

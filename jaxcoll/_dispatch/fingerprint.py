@@ -28,7 +28,8 @@ import numpy as np
 
 from jaxcoll._compat import settings
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.executable import Program, name_of, plans, readers
+from jaxcoll._dispatch.executable import Program, name_of, plans
+from jaxcoll._observe.parse.hlo import read_hlo
 from jaxcoll._plan.collective_plan import THE_VALUE
 from jaxcoll._plan.scope_names import names, pack_of
 
@@ -180,7 +181,7 @@ def shared_program(
 def starts_with(program: Program) -> str:
     """Return the collective at which processes that arrived wait for the others, in words."""
     try:
-        moved = [c for read in readers for c in read(program.compiled.as_text() or "")]
+        moved = read_hlo(program.compiled.as_text() or "").collectives
     except ValueError:  # it is not understood
         return ""
     if not moved:

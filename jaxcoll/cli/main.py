@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 2, with one line on standard error, for what cannot be."""
     command = ""
     try:
-        arguments = parser().parse_args(argv)
+        arguments = parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
         command = arguments.command
         status = _module(command).run(arguments)
         sys.stdout.flush()
@@ -74,14 +74,15 @@ class _Parser(argparse.ArgumentParser):
         return known, unknown
 
 
-def parser() -> argparse.ArgumentParser:
-    """All commands, with their flags."""
+def parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """All commands, and the flags of the one that is named: the others' modules take their time."""
     whole = _Parser(prog="jaxcoll", description=jaxcoll.__doc__)
     whole.add_argument("--version", action="version", version=f"jaxcoll {jaxcoll.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
-        _module(name).add_arguments(command)
+        if name in words[:1]:
+            _module(name).add_arguments(command)
     return whole
 
 
