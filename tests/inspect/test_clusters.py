@@ -62,16 +62,21 @@ def test_the_picture_says_what_it_was_predicted_from(tmp_path):
     assert any("counted in wire bytes" in t.get_text() for a in bare.axes for t in a.texts)
 
 
-def test_what_cannot_be_compiled_for_a_cluster_is_refused():
+def test_what_is_no_program_or_none_for_a_cluster_is_refused():
     lowered = step.lower(*jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), (TREE, X)))
-    for program, given, words in (
-        (lowered, (), "compiles functions for a topology, and got Lowered"),
-        (lowered.compile(), (), "and got Compiled"),
-        (PACKS, (), "got arguments or a topology for a text"),
-        (step, (TREE, X), "There is no topology 'h101:8'. Nearest: 'h100:8'"),
+    cluster = {"topology": "h101:8"}
+    for program, given, words, where in (
+        (3, (), "`inspect` expects a function and its arguments.*got int", {}),
+        (lowered, (1,), "got arguments for a program that was lowered with its own", {}),
+        (PACKS, (1,), "got arguments or a topology for a text", {}),
+        (lowered.as_text(), (), "begins with 'HloModule'.*that is lowered only", {}),
+        (lowered, (), "compiles functions for a topology, and got Lowered", cluster),
+        (lowered.compile(), (), "and got Compiled", cluster),
+        (PACKS, (), "got arguments or a topology for a text", cluster),
+        (step, (TREE, X), "There is no topology 'h101:8'. Nearest: 'h100:8'", cluster),
     ):
         with pytest.raises(ValueError, match=words):
-            jc.inspect(program, *given, topology="h101:8")
+            jc.inspect(program, *given, **where)
 
 
 MODULE = """

@@ -188,8 +188,9 @@ def test_counts_and_bytes_are_those_of_an_independent_count(name, monkeypatch):
         assert runs == kinds
     if wire is not None:
         assert report.wire_bytes == wire
-    widened = 2 if name == "bfloat16" else 1
-    assert widened * report.requested_wire_bytes == report.wire_bytes
+    is_widened = name == "bfloat16"  # on a CPU
+    assert (1 + is_widened) * report.requested_wire_bytes == report.wire_bytes
+    assert (report.count == 1 and report.rows[0].changes == ("bf16 → f32",)) == is_widened
     once, nbytes = kinds_and_bytes(texts[0].compiled)
     assert once == Counter(c.kind for c in report.collectives)
     assert nbytes == sum(c.nbytes for c in report.collectives)
@@ -215,11 +216,6 @@ def test_every_leaf_of_a_step_is_found_in_a_pack():
 def test_a_plan_has_one_name_and_another_plan_another():
     plans = [jc.plan({"a": S(3), "b": S(n)}, axis_size=8) for n in (4, 4, 5)]
     assert plans[0].name == plans[1].name != plans[2].name
-
-
-def test_what_is_narrow_on_a_cpu_is_widened_and_said_so():
-    function, arguments, *_ = PROGRAMS["bfloat16"]
-    assert jc.inspect(function, *arguments).rows[0].changes == ("bf16 → f32",)
 
 
 def test_a_loop_is_named_and_its_requested_turns_are_known():
@@ -252,17 +248,6 @@ def test_the_line_that_asks_is_known():
     assert source.startswith(__file__)
 
 
-def test_each_form_of_a_program():
-    function, arguments, *_ = PROGRAMS["psum"]
-    lowered = function.lower(*arguments)
-    compiled = lowered.compile()
-    whole = jc.inspect(function, *arguments)
-    assert jc.inspect(lowered).collectives == whole.collectives
-    assert jc.inspect(compiled).requested is None
-    assert jc.inspect(compiled.as_text()).collectives == jc.inspect(compiled).collectives
-    assert jc.inspect(lambda x: x + 1, S(3)).count == 0
-
-
 def test_nothing_runs_and_an_older_trace_is_not_taken():
     seen = []
 
@@ -277,19 +262,6 @@ def test_nothing_runs_and_an_older_trace_is_not_taken():
     args = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), (PARAMS, S(8, 4)))
     step(*args)
     assert len(jc.inspect(step, *args).plans) == 1
-
-
-def test_what_is_no_program_is_refused():
-    function, arguments, *_ = PROGRAMS["psum"]
-    lowered = function.lower(*arguments)
-    for program, given, words in (
-        (3, (), "`inspect` expects a function and its arguments.*got int"),
-        (lowered, (1,), "got arguments for a program that was lowered with its own"),
-        (lowered.compile().as_text(), (1,), "got arguments or a topology for a text"),
-        (lowered.as_text(), (), "begins with 'HloModule'.*that is lowered only"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            jc.inspect(program, *given)
 
 
 def test_the_picture(tmp_path):

@@ -113,12 +113,10 @@ def test_every_stage_of_a_program_is_looked_into(name):
     compiled = jc.inspect(lowered.compile())
     assert compiled.collectives == whole.collectives
     assert compiled.requested is None
+    if hasattr(lowered.compile(), "as_text"):
+        assert jc.inspect(lowered.compile().as_text()).collectives == whole.collectives
     if hasattr(function, "trace"):
         assert jc.inspect(function.trace(*arguments)) == whole
-    with pytest.raises(ValueError, match="got arguments for a program that was lowered"):
-        jc.inspect(lowered, *arguments)
-    with pytest.raises(ValueError, match="compiles functions for a topology"):
-        jc.inspect(lowered, topology="h100:8")
 
 
 @pytest.mark.parametrize("name", ["filter_jit", "linen", "method", "partial of jax.jit"])
