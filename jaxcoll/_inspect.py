@@ -224,7 +224,10 @@ def _complaints(
     # Limits on each collective by itself, and what of one exceeds them.
     single: list[tuple[str, Callable[[Collective], Iterable[str]]]] = []
     if (most := upper["max_operands"]) is not None:
-        single.append((f"max_operands={most}", lambda c: _more_operands(c, most)))
+        single.append((
+            f"max_operands={most}",
+            lambda c: [counted(len(c.operands), "operand")] * (len(c.operands) > most),
+        ))  # fmt: skip
     if none_in_loops:
         single.append(("none_in_loops=True", lambda c: [f"loop {name}" for name in c.loops[-1:]]))
     if (dtypes := allowed["dtypes"]) is not None:
@@ -238,8 +241,3 @@ def _complaints(
             yield f"{limit}, found {words} in {', '.join(some(places, 8))}."
     # What could not be read keeps no limit for certain.
     yield from (f"not counted: {note}" for note in report.unread)
-
-
-def _more_operands(c: Collective, most: int) -> list[str]:
-    n = len(c.operands)
-    return [counted(n, "operand")] if n > most else []

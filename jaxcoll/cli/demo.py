@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -105,7 +106,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train over the devices and on one alone, and compare; the exit status."""
-    flags.check_installed("train", "optax", "sklearn")
+    if missing := [name for name in ("optax", "sklearn") if not importlib.util.find_spec(name)]:
+        raise ValueError(
+            f"needs {', '.join(missing)}, not installed here: pip install 'jaxcoll[train]'"
+        )
     precision = "jax_default_matmul_precision"
     before = jax.config.values[precision]
     # An accelerator may round the factors of products, differently for a share of the batch.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import re
 import sys
@@ -197,22 +195,6 @@ def devices_of(platform: str | None, count: int | None) -> list[jax.Device]:
     if count is not None and count > len(devices):
         raise ValueError(f"--devices {count}: there are {len(devices)} {devices[0].platform} here.")
     return devices[:count]
-
-
-def imported(target: str) -> Any:
-    """Import what a target names before its colon: a module, or a file as "train.py"."""
-    path = Path(target)
-    is_file = path.suffix == ".py"
-    sys.path.insert(0, str(path.parent.absolute()) if is_file else "")
-    return importlib.import_module(path.stem if is_file else target)
-
-
-def check_installed(extra: str, *modules: str) -> None:
-    """Refuse what needs a package that is not installed, and name the extra that brings it."""
-    if missing := [name for name in modules if not importlib.util.find_spec(name)]:
-        raise ValueError(
-            f"needs {', '.join(missing)}, not installed here: pip install 'jaxcoll[{extra}]'"
-        )
 
 
 def write_json(file: str | None, data: Any, *, as_lines: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import shutil
 import sys
@@ -189,9 +190,12 @@ def _program(
     module: str, name: str, topology: str | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The program that module:name stands for, and its arguments."""
+    path = Path(module)
+    is_file = path.suffix == ".py"
+    sys.path.insert(0, str(path.parent.absolute()) if is_file else "")
     # Importing runs the user's file, which may raise anything.
     with _explained(f"no {name!r} in {module!r}"):
-        target = getattr(flags.imported(module), name)
+        target = getattr(importlib.import_module(path.stem if is_file else module), name)
     if hasattr(target, "example_args"):
         return target, tuple(target.example_args), dict(getattr(target, "example_kwargs", {}))
     if not callable(target):
