@@ -15,7 +15,7 @@ from jaxcoll._observe.report import Report, report_of
 from jaxcoll._show.units import counted, some
 from jaxcoll._step.aot import compile_for
 from jaxcoll._step.lowering import lowerable, stage_of, texts_of
-from jaxcoll._watch.measure import measured
+from jaxcoll._watch.watch import measured
 
 
 def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwargs: Any) -> Report:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxcoll._compat.coordination import store
-from jaxcoll._observe.profile import read_events, read_programs
+import jax
+
+from jaxcoll._compat.coordination import StoreUnreachableError, store
+from jaxcoll._compat.running import ProfilerSession
+from jaxcoll._observe.profile import BUSY, Compiled, read_events, read_programs
 from jaxcoll._watch.compilations import Compilations
 from jaxcoll._watch.window import ABSENT, Window
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # readers of programs are imported once there is something to read
     from jaxcoll._observe.programs import Programs
+    from jaxcoll._observe.report import Report
 
 _numbers = itertools.count()
+_PATIENCE_SECONDS = 10.0  # for what other ranks give
 _MOST_SAVED = 1000
 """Runs of a saved profile that are read, the last ones."""
 _PROFILE = "rank{}.xplane.pb"
@@ -56,10 +65,7 @@ class Watch:
 
         All ranks have what every rank measured, or else the first alone.
         """
-        # The readers of programs are imported once there is something to read: what is watched
-        # begins without them.
-        from jaxcoll._observe.programs import programs_from, read_rank
-        from jaxcoll._watch.measure import gathered
+        from jaxcoll._observe.programs import read_rank
 
         compiled, window = self.compilations.programs(), self.window
         if folder is not None and window.profile:
@@ -68,9 +74,73 @@ class Watch:
         reports, rows = read_rank(compiled, events, probe, self._most)
         if self._most and reports and not any(row["times"] for row in rows["programs"].values()):
             rows["notes"].append(window.note or ABSENT)
-        ranks, note = gathered(rows, f"{self._name}/rows", everywhere=everywhere)
-        programs = programs_from(reports, ranks, self.compilations.quiet)
-        return dataclasses.replace(programs, notes=(*programs.notes, *filter(None, [note])))
+        quiet = self.compilations.quiet
+        return _together(reports, rows, f"{self._name}/rows", quiet, everywhere=everywhere)
+
+
+def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
+    """Carry out a call so many times without a profile, and again with one: the report of both."""
+    from jaxcoll._observe.programs import read_rank
+
+    jax.block_until_ready(call())  # compiles
+    began = time.perf_counter()
+    for _ in range(runs):
+        jax.block_until_ready(call())
+    outside = (time.perf_counter() - began) / runs
+    session = ProfilerSession()
+    for _ in range(runs):
+        jax.block_until_ready(call())
+    profile = session.stop()
+    reports, rows = read_rank([Compiled(text)], read_events(profile), (), runs)
+    for row in rows["programs"].values():
+        if row["times"]:
+            row["times"]["outside"] = 1e9 * outside
+    if not profile:
+        rows["notes"].append(BUSY)
+    programs = _together(reports, rows, f"jaxcoll/watch/{next(_numbers)}/rows", 0, everywhere=True)
+    took = programs.reports[0].measured
+    return dataclasses.replace(report, measured=took, notes=(*report.notes, *programs.notes))
+
+
+def _together(
+    reports: dict[str, Report], rows: dict[str, Any], name: str, quiet: int, *, everywhere: bool
+) -> Programs:
+    """Return the programs of this process, with what was measured of them on all ranks."""
+    from jaxcoll._observe.programs import programs_from
+
+    ranks, note = gathered(rows, name, everywhere=everywhere)
+    programs = programs_from(reports, ranks, quiet)
+    return dataclasses.replace(programs, notes=(*programs.notes, *filter(None, [note])))
+
+
+def gathered(own: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
+    """Return what each rank gave, by rank, and a note on those that did not answer.
+
+    They are plain values, and `name` is of no other call. Unless `everywhere` is asked for, all
+    ranks but the first have their own alone.
+    """
+    keys = store()
+    if keys is None or keys.processes == 1:
+        return {0: own}, ""
+    ranks: dict[int, Any] = {keys.process: own}
+    try:
+        packed = zlib.compress(json.dumps(own).encode(), 6)
+        keys.set(f"{name}/{keys.process}", base64.b85encode(packed).decode())
+        if keys.process and not everywhere:
+            return ranks, ""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        for rank in sorted({*range(keys.processes)} - {keys.process}):
+            try:
+                packed = keys.get(f"{name}/{rank}", max(0.1, until - time.monotonic()))
+            except TimeoutError:
+                continue
+            ranks[rank] = json.loads(zlib.decompress(base64.b85decode(packed)))
+    except StoreUnreachableError:
+        pass  # those that answered before are in
+    missing = sorted({*range(keys.processes)} - {*ranks})
+    names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    note = f"{names} did not answer within {_PATIENCE_SECONDS:g} s." if missing else ""
+    return dict(sorted(ranks.items())), note
 
 
 def this_rank() -> int:

@@ -124,6 +124,15 @@ def test_a_plan_pays_for_its_copies_and_its_arrays():
     assert found.bandwidth == pytest.approx(4 * one.bandwidth)
 
 
+def test_a_pack_that_is_one_leaf_is_not_copied():
+    tree = [np.zeros(n, "f") for n in (6, 6, 6, 100)]
+    options = jc.CommunicationOptions(bytes_per_pack=50, algorithm="ring")
+    plan = jc.plan(tree, topology="h100:4", options=options)
+    assert [pack.nbytes for pack in plan.packs] == [48, 24, 400]
+    rates = rates_of(plan.world)
+    assert plan.predicted.copy == pytest.approx(2 * rates.slice + 2 * 48 * rates.copy)
+
+
 @pytest.mark.parametrize(
     ("nbytes", "times", "calls", "of"),
     [

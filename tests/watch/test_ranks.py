@@ -10,7 +10,7 @@ from pathlib import Path
 import forks
 import pytest
 
-from jaxcoll._watch import measure
+from jaxcoll._watch import watch
 
 pytestmark = pytest.mark.processes
 
@@ -73,10 +73,10 @@ def test_a_rank_that_does_not_answer_is_named(monkeypatch):
                 raise TimeoutError
             return self[key]
 
-    monkeypatch.setattr(measure, "store", Keys)
-    monkeypatch.setattr(measure, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "store", Keys)
+    monkeypatch.setattr(watch, "_PATIENCE_SECONDS", 0.2)
     own = {"notes": ["x"]}
-    found = measure.gathered(own, "name", everywhere=False)
+    found = watch.gathered(own, "name", everywhere=False)
     assert found == ({0: own, 2: own}, "rank 1 did not answer within 0.2 s.")
 
 
