@@ -109,3 +109,11 @@ def test_on_cpus_the_plan_says_that_nothing_is_computed_meanwhile():
     assert any("waits for each collective" in reason for reason in plan.reasons)
     within = Plan.of(make_plan(ReduceOp.MEAN, plan.leaves, ASKED, plan.world, in_backward=True))
     assert any("waits for each collective" in reason for reason in within.reasons)
+
+
+def test_packs_that_are_kept_apart_are_predicted_to_start_one_by_one():
+    together, apart = (
+        jc.plan(layers(2, 512), topology="h100:8", options=jc.CommunicationOptions(overlap=overlap))
+        for overlap in (False, True)
+    )
+    assert apart.predicted.latency > 3 * together.predicted.latency
