@@ -22,6 +22,11 @@ import json, sys, time, jax
 start = time.process_time()
 import jaxcoll
 found = {"seconds": time.process_time() - start, "file": jaxcoll.__file__}
+first = getattr(jaxcoll, sys.argv[1])
+from jaxcoll._spmd.scope import scope_here
+scope_here()  # a bare call has its world, whichever name is used first
+for name in dir(jaxcoll):
+    getattr(jaxcoll, name)
 found["optional"] = sorted({'rich', 'matplotlib', 'optax', 'sklearn', 'chex'} & set(sys.modules))
 jax.config.update('jax_num_cpu_devices', 3)
 print(json.dumps({**found, "devices": jax.device_count()}))
@@ -32,17 +37,18 @@ def test_import_is_light_and_leaves_the_backend_alone_and_needs_the_wheel_alone(
     # JAX refuses to change the number of CPU devices once a backend exists.
     variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(built().site)}
     command = [sys.executable, "-P", "-W", "error", "-c", IMPORT]
-    for _ in range(3):
+    seconds = []
+    for name in ("broadcast", "sharded_optimizer"):
         done = subprocess.run(
-            command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
-        )
+            [*command, name],
+            env={**os.environ, **variables}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert (found["optional"], found["devices"]) == ([], 3)
         assert Path(found["file"]).is_relative_to(built().site)
-        if found["seconds"] < 0.1:
-            break
-    assert found["seconds"] < 0.1, "beyond what JAX takes, of three times"
+        seconds.append(found["seconds"])
+    assert min(seconds) < 0.1, "beyond what JAX takes"
 
 
 def public(module: types.ModuleType) -> set[str]:

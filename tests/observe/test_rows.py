@@ -17,6 +17,10 @@ LOOP = {"loops": ("while",)}
 CASES = {  # what is requested, what is compiled, and of each of these (requested, by, changes)
     "merged": ([sends("a", 3), sends("b", 4)], [sends("f/(a:b)", 3, 4)], [((0, 1), "name", "merged 2")]),
     "two of one name": ([sends("a", 3)] * 2, [sends("a", 3)] * 2, [((0,), "name", ""), ((1,), "name", "")]),
+    "two names of three": (
+        [sends("a", 3), sends("b", 3), sends("a", 7)], [sends("f/(a:b)", 3, 3)],
+        [((0, 1), "name", "merged 2")],
+    ),
     "the larger of one name": (FOUR, [sends("x", 4)], [((3,), "name", "")]),
     "neighbours copied into one": (FOUR, [sends("x", 5)], [((1, 2), "order", "merged 2")]),
     "split": (
