@@ -10,6 +10,7 @@ from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import reduce
 from jaxcoll._spmd.scope import bound_axes, count, scope_here
+from jaxcoll._wire.format import check_any_coded
 
 
 def all_reduce(
@@ -77,7 +78,7 @@ def all_reduce(
     check_order(reduce_op, value)
     own_options, op = checked(options), ReduceOp.of(reduce_op)
     if own_options.compression is not None:
-        reduce.check_any_coded(value, own_options)
+        check_any_coded(own_options.compression, value)
     scope = scope_here().merged(own_options)
     axes = scope.over(axis_name, "jc.all_reduce")
     feedback = None

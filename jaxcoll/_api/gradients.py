@@ -9,7 +9,6 @@ from jaxcoll._plan.checks import positive
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd.gradients import gradient, sync
 from jaxcoll._spmd.gradients import mean_loss as mean
-from jaxcoll._spmd.gradients.loss import MicroBatches
 from jaxcoll._spmd.layers import scan
 from jaxcoll._spmd.scope import scope_here
 
@@ -72,7 +71,10 @@ def value_and_grad(
       >>> value.tolist(), grad.tolist()
       ([5.0, 5.0], [2.5, 2.5])
     """
-    loss = gradient.Differentiator(fun, ReduceOp.of(reduce_op), argnums, has_aux, scatter, feedback)
+    op = ReduceOp.of(reduce_op)
+    loss = gradient.Differentiator(
+        fun, "jc.value_and_grad", op, argnums, has_aux, scatter, feedback
+    )
     return gradient.reduced_gradient(loss, axis_name, scope_here, checked(options))
 
 
@@ -104,7 +106,9 @@ def grad(
       are *invariant* over the axes, but for `Shards`; `aux` is *varying*.
     """
     op = ReduceOp.of(reduce_op)
-    loss = gradient.Differentiator(fun, op, argnums, has_aux, scatter, feedback, with_value=False)
+    loss = gradient.Differentiator(
+        fun, "jc.grad", op, argnums, has_aux, scatter, feedback, with_value=False
+    )
     return gradient.reduced_gradient(loss, axis_name, scope_here, checked(options))
 
 
@@ -275,11 +279,11 @@ def accumulate(
             "`jc.accumulate` expects `batch_argnums` to be a position or several; "
             f"got {batch_argnums!r}."
         )
-    pieces = MicroBatches(count, positions)
     op = ReduceOp.of(reduce_op)
     loss = gradient.Differentiator(
-        fun, op, argnums, has_aux, scatter, feedback, micro_batches=pieces
-    )
+        fun, "jc.accumulate", op, argnums, has_aux, scatter, feedback,
+        pieces=count, batch_argnums=positions,
+    )  # fmt: skip
     return gradient.reduced_gradient(loss, axis_name, scope_here, checked(options))
 
 

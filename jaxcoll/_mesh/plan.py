@@ -93,7 +93,7 @@ def plan_in(
     if collective == "all_reduce":
         flat = flattened(value, is_sparse)[0]
         leaves = [_leaf(path, leaf, op, world, given) for path, leaf in flat]
-        check_any_coded(given.compression, [leaf.dtype for leaf in leaves])
+        check_any_coded(given.compression, leaves)
         return predict(make_plan(op, leaves, given, world))
     if collective not in get_args(Half):
         raise ValueError(

@@ -100,17 +100,15 @@ def blocks_of(packed: jax.Array, layout: ShardLayout, pack: Pack) -> jax.Array:
     return filled.reshape(layout.replicas, layout.rows(pack), LANES)
 
 
-def whole_of(blocks: jax.Array, layout: ShardLayout, pack: Pack) -> jax.Array:
-    """Return a pack without its padding; of one leaf, in that leaf's shape."""
-    flat = blocks.reshape(-1)[: pack.size]
-    leaf = layout.leaves[pack.segments[0].leaf]
-    return flat.reshape(leaf.shape) if pack.is_leaf(layout.leaves) else flat
+def whole_of(blocks: jax.Array, pack: Pack) -> jax.Array:
+    """Return a pack, flat, without its padding."""
+    return blocks.reshape(-1)[: pack.size]
 
 
 def leaves_of(
     wholes: Sequence[jax.Array], layout: ShardLayout, on_cpus_along: Collection[str] = ()
 ) -> list[jax.Array]:
-    """The leaves again, from their whole packs without their padding; see `unpack`."""
+    """The leaves again, from what `whole_of` gave; see `unpack`."""
     arrays = unpack(wholes, layout.packs, layout.leaves, on_cpus_along)
     return [
         jnp.zeros(leaf.shape, leaf.dtype) if array is None else array

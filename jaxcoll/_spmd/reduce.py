@@ -33,7 +33,6 @@ from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.coded import Coded, Coding
 from jaxcoll._spmd.pipeline import Recipe, after, before, carry_out, pack, unpack
 from jaxcoll._spmd.scope import Scope, already_reduced, bound_axes, count, listed
-from jaxcoll._wire.format import check_any_coded as check_dtypes
 
 if TYPE_CHECKING:
     from jaxcoll._spmd.residual import Feedback
@@ -220,13 +219,6 @@ class _Context:
             ready=ready,
             format=format,
         )
-
-
-def check_any_coded(value: Any, options: CommunicationOptions) -> None:
-    """Refuse a wire format, asked for in this call, for leaves of which it codes none by type."""
-    dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(value)]
-    if None not in dtypes:
-        check_dtypes(options.compression, dtypes)
 
 
 _NO_RESIDUAL = """\

@@ -178,7 +178,7 @@ def _gather_of(
         return algorithms.all_gather(part, plan.stages(pack), tuple(axes))
 
     def leave(pack: Pack, blocks: jax.Array) -> jax.Array:
-        return whole_of(blocks.astype(leaves[pack.segments[0].leaf].dtype), layout, pack)
+        return whole_of(blocks.astype(leaves[pack.segments[0].leaf].dtype), pack)
 
     def gathered(parts: list[jax.Array]) -> list[jax.Array]:
         wholes = carry_out(plan, parts, carry, enter=enter, leave=leave)

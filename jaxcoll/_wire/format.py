@@ -100,11 +100,12 @@ def named(compression: Any) -> WireFormat | None:
     return None if compression == "auto" else compression
 
 
-def check_any_coded(compression: Any, dtypes: list[Any]) -> None:
+def check_any_coded(compression: Any, tree: Any) -> None:
     """Refuse a format that was asked for in a call of which it can code nothing by its type."""
     format = named(compression)
-    names = list(dict.fromkeys(str(dtype) for dtype in dtypes))
-    if format is not None and names and not set(names) & set(format.dtypes):
+    dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(tree)]
+    names = [*dict.fromkeys(map(str, dtypes))]
+    if format and names and None not in dtypes and not {*names} & {*format.dtypes}:
         coded = ", ".join(format.dtypes)
         raise ValueError(
             f"`compression` {str(format)!r} codes {coded}, and this call reduces only "

@@ -224,17 +224,8 @@ def test_an_empty_array_that_all_replicas_hold_is_no_sum_to_count_again(options)
 
 # Weighted means: counts neither overflow nor are rounded to eight bits
 
-WEIGHTS = ["int32", "uint32", "int16", "uint8", "float16", "bfloat16", "float32"]
+WEIGHTS = ["int32", "int16", "uint8", "float16", "bfloat16"]
 COUNTS = {"uint8": 200, "int16": 30_000}
-ENTRIES = {
-    "value_and_grad": lambda loss: jc.value_and_grad(loss, "data"),
-    "accumulate": lambda loss: jc.accumulate(loss, "data", 2),
-    "scatter": lambda loss: (
-        lambda w, x: (lambda value, shards: (value, jc.all_gather(shards, "data")))(
-            *jc.value_and_grad(loss, "data", scatter=True)(w, x)
-        )
-    ),
-}
 
 
 def tokens(dtype, weight):
@@ -249,20 +240,23 @@ def tokens(dtype, weight):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_a_mean_that_fits_is_right_though_its_numerator_and_its_count_do_not_fit(dtype, entry):
-    x = jnp.full((N, 2), 2.0)
+def test_a_mean_that_fits_is_right_though_its_numerator_and_its_count_do_not_fit(dtype):
     w = jnp.asarray([0.875], dtype)
 
     def f(x):
-        return {kind: ENTRIES[entry](tokens(dtype, kind))(w, x) for kind in WEIGHTS}
+        found = []
+        for loss in (tokens(dtype, kind) for kind in WEIGHTS):
+            value, shards = jc.value_and_grad(loss, "data", scatter=True)(w, x)
+            found.append((value, jc.all_gather(shards, "data")))
+            found.append(jc.value_and_grad(loss, "data")(w, x))
+            found.append(jc.accumulate(loss, "data", 2)(w, x))
+        return found
 
-    for runner in ("checked", "unchecked"):
-        for kind, (value, grad) in run(runner, f, N, x).items():
-            assert value.dtype == grad.dtype == dtype, kind
-            tolerance = {"rtol": 2.0**-7 if dtype == "bfloat16" else 2.0**-9}
-            np.testing.assert_allclose(value.astype("f")[0], 1.5 * 0.875, **tolerance)
-            np.testing.assert_allclose(grad.astype("f")[0], [1.5], **tolerance)
+    tolerance = {"rtol": 2.0**-7 if dtype == "bfloat16" else 2.0**-9}
+    for value, grad in run("checked", f, N, jnp.full((N, 2), 2.0)):
+        assert value.dtype == grad.dtype == dtype
+        np.testing.assert_allclose(value.astype("f")[0], 1.5 * 0.875, **tolerance)
+        np.testing.assert_allclose(grad.astype("f")[0], [1.5], **tolerance)
 
 
 def test_the_count_is_not_rounded_to_the_type_of_the_loss():

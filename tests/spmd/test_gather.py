@@ -125,17 +125,6 @@ def test_what_is_the_same_everywhere_is_repeated():
     assert found.tolist() == [0 + 2 + 4, 1 + 3 + 5]
 
 
-def test_inside_a_loss_whose_types_were_given_up_jax_speaks_for_itself():
-    """`value_and_grad` tries such a loss again without types, where no gather can be had."""
-
-    def loss(w, x):
-        total, _ = jax.lax.scan(lambda c, v: (c + v * w, None), 0.0, x)
-        return total + jnp.sum(jc.all_gather(x * w, "data"))
-
-    with pytest.raises(TypeError, match="scan body function carry input and carry output"):
-        run("checked", lambda x: jc.value_and_grad(loss, "data")(1.0, x), 2, rows(2, 3))
-
-
 def test_a_dimension_that_is_not_there_is_refused_by_name():
     tree = {"a": rows(2, 3, 4), "b": rows(2, 3)}
     for value, axis, message in (

@@ -73,7 +73,7 @@ def mixed(x):
     return {"lr": jnp.float32(0.5), "step": jnp.int32(3), "loss": x}
 
 
-@pytest.mark.parametrize("runner", ["step", "strategy", "pmap", "vmap", "unchecked", "checked"])
+@pytest.mark.parametrize("runner", ["step", *RUNNERS])
 def test_the_mean_of_equal_numbers_is_that_number(runner):
     """In a checked `shard_map` one word says that they are equal on purpose."""
     settings = {"invariant": "replicated"} if runner == "checked" else {}
@@ -81,11 +81,6 @@ def test_the_mean_of_equal_numbers_is_that_number(runner):
     x = rows(4)
     if runner == "step":
         got = jc.data_parallel(lambda x: f(x[0]), mesh=mesh_of(4))(x)
-    elif runner == "strategy":
-        strategy = jc.MirroredStrategy(jax.devices()[:4])
-        given = jc.PerReplica([jnp.asarray(row) for row in x])
-        got = strategy.run(lambda x: jc.all_reduce("mean", mixed(x)), (given,))
-        got = strategy.experimental_local_results(got)[0]
     else:
         got = jax.tree.map(lambda x: x[0], run(runner, f, 4, x))
     assert jax.tree.map(float, got) == {"lr": 0.5, "step": 3, "loss": x.mean()}

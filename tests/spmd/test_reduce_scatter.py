@@ -133,8 +133,7 @@ def test_over_two_axes_the_parts_are_in_the_order_of_the_replicas():
 
 def test_reproducible_sums_have_the_same_bits_by_every_algorithm_and_packing():
     value = {"a": gaussian(8, 999), "b": rows(8, 5)}
-    algorithms = ({"algorithm": a} for a in ("shuffle", "halving_doubling"))
-    asked = [{}, {"bytes_per_pack": 64}, *algorithms]
+    asked = [{}, {"bytes_per_pack": 64}, {"algorithm": "shuffle"}]
     options = [jc.CommunicationOptions(reproducible=True, **more) for more in asked]
 
     def f(v):

@@ -17,7 +17,7 @@ from jaxcoll._plan.planner import choose
 from jaxcoll._plan.world import World
 
 P = jax.sharding.PartitionSpec
-SHAPES = {"a": (301,), "b": (), "c": (17, 3)}
+SHAPES = {"a": (301,), "b": (), "c": (32, 8)}
 ASKED = {
     "auto": {},
     "one-pack": {"bytes_per_pack": 1 << 20},
@@ -66,7 +66,7 @@ def differing(got, want):
         ("checked", 5, ["shuffled-pack"], [], False),
         ("checked", 6, ["auto"], ["auto"], False),
         ("checked", 3, [*ASKED][:5], [], False),
-        ("checked", 8, ["auto", "one-pack", "shuffled-pack", "in-three"], ["shuffle"], True),
+        ("checked", 8, ["auto", "one-pack", "shuffled-pack"], ["shuffle"], True),
         *((runner, 8, ["shuffled-pack", "in-three"], [], runner == "unchecked")
           for runner in RUNNERS if runner != "checked"),
     ],

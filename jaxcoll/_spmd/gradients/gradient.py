@@ -26,7 +26,6 @@ from jaxcoll._spmd import metrics
 from jaxcoll._spmd.gradients.loss import (
     Beside,
     Differentiated,
-    MicroBatches,
     accumulated,
     check_differentiable,
     loss_and_aux,
@@ -78,14 +77,15 @@ class Differentiator:
     """Arguments of `jc.value_and_grad` and its like, checked; see there."""
 
     fun: Callable[..., Any]
+    caller: str  # the function to name in a message
     reduce_op: ReduceOp
     argnums: int | Sequence[int]
     has_aux: bool
     scatter: bool
     feedback: bool
     with_value: bool = True
-    micro_batches: MicroBatches | None = None
-    called: str | None = None  # the function to name in a message, where it is another
+    pieces: int | None = None  # micro-batches one after another
+    batch_argnums: tuple[int, ...] = ()  # positions of the arguments that are cut into them
 
     def __post_init__(self) -> None:
         if not callable(self.fun):
@@ -104,15 +104,6 @@ class Differentiator:
                 f"`{self.caller}`: with scatter=True gradients travel exactly, so that there is "
                 "nothing to feed back: leave one of the two out."
             )
-
-    @property
-    def caller(self) -> str:
-        """The function to name in a message."""
-        if self.called is not None:
-            return self.called
-        if self.micro_batches is not None:
-            return "jc.accumulate"
-        return "jc.value_and_grad" if self.with_value else "jc.grad"
 
     def places(self, args: tuple[Any, ...]) -> list[int]:
         """Positions of the arguments that are differentiated."""
@@ -135,14 +126,13 @@ class Differentiator:
 
     def halvings(self, axes: Mapping[str, int]) -> int:
         """Powers of two off a float16 of a weighted mean, whose sums may be too large for it."""
-        pieces = 1 if self.micro_batches is None else self.micro_batches.count
-        return halvings(count(axes) * pieces)
+        return halvings(count(axes) * (self.pieces or 1))
 
     def of_share(
         self, axes: dict[str, int], here: Differentiation, args: tuple[Any, ...], kwargs: Any
     ) -> Differentiated:
         """Value and gradients of a replica's share; terms of a weighted mean fit to be summed."""
-        caller, micro_batches = self.caller, self.micro_batches
+        caller = self.caller
 
         def loss(*args: Any, **kwargs: Any) -> tuple[Any, Beside]:
             out = self.fun(*args, **kwargs)
@@ -160,12 +150,13 @@ class Differentiator:
             weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), beside.weight)
             return (value, beside._replace(weight=weight)), grads
 
-        if micro_batches is not None:
+        if self.pieces is not None:
             return accumulated(
                 differentiate,
                 args,
                 kwargs,
-                micro_batches,
+                self.pieces,
+                batch_argnums=self.batch_argnums,
                 learned=self.places(args),
                 mean=self.reduce_op is ReduceOp.MEAN,
                 halvings=self.halvings(axes),

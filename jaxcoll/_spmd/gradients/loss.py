@@ -140,14 +140,6 @@ def _vary(tree: Any, axes: Sequence[str]) -> Any:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class MicroBatches:
-    """The arguments that are cut along their leading dimension, and the number of pieces."""
-
-    count: int
-    argnums: tuple[int, ...]
-
-
 class Beside(NamedTuple):
     """Results of a loss besides its value: a weight, and the rest, metrics among it."""
 
@@ -163,8 +155,9 @@ def accumulated(
     differentiate: Differentiate,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    micro: MicroBatches,
+    count: int,
     *,
+    batch_argnums: Sequence[int],  # positions of what is cut
     learned: Sequence[int],  # positions of what is differentiated
     mean: bool,
     halvings: int,
@@ -176,7 +169,7 @@ def accumulated(
     numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value and
     gradients have as many powers of two taken off as it takes for their sums to fit.
     """
-    pieces = _in_pieces(args, micro, learned)
+    pieces = _in_pieces(args, count, batch_argnums, learned)
 
     def one(piece: dict[int, Any]) -> tuple[Any, Any]:
         arguments = tuple(piece.get(i, arg) for i, arg in enumerate(args))
@@ -198,7 +191,7 @@ def accumulated(
     zeros = [_compat.zeros_like_aval(aval, wide(aval.dtype)) for aval in summed]
     totals, stacked = lax.scan(turn, zeros, pieces)
     (value, weight, grads), aux = program.result([*totals, *stacked])
-    parts = micro.count if mean and weight is None else 1
+    parts = count if mean and weight is None else 1
     taken_off = 0 if weight is None else halvings
 
     def averaged(total: jax.Array, like: Any) -> jax.Array:
@@ -212,23 +205,23 @@ def accumulated(
 
 
 def _in_pieces(
-    args: tuple[Any, ...], micro: MicroBatches, learned: Sequence[int]
+    args: tuple[Any, ...], count: int, batch_argnums: Sequence[int], learned: Sequence[int]
 ) -> dict[int, Any]:
     """The arguments to be cut, each leaf with its pieces along a new leading dimension."""
-    for i in micro.argnums:
+    for i in batch_argnums:
         if not -len(args) <= i < len(args):
             raise ValueError(
                 f"`jc.accumulate`: argument {i} is named in `batch_argnums`, but the function was "
                 f"called with {counted(len(args), 'positional argument')}."
             )
-    chosen = sorted({i % len(args) for i in micro.argnums})
+    chosen = sorted({i % len(args) for i in batch_argnums})
     if both := {*chosen}.intersection(learned):
         raise ValueError(
             f"`jc.accumulate`: argument {min(both)} is in `argnums` and in `batch_argnums`; what "
             "is differentiated must be whole in every micro-batch."
         )
     return {
-        i: jax.tree_util.tree_map_with_path(functools.partial(_cut, i, micro.count), args[i])
+        i: jax.tree_util.tree_map_with_path(functools.partial(_cut, i, count), args[i])
         for i in chosen
     }
 

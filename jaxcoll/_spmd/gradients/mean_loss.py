@@ -86,7 +86,7 @@ def mean_loss(
             if not by:
                 value = of_operands(*primals)
                 return value, jnp.zeros_like(value)
-            gradient = Differentiator(again, ReduceOp.MEAN, by, False, False, False, called=CALLER)
+            gradient = Differentiator(again, CALLER, ReduceOp.MEAN, by, False, False, False)
             value, grads = reduced_gradient(gradient, axes, lambda: here, options)(
                 *varying(primals)
             )

@@ -219,7 +219,7 @@ def _joined(shards: Shards) -> Any:
     """One layer's tree, from whole packs."""
     layout = shards.layout
     packs = zip(layout.packs, shards.parts, strict=True)
-    wholes = [whole_of(part, layout, pack) for pack, part in packs]
+    wholes = [whole_of(part, pack) for pack, part in packs]
     arrays = leaves_of(wholes, layout)
     return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
