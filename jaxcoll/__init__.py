@@ -98,6 +98,8 @@ _LATER = {
 }
 """Names, and the modules that are imported when one is first used."""
 
+__all__ = [*_LATER]  # pyright: ignore[reportUnsupportedDunderAll]
+
 
 def __getattr__(name: str) -> _Any:
     if name not in _LATER:
