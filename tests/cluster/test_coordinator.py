@@ -63,7 +63,7 @@ def connection(started):
     return socket.create_connection((host, int(port)), 20)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.binary() | VALUES.map(lambda x: json.dumps(x).encode() + b"\n") | HELLOS)
 @example(b"[" * 1500 + b"\n")
 @example(b'{"a":' * 700 + b"\n")
@@ -83,7 +83,7 @@ def test_a_coordinator_waits_on_whatever_strangers_send(waiting, sent):
     assert waiting.process.poll() is None
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.binary() | VALUES.map(json.dumps))
 @example("[" * 100_000)
 @example('{"ended": 1, "done": {"a": "b"}, "stage": 7}')

@@ -63,7 +63,7 @@ def check_same(got, want):
         assert bits(one) == bits(other)
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(tree=TREES, step=st.integers(0, 1 << 40))
 def test_every_tree_of_numbers_comes_back_to_the_bit(tmp_path, tree, step):
     path = tmp_path / "deep" / "last.npz"
@@ -230,7 +230,7 @@ LIKE_OURS = (
 )  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.sets(st.sampled_from(LIKE_OURS)), st.lists(st.sampled_from(WRITERS), max_size=6))
 def test_a_users_files_survive_whatever_is_written_and_removed_beside_them(names, writers):
     """Whatever they are called: nothing is removed that this process did not make."""

@@ -19,10 +19,8 @@ IN_CI = (
     "SIGSTOP of the one that writes a checkpoint, continued later",
     "SIGKILL of the one that writes a checkpoint",
     "death of the coordinator",
-    "SIGSTOP of the coordinator",
     "one drifts apart and another dies",
     "one worker differs in its rows",
-    "a step: one process differs in its XLA_FLAGS",
 )
 
 

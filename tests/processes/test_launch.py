@@ -195,13 +195,11 @@ def test_a_job_that_has_failed_is_started_again_whole_or_a_process_alone(
     monkeypatch.setattr(supervisor, "_SETTLE_SECONDS", 1.0)
     file = script(tmp_path, FAILS)
     lives = lambda: {path.name: path.read_text() for path in tmp_path.glob("[01].[0-9]")}
-    done = launched("-n", "2", "--restarts", "1", file, "all", "1")
+    done = launched("-n", "2", "--keep-going", "--restarts", "1", file, "all", "1")
     assert done.returncode == 0, done.stderr
-    assert "jaxcoll launch: process 0 of 2 ended with status 3" in done.stderr
+    assert done.stderr.count("ended with status 3") == 2
     assert "jaxcoll launch: all 2 are started again (restart 1 of 1)." in done.stderr
     assert set(lives().values()) == {""}, "nobody was left to rejoin"
-    done = launched("-n", "2", "--keep-going", "--restarts", "2", file, "all", "9")
-    assert (done.returncode, done.stderr.count("are started again")) == (3, 2)
     for path in map(tmp_path.joinpath, lives()):
         path.unlink()
     done = launched("-n", "2", "--keep-going", "--restarts", "1", file, "alone", "1")

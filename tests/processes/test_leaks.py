@@ -48,7 +48,7 @@ def cycle(seconds):
     jax.distributed.shutdown()
 
 kept, before = [], held()
-for seconds in (60, 2_147_484, 1e12, 60, 60):
+for seconds in (60, 1e12, 60, 60):
     cycle(seconds)
     if seconds != 1e12:  # after which the next is entered at once
         after = settled()
