@@ -339,7 +339,6 @@ def reproducible():
         lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), host
     )
     ways = {
-        "alone": (names[:2], {"bytes_per_pack": 1, "reproducible": True}),
         "packed, last first": (names[1::-1], {"bytes_per_pack": 1 << 20, "reproducible": True}),
         "shuffled": (names, {"algorithm": "shuffle", "reproducible": True}),
         "cut": (names[1::-1], {"algorithm": "rechd", "shards": 2, "reproducible": True}),
