@@ -37,7 +37,7 @@ from jaxcoll._distribute.replica_axis import (
     without_row,
 )
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
-from jaxcoll._mesh.placement import InPlace, place, viewed
+from jaxcoll._mesh.placement import InPlace, place
 from jaxcoll._mesh.world import worlds_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty, is_array
@@ -318,9 +318,10 @@ def replica_program(
 def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:
     """The arguments of a replica function where its program wants them.
 
-    Global arrays are in the place of all but the `PerReplica`s, so that shared values have one
-    type however they were passed; values that are in place are not copied.
+    Global arrays are in the place of all but the `PerReplica`s, so that one program takes shared
+    values however they were passed; values that are in place are not copied.
     """
+    copies = copies_over(devices)
 
     def placed(path: Any, value: Any) -> Any:
         def name() -> str:
@@ -333,7 +334,7 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
             # Where this process's replicas alone run, its own copy is the one it can reach.
             inside = span_processes(value.devices) and not span_processes(devices)
             tree = copy_near(value, devices) if inside else value.tree
-            return jax.tree.map(lambda x: _shared(x, devices), tree)
+            return place(tree, copies)
         if isinstance(value, Tracer):
             refuse_traced(name())
         if isinstance(value, Uneven):
@@ -348,7 +349,7 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
                 "function with `functools.partial`, once, so that it is not compiled anew on each "
                 "call."
             )
-        return _shared(value, devices)
+        return place(value, copies)
 
     values = jax.tree_util.tree_map_with_path(placed, tree, is_leaf=is_distributed)
     check_not_empty(caller, _of_one_replica(values))
@@ -361,14 +362,6 @@ def _of_one_replica(values: Any) -> list[Any]:
     own = [leaf.tree for leaf in leaves if isinstance(leaf, PerReplica)]
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
     return own or leaves
-
-
-def _shared(value: Any, devices: tuple[jax.Device, ...]) -> jax.Array:
-    """A copy on every device, typed in one way so that one program takes all there are."""
-    copies = copies_over(devices)
-    # The same devices in words of another mesh would be another type, and compile again.
-    array = place(value, copies)
-    return array if array.sharding == copies else viewed(array, copies)
 
 
 def _over(
