@@ -21,9 +21,12 @@ IMPORT = """
 import json, sys, jax
 import jaxcoll
 found = {"file": jaxcoll.__file__, "own": [x for x in sys.modules if x.startswith("jaxcoll")]}
-first = getattr(jaxcoll, sys.argv[1])
+getattr(jaxcoll, sys.argv[1])
 from jaxcoll._spmd.scope import scope_here
-scope_here()  # a bare call has its world, whichever name is used first
+# Whichever name is used first, a bare call has its world, formats their names, and errors no frames.
+scope_here()
+jaxcoll.CommunicationOptions(compression="int8")
+assert "jaxcoll._compat.settings" in sys.modules
 from jaxcoll import *
 assert {name for name in dir(jaxcoll) if name[0] != "_"} <= {*globals()}
 found["optional"] = sorted({'rich', 'matplotlib', 'optax', 'sklearn', 'chex'} & set(sys.modules))
@@ -36,7 +39,7 @@ def test_import_is_light_and_leaves_the_backend_alone_and_needs_the_wheel_alone(
     # JAX refuses to change the number of CPU devices once a backend exists.
     variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(built().site)}
     command = [sys.executable, "-P", "-W", "error", "-c", IMPORT]
-    for name in ("broadcast", "sharded_optimizer"):
+    for name in ("all_reduce", "sharded_optimizer"):
         done = subprocess.run(
             [*command, name],
             env={**os.environ, **variables}, capture_output=True, text=True, timeout=120,
