@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxcoll._cluster.specs import Member, counts_of, hosts_of
+from jaxcoll._plan.checks import is_integer
 
 TF_CONFIG = "TF_CONFIG"
 _JOBS = ("chief", "worker", "ps", "evaluator")
@@ -133,8 +134,9 @@ class TFConfigClusterResolver(ClusterResolver):
         self._cluster = {str(job): _addresses(job, tasks) for job, tasks in cluster.items()}
         kind = task.get("type") if task_type is None else task_type
         index = task.get("index") if task_id is None else task_id
+        source = TF_CONFIG if task_id is None else "`task_id`"
         self.task_type = None if kind is None else str(kind)
-        self.task_id = None if index is None else _index(index)
+        self.task_id = None if index is None else _index(index, source)
         self.rpc_layer = rpc_layer or data.get("rpc_layer")
 
     def cluster_spec(self) -> Mapping[str, tuple[str, ...]]:
@@ -276,11 +278,11 @@ def _addresses(job: str, tasks: Any) -> tuple[str, ...]:
     return tuple(tasks)
 
 
-def _index(value: Any) -> int:
+def _index(value: Any, source: str = TF_CONFIG) -> int:
     """A number, also as TensorFlow's own users write it: in quotes, as keys must be."""
-    if type(value) is int or (isinstance(value, str) and value.strip().isdecimal()):
+    if is_integer(value) or (isinstance(value, str) and value.strip().isdecimal()):
         return int(value)
-    raise ValueError(f"{TF_CONFIG}: a task's number must be whole, from 0; got {value!r}.")
+    raise ValueError(f"{source}: a task's number must be whole, from 0; got {value!r}.")
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:

@@ -46,7 +46,8 @@ def seconds(caller: str, argument: str, value: Any) -> float:
     if is_number(value) and value > 0:
         return float(value)
     raise ValueError(
-        f"`{caller}` expects `{argument}` to be a number of seconds above 0; got {shown(value)}."
+        f"`{caller}` expects `{argument}` to be a finite number of seconds above 0; "
+        f"got {shown(value)}."
     )
 
 

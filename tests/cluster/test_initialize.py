@@ -9,6 +9,7 @@ import time
 import types
 
 import jax
+import numpy as np
 import pytest
 from at_once import at_once
 
@@ -157,8 +158,8 @@ def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "arguments", "words"),
     [
-        (ValueError, {"initialization_timeout_seconds": float("inf")}, "`initialization_timeout_seconds` to be a number of seconds"),
-        (ValueError, {"heartbeat_timeout_seconds": -1}, "`heartbeat_timeout_seconds` to be a number of seconds"),
+        (ValueError, {"initialization_timeout_seconds": float("inf")}, "`initialization_timeout_seconds` to be a finite number of seconds"),
+        (ValueError, {"heartbeat_timeout_seconds": -1}, "`heartbeat_timeout_seconds` to be a finite number of seconds"),
         (ValueError, {"num_processes": 2}, "needs `coordinator_address` and `process_id`, which"),
         (ValueError, {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2}, "process 2 of 2"),
         (ValueError, {"coordinator_address": "a", "num_processes": 2, "process_id": 0}, "'host:port'"),
@@ -195,6 +196,10 @@ def test_K14_K16_K17_K19_K20_the_tf_config_resolver_and_its_arguments():
     assert resolver.master("chief", 0, rpc_layer="x") == "x://a:1"
     assert resolver.num_accelerators() == {}
     assert resolver.member() == Member("a:1", 3, 2, None, "TFConfigClusterResolver")
+    counted = tf_config({"worker": ["a:1", "b:1"]}, "worker", 0, task_id=np.int64(1))
+    assert type(counted.task_id) is int, "as any count of NumPy's"
+    with pytest.raises(ValueError, match="^`task_id`: a task's number must be whole.* got 1.5"):
+        tf_config({"worker": ["a:1", "b:1"]}, "worker", 0, task_id=1.5)
     typed = tf_config(TWO_JOBS, 123456, "1")
     assert (typed.task_type, typed.task_id) == ("123456", 1)
     one = {"worker": ["a:1"]}

@@ -253,7 +253,10 @@ def test_without_cloudpickle_functions_of_modules_go_and_others_are_refused(monk
         ({"processes": 0}, "`processes` to be an integer above 0; got 0"),
         ({"devices_per_process": True}, "`devices_per_process` to be an integer above 0; got True"),
         ({"platform": "tpu"}, "`platform` to be 'cpu' or 'gpu'; got 'tpu'"),
-        ({"timeout_seconds": 0}, "`timeout_seconds` to be a number of seconds above 0; got 0"),
+        (
+            {"timeout_seconds": 0},
+            "`timeout_seconds` to be a finite number of seconds above 0; got 0",
+        ),
         ({"fn": 3}, "`launch` expects a function; got int"),
     ],
 )
