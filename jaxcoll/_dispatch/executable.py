@@ -80,8 +80,13 @@ def compiled_for(call: Call, shared: Compile | None = None) -> Program:
     return program
 
 
+def type_of(x: Any) -> str:
+    """The element type and the shape of an array, for messages: "float32[2,3]"."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
 def name_of(function: str, leaves: Sequence[Any]) -> str:
     """The function and the first arrays, in short."""
-    arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves[:3]]
+    arrays = [*map(type_of, leaves[:3])]
     more = f" and {len(leaves) - 3} more" * (len(leaves) > 3)
     return f"`{function}` of {', '.join(arrays)}{more}"

@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxcoll._compat import settings
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.executable import Program, name_of, plans
+from jaxcoll._dispatch.executable import Program, name_of, plans, type_of
 from jaxcoll._observe.parse.hlo import read_hlo
 from jaxcoll._plan.collective_plan import THE_VALUE
 from jaxcoll._plan.scope_names import names, pack_of
@@ -81,8 +81,7 @@ def fingerprint(
 def _arrays(trees: tuple[Any, ...], names: tuple[str, ...]) -> Iterator[str]:
     for name, tree in zip(names, trees, strict=True):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            sizes = ",".join(map(str, leaf.shape))
-            yield f"{name}{jax.tree_util.keystr(path)}: {leaf.dtype}[{sizes}]"
+            yield f"{name}{jax.tree_util.keystr(path)}: {type_of(leaf)}"
 
 
 def mark(lines: Sequence[str]) -> str:
@@ -187,7 +186,7 @@ def starts_with(program: Program) -> str:
     if not moved:
         return f"{program.name} has no collective."
     of, first = f" of {len(moved)}" * (len(moved) > 1), moved[0]
-    types = ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in first.operands)
+    types = ", ".join(map(type_of, first.operands))
     groups = ",".join(f"{{{','.join(map(str, group))}}}" for group in first.groups)
     paths = names(first.op_name)
     asked = f", asked for as {paths[0].rpartition('/')[2]}" if paths else ""

@@ -24,8 +24,8 @@ OPERANDS = 256
 
 
 Load = tuple[tuple[Stage, ...], int, int]
-"""What sums an array, its bytes, and the pieces of leaves that are copied into it and out again; 0:
-it is a leaf itself."""
+"""Stages that sum an array, its bytes, and the pieces of leaves copied into it and out again; 0: it
+is a leaf itself."""
 
 
 def predict(plan: CollectivePlan) -> Plan:

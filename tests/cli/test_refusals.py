@@ -1,4 +1,4 @@
-"""What a command cannot do is one line on standard error and status 2, before anything runs."""
+"""A refusal of a command is one line on standard error and status 2, before anything runs."""
 
 import sys
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""What a call of a `data_parallel` step costs beside the bare jitted call of the same program.
+"""Cost of a call of a `data_parallel` step beside the bare jitted call of the same program.
 
     python -m tests.dispatch.call_cost [ROUNDS [DEVICES [LEAVES ...]]]
 
 In one process, for trees of so many LEAVES (10, 100, 1000) of 4 floats over so many DEVICES (2), in
 ROUNDS (200) of one call each. Prints the microseconds until the bare call and ours return, without
 waiting for results (the fastest of each, which other work on the machine disturbs least), the ratio
-of the rounds with its interval, and that of the bare call's twin.
+of the rounds with its interval, and that of the bare call measured again.
 """
 
 import gc
@@ -40,7 +40,7 @@ def row(leaves):
         return taken
 
     bare = lambda: seconds(lambda: made.program(*made.args, **made.kwargs))
-    turns = {"bare": bare, "twin": bare, "ours": lambda: seconds(lambda: step(w, x))}
+    turns = {"bare": bare, "bare again": bare, "ours": lambda: seconds(lambda: step(w, x))}
     for turn in [*turns.values()] * 5:
         turn()
     gc.disable()
@@ -48,13 +48,13 @@ def row(leaves):
     gc.enable()
     taken = {name: [each[name] for each in found] for name in turns}
     bare, ours = (1e6 * min(taken[name]) for name in ("bare", "ours"))
-    ratios = [ratio(taken[name], taken["bare"]) for name in ("ours", "twin")]
+    ratios = [ratio(taken[name], taken["bare"]) for name in ("ours", "bare again")]
     return f"| {leaves:,} | {bare:.0f} | {ours:.0f} | {ratios[0]} | {ratios[1]} |"
 
 
 if __name__ == "__main__":
     print(
-        "| leaves | bare µs | ours µs | ours ÷ bare | twin |",
+        "| leaves | bare µs | ours µs | ours ÷ bare | bare again |",
         "| --- | --- | --- | --- | --- |",
         sep="\n",
     )

@@ -292,7 +292,7 @@ def test_those_who_were_there_before_are_right_unless_they_differ(marks, joined,
 
 
 def writes(membership, having, fails):
-    """What becomes of each where some have a file, and of these some cannot write; and who wrote."""
+    """Outcomes, by worker, where some have a file and some of these cannot write; and who wrote."""
     wrote = []
 
     def write(one):

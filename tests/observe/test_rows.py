@@ -1,4 +1,4 @@
-"""What each compiled collective carries out of what was requested, and what became of it."""
+"""Joins of compiled collectives to requested ones, and what became of each."""
 
 import pytest
 

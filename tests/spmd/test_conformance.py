@@ -37,7 +37,7 @@ P = jax.sharding.PartitionSpec
 
 @functools.cache
 def found(runner, n, names):
-    """What every kind of options gives in one program, for all the laws: compiling takes the time."""
+    """Results of every kind of options in one program, for all the laws: compiling takes the time."""
     value = {
         "tree": tree(n),
         "noise": noise(n, 37),

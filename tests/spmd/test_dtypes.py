@@ -1,4 +1,4 @@
-"""What each dtype is summed in, what it comes back as, and which are refused.
+"""Types that each dtype is summed in and comes back as, and those that are refused.
 
 Types of a byte and less are moved to the bit, and summed where a sum can be held.
 """

@@ -98,7 +98,7 @@ def scaled_alone():
 
 @functools.cache
 def found(runner, n):
-    """What every kind of loss and call gives, in one program for each way to map."""
+    """Results of every kind of loss and call, in one program for each way to map."""
     # Of the first two the loops start from constants, which JAX's types refuse. Reverse mode cannot
     # pass a fori_loop with a traced bound; a static one is a scan.
     plain = [jitted_loss, checkpointed_loss]

@@ -92,7 +92,7 @@ def found(runner):
 
 @EVERY
 def test_a_sum_is_rounded_twice_and_has_the_same_bits_everywhere(runner):
-    """What a format can hold arrives exactly, and every sum in its own type."""
+    """Numbers that a format can hold arrive exactly, and every sum in its own type."""
     for name, value, got in found(runner):
         for leaf in jax.tree.leaves(got):
             assert len({row.tobytes() for row in leaf}) == 1, name
