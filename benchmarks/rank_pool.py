@@ -109,7 +109,7 @@ def launched(
 ) -> Iterator[Team]:
     """Start a team of processes that run `command`, one for each of `worlds`.
 
-    None outlives the block; and where this process is killed, each ends as its requests do.
+    None outlives the block, nor this process, whatever ends it.
 
     Yields:
       The team, once its ranks have met.

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +255,23 @@ def _with_commands() -> Python:
     modules = ("jaxcoll", *commands, "matplotlib", "optax", "sklearn.datasets",
                "sklearn.model_selection")  # fmt: skip
     return Python(modules, {**os.environ, **_OWN}, "-W", "error")
+
+
+def gone(pids: Iterable[int | str]) -> bool:
+    """Whether no process of these is left, at the latest after 20 s.
+
+    A zombie has ended: only whoever inherited it has not looked yet.
+    """
+    until = time.monotonic() + 20
+    while any(map(_lives, pids)):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _lives(pid: int | str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -62,7 +65,7 @@ class Rank(abc.ABC):
 
 
 def serve(make: Callable[[], Rank]) -> None:
-    """Serve requests from standard input until the driver closes it, then exit at once.
+    """Serve requests from standard input; exit at once where the driver closes it or ends.
 
     A request is a method's name and its arguments; a reply is its value and an error, one of them
     None. The first reply is the world of the rank that `make` returns.
@@ -84,10 +87,17 @@ def serve(make: Callable[[], Rank]) -> None:
         ranks.append(make())
         return ranks[0].world()
 
-    reply(enter)
-    try:
-        while True:
-            method, arguments = requests.recv()
-            reply(lambda m=method, a=arguments: getattr(ranks[0], m)(**a))
-    except EOFError:
+    waiting: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+
+    def read() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                waiting.put(requests.recv())
         os._exit(0)  # an orderly exit may wait for ever for a rank that was killed
+
+    # Apart from the work, since a request may wait for ever for a rank whose driver was killed.
+    threading.Thread(target=read, daemon=True).start()
+    reply(enter)
+    while True:
+        method, arguments = waiting.get()
+        reply(lambda m=method, a=arguments: getattr(ranks[0], m)(**a))

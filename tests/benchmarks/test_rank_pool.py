@@ -2,10 +2,14 @@
 
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import forks
 import jax
 import numpy as np
 import pytest
@@ -67,6 +71,27 @@ def test_two_teams_take_turns_in_one_run(tmp_path):
 def test_a_rank_that_fails_ends_the_team(tmp_path, name, words):
     with pytest.raises(LaunchError, match=words), team(tmp_path, (name,), timeout=1) as found:
         found.do("time", name=name, calls=1)
+
+
+DRIVER = """
+import sys
+from benchmarks.rank_pool import launched
+with launched("fake", [], sys.argv[1:], [{"RANK": str(rank)} for rank in range(2)], 60) as team:
+    print(*(process.pid for process in team._running), flush=True)
+    team.do("time", name="stuck", calls=1)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_goes_on_without_its_driver_even_in_the_midst_of_a_request(tmp_path, end):
+    words = [sys.executable, "-c", DRIVER, *FAKE]
+    own = {**os.environ, "JOURNAL": str(tmp_path / "journal"), "PYTHONPATH": str(teams.HERE.parent)}
+    with subprocess.Popen(words, env=own, stdout=subprocess.PIPE, text=True) as driver:
+        pids = driver.stdout.readline().split()
+        while not (tmp_path / "journal").exists():
+            time.sleep(0.01)
+        driver.send_signal(end)
+    assert forks.gone(pids), "a stuck one sleeps for a minute"
 
 
 def test_ranks_that_cannot_meet_say_why_in_one_line():

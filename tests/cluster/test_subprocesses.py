@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,18 +19,6 @@ from jaxcoll._cluster.launch.supervisor import _Reader
 STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
 
 
-def ended(pid):
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 @pytest.mark.parametrize("end", ["exit 0", "exit 3", "kill -9 $$", "exec sleep 600"])
 def test_children_of_a_process_end_with_the_block_however_it_ended_itself(end):
     with surely_ended() as running:
@@ -38,7 +27,7 @@ def test_children_of_a_process_end_with_the_block_however_it_ended_itself(end):
         if "sleep" not in end:
             process.wait()
         assert Path(f"/proc/{child}").exists()
-    assert ended(child)
+    assert forks.gone([child])
     process.stdout.close()
 
 

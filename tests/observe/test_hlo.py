@@ -1,7 +1,6 @@
 """HLO notations that today's compilers here do not print, and texts that are not in order."""
 
 import re
-import time
 
 import pytest
 
@@ -216,7 +215,8 @@ def test_a_text_that_is_no_whole_program_is_an_error(text, words):
         read_hlo(text)
 
 
-def test_each_megabyte_takes_less_than_a_tenth_of_a_second():
+@pytest.mark.timeout(60)  # reading takes less than a second, and if it were quadratic, minutes
+def test_five_megabytes_are_read_in_linear_time():
     fusion = (
         "  %fusion.{k} = f32[256,256]{{1,0}} fusion(%x), kind=kLoop, calls=%add, "
         'metadata={{op_name="jit(train)/transpose(jvp(layer_{k}))/dot_general" stack_frame_id={k}}}'
@@ -225,12 +225,9 @@ def test_each_megabyte_takes_less_than_a_tenth_of_a_second():
         "  %ar.{k} = f32[256,256]{{1,0}} all-reduce(%fusion.{k}), channel_id={k}, "
         "replica_groups=mesh['d'=8] {{'d'}}, use_global_device_ids=true, to_apply=%add"
     )
-    count = 30_000  # quadratic reading would take minutes
+    count = 30_000
     lines = [fusion.format(k=k) for k in range(count)]
     lines += [reduce.format(k=k) for k in range(0, count, 50)]
     text = module(ADD, entry(*[line.strip() for line in lines]))
     assert len(text) > 4e6
-    start = time.process_time()
-    collectives = read_hlo(text).collectives
-    assert time.process_time() - start < 15 * len(text) / 100e6
-    assert len(collectives) == count // 50
+    assert len(read_hlo(text).collectives) == count // 50

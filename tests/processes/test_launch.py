@@ -125,23 +125,6 @@ def wait_for(condition, within=60):
     return found
 
 
-def gone(pids, within=10):
-    """Whether none of these processes is left (a zombie that nobody waits for has ended)."""
-    until = time.monotonic() + within
-    while time.monotonic() < until:
-        if not any(alive(pid) for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def test_a_job_on_the_loopback_interface_whose_first_process_may_end_first(tmp_path, launched):
     logs = tmp_path / "logs"
     flags = ["-n", "2", "--devices-per-process", "2", "--logs", logs]
@@ -186,7 +169,7 @@ def test_the_first_failure_ends_all_and_is_the_exit_status(tmp_path, how, flags,
     assert time.monotonic() - start < 30
     pids = [int(pid) for line in re.findall("pids (.*)", done.stdout) for pid in line.split()]
     assert len(pids) == 4 or how == "late"  # where 2 s may pass before they could print
-    assert gone(pids)
+    assert forks.gone(pids)
 
 
 def test_a_job_that_has_failed_is_started_again_whole_or_a_process_alone(
@@ -229,7 +212,7 @@ def test_nothing_outlives_the_launcher_however_it_is_ended(tmp_path, numbers, ho
         os.kill(child.pid, number)
         time.sleep(0.2 * len(numbers))
     assert child.wait(30) == status, read(err)
-    assert gone(pids)
+    assert forks.gone(pids)
     if status > 0:
         name = signal.Signals(status - 128).name
         assert f"jaxcoll launch: {name}: all processes were ended." in read(err)
@@ -259,7 +242,7 @@ def test_a_reader_who_reads_nothing_keeps_no_job_alive(tmp_path, number, flags, 
         assert child.wait(60) == status
     if number is not None:
         assert f"jaxcoll launch: {number.name}" in read(err)
-    assert gone(pids)
+    assert forks.gone(pids)
 
 
 def is_full(pipe):

@@ -1,10 +1,9 @@
 """Programs compiled for clusters that are not here, by a process of its own."""
 
 import json
-import os
 import re
-import time
 
+import forks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -268,17 +267,4 @@ def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkey
     ):
         compile_for(jc.data_parallel(step), (W, X), {}, "h100:8", timeout_seconds=1.5)
     for pid in (tmp_path / "pids").read_text().split():
-        assert gone(int(pid))
-
-
-def gone(pid):
-    for _ in range(50):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        with open(f"/proc/{pid}/stat") as status:
-            if status.read().rsplit(")", 1)[1].split()[0] == "Z":
-                return True  # ended, and whoever inherited it has not looked yet
-        time.sleep(0.1)
-    return False
+        assert forks.gone([pid])
