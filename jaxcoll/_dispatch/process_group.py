@@ -76,7 +76,7 @@ class ProcessGroup:
             raise self.failure
         lost = self._peers.lost.intersection(self.processes)
         if lost := lost or self._gone_before(self.position + 1):
-            raise self._loss(lost, "it was known before this call, which was not begun")
+            raise self._loss(lost, self.position + 1, " was not begun")
 
     compiled = staticmethod(shared_program)
 
@@ -164,18 +164,18 @@ class ProcessGroup:
 
     def _lost(self, lost: Iterable[int], why: str) -> PeerLostError:
         """The error that names lost processes; all others get it, too."""
-        failure = self._loss(lost, why)
+        failure = self._loss(lost, self.position, f", {self._name}, failed", why)
         if not self._peers.lost.issuperset(lost):
             self._peers.lost.update(lost)
             self._alarm(failure, lost=sorted(lost))
         return failure
 
-    def _loss(self, lost: Iterable[int], why: str) -> PeerLostError:
+    def _loss(self, lost: Iterable[int], position: int, how: str, why: str = "") -> PeerLostError:
         who = "; ".join(f"process {p} {self._peers.silence(p)}" for p in sorted(lost))
+        seen = why and f" What was seen: {why}"
         return PeerLostError(
-            f"Call {self.position} among {len(self.processes)} processes, {self._name}, failed: "
-            f"{who}. Those that live can go on over a mesh of their own devices. What was seen: "
-            f"{why}",
+            f"Call {position} among {len(self.processes)} processes{how}: {who}. Those that live "
+            f"can go on over a mesh of their own devices.{seen}",
             ranks=sorted(lost),
         )
 
