@@ -70,6 +70,16 @@ def test_an_array_of_another_mesh_is_taken_whatever_its_axes():
     assert pointers(value.tree) == pointers(x)
 
 
+def test_leaves_of_several_meshes_of_the_same_devices_go_through_one_program():
+    rows = np.arange(8.0, dtype="f").reshape(4, 2)
+    value = jc.PerReplica.from_global([
+        jax.device_put(rows, NamedSharding(jax.make_mesh(shape, axes, devices=devices(4)), P(axes)))
+        for shape, axes in [((4,), ("a",)), ((2, 2), ("x", "y"))]
+    ])  # fmt: skip
+    for each in jc.NcclAllReduce().reduce("sum", value, value).tree:
+        np.testing.assert_array_equal(each, rows.sum(0))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_indexing_gives_the_replicas_value_on_its_device(kind):
     value = kind.from_function(lambda i: {"w": np.full((2,), 5.0, "f"), "n": 3}, devices=devices(3))
