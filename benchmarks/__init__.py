@@ -1,1 +1,1 @@
-"""Benchmarks of jaxcoll, each run by one command from a checkout (README.md)."""
+"""Benchmarks of jaxcoll; each is one command, run from a checkout (README.md)."""

@@ -1,4 +1,4 @@
-r"""All-reduces by jaxcoll beside those of other libraries, on this host or over a slow network.
+r"""Compare jaxcoll's all-reduces with other libraries', on this host or over a slow network.
 
 python -m benchmarks.all_reduce --processes 4 --tree resnet50 --against torch \
         --torch-python ~/torch/bin/python --plot bench.png --json bench.jsonl
@@ -45,24 +45,25 @@ COMPILES, TRIALS = 3, 3
 class Workload:
     """A tree or an array to reduce."""
 
-    name: str  # of the tree, or the size of the array
+    name: str  # the tree's name, or the array's size
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes on one replica
-    is_size: bool = False  # it is one of several sizes, rather than a tree
+    is_size: bool = False  # from --sizes, rather than a tree
 
     @property
     def nbytes(self) -> int:
-        """Bytes on one replica (S)."""
+        """Bytes on one replica."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.leaves)
 
     def prepare(self, team: Team, reduce_op: str) -> None:
-        """Have a team hold its values. As plain values: other interpreters may have no JAX."""
+        """Make every rank of a team create the values."""
+        # Sent as plain Python values, because other interpreters may not have JAX.
         leaves = [{"shape": tuple(x.shape), "dtype": x.dtype.name} for x in self.leaves]
         team.do("prepare", leaves=leaves, reduce_op=reduce_op)
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One contestant in one round; each figure is that of one call."""
+    """The figures of one contestant in one round, per call."""
 
     seconds: float
     cpu_seconds: float
@@ -71,31 +72,31 @@ class Round:
 
 @dataclasses.dataclass
 class Contestant:
-    """One way to reduce the workload, and its figures so far."""
+    """One way to reduce the workload, and its measurements so far."""
 
-    name: str  # as its team spells it
-    team: Team  # that carries it out
-    # Of the slowest rank, each time that it was built
+    name: str  # understood by its team
+    team: Team  # the ranks that run it
+    # Seconds on the slowest rank, for each compilation
     compile_seconds: list[float] = dataclasses.field(default_factory=list)
-    # Of `Rank.describe`; the error is the largest of all ranks
+    # From `Rank.describe`; `error` is the largest over the ranks
     description: dict[str, Any] = dataclasses.field(default_factory=dict)
-    warm: float = 0.0  # seconds of the last call that did not count
-    calls: int = 1  # in one round
-    rounds: list[Round] = dataclasses.field(default_factory=list)  # what was measured
+    warm_seconds: float = 0.0  # of the last warm-up call
+    calls: int = 1  # per round
+    rounds: list[Round] = dataclasses.field(default_factory=list)
 
     def compile(self) -> float | None:
-        """Build it anew; seconds on the slowest rank, or None where nothing is built."""
+        """Compile it, and return seconds on the slowest rank, or None if nothing is compiled."""
         seconds = self.team.do("compile", name=self.name)
         return None if None in seconds else max(seconds)
 
     def warm_up(self) -> None:
-        """Carry it out once, uncounted, and settle how many calls make a turn."""
+        """Run it once without recording, and set the number of calls per round."""
         self.calls = 1
-        self.warm = self.turn().seconds
-        self.calls = min(MOST_CALLS, math.ceil(SHORTEST / self.warm))
+        self.warm_seconds = self.turn().seconds
+        self.calls = min(MOST_CALLS, math.ceil(SHORTEST / self.warm_seconds))
 
     def turn(self) -> Round:
-        """Carry it out, `calls` times."""
+        """Run it `calls` times."""
         before = self.team.sent_bytes() or 0
         ranks = self.team.do("time", name=self.name, calls=self.calls)
         sent = (self.team.sent_bytes() or 0) - before - self.team.barrier_bytes
@@ -106,7 +107,7 @@ class Contestant:
         )
 
     def values(self, field: str) -> list[float]:
-        """One figure, round by round."""
+        """Return one figure of every round."""
         return [getattr(measured, field) for measured in self.rounds]
 
 
@@ -115,10 +116,10 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure all entries of all teams on one workload; only one team works at a time.
 
-    The first team has the baseline. After `WARM` rounds `rounds` are timed.
+    The first team has the baseline. `WARM` warm-up rounds come before the `rounds` timed ones.
 
     Returns:
-      A line for each contestant (README.md has its fields).
+      A dictionary for each contestant (README.md lists its fields).
     """
     for team in teams:
         workload.prepare(team, reduce_op)
@@ -151,10 +152,10 @@ def _turns(
 
 
 def _line(workload: Workload, reduce_op: str, c: Contestant, base: Contestant) -> dict[str, Any]:
-    """All rounds of a contestant together."""
+    """Summarize all rounds of a contestant."""
     seconds, n = estimate(c.values("seconds")), c.team.world["devices"]
     algbw = workload.nbytes / seconds.median / 1e9
-    # Other traffic only ever adds, so the least is nearest to the truth.
+    # Other traffic only adds bytes, so the minimum is the best estimate.
     sent = None if c.team.sent_bytes() is None else min(c.values("socket_bytes")) / n
     built = c.compile_seconds
     return {
@@ -183,19 +184,19 @@ def _line(workload: Workload, reduce_op: str, c: Contestant, base: Contestant) -
 
 
 def _shortlist(workload: Workload, team: Team) -> Iterator[Contestant]:
-    """The contestants: of several in one entry, the one with the best median of a few trials."""
-    # A short trial: to measure all of them in every round would take the time of the others.
+    """Yield the contestants; an entry of several yields the one that is fastest in a few trials."""
+    # Measuring all of them in every round would take too long.
     for entry in team.entries:
         those = {name: Contestant(name, team) for name in entry}
         if len(those) == 1:
             yield from those.values()
-        elif len(workload.leaves) > 1:  # which differ in how they pack: nothing for one array
+        elif len(workload.leaves) > 1:  # they differ only in packing, which one array does not need
             trials = list(interleaved(_turns(those, Contestant.turn), TRIALS))
             yield those[min(entry, key=lambda n: np.median([t[n].seconds for t in trials]))]
 
 
 def _barrier_bytes(team: Team) -> float:
-    """Bytes that a barrier sends."""
+    """Return the bytes that a barrier sends."""
 
     def sent() -> float:
         before = team.sent_bytes() or 0
@@ -206,7 +207,7 @@ def _barrier_bytes(team: Team) -> float:
 
 
 def text_of(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The lines as a table, behind what they were measured on."""
+    """Return the lines as a table, under a heading that names the ranks."""
     columns = ("", "algorithm", "ms", f"÷ {BASELINE} [95 %]", "busbw", "CPU ms", "sent", "kernel",
                "arrays", "error", "build s", "÷")  # fmt: skip
     rows = [
@@ -228,7 +229,7 @@ def text_of(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def world_of(line: Mapping[str, Any]) -> str:
-    """The replicas of a line in words."""
+    """Describe the ranks of a line."""
     n, processes = line["devices"], line["processes"]
     on = f" on {line['network']}" * bool(line["network"])
     return f"{processes} processes × {n // processes} {line['device']} devices{on}"
@@ -239,43 +240,43 @@ def _bytes(nbytes: float | None) -> str:
 
 
 def workloads_of(args: argparse.Namespace) -> list[Workload]:
-    """The workloads that --tree, --sizes and --dtype name."""
+    """Return the workloads of --tree, --sizes and --dtype."""
     sizes = getattr(args, "sizes", None)
     trees = args.tree or ([] if sizes else ["resnet50"])
-    found = [Workload(n, tuple(flags.tree_of(n, args.dtype).values())) for n in trees]
+    workloads = [Workload(n, tuple(flags.tree_of(n, args.dtype).values())) for n in trees]
     dtype = flags.dtype_of(args.dtype)
     for name, size in sizes_of(sizes).items() if sizes else ():
         leaf = jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype)
-        found.append(Workload(name, (leaf,), is_size=True))
-    return found
+        workloads.append(Workload(name, (leaf,), is_size=True))
+    return workloads
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help begins with a module's docstring."""
+    """Return a parser with a module's docstring in its help."""
     how = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=how)
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Measure, show and write; returns the lines."""
+    """Measure, print and write the results; returns one dictionary per contestant."""
     parser = parser_of(__doc__)
     flags.add_tree(parser, action="append", default=[])
     add = parser.add_argument
-    add("--sizes", metavar="RANGE", help="arrays, as `jaxcoll bench` has it")
-    add("--algorithms", default="auto", metavar="LIST", help="likewise (default: auto)")
+    add("--sizes", metavar="RANGE", help="sizes of arrays, as for jaxcoll bench")
+    add("--algorithms", default="auto", metavar="LIST", help="as for jaxcoll bench (default: auto)")
     add("--rounds", type=flags.at_least(1), default=20, help="timed rounds (default: 20)")
     add_world(parser)
-    words = "torch (torch.distributed over Gloo, in place), tensorflow (RING); without --rate"
+    words = "torch (torch.distributed over Gloo, in place) or tensorflow (RING); not with --rate"
     add("--against", choices=PEERS, action="append", default=[], help=words)
     for name in PEERS:
-        add(f"--{name}-python", metavar="PATH", help=f"an interpreter with {name} (default: this)")
+        add(f"--{name}-python", metavar="PATH", help=f"Python with {name} (default: this one)")
     add("--json", metavar="FILE", help="one JSON line per result; - for standard output")
-    add("--plot", type=Path, metavar="FILE.png", help="draw a picture of the results")
+    add("--plot", type=Path, metavar="FILE.png", help="plot the results")
     args = parser.parse_args(argv)
     names = dict.fromkeys([BASELINE, BASELINE + AGAIN, *args.algorithms.split(",")])
     entries: list[Entry] = [(name,) for name in names]
     if args.against and (args.rate or args.devices > 1):
-        parser.error("--against compares processes of one device each on this host.")
+        parser.error("--against needs processes of one device each on this host.")
     lines = []
     with contextlib.ExitStack() as stack:
         teams = [stack.enter_context(team_of(args, entries))]

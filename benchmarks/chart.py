@@ -1,4 +1,4 @@
-"""The charts of `all_reduce` and `simulation`: curves over sizes, and bars."""
+"""Charts of `all_reduce` and `simulation`: curves over sizes, and bars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAD, FOOT, GAP, ROW, CURVES = 1.45, 0.55, 1.15, 0.42, 5.0
 
 
 def draw(results: Sequence[Line], path: Path) -> None:
-    """Write the picture of a benchmark as a PNG, 1,920 pixels wide and as high as it needs."""
+    """Write the chart of a benchmark as a PNG, 1,920 pixels wide and as high as needed."""
     sizes = [r for r in results if r["is_size"]]
     of_trees = (r for r in results if not r["is_size"])
     trees = [list(g) for _, g in groupby(of_trees, itemgetter("workload"))]
@@ -49,7 +49,7 @@ def draw(results: Sequence[Line], path: Path) -> None:
 
 
 def _page(results: Sequence[Line], height: float) -> Figure:
-    """An empty page that says what was done, where, with what, and how it was measured."""
+    """Return an empty page with a title that describes the benchmark and its method."""
     first = results[0]
     libraries = dict.fromkeys(r["library"] for r in results)
     below = f"{first['reduce_op']} · {', '.join(libraries)}"
@@ -83,7 +83,7 @@ def _bandwidths(axes: Axes, results: Sequence[Line]) -> None:
 
 
 def _band(results: Sequence[Line], way: str) -> tuple[list[int], list[float], list[float]]:
-    """Sizes, and bus bandwidths between which the median's interval lies."""
+    """Return the sizes, and the limits of the median bus bandwidth's interval."""
     points = [r for r in results if r["algorithm"] == way]
     work = [(r["bytes"], r["busbw"] * r["seconds"]["median"], r["seconds"]) for r in points]
     return (
@@ -96,7 +96,7 @@ def _band(results: Sequence[Line], way: str) -> tuple[list[int], list[float], li
 def curves(
     axes: Axes, lines: Mapping[str, Sequence[tuple[int, float]]], colours: Mapping[str, str]
 ) -> None:
-    """Lines over powers of two, named where they end; one without a colour is dashed and faint."""
+    """Draw lines over powers of two; a line without a colour is dashed and faint."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for name, line in lines.items():
@@ -114,7 +114,7 @@ def curves(
 
 
 def _bars(axes: Axes, rows: Sequence[Line], trees: Sequence[Sequence[Line]]) -> None:
-    """Time over the baseline's: bars from 1 to the left where faster, to the right where slower."""
+    """Draw ratios to the baseline's time: bars left of 1 are faster, right of 1 slower."""
     shown = [r for r in rows if r["algorithm"] not in (BASELINE, TWIN)]
     base, twin = (next(r for r in rows if r["algorithm"] == n) for n in (BASELINE, TWIN))
     axes.set_xscale("log")
@@ -150,7 +150,7 @@ def _bars(axes: Axes, rows: Sequence[Line], trees: Sequence[Sequence[Line]]) -> 
 
 
 def _plain_ticks(axes: Axes, which: str) -> None:
-    """1, 2 and 5 of each decade where there are few of them, as plain numbers."""
+    """Label plain numbers: 1, 2 and 5 of each decade if there are few decades, else 1."""
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
     axis = axes.xaxis if which == "x" else axes.yaxis
     decades = math.log10(high / low)
@@ -161,5 +161,5 @@ def _plain_ticks(axes: Axes, which: str) -> None:
 
 
 def _short(value: float) -> str:
-    """Two digits below 1, three above."""
+    """Format with two digits below 1, three above."""
     return f"{value:#.{2 if value < 0.995 else 3}g}".rstrip(".")

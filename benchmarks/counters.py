@@ -1,4 +1,4 @@
-"""Bytes that Linux has counted at a network interface."""
+"""Bytes that Linux counts at a network interface."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _NETWORK = Path("/proc/net/dev")
 
 
 def loopback_bytes() -> int | None:
-    """Bytes that have gone through the loopback interface; None where they are not counted."""
+    """Return the bytes sent through the loopback interface, or None if they are not counted."""
     return transmitted_bytes(_NETWORK.read_text(), "lo") if _NETWORK.exists() else None
 
 
-# Between processes of one host everything goes through "lo", where each packet leaves once.
 def transmitted_bytes(text: str, interface: str) -> int:
-    """Bytes that an interface has sent, headers included, by the `text` of /proc/net/dev."""
+    """Return the bytes an interface has sent, headers included, from /proc/net/dev's `text`."""
+    # Processes of one host exchange all bytes through "lo", which counts each packet once.
     for line in text.splitlines():
         name, colon, counters = line.partition(":")
         fields = counters.split()

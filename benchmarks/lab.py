@@ -1,4 +1,4 @@
-"""Network namespaces that stand for hosts, each with one link of a limited rate to one switch."""
+"""Simulated hosts: network namespaces, each linked to one switch at a limited rate."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TOOLS = ("ip", "tc", "nsenter", "unshare")
 MOST_HOSTS = 64
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SUBNET, _PORT = "10.77.0", "29400"
-_HOLD = "echo && exec cat"  # lives, and with it its namespace, for as long as its standard input
+_HOLD = "echo && exec cat"  # keeps its namespace alive until its standard input is closed
 
 
 class LabUnavailableError(RuntimeError):
-    """This machine or this user cannot make network namespaces; the message says why."""
+    """Network namespaces cannot be made by this user on this machine; the message says why."""
 
 
 def bits_per_second(rate: str) -> float | None:
-    """The bits per second of a rate as `tc` spells it ("1.5gbit"); None for "none"."""
+    """Return the bits per second of a rate in `tc`'s syntax ("1.5gbit"), or None for "none"."""
     if rate == "none":
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
@@ -38,7 +38,7 @@ def bits_per_second(rate: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Hosts, processes on each of them, and the rate of each host's link, as `tc` spells it."""
+    """Number of hosts, processes per host, and rate of each host's link in the syntax of `tc`."""
 
     hosts: int
     per_host: int
@@ -50,10 +50,10 @@ class Network:
 
 
 class Lab:
-    """Hosts that see each other over their links alone; processes of one host use its loopback.
+    """Hosts connected only by their links; processes on one host use its loopback interface.
 
-    Nothing is made in the machine's own network namespace, and no file is written. A namespace
-    lives as long as the process that holds it, and those end with this one, whatever ends it.
+    The machine's own network namespace is not changed, and no file is written. A namespace lives
+    as long as the process that holds it, and these processes end with this one, however it ends.
     """
 
     def __init__(self, hosts: int, holders: contextlib.ExitStack) -> None:
@@ -72,34 +72,34 @@ class Lab:
             self._ip(pid, address, "link set eth0 up", "link set lo up")
 
     def address(self, host: int) -> str:
-        """The address of a host on its link."""
+        """Return the address of a host on its link."""
         return f"{_SUBNET}.{host + 1}"
 
     def on(self, host: int) -> list[str]:
-        """What to put before a command so that it runs on a host."""
+        """Return the prefix that runs a command on a host."""
         return self._entering(self._hosts[host])
 
     def variables(self, per_host: int) -> list[dict[str, str]]:
-        """Each process's environment variables, by which `initialize` brings them together."""
+        """Return each process's environment variables, from which `initialize` connects them."""
         size = len(self._hosts) * per_host
         common = {"MASTER_ADDR": self.address(0), "MASTER_PORT": _PORT}
         return [{**common, "WORLD_SIZE": str(size), "RANK": str(rank)} for rank in range(size)]
 
     def limit(self, rate: str) -> None:
-        """Let each host send, and receive, no more than `rate` from now on."""
+        """Limit what each host sends, and what it receives, to `rate`."""
         bits = bits_per_second(rate)
         for i, pid in enumerate(self._hosts):
             for namespace, device in ((pid, "eth0"), (self._switch, f"p{i}")):
-                # Without a limit first: then there is one to be replaced, whatever was before.
+                # Remove the limit first, so that there is always a qdisc to replace.
                 self._tc(namespace, f"qdisc replace dev {device} root pfifo_fast")
                 if bits is not None:
-                    # 2 ms may pass at once; what waits longer than 50 ms is dropped, and TCP slows.
+                    # Bursts of 2 ms pass; packets that wait over 50 ms are dropped, so TCP slows.
                     burst = max(64 << 10, int(bits / 8 * 0.002))
                     bucket = f"rate {int(bits)}bit burst {burst}b limit {burst + int(bits / 160)}b"
                     self._tc(namespace, f"qdisc replace dev {device} root tbf {bucket}")
 
     def sent_bytes(self) -> int:
-        """Bytes that have left all hosts over their links, headers included."""
+        """Return the bytes that all hosts have sent over their links, headers included."""
         texts = (Path(f"/proc/{pid}/net/dev").read_text() for pid in self._hosts)
         return sum(transmitted_bytes(text, "eth0") for text in texts)
 
@@ -115,14 +115,22 @@ class Lab:
 
 @contextlib.contextmanager
 def lab(hosts: int, rate: str = "none") -> Iterator[Lab]:
-    """Hosts, for as long as the block lasts; `LabUnavailableError` where none can be made."""
+    """Make hosts that exist until the block ends.
+
+    Yields:
+      The hosts, with their links limited to `rate`.
+
+    Raises:
+      ValueError: the rate or the number of hosts is invalid.
+      LabUnavailableError: the hosts cannot be made here.
+    """
     bits_per_second(rate)
     if not 2 <= hosts <= MOST_HOSTS:
         raise ValueError(f"expected 2 to {MOST_HOSTS} hosts; got {hosts}.")
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if not sys.platform.startswith("linux") or missing:
         lacking = f"`{'`, `'.join(missing)}` (iproute2, util-linux)" if missing else "Linux"
-        raise LabUnavailableError(f"a network with a rate needs {lacking}, which is not here.")
+        raise LabUnavailableError(f"a network with a rate needs {lacking}, which is missing here.")
     with contextlib.ExitStack() as holders:
         made = Lab(hosts, holders)
         made.limit(rate)
@@ -130,7 +138,7 @@ def lab(hosts: int, rate: str = "none") -> Iterator[Lab]:
 
 
 def _held(command: Sequence[str], holders: contextlib.ExitStack) -> int:
-    """The process that holds the namespace which `command` makes, once that is there."""
+    """Start a process that holds the namespace made by `command`, and return its pid once ready."""
     holder = subprocess.Popen(
         [*command, "sh", "-c", _HOLD], start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -139,7 +147,7 @@ def _held(command: Sequence[str], holders: contextlib.ExitStack) -> int:
     assert holder.stdout is not None
     assert holder.stderr is not None
     holders.callback(holder.wait)
-    holders.enter_context(holder.stdin)  # which ends it, and is closed first
+    holders.enter_context(holder.stdin)  # closed first, which ends the holder
     with holder.stdout, holder.stderr:
         ready = holder.stdout.readline()
         words = "" if ready else holder.stderr.read().decode(errors="replace").strip()

@@ -1,11 +1,11 @@
-"""Counts of windows in which a rank that comes late is named, or another is.
+"""Count how often `jaxcoll inspect --run --measure` names the rank that is late, or a wrong one.
 
     python -m benchmarks.late_rank --worlds 2,4,2x2 --ms 20,0 --windows 10
 
-Each window is a training loop of its own, `ranks/late_job.py`, unedited, under `jaxcoll inspect
---run --measure`. One rank sleeps before each step, or in a host callback in the middle of it, and
-is another one in each window; of 0 ms, none does, and whoever is named is named wrongly. The
-windows of all cases are interleaved: a busy minute of the machine is shared by all.
+Each window is a separate training loop, `ranks/late_job.py`, run unchanged under `jaxcoll inspect
+--run --measure`. One rank sleeps before each step, or in a host callback in the middle of it; each
+window has a different late rank. With 0 ms no rank is late, so any rank that is named is wrong.
+The windows of all cases are interleaved, so that a busy minute of the machine affects all cases.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from jaxcoll._show.table import Table
 from jaxcoll.cli import flags
 
 JOB = HERE / "ranks" / "late_job.py"
-TIME_WAS_UP = 124  # the exit status of `jaxcoll launch`
+TIMED_OUT = 124  # exit status of `jaxcoll launch`
 FORMS = ("psum", "ring", "halving_doubling")
 
 
 class Case(NamedTuple):
-    """A job, and by how much one of its ranks comes late."""
+    """A job, and how late one of its ranks is."""
 
     processes: int
-    devices: int  # of each process
-    form: str  # psum, or an algorithm of jaxcoll's that sends permutes
-    where: str  # before a step, or in its middle
-    ms: float  # 0: none is late
+    devices: int  # per process
+    form: str  # psum, or a jaxcoll algorithm that sends permutes
+    where: str  # "before" a step, or in its "middle"
+    ms: float  # 0: no rank is late
 
     def __str__(self) -> str:
         late = f"{self.ms:g} ms, {self.where}" if self.ms else "none"
@@ -51,11 +51,11 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass
 class Window:
-    """The findings of one profile."""
+    """The result of one profile."""
 
-    late: int  # the rank that was
-    named: dict[int, float]  # seconds of each rank that was named
-    runs: int  # that were compared; of fewer than `LEAST_RUNS`, nobody is named
+    late: int  # the rank that was late
+    named: dict[int, float]  # the ranks that were named, and their lateness in seconds
+    runs: int  # compared runs; with fewer than `LEAST_RUNS`, no rank is named
     step: float  # seconds
 
 
@@ -67,11 +67,11 @@ class Found:
     windows: list[Window]
 
     def line(self) -> dict[str, Any]:
-        """In plain values."""
+        """Return the case and its windows as plain values."""
         return {**self.case._asdict(), "windows": list(map(dataclasses.asdict, self.windows))}
 
     def row(self) -> list[str]:
-        """The cells of its row."""
+        """Return the cells of the case's row."""
         seen = [window for window in self.windows if window.runs >= LEAST_RUNS]
         right = [window.named[window.late] for window in seen if window.late in window.named]
         errors = [seconds / (self.case.ms / 1e3) - 1 for seconds in right]
@@ -86,7 +86,7 @@ class Found:
 
 
 def cases(worlds: str, forms: str, wheres: str, ms: str) -> list[Case]:
-    """All combinations of lists; with nobody late, where in a step is no question.
+    """Return all combinations of lists, without duplicates: with 0 ms, `where` has no effect.
 
     Examples:
       >>> [str(case) for case in cases("2x2", "psum", "before,middle", "0")]
@@ -102,14 +102,14 @@ def cases(worlds: str, forms: str, wheres: str, ms: str) -> list[Case]:
 
 
 def measure(case: Case, late: int, runs: int, width: int, timeout: float) -> Window:
-    """Run a job once, of which rank `late` comes late, and read its report.
+    """Run a job in which rank `late` is late, and read its report.
 
-    On a busy machine a job may end before its window does; then it has twice the time.
+    On a busy machine a job may end before its window; then it is run again for twice as long.
 
     Raises:
       ValueError: the job failed.
     """
-    # A window opens a second after the compilation, and its probes take two.
+    # A window opens one second after the compilation, and its probes take two seconds.
     seconds = 3.5 + (runs + 12) * (case.ms / 1e3 + 0.02)
     for times in (1, 2, 4):
         window = _measured(case, late, runs, width, seconds * times, timeout)
@@ -131,7 +131,7 @@ def _measured(
             "--form", case.form, "--seconds", seconds, "--width", width,
         ]  # fmt: skip
         done = _ended(list(map(str, command)), ours(case.devices))
-        if done.returncode == TIME_WAS_UP:
+        if done.returncode == TIMED_OUT:
             return Window(late, {}, 0, 0.0)
         if done.returncode or not report.exists():
             raise ValueError(f"{case}: the job ended with {done.returncode}:\n{done.stderr}")
@@ -144,7 +144,7 @@ def _measured(
 
 
 def _ended(command: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; its processes end with this one."""
+    """Run a command to its end, and stop it if this process is interrupted."""
     with subprocess.Popen(
         command, env={**os.environ, **variables}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -159,26 +159,27 @@ def _ended(command: list[str], variables: dict[str, str]) -> subprocess.Complete
 
 
 def text_of(found: Sequence[Found]) -> str:
-    """A table with a row for each case."""
-    columns = ("processes × devices", "windows", "named", "others named", "lateness off by",
+    """Return a table with a row for each case."""
+    columns = ("processes × devices", "windows", "named", "wrongly named", "error of lateness",
                "from … to", "step ms")  # fmt: skip
     return Table(columns, "<>>>>>>", [one.row() for one in found]).text()
 
 
 def main(argv: Sequence[str] | None = None) -> list[Found]:
-    """Measure, show and write; returns the windows of each case."""
+    """Measure, print and write the results; returns the windows of each case."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    words = "processes, or processes x devices of each (default: 2,4,8,2x2)"
+    words = "processes, or processes x devices per process (default: 2,4,8,2x2)"
     add("--worlds", default="2,4,8,2x2", metavar="LIST", help=words)
-    add("--forms", default=",".join(FORMS), metavar="LIST", help=f"default: {','.join(FORMS)}")
-    add("--where", default="before,middle", metavar="LIST", help="default: before,middle")
-    add("--ms", default="100,20,5,0", metavar="LIST", help="default: 100,20,5,0")
-    add("--windows", type=flags.at_least(1), default=10, help="of each case (default: 10)")
-    add("--runs", type=flags.at_least(5), default=20, help="of each window (default: 20)")
-    add("--width", type=flags.at_least(1), default=256, help="of w[N, N], float32 (default: 256)")
-    add("--timeout", type=float, default=180, help="seconds for each window (default: 180)")
-    add("--json", metavar="FILE", help="one JSON line per case")
+    forms = ",".join(FORMS)
+    add("--forms", default=forms, metavar="LIST", help=f"collectives (default: {forms})")
+    add("--where", default="before,middle", metavar="LIST", help="(default: before,middle)")
+    add("--ms", default="100,20,5,0", metavar="LIST", help="delays (default: 100,20,5,0)")
+    add("--windows", type=flags.at_least(1), default=10, help="per case (default: 10)")
+    add("--runs", type=flags.at_least(5), default=20, help="per window (default: 20)")
+    add("--width", type=flags.at_least(1), default=256, help="N of w[N, N], float32 (default: 256)")
+    add("--timeout", type=float, default=180, help="seconds per window (default: 180)")
+    add("--json", metavar="FILE", help="write one JSON line per case")
     args = parser.parse_args(argv)
     found = [Found(case, []) for case in cases(args.worlds, args.forms, args.where, args.ms)]
     for k in range(args.windows):
@@ -186,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> list[Found]:
             late = (k + 1) % one.case.processes
             one.windows.append(measure(one.case, late, args.runs, args.width, args.timeout))
             print(f"window {k + 1}: {one.case}: {one.windows[-1]}", file=sys.stderr, flush=True)
-            # What is found so far is kept, however the command ends.
+            # Write after every window, so that the results survive an interruption.
             flags.write_json(args.json, [each.line() for each in found], as_lines=True)
     print(text_of(found))
     return found

@@ -1,14 +1,14 @@
-"""What one GPU alone can show about jaxcoll, in one run of less than nine minutes.
+"""Measure jaxcoll on one GPU, in one run of less than nine minutes.
 
     python -m benchmarks.on_one_gpu --json one_gpu.json
 
-packing: our packs beside a copy of each leaf and of one array of the same bytes. codecs: encoding
-and decoding as bf16, int8 and int4 beside the same copy. step: a call of `jc.data_parallel` beside
-the bare `jax.jit` of the same step. programs: what a client of eight GPUs, of which JAX mocks
-seven, compiles, beside what was compiled ahead of time for such a cluster. Every baseline is
-measured twice. A section that cannot be measured has its reason in the place of figures, and the
-file says on what it ran; without a GPU it runs on the CPU, of which the figures say nothing about
-GPUs.
+packing: jaxcoll's packs, compared with a copy of each leaf and of one array of the same size.
+codecs: encoding and decoding as bf16, int8 and int4, compared with the same copy. step: a call of
+`jc.data_parallel`, compared with `jax.jit` of the same step. programs: programs compiled by a
+client of eight GPUs (seven are mocked by JAX), compared with those compiled ahead of time for such
+a cluster. Every baseline is measured twice. A section that cannot be measured has a reason instead
+of figures. The file says where it ran; without a GPU it runs on the CPU, and its figures say
+nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 SECTIONS = ("packing", "codecs", "step", "programs")
 AGAIN = " again"
 MEASURING, COMPILING = 45.0, 240.0
-"""Seconds that the rounds of a section may take, and all children that compile."""
+"""Limits in seconds for the rounds of a section, and for all compiling subprocesses."""
 MOST_ROUNDS, FEWEST_ROUNDS = 200, 5
 LEAVES = (10, 100, 1000)
 FORMATS = {"bf16": Bf16(), "int8": Int8(), "int4": Int4()}
@@ -53,21 +53,21 @@ PROGRAMS = (
     "transformer:example",  # of docs/examples
 )
 MOCKED = "1x8x1"
-"""A partition of eight hosts with one GPU each: as many as there are here must be on a host."""
+"""A partition of eight hosts with one GPU each: a host must have as many GPUs as this one."""
 AHEAD = ("h100:8x1", "h100:8")
 
 
 def packing(budget: float, tree: str = "resnet50") -> dict[str, Any]:
-    """Copies of a tree's gradients into packs and out again, beside plainer copies.
+    """Compare copying a tree's gradients into packs and back with plain copies.
 
-    Between the two a barrier stands for the collective, so that nothing fuses across it. Each way
-    reads and writes the tree once, packing twice.
+    An optimization barrier stands for the collective in between, so that nothing fuses across it.
+    A plain copy reads and writes the tree once, packing and unpacking twice.
     """
     from jaxcoll._spmd.pipeline import pack, unpack
 
     shapes = list(flags.tree_of(tree, "float32").values())
     nbytes = sum(4 * math.prod(x.shape) for x in shapes)
-    # From shapes alone, as if this were one of eight, because one device has nothing to send.
+    # Plan for eight devices from shapes alone, because one device has nothing to send.
     plans = {
         "our packs": jc.plan(shapes, topology="h100:8", options=_packs_of(32 << 20)),
         "one pack": jc.plan(shapes, topology="h100:8", options=_packs_of(1 << 60)),
@@ -99,7 +99,7 @@ def _packs_of(nbytes: int) -> jc.CommunicationOptions:
 
 
 def codecs(budget: float, nbytes: int = 256 << 20) -> dict[str, Any]:
-    """Coding one float32 array in each wire format, and back, beside a copy of it."""
+    """Compare encoding and decoding one float32 array in each wire format with a copy of it."""
     numbers = jax.random.normal(jax.random.key(0), (nbytes // 4,), jnp.float32)
     calls: dict[str, Callable[[], Any]] = {
         "one copy": functools.partial(jax.jit(lambda x: x + 1), numbers)
@@ -114,21 +114,21 @@ def codecs(budget: float, nbytes: int = 256 << 20) -> dict[str, Any]:
         traffic |= dict.fromkeys((f"encode {name}", f"decode {name}"), nbytes + codes.nbytes)
     times = timed(calls, "one copy", budget)
     for name, found in times.items():
-        # What must be read and written at least; what is above is the format's own.
+        # The fewest bytes that must be read and written; more is the format's overhead.
         moved = traffic[name.removesuffix(AGAIN)]
         found |= {"bytes": moved, "GB/s": moved / found["seconds"]["median"] / 1e9}
     return {"bytes": nbytes, "times": times}
 
 
 def codec_of(name: str) -> tuple[Callable[..., Any], ...]:
-    """A wire format's encoding of float32 of shape (..., blocks, block), and its decoding."""
+    """Return a wire format's encode, of float32 (..., blocks, block), and decode functions."""
     wire_format = FORMATS[name]
     arithmetic = (wire_format.encode, wire_format.decode)
     return tuple(functools.partial(f, feedback=False) for f in arithmetic)
 
 
 def step(budget: float, counts: Sequence[int] = LEAVES) -> dict[str, Any]:
-    """A call's own cost on one device: until it returns, and until its results are there."""
+    """Measure a call's overhead on one device: until it returns, and until results are ready."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     rows, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
 
@@ -144,9 +144,9 @@ def step(budget: float, counts: Sequence[int] = LEAVES) -> dict[str, Any]:
         params = jax.device_put([jnp.full(4, k, jnp.float32) for k in range(count)], whole)
         x = jax.device_put(jnp.ones((8, 2)), rows)
         ours = jc.data_parallel(shared, mesh=mesh, batch_argnums=1)
-        bare = jax.jit(update)
+        jitted = jax.jit(update)
         calls = {
-            "jit": functools.partial(bare, params, x),
+            "jit": functools.partial(jitted, params, x),
             "data_parallel": functools.partial(ours, params, x),
         }
         share = budget / len(counts) / 2
@@ -158,14 +158,14 @@ def step(budget: float, counts: Sequence[int] = LEAVES) -> dict[str, Any]:
 
 
 def programs(budget: float, names: Sequence[str] = PROGRAMS, layers: int = 4) -> dict[str, Any]:
-    """Programs as the real backend's client compiles them, beside those compiled ahead of time."""
+    """Compare programs compiled by this backend's client with those compiled ahead of time."""
     found: dict[str, Any] = {"mocked": MOCKED, "layers": layers}
     if jax.default_backend() == "cpu":
         found["client"] = "eight simulated CPU devices, because there is no GPU"
         variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     else:
         found["client"] = f"one GPU, and seven that JAX mocks ({MOCKED})"
-        # The parent has the memory; a child that compiles needs little.
+        # The parent holds the GPU's memory; a compiling subprocess needs little.
         variables = {"JAX_MOCK_GPU_TOPOLOGY": MOCKED, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     until = time.monotonic() + budget
     on_cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
@@ -183,7 +183,7 @@ def programs(budget: float, names: Sequence[str] = PROGRAMS, layers: int = 4) ->
 def child(
     name: str, topology: str, layers: int, variables: Mapping[str, str], until: float
 ) -> dict[str, Any]:
-    """The figures of a program that another process compiles; or why it does not."""
+    """Compile a program in a subprocess; return its figures, or the reason for a failure."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "docs" / "examples"), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     command = [sys.executable, "-m", "benchmarks.on_one_gpu", "--compile", name, topology]
@@ -193,14 +193,14 @@ def child(
             [*command, str(layers)], env=environment, capture_output=True, text=True, timeout=limit
         )
     except subprocess.TimeoutExpired:
-        return {"reason": "the time was up before it was compiled"}
+        return {"reason": "the time limit passed before it was compiled"}
     if done.returncode == 0 and done.stdout:
         return json.loads(done.stdout.splitlines()[-1])
     return {"reason": f"it ended with status {done.returncode}: {done.stderr[-500:]}"}
 
 
 def _step_of(options: jc.CommunicationOptions) -> tuple[Any, tuple[Any, ...]]:
-    """Gradients that cost next to nothing, their mean and gradient descent; with its arguments."""
+    """Return a step with cheap gradients and their mean, and the shapes of its arguments."""
 
     @jc.data_parallel
     def step(params: list[Any], x: jax.Array) -> list[Any]:
@@ -213,17 +213,17 @@ def _step_of(options: jc.CommunicationOptions) -> tuple[Any, tuple[Any, ...]]:
 
 
 def one_pack() -> tuple[Any, tuple[Any, ...]]:
-    """Sixteen leaves in one pack of ours."""
+    """Reduce sixteen leaves in one pack."""
     return _step_of(_packs_of(1 << 30))
 
 
 def unpacked() -> tuple[Any, tuple[Any, ...]]:
-    """The same leaves, which the compiler combines as it likes."""
+    """Reduce the same leaves, combined by the compiler."""
     return _step_of(jc.CommunicationOptions())
 
 
 def compile_here(name: str, topology: str, layers: int) -> dict[str, Any]:
-    """Compile one program with the client of this process, or for a topology, and read it."""
+    """Compile a program with this process's client, or for a topology; return its figures."""
     module, _, function = name.partition(":")
     example = importlib.import_module(module)
     if hasattr(example, "LAYERS"):
@@ -251,9 +251,10 @@ def compile_here(name: str, topology: str, layers: int) -> dict[str, Any]:
 def timed(
     calls: Mapping[str, Callable[[], Any]], baseline: str, budget: float, *, waits: bool = True
 ) -> dict[str, Any]:
-    """Seconds of each call and its ratio to the baseline's, which is measured twice.
+    """Measure the seconds of each call, and their ratio to the baseline's, measured twice.
 
-    A call is warmed up twice; rounds are interleaved, and as many as the budget of seconds allows.
+    Each call is warmed up twice. Rounds are interleaved; their number follows from the budget, in
+    seconds.
     """
 
     def turn(call: Callable[[], Any]) -> float:
@@ -287,7 +288,7 @@ def timed(
 
 @contextlib.contextmanager
 def _recorded(found: dict[str, Any]) -> Iterator[None]:
-    """Put an error's words among the figures, so that other sections are still measured."""
+    """Record an error among the figures, so that other sections are still measured."""
     start = time.perf_counter()
     try:
         yield
@@ -297,7 +298,7 @@ def _recorded(found: dict[str, Any]) -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on."""
+    """Describe this machine."""
     devices = jax.devices()
     query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.mem", "--format=csv"]
     try:
@@ -313,7 +314,7 @@ def machine() -> dict[str, Any]:
 
 
 def text_of(results: Mapping[str, Any]) -> str:
-    """The figures in lines."""
+    """Return the figures as lines of text."""
     ran = results["ran_on"]
     lines = [f"{ran['kind']} ({ran['platform']}), JAX {ran['jax']}"]
 
@@ -333,13 +334,13 @@ def text_of(results: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure every section, show and write; returns the figures."""
+    """Measure every section, print and write the results; returns the figures."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--sections", default=",".join(SECTIONS), help=f"(default: {','.join(SECTIONS)})")
-    add("--tiny", action="store_true", help="small arrays and short rounds, to try it out")
-    add("--json", default="one_gpu.json", metavar="FILE", help="(default: one_gpu.json)")
-    add("--compile", nargs=3, metavar=("NAME", "TOPOLOGY", "LAYERS"), help="what a child does")
+    add("--tiny", action="store_true", help="small arrays and few rounds, for a trial")
+    add("--json", default="one_gpu.json", metavar="FILE", help="output (default: one_gpu.json)")
+    add("--compile", nargs=3, metavar=("NAME", "TOPOLOGY", "LAYERS"), help="for subprocesses")
     args = parser.parse_args(argv)
     if args.compile:
         name, topology, layers = args.compile
@@ -363,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         with _recorded(found[name]):
             found[name].update(sections[name](limit, **small[name] if args.tiny else {}))
         results = {"ran_on": machine(), "tiny": args.tiny, "sections": found}
-        flags.write_json(args.json, results)  # after each, should the time be up
+        flags.write_json(args.json, results)  # after each section, in case of a timeout
     print(text_of(results))
     return results
 

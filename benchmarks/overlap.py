@@ -1,11 +1,11 @@
-"""How much of an exchange in several programs a step has to wait for.
+"""Measure how much of an exchange a step waits for, if several programs make the exchange.
 
     python -m benchmarks.overlap --processes 4 --tree resnet50 --parts 8
 
-A backward pass on an accelerator leaves the host's cores alone, so it is a sleep here: after each
-N-th of it one more part of the gradients is ready, and its reduction is dispatched. XLA's CPU
-runtime runs what is dispatched beside the host, while within one program it waits for each
-collective.
+A backward pass on an accelerator does not use the host's cores, so a sleep stands for it. After
+each N-th of the sleep one more part of the gradients is ready, and its reduction is dispatched.
+XLA's CPU runtime runs dispatched programs concurrently with the host, but within one program it
+waits for each collective.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ WARM = 3
 
 @dataclasses.dataclass(frozen=True)
 class Overlapped:
-    """One tree's overlap; seconds are those of the slowest rank."""
+    """The overlap of one tree; seconds are of the slowest rank."""
 
     workload: str
     bytes: int
     processes: int
-    parts: int  # programs that reduce it
+    parts: int  # number of programs that reduce it
     algorithm: str
-    communication: Estimate  # seconds of the programs alone, one dispatched right after the other
-    compute: Estimate  # of the sleeps alone, which are to be as long
-    step: Estimate  # of both
-    exposed: Estimate  # (step - compute) / communication, by rounds
-    twin: Estimate  # communication over itself, measured again in the same rounds
+    communication: Estimate  # seconds of the programs alone, dispatched back to back
+    compute: Estimate  # seconds of the sleeps alone, meant to take as long as communication
+    step: Estimate  # seconds of both
+    exposed: Estimate  # (step - compute) / communication, paired by round
+    twin: Estimate  # communication, measured again in the same rounds, over communication
 
 
 def parts_of(workload: Workload, count: int) -> list[tuple[int, int]]:
-    """Ranges of neighbouring leaves, at most `count`, of sizes as even as undivided leaves allow.
+    """Split the leaves into at most `count` consecutive ranges of similar sizes in bytes.
 
     Examples:
       >>> import jax
@@ -60,7 +60,7 @@ def parts_of(workload: Workload, count: int) -> list[tuple[int, int]]:
 def measure(
     workload: Workload, team: Team, *, parts: int, algorithm: str, rounds: int
 ) -> Overlapped:
-    """Measure the exchange of one tree by `parts` programs."""
+    """Measure the exchange of one tree by at most `parts` programs."""
     workload.prepare(team, "mean")
     names = []
     for first, stop in parts_of(workload, parts):
@@ -74,7 +74,7 @@ def measure(
     slept = [seconds(0.0) for _ in range(WARM)][-1]
     turns = {
         "communication": lambda: seconds(0.0),
-        # A sleep takes longer than asked, so what it takes alone is measured as well.
+        # A sleep takes longer than requested, so it is measured alone as well.
         "compute": lambda: seconds(slept, send=False),
         "step": lambda: seconds(slept),
         "twin": lambda: seconds(0.0),
@@ -82,7 +82,7 @@ def measure(
     timed = []
     for measured in interleaved(turns, rounds):
         timed.append(measured)
-        slept = measured["communication"]  # a step that computes for as long as it communicates
+        slept = measured["communication"]  # next, compute for as long as communication took
     by_name = {name: [measured[name] for measured in timed] for name in turns}
     waits = [s - c for s, c in zip(by_name["step"], by_name["compute"], strict=True)]
     return Overlapped(
@@ -100,7 +100,7 @@ def measure(
 
 
 def text_of(results: Sequence[Overlapped]) -> str:
-    """A table with a row for each tree."""
+    """Return a table with a row for each tree."""
     columns = ("tree", "MB", "programs", "communication ms", "compute ms", "step ms", "exposed",
                "again")  # fmt: skip
     rows = [
@@ -118,15 +118,15 @@ def text_of(results: Sequence[Overlapped]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Overlapped]:
-    """Measure, show and write; returns a result for each tree."""
+    """Measure, print and write the results; returns one for each tree."""
     parser = parser_of(__doc__)
     flags.add_tree(parser, action="append", default=[])
     add_world(parser)
     add = parser.add_argument
     add("--parts", type=flags.at_least(1), default=8, metavar="N", help="programs (default: 8)")
-    add("--algorithm", default="auto", metavar="NAME", help="default: auto")
+    add("--algorithm", default="auto", metavar="NAME", help="(default: auto)")
     add("--rounds", type=flags.at_least(1), default=20, help="timed rounds (default: 20)")
-    add("--json", metavar="FILE", help="one JSON line per tree")
+    add("--json", metavar="FILE", help="write one JSON line per tree")
     args = parser.parse_args(argv)
     how = {"parts": args.parts, "algorithm": args.algorithm, "rounds": args.rounds}
     with team_of(args, [(BASELINE,)]) as team:

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, which serve requests over pipes."""
+"""Ranks in separate processes that serve requests over pipes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from benchmarks.counters import loopback_bytes
 from jaxcoll.errors import LaunchError
 
 Entry = tuple[str, ...]
-"""Names of contestants, of which the fastest takes part."""
+"""Names of contestants; only the fastest of them is measured in full."""
 
 
 class Team:
-    """Ranks of one library on this host that carry out the same requests at the same time."""
+    """Ranks of one library that handle the same requests at the same time."""
 
-    barrier_bytes = 0.0  # that the barrier before a round sends
-    network = ""  # between the hosts of the ranks, in words; "": they are on one
+    barrier_bytes = 0.0  # sent by the barrier before a round
+    network = ""  # description of the network between the hosts; "" for one host
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Team:
         self._label, self._running, self._logs, self._timeout = label, running, logs, timeout
         self._pipes = pipes
         self.sent_bytes: Callable[[], int | None] = loopback_bytes
-        self.world = self._replies("start")[0]  # as its first rank describes it; see `Rank.world`
+        self.world = self._replies("start")[0]  # from the first rank; see `Rank.world`
         # Ranks of other libraries name their contestants themselves.
         self.entries = tuple(map(tuple, entries or self.world.get("entries", ())))
 
     def do(self, method: str, **arguments: Any) -> list[Any]:
-        """Have each rank carry out a method of `Rank`; returns the replies in rank order."""
+        """Call a method of `Rank` on every rank, and return the replies in rank order."""
         for requests, _ in self._pipes:
-            # That a rank has ended is found out when its reply is read.
+            # A rank that ended is noticed when its reply is read.
             with contextlib.suppress(BrokenPipeError):
                 requests.send((method, arguments))
         return self._replies(f"{method} {arguments['name']!r}" if "name" in arguments else method)
@@ -77,11 +77,11 @@ class Team:
         return values
 
     def _lost(self, rank: int, doing: str, error: str = "") -> None:
-        """Blame the rank that ended first: where one is killed, the others' calls fail as well."""
-        # The error that a rank reports explains more than its exit status.
+        """Raise an error that names the rank that ended first: its peers' calls fail as well."""
+        # A rank's reported error explains more than its exit status.
         others = [r for r in range(len(self._running)) if r != rank or not error]
         patience = time.monotonic() + 1
-        # Several may fail at once, and the one that was killed is seen a moment later.
+        # Several ranks may fail at once, and a killed one may be noticed a moment later.
         while not (dead := [r for r in others if self._running[r].poll() is not None]):
             if time.monotonic() > patience:
                 break
@@ -94,7 +94,7 @@ class Team:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended ({status})"
         lines = self._logs[rank].read_text(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        words = f" Its last words: {last[:300]}" if last else ""
+        words = f" Last output: {last[:300]}" if last else ""
         raise LaunchError(f"{who} {how} ({doing}).{words}")
 
 
@@ -105,14 +105,15 @@ def launched(
     command: Sequence[str],
     worlds: Sequence[Mapping[str, str]],
     timeout: float,
-    before: Sequence[Sequence[str]] | None = None,  # commands that run each rank's command
+    before: Sequence[Sequence[str]] | None = None,  # each rank's command prefix
 ) -> Iterator[Team]:
-    """Start a team of processes that run `command`, one for each of `worlds`.
+    """Start a team of processes that run `command`, with the environment variables in `worlds`.
 
-    None outlives the block, nor this process, whatever ends it.
+    No rank outlives the block, or this process, however that ends. A request may take `timeout`
+    seconds.
 
     Yields:
-      The team, once its ranks have met.
+      The team, once its ranks are connected.
     """
     with (
         tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder,

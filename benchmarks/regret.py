@@ -1,10 +1,10 @@
-"""How much longer the automatic choice takes than the best one made by hand.
+"""Measure how much longer jaxcoll's automatic choice takes than the best manual choice.
 
     python -m benchmarks.regret --json regret.jsonl
 
-Random trees over 2, 4 and 8 processes of one host and of two, whose network has a rate or none.
-Each case is written to the file of --json as soon as it is known; cases that are there already are
-not measured again.
+The cases are random trees over 2, 4 and 8 processes on one host or two, with or without a limited
+network rate. Each case is written to the --json file as soon as it is measured; cases that are
+already in the file are not measured again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from jaxcoll.cli.bench import AGAIN, BASELINE, MOST_CALLS, SHORTEST, WARM, inter
 from jaxcoll.cli.flags import at_least
 
 SECONDS = 8.0
-"""That the rounds of one case may take, beyond the fewest."""
+"""Limit of the rounds of one case in seconds; at least `FEWEST` rounds are run."""
 FEWEST = 4
 HOPELESS = 4.0
-"""Times as long as the fastest that a candidate may take in its last warm-up, to be measured."""
+"""A candidate is dropped if its last warm-up took over this many times as long as the fastest."""
 
 AUTO = "auto"
 TWIN = AUTO + AGAIN
@@ -45,22 +45,22 @@ PROCESSES = (2, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One tree in one world."""
+    """A tree to reduce, and the processes that reduce it."""
 
-    number: int  # among those of its seed
-    hosts: int  # 1, whose loopback interface carries everything, or 2
-    processes: int  # on all of them, of one CPU device each
-    rate: str  # of the hosts' links, as `tc` spells it; "none" on one host
-    elements: tuple[int, ...]  # of each leaf, of float32
+    number: int  # index among the cases of its seed
+    hosts: int  # 1 (over the loopback interface) or 2
+    processes: int  # in total, with one CPU device each
+    rate: str  # of the hosts' links, in `tc`'s syntax; "none" on one host
+    elements: tuple[int, ...]  # number in each float32 leaf
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tree."""
+        """The size of the tree in bytes."""
         return 4 * sum(self.elements)
 
     @property
     def world(self) -> tuple[int, int]:
-        """What cases must share to be measured by the same processes."""
+        """The hosts and processes: equal for cases that the same processes can measure."""
         return self.hosts, self.processes
 
     def __str__(self) -> str:
@@ -70,9 +70,7 @@ class Case:
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """The first `count` cases of a seed.
-
-    Law: with more cases the first ones stay as they are.
+    """Return the first `count` cases of a seed; a larger `count` only adds cases.
 
     Examples:
       >>> cases(3, seed=0) == cases(40, seed=0)[:3]
@@ -93,42 +91,42 @@ def _case(number: int, random: np.random.Generator) -> Case:
 
 
 def _between(random: np.random.Generator, low: float, high: float) -> float:
-    """A number whose logarithm is as likely anywhere between the two."""
+    """Draw a number whose logarithm is uniform between those of `low` and `high`."""
     return float(np.exp(random.uniform(np.log(low), np.log(high))))
 
 
 def candidates(case: Case) -> tuple[str, ...]:
-    """What a user could ask for by hand, as `jaxcoll bench --algorithms` has it."""
+    """Return the manual choices, in the syntax of `jaxcoll bench --algorithms`."""
     packs = ("all",) if case.nbytes <= 1 << 20 or len(case.elements) == 1 else ("1MiB", "all")
     names = ["native", "halving_doubling"]
     if case.hosts > 1 and case.processes > case.hosts:
         names += ["shuffle/native", "shuffle/halving_doubling"]
-    # Each array of its own takes as long as a small pack, so that many cannot be the best choice.
+    # A separate array takes as long as a small pack, so many of them cannot be the best choice.
     alone = (BASELINE,) if len(case.elements) <= 8 else ()
     return (*alone, *(f"{name}@{pack}" for name in names for pack in packs))
 
 
 @dataclasses.dataclass(frozen=True)
 class Regret:
-    """The seconds of one case."""
+    """The measurements of one case."""
 
     case: Case
-    seconds: Mapping[str, tuple[float, ...]]  # for each contestant, those of each round
-    # Candidates with the plan of the automatic choice, which were not measured again
+    seconds: Mapping[str, tuple[float, ...]]  # of each contestant in each round
+    # Candidates with the same plan as the automatic choice, which are not measured separately
     alike: tuple[str, ...] = ()
 
     @property
     def best(self) -> str:
-        """The candidate with the least median; one with the automatic plan as "auto"."""
+        """The candidate with the smallest median; "auto" if it has the automatic plan."""
         return self._best(slice(None))
 
     @property
     def ratio(self) -> float:
-        """Seconds of the automatic choice over those of the best by hand.
+        """Seconds of the automatic choice divided by those of the best manual choice.
 
-        The best is picked in every other round and compared in the rounds between, in turn: the
-        least of several medians of the same rounds would be too small by chance. A candidate of the
-        same plan is the same program, and so is the twin.
+        The best is picked from every other round and compared in the remaining ones, then the other
+        way round: the smallest of several medians over the same rounds would be biased. Candidates
+        with the same plan, and the twin, are the same program.
         """
         halves = slice(0, None, 2), slice(1, None, 2)
         found = [
@@ -139,7 +137,7 @@ class Regret:
 
     @property
     def twin(self) -> float:
-        """Seconds of the automatic choice over its own, measured as another contestant."""
+        """Seconds of the automatic choice divided by those of a second measurement of it."""
         return statistics.median(self.seconds[AUTO]) / statistics.median(self.seconds[TWIN])
 
     def _best(self, rounds: slice) -> str:
@@ -152,26 +150,26 @@ class Regret:
         return statistics.median(found + self.seconds[TWIN][rounds] if name == AUTO else found)
 
     def to_dict(self) -> dict[str, Any]:
-        """One JSON line."""
+        """Return a dictionary for one JSON line."""
         figures = {"best": self.best, "ratio": self.ratio, "twin": self.twin}
         return {**dataclasses.asdict(self), **figures}
 
 
 def regret_of(line: dict[str, Any]) -> Regret:
-    """The value that `Regret.to_dict` gave."""
+    """Return the `Regret` from which `to_dict` made `line`."""
     case = Case(**{**line["case"], "elements": tuple(line["case"]["elements"])})
     seconds = {name: tuple(rounds) for name, rounds in line["seconds"].items()}
     return Regret(case, seconds, tuple(line["alike"]))
 
 
 def measure(wanted: Sequence[Case], rounds: int, timeout: float) -> Iterator[Regret]:
-    """Measure cases, those of one world with the same processes.
+    """Measure cases; those of one world use the same processes.
 
     Yields:
-      What each showed, as soon as it is known.
+      The result of each case, as soon as it is measured.
 
     Raises:
-      LabUnavailableError: a case has two hosts, which cannot be made here.
+      LabUnavailableError: a case needs two hosts, which cannot be made here.
       LaunchError: a rank failed.
     """
     order = sorted(wanted, key=lambda case: (case.world, case.number))
@@ -186,7 +184,7 @@ def measure(wanted: Sequence[Case], rounds: int, timeout: float) -> Iterator[Reg
 def _ranks(
     hosts: int, processes: int, timeout: float
 ) -> Iterator[tuple[Team, Callable[[str], None]]]:
-    """Processes on hosts, and what sets the rate between these."""
+    """Start processes on hosts; yields the team, and a function that limits the network rate."""
     entries = [(AUTO,)]
     if hosts == 1:
         with on_this_host(processes, entries, 1, timeout) as team:
@@ -209,14 +207,13 @@ def _measured(case: Case, team: Team, rounds: int) -> Regret:
         contestant.compile()
     for contestant in contestants * WARM:
         contestant.warm_up()
-    fastest = min(c.warm for c in contestants)
-    turns = {
-        c.name: c for c in contestants if c.name in (AUTO, TWIN) or c.warm <= HOPELESS * fastest
-    }
-    # As many calls for each: the first after a barrier takes longer than those that follow.
+    fastest = min(c.warm_seconds for c in contestants)
+    limit = HOPELESS * fastest
+    turns = {c.name: c for c in contestants if c.name in (AUTO, TWIN) or c.warm_seconds <= limit}
+    # The same number of calls for each, because the first call after a barrier is slower.
     for c in turns.values():
         c.calls = min(MOST_CALLS, math.ceil(SHORTEST / fastest))
-    once = sum(c.warm * c.calls for c in turns.values())
+    once = sum(c.warm_seconds * c.calls for c in turns.values())
     rounds = max(FEWEST, min(rounds, int(SECONDS / once)))
     calls = {name: lambda c=c: c.turn().seconds for name, c in turns.items()}
     found = list(interleaved(calls, rounds))
@@ -224,7 +221,7 @@ def _measured(case: Case, team: Team, rounds: int) -> Regret:
 
 
 def summary(found: Sequence[Regret]) -> dict[str, float]:
-    """Geometric mean and worst of the ratios, and of the twins', whichever is the slower of two."""
+    """Return the geometric mean and maximum of the ratios, and of the twins (slower ÷ faster)."""
     ratios, twins = [x.ratio for x in found], [x.twin for x in found]
     return {
         "cases": len(found),
@@ -236,7 +233,7 @@ def summary(found: Sequence[Regret]) -> dict[str, float]:
 
 
 def text_of(found: Sequence[Regret]) -> str:
-    """A row for each case, the worst last, and what they come to together."""
+    """Return a table of the cases, the worst last, and their summary."""
     rows = [
         [str(x.case.number), str(x.case), x.best, f"{x.ratio:.2f}", f"{x.twin:.2f}"]
         for x in sorted(found, key=lambda x: x.ratio)
@@ -252,14 +249,14 @@ def text_of(found: Sequence[Regret]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Regret]:
-    """Measure what an earlier run has not, and show all; returns the cases."""
+    """Measure the cases that no earlier run has, and print all; returns all cases."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--cases", type=at_least(1), default=40, help="(default: 40)")
-    add("--seed", type=at_least(0), default=0, help="of these cases (default: 0)")
-    add("--rounds", type=at_least(FEWEST), default=20, help="of each, at most (default: 20)")
+    add("--cases", type=at_least(1), default=40, help="number of cases (default: 40)")
+    add("--seed", type=at_least(0), default=0, help="of the random cases (default: 0)")
+    add("--rounds", type=at_least(FEWEST), default=20, help="per case, at most (default: 20)")
     add("--timeout", type=float, default=600, help="seconds for any single step (default: 600)")
-    add("--json", type=Path, metavar="FILE", help="a line for each case, also of earlier runs")
+    add("--json", type=Path, metavar="FILE", help="one line per case; also read at the start")
     args = parser.parse_args(argv)
     text = args.json.read_text() if args.json and args.json.exists() else ""
     earlier = [regret_of(json.loads(line)) for line in text.splitlines()]

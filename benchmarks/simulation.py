@@ -1,4 +1,4 @@
-"""Predicted seconds of one all-reduce over 2 to 16,384 GPUs, by the cost model alone.
+"""Predict the seconds of one all-reduce over 2 to 16,384 GPUs, with the cost model alone.
 
 python -m benchmarks.simulation --tree resnet50 --chip h100 --plot simulation.png
 """
@@ -22,19 +22,19 @@ RANKS = tuple(2**k for k in range(1, 15))
 PER_HOST = 8
 
 Lines = Mapping[str, Sequence[float]]
-"""For each algorithm its seconds over so many replicas as `RANKS` has."""
+"""For each algorithm, seconds over the numbers of replicas in `RANKS`."""
 
 
 def simulate(nbytes: int, chip: str, algorithms: Sequence[str]) -> tuple[Lines, str]:
-    """Predict one float32 array over 2, 4, 8, … 16,384 GPUs, eight on a host.
+    """Predict the all-reduce of one float32 array over 2, 4, 8, … 16,384 GPUs, eight per host.
 
-    The first part of an algorithm "inner/outer" works within a host; on one host it works alone.
+    In "inner/outer", the inner algorithm runs within a host; on a single host it runs alone.
 
     Returns:
-      The seconds, and what they were predicted from.
+      The seconds, and the source of the prediction.
 
     Raises:
-      ValueError: there is no such algorithm or chip.
+      ValueError: the algorithm or chip is unknown.
     """
     array, lines, source = jax.ShapeDtypeStruct((nbytes // 4,), "float32"), {}, ""
     for name in algorithms:
@@ -55,7 +55,7 @@ def simulate(nbytes: int, chip: str, algorithms: Sequence[str]) -> tuple[Lines, 
 
 
 def text_of(lines: Lines) -> str:
-    """A table of the seconds, with a star at the fastest of each row."""
+    """Return a table of the seconds, with a star at the fastest in each row."""
     rows = []
     for n, seconds in zip(RANKS, zip(*lines.values(), strict=True), strict=True):
         marks = (" *" if s == min(seconds) else "  " for s in seconds)
@@ -66,7 +66,7 @@ def text_of(lines: Lines) -> str:
 
 
 def draw(lines: Lines, title: str, source: str, path: Path) -> None:
-    """Write predicted time against the size of the world as a PNG of 1,920 × 1,080 pixels."""
+    """Plot predicted time against the number of replicas, as a PNG of 1,920 × 1,080 pixels."""
     from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator
 
     from benchmarks.chart import curves
@@ -95,14 +95,14 @@ def draw(lines: Lines, title: str, source: str, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> Lines:
-    """Predict, show and write; returns the predictions."""
+    """Predict, print and write the seconds; returns them."""
     parser = parser_of(__doc__)
     flags.add_tree(parser, default="resnet50")
     add = parser.add_argument
-    add("--chip", default="h100", metavar="NAME", help="of a topology's name (default: h100)")
+    add("--chip", default="h100", metavar="NAME", help="as in a topology (default: h100)")
     add("--algorithms", default=ALGORITHMS, metavar="LIST", help=f"(default: {ALGORITHMS})")
-    add("--json", metavar="FILE", help="write the seconds to FILE; - for here")
-    add("--plot", type=Path, metavar="FILE.png", help="draw them")
+    add("--json", metavar="FILE", help="write the seconds to FILE; - for standard output")
+    add("--plot", type=Path, metavar="FILE.png", help="plot the seconds")
     args = parser.parse_args(argv)
     leaves = flags.tree_of(args.tree, args.dtype).values()
     nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)

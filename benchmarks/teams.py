@@ -1,4 +1,4 @@
-"""Teams of ranks: of JAX, on this host or on several with a slow network; of other libraries."""
+"""Start teams of ranks: of JAX, on this host or simulated hosts, or of other libraries."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from benchmarks.rank_pool import Entry, Team, launched
 
 HERE = Path(__file__).parent
 PEERS = ("torch", "tensorflow")
-"""Libraries that can be measured in the same run."""
+"""Other libraries that can be measured in the same run."""
 
 _JAX = [sys.executable, "-m", "benchmarks.ranks.jax_rank"]
-# A folder of the user's that is called torch must not be taken for the library.
+# Keep Python from importing a user's folder named torch instead of the library.
 _SAFE = {"PYTHONSAFEPATH": "1"}
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that say which ranks of JAX there are."""
+    """Declare the flags that describe the ranks of JAX."""
     add = parser.add_argument
-    add("--processes", type=int, default=2, metavar="N", help="here, over Gloo (default: 2)")
-    add("--devices", type=int, default=1, metavar="N", help="simulated, of each (default: 1)")
+    add("--processes", type=int, default=2, metavar="N", help="on this host (default: 2)")
+    add("--devices", type=int, default=1, metavar="N", help="simulated, per process (default: 1)")
     add(
         "--rate",
         metavar="RATE",
-        help="start the processes on hosts of their own, network namespaces on this machine, whose "
-        "links carry so much each way: 200mbit, 1gbit, none (for no limit)",
+        help="start the processes on simulated hosts (network namespaces here), and limit their "
+        "links to RATE each way: 200mbit, 1gbit, or none for no limit",
     )
     add("--hosts", type=int, default=2, metavar="H", help="with --rate (default: 2)")
     add("--per-host", type=int, default=1, metavar="P", help="processes, with --rate (default: 1)")
@@ -44,7 +44,7 @@ def add_world(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def team_of(args: argparse.Namespace, entries: Sequence[Entry]) -> Iterator[Team]:
-    """The ranks of JAX that the flags of `add_world` describe."""
+    """Start the ranks of JAX that the flags of `add_world` describe."""
     if args.rate is not None:
         network = Network(args.hosts, args.per_host, args.rate)
         with on_hosts(network, entries, args.devices, args.timeout) as (team, _):
@@ -57,15 +57,15 @@ def team_of(args: argparse.Namespace, entries: Sequence[Entry]) -> Iterator[Team
 def on_this_host(
     processes: int, entries: Sequence[Entry], devices: int, timeout: float
 ) -> contextlib.AbstractContextManager[Team]:
-    """A team of JAX whose ranks meet on the loopback interface."""
-    # Where one process is all, there is nobody to meet.
-    those = worlds(processes) if processes > 1 else [{}]
-    variables = [{**ours(devices), **world} for world in those]
+    """Start a team of JAX ranks that communicate over the loopback interface."""
+    # A single process needs no rendezvous.
+    rendezvous = worlds(processes) if processes > 1 else [{}]
+    variables = [{**ours(devices), **world} for world in rendezvous]
     return launched("jax", entries, _JAX, variables, timeout)
 
 
 def ours(devices: int) -> dict[str, str]:
-    """Environment variables of a rank of JAX, by which it finds this checkout."""
+    """Return the environment variables of a rank of JAX, with the path of this checkout."""
     path = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
     return {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
 
@@ -74,7 +74,7 @@ def ours(devices: int) -> dict[str, str]:
 def on_hosts(
     network: Network, entries: Sequence[Entry], devices: int, timeout: float
 ) -> Iterator[tuple[Team, Lab]]:
-    """A team of JAX whose ranks are on hosts of their own, and these hosts."""
+    """Start a team of JAX ranks on simulated hosts; yields the team and the hosts."""
     with lab(network.hosts, network.rate) as made:
         variables = [{**ours(devices), **world} for world in made.variables(network.per_host)]
         of_rank = [made.on(rank // network.per_host) for rank in range(len(variables))]
@@ -86,10 +86,10 @@ def on_hosts(
 def peer(
     name: str, python: str | None, processes: int, timeout: float
 ) -> contextlib.AbstractContextManager[Team]:
-    """A team of another library, whose ranks idle while others are measured.
+    """Start a team of another library; its ranks are idle while other teams are measured.
 
     Raises:
-      ValueError: the library is not there.
+      ValueError: the interpreter or the library does not exist.
     """
     interpreter = sys.executable if python is None else shutil.which(python)
     if interpreter is None:
@@ -101,8 +101,8 @@ def peer(
             f"--against {name}: {interpreter} has no {name}; name an interpreter that has it with "
             f"--{name}-python."
         )
-    # `ranks` is found without jaxcoll, which would need JAX; the folder comes last, so that nothing
-    # in it hides a module of the library's own.
+    # `ranks` is imported without jaxcoll, which would need JAX. Its folder comes last in the path,
+    # so that it hides none of the library's modules.
     code = f"import sys; sys.path.append({str(HERE)!r}); import ranks.{name}_rank as r; r.main()"
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(processes)]
     variables = []
@@ -113,16 +113,16 @@ def peer(
 
 
 def worlds(processes: int) -> list[dict[str, str]]:
-    """Each rank's environment variables, as torchrun has them."""
+    """Return each rank's environment variables, with torchrun's names."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common["WORLD_SIZE"] = str(processes)
     return [{**common, "RANK": str(rank)} for rank in range(processes)]
 
 
 def free_port() -> int:
-    """A port on which nobody listens now, and which no connection is given meanwhile.
+    """Return a port on which no process listens, and which no new connection will use.
 
-    The system takes those of connections from 32768 on.
+    The system assigns ports to connections from 32768 on.
     """
     while True:
         port = random.randrange(20_000, 32_000)

@@ -1,9 +1,10 @@
-"""Whole train steps: `jc.data_parallel` beside PyTorch's DistributedDataParallel, over Gloo.
+"""Compare train steps of `jc.data_parallel` and PyTorch's DistributedDataParallel over Gloo.
 
     python -m benchmarks.train_steps TORCH_PYTHON [PROCESSES [ROUNDS]]
 
-Gradient, exchange and SGD with momentum of a CNN (6.2 MB) and a GPT (13.7 MB), the same numbers in
-both, which is checked by their losses. Rounds are interleaved; each library is measured twice.
+A step computes and averages the gradients of a CNN (6.2 MB) or a GPT (13.7 MB), and applies SGD
+with momentum. Both libraries must give the same losses. Rounds are interleaved, and each library is
+measured twice.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE))  # `ranks` without jaxcoll, as in teams.py
+sys.path.append(str(HERE))  # imports `ranks` without jaxcoll, as in teams.py
 
 from ranks.rank import Rank, serve  # noqa: E402
 
@@ -26,7 +27,7 @@ WIDTH, LAYERS, WORDS, LENGTH = 256, 4, 512, 32
 
 
 def parameters(model: str) -> dict[str, np.ndarray]:
-    """The initial parameters, those of convolutions as height, width, in, out."""
+    """Return the initial parameters; a convolution's kernel has shape (height, width, in, out)."""
     if model == "cnn":
         shapes = {f"conv{i}": (3, 3, *CHANNELS[i : i + 2]) for i in range(len(CHANNELS) - 1)}
         shapes["out"] = (CHANNELS[-1], 10)
@@ -43,7 +44,7 @@ def parameters(model: str) -> dict[str, np.ndarray]:
 
 
 def batch(model: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """A rank's inputs and labels: four images, or two texts."""
+    """Return a rank's inputs and labels: four images, or two texts."""
     random = np.random.default_rng(rank + 1)
     if model == "cnn":
         return random.standard_normal((4, 32, 32, 3)).astype("f"), random.integers(0, 10, 4)
@@ -67,7 +68,7 @@ class JaxSteps(Rank):
         return {"library": f"jax {self._jax.__version__}"}
 
     def prepare(self, leaves: list[dict[str, Any]], reduce_op: str) -> None:
-        """The model whose name is in `reduce_op`."""
+        """Create the model named by `reduce_op`."""
         jax, jc = self._jax, self._jc
         loss = {"cnn": self._cnn, "gpt": self._gpt}[reduce_op]
 
@@ -110,7 +111,7 @@ class JaxSteps(Rank):
         return -self._jax.numpy.take_along_axis(found, y[..., None], -1).mean()
 
     def describe(self, name: str) -> dict[str, Any]:
-        """The losses of the first steps."""
+        """Return the losses of the first steps."""
         return {"losses": [self.call(name) for _ in range(CHECKED)]}
 
     def barrier(self) -> None:
@@ -142,7 +143,7 @@ class TorchSteps(Rank):
         return {"library": f"torch {self._torch.__version__}"}
 
     def prepare(self, leaves: list[dict[str, Any]], reduce_op: str) -> None:
-        """The model whose name is in `reduce_op`."""
+        """Create the model named by `reduce_op`."""
         torch = self._torch
         loss = {"cnn": self._cnn, "gpt": self._gpt}[reduce_op]
 
@@ -184,7 +185,7 @@ class TorchSteps(Rank):
         return f.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     def describe(self, name: str) -> dict[str, Any]:
-        """The losses of the first steps."""
+        """Return the losses of the first steps."""
         return {"losses": [self.call(name) for _ in range(CHECKED)]}
 
     def barrier(self) -> None:
@@ -201,7 +202,7 @@ class TorchSteps(Rank):
 
 
 def measured(teams: dict[str, Any], rounds: int) -> None:
-    """Print a row for each model."""
+    """Measure the teams, and print a row for each model."""
     from jaxcoll.cli.bench import interleaved, ratio
 
     for model in ("cnn", "gpt"):
@@ -230,11 +231,11 @@ def measured(teams: dict[str, Any], rounds: int) -> None:
 
 
 def main(torch_python: str, processes: int = 4, rounds: int = 12) -> None:
-    """Measure; see above."""
+    """Start both teams, and measure them in interleaved rounds."""
     from benchmarks.rank_pool import launched
     from benchmarks.teams import ours, worlds
 
-    print("| model | jaxcoll ms | DDP ms | jaxcoll ÷ DDP | jaxcoll's twin | DDP's twin |")
+    print("| model | jaxcoll ms | DDP ms | jaxcoll ÷ DDP | jaxcoll again | DDP again |")
     print("| --- | --- | --- | --- | --- | --- |")
     with contextlib.ExitStack() as stack:
         theirs = [

@@ -1,4 +1,4 @@
-"""Puts README.md into the landing page, so that it is written once."""
+"""Copy README.md into the landing page."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ _END = "\n## In a checkout"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The text of a page; that of the landing page with links as the site has them."""
+    """Insert README.md into the landing page, with the site's links; leave other pages alone."""
     if page.file.src_uri != "index.md":
         return markdown
     readme = (Path(__file__).parents[1] / "README.md").read_text("utf8")

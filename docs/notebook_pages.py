@@ -1,4 +1,4 @@
-"""Makes a page of the site from each notebook, with the outputs that are stored in it."""
+"""Make a page of the site from each notebook, with its stored outputs."""
 
 import html
 import re
@@ -13,7 +13,7 @@ _outputs: dict[str, list[str]] = {}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """The files of the site, and one for each notebook."""
+    """Add a page for each notebook to the files of the site."""
     for path in sorted(_STORED.glob("*.ipynb")):
         place = f"notebooks/{path.stem}.md"
         notebook = nbformat.read(path, as_version=4)
@@ -24,13 +24,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A page with its links to notebooks, and theirs to pages, as the site has them."""
+    """Rewrite links between pages and notebooks to the site's addresses."""
     markdown = re.sub(r"\]\(\.\./notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", markdown)
     return markdown.replace("](../docs/", "](../")
 
 
 def on_page_content(page_html: str, page: Any, **_: Any) -> str:
-    """A page with the outputs of its cells, which Markdown leaves as they are."""
+    """Insert the outputs of the cells, untouched by Markdown."""
     for number, output in enumerate(_outputs.get(page.file.src_uri, [])):
         page_html = page_html.replace(f'<div id="output-{number}"></div>', output)
     return page_html

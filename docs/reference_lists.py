@@ -1,4 +1,4 @@
-"""Lists every public name on the first page of the API reference, by the pages that document it."""
+"""List every public name on the first page of the API reference, grouped by page."""
 
 import inspect
 import pkgutil
@@ -11,7 +11,7 @@ _FOLDER = Path(__file__).parent / "reference"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """The text of a page; that of the reference's first page with a list for each other one."""
+    """Insert a list of names for each reference page into the first one."""
     if page.file.src_uri != "reference/index.md":
         return markdown
     assert _PLACE in markdown
@@ -27,7 +27,7 @@ def _listed(page: str) -> str:
     for path in re.findall(r"^::: ([\w.]+)$", text, re.M):
         (first, *_) = (inspect.getdoc(pkgutil.resolve_name(path)) or "").split("\n\n", 1)
         summary = " ".join(first.split()).replace("|", "\\|")
-        # A class that users meet but never make has no public path.
+        # A class that users receive but never construct has no public path.
         name = path.rpartition(".")[2] if "._" in path else path.removeprefix("jaxcoll.")
         rows[-1] += f"\n| [`{name}`]({page}#{path}) | {summary} |"
     return "\n\n".join(rows)

@@ -1,1 +1,1 @@
-"""What runs in the measured processes. Without jaxcoll and JAX, but for `jax_rank`."""
+"""Code that runs in the measured processes. Only `jax_rank` imports jaxcoll and JAX."""

@@ -1,4 +1,4 @@
-"""A rank of JAX: jaxcoll's algorithms, and one `psum` per leaf, as JAX users write it today."""
+"""A rank of JAX: jaxcoll's algorithms, and the baseline of one `psum` per leaf."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxcoll.cli.bench import AGAIN, BASELINE, mesh_of, program_of
 from jaxcoll.cli.flags import options_of
 
 FEEDBACK = "+feedback"
-"""Behind an algorithm with a wire format: a residual goes from call to call."""
+"""Suffix of an algorithm with a wire format: keep a residual from call to call."""
 
 
 class WithResidual:
-    """A compiled reduction that adds to each call what the one before it lost."""
+    """A compiled reduction that adds the previous call's rounding error to each call."""
 
     def __init__(self, algorithm: str, mesh: Mesh, reduce_op: str, arrays: list[Any]) -> None:
         axes, options = mesh.axis_names, options_of(algorithm)
@@ -38,13 +38,13 @@ class WithResidual:
         self.as_text = self._compiled.as_text
 
     def __call__(self, arrays: list[Any]) -> Any:
-        """Reduce, and keep what is lost for the next call."""
+        """Reduce, and keep the residual for the next call."""
         sums, self._residual = self._compiled(arrays, self._residual)
         return sums
 
 
 class JaxRank(Rank):
-    """One process of a JAX world, which has the `devices` of all processes."""
+    """One process of a JAX job; `devices` are those of all its processes."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self._mesh = mesh_of(devices)
@@ -52,11 +52,11 @@ class JaxRank(Rank):
         self._compiled: dict[str, Any] = {}
         self._parts: dict[str, slice] = {}
         self._ones = self._placed((), lambda replica: np.ones((), np.int32))
-        # A sum of one number is the barrier: nothing returns before all ranks have entered it.
-        self._meet = program_of(BASELINE, self._mesh, "sum")
+        # The barrier is a sum of one number, which returns only after all ranks have entered it.
+        self._barrier = program_of(BASELINE, self._mesh, "sum")
 
     def world(self) -> dict[str, Any]:
-        """See `Rank`; `device` is what JAX calls the first one."""
+        """See `Rank`; `device` is JAX's name for the first device."""
         return {
             "devices": self._mesh.size,
             "processes": jax.process_count(),
@@ -70,7 +70,7 @@ class JaxRank(Rank):
         self._specs = [jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for x in leaves]
         blocks = [block(replica) for replica in range(self._mesh.size)]
         dtypes = dict.fromkeys(spec.dtype for spec in self._specs)
-        # Rounded to each dtype before the exact sum, so that only the reduction counts as error.
+        # Round to each dtype before the exact sum, so that only the reduction's error counts.
         rounded = {dtype: [held(values, dtype) for values in blocks] for dtype in dtypes}
         self._exact = {d: Exact(values, reduce_op == "mean") for d, values in rounded.items()}
         self._arrays = [
@@ -79,19 +79,19 @@ class JaxRank(Rank):
         ]
 
     def _placed(self, shape: tuple[int, ...], row: Any) -> jax.Array:
-        """An array of one row for each replica."""
+        """Return an array with one row per replica."""
         return jax.make_array_from_callback(
             (self._mesh.size, *shape), self._rows, lambda index: row(index[0].start or 0)[None]
         )
 
     def compile(self, name: str) -> float:
-        """Trace, lower and compile, from a new function, so that no cache of traces can help."""
+        """Trace, lower and compile a new function, which is in no cache; return the seconds."""
         start = time.perf_counter()
         self.build(name, name, 0, len(self._arrays))
         return time.perf_counter() - start
 
     def build(self, name: str, algorithm: str, first: int, stop: int) -> None:
-        """Compile the contestant `name`, which reduces leaves `first` to `stop` - 1."""
+        """Compile the contestant `name` to reduce leaves `first` to `stop` - 1."""
         self._parts[name] = slice(first, stop)
         arrays, plain = self._arrays[first:stop], algorithm.removesuffix(FEEDBACK)
         if plain != algorithm:
@@ -101,9 +101,9 @@ class JaxRank(Rank):
         self._compiled[name] = program.lower(arrays).compile()
 
     def describe(self, name: str) -> dict[str, Any]:
-        """The error on this process's first device, and what the compiler says."""
+        """Return the error on this process's first device, and figures of the compiled program."""
         compiled = self._compiled[name]
-        # One device of each process, since every replica gets the same sum.
+        # One device per process is enough, because every replica gets the same sum.
         errors = [
             self._exact[spec.dtype].error(i, np.asarray(x.addressable_data(0)))
             for i, (spec, x) in enumerate(zip(self._specs, compiled(self._arrays), strict=True))
@@ -117,7 +117,7 @@ class JaxRank(Rank):
 
     def barrier(self) -> None:
         """See `Rank`."""
-        jax.block_until_ready(self._meet([self._ones]))
+        jax.block_until_ready(self._barrier([self._ones]))
 
     def call(self, name: str) -> None:
         """See `Rank`."""
@@ -126,8 +126,8 @@ class JaxRank(Rank):
     def pipelined(self, names: list[str], compute: float, *, send: bool) -> float:
         """Dispatch contestants one by one, each after its part of a backward pass.
 
-        The backward pass is a sleep of `compute` seconds; without `send` nothing is dispatched.
-        Returns seconds until the last result is there.
+        A sleep of `compute` seconds stands for the backward pass; without `send` nothing is
+        dispatched. Returns seconds until the last result is ready.
         """
         self.barrier()
         start = time.perf_counter()
@@ -141,7 +141,7 @@ class JaxRank(Rank):
         return time.perf_counter() - start
 
     def plan(self, name: str) -> str:
-        """The name of a contestant's plan, which equal plans share."""
+        """Return the name of a contestant's plan; equal plans have equal names."""
         if (name := name.removesuffix(AGAIN)) == BASELINE:
             return BASELINE
         where = {"mesh": self._mesh, "axis_name": self._mesh.axis_names}
@@ -150,7 +150,7 @@ class JaxRank(Rank):
 
 
 def enter() -> JaxRank:
-    """Enter the world that the environment names."""
+    """Join the job that the environment describes."""
     jc.initialize()
     return JaxRank(jax.devices())
 

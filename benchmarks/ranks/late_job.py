@@ -1,4 +1,4 @@
-"""A training loop of several processes, of which one comes late; nothing in it is for a profile."""
+"""A training loop of several processes, one of them late; it has no code for profiling."""
 
 import argparse
 import os
@@ -15,13 +15,13 @@ else:
     jc.initialize()
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--late", type=int, default=-1, help="the rank")
-parser.add_argument("--ms", type=float, default=0)
+parser.add_argument("--late", type=int, default=-1, help="the late rank")
+parser.add_argument("--ms", type=float, default=0, help="its delay in each step")
 parser.add_argument("--where", choices=["before", "middle"], default="before", help="of a step")
-words = "psum, as JAX has it; shift, permutes by hand; or an algorithm of jaxcoll's"
+words = "psum (JAX's), shift (permutes by hand), or a jaxcoll algorithm"
 parser.add_argument("--form", default="psum", help=words)
-parser.add_argument("--seconds", type=float, default=7.0)
-parser.add_argument("--width", type=int, default=64, help="of a square of gradients")
+parser.add_argument("--seconds", type=float, default=7.0, help="duration of the loop")
+parser.add_argument("--width", type=int, default=64, help="N of w[N, N], float32")
 args = parser.parse_args()
 rank, is_late = jax.process_index(), jax.process_index() == args.late
 mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
@@ -29,18 +29,18 @@ ring = [(k, (k + 1) % mesh.size) for k in range(mesh.size)]
 
 
 def wait():
-    """Come late."""
+    """Sleep if this rank is the late one."""
     time.sleep(args.ms / 1e3 * is_late)
 
 
 def waited(x):
-    """Come late, in the middle of a step."""
+    """Be late in the middle of a step."""
     wait()
     return np.asarray(x)
 
 
 def total(tree):
-    """Add up over all devices."""
+    """Sum over all devices."""
     if args.form == "psum":
         return jax.lax.psum(tree, "data")
     if args.form != "shift":
@@ -57,7 +57,7 @@ def total(tree):
 @jax.shard_map(mesh=mesh, in_specs=(jax.P(), jax.P("data"), jax.P("data")), out_specs=jax.P(),
                check_vma=False)  # fmt: skip
 def step(w, x, spent):
-    """Descend once, and lay together how long each device has been at it."""
+    """Take one step of gradient descent, and average the elapsed seconds over the devices."""
     gradient = jax.grad(lambda w: (jax.numpy.tanh(x @ w) ** 2).mean())(w)
     if args.where == "middle":
         gradient = total(gradient)
@@ -71,11 +71,11 @@ array, local = jax.make_array_from_process_local_data, jax.local_device_count()
 x = array(rows, np.ones((16 * local, args.width), "f"))
 w = array(whole, np.ones((args.width, args.width), "f"))
 began = spent = 0.0
-while spent < args.seconds:  # as all ranks have it on average, so that all take as many steps
+while spent < args.seconds:  # the average over the ranks, so that all take the same number of steps
     if args.where == "before":
         wait()
     mine = np.full((local, 1), began and time.monotonic() - began, "f")
     w, mean = step(w, x, array(rows, mine))
     spent = np.asarray(mean).item()
-    began = began or time.monotonic()  # when it was compiled
+    began = began or time.monotonic()  # once it is compiled
 print("ended", rank)

@@ -1,4 +1,4 @@
-"""One measured process: what it offers, and how it serves the requests of the driver."""
+"""A measured process: its interface, and the loop that serves the driver's requests."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from typing import Any
 
 
 class Rank(abc.ABC):
-    """What a library has to offer in order to be measured; all ranks get the same requests."""
+    """Interface of a library that can be measured; all ranks get the same requests."""
 
     @abc.abstractmethod
     def world(self) -> dict[str, Any]:
-        """Number of `devices` and `processes`, `platform`, and `library` with its version."""
+        """Return the number of `devices` and `processes`, `device`, and `library` with version."""
 
     @abc.abstractmethod
     def prepare(self, leaves: list[dict[str, Any]], reduce_op: str) -> None:
-        """Hold the values of a tree, given by its leaves' `shape` and `dtype`, and no other."""
+        """Create the values of a tree from its leaves' `shape` and `dtype`; drop any other tree."""
 
     def compile(self, name: str) -> float | None:
-        """Build the program of a contestant from nothing; returns seconds. None: there is none."""
+        """Compile a contestant's program; returns seconds, or None if nothing is compiled."""
         return None
 
     @abc.abstractmethod
     def describe(self, name: str) -> dict[str, Any]:
-        """Carry it out once: its largest `error`, and what else the library knows about it."""
+        """Run it once; returns its largest `error`, and other figures of the library."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""
 
     def reset(self, name: str) -> None:  # noqa: B027 most overwrite nothing
-        """Bring back what `call` overwrites; not timed."""
+        """Restore the values that `call` overwrites; not timed."""
 
     @abc.abstractmethod
     def call(self, name: str) -> None:
-        """Carry it out, and wait for its result."""
+        """Run it, and wait for its result."""
 
     def cpu_seconds(self) -> float:
-        """User and system time of this process so far, all threads."""
+        """Return user and system time of this process so far, over all threads."""
         return time.process_time()
 
     def time(self, name: str, calls: int) -> dict[str, float]:
-        """`seconds` and `cpu_seconds` (all threads) of some calls together.
+        """Return the total `seconds` and `cpu_seconds` (all threads) of some calls.
 
-        All ranks start together, behind a barrier that is not timed.
+        All ranks start together, after a barrier that is not timed.
         """
         wall = cpu = 0.0
         self.barrier()
@@ -65,14 +65,14 @@ class Rank(abc.ABC):
 
 
 def serve(make: Callable[[], Rank]) -> None:
-    """Serve requests from standard input; exit at once where the driver closes it or ends.
+    """Serve requests from standard input; exit at once if the driver closes it or ends.
 
     A request is a method's name and its arguments; a reply is its value and an error, one of them
-    None. The first reply is the world of the rank that `make` returns.
+    None. The first reply is the `world` of the rank that `make` returns.
     """
     requests = Connection(os.dup(0), writable=False)
     replies = Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # what the library prints goes to the log, so it cannot be taken for a reply
+    os.dup2(2, 1)  # the library's output goes to the log, so it cannot be read as a reply
 
     def reply(work: Callable[[], Any]) -> None:
         try:
@@ -93,9 +93,9 @@ def serve(make: Callable[[], Rank]) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 waiting.put(requests.recv())
-        os._exit(0)  # an orderly exit may wait for ever for a rank that was killed
+        os._exit(0)  # a normal exit may wait forever for a rank that was killed
 
-    # Apart from the work, since a request may wait for ever for a rank whose driver was killed.
+    # In its own thread, because a request may wait forever for a killed rank.
     threading.Thread(target=read, daemon=True).start()
     reply(enter)
     while True:

@@ -1,4 +1,4 @@
-"""A rank of TensorFlow: its RING over several workers."""
+"""A rank of TensorFlow: RING over several workers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import tensorflow as tf
 class TensorFlowRank(Rank):
     """`tensorflow ring@32MB`: `ReplicaContext.all_reduce` of the whole list in a `tf.function`.
 
-    The values lie in variables that each replica reads for itself, so that no argument is
-    passed. On CPU the call returns when its results are there.
+    The values are in variables that each replica reads, so that no argument is passed. On CPU the
+    call returns when its results are ready.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class TensorFlowRank(Rank):
         )
         self._n = self._strategy.num_replicas_in_sync
         self._rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-        self._meet = self._step([self._variable(np.ones(1, np.float32))], "sum")
+        self._barrier = self._step([self._variable(np.ones(1, np.float32))], "sum")
 
     def world(self) -> dict[str, Any]:
         """See `Rank`."""
@@ -53,7 +53,7 @@ class TensorFlowRank(Rank):
             values = leaf(self._held(self._rank, x["dtype"]), i, tuple(x["shape"]))
             self._variables.append(self._variable(values))
         self._reduce = self._step(self._variables, reduce_op)
-        self._reduce()  # traced here, as the others compile
+        self._reduce()  # trace it now, as the other libraries compile
 
     def describe(self, name: str) -> dict[str, Any]:
         """See `Rank`."""
@@ -68,7 +68,7 @@ class TensorFlowRank(Rank):
 
     def barrier(self) -> None:
         """See `Rank`."""
-        self._meet()
+        self._barrier()
 
     def call(self, name: str) -> None:
         """See `Rank`."""
@@ -78,7 +78,7 @@ class TensorFlowRank(Rank):
         return block(replica).astype(tf.as_dtype(dtype).as_numpy_dtype)
 
     def _variable(self, values: np.ndarray) -> Any:
-        """A variable of which each rank has its own value; the initial one is the first rank's."""
+        """Return a variable with `values` on this rank; its initial value is the first rank's."""
         with self._strategy.scope():
             variable = tf.Variable(
                 tf.constant(values),
@@ -101,5 +101,5 @@ class TensorFlowRank(Rank):
 
 
 def main() -> None:
-    """Serve; TensorFlow reads the world from TF_CONFIG."""
+    """Serve requests; TensorFlow reads the cluster from TF_CONFIG."""
     serve(TensorFlowRank)

@@ -15,15 +15,15 @@ from ranks.data import Exact, block, leaf
 from ranks.rank import Rank, serve
 
 ENTRIES = [["torch flat"], [f"torch buckets@{size}MiB" for size in (1, 4, 16, 25)]]
-"""What takes part; of several in one entry, the fastest of a short trial."""
+"""The contestants; of several in one entry, only the fastest in a short trial is measured."""
 
 
 class TorchRank(Rank):
-    """`torch flat`: one `all_reduce` of one array in which all leaves lie side by side already.
+    """`torch flat`: one `all_reduce` of one array that contains all leaves.
 
-    `torch buckets@4MiB`: the same array in runs of at most so many bytes, all under way at
-    once, as DistributedDataParallel does with gradients that it views as buckets. Neither
-    copies anything while it is timed. A mean is divided first, again as there.
+    `torch buckets@4MiB`: the same array in buckets of at most 4 MiB, reduced asynchronously, as
+    DistributedDataParallel does with `gradient_as_bucket_view`. Neither copies anything while it is
+    timed. For a mean, values are divided before the sum, as in DistributedDataParallel.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class TorchRank(Rank):
         }
 
     def prepare(self, leaves: list[dict[str, Any]], reduce_op: str) -> None:
-        """One flat array, and each leaf's place in it. The leaves must share one dtype."""
+        """Make one flat array, and a view for each leaf. The leaves must share one dtype."""
         (dtype,) = {x["dtype"] for x in leaves}
         self._dtype = getattr(torch, dtype)
         self._shapes = [tuple(x["shape"]) for x in leaves]
@@ -67,26 +67,26 @@ class TorchRank(Rank):
         dist.barrier()
 
     def reset(self, name: str) -> None:
-        """The leaves' values, written over what the last call left."""
+        """Overwrite the last call's results with the leaves' values."""
         for i, (into, shape) in enumerate(zip(self._leaves, self._shapes, strict=True)):
             into.copy_(torch.from_numpy(leaf(self._mine, i, shape)).reshape(-1))
 
     def call(self, name: str) -> None:
         """See `Rank`."""
-        under_way = []
+        pending = []
         for run in self._runs(name):
             if self._mean:
                 run.div_(self._n)
-            under_way.append(dist.all_reduce(run, async_op=True))
-        for work in under_way:
+            pending.append(dist.all_reduce(run, async_op=True))
+        for work in pending:
             work.wait()
 
     def _held(self, replica: int) -> np.ndarray:
-        """A replica's block, rounded to the leaves' dtype, as float32."""
+        """Return a replica's block, rounded to the leaves' dtype, as float32."""
         return torch.from_numpy(block(replica)).to(self._dtype).float().numpy()
 
     def _runs(self, name: str) -> list[Any]:
-        """The parts of the flat array that are reduced one by one."""
+        """Return the parts of the flat array that are reduced separately."""
         if name not in self._buckets:
             mebibytes = name.partition("@")[2].removesuffix("MiB")
             limit = int(mebibytes) << 20 if mebibytes else self._flat.nbytes
@@ -94,7 +94,7 @@ class TorchRank(Rank):
         return self._buckets[name]
 
     def _cut(self, most: int) -> Iterator[Any]:
-        """Runs of whole leaves of at most `most` elements; a larger leaf is one by itself."""
+        """Yield runs of whole leaves of at most `most` elements; a larger leaf is its own run."""
         start = stop = 0
         for x in self._leaves:
             if stop > start and stop + x.numel() - start > most:
@@ -106,6 +106,6 @@ class TorchRank(Rank):
 
 
 def main() -> None:
-    """Serve; PyTorch reads the world from its own environment variables."""
+    """Serve requests; PyTorch reads the world from its environment variables."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     serve(TorchRank)

@@ -1,11 +1,11 @@
-"""Train with sums in few bits, and see how far the loss ends from that of float32's sums.
+"""Train with compressed gradient sums, and compare the final loss with that of float32 sums.
 
     python docs/examples/compressed_training.py [--task digits|gpt] [--seeds 3] [--steps 200]
 
 Handwritten digits (SGD with momentum) and a small GPT on the source of Python's standard library
-(Adam), on simulated devices: every way sees the same batches and begins with the same parameters.
-The loss is the mean of the last 13 updates. The exit status is 1 when a seed of int8 or int4 with
-feedback ends more than 0.5 % from float32.
+(Adam), on simulated devices. Every format gets the same batches and the same initial parameters.
+The loss is the mean over the last 13 updates. The exit status is 1 if, for any seed, the loss with
+int8 or int4 and feedback differs from float32's by more than 0.5 %.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import jaxcoll as jc
 from jaxcoll.cli import demo
 
 LAST = 13
-MOST = 0.005
+TOLERANCE = 0.005
 
-WAYS: dict[str, jc.CommunicationOptions] = {
+FORMATS: dict[str, jc.CommunicationOptions] = {
     name: jc.CommunicationOptions(compression=compression)
     for name, compression in {
         "float32": None,
@@ -39,7 +39,7 @@ WAYS: dict[str, jc.CommunicationOptions] = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained: new parameters, the loss of a batch, the optimizer, a seed's batches."""
+    """A model to train: initial parameters, loss, optimizer and batches."""
 
     initial: Callable[[int], Any]
     loss: Callable[..., jax.Array]
@@ -67,15 +67,15 @@ TASKS = {
 
 
 def train(
-    task: Task, way: str, mesh: jax.sharding.Mesh, steps: int, seeds: int
+    task: Task, name: str, mesh: jax.sharding.Mesh, steps: int, seeds: int
 ) -> tuple[np.ndarray, int]:
-    """The loss at the end for each seed, and the bytes that a gradient's plan sends."""
-    options, tx = WAYS[way], task.optimizer(steps)
-    take = jc.value_and_grad(task.loss, "data", options=options, feedback=True)
+    """Return the final loss for each seed, and the wire bytes of one gradient reduction."""
+    options, tx = FORMATS[name], task.optimizer(steps)
+    value_and_grad = jc.value_and_grad(task.loss, "data", options=options, feedback=True)
 
     @jc.data_parallel(mesh=mesh, batch_argnums="batch")
     def step(params: Any, state: Any, residual: Any, batch: Any) -> Any:
-        value, grads, residual = take(params, batch, residual=residual)
+        value, grads, residual = value_and_grad(params, batch, residual=residual)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, residual, value
 
@@ -93,27 +93,27 @@ def train(
 
 
 def main() -> int:
-    """Train in every way with every seed, and print a row for each way."""
+    """Train with every format and seed, and print a row for each format."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--task", choices=TASKS, default="digits", help="(default: digits)")
-    parser.add_argument("--devices", type=int, default=4, help="simulated (default: 4)")
+    parser.add_argument("--devices", type=int, default=4, help="simulated devices (default: 4)")
     parser.add_argument("--steps", type=int, default=200, help="updates (default: 200)")
-    parser.add_argument("--seeds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = jax.make_mesh((args.devices,), ("data",))
     print(f"{args.task}, {args.devices} replicas, {args.steps} steps, {args.seeds} seeds")
-    print("way          bytes   loss  off float32's, each seed")
+    print("format       bytes   loss  relative to float32, each seed")
     exact, all_bytes, failed = np.zeros(0), 1, False
-    for way in WAYS:
-        ends, sent = train(TASKS[args.task], way, mesh, args.steps, args.seeds)
-        if way == "float32":
+    for name in FORMATS:
+        ends, sent = train(TASKS[args.task], name, mesh, args.steps, args.seeds)
+        if name == "float32":
             exact, all_bytes = ends, sent
         off = ends / exact - 1
-        failed |= bool((abs(off) > MOST).any())
+        failed |= bool((abs(off) > TOLERANCE).any())
         each = "  ".join(f"{x:+8.2%}" for x in off)
-        print(f"{way:10}  {sent / all_bytes:6.3f}  {ends.mean():.4f}  {each}", flush=True)
+        print(f"{name:10}  {sent / all_bytes:6.3f}  {ends.mean():.4f}  {each}", flush=True)
     return int(failed)
 
 

@@ -1,4 +1,4 @@
-"""Train a small flax transformer, whose layers are scanned, on one device."""
+"""Train a small flax transformer with scanned layers on one device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 3, 16, 2, 12, 32
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part."""
+    """A transformer block: attention and a feed-forward network."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Texts of vectors, of shape (texts, length, width)."""
+        """Apply the block to `x` of shape (texts, length, width)."""
         normed = nn.LayerNorm()(x)
         mask = nn.make_causal_mask(x[..., 0])
         x = x + nn.MultiHeadDotProductAttention(HEADS)(normed, normed, mask=mask)
@@ -25,18 +25,18 @@ class Block(nn.Module):
 
 
 def initial_embedding() -> jax.Array:
-    """A row for each token."""
+    """Return the embedding table, one row per token."""
     return 0.02 * jax.random.normal(jax.random.key(0), (VOCABULARY, WIDTH))
 
 
 def initial_blocks() -> Any:
-    """The parameters of all blocks, stacked."""
+    """Return the parameters of all blocks, stacked."""
     x, keys = jnp.zeros((1, LENGTH, WIDTH)), jax.random.split(jax.random.key(1), LAYERS)
     return jax.jit(jax.vmap(lambda key: Block().init(key, x)["params"]))(keys)
 
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of each next token."""
+    """Return the mean cross-entropy of next-token prediction."""
     embedding = params["embedding"]
     x = embedding[tokens[:, :-1]]
 
@@ -49,7 +49,7 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def train(steps: int) -> list[float]:
-    """The loss of every step."""
+    """Train, and return the loss of every step."""
     optimizer = optax.adamw(1e-2)
 
     @jax.jit

@@ -1,10 +1,10 @@
-r"""What a train step in shards sends and takes over Gloo, by the kernel's counter and the clock.
+r"""Measure the bytes and seconds of a train step with sharded parameters over Gloo.
 
     jaxcoll launch -n 4 docs/examples/gloo_shards.py
 
-Run it where nothing else goes through the loopback interface, as in a network namespace
-(`unshare --net`). Wall times are medians of steps that take turns; one way runs twice, which shows
-what a ratio is worth.
+Run it where nothing else uses the loopback interface, such as in a network namespace
+(`unshare --net`), because the bytes are the kernel's counter of that interface. Wall times are
+medians of interleaved steps; one step is measured twice, which shows the noise of the ratios.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LAYERS, WIDTH, TEXTS, ROUNDS = 4, 512, 32, 5
 
 
 def initial() -> Any:
-    """Parameters of all layers, stacked: a multiple of what a device of four holds in rows."""
+    """Return the stacked parameters of all layers, with sizes that divide among four devices."""
     keys = jax.random.split(jax.random.key(0), 2)
     up = jax.random.normal(keys[0], (LAYERS, WIDTH, 2 * WIDTH)) / WIDTH
     return {"up": up, "down": jax.random.normal(keys[1], (LAYERS, 2 * WIDTH, WIDTH)) / WIDTH}
 
 
 def step_of(ahead: int) -> Any:
-    """Gradient descent on a stack of layers, gathered so many layers ahead."""
+    """Return a step of gradient descent on a stack of layers gathered `ahead` layers early."""
 
     def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
         return x + jax.nn.gelu(x @ weights["up"]) @ weights["down"], None
@@ -48,18 +48,18 @@ def step_of(ahead: int) -> Any:
 
 
 def loopback_bytes() -> int | None:
-    """Bytes that have gone through the loopback interface; None where they are not counted."""
+    """Return the bytes sent through the loopback interface, or None if they are not counted."""
     counters = Path("/proc/net/dev")
     lines = counters.read_text().splitlines() if counters.exists() else []
     return next((int(line.split()[9]) for line in lines if line.split()[0] == "lo:"), None)
 
 
 def main() -> None:
-    """Print what process 0 finds."""
+    """Measure, and print the results on process 0."""
     jc.initialize()
     n = jax.process_count()
     if n == 1:
-        raise SystemExit("one process sends nothing: run it by `jaxcoll launch -n 4`")
+        raise SystemExit("one process sends nothing: start it with `jaxcoll launch -n 4`")
     params = jc.shard(initial, "data", stacked=True)
     x = np.random.default_rng(0).standard_normal((TEXTS, WIDTH)).astype("f")
     steps = {name: step_of(a) for name, a in (("0", 0), ("1", 1), ("1 again", 1))}
@@ -78,7 +78,7 @@ def main() -> None:
     if jax.process_index():
         return
     tree = sum(x.nbytes for x in jax.tree.leaves(params))
-    bound = 3 * (n - 1) * tree  # two gathers and a reduce-scatter, sent by all processes together
+    bound = 3 * (n - 1) * tree  # two gathers and a reduce-scatter, over all processes
     print(f"compiled: {report.wire_bytes * n / bound:.4f} of two gathers and a reduce-scatter")
     if before is not None and after is not None:
         print(f"the kernel's counter: {(after - before) / ROUNDS / bound:.4f}")
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def timed(step: Any, params: Any, x: np.ndarray) -> float:
-    """Seconds of one step."""
+    """Return the seconds of one step."""
     start = time.perf_counter()
     jax.block_until_ready(step(params, x))
     return time.perf_counter() - start

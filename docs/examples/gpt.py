@@ -1,9 +1,9 @@
-"""Train a small GPT in six ways to exchange gradients, and compare each with one device.
+"""Train a small GPT with six ways to exchange gradients, and compare each with one device.
 
     python docs/examples/gpt.py [--devices 8] [--steps 100] [--modes plain,sharded]
 
 The text is the source of Python's standard library, which every machine with Python has. The exit
-status is 1 when a loss differs from one device's by more than 1e-4.
+status is 1 if any loss differs from that of one device by more than 1e-4.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ VOCABULARY = 256  # a token is a byte
 TEXTS, MICRO_BATCHES = 32, 2
 WARMUP, PEAK = 20, 3e-3
 TEXT_BYTES = 1 << 20
-MOST_DIFFERENCE = 1e-4
+TOLERANCE = 1e-4
 
 
 def initial(seed: int) -> Params:
-    """New float32 parameters, the same ones for the same seed."""
+    """Return initial float32 parameters, the same for the same seed."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int, deviation: float) -> np.ndarray:
@@ -46,27 +46,27 @@ def initial(seed: int) -> Params:
     def layers(fan_in: int, fan_out: int, scale: float = 1.0) -> np.ndarray:
         return normal(LAYERS, fan_in, fan_out, deviation=scale / math.sqrt(fan_in))
 
-    # What adds to the residual stream starts smaller, as in GPT-2.
-    adds = 1 / math.sqrt(2 * LAYERS)
+    # Projections into the residual stream start smaller, as in GPT-2.
+    residual = 1 / math.sqrt(2 * LAYERS)
     return {
         "embedding": normal(VOCABULARY, WIDTH, deviation=0.02),
         "positions": normal(LENGTH, WIDTH, deviation=0.02),
         "layers": {
             "norm1": np.ones((LAYERS, WIDTH), np.float32),
             "qkv": layers(WIDTH, 3 * WIDTH),
-            "out": layers(WIDTH, WIDTH, adds),
+            "out": layers(WIDTH, WIDTH, residual),
             "norm2": np.ones((LAYERS, WIDTH), np.float32),
             "up": layers(WIDTH, 4 * WIDTH),
-            "down": layers(4 * WIDTH, WIDTH, adds),
+            "down": layers(4 * WIDTH, WIDTH, residual),
         },
         "norm": np.ones(WIDTH, np.float32),
     }
 
 
 def loss(params: Params, tokens: jax.Array, scan: Callable[..., Any] = jax.lax.scan) -> jax.Array:
-    """Mean cross-entropy of each next byte of `tokens`, int32 of shape (texts, LENGTH + 1).
+    """Return the mean cross-entropy of the next byte in `tokens`, int32 (texts, LENGTH + 1).
 
-    `scan` runs the text through the layers, as `jax.lax.scan` does.
+    `scan` applies the layers, with the signature of `jax.lax.scan`.
     """
     x = params["embedding"][tokens[:, :-1]] + params["positions"]
 
@@ -91,7 +91,7 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _synced(params: Params, tokens: jax.Array) -> jax.Array:
-    """The loss, with each layer's gradient reduced inside the loop of the backward pass."""
+    """Return the loss; each layer's gradient is reduced inside the backward loop."""
 
     def scan(layer: Callable[..., Any], x: jax.Array, layers: Params) -> Any:
         return jax.lax.scan(lambda x, w: layer(x, jc.sync_in_backward(w, AXIS)), x, layers)
@@ -100,14 +100,14 @@ def _synced(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def of_shards(params: Params, tokens: jax.Array, **how: Any) -> jax.Array:
-    """The loss of parameters that `in_shards` made: each layer is gathered while it is used."""
+    """Return the loss of parameters from `in_shards`; each layer is gathered when it is used."""
     rest = jc.all_gather(params["rest"], AXIS)
     scan = functools.partial(jc.scan_layers, axis_name=AXIS, **how)
     return loss({**rest, "layers": params["layers"]}, tokens, scan)
 
 
 def in_shards(params: Params, mesh: jax.sharding.Mesh) -> Params:
-    """Parameters of which each device holds a part: the layers, stacked, and all others."""
+    """Shard the parameters over the devices: the stacked layers, and all others."""
     rest = {name: leaf for name, leaf in params.items() if name != "layers"}
     return {
         "layers": jc.shard(params["layers"], AXIS, stacked=True, mesh=mesh),
@@ -117,14 +117,14 @@ def in_shards(params: Params, mesh: jax.sharding.Mesh) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One way to exchange the gradients: how a replica gets them, and who keeps what.
+    """One way to exchange gradients.
 
     Attributes:
-      summary: in words.
-      value_and_grad: of the loss.
-      options: of the reductions.
-      sharded: each device keeps its part of the optimizer's state.
-      parameters: and its part of the parameters.
+      summary: a description for the table.
+      value_and_grad: computes the loss and the reduced gradients.
+      options: options of the reductions.
+      sharded: each device keeps only its part of the optimizer state.
+      parameters: each device also keeps only its part of the parameters.
     """
 
     summary: str
@@ -137,7 +137,7 @@ class Mode:
 MODES = {
     "plain": Mode("one reduction after the backward pass", jc.value_and_grad(loss, AXIS)),
     "overlap": Mode(
-        "separate packs, in the order in which gradients are ready",
+        "separate packs, in the order in which gradients become ready",
         jc.value_and_grad(loss, AXIS),
         options=jc.CommunicationOptions(overlap=True, bytes_per_pack=1 << 18),
     ),
@@ -148,12 +148,12 @@ MODES = {
         f"{MICRO_BATCHES} micro-batches, one reduction", jc.accumulate(loss, AXIS, MICRO_BATCHES)
     ),
     "sharded": Mode(
-        "each device keeps its part of the optimizer's state",
+        "each device keeps its part of the optimizer state",
         jc.value_and_grad(loss, AXIS, scatter=True),
         sharded=True,
     ),
     "parameters": Mode(
-        "and its part of the parameters, gathered layer by layer",
+        "also its part of the parameters, gathered layer by layer",
         jc.value_and_grad(of_shards, AXIS),
         sharded=True,
         parameters=True,
@@ -163,7 +163,7 @@ MODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The loss of every step, bytes on each device between steps, and what a step sends."""
+    """The loss of every step, bytes on each device between steps, and the report of a step."""
 
     losses: np.ndarray
     params_bytes: int
@@ -172,7 +172,7 @@ class Trained:
 
 
 def train(mode: Mode | None, devices: list[jax.Device], steps: int, seed: int) -> Trained:
-    """Train from new parameters; `None`: on the first device alone, without jaxcoll."""
+    """Train from initial parameters; mode None uses only the first device, without jaxcoll."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK, min(WARMUP, steps // 2), steps)
     tx, params = optax.adam(schedule), initial(seed)
     if mode is None:
@@ -210,13 +210,13 @@ def _bytes_on(device: jax.Device, tree: Any) -> int:
 
 
 def batch_size(replicas: int) -> int:
-    """Texts of one step: about `TEXTS`, and a whole number for each replica and micro-batch."""
+    """Return about `TEXTS`, rounded to a whole number per replica and micro-batch."""
     share = MICRO_BATCHES * replicas
     return share * max(1, round(TEXTS / share))
 
 
 def load() -> np.ndarray:
-    """The first `TEXT_BYTES` of the standard library's modules, in the order of their names."""
+    """Return the first `TEXT_BYTES` bytes of the standard library's modules, sorted by name."""
     text = bytearray()
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += file.read_bytes()
@@ -226,7 +226,7 @@ def load() -> np.ndarray:
 
 
 def batches(size: int, steps: int, seed: int) -> Iterator[np.ndarray]:
-    """Batches of pieces of the text, int32 of shape (size, LENGTH + 1), the same for a seed."""
+    """Yield random pieces of the text, int32 (size, LENGTH + 1), the same for the same seed."""
     text, rng = load(), np.random.default_rng(seed)
     for _ in range(steps):
         starts = rng.integers(0, len(text) - LENGTH, (size, 1))
@@ -234,7 +234,7 @@ def batches(size: int, steps: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def difference(one: Trained, many: Trained) -> float:
-    """The largest relative difference of any step's loss."""
+    """Return the largest relative difference between the losses of a step."""
     return float(np.max(np.abs(many.losses - one.losses) / one.losses))
 
 
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=8, help="simulated CPU devices (default: 8)")
     parser.add_argument("--steps", type=int, default=100, help="updates (default: 100)")
     parser.add_argument("--modes", default=",".join(MODES), help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     args = parser.parse_args()
     names = args.modes.split(",")
     if unknown := [name for name in names if name not in MODES]:
@@ -268,7 +268,7 @@ def main() -> int:
             f"  {MODES[name].summary}",
             flush=True,
         )
-    return int(not worst <= MOST_DIFFERENCE)
+    return int(not worst <= TOLERANCE)
 
 
 if __name__ == "__main__":

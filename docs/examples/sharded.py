@@ -1,10 +1,10 @@
-r"""Train steps of stacked transformer layers whose parameters are in shards, by JAX and by jaxcoll.
+r"""Train steps of stacked transformer layers with sharded parameters, by JAX and by jaxcoll.
 
     cd docs/examples
     jaxcoll inspect sharded:ahead --topology h100:8 --against sharded:in_place
 
-The layers are those of `transformer.py`, 604 MB of float32 parameters, which travel and compute in
-bfloat16. A device has 8 texts of 512 tokens; of 2,048 tokens where the name says `long`.
+The layers are those of `transformer.py`: 604 MB of float32 parameters, sent and computed in
+bfloat16. Each device has 8 texts of 512 tokens, or of 2,048 tokens in `long`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TEXTS, LENGTH, LONG = 8, 512, 2048
 
 AnyMesh = Mesh | AbstractMesh
 Example = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A step, and its arguments by their shapes."""
+"""A step, and the shapes of its arguments."""
 
 
 def ahead(mesh: AnyMesh, count: int = 1, length: int = LENGTH) -> Example:
-    """Each layer's parameters gathered while the layer before it is computed, both ways."""
+    """Gather each layer while the one before it is computed, in both passes."""
 
     def stack(layers: Any, x: jax.Array) -> jax.Array:
         x, _ = jc.scan_layers(_layer, x, layers, "data", ahead=count, gather_dtype=jnp.bfloat16)
@@ -39,22 +39,22 @@ def ahead(mesh: AnyMesh, count: int = 1, length: int = LENGTH) -> Example:
 
 
 def long(mesh: AnyMesh) -> Example:
-    """The same with longer texts."""
+    """Use longer texts."""
     return ahead(mesh, length=LONG)
 
 
 def two_ahead(mesh: AnyMesh) -> Example:
-    """Two layers in flight."""
+    """Gather two layers ahead."""
     return ahead(mesh, 2)
 
 
 def none_ahead(mesh: AnyMesh) -> Example:
-    """Each layer gathered where it is used."""
+    """Gather each layer when it is used."""
     return ahead(mesh, 0)
 
 
 def in_place(mesh: AnyMesh) -> Example:
-    """The same layers by JAX alone, gathered inside the scanned body."""
+    """Gather each layer inside the scanned body, with JAX alone."""
 
     def gathered(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
         cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), each)
@@ -80,7 +80,7 @@ def _texts(mesh: AnyMesh, length: int) -> jax.ShapeDtypeStruct:
 
 
 def _by_jax(loss: Callable[..., Any], axis: str) -> Callable[..., Any]:
-    """A replica's own loss and gradient, of which the derivative of the gather makes the sum."""
+    """Average the loss and the gradient, which the gather's derivative has already summed."""
 
     def of(layers: Any, x: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(layers, x)
@@ -94,7 +94,7 @@ def _by_jax(loss: Callable[..., Any], axis: str) -> Callable[..., Any]:
 def _step(
     stack: Callable[..., jax.Array], value_and_grad: Callable[..., Any] = jc.value_and_grad
 ) -> Callable[..., Any]:
-    """Gradient descent on every replica's rows."""
+    """Return a step of gradient descent."""
 
     def loss(layers: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(stack(layers, x).astype(jnp.float32) ** 2)

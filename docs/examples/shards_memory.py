@@ -1,9 +1,10 @@
-r"""Peak memory of a train step with Adam on 8 devices, by where parameters are held.
+r"""Compare the peak memory of a train step with Adam on 8 devices, with and without shards.
 
     python docs/examples/shards_memory.py [--topology h100:8]
 
-The memory is that of the compiled program: arguments, results that take no argument's place, and
-temporary arrays. Without a topology it is compiled for 8 simulated CPU devices. Nothing runs.
+The figure is the memory of the compiled program: arguments, results that do not reuse an argument's
+buffer, and temporary arrays. Without --topology it is compiled for 8 simulated CPU devices. Nothing
+runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LAYER_BYTES = 8 * WIDTH * WIDTH * 4
 
 
 def layers() -> Any:
-    """Shapes of a stack of feed-forward layers in float32, 32 MiB each."""
+    """Return the shapes of a stack of float32 feed-forward layers, 32 MiB each."""
     shape = jax.ShapeDtypeStruct
     return {
         "up": shape((LAYERS, WIDTH, 4 * WIDTH), jnp.float32),
@@ -34,7 +35,7 @@ def layers() -> Any:
 
 
 def loss(params: Any, x: jax.Array, scan: Any = jax.lax.scan) -> jax.Array:
-    """Of a stack whose layers `scan` runs through."""
+    """Return the loss of a stack of layers that `scan` applies."""
 
     def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
         return x + jax.nn.gelu(x * weights["norm"] @ weights["up"]) @ weights["down"], None
@@ -43,7 +44,7 @@ def loss(params: Any, x: jax.Array, scan: Any = jax.lax.scan) -> jax.Array:
 
 
 def step_of(value_and_grad: Any, optimizer: Any) -> Any:
-    """A train step, which reuses the memory of what it is given."""
+    """Return a train step that donates its parameters and state."""
 
     def step(params: Any, state: Any, x: jax.Array) -> Any:
         value, grads = value_and_grad(params, x)
@@ -54,7 +55,7 @@ def step_of(value_and_grad: Any, optimizer: Any) -> Any:
 
 
 def steps() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Each way with the shapes of its arguments."""
+    """Return each train step with the shapes of its arguments."""
     adam, x = optax.adam(1e-3), jax.ShapeDtypeStruct((TEXTS * DEVICES, WIDTH), jnp.float32)
     mesh = AbstractMesh((DEVICES,), ("data",), (AxisType.Auto,))
     sharded = jc.sharded_optimizer(adam, "data", mesh=mesh)
@@ -77,27 +78,27 @@ def steps() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def peak(step: Any, args: tuple[Any, ...], topology: str | None) -> int:
-    """Bytes on one device."""
-    found = jc.inspect(step, *args, topology=topology).memory_bytes
-    assert found is not None
-    return found
+    """Return the bytes on one device."""
+    nbytes = jc.inspect(step, *args, topology=topology).memory_bytes
+    assert nbytes is not None
+    return nbytes
 
 
 def main() -> None:
-    """Print a row for each way."""
+    """Print a row for each step."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--topology", help="a cluster to compile for, such as h100:8")
     args = parser.parse_args()
     if args.topology is None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", DEVICES)
-    whole = 0
-    for name, (step, given) in steps().items():
-        found = peak(step, given, args.topology)
-        whole = whole or found
+    replicated = 0
+    for name, (step, shapes) in steps().items():
+        nbytes = peak(step, shapes, args.topology)
+        replicated = replicated or nbytes
         print(
-            f"{name:22} {found / 2**20:8,.0f} MiB  {found / whole:5.3f}  without two layers "
-            f"{(found - 2 * LAYER_BYTES) / whole:5.3f}",
+            f"{name:22} {nbytes / 2**20:8,.0f} MiB  {nbytes / replicated:5.3f}  without two layers "
+            f"{(nbytes - 2 * LAYER_BYTES) / replicated:5.3f}",
             flush=True,
         )
 

@@ -3,8 +3,8 @@ r"""Train steps of stacked transformer layers, each with plain JAX and with jaxc
     cd docs/examples
     jaxcoll inspect stacks:scanned --topology h100:8 --against stacks:scanned_plain
 
-Parameters and gradients are float32, the layers compute in bfloat16. A stack has no embedding:
-the gradient of one is the last to be ready and can hide behind nothing.
+Parameters and gradients are float32; the layers compute in bfloat16. A stack has no embedding,
+because an embedding's gradient becomes ready last and has nothing to hide behind.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from transformer import LAYERS, WIDTH, layer, through
 import jaxcoll as jc
 
 Example = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A step, and its arguments by their shapes."""
+"""A step, and the shapes of its arguments."""
 
 TEXTS, LENGTH = 96, 1024
-"""On each of eight devices 12 texts of 1,024 tokens, as nanoGPT trains GPT-2 by default."""
+"""12 texts of 1,024 tokens on each of eight devices: nanoGPT's default for GPT-2."""
 
 HALVES = (("down", "norm2"), ("up", "out", "qkv", "norm1"))
-"""Of a layer: what is differentiated first, and what follows; each too large to be merged."""
+"""The parameters of a layer that are differentiated first, and the rest; XLA merges neither."""
 
 SMALL_LAYERS, SMALL_WIDTH = 2, 512
-"""25 MB of gradients, which XLA for GPUs makes one collective of."""
+"""25 MB of gradients, which XLA for GPUs merges into one collective."""
 
 
 def scanned() -> Example:
-    """12 layers in a `lax.scan`, each layer's gradient reduced in the loop of the backward pass.
+    """Reduce the gradients of 12 layers in a `lax.scan` inside the backward loop.
 
-    `data_parallel` sets the compiler options that let several collectives be under way.
+    `data_parallel` sets the compiler options that allow several collectives in flight.
     """
 
     def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
@@ -48,17 +48,18 @@ def scanned() -> Example:
 
 
 def scanned_by_sixes() -> Example:
-    """The same with six layers a turn of the loop, two packs a layer, placed by the compiler.
+    """Use six layers per iteration of the loop, and two packs per layer.
 
-    A collective ends in the turn in which it started; of six layers only the last has nothing but
-    itself to hide behind. With so much in a turn, one collective at a time is placed best.
+    A collective ends in the iteration in which it started, so only the last of six layers has
+    little to hide behind. With six layers per iteration, XLA's default of one collective at a time
+    works best.
     """
-    whole = jc.CommunicationOptions(overlap=False, bytes_per_pack=64 << 20)
+    options = jc.CommunicationOptions(overlap=False, bytes_per_pack=64 << 20)
 
     def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
         for half in HALVES:
             part = {name: each[name] for name in half}
-            each = {**each, **jc.sync_in_backward(part, "data", options=whole)}
+            each = {**each, **jc.sync_in_backward(part, "data", options=options)}
         return through(each, x), None
 
     def stack(layers: Any, x: jax.Array) -> jax.Array:
@@ -68,33 +69,33 @@ def scanned_by_sixes() -> Example:
 
 
 def scanned_plain() -> Example:
-    """The same layers in a `lax.scan`, 604 MB of gradients averaged when all are there."""
+    """Average the 604 MB of gradients after the `lax.scan`."""
     return _plainly(_scan), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
 
 
 def unrolled() -> Example:
-    """12 layers in a Python loop, packs of their gradients reduced as they become ready.
+    """Reduce packs of gradients of 12 layers in a Python loop as they become ready.
 
-    A pack holds one of the large matrices, or the two smaller ones of a layer.
+    A pack holds one of a layer's large matrices, or its two smaller ones.
     """
     overlap = jc.CommunicationOptions(overlap=True)
     return _by_jaxcoll(_loop, overlap), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
 
 
 def unrolled_plain() -> Example:
-    """The same, their gradients averaged leaf by leaf."""
+    """Average the gradients of 12 layers in a Python loop leaf by leaf."""
     return _plainly(_loop), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
 
 
 def small() -> Example:
-    """Two layers, 25 MB of gradients, packs of them reduced as they become ready."""
+    """Reduce packs of 25 MB of gradients, of two layers, as they become ready."""
     return _by_jaxcoll(_loop, jc.CommunicationOptions(overlap=True)), _arguments(
         _small(), SMALL_WIDTH
     )
 
 
 def small_plain() -> Example:
-    """The same, averaged leaf by leaf."""
+    """Average the gradients of the two layers leaf by leaf."""
     return _plainly(_loop), _arguments(_small(), SMALL_WIDTH)
 
 
@@ -109,7 +110,7 @@ def _arguments(layers: Any, width: int) -> tuple[Any, ...]:
 def _by_jaxcoll(
     stack: Callable[..., jax.Array], options: jc.CommunicationOptions | None = None
 ) -> Callable[..., Any]:
-    """The step with jaxcoll."""
+    """Return the step with jaxcoll."""
 
     def step(layers: Any, x: jax.Array) -> Any:
         value, grads = jc.value_and_grad(_loss(stack), "data")(layers, x)
@@ -119,7 +120,7 @@ def _by_jaxcoll(
 
 
 def _plainly(stack: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """The step with JAX alone: `pmean` of the gradients, without `shard_map`'s checks."""
+    """Return the step with JAX alone: `pmean` of the gradients, without `shard_map`'s checks."""
 
     def step(layers: Any, x: jax.Array, *, mesh: Any) -> Any:
         def replica(layers: Any, x: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""The train step of a 12-layer transformer, by its shapes: something large to inspect.
+"""The train step of a 12-layer transformer: a large program to inspect from shapes alone.
 
     cd docs/examples && jaxcoll inspect transformer:example --topology h100:8
 
@@ -18,20 +18,20 @@ LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 12, 1024, 16, 512, 32000, 64
 
 
 def example() -> tuple[Any, tuple[Any, ...]]:
-    """The step and its arguments: 184 million parameters in bfloat16, 64 texts of 512 tokens."""
+    """Return the step and its argument shapes: 184 million bfloat16 parameters, 64 x 512 tokens."""
     embedding = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.bfloat16)
     params = {"embedding": embedding, "layers": [layer(WIDTH, jnp.bfloat16)] * LAYERS}
     return jc.data_parallel(step), (params, jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32))
 
 
 def step(params: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
-    """Gradient descent."""
+    """Take one step of gradient descent."""
     value, grads = jc.value_and_grad(_loss, "data")(params, tokens)
     return jax.tree.map(lambda p, g: p - jnp.bfloat16(1e-3) * g, params, grads), value
 
 
 def layer(width: int, dtype: Any, *stacked: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters of one layer, or of as many as are stacked: 12 · width² each."""
+    """Return the parameter shapes of one layer, or of `stacked` layers: 12 · width² each."""
     shapes = {
         "qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width),
         "down": (4 * width, width), "norm1": (width,), "norm2": (width,),
@@ -40,11 +40,11 @@ def layer(width: int, dtype: Any, *stacked: int) -> dict[str, jax.ShapeDtypeStru
 
 
 def through(layer: Any, x: jax.Array) -> jax.Array:
-    """Apply one layer, in bfloat16 whatever the parameters' type.
+    """Apply one layer in bfloat16, whatever the parameters' dtype.
 
     Args:
-      layer: the parameters, as `layer` makes them.
-      x: bfloat16, of shape (texts, tokens, width).
+      layer: parameters with the shapes that `layer` returns.
+      x: bfloat16 array of shape (texts, tokens, width).
     """
     layer = jax.tree.map(lambda p: p.astype(jnp.bfloat16), layer)
     x = x + _attention(layer, _norm(x, layer["norm1"]))

@@ -64,7 +64,7 @@ def test_two_teams_take_turns_in_one_run(tmp_path):
     [
         ("killed", r"fake: process 1 of 2 was killed by SIGKILL \(time 'killed'\)\.$"),
         ("raises", r"fake: process \d of 2 failed \(time 'raises'\): ValueError: it went wrong$"),
-        ("exits", r"process \d of 2 ended \(3\) \(time 'exits'\)\. Its last words: these were its"),
+        ("exits", r"process \d of 2 ended \(3\) \(time 'exits'\)\. Last output: these were its"),
         ("stuck", r"fake: time 'stuck' took longer than 1 s on processes 0, 1 of 2; --timeout"),
     ],
 )

@@ -1,5 +1,5 @@
 #!/bin/bash
-# No scheduler: torchrun's four variables, by ssh to each host. HOSTS: one process on each.
+# No scheduler: sets torchrun's four variables by ssh, and starts one process on each of HOSTS.
 set -euo pipefail
 read -ra hosts <<< "${HOSTS:-host0 host1}"
 pids=()

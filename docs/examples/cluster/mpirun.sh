@@ -1,6 +1,6 @@
 #!/bin/bash
-# Start this on the first host of the host file: process 0 is there, and all meet there.
-# Open MPI 4 would say where by itself; Open MPI 5 does not.
+# Start this on the first host of the host file: process 0 runs there, and all connect to it.
+# Open MPI 4 needs no address; Open MPI 5 does.
 set -euo pipefail
 JAX_COORDINATOR_ADDRESS="${FIRST_HOST:-$(hostname -f)}:29500"
 export JAX_COORDINATOR_ADDRESS

@@ -1,4 +1,4 @@
-"""A program of several processes: each passes its own rows, and all have the same parameters."""
+"""Train in several processes: each passes its own rows, and all have the same parameters."""
 
 import jaxcoll as jc
 
@@ -14,13 +14,13 @@ rows["y"] = rows["x"] @ np.array([1, -2, 3, 0.5], "f")
 
 
 def loss(w, batch):
-    """The mean squared error of a line."""
+    """Return the mean squared error of a linear model."""
     return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
 
 
 @jc.data_parallel
 def step(w, batch):
-    """One step of gradient descent."""
+    """Take one step of gradient descent."""
     value, gradient = jc.value_and_grad(loss, "data")(w, batch)
     return w - 0.1 * gradient, value
 

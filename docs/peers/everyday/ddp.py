@@ -72,7 +72,7 @@ def skip_not_finite(model, x, y):
 
 
 def run(tasks, wrapped=lambda model: model):
-    """Check each task on a model of its own."""
+    """Run each task on a new model, and check the result."""
     for task in tasks:
         model = torch.nn.Linear(16, 1, bias=False)
         model.weight.data[:] = torch.from_numpy(W)

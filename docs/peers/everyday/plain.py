@@ -1,4 +1,4 @@
-"""Everyday tasks with JAX and optax alone: `jit` with shardings, `shard_map` where it needs one."""
+"""Everyday tasks with JAX and optax alone: `jit` with shardings, and `shard_map` where needed."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The problem of every task: a linear model, its rows, and what one step must make of it."""
+"""The problem of every task: a linear model, its data, and the result of one step."""
 
 import numpy as np
 
@@ -7,16 +7,16 @@ rng = np.random.default_rng(0)
 X = rng.standard_normal((64, 16)).astype("f")
 Y = X @ rng.standard_normal(16).astype("f")
 W = rng.standard_normal(16).astype("f")
-REAL = (np.arange(64) < 41).astype("f")  # rows that count; ranks hold different numbers of them
+REAL = (np.arange(64) < 41).astype("f")  # 1 for real rows; ranks have different numbers of them
 
 
 def gradient(w, x, y, weight):
-    """Of the mean squared error over the rows that count."""
+    """Return the gradient of the mean squared error, weighted by row."""
     return 2 * x.T @ ((x @ w - y) * weight) / weight.sum()
 
 
 def expected():
-    """Parameters after one step, for each task."""
+    """Return the parameters after one step, for each task."""
     ones = np.ones_like(REAL)
     full = gradient(W, X, Y, ones)
     adam = full / (np.abs(full) + 1e-8)
@@ -32,6 +32,6 @@ def expected():
     }
 
 
-def check(found, task):
-    """Raise where a task has another result than NumPy's."""
-    np.testing.assert_allclose(np.asarray(found), expected()[task], rtol=1e-4, atol=1e-5)
+def check(result, task):
+    """Raise an error if a task's result differs from NumPy's."""
+    np.testing.assert_allclose(np.asarray(result), expected()[task], rtol=1e-4, atol=1e-5)
