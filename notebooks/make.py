@@ -1,9 +1,9 @@
-"""Runs the notebooks anew and stores what they show; draws the pictures of the pages anew.
+"""Run the notebooks and store their outputs; redraw the pictures of the pages.
 
     python notebooks/make.py [01 02 03 04 05 06 report.png simulation.png ...]
 
-Of 04 and of report.png it needs the compiler for GPUs (docs/clusters.md) and no GPU, and stops
-without it rather than store what a reader would not see. What 03 draws comes from schedules/make.py.
+Notebook 04 and report.png need the compiler for GPUs (docs/clusters.md), but no GPU. Without it the
+script stops and stores no incomplete output. Notebook 03 uses files from schedules/make.py.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PICTURES = {
     "report.png": (main, ["inspect", "transformer:example", "--topology", "h100:8"]),
     "simulation.png": (simulation.main, []),
 }
-_CELL = re.compile(r"(?:/[\w./-]*/ipykernel_\d+/|\b)\d{6,}\.py:")  # a cell's file, by chance
+_CELL = re.compile(r"(?:/[\w./-]*/ipykernel_\d+/|\b)\d{6,}\.py:")  # a cell's random file name
 
 
 def store(name: str) -> None:
-    """Run one notebook in a folder of its own, and keep its outputs."""
+    """Run one notebook in a temporary folder, and store its outputs."""
     path = HERE / f"{name}.ipynb"
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
@@ -47,14 +47,14 @@ def store(name: str) -> None:
             for kind, data in output.get("data", {}).items():
                 if kind.startswith("text/"):
                     output["data"][kind] = _CELL.sub("cell.py:", data)
-    shown = nbformat.writes(notebook)
-    if "needs the compiler of GPUs" in shown:  # as `jc.inspect` says without it
+    text = nbformat.writes(notebook)
+    if "needs the compiler of GPUs" in text:  # the message of `jc.inspect`
         raise SystemExit(f"{name}: the compiler for GPUs is missing; see docs/clusters.md.")
-    path.write_text(shown + "\n", encoding="utf-8")
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def draw(name: str) -> None:
-    """Draw one picture of the pages."""
+    """Redraw one picture of the pages."""
     command, flags = PICTURES[name]
     if command([*flags, "--plot", str(IMAGES / name)]) == 2:
         raise SystemExit(2)

@@ -1,8 +1,8 @@
-"""Compiles the stacks for eight H100s, stores their reports here, and prints the table of docs/gpus.md.
+"""Compile the stacks for eight H100s, store their reports, and print the table of docs/gpus.md.
 
     JAXCOLL_AOT_PYTHON=... python notebooks/schedules/make.py [NAME ...]
 
-Three minutes for all of them. It needs the compiler for GPUs (docs/clusters.md) and no GPU.
+All of them take three minutes. It needs the compiler for GPUs (docs/clusters.md), but no GPU.
 """
 
 from __future__ import annotations
