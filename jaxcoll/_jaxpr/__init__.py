@@ -1,1 +1,1 @@
-"""Reads the equations of traced programs. Computes nothing."""
+"""Reads the equations of traced programs (jaxprs). Computes nothing."""

@@ -1,4 +1,4 @@
-"""A forward pass over a traced program: for each of its values a fact, of bits that only grow."""
+"""A forward dataflow analysis of a jaxpr; the fact about each value is a set of bits."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from jaxcoll._jaxpr.subjaxprs import called, carry_of, opened, root_solver
 
 
 def joined(facts: Iterable[int]) -> int:
-    """Return the fact of a value that is one of several, or made of them; of constants 0."""
+    """Return the union of facts: of a value that is one of several, or computed from them."""
     return functools.reduce(operator.or_, facts, 0)
 
 
 class Dataflow:
-    """Facts about each value, bits of a number, from those about the inputs.
+    """Computes a fact about each value, an integer of bits, from the facts about the inputs.
 
-    A subclass says what one equation makes of its operands. Calls, loops and branches are read
-    here, each program once for the same facts of its inputs; of a loop's carry a fact is kept that
-    holds on every turn.
+    A subclass defines the effect of one equation. This class reads calls, loops and branches, each
+    program once for the same facts of its inputs. The fact about a loop's carry holds in every
+    iteration: bits are only added, so that the analysis ends.
     """
 
     def __init__(self) -> None:
-        # By a program and the facts of its inputs those of its outputs; programs are kept alive
+        # From a program's id and the facts of its inputs to the program, kept alive for its id, and
+        # the facts of its outputs
         self._read: dict[Any, tuple[Any, list[int]]] = {}
 
     def outputs(self, program: Any, inputs: Sequence[int]) -> list[int]:
-        """The fact of each output of a program."""
+        """Return the facts of a program's outputs."""
         jaxpr: Jaxpr = opened(program)
         key = id(jaxpr), tuple(inputs)
         if key not in self._read:
@@ -44,27 +45,27 @@ class Dataflow:
         return self._read[key][1]
 
     def captured(self, var: Any) -> int:
-        """The fact of a value that a program holds as a constant."""
+        """Return the fact of a constant of a program."""
         raise NotImplementedError
 
     def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
-        """The facts of an equation's results, from those of its operands."""
+        """Return the facts of an equation's results, from those of its operands."""
         raise NotImplementedError
 
     def chosen(self, by: int, fact: int, eqn: JaxprEqn) -> int:
-        """The fact of a value that a branch, or the number of turns, has decided on."""
+        """Return the fact of a value that depends on a condition with the fact `by`."""
         raise NotImplementedError
 
     def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn) -> None:
-        """Look at the programs of a branch or loop, and at what decides about them."""
+        """Check the programs of a branch or loop, whose condition has the fact `by`."""
         raise NotImplementedError
 
     def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
-        """The facts of an equation's results that runs programs in a way not known here."""
+        """Return the facts of the results of an equation that runs programs in an unknown way."""
         raise NotImplementedError
 
     def inside(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
-        """The facts of an equation's results that runs programs."""
+        """Return the facts of the results of an equation that runs programs."""
         name = eqn.primitive.name
         if name == "scan":
             body, first, carried = carry_of(eqn)
@@ -82,7 +83,7 @@ class Dataflow:
                 for k, fact in enumerate(facts)
             ]
         if name == "custom_linear_solve":
-            # Of its programs one is run; the others are for its derivatives.
+            # It runs one of its programs; the others are for its derivatives.
             lengths, solvers = eqn.params["const_lengths"], eqn.params["jaxprs"]
             first = sum(lengths[: solvers._fields.index("solve")])
             operands = [*ins[first : first + lengths.solve], *ins[sum(lengths) :]]
@@ -93,7 +94,7 @@ class Dataflow:
         return self.opaque(eqn, ins) if body is None else self.outputs(body, ins)
 
     def _loop(self, body: Any, ins: list[int], first: int, carried: int) -> list[int]:
-        """The outputs of a loop's body after any number of turns."""
+        """Return the facts of a loop body's outputs after any number of iterations."""
         end = first + carried
         while True:
             outs = self.outputs(body, ins)
@@ -103,15 +104,15 @@ class Dataflow:
             ins = [*ins[:first], *carry, *ins[end:]]
 
     def _while(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
-        skipped, condition = eqn.params["cond_nconsts"], eqn.params["cond_jaxpr"]
+        count, condition = eqn.params["cond_nconsts"], eqn.params["cond_jaxpr"]
         body, first, carried = carry_of(eqn)
-        of_condition, ins = ins[:skipped], ins[skipped:]
+        of_condition, ins = ins[:count], ins[count:]
         pairs = zip(opened(body).invars[first:], opened(body).outvars, strict=True)
         changes = [a is not b for a, b in pairs]
         while True:
             carry = self._loop(body, ins, first, carried)
             (until,) = self.outputs(condition, [*of_condition, *carry])
-            # Where the number of turns differs, so does all that a turn changes.
+            # If the number of iterations differs, so does every value that an iteration changes.
             chosen = [
                 self.chosen(until, fact, eqn) if change else fact
                 for fact, change in zip(carry, changes, strict=True)
@@ -123,7 +124,7 @@ class Dataflow:
 
 
 def _hands_on(branches: Sequence[Jaxpr], k: int) -> bool:
-    """True if output `k` is one and the same operand in every branch."""
+    """True if output `k` is the same operand in every branch, unchanged."""
     places = {
         next((i for i, var in enumerate(branch.invars) if var is branch.outvars[k]), None)
         for branch in branches

@@ -1,4 +1,4 @@
-"""A traced function as a value: read, and cut, before its equations become part of another."""
+"""A traced function as a value, to analyse and cut before it becomes part of another program."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from jaxcoll._jaxpr.subjaxprs import called, opened, programs
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul"}
 
 Moment = tuple[int, int]
-"""When a value is ready: the last matrix product or loop it needs, then the equation it is of."""
+"""The time a value is ready: the number of the last matrix product or loop that it needs, then of
+the equation that makes it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A traced function, with whatever it captured."""
+    """A traced function, with the values that it captured."""
 
     # Its outputs are the arrays among the leaves of the result, in the order of the tree
     program: ClosedJaxpr
     treedef: jax.tree_util.PyTreeDef  # of the result
-    # For each leaf of the result None if it is an array, else the leaf in a tuple
+    # For each leaf of the result: None if it is an array, otherwise a tuple with the leaf
     others: tuple[tuple[Any] | None, ...]
-    call: Callable[..., Sequence[jax.Array]]  # from the arrays of its inputs to its outputs
+    call: Callable[..., Sequence[jax.Array]]  # from arrays, the input leaves, to the outputs
 
     def outputs(self, *inputs: Any) -> list[jax.Array]:
-        """The arrays of the result, for inputs like those that it was traced with."""
+        """Return the arrays of the result, for inputs like those that it was traced with."""
         return list(self.call(*jax.tree.leaves(inputs)))
 
     def evaluate(self) -> Any:
-        """The result of a function without inputs, as part of the program at hand."""
+        """Return the result of a function without inputs, as part of the current trace."""
         return self.result(self.outputs())
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """A tree like the result, with `outputs` where the arrays are."""
+        """Return a pytree like the result, with `outputs` as its arrays."""
         arrays = iter(outputs)
         leaves = [next(arrays) if other is None else other[0] for other in self.others]
         return jax.tree.unflatten(self.treedef, leaves)
 
 
 def traced_call(fun: Callable[..., Any], *inputs: Any) -> Traced:
-    """Trace `fun(*inputs)` once, as a jitted function; what calls it calls that trace.
+    """Trace `fun(*inputs)` once, as a jitted function, which later calls reuse.
 
-    What `fun` captures may belong to the program at hand. Leaves of the result that are not a
-    `jax.Array` are those of that one call.
+    `fun` may capture tracers of the current trace. Leaves of the result that are not a `jax.Array`
+    are those of the one call.
     """
     arrays_of, others = _arrays_of(fun, inputs)
     program, call = _compat.traced_once(arrays_of, *jax.tree.leaves(inputs))
@@ -58,7 +59,7 @@ def traced_call(fun: Callable[..., Any], *inputs: Any) -> Traced:
 
 
 def traced(fun: Callable[..., Any], *inputs: Any) -> Traced:
-    """Trace `fun(*inputs)`, so that its equations can be cut; a call makes them part of another."""
+    """Trace `fun(*inputs)`, so that its equations can be cut; a call inlines them."""
     arrays_of, others = _arrays_of(fun, inputs)
     program = jax.make_jaxpr(arrays_of)(*jax.tree.leaves(inputs))
     return Traced(program, *others(), jaxpr_as_fun(program))
@@ -70,7 +71,7 @@ _Others = tuple[jax.tree_util.PyTreeDef, tuple[tuple[Any] | None, ...]]
 def _arrays_of(
     fun: Callable[..., Any], inputs: Any
 ) -> tuple[Callable[..., list[Any]], Callable[[], _Others]]:
-    """`fun` from leaves to the arrays of its result, and what else its first call returned."""
+    """Return `fun` as a function from leaves to arrays, and one for the rest of its result."""
     treedef = jax.tree.structure(inputs)
     calls: list[_Others] = []
 
@@ -86,7 +87,7 @@ def _arrays_of(
 
 
 def with_captured(program: Traced) -> tuple[Traced, list[Any]]:
-    """The program with the traced values that it captures as inputs behind its own, and these."""
+    """Return the program with its captured tracers as additional inputs, and these tracers."""
     jaxpr = program.program.jaxpr
     pairs = [*zip(jaxpr.constvars, program.program.consts, strict=True)]
     captured = {var: const for var, const in pairs if isinstance(const, Tracer)}
@@ -102,7 +103,7 @@ def with_captured(program: Traced) -> tuple[Traced, list[Any]]:
 
 
 def made_without(program: ClosedJaxpr, inputs: Sequence[int]) -> list[bool]:
-    """Return whether each output is made without certain inputs, and without effects."""
+    """Return True for each output that depends neither on `inputs` (positions) nor on effects."""
     jaxpr = program.jaxpr
     tainted = {jaxpr.invars[i] for i in inputs}
     for eqn in jaxpr.eqns:
@@ -112,14 +113,14 @@ def made_without(program: ClosedJaxpr, inputs: Sequence[int]) -> list[bool]:
 
 
 def part_of(program: ClosedJaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> ClosedJaxpr:
-    """The program of some outputs alone, which no inputs but these are needed for."""
+    """Return the part of a program that computes `outputs` from `inputs`, all by position."""
     jaxpr = program.jaxpr
     wanted = [jaxpr.outvars[k] for k in outputs]
     needed, kept = _variables(wanted), list[JaxprEqn]()
     for eqn in reversed(jaxpr.eqns):
         if not needed.isdisjoint(eqn.outvars):
             kept.append(eqn)
-            needed |= _variables(eqn.invars)  # an equation is taken to need all of its operands
+            needed |= _variables(eqn.invars)  # assume that an equation needs all its operands
     smaller = jaxpr.replace(
         invars=[jaxpr.invars[i] for i in inputs],
         eqns=kept[::-1],
@@ -134,13 +135,13 @@ def _variables(atoms: Sequence[Any]) -> set[Any]:
 
 
 def places(program: ClosedJaxpr) -> list[int]:
-    """The place of each output in the order in which they are ready; equal if at once.
+    """Return the rank of each output in the order in which they become ready, with equal ranks.
 
-    A backward pass computes products of matrices, and what stands between them costs little. So a
-    value is ready once the last product that it needs is, wherever its own equation stands: casts
-    of all gradients may stand together at the end of a program. Products come in the order of
-    their equations, which for a gradient is that of the transposition, last layer first. What one
-    loop makes is ready at once.
+    In a backward pass, matrix products take the time, and the equations between them take little.
+    So a value is ready when the last product that it needs is, wherever its equation is: a program
+    may cast all gradients at its end. Products run in the order of their equations, which for
+    gradients is the order of transposition, last layer first. All results of a loop are ready at
+    the same time.
     """
     moments = _moments(program.jaxpr, [(0, 0)] * len(program.jaxpr.invars), itertools.count(1))
     order = {moment: place for place, moment in enumerate(sorted(set(moments)))}

@@ -169,7 +169,7 @@ UNDERIVED = {"custom_vjp", "host"}
 
 def random_function(rng, axes, depth=0, local=False):
     """A function of some values that returns all that it has made of them, the result last."""
-    # Most bodies exchange nothing: those that replicas choose for themselves would be refused.
+    # Most bodies exchange nothing: a collective under a condition that varies would be refused.
     local = depth > 0 and (local or rng.random() < 0.75)
     functions = [kind for kind in FUNCTIONS if depth == 0 or kind not in UNDERIVED]
     nested = NESTED if rng.random() < 1 - depth / 2 else ()

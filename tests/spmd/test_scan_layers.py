@@ -210,7 +210,7 @@ def test_gradients_in_shards_are_reduced_no_more():
         loss = functools.partial(tied_loss, scan_of(sharded=None))
         return jax.tree.map(lambda g: lax.pmean(g, "data"), jc.grad(loss, "data")(stack, x))
 
-    with pytest.raises(ValueError, match="these are parts of a sum, in shards"):
+    with pytest.raises(ValueError, match="these are shards of a sum that is already reduced"):
         jc.data_parallel(step).lower({"large": shards, "norm": STACK["b"]}, X)
 
 
@@ -221,7 +221,9 @@ def test_rows_that_every_replica_holds_whole_are_refused_in_a_step():
         layer = lambda h, p: h + jnp.sum(p["v"] ** 2)
         return jc.scan_layers(layer, x, stack, "data", sharded=True)[0].mean()
 
-    words = r"leaf \['v'\] of `stacked` is said to be one replica's rows, and is the same on every"
+    words = (
+        r"leaf \['v'\] of `stacked` is declared as one replica's rows, but it is the same on every"
+    )
     with pytest.raises(ValueError, match=words):
         jc.data_parallel(step).lower({"v": STACK["v"]}, X)
 

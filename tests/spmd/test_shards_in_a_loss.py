@@ -226,7 +226,7 @@ def test_gradients_in_shards_are_not_reduced_once_more(name):
 
     wrapped = jc.data_parallel(step, batch_argnums=(1, 2))
     match = (
-        r"`lax.psum` over 'data' .*: these are parts of a sum, in shards, which is reduced"
+        r"`lax.psum` over 'data' .*: these are shards of a sum that is already reduced"
         if name == "lax"
         else rf"`{name}`: leaf \['embedding'\] is `Shards` along 'data': each .* reduced already"
     )

@@ -112,7 +112,7 @@ def test_a_parameter_that_differs_between_replicas_is_refused_by_its_path(name):
     wrong = {"w": W["w"], "b": own(np.arange(N, dtype="f"))}
     with pytest.raises(
         ValueError,
-        match=r"`[\w.]+` over .replica.: leaf .*\['b'\] must be the same .*or nothing shows",
+        match=r"`[\w.]+` over .replica.: leaf .*\['b'\] must be the same .*or jaxcoll cannot",
     ):
         strategy().run(entry, (wrong, own(X)))
     right = strategy().run(entry, (W, own(X)))

@@ -165,7 +165,7 @@ def test_an_exchange_where_replicas_choose_for_themselves_is_refused_by_its_line
     """It would hang, or over processes mix what does not belong together."""
     f = EXCHANGES[exchange]
     step = lambda w, x, by: PLACES[place](lambda w: f(w, x), w, by(x))
-    words = rf"`\w+` over 'data' \(.*{HERE}\) stands in a {place} .*{HERE}.*lax.pmax.*jc.same"
+    words = rf"`\w+` over 'data' \(.*{HERE}\) is in a {place} .*{HERE}.*lax.pmax.*jc.same"
     words += "|must be the same on every replica"  # what a loop has changed before
     refused(lambda w, x: lax.pmean(step(w, x, jnp.sum), "data"), words)
     for by in (lambda x: lax.pmax(x.sum(), "data"), lambda x: jc.same(jnp.float32(1))):
@@ -357,7 +357,7 @@ def test_a_line_search_on_the_mean_loss_trains_as_on_one_device():
             (a, mine), (b, own) = one(a, mine, x), many(b, own, x)
         np.testing.assert_allclose(b, a, rtol=1e-5)
         # Each replica would search in a direction of its own, and wait for others that do not.
-        refused(averaged, "choose for themselves", b, own, x, batch_argnums="x")
+        refused(averaged, "replicas decide separately", b, own, x, batch_argnums="x")
 
 
 def test_the_mean_loss_has_derivatives_in_both_modes():

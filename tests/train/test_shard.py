@@ -181,7 +181,9 @@ def test_no_part_is_scaled_or_skipped_by_a_number_of_its_own(tx):
 
     given = shards, tx.init(shards), np.ones((8, 4), "f")
     wrapped = [jc.data_parallel(functools.partial(step, clips=c), batch_argnums=2) for c in (0, 1)]
-    with pytest.raises(ValueError, match="scaled, or chosen, by a number of this replica's part"):
+    with pytest.raises(
+        ValueError, match="scaled, or selected, by a number of this replica's shard"
+    ):
         wrapped[0].lower(*given)
     wrapped[1].lower(*given)
 
