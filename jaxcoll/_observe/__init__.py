@@ -1,1 +1,1 @@
-"""Reads text and numbers that others produced. Changes nothing, runs nothing."""
+"""Reads compiled programs and profiles. Changes nothing, runs nothing."""

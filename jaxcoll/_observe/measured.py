@@ -1,4 +1,4 @@
-"""Compare what collectives took on several ranks: transfer, waiting, and who came late."""
+"""Compare the times of collectives on several ranks: transfer, waiting, and late ranks."""
 
 from __future__ import annotations
 
@@ -14,52 +14,51 @@ from jaxcoll._observe.rows import Row
 from jaxcoll._show.units import counted, milliseconds, percent
 
 LEAST_LEAD, LEAST_SHARE, LEAST_RUNS = 1e-3, 0.05, 5
-"""A rank is late if the lower quartile of its lead is so many seconds and this share of a step, in
-so many runs or more."""
+"""A rank is late if, in three of four runs, it arrives at least this many seconds and this share
+of a step after the others' median. It takes at least this many runs to say so."""
 MOST_APART = 60 * 10**9
-"""Nanoseconds between the clocks of two hosts; profiles further apart are of different runs."""
+"""The most nanoseconds that two hosts' clocks may differ; profiles further apart do not match."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Last:
-    """The rank that comes last to a collective most often, and by how much when it does."""
+    """The rank that arrives last at a collective most often, and how late it is then."""
 
     rank: int
-    share: float  # of the runs
-    seconds: float  # the median of what the others took longer, as their median
-    seconds_90: float  # its 90th percentile
+    share: float  # of the runs in which it is last
+    seconds: float  # the median, over these runs, of how much longer the median other rank took
+    seconds_90: float  # the 90th percentile of the same
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """What a collective took in one run, all turns of its loop together; medians, in seconds.
+    """The time of a collective in one run, summed over loop iterations; medians, in seconds.
 
-    Permutes of one pack are one: ranks that wait in an early one come late to the next.
+    The permutes of a pack are measured together: who waits in an early one is late at the next.
     """
 
-    rows: tuple[int, ...]  # positions in `Report.rows` of what was measured as one
-    transfer: float  # the shortest time over the ranks; of permutes an upper bound
-    waiting: tuple[float, ...]  # what each rank took longer
-    last: Last | None  # None where there is one rank
-    algbw: float  # bytes a second, as nccl-tests defines them
+    rows: tuple[int, ...]  # positions in `Report.rows` of the collectives measured together
+    transfer: float  # the shortest time over the ranks; an upper bound for permutes
+    waiting: tuple[float, ...]  # how much longer each rank took
+    last: Last | None  # None if there is only one rank
+    algbw: float  # bytes per second, as nccl-tests defines them
     busbw: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a program took: medians over runs that every rank's profile has whole, in seconds.
+    """The measured times of a program: medians over runs that all profiles have, in seconds.
 
     Attributes:
-      ranks: the ranks that were measured; the devices of a process are one.
-      runs: the runs that were compared.
-      step_seconds: from the start of one run to that of the next, while the profile was open.
-      unprofiled_step_seconds: likewise, before it was opened; None if not known.
-      exposed_seconds: communication in one run during which a device computed nothing, the mean of
-        the ranks.
-      times: for each of `Report.rows`, or None for one that did not run.
-      late: the ranks that came late, and the position of the row before which they did most.
-      lanes: for each rank what its first device did in a typical run, as (what, start, end), with
-        clocks aligned by the ends of collectives; () if no run is known so well.
+      ranks: the ranks that were measured; all devices of a process are one rank.
+      runs: the number of runs that were compared.
+      step_seconds: from the start of one run to the start of the next, under the profiler.
+      unprofiled_step_seconds: the same without the profiler; None if not known.
+      exposed_seconds: communication of a run while the device computes nothing; mean over ranks.
+      times: the times of each of `Report.rows`; None for a row that did not run.
+      late: the ranks that arrived late, each with the position of the row where it was latest.
+      lanes: for each rank the (activity, start, end) of its first device in a typical run, with
+        clocks aligned by the ends of collectives; () if no run was recorded in enough detail.
     """
 
     ranks: tuple[int, ...]
@@ -72,33 +71,33 @@ class Measured:
     lanes: tuple[tuple[tuple[str, float, float], ...], ...] = dataclasses.field(repr=False)
 
     def summary(self) -> str:
-        """Say how long a step takes, and how much of it is exposed."""
+        """Return a sentence on the step time, and how much of it is exposed."""
         before = self.unprofiled_step_seconds
-        outside = f" ({milliseconds(before)} without the profile)" if before else ""
+        unprofiled = f" ({milliseconds(before)} without the profiler)" if before else ""
         step, exposed = self.step_seconds, self.exposed_seconds
         too_few = len(self.ranks) > 1 and self.runs < LEAST_RUNS
         return (
             f"measured in {counted(self.runs, 'run')} on {counted(len(self.ranks), 'rank')}"
-            f"{', too few to name one that comes late' * too_few}: a step takes "
-            f"{milliseconds(step)}{outside}, {milliseconds(exposed)} of it exposed "
+            f"{', too few to name a late rank' * too_few}: a step takes "
+            f"{milliseconds(step)}{unprofiled}, {milliseconds(exposed)} of it exposed "
             f"communication ({percent(exposed, step)})"
         )
 
     def sentences(self, rows: Sequence[Row]) -> list[str]:
-        """Name the late ranks, in words."""
+        """Return a sentence for each late rank."""
         return [
-            f"rank {last.rank} comes late: last to {rows[k].compiled.kind} #{k} in "
+            f"rank {last.rank} arrives late: last at {rows[k].compiled.kind} #{k} in "
             f"{last.share:.0%} of {self.runs} runs, by {milliseconds(last.seconds)} "
-            f"(90th percentile {milliseconds(last.seconds_90)}) of a step's "
-            f"{milliseconds(self.step_seconds)}; the others wait for it."
+            f"(90th percentile {milliseconds(last.seconds_90)}) in a step of "
+            f"{milliseconds(self.step_seconds)}; the other ranks wait for it."
             for last, k in self.late
         ]
 
 
 def folds_of(rows: Sequence[Row]) -> list[list[int]]:
-    """Return positions of rows that are compared between ranks as one: the permutes of a pack.
+    """Group the positions of rows that are measured together: the permutes of a pack.
 
-    Where no name says so, those of one line are taken for a pack.
+    Permutes whose pack is not named are grouped by their line of Python.
     """
     folds: dict[tuple[str, ...], list[int]] = {}
     for k, row in enumerate(rows):
@@ -109,7 +108,7 @@ def folds_of(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measured | None:
-    """Compare what `rank_times.times_of` returned on each rank; None without a common run."""
+    """Compare the times that `rank_times.times_of` returned per rank; None without a common run."""
     names = sorted(ranks)
     by_rank = [ranks[name] for name in names]
     runs = _common_runs(by_rank)
@@ -119,20 +118,20 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
     times: list[Times | None] = [None] * len(rows)
     late: dict[int, tuple[Last, int]] = {}
     folds = folds_of(rows)
-    shares = []  # of each fold the part of each rank's time, in each run, that it waited
+    shares = []  # for each fold, the share of its time that each rank waited, by [run, rank]
     for n, positions in enumerate(folds):
-        # For each run and rank, the durations of one turn after another.
+        # For each run and rank, the durations of its loop iterations.
         turns = [[r["times"][k][n] for r, k in zip(by_rank, run, strict=True)] for run in runs]
-        alike = [len({len(own) for own in run}) == 1 and len(run[0]) > 0 for run in turns]
+        is_whole = [len(set(map(len, run))) == 1 and len(run[0]) > 0 for run in turns]
         least = [sum(map(min, zip(*run, strict=False))) for run in turns]
-        total = np.array([[sum(own) for own in run] for run in turns], float)
+        total = np.array([[*map(sum, run)] for run in turns], float)
         waiting = total - np.array(least)[:, None]
         shares.append(np.divide(waiting, total, where=total > 0, out=np.zeros_like(total)))
-        if not any(alike):
+        if not any(is_whole):
             continue
-        total, waiting = total[alike] / 1e9, waiting[alike] / 1e9
-        transfer = float(np.median(np.array(least)[alike])) / 1e9
-        last, named = _last(names, total, step)
+        total, waiting = total[is_whole] / 1e9, waiting[is_whole] / 1e9
+        transfer = float(np.median(np.array(least)[is_whole])) / 1e9
+        last, late_here = _last(names, total, step)
         size = sum(_size(rows[k].compiled) for k in positions)
         sent = sum(rows[k].wire_bytes for k in positions)
         measured = Times(
@@ -141,13 +140,13 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
         )  # fmt: skip
         for k in positions:
             times[k] = measured
-        for one in named:
+        for one in late_here:
             if one.rank not in late or late[one.rank][0].seconds < one.seconds:
                 late[one.rank] = one, positions[0]
     exposed = [median(r["exposed"][run[i]] for run in runs) for i, r in enumerate(by_rank)]
-    outside = [r["outside"] for r in by_rank if r.get("outside")]
+    unprofiled = [r["outside"] for r in by_rank if r.get("outside")]
     return Measured(
-        tuple(names), len(runs), step, median(outside) / 1e9 if outside else None,
+        tuple(names), len(runs), step, median(unprofiled) / 1e9 if unprofiled else None,
         sum(exposed) / len(exposed) / 1e9, tuple(times),
         tuple(sorted(late.values(), key=lambda pair: -pair[0].seconds)),
         _lanes(by_rank, runs, shares),
@@ -155,20 +154,21 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
 
 
 def _size(c: Collective) -> int:
-    """Return the bytes of one run that nccl-tests divides: of all devices for an all-gather."""
+    """Return the bytes of one run that nccl-tests counts: for an all-gather, all devices' bytes."""
     return c.turns * c.nbytes * (c.group_size if c.kind == "all-gather" else 1)
 
 
 def _last(names: Sequence[int], total: Any, step: float) -> tuple[Last | None, list[Last]]:
-    """Return the rank that is last most often, and those that are late, of seconds[run, rank]."""
+    """Return the rank that is last most often, and all late ranks, from seconds[run, rank]."""
     if len(names) == 1:
         return None, []
     others = [np.median(np.delete(total, i, 1), 1) for i in range(len(names))]
     leads = np.array(others).T - total
+    # The last rank to arrive takes the shortest time: it waits for nobody.
     is_last = total.argmin(1)[:, None] == np.arange(len(names))
 
     def of(i: int) -> Last:
-        # Of one that is never last, all runs.
+        # A rank that is never last is judged by all runs.
         lead = leads[is_last[:, i], i] if is_last[:, i].any() else leads[:, i]
         share = float(is_last[:, i].mean())
         return Last(names[i], share, *map(float, np.percentile(lead, (50, 90))))
@@ -179,30 +179,30 @@ def _last(names: Sequence[int], total: Any, step: float) -> tuple[Last | None, l
 
 
 def _common_runs(by_rank: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Return for each run that all ranks have its place on each: by its number, or by order.
+    """Return, for each run that all ranks recorded, its position on each rank.
 
-    Numbers differ where one rank's program came from the persistent cache and another's did not;
-    those below 0 were counted from the end of one rank's profile.
+    Runs are matched by number, or by their order in time. Numbers differ if only some ranks loaded
+    the program from the persistent cache; those below 0 count from the end of a rank's profile.
     """
     first, *others = by_rank
     places: list[dict[int, int]] = [{k: k for k in range(len(first["runs"]))}]
     for other in others:
-        own = {run: k for k, run in enumerate(other["runs"]) if run >= 0}
-        same = {k: own[run] for k, run in enumerate(first["runs"]) if run in own}
+        position = {run: k for k, run in enumerate(other["runs"]) if run >= 0}
+        same = {k: position[run] for k, run in enumerate(first["runs"]) if run in position}
         places.append(same or _in_order(first["ends"], other["ends"]))
     common = [k for k in places[0] if all(k in place for place in places)]
     return [[place[k] for place in places] for k in common]
 
 
 def _in_order(first: Sequence[int], other: Sequence[int]) -> dict[int, int]:
-    """Lay runs of two ranks side by side so that their ends agree: by their rhythm, then by clock.
+    """Match the runs of two ranks so that their ends agree: by their intervals, then by clock.
 
-    A collective ends at the same time everywhere, and the clocks of hosts differ by a constant.
+    A collective ends at the same time on all ranks, and the clocks of hosts differ by a constant.
     """
     a, b = np.array(first), np.array(other)
     least = max(1, min(len(a), len(b)) // 2)
     fits: list[tuple[float, int]] = []
-    for shift in range(least - len(b), len(a) - least + 1):  # b[k] is beside a[k + shift]
+    for shift in range(least - len(b), len(a) - least + 1):  # matches b[k] with a[k + shift]
         start, end = max(0, shift), min(len(a), len(b) + shift)
         apart = a[start:end] - b[start - shift : end - shift]
         middle = np.median(apart)
@@ -217,16 +217,16 @@ def _in_order(first: Sequence[int], other: Sequence[int]) -> dict[int, int]:
 def _lanes(
     by_rank: Sequence[dict[str, Any]], runs: Sequence[Sequence[int]], shares: Sequence[Any]
 ) -> tuple[tuple[tuple[str, float, float], ...], ...]:
-    """Lay out the run that took the median time, on the clock of the first rank."""
+    """Return the lanes of the run that took the median time, on the clock of the first rank."""
     first = by_rank[0]
-    drawn = [
+    recorded = [
         (first["ends"][run[0]] - first["starts"][run[0]], at)
         for at, run in enumerate(runs)
         if all(r["lanes"][place] for r, place in zip(by_rank, run, strict=True))
     ]
-    if not drawn:
+    if not recorded:
         return ()
-    _, at = sorted(drawn)[len(drawn) // 2]
+    _, at = sorted(recorded)[len(recorded) // 2]
     ahead = [
         median(r["ends"][run[i]] - first["ends"][run[0]] for run in runs)
         for i, r in enumerate(by_rank)

@@ -1,4 +1,4 @@
-"""Predict what collectives take, and how much of it matrix products hide."""
+"""Predict the time of collectives, and how much of it matrix products hide."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Bytes of collectives of one kind, each turn of a loop counted."""
+    """Bytes of collectives of one kind, counted for each iteration of a loop."""
 
     kind: str
-    nbytes: int = 0  # what one device puts in
-    # Of these, bytes in asynchronous collectives that have a matrix product scheduled between their
-    # start and their end
+    nbytes: int = 0  # the payload of one device
+    # The part of it in asynchronous collectives with a matrix product scheduled between their start
+    # and their end
     behind: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Bytes and operations that the compiler's schedule puts side by side."""
+    """Bytes of collectives and FLOP of matrix products that the compiler's schedule overlaps."""
 
     shares: tuple[Share, ...]  # for each kind of collective that sends anything
-    flops: int  # operations of the matrix products between a start and an end, each product once
+    flops: int  # of the matrix products between a start and an end, each product once
 
     @property
     def reduced(self) -> Share:
-        """All-reduces and reduce-scatters together, in which gradients travel."""
+        """All-reduces and reduce-scatters together: the collectives that carry gradients."""
         shares = [share for share in self.shares if share.kind in _REDUCTIONS]
         return Share("", sum(s.nbytes for s in shares), sum(s.behind for s in shares))
 
 
 def overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Overlap:
-    """Add up what is scheduled behind matrix products.
+    """Add up the communication that is scheduled to overlap with matrix products.
 
-    A loop that does not say how often it turns counts one turn; of a conditional every branch
-    counts; a collective among one device sends nothing and does not count.
+    A loop without a known trip count counts one iteration. Every branch of a conditional counts. A
+    collective in a group of one device sends nothing and does not count.
     """
     sent: Counter[str] = Counter()
     behind: Counter[str] = Counter()
@@ -55,8 +55,8 @@ def overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Ove
             if c.is_async and c.meanwhile is not None and c.meanwhile.matmuls > 0:
                 behind[c.kind] += c.turns * c.nbytes
     shares = tuple(Share(kind, nbytes, behind[kind]) for kind, nbytes in sent.items())
-    beside = (m for m, under_way in _meetings(collectives, matmuls) if under_way)
-    return Overlap(shares, sum(m.turns * m.flops for m in beside))
+    overlapping = (m for m, in_flight in _in_flight(collectives, matmuls) if in_flight)
+    return Overlap(shares, sum(m.turns * m.flops for m in overlapping))
 
 
 def exposed(
@@ -67,43 +67,43 @@ def exposed(
 ) -> list[float]:
     """Return each collective's seconds in one run that no matrix product hides.
 
-    A second of matrix products hides a second of one collective, and no more, however many
-    are under way: of those it stands between start and end of, the one that ends first and is
-    not hidden yet. No other choice hides more in all (F. Glover, Maximum matching in a convex
-    bipartite graph, Naval Research Logistics Quarterly 14, 1967). Only matrix products hide:
-    what else runs meanwhile is not priced. A product of a type of unknown rate hides nothing.
+    A second of matrix products hides one second of one collective, however many are in flight: of
+    these, the first to end that is not hidden yet. No other choice hides more in total (F. Glover,
+    Maximum matching in a convex bipartite graph, Naval Research Logistics Quarterly 14, 1967).
+    Other instructions hide nothing, because their time is not predicted. Nor does a product of a
+    dtype whose rate is unknown.
     """
     left = [c.turns * once for c, once in zip(collectives, seconds, strict=True)]
-    for m, under_way in _meetings(collectives, matmuls):
-        # Earliest deadline first: `under_way` is sorted by end, which makes greedy hide the most.
+    for m, in_flight in _in_flight(collectives, matmuls):
+        # Earliest deadline first: `in_flight` is sorted by end, which makes greedy hide the most.
         rate = rates.product_rate(m.dtype)
         spare = m.turns * m.flops / rate if rate else 0.0
-        for k in under_way:
+        for k in in_flight:
             hidden = min(left[k], spare)
             left[k] -= hidden
             spare -= hidden
     return left
 
 
-def _meetings(
+def _in_flight(
     collectives: Sequence[Collective], matmuls: Sequence[Matmul]
 ) -> Iterator[tuple[Matmul, list[int]]]:
-    """Yield each product, in order, and the collectives under way, the first to end in front."""
+    """Yield each product, in order, with the collectives in flight, sorted by their ends."""
     asynchronous = [k for k, c in enumerate(collectives) if c.is_async and c.group_size > 1]
     # The earliest start is last, where `pop` takes it.
     starts = sorted(asynchronous, key=lambda k: collectives[k].at, reverse=True)
-    under_way: list[tuple[int, int]] = []
+    in_flight: list[tuple[int, int]] = []
     for m in sorted(matmuls, key=lambda m: m.at):
         while starts and collectives[starts[-1]].at < m.at:
             k = starts.pop()
-            heapq.heappush(under_way, (collectives[k].until, k))
-        while under_way and under_way[0][0] <= m.at:
-            heapq.heappop(under_way)
-        yield m, [k for _, k in sorted(under_way)]
+            heapq.heappush(in_flight, (collectives[k].until, k))
+        while in_flight and in_flight[0][0] <= m.at:
+            heapq.heappop(in_flight)
+        yield m, [k for _, k in sorted(in_flight)]
 
 
 def predicted(c: Collective, rates: Rates) -> float:
-    """Return the seconds of `c` each time, alone; 0.0 for a group of one."""
+    """Return the seconds of one execution of `c`, without contention; 0.0 for a group of one."""
     group = _group(c.groups, rates.per_island)
     if group.n == 1:
         return 0.0
@@ -112,8 +112,8 @@ def predicted(c: Collective, rates: Rates) -> float:
 
 @functools.lru_cache(64)
 def _group(groups: Groups, per_island: int) -> Group:
-    """Count devices of the largest group, most of them on one island, and islands of it."""
-    # JAX numbers devices host by host, so a number divided by the size of an island is the island.
+    """Return the largest group's devices, the most of them on one island, and its islands."""
+    # JAX numbers devices host by host: a device's number divided by an island's size is its island.
     n = near = islands = 1
     for group in groups:
         on = Counter(device // per_island for device in set(group))

@@ -1,4 +1,4 @@
-"""Pictures of a report: the compiled schedule and what it hides, or a step that was measured."""
+"""Pictures of a report: the compiled schedule and its overlap, or a measured step."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
 LEFT, RIGHT = 0.105, 0.965
 MOST_LANES, MOST_RANKS = 14, 16
 _LOOKS = (
-    ("■", INK, "beside a matrix product", 0.152),
-    ("■", "#a5a8ae", "asynchronous, beside none", 0.172),
-    ("□", INK, "everything waits for it", 0.15),
+    ("■", INK, "overlaps a matrix product", 0.165),
+    ("■", "#a5a8ae", "asynchronous, overlaps none", 0.185),
+    ("□", INK, "synchronous", 0.15),
 )
-"""The meaning of a collective's looks."""
+"""The legend of collectives: a symbol, its colour, its meaning and its width."""
 _MEASURED = {"computing": PRODUCTS, "transfer": COLOURS[0], "waiting": COLOURS[1]}
 
 
 def plot(report: Report) -> Figure:
-    """Draw a figure of 1,920 × 1,080 pixels, higher for many ranks, apart from pyplot's state."""
+    """Draw a figure of 1,920 × 1,080 pixels, higher for many ranks, without pyplot."""
     if report.measured:
         return _step(report, report.measured)
     title = f"{report.name} on {report.where or counted(report.devices, 'device')}"
@@ -51,7 +51,7 @@ def _subtitle(report: Report) -> str:
 
 
 def _lanes(report: Report) -> list[tuple[str, list[int]]]:
-    """Group positions in `rows` by the packs they carry, each kind apart; without packs by kind."""
+    """Group positions in `rows` by kind and by the packs they carry, if these are known."""
     by_label: dict[str, list[int]] = {}
     several = len({row.compiled.kind for row in report.rows}) > 1
     for k, row in enumerate(report.rows):
@@ -66,7 +66,7 @@ def _lanes(report: Report) -> list[tuple[str, list[int]]]:
 
 
 def _schedule(axes: Axes, report: Report) -> None:
-    """Draw instructions from left to right; below, products; above, what travels meanwhile."""
+    """Draw the instructions from left to right: matrix products below, collectives above."""
     lanes, end = _lanes(report), max(report.instructions, 1)
     top = max(len(lanes) + 1.55, 4.5)
     axes.set_xlim(0, end)
@@ -95,13 +95,13 @@ def _schedule(axes: Axes, report: Report) -> None:
 
 
 def _products(axes: Axes, report: Report) -> None:
-    """Draw a stroke for each product, as high as its share of the largest's arithmetic."""
+    """Draw a stroke for each product; its height is relative to the product with the most FLOP."""
     most = max((m.flops for m in report.matmuls), default=0)
     spans = [(c.at, c.until) for c in report.collectives if c.is_async]
     for m in report.matmuls:
         height = 0.12 + 0.88 * (m.flops / most if most else 0)
-        beside = any(start < m.at < until for start, until in spans)
-        colour = BUSY if beside else PRODUCTS
+        overlaps = any(start < m.at < until for start, until in spans)
+        colour = BUSY if overlaps else PRODUCTS
         axes.vlines(m.at + 0.5, 0.05, 0.05 + height, color=colour, linewidth=2.2, zorder=2)
     if report.matmuls:
         total = sum(m.turns * m.flops for m in report.matmuls)
@@ -113,7 +113,7 @@ def _products(axes: Axes, report: Report) -> None:
 
 
 def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
-    """Draw a collective from start to end; one that everything waits for is short and hollow."""
+    """Draw a collective from start to end; a synchronous one is short and hollow."""
     tall = 0.26 + 0.34 * min(1.0, math.log10(max(c.wire_bytes, 1)) / 9)
     width, face, edge, alpha = end / 220, "white", colour, 1.0
     if c.is_async and c.until > c.at:
@@ -126,27 +126,27 @@ def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
 
 
 def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) -> None:
-    """Write what leaves a device: behind the last of a lane, before the first, or else below."""
+    """Write a lane's wire bytes after its last collective, before its first, or else below it."""
     lane = [report.rows[k].compiled for k in ks]
     sent = sum(report.rows[k].wire_bytes for k in ks)
     first, last = min(c.at for c in lane), max(max(c.until, c.at) for c in lane) + end / 150
-    words = size(sent) if len(lane) == 1 else f"{size(sent)} in {len(lane)}"
-    behind, room = last < 0.9 * end, first > 0.1 * end
-    x = last + end * 0.006 if behind else first - end * 0.006 if room else end
+    label = size(sent) if len(lane) == 1 else f"{size(sent)} in {len(lane)}"
+    after, before = last < 0.9 * end, first > 0.1 * end
+    x = last + end * 0.006 if after else first - end * 0.006 if before else end
     axes.text(
-        x, y if behind or room else y - 0.42, words, size=9, color=FAINT,
-        va="center", ha="left" if behind else "right",
+        x, y if after or before else y - 0.42, label, size=9, color=FAINT,
+        va="center", ha="left" if after else "right",
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5}, zorder=2.5,
     )  # fmt: skip
 
 
 def _hidden(axes: Axes, report: Report) -> None:
-    """Draw one bar: what matrix products hide, and what everything else waits for."""
+    """Draw one bar: the communication that matrix products hide, and the exposed rest."""
     total, exposed = report.seconds, report.exposed_seconds
     if total is not None and exposed is not None:
         amount = f"{total * 1e3:,.2f} ms, predicted from {report.predicted_from}"
-        rule = "is hidden for as long as the matrix products between its start and end"
-    else:  # it is not known how long a product takes
+        rule = "is hidden for as long as the matrix products between its start and end take"
+    else:  # the time of a product is not known
         total = exposed = sum(row.wire_bytes for row in report.rows)
         for row in report.rows:
             if row.compiled.meanwhile and row.compiled.meanwhile.flops:
@@ -163,14 +163,14 @@ def _hidden(axes: Axes, report: Report) -> None:
     above = {"size": 11, "weight": "bold", "va": "bottom"}
     axes.add_patch(Rectangle((0, 0.0), share, 0.62, color=COLOURS[0], linewidth=0))
     axes.add_patch(Rectangle((share, 0.0), 1 - share, 0.62, color=COLOURS[1], linewidth=0))
-    axes.text(0, 0.8, f"behind matrix products  {share:.0%}", color=COLOURS[0], **above)
+    axes.text(0, 0.8, f"hidden by matrix products  {share:.0%}", color=COLOURS[0], **above)
     axes.text(1, 0.8, f"exposed  {1 - share:.0%}", color=COLOURS[1], ha="right", **above)
-    words = f"of {amount}.\nA collective {rule}: the compiler's plan, not a measurement."
-    axes.text(0, -0.28, words, size=9.5, color=FAINT, va="top", linespacing=1.5)
+    caption = f"of {amount}.\nA collective {rule}: the compiler's plan, not a measurement."
+    axes.text(0, -0.28, caption, size=9.5, color=FAINT, va="top", linespacing=1.5)
 
 
 def _label(label: str) -> str:
-    """Cut a label in two lines where one would be too long."""
+    """Break a long label into two lines."""
     if "\n" in label or len(label) <= 12:
         return label
     end = "packs " if "pack" in label else "-"
@@ -181,21 +181,21 @@ def _step(report: Report, measured: Measured) -> Figure:
     """Draw a typical step, with one lane for each rank."""
     lanes = list(zip(measured.ranks, measured.lanes, strict=True))
     late = [last.rank for last, _ in measured.late]
-    if len(lanes) > MOST_RANKS:  # those that are late, and then the first
+    if len(lanes) > MOST_RANKS:  # late ranks first, then the lowest numbers
         lanes.sort(key=lambda lane: lane[0] not in late)
         lanes = sorted(lanes[:MOST_RANKS])
     high = 3.2 + 0.42 * max(len(lanes), 3)
     devices = counted(report.devices, "device")
     exposed = percent(measured.exposed_seconds, measured.step_seconds)
     names = [
-        f"Rank {last.rank} comes late in {last.share:.0%} of runs, by {milliseconds(last.seconds)}."
+        f"Rank {last.rank} is late in {last.share:.0%} of runs, by {milliseconds(last.seconds)}."
         for last, _ in measured.late[:3]
     ]
     figure = page(
         f"{report.name} on {devices}, {counted(len(measured.ranks), 'rank')}",
         f"{totals(report.collectives)}. A step takes {milliseconds(measured.step_seconds)}, "
         f"{exposed} of it exposed communication (medians of {counted(measured.runs, 'run')}).\n"
-        + (" ".join(names) or "No rank comes late."),
+        + (" ".join(names) or "No rank is late."),
         high=high,
     )
     legend(figure, LEFT, 1 - 1.5 / high, [("■", c, name, 0.1) for name, c in _MEASURED.items()])

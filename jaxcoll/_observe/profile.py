@@ -1,4 +1,4 @@
-"""Read profiles that JAX recorded: which programs ran, and when each of their instructions did."""
+"""Read profiles that JAX recorded: the programs that ran, and the times of their instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.profiler import ProfileData
 
 from jaxcoll._compat.running import fields_of, program_id, text_of
 
-BUSY = "not measured: the program had a profile of its own open."
+BUSY = "not measured: the program itself had JAX's profiler running."
 _SENDS = re.compile(
     r" (?:all-(?:reduce|gather|to-all)|reduce-scatter|ragged-all|collective-|send)[\w\-]*\("
 )
@@ -23,12 +23,12 @@ _NAME = re.compile(r"%?([\w.\-]+)")
 
 
 class Event(NamedTuple):
-    """One instruction, carried out once on one device."""
+    """One execution of an instruction on one device."""
 
     module: str  # the program's name
-    program: int  # tells programs of one name apart, in this process alone
+    program: int  # distinguishes programs of one name, within one process
     instruction: str
-    # The launch of the program, counted by JAX; None where the profile does not say (GPUs)
+    # JAX's number of the program's launch; None if the profile does not have it (GPUs)
     run: int | None
     device: int
     start: int  # nanoseconds since 1970, by this host's clock
@@ -39,8 +39,8 @@ class Compiled(NamedTuple):
     """A compiled program that communicates."""
 
     text: str
-    number: int | None = None  # `Event.program` of its events; None if that is not certain
-    calls: int | None = None  # by Python; None if they were not counted
+    number: int | None = None  # `Event.program` of its events; None if not certain
+    calls: int | None = None  # calls by Python code; None if they were not counted
 
 
 def sends(text: str) -> bool:
@@ -49,14 +49,14 @@ def sends(text: str) -> bool:
 
 
 def read_programs(profile: bytes, devices: int) -> list[Compiled]:
-    """Return those in a serialized XSpace, for so many devices where they do not say it themselves.
+    """Return the communicating programs in a serialized XSpace, for `devices` if it has no number.
 
     Raises:
-      ValueError: it is no profile.
+      ValueError: the bytes are not a profile.
     """
     programs = []
     try:
-        # Numbers of fields are from OpenXLA's xplane.proto and hlo.proto.
+        # The field numbers are those of OpenXLA's xplane.proto and hlo.proto.
         for plane in _all(profile, 1):
             for metadata in _all(plane, 4) if [*_all(plane, 2)] == [b"/host:metadata"] else ():
                 for stat in itertools.chain(*(_all(event, 5) for event in _all(metadata, 2))):
@@ -69,7 +69,7 @@ def read_programs(profile: bytes, devices: int) -> list[Compiled]:
                             text = header + newline + rest
                             programs.append(Compiled(text, program_id(module)))
     except (IndexError, KeyError, RuntimeError, TypeError) as error:
-        raise ValueError(f"this is no profile of JAX: {error}") from None
+        raise ValueError(f"this is not a JAX profile: {error}") from None
     return sorted(programs, key=lambda program: program.number or 0)
 
 
@@ -78,22 +78,22 @@ def _all(message: bytes, field: int) -> list[Any]:
 
 
 def read_events(profile: bytes) -> list[Event]:
-    """Return the instructions in a serialized XSpace (b"": none), in the order of their starts.
+    """Return the instructions in a serialized XSpace (b"": none), sorted by start.
 
-    Each says its run itself (CPUs), stands inside an event of its whole program that says it
-    (TPUs), or does not say it (GPUs). Cost: 3 µs for each.
+    The run number is an attribute of the instruction (CPUs) or of the event of the whole program
+    around it (TPUs); GPUs do not record it. Cost: 3 µs for each event.
 
     Raises:
-      ValueError: it is no profile.
+      ValueError: the bytes are not a profile.
     """
     with warnings.catch_warnings():
-        # Python 3.13 warns of the types of jaxlib's iterators when they are first used.
+        # Python 3.13 warns about the types of jaxlib's iterators when they are first used.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             planes = list(ProfileData.from_serialized_xspace(profile).planes)
             epochs = [dict(plane.stats).get("profile_start_time") for plane in planes]
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f"this is no profile of JAX: {error}") from None
+            raise ValueError(f"this is not a JAX profile: {error}") from None
         began = next((int(epoch) for epoch in epochs if epoch), 0)
         events = [event for plane in planes for event in _of_plane(plane, began)]
     return sorted(events, key=lambda event: event.start)
@@ -102,7 +102,7 @@ def read_events(profile: bytes) -> list[Event]:
 def _of_plane(plane: Any, began: int) -> Iterator[Event]:
     number = _DEVICE.match(plane.name)
     lines = [(line.name, list(line.events)) for line in plane.lines]
-    # On a TPU, a line has the runs of whole programs, and another one what they consist of.
+    # On a TPU, one line holds the runs of whole programs, and others their instructions.
     wholes = []
     for name, events in lines:
         if name == "XLA Modules":
@@ -137,6 +137,6 @@ def _of_plane(plane: Any, began: int) -> Iterator[Event]:
             start = began + round(event.start_ns)
             yield Event(
                 str(module), int(program), str(instruction),
-                None if run is None else int(run) & 0xFFFFFFFF,  # it wraps as a signed number
+                None if run is None else int(run) & 0xFFFFFFFF,  # recorded as a signed number
                 int(device), start, start + round(event.duration_ns),
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""All programs of a script that communicate: a report for each, and one table of them."""
+"""The communicating programs of a script: a report for each, and one table of all."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _METADATA = re.compile(r", metadata=\{[^}]*\}")
 
 @dataclasses.dataclass
 class Programs(Shown):
-    """The programs that were compiled while `jc.inspecting` watched, and communicate.
+    """The communicating programs that were compiled while `jc.inspecting` watched.
 
-    `print(programs)` is a table with a line for each, `to_json()` has all of it for machines, and
-    `plot()` draws the one that sends most.
+    `print(programs)` shows a table with a line for each, `to_json()` is for machines, and `plot()`
+    draws the program that sends the most bytes.
 
     Attributes:
       reports: a `Report` for each, in the order of compilation.
-      quiet: programs without collectives; they are counted only.
-      notes: what was not measured or did not answer, and why.
+      quiet: the number of programs without collectives, which have no report.
+      notes: programs that were not measured and ranks that did not answer, with the reasons.
     """
 
     reports: tuple[Report, ...] = ()
@@ -41,7 +41,7 @@ class Programs(Shown):
 
     @property
     def late(self) -> list[str]:
-        """The ranks that came late, in words; empty if none did, or nothing was measured."""
+        """A sentence for each rank that arrived late; empty if nothing was measured."""
         return [
             f"{report.name}: {line}"
             for report in self.reports
@@ -50,35 +50,34 @@ class Programs(Shown):
         ]
 
     def text(self, width: int = WIDTH) -> str:
-        """Return late ranks, the table of programs, notes, and what each took if that is known."""
+        """Return late ranks, the table of programs, notes, and the measured times of each."""
         parts = [fold(line, width) for line in self.late]
         if self.reports:
             parts.append(self._table().text(width))
         if notes := self._notes():
             parts.append("\n".join(fold(note, width) for note in notes))
         for report in self.reports:
-            if took := report.measured:
-                parts.append(fold(f"{report.name}: {took.summary()}", width))
-                parts.append(table(report.rows, took).text(width))
+            if measured := report.measured:
+                parts.append(fold(f"{report.name}: {measured.summary()}", width))
+                parts.append(table(report.rows, measured).text(width))
         return "\n\n".join(parts)
 
     def __str__(self) -> str:
         return self.text()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the reports, the count of other programs and the notes, in plain values."""
+        """Return the reports, the number of quiet programs and the notes, as plain values."""
         reports = [report.to_dict() for report in self.reports]
         return {"programs": reports, "quiet": self.quiet, "notes": self.notes, "late": self.late}
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the program that sends most, as `Report.plot` does.
+        """Draw the program that sends the most bytes, with `Report.plot`; measured ones first.
 
         Raises:
           ValueError: no program communicates.
         """
         if not self.reports:
-            raise ValueError("there is no picture: no program with collectives was compiled.")
-        # All that was measured before anything that was not.
+            raise ValueError("nothing to draw: no program with collectives was compiled.")
         most = max(self.reports, key=lambda report: (bool(report.measured), report.wire_bytes))
         return most.plot(path)
 
@@ -89,7 +88,7 @@ class Programs(Shown):
         return [*[quiet] * bool(self.quiet), *self.notes]
 
     def _table(self) -> Table:
-        columns = ("program", "calls", "collectives of a run", "wire bytes", "behind products")
+        columns = ("program", "calls", "collectives per run", "wire bytes", "overlapped")
         rows = [
             (
                 report.name,
@@ -110,20 +109,20 @@ class Programs(Shown):
 
 
 def _steps(report: Report) -> tuple[str, str]:
-    took = report.measured
-    if took is None:
+    measured = report.measured
+    if measured is None:
         return "–", "–"
-    exposed = percent(took.exposed_seconds, took.step_seconds)
-    return milliseconds(took.step_seconds), exposed
+    exposed = percent(measured.exposed_seconds, measured.step_seconds)
+    return milliseconds(measured.step_seconds), exposed
 
 
 def read_rank(
     compiled: Iterable[Compiled], events: Sequence[Event], probe: Sequence[Event], most: int
 ) -> tuple[dict[str, Report], dict[str, Any]]:
-    """Read what one process compiled and recorded: reports, and the last runs in plain values.
+    """Return one process's reports by fingerprint, and the times of their last runs.
 
-    Between the end of the `probe`, an earlier profile, and the events of the other the step's time
-    is that without a profile.
+    `probe` is an earlier profile: the time between it and `events` gives the step time without
+    the profiler. Times are those of at most `most` runs, in plain values.
     """
     reports: dict[str, Report] = {}
     numbers: dict[str, set[int]] = defaultdict(set)
@@ -147,18 +146,20 @@ def read_rank(
 def programs_from(
     reports: Mapping[str, Report], ranks: Mapping[int, dict[str, Any]], quiet: int
 ) -> Programs:
-    """Lay the rows of all ranks together under one rank's reports."""
-    ranks_of: dict[str, list[str]] = {}
+    """Add the measured times of all ranks to one rank's reports."""
+    ranks_of: dict[str, list[str]] = {}  # by note
     for rank, rows in ranks.items():
         others = {row["name"] for key, row in rows["programs"].items() if key not in reports}
         other = [f"compiled other programs: {', '.join(sorted(others))}."] if others else []
         for note in rows["notes"] + other:
             ranks_of.setdefault(note, []).append(str(rank))
     notes = [
-        note if len(own) == len(ranks) else f"rank{'s' * (len(own) > 1)} {', '.join(own)}: {note}"
-        for note, own in ranks_of.items()
+        note
+        if len(some) == len(ranks)
+        else f"rank{'s' * (len(some) > 1)} {', '.join(some)}: {note}"
+        for note, some in ranks_of.items()
     ]
-    together = []
+    merged = []
     for key, report in reports.items():
         times = {
             rank: rows["programs"][key]["times"]
@@ -167,16 +168,16 @@ def programs_from(
         }
         measured = compare(report.rows, times) if times else None
         if times and not measured:
-            those = ", ".join(map(str, times))
+            names = ", ".join(map(str, times))
             notes.append(
-                f"{report.name}: not measured: no run is in the profiles of ranks {those}."
+                f"{report.name}: not measured: the profiles of ranks {names} share no run."
             )
-        together.append(dataclasses.replace(report, measured=measured))
-    return Programs(tuple(together), quiet, tuple(notes))
+        merged.append(dataclasses.replace(report, measured=measured))
+    return Programs(tuple(merged), quiet, tuple(notes))
 
 
 def _fingerprint(text: str) -> str:
-    """Return what is the same on all ranks: numbers of modules and names of files are not."""
+    """Return a hash that is the same on all ranks: without module numbers and file names."""
     digest = hashlib.sha256()
     for name, lines in (module := parse_module(text)).computations.items():
         digest.update(_METADATA.sub("", "\n".join([module.name, name, *lines])).encode())

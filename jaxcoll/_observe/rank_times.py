@@ -1,4 +1,4 @@
-"""Reduce one process's profile to what the others need: times of collectives, run by run."""
+"""Reduce one process's profile to the times of collectives in each run, for other ranks to read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jaxcoll._observe.profile import Event
 from jaxcoll._observe.report import Report
 
 _CONTAINER = re.compile(r"(?:while|conditional|call)(?:[.\-_]\d+)*$")
-"""Instructions that contain others, which have events of their own."""
+"""Instructions that contain others; these have their own events."""
 _DRAWN = 9
-"""Runs in the middle, of which lanes are kept: other ranks may lack the first and the last."""
-_PIECES = 400  # what a lane of the picture can show: shorter gaps between computations are closed
+"""The runs in the middle whose lanes are kept: other ranks may not have the first and the last."""
+_PIECES = 400  # resolution of a lane in the picture: shorter gaps between computations are closed
 
 Span = tuple[int, int]
 
@@ -26,18 +26,17 @@ Span = tuple[int, int]
 def programs_of(
     reports: Mapping[str, Report], numbers: Mapping[str, set[int]], events: Iterable[Event]
 ) -> tuple[dict[str, list[Event]], list[str]]:
-    """Sort events by the programs they belong to, and return notes of what could not be told.
+    """Group events by program, and return notes on programs that could not be told apart.
 
-    A program is recognized by its name and its collectives, and among several of these by its
-    number, if all of that name have theirs: what comes from the persistent cache has the number
-    of another process's.
+    Its name and its collectives identify a program. If several match, its number decides, unless
+    one of that name has an unknown number, as from the persistent cache of another process.
     """
     by_number: dict[tuple[str, int], list[Event]] = defaultdict(list)
     for event in events:
         by_number[event.module, event.program].append(event)
     fitting: dict[tuple[str, int], list[str]] = {}
-    for (module, number), own in by_number.items():
-        instructions = {event.instruction for event in own}
+    for (module, number), program_events in by_number.items():
+        instructions = {event.instruction for event in program_events}
         fitting[module, number] = [
             key
             for key, report in reports.items()
@@ -64,11 +63,11 @@ def programs_of(
 
 
 def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, Any] | None:
-    """Return times of the last `most` complete runs, in plain values; None without any.
+    """Return the times of the last `most` complete runs, in nanoseconds; None if there are none.
 
-    Of each run: its number, its start and the end of its last collective (nanoseconds), its exposed
-    communication, and the durations of each fold on the device that waited least; of some in the
-    middle, what the first device did when. With it, the median from one start to the next.
+    For each run: its number, its start, the end of its last collective, its exposed communication,
+    and the durations of each fold on the device that waited least. For some in the middle: the
+    lane of the first device. "step" is the median time from one start to the next.
     """
     folds = folds_of(report.rows)
     fold_of = {report.rows[k].compiled.name: n for n, ks in enumerate(folds) for k in ks}
@@ -77,13 +76,11 @@ def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, An
     by_run: dict[int, list[Event]] = defaultdict(list)
     for event in _numbered(report.collectives, events):
         by_run[event.run or 0].append(event)
-    # A run that the profile cuts off lacks some.
+    # A run that the beginning or end of the profile cuts off has fewer collectives.
     required = _required(report.collectives)
-    counts = {
-        run: sum(event.instruction in required for event in own) for run, own in by_run.items()
-    }
-    whole = max(counts.values(), default=0)
-    runs = [run for run in by_run if whole and counts[run] == whole]
+    counts = {run: sum(e.instruction in required for e in by_run[run]) for run in by_run}
+    complete = max(counts.values(), default=0)
+    runs = [run for run in by_run if complete and counts[run] == complete]
     runs = sorted(runs, key=lambda run: by_run[run][0].start)[-most:]
     if not runs:
         return None
@@ -91,10 +88,7 @@ def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, An
     drawn = runs[middle : middle + _DRAWN]
     starts = [by_run[run][0].start for run in runs]
     steps = [b - a for a, b in itertools.pairwise(starts)]
-    lengths = [
-        max(event.end for event in by_run[run]) - start
-        for run, start in zip(runs, starts, strict=True)
-    ]
+    lengths = [max(event.end for event in by_run[run]) - by_run[run][0].start for run in runs]
     return {
         "runs": runs,
         "starts": starts,
@@ -109,26 +103,26 @@ def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, An
 
 
 def _required(collectives: Iterable[Collective]) -> set[str]:
-    """Return those that every run carries out equally often, or else all."""
+    """Return names of the collectives that all runs execute equally often; of all if none do."""
     regular = {c.name for c in collectives if not c.branches and c.trips is not None}
     return regular or {c.name for c in collectives}
 
 
 def _numbered(collectives: Sequence[Collective], events: Sequence[Event]) -> Iterable[Event]:
-    """Number runs below 0 where the profile does not: by how often an instruction came later."""
+    """Number runs that the profile does not, from -1 for the last, by counting collectives."""
     if not events or events[0].run is not None:
         return events
     turns = Counter({c.name: 0 for c in collectives})
     for c in collectives:
         turns[c.name] += c.turns
-    left: Counter[tuple[str, int]] = Counter()
+    later: Counter[tuple[str, int]] = Counter()
     run_of_device: dict[int, int] = defaultdict(lambda: -1)
     numbered = []
     for event in reversed(events):
         if event.instruction in turns:
             place = event.instruction, event.device
-            run_of_device[event.device] = -1 - left[place] // turns[event.instruction]
-            left[place] += 1
+            run_of_device[event.device] = -1 - later[place] // turns[event.instruction]
+            later[place] += 1
         numbered.append(event._replace(run=run_of_device[event.device]))
     return reversed(numbered)
 
@@ -136,7 +130,7 @@ def _numbered(collectives: Sequence[Collective], events: Sequence[Event]) -> Ite
 def _durations(
     events: Sequence[Event], fold_of: dict[str, int], permutes: set[int]
 ) -> list[list[int]]:
-    """Return for each fold the durations in one run, on the device that waited least."""
+    """Return the durations of each fold in one run, on the device that waited least."""
     by_fold: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         if (fold := fold_of.get(event.instruction)) is not None:
@@ -148,15 +142,14 @@ def _durations(
 
 
 def _exposed(events: Sequence[Event], fold_of: dict[str, int]) -> float:
-    """Return nanoseconds in which a device communicates and does not compute, the devices' mean."""
+    """Return the nanoseconds of communication without computation, the mean over devices."""
     devices = {event.device for event in events}
     lengths = []
     for device in devices:
-        own = [event for event in events if event.device == device]
-        sent = _union((e.start, e.end) for e in own if e.instruction in fold_of)
-        computed = _union((e.start, e.end) for e in own if _computes(e, fold_of))
-        common = _length(sent) + _length(computed) - _length(_union([*sent, *computed]))
-        lengths.append(_length(sent) - common)
+        of_device = [event for event in events if event.device == device]
+        sent = _union((e.start, e.end) for e in of_device if e.instruction in fold_of)
+        computed = _union((e.start, e.end) for e in of_device if _computes(e, fold_of))
+        lengths.append(_length(_union([*sent, *computed])) - _length(computed))
     return sum(lengths) / len(lengths)
 
 
@@ -165,22 +158,22 @@ def _computes(event: Event, fold_of: dict[str, int]) -> bool:
 
 
 def _lane(events: Sequence[Event], fold_of: dict[str, int]) -> list[tuple[int, int, int]]:
-    """Return (fold, start, end) from the run's start, on its first device; -1 is computation."""
+    """Return (fold, start, end) on the first device, from the run's start; -1 is computation."""
     device, start = min(event.device for event in events), events[0].start
-    own = [event for event in events if event.device == device]
-    gap = (max(event.end for event in own) - start) // _PIECES
-    computed = _union(((e.start, e.end) for e in own if _computes(e, fold_of)), gap)
+    of_device = [event for event in events if event.device == device]
+    gap = (max(event.end for event in of_device) - start) // _PIECES
+    computed = _union(((e.start, e.end) for e in of_device if _computes(e, fold_of)), gap)
     spans = [(-1, a - start, b - start) for a, b in computed]
     spans += [
         (fold_of[e.instruction], e.start - start, e.end - start)
-        for e in own
+        for e in of_device
         if e.instruction in fold_of
     ]
     return sorted(spans, key=lambda span: span[1])
 
 
 def _union(spans: Iterable[Span], gap: int = 0) -> list[Span]:
-    """Return the union as spans apart; those with at most `gap` between them are one."""
+    """Return the union as disjoint spans; joins spans that are at most `gap` apart."""
     united: list[Span] = []
     for start, end in sorted(spans):
         if united and start <= united[-1][1] + gap:

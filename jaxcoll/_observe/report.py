@@ -1,4 +1,4 @@
-"""One report: what a program requests, what is compiled of that, and what is sent."""
+"""The report of one program: its collectives as requested, as compiled, and as measured."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ _FIGURES = (
     "requested_wire_bytes", "memory_bytes", "overlapped", "seconds", "exposed_seconds",
     "predicted_from", "unread", "unbounded", "notes", "dropped", "calls",
 )  # fmt: skip
-"""Attributes that JSON has as they are."""
+"""Attributes that are copied to JSON unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report(Shown):
-    """Requested, compiled and measured: every collective of a program.
+    """Every collective of a program: as requested, as compiled, and as measured.
 
-    `print(report)` is a table, `report.plot()` a picture of the schedule or of what was measured,
-    `report.to_json()` the same for machines; made by `jc.inspect` and `jc.inspecting`.
+    `jc.inspect` and `jc.inspecting` make reports. `print(report)` shows a table, `report.plot()`
+    draws the schedule or the measured step, and `report.to_json()` is for machines.
 
     Attributes:
-      name: what was compiled, as in jit_step.
+      name: the compiled program's name, such as jit_step.
       where: the topology it was compiled for; "" if not known.
-      devices: how many devices it is for.
-      requested: what the program asks for, as it was lowered; None if only compiled text is known.
-      rows: a `Row` for each compiled collective, in the order of the schedule; an asynchronous
-        pair is one.
+      devices: the number of devices it was compiled for.
+      requested: the collectives of the lowered program; None if only compiled text is known.
+      rows: a `Row` for each compiled collective, in the order of the schedule. An asynchronous
+        start and done are one row.
       matmuls: the instructions that multiply matrices.
-      loops: the loops that collectives or matrix products stand in.
-      instructions: of one run, the body of each loop once.
-      overlap: bytes and operations that the schedule puts side by side.
-      unread: what may send and is not understood, in words.
-      unbounded: loops that send, and do not say how often they turn, by name; they count one turn.
-      notes: what else is not known, and what should not be so.
-      predicted_from: the source of the prices that seconds are predicted from; "" if none are.
-      memory_bytes: what the program takes of one device at most: arguments, results that take no
-        argument's place, and all temporary memory; None if that is not known.
-      plans: the plans of the reductions by jaxcoll, in order.
-      calls: how often Python called it while it was watched; None if that is not known.
-      measured: what it took, and which rank came late; None if it was not measured.
+      loops: the loops that contain collectives or matrix products.
+      instructions: the number of instructions, with the body of each loop counted once.
+      overlap: the bytes and FLOP that the schedule overlaps.
+      unread: descriptions of instructions that may communicate but could not be read.
+      unbounded: names of loops with collectives and no known trip count; one iteration counts.
+      notes: anything else that is not known, or looks wrong.
+      predicted_from: the source of the rates behind predicted seconds; "" without predictions.
+      memory_bytes: the most memory that the program needs on one device: arguments, results that
+        do not reuse an argument's buffer, and all temporary buffers; None if not known.
+      plans: the plans of jaxcoll's reductions, in order.
+      calls: how often Python called it while it was watched; None if not known.
+      measured: the measured times, and the ranks that arrived late; None if it was not measured.
     """
 
     name: str
@@ -81,53 +81,53 @@ class Report(Shown):
 
     @property
     def count(self) -> int:
-        """Collectives of the compiled program, each once however often its loop turns."""
+        """Number of collectives in the compiled program; one inside a loop counts once."""
         return len(self.rows)
 
     @property
     def runs(self) -> int:
-        """Collectives that one run carries out; a loop that does not say counts one turn."""
+        """Number of collectives that one run executes; an unknown trip count counts as one."""
         return runs(self.collectives)
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that leave one device when the program runs once.
 
-        They are what a byte-optimal implementation of each collective sends. A loop that does
-        not say how often it turns counts one turn, and `uncounted` says so.
+        This is what a byte-optimal implementation of each collective sends. A loop without a known
+        trip count counts one iteration, and `uncounted` names it.
         """
         return wire_bytes(self.collectives)
 
     @property
     def requested_wire_bytes(self) -> int | None:
-        """Likewise, of the program as it was requested; None if that is not known."""
+        """The wire bytes of the program as requested; None if that is not known."""
         return None if self.requested is None else wire_bytes(self.requested)
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        """Whatever may send beyond the figures, and why; empty if nothing is left out."""
-        turns = "does not say how often it turns: what it sends is counted for one turn."
-        return (*self.unread, *(f"loop {name!r} {turns}" for name in self.unbounded))
+        """Descriptions of traffic that the figures leave out; empty if they are complete."""
+        why = "has no known trip count: its collectives are counted for one iteration."
+        return (*self.unread, *(f"loop {name!r} {why}" for name in self.unbounded))
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """Positions in `requested` of which nothing is seen in the compiled program."""
+        """Positions in `requested` of collectives that the compiled program does not contain."""
         matched = {i for row in self.rows for i in row.requested}
         return tuple(i for i in range(len(self.requested or ())) if i not in matched)
 
     @property
     def overlapped(self) -> float | None:
-        """Share of the reduced bytes that travel behind matrix products; None if none is reduced.
+        """Share of the reduced bytes that overlap with matrix products; None if none is reduced.
 
-        Counted are all-reduces and reduce-scatters, loops' turns included; behind products are
-        those in asynchronous collectives with a product scheduled between their start and end.
+        Counts all-reduces and reduce-scatters, for each iteration of a loop. A collective overlaps
+        if it is asynchronous and a matrix product is scheduled between its start and its end.
         """
         reduced = self.overlap.reduced
         return reduced.behind / reduced.nbytes if reduced.nbytes else None
 
     @property
     def seconds(self) -> float | None:
-        """Predicted communication of one run; None without a prediction."""
+        """Predicted seconds of communication in one run; None without a prediction."""
         if not self.predicted_from:
             return None
         return sum(row.compiled.turns * (row.seconds or 0.0) for row in self.rows)
@@ -140,8 +140,8 @@ class Report(Shown):
         return sum(row.exposed_seconds or 0.0 for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain numbers and strings, bytes and elements counted on one device."""
-        groups: dict[Groups, int] = {}  # each once; they are long
+        """The report in plain numbers and strings; bytes and elements are those of one device."""
+        groups: dict[Groups, int] = {}  # each is written once: they are long
 
         def plain(c: Collective) -> dict[str, Any]:
             alone = dataclasses.asdict(dataclasses.replace(c, groups=()))
@@ -164,13 +164,13 @@ class Report(Shown):
         }
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the compiled schedule, or a typical step of each rank where that was measured.
+        """Draw the compiled schedule, or a typical step of each rank if it was measured.
 
-        The schedule has collectives by pack, matrix products, and what these hide; a step has
-        computing, transfer and waiting.
+        The schedule shows collectives by pack, matrix products, and the communication that these
+        hide. A measured step shows computing, transfer and waiting.
 
         Args:
-          path: a file to write, its ending saying the format.
+          path: a file to write; its suffix selects the format.
 
         Returns:
           A `matplotlib.figure.Figure`.
@@ -191,7 +191,7 @@ class Report(Shown):
         return figure
 
     def text(self, width: int = WIDTH) -> str:
-        """The headline, a line for each compiled collective, what was dropped, and the notes."""
+        """The headline, a line for each compiled collective, dropped collectives, and notes."""
         parts = [fold(line, width) for line in _heading(self)]
         if self.rows:
             parts.append(table(self.rows, self.measured).text(width))
@@ -204,7 +204,7 @@ class Report(Shown):
 
 
 def _heading(report: Report) -> list[str]:
-    """Return what is known of the whole program, each in a sentence; the first is the headline."""
+    """Return one sentence for each figure of the whole program; the first is the headline."""
     least = "at least " if report.uncounted else ""
     headline = f"{report.name}, {report.where or counted(report.devices, 'device')}: "
     if report.requested is not None:
@@ -212,21 +212,21 @@ def _heading(report: Report) -> list[str]:
     headline += totals(report.collectives)
     if report.rows:
         headline += f", {', '.join(_dtypes(report))}; {least}{size(report.wire_bytes)}"
-        headline += " wire bytes a device"
+        headline += " wire bytes per device"
     lines = [headline]
     if shares := report.overlap.shares:
-        behind = ", ".join(
+        overlapped = ", ".join(
             f"{percent(share.behind, share.nbytes)} of {size(share.nbytes)} "
             + ("sent" if len(shares) == 1 else f"in {share.kind}")
             for share in shares
         )
         flops = report.overlap.flops
-        beside = f", {scaled(flops)}FLOP of them" if flops else ""
-        lines.append(f"behind matrix products: {behind}{beside}{_prediction(report)}")
+        products = f"matrix products ({scaled(flops)}FLOP)" if flops else "matrix products"
+        lines.append(f"overlapped with {products}: {overlapped}{_prediction(report)}")
     if report.memory_bytes is not None:
-        lines.append(f"memory: {size(report.memory_bytes)} of a device at most")
-    if took := report.measured:
-        lines[1:1] = [*took.sentences(report.rows), took.summary()]
+        lines.append(f"memory: at most {size(report.memory_bytes)} per device")
+    if measured := report.measured:
+        lines[1:1] = [*measured.sentences(report.rows), measured.summary()]
     return lines
 
 
@@ -234,12 +234,12 @@ def _prediction(report: Report) -> str:
     seconds, exposed = report.seconds, report.exposed_seconds
     if seconds is None:
         return ""
-    words = f"; predicted {milliseconds(seconds)} of communication"
+    prediction = f"; predicted {milliseconds(seconds)} of communication"
     if exposed is None or not seconds:
-        return words
+        return prediction
     if exposed == seconds:
-        return f"{words}, all exposed"
-    return f"{words}, {milliseconds(exposed)} exposed ({percent(exposed, seconds)})"
+        return f"{prediction}, all exposed"
+    return f"{prediction}, {milliseconds(exposed)} exposed ({percent(exposed, seconds)})"
 
 
 def _dtypes(report: Report) -> list[str]:
@@ -254,7 +254,7 @@ def _dropped(report: Report) -> list[str]:
         for r in (requested[i] for i in dropped[:MOST])
     ]
     more = [f"  … and {len(dropped) - MOST} more"] * (len(dropped) > MOST)
-    title = "requested, and not seen in the compiled program:"
+    title = "requested, but not found in the compiled program:"
     return [title, *(shortened(line, WIDTH) for line in lines), *more] if lines else []
 
 
@@ -264,7 +264,7 @@ def _notes(report: Report) -> list[str]:
 
 
 def side_by_side(reports: Mapping[str, Report]) -> str:
-    """Return a table of programs: a line for each figure, and the ratio where there are two."""
+    """Return a table with a column for each program, and their ratio if there are two."""
     columns = [_figures(report) for report in reports.values()]
     is_pair = len(columns) == 2
     lines = []
@@ -279,27 +279,27 @@ def side_by_side(reports: Mapping[str, Report]) -> str:
 
 
 def _figures(report: Report) -> dict[str, tuple[str, float | None]]:
-    """Return each figure in words, and as a number where a ratio says something."""
+    """Return each figure as text, and as a number if a ratio of it is meaningful."""
     sent = sum(c.turns * c.nbytes for c in report.collectives)
     before = sum(r.turns for r in report.requested or ())
     requested = "" if report.requested is None else counted(before, "collective")
     reduced, exposed, seconds = report.overlap.reduced, report.exposed_seconds, report.seconds
     flops = report.overlap.flops
-    behind = percent(reduced.behind, reduced.nbytes) if reduced.nbytes else ""
+    overlapped = percent(reduced.behind, reduced.nbytes) if reduced.nbytes else ""
     share = percent(exposed, seconds) if exposed is not None and seconds else ""
     asynchronous = sum(c.turns for c in report.collectives if c.is_async)
     return {
         "requested": (requested, None),
-        "compiled, of one run": (counted(report.runs, "collective"), report.runs),
-        "asynchronous of these": (f"{asynchronous:,}", None),
-        "bytes put in a device": (size(sent), sent),
-        "wire bytes a device": (size(report.wire_bytes), report.wire_bytes),
-        "types on the wire": (", ".join(_dtypes(report)), None),
-        "reduced behind products": (behind, None),
-        "product FLOP beside them": (f"{scaled(flops)}FLOP" if flops else "0", flops),
+        "compiled, per run": (counted(report.runs, "collective"), report.runs),
+        "asynchronous": (f"{asynchronous:,}", None),
+        "payload per device": (size(sent), sent),
+        "wire bytes per device": (size(report.wire_bytes), report.wire_bytes),
+        "dtypes on the wire": (", ".join(_dtypes(report)), None),
+        "reductions overlapped": (overlapped, None),
+        "overlapping products": (f"{scaled(flops)}FLOP" if flops else "0", flops),
         "predicted communication": ("" if seconds is None else milliseconds(seconds), seconds),
-        "of it exposed": ("" if exposed is None else milliseconds(exposed), exposed),
-        "share exposed": (share, None),
+        "exposed communication": ("" if exposed is None else milliseconds(exposed), exposed),
+        "exposed share": (share, None),
     }
 
 
@@ -311,26 +311,26 @@ def report_of(
     rates: Rates | None = None,
     memory: Mapping[str, int] | None = None,
 ) -> Report:
-    """Read a report from texts alone: HLO, and the HLO that it was compiled from, if known.
+    """Make a report from compiled HLO text, and the HLO text it was compiled from, if known.
 
-    `memory` is bytes on one device of arguments, results, results that take an argument's place,
-    and all that is temporary, by XLA's names.
+    `memory` maps XLA's names (argument, output, alias, temp) to bytes on one device; alias is the
+    results that reuse an argument's buffer.
     """
     program = read_hlo(compiled)
-    before = None if requested is None else read_hlo(requested, program.devices)
-    asked = None if before is None else before.collectives
-    unread = [f"of what was requested: {note}" for note in (before.unread if before else ())]
-    taken = ("argument", "output", "temp")
-    read = program._asdict()
-    del read["collectives"]
-    read["notes"] = (*program.notes, *unread)
+    lowered = None if requested is None else read_hlo(requested, program.devices)
+    collectives = None if lowered is None else lowered.collectives
+    unread = [f"in the requested program: {note}" for note in (lowered.unread if lowered else ())]
+    fields = program._asdict()
+    del fields["collectives"]
+    fields["notes"] = (*program.notes, *unread)
+    needed = ("argument", "output", "temp")
     return Report(
-        **read,
+        **fields,
         where=where,
-        requested=asked,
-        rows=rows_of(program, asked, plans, rates),
+        requested=collectives,
+        rows=rows_of(program, collectives, plans, rates),
         overlap=overlap(program.collectives, program.matmuls),
         predicted_from="" if rates is None else rates.source,
-        memory_bytes=sum(memory[x] for x in taken) - memory["alias"] if memory else None,
+        memory_bytes=sum(memory[x] for x in needed) - memory["alias"] if memory else None,
         plans=tuple(plans),
     )

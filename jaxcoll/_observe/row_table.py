@@ -1,4 +1,4 @@
-"""The table of a report: a line for each compiled collective, those that are alike together."""
+"""The table of a report: a line for each compiled collective; equal ones share a line."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxcoll._show.table import Table
 from jaxcoll._show.units import WIDTH, counted, milliseconds, scaled, shortened, size, some
 
 MOST = 40
-"""Lines of the table; the rest are counted."""
+"""The most lines that the table shows; the rest are counted."""
 
 Cell = Callable[[Row, int], str]
-"""The text of a column for rows that are alike in all that is shown: one of them, and how many."""
+"""A function from a row, and the number of rows that share its line, to a column's text."""
 
 
 def _from(row: Row, n: int) -> str:
     return str(len(row.requested)) + "?" * (row.matched_by == "order") if row.requested else "–"
 
 
-def _became(row: Row, n: int) -> str:
+def _changes(row: Row, n: int) -> str:
     return ", ".join(row.changes) or ("as requested" if row.requested else "")
 
 
@@ -36,10 +36,10 @@ COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ("bytes", ">", lambda row, n: size(row.compiled.nbytes)),
     ("runs", ">", lambda row, n: "?" if row.compiled.trips is None else f"{row.compiled.trips:,}"),
     ("wire bytes", ">", lambda row, n: size(n * row.wire_bytes)),
-    ("meanwhile", "<", lambda row, n: during(row.compiled.meanwhile)),
-    ("what became", "<", _became),
+    ("overlapped by", "<", lambda row, n: during(row.compiled.meanwhile)),
+    ("changes", "<", _changes),
 )
-"""The name of each column, the side on which it is aligned, and its cells."""
+"""The name, the alignment and the cells of each column."""
 
 _SENT = ("kind", "dtype", "bytes", "runs", "wire bytes")
 
@@ -65,27 +65,27 @@ MEASURED_COLUMNS: tuple[tuple[str, str, Callable[[Times], str]], ...] = (
     ("transfer", ">", _transfer),
     ("busbw", ">", lambda times: f"{scaled(round(times.busbw))}B/s"),
     ("waiting, by rank", ">", _waiting),
-    ("last to come", "<", _last),
+    ("last to arrive", "<", _last),
 )
-"""Columns of what was measured, in the place of those of the compiler's schedule."""
+"""Columns of measured times, which replace those of the compiler's schedule."""
 
 
 def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
-    """Return the table, whose first column is the position in `rows`."""
-    own, took, times = COLUMNS, MEASURED_COLUMNS[:0], measured.times if measured else ()
+    """Return the table; its first column is the position in `rows`."""
+    compiled, timed, times = COLUMNS, MEASURED_COLUMNS[:0], measured.times if measured else ()
     if measured:
-        own = tuple(column for column in COLUMNS if column[0] in _SENT)
-        took = MEASURED_COLUMNS if len(measured.ranks) > 1 else MEASURED_COLUMNS[:2]
-    columns = [*own, *took]
+        compiled = tuple(column for column in COLUMNS if column[0] in _SENT)
+        timed = MEASURED_COLUMNS if len(measured.ranks) > 1 else MEASURED_COLUMNS[:2]
+    columns = [*compiled, *timed]
 
     def cells(k: int, n: int) -> list[str]:
-        own_cells = [cell(rows[k], n) for _, _, cell in own]
-        return own_cells + [cell(its) if (its := times[k]) else "–" for _, _, cell in took]
+        of_row = [cell(rows[k], n) for _, _, cell in compiled]
+        return of_row + [cell(t) if (t := times[k]) else "–" for _, _, cell in timed]
 
-    alike: dict[tuple[str, ...], list[int]] = {}
+    equal: dict[tuple[str, ...], list[int]] = {}
     for k, row in enumerate(rows):
-        alike.setdefault((*cells(k, 1), carried(row)), []).append(k)
-    lines = [(places[0], len(places)) for places in alike.values()]
+        equal.setdefault((*cells(k, 1), carried(row)), []).append(k)
+    lines = [(places[0], len(places)) for places in equal.values()]
     left = sum(n for _, n in lines[MOST:])
     return Table(
         ("#", *(name for name, _, _ in columns)),
@@ -97,7 +97,7 @@ def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
 
 
 def carried(row: Row) -> str:
-    """Return the lines that asked for it, and the packs and leaves that it carries."""
+    """Return the lines of Python that requested a row, and the packs and leaves it carries."""
     packs = packs_in_words(row.packs)
     if row.leaves:
         packs += f" ({', '.join(leaf or 'the value' for leaf in some(row.leaves, 3))})"
@@ -106,7 +106,7 @@ def carried(row: Row) -> str:
 
 
 def lines_of(rows: Iterable[Row], most: int) -> list[str]:
-    """Return lines of the user's Python, a library's behind each; marked if only near."""
+    """Return the user's lines, each with the library's line that it called; "near": `is_near`."""
     lines = []
     for row in rows:
         near = "near " * row.compiled.is_near
@@ -117,7 +117,7 @@ def lines_of(rows: Iterable[Row], most: int) -> list[str]:
 
 
 def totals(collectives: Iterable[Collective]) -> str:
-    """Return how many of which kind, and their bytes, each turn of a loop counted."""
+    """Return the number of collectives of each kind, and their bytes, for every loop iteration."""
     kinds: Counter[str] = Counter()
     nbytes = 0
     for c in collectives:
@@ -129,7 +129,7 @@ def totals(collectives: Iterable[Collective]) -> str:
 
 
 def packs_in_words(packs: Sequence[str]) -> str:
-    """Return packs by their numbers, reduction by reduction.
+    """Return the numbers of packs as ranges, grouped by reduction.
 
     Examples:
       >>> packs_in_words([f"all_reduce_5f3a1c/pack{k}" for k in (1, 2, 3, 0, 7)])
@@ -148,14 +148,14 @@ def packs_in_words(packs: Sequence[str]) -> str:
 
 
 def during(meanwhile: Meanwhile | None) -> str:
-    """Return what runs between start and end, in a few words.
+    """Return the work between a collective's start and end, in a few words.
 
     Examples:
       >>> during(Meanwhile(14, 2, 1_240_000_000)), during(None)
-      ('1.24 GFLOP, 14 ops', 'waits')
+      ('1.24 GFLOP, 14 ops', 'synchronous')
     """
     if meanwhile is None:
-        return "waits"
+        return "synchronous"
     if not meanwhile.instructions:
         return "nothing"
     operations = counted(meanwhile.instructions, "op")
@@ -163,13 +163,13 @@ def during(meanwhile: Meanwhile | None) -> str:
 
 
 def without_folders(source: str) -> str:
-    """Return file:line alone."""
+    """Return file:line without the folders."""
     return PurePath(source.replace("\\", "/")).name
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return consecutive numbers as first-last."""
-    # In a run a number and its place grow alike.
+    # Consecutive numbers all differ from their positions by the same amount.
     grouped = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = ([n for _, n in run] for _, run in grouped)
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,4 +1,4 @@
-"""Rows of a report: each compiled collective beside what was requested of it."""
+"""Rows of a report: each compiled collective, matched to the requested ones it carries out."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ By = Literal["name", "order", ""]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One compiled collective, beside what was requested of it.
+    """One compiled collective, and the requested collectives that it carries out.
 
     Attributes:
       compiled: the collective.
-      requested: positions in `Report.requested` of what it carries out; () if that is not known.
-      matched_by: "name", which compilers keep; "order" if several of one name fit and were taken
-        in their order; "" for ().
-      changes: what the compiler did to what was requested, in words.
-      packs: the packs of jaxcoll that it carries; () where no name says so.
-      leaves: paths of the leaves that it carries, whole or in part, where plans say.
-      sources: the lines of Python that asked for it, as file:line.
-      seconds: the prediction for each time it is carried out; None if there is none.
-      exposed_seconds: the part of one run's that no matrix product hides; None likewise.
+      requested: positions in `Report.requested` of the collectives it carries out; () if unknown.
+      matched_by: "name" if their scope names identify them; "order" if several of one name fit,
+        which are then taken in order; "" if `requested` is ().
+      changes: descriptions of how the compiler changed the requested collectives.
+      packs: the packs of jaxcoll that it carries; () if no scope name says so.
+      leaves: paths of the leaves that it carries, whole or in part, if plans are known.
+      sources: the lines of Python that requested it, as file:line.
+      seconds: the predicted seconds of one execution; None without a prediction.
+      exposed_seconds: the predicted seconds of one run that no matrix product hides, or None.
     """
 
     compiled: Collective
@@ -59,7 +59,7 @@ def rows_of(
     """Return a row for each compiled collective, in the order of the schedule."""
     collectives = compiled.collectives
     origins = _origins(requested or (), collectives)
-    # For each position in `requested`, how many collectives share it among them.
+    # For each position in `requested`, the number of compiled collectives that carry a part of it.
     carriers = Counter(i for o in origins if not o.repeats for i in o.requested)
     matched = {i for origin in origins for i in origin.requested}
     added = "added by the compiler" if len(matched) == len(requested or ()) else "origin unknown"
@@ -85,7 +85,7 @@ def rows_of(
             matched_by=origin.by,
             changes=tuple(changes),
             packs=packs,
-            leaves=tuple(  # "" is a path, too
+            leaves=tuple(  # `_distinct` would drop "", the path of a single array
                 dict.fromkeys(
                     path for pack, paths in leaves.items() if pack in packs for path in paths
                 )
@@ -103,7 +103,7 @@ def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _leaves_by_pack(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each pack, as the program's scopes name it, with the paths of its leaves."""
+    """Yield the scope name of each pack, and the paths of its leaves."""
     for plan in plans:
         for k, pack in enumerate(plan.packs):
             yield f"{plan.name}/pack{k}", [plan.leaves[part.leaf].path for part in pack.segments]
@@ -115,7 +115,7 @@ def _leaves_by_pack(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:
 def _changes(
     before: Sequence[Collective], c: Collective, is_split: bool, repeats: bool
 ) -> Iterator[str]:
-    """Yield what became of the collectives that `c` carries out, in words."""
+    """Yield descriptions of how the requested collectives `before` became `c`."""
     if repeats:
         yield "repeated"
     elif len(before) > 1:
@@ -127,13 +127,13 @@ def _changes(
         yield f"was {', '.join(kinds)}"
     wanted, made = _elements(before), _elements([c])
     if wanted.total() == made.total() and wanted != made:
-        # The types that fewer elements have than was requested, and those that more have.
+        # The dtypes of which there are fewer elements than requested, and those with more.
         wanted, made = wanted - made, made - wanted
         yield f"{', '.join(sorted(wanted))} → {', '.join(sorted(made))}"
     elif not set(made) <= set(wanted):
         yield f"{', '.join(sorted(wanted))} → {', '.join(sorted(made))}"
     if any(r.loops for r in before) and not c.loops:
-        yield "out of its loop"
+        yield "moved out of its loop"
 
 
 def _elements(collectives: Iterable[Collective]) -> Counter[str]:
@@ -146,22 +146,23 @@ def _elements(collectives: Iterable[Collective]) -> Counter[str]:
 class Origin(NamedTuple):
     """The requested collectives that a compiled one carries out."""
 
-    requested: tuple[int, ...] = ()  # their positions among the requested ones; () if none is known
+    requested: tuple[int, ...] = ()  # their positions; () if none is known
     by: By = ""
-    repeats: bool = False  # another already does it, as when a loop is unrolled
+    repeats: bool = False  # a copy of another compiled collective, as in an unrolled loop
 
 
 def _origins(requested: Sequence[Collective], compiled: Sequence[Collective]) -> list[Origin]:
-    """Return what each compiled collective carries out, by the names that compilers keep.
+    """Match each compiled collective to requested ones, by the scope names that compilers keep.
 
-    Nothing requested is spent on more elements than it has, except by copies that bear its own
-    name. Like is joined to like first, and what is in loops to what is in loops.
+    A requested collective is matched to no more elements than it has, except by copies that bear
+    its name. Collectives of the same kind and groups are matched first, and within these,
+    collectives in loops to collectives in loops.
     """
     by_name: dict[str, list[int]] = {}
     for i, r in enumerate(requested):
         by_name.setdefault(r.op_name, []).append(i)
     named = [_named(c, by_name) for c in compiled]
-    left = [_size(r) for r in requested]  # elements that are still to be accounted for
+    left = [_size(r) for r in requested]  # elements not matched yet
     origins = [Origin() for _ in compiled]
     phases = ((fits, in_loop) for fits in (_is_alike, _is_other) for in_loop in (True, False))
     for fits, in_loop in phases:
@@ -183,7 +184,7 @@ def _origins(requested: Sequence[Collective], compiled: Sequence[Collective]) ->
                 spent = min(left[i], spending)
                 left[i] -= spent
                 spending -= spent
-    # What is left over and bears a name that is spent already is a copy.
+    # An unmatched collective whose name is already matched is a copy.
     for k, c in enumerate(compiled):
         copied = [i for i in named[k] if requested[i].kind == c.kind]
         if not origins[k].requested and copied:
@@ -193,11 +194,11 @@ def _origins(requested: Sequence[Collective], compiled: Sequence[Collective]) ->
 
 
 def _named(c: Collective, by_name: Mapping[str, list[int]]) -> list[int]:
-    """Return what is requested under a name that a compiled collective bears."""
+    """Return the requested collectives that share a name with a compiled one."""
     named: set[int] = set()
     for name in dict.fromkeys(names(c.op_name)):
         parts = name.split("/")
-        # Compiled names have the scopes of callers in front: any tail may be the name.
+        # Compiled names begin with the callers' scopes: any suffix may be the requested name.
         for start in range(len(parts)):
             named.update(by_name.get("/".join(parts[start:]), ()))
     return sorted(named)
@@ -206,9 +207,9 @@ def _named(c: Collective, by_name: Mapping[str, list[int]]) -> list[int]:
 def _chosen(
     free: Sequence[int], c: Collective, requested: Sequence[Collective], left: Sequence[int]
 ) -> tuple[list[int], bool]:
-    """Choose those of `free` that have the elements of `c`; False if others might, too."""
+    """Choose those of `free` that add up to the elements of `c`; False if others might, too."""
     total = _size(c)
-    # All that fits together has just these elements: no other choice is possible.
+    # All of them together have exactly as many elements: no other choice is possible.
     if sum(left[i] for i in free) == total:
         return list(free), True
     by_size: dict[int, list[int]] = {}
@@ -222,8 +223,8 @@ def _chosen(
             for size, n in wanted.items()
             for alike in [[requested[i] for i in by_size.get(size, [])]]
         )
-    # The compiler combines neighbours, which were neighbours in the request, too. All sizes are
-    # above 0, so that a window which grows and shrinks meets every run of them.
+    # The compiler combines neighbours, which are neighbours in the requested program, too. All
+    # sizes are above 0, so a sliding window finds every range that adds up to `total`.
     start = spent = 0
     for end, i in enumerate(free):
         spent += left[i]
@@ -232,7 +233,7 @@ def _chosen(
             start += 1
         if spent == total:
             return list(free[start : end + 1]), False
-    larger = [i for i in free if left[i] > total]  # it is a part of one
+    larger = [i for i in free if left[i] > total]  # `c` may be a part of one of these
     return larger[:1], len(larger) == 1
 
 
@@ -245,7 +246,7 @@ def _is_other(r: Collective, c: Collective) -> bool:
 
 
 def _members(c: Collective) -> frozenset[tuple[int, ...]]:
-    """Return the groups, in whichever order they and their devices were written."""
+    """Return the groups, regardless of the order of groups and of devices in them."""
     if c.kind == "collective-permute":
         return frozenset(c.groups)
     return frozenset(tuple(sorted(group)) for group in c.groups)

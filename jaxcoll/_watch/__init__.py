@@ -1,1 +1,1 @@
-"""Watches the programs of this process while they run: compilations, calls, and one profile."""
+"""Watches this process's programs while they run: compilations, calls, and one profile."""

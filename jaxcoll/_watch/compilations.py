@@ -1,4 +1,4 @@
-"""Keep the text of every program that is compiled and communicates, and count its calls."""
+"""Record the text of every communicating program that is compiled, and count its calls."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ import jax
 from jaxcoll._compat.running import COMPILED, FROM_CACHE, is_tracing, live_executables, program_id
 from jaxcoll._observe.profile import Compiled, sends
 
-_BEHIND = 16
-"""Executables that were seen before, one behind another, after which no newer one is looked for."""
+_SEEN_IN_A_ROW = 16
+"""The search for new executables ends after so many known ones in a row."""
 
 
 class Compilations:
-    """The programs that were compiled while this listened, in any thread, by whatever called JAX.
+    """The programs that are compiled between `start` and `stop`, in any thread, by any library.
 
-    Cost: 0.1 ms for each compilation, and nothing for each run. Of programs without collectives
-    only a number is kept.
+    Programs without collectives are only counted. Cost: 0.1 ms for each compilation, nothing for
+    each run.
     """
 
     def __init__(self) -> None:
         self.quiet = 0  # programs without collectives
-        self.at = time.monotonic()  # of the last one with collectives
+        self.at = time.monotonic()  # of the last compilation with collectives
         self.calls = Calls()
-        self.modules: set[str] = set()  # their names
-        self._texts: dict[Any, tuple[str, bytes, int]] = {}
-        self._functions: Counter[str] = Counter()  # how many programs have that name
+        self.modules: set[str] = set()  # names of programs with collectives
+        self._texts: dict[Any, tuple[str, bytes, int]] = {}  # name, compressed text, number
+        self._functions: Counter[str] = Counter()  # the number of programs of each name
         self._from_cache = False
         self._seen = {_key(executable) for executable in live_executables()}
         self._lock = threading.Lock()
@@ -43,20 +43,20 @@ class Compilations:
         return bool(self._texts)
 
     def start(self) -> None:
-        """Listen."""
+        """Start recording."""
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
         jax.monitoring.register_event_listener(self._event)
         self.calls.start()
 
     def stop(self) -> None:
-        """Stop, and look once more for what was compiled without an event."""
+        """Stop recording, after a last look for programs that were compiled without an event."""
         jax.monitoring.unregister_event_duration_listener(self._compiled)
         jax.monitoring.unregister_event_listener(self._event)
         self.calls.stop()
         self._look("")
 
     def programs(self) -> list[Compiled]:
-        """Return what was compiled, with its number and calls as far as they are known."""
+        """Return the communicating programs, with their numbers and calls if known."""
         return [
             Compiled(
                 zlib.decompress(packed).decode(),
@@ -75,11 +75,11 @@ class Compilations:
 
     def _look(self, name: str) -> None:
         with self._lock:
-            behind = 0
+            in_a_row = 0
             for executable in live_executables():
                 key = _key(executable)
-                behind = behind + 1 if key in self._seen else 0
-                if behind == _BEHIND:
+                in_a_row = in_a_row + 1 if key in self._seen else 0
+                if in_a_row == _SEEN_IN_A_ROW:
                     break
                 if key in self._seen:
                     continue
@@ -102,10 +102,10 @@ def _key(executable: Any) -> Any:
 
 
 class Calls:
-    """Counts calls of jitted functions by Python code, from Python 3.12 on; before, nothing.
+    """Counts calls of jitted functions by Python code, from Python 3.12 on; before 3.12, none.
 
-    Not seen are calls by C code, such as `map(step, batches)`, and those from a place that called
-    something else at first. A function with several programs is one. Cost: 0.2 µs for each call.
+    It misses calls by C code, such as `map(step, batches)`, and calls from a line that first called
+    another function. It counts functions, not their programs. Cost: 0.2 µs for each call.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Calls:
         self._jitted: Any = type(jax.jit(lambda: None))
 
     def start(self) -> None:
-        """Count from now on, unless other tools have taken all places of Python's."""
+        """Start counting, unless other tools use all of `sys.monitoring`'s tool ids."""
         if self._monitoring is None:
             return
         free = (k for k in (4, 3, 5, 2) if self._monitoring.get_tool(k) is None)
@@ -140,12 +140,12 @@ class Calls:
             self._tool = None
 
     def of(self, name: str) -> int | None:
-        """Return how often the function of that name was called; None where it is not one."""
+        """Return the calls of the function of that name; None if several or none have it."""
         counts = [n for (function, _), n in self._counts.items() if f"jit({function})" == name]
         return counts[0] if len(counts) == 1 else None
 
     def before(self, function: Any, then: Callable[[], None]) -> None:
-        """Have `then` called whenever a Python function is entered, where Python can tell."""
+        """Call `then` whenever a Python function is entered, from Python 3.12 on."""
         if self._tool is not None:
             start = self._monitoring.events.PY_START
             self._monitoring.register_callback(self._tool, start, lambda *_: then())

@@ -1,4 +1,4 @@
-"""Watch this process from one point to another, and lay together what all processes saw."""
+"""Watch this process between two points in time, and merge the results of all processes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:  # readers of programs are imported once there is something to
     from jaxcoll._observe.report import Report
 
 _numbers = itertools.count()
-_PATIENCE_SECONDS = 10.0  # for what other ranks give
+_ANSWER_SECONDS = 10.0  # the time that other ranks have to send their measurements
 _MOST_SAVED = 1000
-"""Runs of a saved profile that are read, the last ones."""
+"""The most runs that are read from a saved profile; the last ones."""
 _PROFILE = "rank{}.xplane.pb"
 
 
 class Watch:
-    """What is compiled and run between its start and its end.
+    """Records the programs that are compiled and run between `start` and `stop`.
 
-    One profile should have `measure` runs (0: there is none), and its programs if it is saved.
+    It makes one profile of about `measure` runs (0: none), with the programs in it if asked.
     """
 
     def __init__(self, measure: int = 0, *, with_programs: bool = False) -> None:
-        # Programs are the same on all ranks, and so is how often they watch.
+        # All ranks run the same program, so they make the same watches in the same order.
         self._name = f"jaxcoll/watch/{next(_numbers)}"
         self._most = measure
         self.compilations = Compilations()
@@ -48,22 +48,22 @@ class Watch:
         )
 
     def start(self) -> None:
-        """Begin."""
+        """Start watching."""
         self.compilations.start()
         if self._most:
             self.window.start()
 
     def stop(self) -> None:
-        """Compile and run what you like: it is not looked at any more."""
+        """Stop watching."""
         if self._most:
             self.window.close()
             self.window.join(10)
         self.compilations.stop()
 
     def programs(self, *, everywhere: bool, folder: Path | None = None) -> Programs:
-        """Read what was seen, keep the profile in a folder, and exchange what was measured.
+        """Read the programs and the profile, save it in `folder`, and exchange measurements.
 
-        All ranks have what every rank measured, or else the first alone.
+        With `everywhere`, all ranks get the measurements of all; otherwise only rank 0 does.
         """
         from jaxcoll._observe.programs import read_rank
 
@@ -79,7 +79,7 @@ class Watch:
 
 
 def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
-    """Carry out a call so many times without a profile, and again with one: the report of both."""
+    """Return the report with times, after `runs` calls without the profiler and `runs` with it."""
     from jaxcoll._observe.programs import read_rank
 
     jax.block_until_ready(call())  # compiles
@@ -98,14 +98,14 @@ def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> R
     if not profile:
         rows["notes"].append(BUSY)
     programs = _together(reports, rows, f"jaxcoll/watch/{next(_numbers)}/rows", 0, everywhere=True)
-    took = programs.reports[0].measured
-    return dataclasses.replace(report, measured=took, notes=(*report.notes, *programs.notes))
+    times = programs.reports[0].measured
+    return dataclasses.replace(report, measured=times, notes=(*report.notes, *programs.notes))
 
 
 def _together(
     reports: dict[str, Report], rows: dict[str, Any], name: str, quiet: int, *, everywhere: bool
 ) -> Programs:
-    """Return the programs of this process, with what was measured of them on all ranks."""
+    """Return the programs of this process, with the measurements of all ranks."""
     from jaxcoll._observe.programs import programs_from
 
     ranks, note = gathered(rows, name, everywhere=everywhere)
@@ -114,10 +114,10 @@ def _together(
 
 
 def gathered(own: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
-    """Return what each rank gave, by rank, and a note on those that did not answer.
+    """Return the `own` values of all ranks, by rank, and a note on ranks that did not answer.
 
-    They are plain values, and `name` is of no other call. Unless `everywhere` is asked for, all
-    ranks but the first have their own alone.
+    Values must be JSON, and each call needs a new `name`. Unless `everywhere`, ranks other than
+    rank 0 get their own values only.
     """
     keys = store()
     if keys is None or keys.processes == 1:
@@ -128,7 +128,7 @@ def gathered(own: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[
         keys.set(f"{name}/{keys.process}", base64.b85encode(packed).decode())
         if keys.process and not everywhere:
             return ranks, ""
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + _ANSWER_SECONDS
         for rank in sorted({*range(keys.processes)} - {keys.process}):
             try:
                 packed = keys.get(f"{name}/{rank}", max(0.1, until - time.monotonic()))
@@ -136,15 +136,15 @@ def gathered(own: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[
                 continue
             ranks[rank] = json.loads(zlib.decompress(base64.b85decode(packed)))
     except StoreUnreachableError:
-        pass  # those that answered before are in
+        pass  # keep the answers so far
     missing = sorted({*range(keys.processes)} - {*ranks})
     names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-    note = f"{names} did not answer within {_PATIENCE_SECONDS:g} s." if missing else ""
+    note = f"{names} did not answer within {_ANSWER_SECONDS:g} s." if missing else ""
     return dict(sorted(ranks.items())), note
 
 
 def this_rank() -> int:
-    """Return the number of this process among those of `jax.distributed`; alone it is 0."""
+    """Return this process's number in `jax.distributed`; 0 if it is alone."""
     return getattr(store(), "process", 0)
 
 
@@ -152,21 +152,21 @@ def this_rank() -> int:
 def inspecting(*, measure: int = 0) -> Iterator[Programs]:
     """Report every program with collectives that is compiled inside a `with` block.
 
-    It needs nothing of what runs there: `jax.jit` with shardings, `pmap`, `shard_map`, or a library
-    that compiles by itself, in any thread. Of programs that were compiled before nothing is known.
+    The block may run any code: `jax.jit` with shardings, `pmap`, `shard_map`, or a library that
+    compiles by itself, in any thread. Programs that were compiled earlier are not reported.
 
-    Over several processes all of them open the block; each then has the same report, with
-    what was measured on every rank. One that does not come is named after ten seconds.
+    In a job of several processes, all of them must enter the block. Each gets the same report, with
+    the measurements of every rank; a rank that does not answer in ten seconds is named in it.
 
     Args:
-      measure: about how many runs a profile should have, which is opened a second after the last
-        compilation: it tells what each collective took, and which rank came late. 0 for none.
+      measure: the approximate number of runs to profile, beginning a second after the last
+        compilation, for the time of each collective and the ranks that arrive late. 0: no profile.
 
     Yields:
-      A `Programs`, which is empty until the block ends: print it, or have a notebook show it.
+      A `Programs`, which is empty until the block ends. Print it, or let a notebook show it.
 
-    Cost: 0.1 ms for each compilation, nothing for a run (0.2 µs from Python 3.12 on, where calls
-    are counted), a few per cent of a step while the profile is open.
+    Cost: 0.1 ms for each compilation; nothing for a run (0.2 µs from Python 3.12 on, which counts
+    calls); a few per cent of a step under the profiler.
 
     Raises:
       ValueError: `measure` is below 0.
@@ -194,32 +194,32 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
 
 
 def read_folder(folder: Path) -> Programs:
-    """Read saved profiles, the newest of each host, as one report.
+    """Read the newest saved profile of each host, as one report.
 
-    JAX saves programs with them, unless it was told otherwise (`enable_hlo_proto`).
+    JAX saves programs in its profiles, unless its option `enable_hlo_proto` is off.
 
     Raises:
-      ValueError: there is no profile in it, or none with programs.
+      ValueError: the folder has no profile, or none with a communicating program.
     """
     from jaxcoll._observe.programs import programs_from, read_rank
 
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: (len(file.name), file))
-    # JAX makes a folder for each profile, named for its time.
+    # JAX makes a folder for each profile, named by its time: the last one is the newest.
     profiles = {file.name: file for file in files}
     if not profiles:
-        raise ValueError(f"{folder} holds no profile: there is no file named *.xplane.pb in it.")
+        raise ValueError(f"{folder} contains no profile, which is a file named *.xplane.pb.")
     contents = [file.read_bytes() for file in profiles.values()]
     events = [read_events(profile) for profile in contents]
-    devices = sum(len({event.device for event in own}) for own in events)
+    devices = sum(len({event.device for event in of_host}) for of_host in events)
     reports: dict[str, Any] = {}
     ranks = {}
     for rank, profile in enumerate(contents):
         compiled = read_programs(profile, devices)
-        own, ranks[rank] = read_rank(compiled, events[rank], (), _MOST_SAVED)
-        reports = own | reports
+        of_rank, ranks[rank] = read_rank(compiled, events[rank], (), _MOST_SAVED)
+        reports = of_rank | reports
     if not reports:
         raise ValueError(
-            f"{folder}: its profiles hold no program that communicates. Record them with JAX's "
+            f"{folder}: its profiles contain no communicating program. Record them with JAX's "
             "`enable_hlo_proto`, which is the default."
         )
     return programs_from(reports, ranks, 0)

@@ -1,4 +1,4 @@
-"""One profile of about so many runs, opened by all processes at the same time."""
+"""One profile of a given number of runs, recorded by all processes at the same time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxcoll._compat.running import ProfilerSession
 from jaxcoll._observe.profile import BUSY, Event, read_events
 from jaxcoll._watch.compilations import Compilations
 
-_QUIET_SECONDS = 1.0  # since the last compilation
-_PROBES = (0.25, 1.0, 4.0)  # seconds of the profiles that tell how long a step takes
+_QUIET_SECONDS = 1.0  # to wait after the last compilation
+_PROBES = (0.25, 1.0, 4.0)  # seconds of the short profiles that estimate the step time
 _LONGEST_SECONDS, _MOST_EVENTS = 60.0, 200_000
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 EARLY = "not measured: the program ended within a second or two of its last compilation."
 ABSENT = (
@@ -26,11 +26,11 @@ ABSENT = (
 
 
 class Window(threading.Thread):
-    """Opens one profile, a second after the last compilation.
+    """A thread that records one profile, a second after the last compilation.
 
-    The first rank finds out how long a step takes, and tells the others when to begin; a profile
-    that the program opens itself comes first, and ends this one where Python can tell (3.12).
-    It should have so many `runs`, in about a minute at most; all processes give one `name`.
+    Rank 0 estimates the step time and tells the other ranks when to begin. The profile is long
+    enough for `runs` runs, but at most about a minute. The program's own profiles have priority:
+    when it starts one, this one ends (from Python 3.12 on). All processes use the same `name`.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Window(threading.Thread):
         self._session: ProfilerSession | None = None
 
     def start(self) -> None:
-        """Wait in a thread of its own, from now on."""
+        """Start the thread."""
         self._compilations.calls.before(jax.profiler.start_trace, lambda: self.close(BUSY))
         super().start()
 
     def close(self, note: str = "") -> None:
-        """Stop what is open, and open nothing more."""
+        """End the open profile, if any, and open no other one."""
         self._over.set()
         with self._lock:
             if self._session is not None:
@@ -61,7 +61,7 @@ class Window(threading.Thread):
                 self.profile, self.note = self.probe, note or self.note or EARLY
 
     def run(self) -> None:
-        """Wait for the last compilation and for the first rank's word, then open the profile."""
+        """Wait for the last compilation and for rank 0's signal, then record the profile."""
         if not self._until(lambda: bool(self._compilations)):
             return
         try:
@@ -80,20 +80,20 @@ class Window(threading.Thread):
                 return None
             pause = min(2 * pause, _LONGEST_SECONDS)
         seconds, events, runs = probed
-        self._over.wait(seconds)  # the step's time without a profile is that between the two
+        self._over.wait(seconds)  # between two profiles: gives the step time without the profiler
         wanted = _LONGEST_SECONDS
         if runs > 2:
-            # The first and the last run of a profile are cut off; others begin a look or two later.
-            wanted = seconds * (self._runs + 2) / (runs - 1) + 2 * _LOOK_SECONDS
+            # A profile cuts off its first and last run; other ranks begin a poll or two later.
+            wanted = seconds * (self._runs + 2) / (runs - 1) + 2 * _POLL_SECONDS
         seconds = min(wanted, seconds * _MOST_EVENTS / events, _LONGEST_SECONDS)
         if keys is not None:
             keys.set(self._key, str(seconds))
         return seconds
 
     def _probe(self, pause: float) -> tuple[float, int, int] | None:
-        """Return how long a profile was open, its events, and its runs of what communicates.
+        """Return a short profile's seconds, events, and runs of communicating programs.
 
-        None where nothing of that ran: it waits for data, or for another program's compilation.
+        None if no such program ran: it may wait for data, or another program is compiling.
         """
         began, seconds, runs, events = time.monotonic(), 0.0, 0, []
         self._until(lambda: time.monotonic() - max(self._compilations.at, began) > pause)
@@ -109,7 +109,7 @@ class Window(threading.Thread):
         return (seconds, len(events), runs) if runs else None
 
     def _open(self, seconds: float | None) -> bool:
-        """Return False if the program ended meanwhile, or has a profile open itself."""
+        """Record a profile; False if the program ended before, or has its own profile open."""
         with self._lock:
             if seconds is None or self._over.is_set():
                 return False
@@ -122,17 +122,17 @@ class Window(threading.Thread):
         return bool(self.profile) and not self._over.is_set()
 
     def _until(self, condition: Callable[[], bool]) -> bool:
-        """Wait until a condition holds; False if the program ended before."""
+        """Wait until a condition is true; False if the program ended before."""
         while not condition():
-            if self._over.wait(_LOOK_SECONDS):
+            if self._over.wait(_POLL_SECONDS):
                 return False
         return not self._over.is_set()
 
 
 def _runs(events: Sequence[Event]) -> int:
-    """Return how often the program with most events ran.
+    """Return the number of runs of the program with the most events.
 
-    Where runs have no numbers, that is how often half of its instructions did.
+    If runs have no numbers, it is the median count of the program's instructions.
     """
     runs: dict[str, set[int]] = {}
     counts: dict[str, Counter[tuple[int, str]]] = {}
@@ -143,6 +143,6 @@ def _runs(events: Sequence[Event]) -> int:
     most = max(counts, key=lambda module: counts[module].total(), default="")
     if most in runs:
         return len(runs[most])
-    # The lower median; `statistics` takes longer to import than the rest that watches a script.
+    # The lower median. Importing `statistics` would take longer than everything else here.
     times = sorted(counts[most].values()) if most else [0]
     return times[(len(times) - 1) // 2]

@@ -69,7 +69,7 @@ def test_what_is_no_program_or_none_for_a_cluster_is_refused():
         (3, (), "`inspect` expects a function and its arguments.*got int", {}),
         (lowered, (1,), "got arguments for a program that was lowered with its own", {}),
         (PACKS, (1,), "got arguments or a topology for a text", {}),
-        (lowered.as_text(), (), "begins with 'HloModule'.*that is lowered only", {}),
+        (lowered.as_text(), (), "begins with 'HloModule'.*only lowered, pass it", {}),
         (lowered, (), "compiles functions for a topology, and got Lowered", cluster),
         (lowered.compile(), (), "and got Compiled", cluster),
         (PACKS, (), "got arguments or a topology for a text", cluster),
@@ -118,7 +118,7 @@ def test_the_command_compiles_for_a_cluster(tmp_path, monkeypatch, capsys):
         "no mesh for of_a_cluster:sized: There is no topology 'h1000:8'" in capsys.readouterr().err
     )
     assert main(["inspect", "of_a_cluster:unready"]) == 2
-    assert "called with a `mesh` alone: TypeError: unready() missing" in capsys.readouterr().err
+    assert "called with only a `mesh`: TypeError: unready() missing" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("optimized")

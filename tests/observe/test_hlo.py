@@ -154,8 +154,8 @@ def test_what_may_send_and_is_not_understood_is_told():
     program = read_hlo(module(entry(kernel, shuffle, gemm, AR)))
     assert [c.name for c in program.collectives] == ["ar"]
     assert "`all-shuffle` ('s') moves data" in program.unread[0]
-    assert "custom call 'k' (my_nccl_kernel) may send by itself" in program.unread[1]
-    assert "'g' multiplies matrices of sizes that its text does not say" in program.notes[0]
+    assert "custom call 'k' (my_nccl_kernel) may communicate" in program.unread[1]
+    assert "'g' multiplies matrices of unknown sizes" in program.notes[0]
 
 
 AR = "%ar = f32[16,4]{1,0} all-reduce(%x), replica_groups={{0,1}}"
@@ -165,18 +165,18 @@ AR = "%ar = f32[16,4]{1,0} all-reduce(%x), replica_groups={{0,1}}"
     ("line", "words"),
     [
         (AR.replace("%x", "%y"), "has the operand '%y', which its computation"),
-        (AR[: AR.index("(%x)") + 3], "expected an instruction, .*cut off or damaged"),
+        (AR[: AR.index("(%x)") + 3], "expected an instruction, .*truncated or damaged"),
         (AR.replace("{{0,1}}", "ring(8)"), "expected replica groups as"),
         (AR.replace("all-reduce", "all-shuffle"), "`all-shuffle` .'ar'. moves data"),
         ("%s = (f32[]) send(%x), channel_id=1", "`send` .'s'. moves data between"),
         (
             "%s = (f32[]) send(%x), is_host_transfer=true, frontend_attributes="
             '{_xla_host_transfer_handler_name="xla_megascale_runtime"}',
-            "`send` .'s'. moves data between devices in a way that is not counted",
+            "`send` .'s'. moves data between devices, which is not counted",
         ),
         (
             "%p = f32[] collective-permute(%x, %x), source_target_pairs={{0,1}}, slice_sizes={{4}}",
-            "'p' sends slices in place, which is not counted here",
+            "'p' sends slices in place, which jaxcoll does not count",
         ),
     ],
 )
@@ -191,14 +191,14 @@ def test_a_line_that_is_not_understood_is_unread(line, words):
     ("text", "words"),
     [
         ("", "expected HLO text, which begins with 'HloModule'.*got ''"),
-        ("module @jit_f {\n}", "got 'module @jit_f {'.*that is lowered only"),
-        ("HloModule jit_f", "looks cut off: it ends before the ENTRY computation"),
-        (module(ADD), "looks cut off: it ends before the ENTRY computation"),
-        (module(entry(AR))[:-3], "looks cut off: it ends inside the computation 'main'"),
+        ("module @jit_f {\n}", "got 'module @jit_f {'.*only lowered, pass it"),
+        ("HloModule jit_f", "looks truncated: it ends before the ENTRY computation"),
+        (module(ADD), "looks truncated: it ends before the ENTRY computation"),
+        (module(entry(AR))[:-3], "looks truncated: it ends inside the computation 'main'"),
         (module(entry("%c = f32[] call(%x), to_apply=%lost")), "'c' calls 'lost', which is not"),
         (
             module(f"%apart () -> f32[] {{\n  %x = f32[] parameter(0)\n  {AR}\n}}", entry()),
-            "all-reduce 'ar' stands in 'apart', which nothing calls in a way that is understood",
+            "all-reduce 'ar' is in 'apart', which no instruction calls in a known way",
         ),
         (
             module(
@@ -206,7 +206,7 @@ def test_a_line_that_is_not_understood_is_unread(line, words):
                 "  %c = f32[] call(%x), to_apply=%circle\n}",
                 entry("%c = f32[] call(%x), to_apply=%circle"),
             ),
-            "'circle' calls itself, which no program does",
+            "'circle' calls itself, which HLO does not allow",
         ),
     ],
 )

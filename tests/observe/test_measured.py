@@ -68,14 +68,14 @@ def test_a_rank_that_comes_late_is_named_and_no_other(lateness, who, ms, seed):
     assert times.busbw == pytest.approx(6000 / times.transfer)
     assert times.algbw == pytest.approx(4000 / times.transfer)
     (sentence,) = measured.sentences([row()])
-    assert sentence.startswith(f"rank {who} comes late: last to all-reduce #0 in 100% of 20 runs")
+    assert sentence.startswith(f"rank {who} arrives late: last at all-reduce #0 in 100% of 20 runs")
 
 
 def test_nobody_is_named_for_a_little_or_for_few_runs_or_alone():
     assert compare([row()], late_by([0, 0.9, 0, 0])).late == ()  # under 5 % of 20 ms
     few = compare([row()], late_by([0, 50, 0, 0], runs=4))
     assert few.late == ()
-    assert "in 4 runs on 4 ranks, too few to name one that comes late: a step" in few.summary()
+    assert "in 4 runs on 4 ranks, too few to name a late rank: a step" in few.summary()
     alone = compare([row()], late_by([0]))
     assert (alone.late, alone.times[0].last, alone.runs) == ((), None, 20)
 
@@ -187,7 +187,7 @@ def test_runs_without_numbers_are_counted_from_the_end():
 
 
 def test_what_is_no_profile_is_refused():
-    with pytest.raises(ValueError, match="this is no profile of JAX"):
+    with pytest.raises(ValueError, match="this is not a JAX profile"):
         read_events(b"hello")
 
 
@@ -204,5 +204,5 @@ def test_what_ranks_do_not_share_is_said():
         apart["programs"] = {key: {"name": "jit_f", "times": rank([[[MS]]] * 9, first=99 * number)}}
         apart["programs"][key]["times"]["ends"] = [99 * 10**12 * number + k for k in range(9)]
     (note,) = programs_from(reports, {0: rows, 3: other}, 0).notes[1:]
-    assert note == "jit_f: not measured: no run is in the profiles of ranks 0, 3."
+    assert note == "jit_f: not measured: the profiles of ranks 0, 3 share no run."
     assert "No program with collectives was compiled; 3 programs" in str(Programs(quiet=3))

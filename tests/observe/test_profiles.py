@@ -102,7 +102,9 @@ def test_profiles_of_two_hosts_name_the_one_that_comes_late(platform, tmp_path):
     assert (times.algbw, times.busbw) == pytest.approx((4000 / 3e-3, 4000 / 3e-3))
     assert report.measured.step_seconds == pytest.approx(20e-3)
     assert report.measured.exposed_seconds == pytest.approx(7e-3)
-    assert programs.late[0].startswith("jit_step: rank 1 comes late: last to all-reduce #0 in 100%")
+    assert programs.late[0].startswith(
+        "jit_step: rank 1 arrives late: last at all-reduce #0 in 100%"
+    )
 
 
 def test_profiles_of_different_times_are_not_compared(tmp_path):
@@ -117,8 +119,8 @@ def test_profiles_of_different_times_are_not_compared(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"hello", "no profile of JAX"),
-        (profile("CPU", 0, False, with_programs=False), "hold no program that communicates"),
+        (b"hello", "not a JAX profile"),
+        (profile("CPU", 0, False, with_programs=False), "contain no communicating program"),
     ],
     ids=["text", "no programs"],
 )

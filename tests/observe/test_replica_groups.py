@@ -47,7 +47,7 @@ def test_notations(text, expected):
     ["", "{{0,1},{2", "[2,4]<=", "mesh['a'=2,'b'=4]", "mesh['a'=2] {'a':2}", "ring{0..7}", "{{a}}"],
 )
 def test_an_unknown_notation_is_an_error(text):
-    with pytest.raises(ValueError, match=r"expected replica groups as .* newer than this reader"):
+    with pytest.raises(ValueError, match=r"expected replica groups as .* newer than this version"):
         read_groups(text)
 
 

@@ -1,4 +1,4 @@
-"""Joins of compiled collectives to requested ones, and what became of each."""
+"""Compiled collectives are matched to requested ones, with the changes to each."""
 
 import pytest
 
@@ -29,7 +29,7 @@ CASES = {  # what is requested, what is compiled, and of each of these (requeste
     ),
     "repeated": (
         [sends("a", 3, **LOOP)], [sends("a", 3), sends("a", 3, **LOOP)],
-        [((0,), "name", "repeated, out of its loop"), ((0,), "name", "")],
+        [((0,), "name", "repeated, moved out of its loop"), ((0,), "name", "")],
     ),
     "in loops to in loops": (
         [sends("a", 3, **LOOP), sends("a", 3)], [sends("a", 3), sends("a", 3, **LOOP)],

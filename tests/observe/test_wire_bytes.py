@@ -58,7 +58,7 @@ def test_every_operand_and_every_trip_counts():
     assert wire_bytes([pair]) == 3 * (2 * 3 * 2 * 4 + 2 * 3 * 1 * 2)
 
 
-def test_of_a_conditional_the_dearest_branch_counts():
+def test_of_a_conditional_the_largest_branch_counts():
     def sends(nbytes, *branches):
         return collective("collective-permute", 2, Operand("s8", (nbytes,)), branches=branches)
 

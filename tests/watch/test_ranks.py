@@ -32,7 +32,7 @@ def inspect(folder, n, *words, measure=20, **variables):
 def test_the_rank_that_comes_late_is_named_and_no_other(tmp_path):
     done, report = inspect(tmp_path, 4, "--form", "shift", "--late", 3, "--ms", 100)
     assert len(report["late"]) == 1, (report["late"], done.stderr)
-    assert report["late"][0].startswith("jit_step: rank 3 comes late: last to ")
+    assert report["late"][0].startswith("jit_step: rank 3 arrives late: last at ")
     (measured,) = (program["measured"] for program in report["programs"])
     assert measured["ranks"] == [*range(4)]
     assert measured["runs"] >= 5
@@ -57,7 +57,7 @@ def test_ranks_with_and_without_a_cache_are_compared(tmp_path):
     inspect(tmp_path, 2, "--seconds", 0.01, measure=0, **cached)
     assert list((tmp_path / "cache").iterdir())
     _, report = inspect(tmp_path, 2, *words, **cached)
-    assert [text.split(":")[1] for text in report["late"]] == [" rank 1 comes late"]
+    assert [text.split(":")[1] for text in report["late"]] == [" rank 1 arrives late"]
 
 
 def test_a_rank_that_does_not_answer_is_named(monkeypatch):
@@ -74,7 +74,7 @@ def test_a_rank_that_does_not_answer_is_named(monkeypatch):
             return self[key]
 
     monkeypatch.setattr(watch, "store", Keys)
-    monkeypatch.setattr(watch, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.2)
     own = {"notes": ["x"]}
     found = watch.gathered(own, "name", everywhere=False)
     assert found == ({0: own, 2: own}, "rank 1 did not answer within 0.2 s.")
@@ -99,5 +99,5 @@ def test_slurm(tmp_path):
     logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
     assert statuses == [0, 0], logs
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [text.split(":")[1] for text in report["late"]] == [" rank 1 comes late"]
+    assert [text.split(":")[1] for text in report["late"]] == [" rank 1 arrives late"]
     assert ["program " in log for log in logs] == [True, False]

@@ -124,7 +124,7 @@ def test_output_arguments_and_flags_behind_it_are_the_scripts_own_and_that_is_sa
     assert "programs without collectives." in done.stderr
     lines = done.stderr.splitlines()[-2:]
     assert [line.split()[2] for line in lines] == ["--measure", "--limit"]
-    assert all("stands behind --run and went to the script" in line for line in lines)
+    assert all("came after --run and was passed to the script" in line for line in lines)
 
 
 ENDS = {
@@ -197,7 +197,7 @@ def test_modules_run_as_python_runs_them(tmp_path):
 def test_limits_are_held_when_the_script_has_ended(tmp_path):
     done, _ = inspect(tmp_path, JIT, "--limit", "max_count=1", arguments=["--limit", "x"])
     assert done.returncode == 0
-    assert "stands behind" not in done.stderr
+    assert "came after" not in done.stderr
     done, _ = inspect(tmp_path, JIT, "--limit", "max_count=0", "--limit", "dtypes=bf16,s8")
     assert (done.returncode, done.stdout) == (1, "ended\n")
     assert "max_count=0, found 1 in one run." in done.stderr

@@ -53,7 +53,7 @@ def opened(monkeypatch):
     monkeypatch.setattr(module, "store", lambda: None)
     monkeypatch.setattr(module, "_PROBES", (0.02, 0.05, 0.1))
     monkeypatch.setattr(module, "_QUIET_SECONDS", 0.01)
-    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(module, "_LONGEST_SECONDS", 0.4)
     return found
 

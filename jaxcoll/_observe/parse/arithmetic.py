@@ -1,4 +1,4 @@
-"""Read the arithmetic of a compiled program, and what of it runs beside each collective."""
+"""Read the matrix products of a compiled program, and the work that overlaps each collective."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _MAY_SEND = re.compile(
 
 
 class Work(NamedTuple):
-    """Matrix products, their floating-point operations, and the type that most of them are of."""
+    """Matrix products, their FLOP, and the dtype with the most FLOP among them."""
 
     matmuls: int = 0
     flops: int = 0
     dtype: str = ""
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """Add `other`, as often as it is carried out."""
+        """Add `other`, executed `times` times."""
         more = times * other.flops
         dtype = self.dtype if self.dtype and self.flops >= more else other.dtype
         return Work(self.matmuls + times * other.matmuls, self.flops + more, dtype)
@@ -60,21 +60,21 @@ def _together(works: Iterable[Work]) -> Work:
 
 
 class Arithmetic:
-    """The arithmetic of a module whose collectives and calls are read already."""
+    """The arithmetic of a module, added to the collectives and calls of its computations."""
 
     def __init__(self, module: Module, bodies: Bodies) -> None:
         self._module, self._bodies = module, bodies
         self._busy = busy_among(bodies, (Collective,))
-        # The work at each line of a computation: its own, and with the programs it calls there.
+        # The work at each line of a computation, without and with the computations it calls
         self._known: dict[str, tuple[dict[int, Work], dict[int, Work]]] = {}
-        self.unread: list[str] = []  # custom calls that may send by themselves
-        self.unbounded: list[str] = []  # loops that send, and do not say how often they turn
-        self.notes: list[str] = []  # products whose size is not known
+        self.unread: list[str] = []  # custom calls that may communicate
+        self.unbounded: list[str] = []  # loops with collectives and no known trip count
+        self.notes: list[str] = []  # products of unknown size
 
     def bodies(self) -> Bodies:
-        """Return the bodies with matrix products in their places, and with what runs meanwhile.
+        """Return the bodies with their matrix products, and with the work that overlaps.
 
-        Calls that spell out a single instruction and send nothing are left out.
+        Leaves out calls that are part of one instruction, such as a fusion, and do not communicate.
         """
         return {name: self._body(name) for name in self._bodies}
 
@@ -94,7 +94,7 @@ class Arithmetic:
         return sorted(items, key=lambda item: item.at)
 
     def _scheduled(self, computation: str, item: Item, ends: Mapping[str, tuple[int, int]]) -> Item:
-        """Say of what is asynchronous from where to where it goes, and what runs meanwhile."""
+        """Add to an asynchronous item the lines of its start and end, and the work between them."""
         if isinstance(item, Matmul) or not item.is_async:
             return item
         if isinstance(item, Call) and item.callee not in self._busy:
@@ -113,12 +113,12 @@ class Arithmetic:
         return call.is_part and call.callee not in self._busy
 
     def _work(self, name: str) -> tuple[dict[int, Work], dict[int, Work]]:
-        """Return the work at each line: its own, and with the programs that are called there.
+        """Return the work at each line, without and with the computations called there.
 
-        A fusion's own is that of what it fuses; of a conditional the longest branch counts.
+        The work of a fusion is that of its parts; of a conditional, the largest branch counts.
         """
         if name not in self._known:
-            # Empty while it is worked out, for a text in which a computation calls itself.
+            # Empty while it is computed, in case a computation calls itself.
             self._known[name] = {}, {}
             own, called = self._own_work(name), {}
             for call in self._bodies[name]:
@@ -142,23 +142,23 @@ class Arithmetic:
         works: dict[int, Work] = {}
         lines, inside = self._module.computations[name], None
         for at, line in enumerate(lines):
-            # Every line of the text comes by: a search for words first, which is quick.
+            # This runs on every line of the text, so look for substrings first, which is fast.
             if not any(opcode in line for opcode in (" dot(", " convolution(", " custom-call(")):
                 continue
             if " custom-call(" in line and (target := _TARGET.search(line)):
-                # A backend_config may be long: it is searched only where it has that field.
+                # A backend_config may be long: search it only if it has that field.
                 config = line.partition("backend_config=")[2] if "has_comm" in line else ""
                 if _MAY_SEND.search(target[1]) or _MAY_SEND.search(config):
                     self.unread.append(
-                        f"custom call {defined_name(line)!r} ({target[1]}) may send by itself, "
-                        "which is not counted."
+                        f"custom call {defined_name(line)!r} ({target[1]}) may communicate, which "
+                        "is not counted."
                     )
             inside, instruction = inside or Computation(lines), parse_instruction(line)
             operations = flops(instruction, inside)
             if operations is None:
                 self.notes.append(
-                    f"{defined_name(line)!r} multiplies matrices of sizes that its text does not "
-                    "say: its floating-point operations are not counted."
+                    f"{defined_name(line)!r} multiplies matrices of unknown sizes: its "
+                    "floating-point operations are not counted."
                 )
             if operations != 0:
                 operands = inside.operands(instruction)
@@ -166,9 +166,9 @@ class Arithmetic:
         return works
 
     def _ends(self, name: str) -> dict[str, tuple[int, int]]:
-        """Return where each asynchronous start sets something going, and where that ends.
+        """Return the lines where each asynchronous operation begins and ends, by its start's name.
 
-        A start that is given nothing yet only prepares; what it sends comes with its update.
+        A start without operands only prepares: the operation begins with its update.
         """
         if not any(i.is_async for i in self._bodies[name] if not isinstance(i, Matmul)):
             return {}
@@ -186,11 +186,11 @@ class Arithmetic:
 def flops(instruction: Instruction, inside: Computation) -> int | None:
     """Count the floating-point operations of an instruction.
 
-    Each multiplication and addition is one: a product with an output of N elements that sums over
-    K has 2·N·K. A convolution has 2 for each element of an output and of its kernel that meet an
-    element of the input, and none for padding and for what dilation puts between elements; a
-    library's convolution, whose text says less, has those, too. It is 0 if it multiplies no
-    matrices; None if it does, and its text does not say how large they are.
+    Multiplications and additions count separately: a product with N output elements that sums over
+    K terms has 2·N·K. A convolution has 2 for each pair of an output element and a kernel element
+    that reads an element of the input, and none for padding and the zeros of dilation. For a
+    library's convolution, these zeros count, because its text says less. Returns 0 if the
+    instruction multiplies no matrices, None if it does but their sizes are unknown.
 
     Examples:
       >>> from jaxcoll._observe.parse.hlo_text import parse_instruction
@@ -215,7 +215,7 @@ def flops(instruction: Instruction, inside: Computation) -> int | None:
 
 
 def _contracted(attributes: str, left: Operand) -> int | None:
-    """Count the elements of the left operand's dimensions that are summed over."""
+    """Return the number of terms in each sum, from the left operand's contracted dimensions."""
     match = _CONTRACTED.search(attributes) or _CONTRACTED_IN_CONFIG.search(attributes)
     if not match:
         return None
@@ -226,7 +226,7 @@ def _contracted(attributes: str, left: Operand) -> int | None:
 
 
 def _kernel_size(attributes: str, kernel: Operand) -> int | None:
-    """Count the elements of a convolution's kernel for one output feature."""
+    """Return the number of elements in a convolution's kernel for one output feature."""
     labels = _LABELS.search(attributes)
     if not labels or len(labels[2]) != len(kernel.shape) or "o" not in labels[2]:
         return None
@@ -234,7 +234,7 @@ def _kernel_size(attributes: str, kernel: Operand) -> int | None:
 
 
 def _convolved(attributes: str, left: Operand, kernel: Operand, output: Operand) -> int | None:
-    """Count a convolution's operations; TPUs write every product as one, batches as dilations."""
+    """Count a convolution's operations; TPUs write products as these, and batches as dilations."""
     labels, window = _LABELS.search(attributes), _WINDOW.search(attributes)
     arrays = (left, kernel, output)
     if not labels or [*map(len, labels.groups())] != [len(array.shape) for array in arrays]:
@@ -250,7 +250,7 @@ def _convolved(attributes: str, left: Operand, kernel: Operand, output: Operand)
             int(fields[name].split("x")[k].partition("_")[0]) if name in fields else default
             for name, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
         )
-        # For each output element and kernel element the input position, which may be padding.
+        # The input position for each output element and kernel element; it may be padding.
         at = np.arange(outputs[dim])[:, None] * stride - pad
         at = at + np.arange(weights[dim])[None] * spread
         inside = (at >= 0) & (at <= (inputs[dim] - 1) * dilated) & (at % dilated == 0)

@@ -1,4 +1,4 @@
-"""Flatten computations that call one another into what one run of the program carries out."""
+"""Flatten computations that call one another into the list that one run of the program executes."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from jaxcoll._observe.parse.collective import Collective, Loop, Matmul, Meanwhil
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """A computation carried out from within another."""
+    """A call of one computation by another."""
 
-    site: str  # the instruction that calls
+    site: str  # the calling instruction
     callee: str  # the computation that it calls
-    trips: int | None = 1  # how often, each time; None when the text does not say
-    is_async: bool = False  # other work may run meanwhile
-    branch: int | None = None  # the number of the branch, when `site` is a conditional
+    trips: int | None = 1  # executions of `callee` in each execution of `site`; None if unknown
+    is_async: bool = False  # other work may run between its start and its end
+    branch: int | None = None  # the number of the branch, if `site` is a conditional
     is_loop: bool = False  # `site` is a loop
-    # `callee` spells out what `site` does, as for a fusion, rather than a program
+    # `callee` defines what the single instruction `site` computes, such as a fusion
     is_part: bool = False
     at: int = 0  # the line of `site` in its computation
-    until: int = 0  # the line where it ends, when it is asynchronous
-    meanwhile: Meanwhile | None = None  # what is scheduled between the two
+    until: int = 0  # the line where it ends, if it is asynchronous
+    meanwhile: Meanwhile | None = None  # the work scheduled between the two
 
 
 Item = Collective | Call | Matmul
 Bodies = Mapping[str, Sequence[Item]]
-"""The items of each computation, in its order."""
+"""The items of each computation, in the order of its lines."""
 
 Event = Collective | Matmul | Loop
-"""Something that one run carries out."""
+"""An entry in the list of what one run executes."""
 
 
 def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple[Event, ...]:
-    """List what one run of `entry` carries out, each with the loops and branches around it.
+    """List what one run of `entry` executes, each with the loops and branches around it.
 
-    A computation that is called from two places is listed twice, because both send. Places count
-    through the program as if each call were written out.
+    A computation with two callers is listed twice, because both send. Positions count the program's
+    lines with every call inlined.
 
     Raises:
-      ValueError: a call leads nowhere or in a circle, or a collective is reached by no call.
+      ValueError: a computation is missing or calls itself, or no call reaches a collective.
     """
     busy = busy_among(bodies, (Collective, Matmul))
     reached: set[str] = set()
     extents: dict[str, int] = {}
 
     def extent(name: str) -> int:
-        """Count the instructions of a computation with its calls written out."""
+        """Count the instructions of a computation with its calls inlined."""
         if name not in extents:
-            extents[name] = lengths.get(name, 0)  # stays if it calls itself, as `within` refuses
+            extents[name] = lengths.get(name, 0)  # ends the recursion if it calls itself
             extents[name] += sum(extent(call.callee) for call in _calls(bodies[name], busy))
         return extents[name]
 
     def within(name: str, path: tuple[Call, ...], base: int) -> Iterator[Event]:
         if any(name == call.callee for call in path[:-1]):
-            raise ValueError(f"{name!r} calls itself, which no program does: the text is damaged.")
+            raise ValueError(f"{name!r} calls itself, which HLO does not allow: damaged text.")
         reached.add(name)
         calls = _calls(bodies[name], busy)
         lines = [call.at for call in calls]
@@ -73,7 +73,7 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
             elif isinstance(item, Matmul):
                 yield dataclasses.replace(item, trips=_trips(item.trips, path), at=place(item.at))
             elif item.callee in busy:
-                # Calls of one line, as a loop's condition and body, lie one behind another.
+                # The calls of one line, such as a loop's condition and body, follow one another.
                 start = base + item.at + next(callees)
                 call = dataclasses.replace(item, at=place(item.at), until=place(item.until))
                 if item.is_loop:
@@ -82,20 +82,19 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
                 yield from within(item.callee, (*path, call), start)
 
     events = tuple(within(entry, (), 0))
-    # What no call reaches would not be listed, and a report that lists less than all misleads.
+    # A collective that no call reaches would be missing from the report, which would mislead.
     for name in sorted(busy - reached):
         lost = next((x for x in bodies[name] if isinstance(x, Collective)), None)
         if lost is not None:
             raise ValueError(
-                f"{lost.kind} {lost.name!r} stands in {name!r}, which nothing calls in a way that "
-                "is understood here: the notation is newer than this reader, or the text is "
-                "damaged."
+                f"{lost.kind} {lost.name!r} is in {name!r}, which no instruction calls in a known "
+                "way: the notation is newer than this version of jaxcoll, or the text is damaged."
             )
     return events
 
 
 def busy_among(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
-    """Name the computations that hold one of `kinds`, or call one that does, however far down."""
+    """Return names of the computations that contain one of `kinds`, directly or through calls."""
     callers: dict[str, list[str]] = {}
     for name, body in bodies.items():
         for item in body:
@@ -103,7 +102,7 @@ def busy_among(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
                 if item.callee not in bodies:
                     raise ValueError(
                         f"{item.site!r} calls {item.callee!r}, which is not defined: the text "
-                        "looks cut off."
+                        "looks truncated."
                     )
                 callers.setdefault(item.callee, []).append(name)
     waiting = [name for name, body in bodies.items() if any(isinstance(x, kinds) for x in body)]
@@ -127,14 +126,14 @@ def _trips(trips: int | None, path: Sequence[Call]) -> int | None:
 
 
 def _reached(collective: Collective, path: Sequence[Call], at: int, until: int) -> Collective:
-    """Place `collective` at the end of a path of calls."""
+    """Return `collective` with the trip count, loops and branches of the calls that lead to it."""
     branches = tuple(
         ("/".join(c.site for c in path[: k + 1]), call.branch)
         for k, call in enumerate(path)
         if call.branch is not None
     )
-    # An asynchronous call (async-start of a computation) makes all within it asynchronous.
-    pair = next((call for call in path if call.is_async), None)  # the pair is around it
+    # An asynchronous call (async-start of a computation) makes everything in it asynchronous.
+    pair = next((call for call in path if call.is_async), None)  # the start and done around it
     return dataclasses.replace(
         collective,
         trips=_trips(collective.trips, path),

@@ -1,4 +1,4 @@
-"""Read compiled programs: every collective of an HLO text, whichever compiler printed it."""
+"""Read compiled programs: every collective of an HLO text, from any of XLA's compilers."""
 
 from __future__ import annotations
 
@@ -38,35 +38,35 @@ _ELEMENT = re.compile(r" get-tuple-element\((?:.* )?%?([\w.\-]+)\), index=(\d+)"
 _LOOP = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
 _NAMES = re.compile(r"%([\w.\-]+)")
 _NEAR = 50
-"""Instructions among which the nearest line of Python is looked for."""
+"""The most instructions to visit in search of the nearest line of Python."""
 _NUMBER = re.compile(r"-?\d+")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _IS_SYNC = re.compile(r'is_sync\\?":\s*true')
 
 
 class Program(NamedTuple):
-    """A compiled program, as far as its text tells."""
+    """A compiled program; the fields are those of `Report`."""
 
-    name: str  # what was compiled, as in jit_step
-    devices: int  # it is for so many
-    instructions: int  # of one run, the body of each loop once
-    collectives: tuple[Collective, ...]  # an asynchronous pair is one
-    matmuls: tuple[Matmul, ...]  # the instructions that multiply matrices
-    loops: tuple[Loop, ...]  # those that collectives or matrix products stand in
-    unread: tuple[str, ...]  # what may send and is not understood, in words
-    unbounded: tuple[str, ...]  # loops that send, and do not say how often they turn, by name
-    notes: tuple[str, ...]  # what else is not known, and why
+    name: str
+    devices: int
+    instructions: int
+    collectives: tuple[Collective, ...]
+    matmuls: tuple[Matmul, ...]
+    loops: tuple[Loop, ...]
+    unread: tuple[str, ...]
+    unbounded: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def read_hlo(text: str, devices: int = 1) -> Program:
-    """Read what `compiled.as_text()` returns, or the HLO of what is lowered for so many devices.
+    """Read the text of `compiled.as_text()`, or HLO that was lowered for `devices` devices.
 
-    Nothing is skipped in silence: every operand of a combined collective is listed, in the element
-    type that the compiler settled on; loops, calls, fusions and conditionals are followed from the
-    entry; what is not understood is in `unread`. The order is that of the compiler's schedule.
+    Nothing is skipped silently: it lists every operand of a combined collective, with the element
+    type that the compiler chose; follows loops, calls, fusions and conditionals from the entry; and
+    names unknown instructions in `unread`. The order is that of the compiler's schedule.
 
     Raises:
-      ValueError: the text is not HLO, is cut off, or calls computations in a circle.
+      ValueError: the text is not HLO or is truncated, or a computation calls itself.
     """
     module = parse_module(text, devices)
     reader = _Reader(module)
@@ -88,19 +88,19 @@ def read_hlo(text: str, devices: int = 1) -> Program:
 
 
 class _Reader:
-    """Goes through each computation's lines once."""
+    """Reads each computation's lines once."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
         self._frames = StackFrames(module.tables)
-        # One computation's at a time: a large program's would take as much as its text.
+        # Cache one computation at a time: a large program's would need as much memory as its text.
         self._opened = functools.lru_cache(1)(lambda x: Computation(module.computations[x]))
         self._ties = functools.lru_cache(1)(lambda x: _ties(module.computations[x]))
         self._elements = functools.lru_cache(1)(lambda x: _elements(module.computations[x]))
         self.unread: list[str] = []
 
     def body(self, computation: str) -> list[Item]:
-        """Return the collectives of one computation, and what it calls, in order."""
+        """Return the collectives and calls of one computation, in order."""
         items: list[Item] = []
         for at, line in enumerate(self._module.computations[computation]):
             if fusion := _FUSION.match(line):  # most lines of a large program
@@ -119,21 +119,21 @@ class _Reader:
         return items
 
     def _calls(self, computation: str, instruction: Instruction, at: int) -> Iterator[Call]:
-        """Yield what an instruction calls; the rest of an asynchronous pair repeats its start."""
+        """Yield the calls of an instruction; for an asynchronous pair, those of its start."""
         opcode, attributes = instruction.opcode, instruction.attributes
         if opcode.endswith(("-done", "-update")):
             return
         turns = self._turns(computation, instruction) if opcode == "while" else 1
         for attribute, called in _CALLS.findall(attributes.partition(", metadata=")[0]):
             for k, name in enumerate(n.strip().lstrip("%") for n in called.strip("{}").split(",")):
-                # The condition is asked once more than the body is carried out.
-                asked_once_more = opcode == "while" and attribute == "condition"
+                # The condition runs once more than the body.
+                is_condition = opcode == "while" and attribute == "condition"
                 branch = _BRANCHES.get(attribute)
                 if name:
                     yield Call(
                         site=instruction.name,
                         callee=name,
-                        trips=None if turns is None else turns + asked_once_more,
+                        trips=None if turns is None else turns + is_condition,
                         is_async=opcode.endswith("-start"),
                         branch=None if branch is None else branch + k,
                         is_loop=opcode == "while",
@@ -148,17 +148,17 @@ class _Reader:
         try:
             return _counted_turns(self._module, loop, self._opened(computation))
         except (LookupError, ValueError):
-            return None  # something of the loop is missing, or of a form that is not known here
+            return None  # a part of the loop is missing, or has an unknown form
 
     def _collective(self, computation: str, instruction: Instruction, at: int) -> Collective:
         kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes
         operands = self._opened(computation).operands(instruction)
         if kind == "ragged-all-to-all":
-            operands = operands[:1]  # the others are the result's memory, and sizes that stay here
+            operands = operands[:1]  # the others are the result's buffer, and sizes that stay here
         if kind == "collective-permute" and "slice_sizes=" in attributes:
             raise ValueError(
-                f"collective-permute {instruction.name!r} sends slices in place, which is not "
-                "counted here; expected one that sends whole arrays."
+                f"collective-permute {instruction.name!r} sends slices in place, which jaxcoll "
+                "does not count; expected one that sends whole arrays."
             )
         groups = groups_of(kind, attributes, self._module.replicas, self._module.partitions)
         source = self._frames.source(attributes)
@@ -180,7 +180,7 @@ class _Reader:
         )
 
     def _nearest_source(self, computation: str, name: str) -> Source:
-        """Return the lines of what takes a result, however it is passed on, or makes operands."""
+        """Return the lines of the nearest instruction that uses a result, or made its operands."""
         lines = self._opened(computation).lines
         for neighbours in self._ties(computation):
             waiting, seen = [name], {name}
@@ -194,29 +194,29 @@ class _Reader:
         return Source()
 
     def _op_name(self, computation: str, instruction: Instruction, operands: int) -> str:
-        """Return its own, or, where that names the first of several only, those of its results."""
-        own = op_name_of(instruction.attributes)
-        if operands < 2 or len(names(own)) > 1:
-            return own
+        """Return its scope names, from the users of its results if it has only one of several."""
+        op_name = op_name_of(instruction.attributes)
+        if operands < 2 or len(names(op_name)) > 1:
+            return op_name
         elements = self._elements(computation).get(instruction.name, {})
-        several = [elements.get(k, "") for k in range(operands)]
-        return f"({':'.join(several)})" if all(several) and len(set(several)) > 1 else own
+        parts = [elements.get(k, "") for k in range(operands)]
+        return f"({':'.join(parts)})" if all(parts) and len(set(parts)) > 1 else op_name
 
 
 def _ties(lines: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Map each instruction to those that take its result, and to those that make its operands."""
-    takers: dict[str, list[str]] = {}
+    """Map each instruction to those that use its result, and to those that make its operands."""
+    users: dict[str, list[str]] = {}
     makers: dict[str, list[str]] = {}
     for line in lines:
-        name, *others = _NAMES.findall(line.partition(", metadata=")[0]) or [""]
-        makers[name] = others
-        for other in others:
-            takers.setdefault(other, []).append(name)
-    return takers, makers
+        name, *operands = _NAMES.findall(line.partition(", metadata=")[0]) or [""]
+        makers[name] = operands
+        for operand in operands:
+            users.setdefault(operand, []).append(name)
+    return users, makers
 
 
 def _elements(lines: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Map each tuple's name and index to the scopes of the instruction that takes that element."""
+    """Map each tuple's name and index to the scopes of the instruction that uses that element."""
     starts = {name: start for _, name, _, start in pair_ends(lines)}
     elements: dict[str, dict[int, str]] = {}
     for element in filter(None, map(_ELEMENT.search, lines)):
@@ -226,7 +226,7 @@ def _elements(lines: Sequence[str]) -> dict[str, dict[int, str]]:
 
 
 def _is_collective(instruction: Instruction) -> bool:
-    """Tell a collective, or the start of one, from what says nothing new, such as its end."""
+    """True for a collective or its start; ValueError for an unknown kind of communication."""
     opcode, attributes = instruction.opcode, instruction.attributes
     if opcode.removesuffix("-start") in KINDS:
         return True
@@ -237,16 +237,16 @@ def _is_collective(instruction: Instruction) -> bool:
     if opcode == "send" and "is_host_transfer=true" in attributes and "megascale" not in attributes:
         return False  # to the device's own host, as callbacks do
     raise ValueError(
-        f"`{opcode}` ({instruction.name!r}) moves data between devices in a way that is not "
-        f"counted here; known are {', '.join(KINDS)}, and their asynchronous forms."
+        f"`{opcode}` ({instruction.name!r}) moves data between devices, which is not counted; "
+        f"known are {', '.join(KINDS)}, and their asynchronous forms."
     )
 
 
 def _counted_turns(module: Module, loop: Instruction, caller: Computation) -> int | None:
-    """Count the turns of a `while` whose count the compiler dropped; LookupError where it is lost.
+    """Count iterations of a `while` whose text has no trip count; LookupError if parts are lost.
 
-    It is a number only if a counter begins at a constant, grows by one in each turn, and the loop
-    goes on while it is less than another constant; otherwise None.
+    The count is known if a counter begins at a constant, grows by one in each iteration, and the
+    loop continues while it is less than another constant; otherwise None.
     """
     parts = dict(_LOOP.findall(loop.attributes))
     condition, body = (Computation(module.computations[parts[k]]) for k in ("condition", "body"))
@@ -269,7 +269,7 @@ def _counted_turns(module: Module, loop: Instruction, caller: Computation) -> in
 
 
 def _through_copies(name: str, inside: Computation) -> Instruction:
-    """Return the instruction that makes a value, seen through copies of it."""
+    """Return the instruction that makes a value, skipping copies."""
     instruction = inside[name]
     while instruction.opcode == "copy":
         instruction = inside[instruction.operand_names[0]]
@@ -277,7 +277,7 @@ def _through_copies(name: str, inside: Computation) -> Instruction:
 
 
 def _element(x: Instruction, inside: Computation) -> int | None:
-    """Return the index of an element of its computation's only parameter; None for others."""
+    """Return the index if `x` is an element of its computation's parameter; otherwise None."""
     if x.opcode != "get-tuple-element":
         return None
     whole, index = _through_copies(x.operand_names[0], inside), _INDEX.search(x.attributes)

@@ -33,7 +33,7 @@ _WRAPS = re.compile(
 
 
 class Instruction(NamedTuple):
-    """A line of a computation, taken apart: `name = type opcode(operands)attributes`."""
+    """A parsed line of a computation: `name = type opcode(operands)attributes`."""
 
     name: str
     type: str
@@ -43,18 +43,18 @@ class Instruction(NamedTuple):
 
     @property
     def operand_names(self) -> tuple[str, ...]:
-        """Return the names of its operands."""
+        """Names of its operands."""
         pieces = _pieces(_COMMENT.sub("", self.operands))
         return tuple(piece.rpartition(" ")[2].lstrip("%") for piece in pieces)
 
     @property
     def results(self) -> tuple[Operand, ...]:
-        """Return the arrays that it makes."""
+        """The arrays that it returns."""
         return arrays(self.type)
 
 
 class Computation:
-    """The instructions of a computation by their names, each taken apart when it is asked for."""
+    """The instructions of a computation by name, each parsed on access."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self.lines = {name: line for line in lines if (name := defined_name(line))}
@@ -64,21 +64,21 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """Return the instruction that makes its result."""
+        """The instruction that makes its result."""
         (root,) = (line for line in self.lines.values() if line.lstrip().startswith("ROOT "))
         return parse_instruction(root)
 
     def operands(self, instruction: Instruction) -> tuple[Operand, ...]:
-        """Return the arrays of its operands, typed in place or where they are defined."""
+        """Return the arrays that an instruction takes."""
         operands: list[Operand] = []
         for piece in _pieces(_COMMENT.sub("", instruction.operands)):
-            # Some compilers print the type of each operand in place, others its name alone.
+            # Some compilers print each operand with its type, others only its name.
             type_text, _, name = piece.rpartition(" ")
             if not type_text:
                 if name.lstrip("%") not in self.lines:
                     raise ValueError(
                         f"{instruction.opcode} {instruction.name!r} has the operand {name!r}, "
-                        "which its computation does not define: the text looks cut off."
+                        "which its computation does not define: the text looks truncated."
                     )
                 type_text = self[name.lstrip("%")].type
             operands += arrays(type_text)
@@ -87,31 +87,31 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: the lines of its computations, and how many devices it is for."""
+    """A program: the lines of its computations, and the number of devices it is for."""
 
-    name: str  # what it was jitted from, as in jit_step
+    name: str  # such as jit_step
     computations: dict[str, list[str]]  # their lines, by name, in the text's order
-    entry: str  # the name of the one that runs
+    entry: str  # the name of the computation that runs
     replicas: int  # of the program
     partitions: int  # of each replica
-    # What stands before the computations
+    # The lines before the computations
     tables: list[str] = dataclasses.field(default_factory=list)
 
 
 def parse_module(text: str, devices: int = 1) -> Module:
-    """Cut HLO text into computations, each as its lines, in the text's order.
+    """Split HLO text into the lines of its computations, in the text's order.
 
-    Before it is compiled, a text does not say how many `devices` it is for.
+    `devices` is the number of devices of a program that is not compiled yet: its text lacks it.
 
     Raises:
-      ValueError: the text is not HLO, or is cut off.
+      ValueError: the text is not HLO, or is truncated.
     """
     lines = iter(text.splitlines())
     header = next((line for line in lines if line.strip()), "")
     if not header.startswith("HloModule"):
         raise ValueError(
             "expected HLO text, which begins with 'HloModule' (`compiled.as_text()`); got "
-            f"{header[:60]!r}. Pass a program that is lowered only as it is, not its text."
+            f"{header[:60]!r}. If the program is only lowered, pass it instead of its text."
         )
     computations: dict[str, list[str]] = {}
     entry, name = "", ""
@@ -130,7 +130,7 @@ def parse_module(text: str, devices: int = 1) -> Module:
             tables.append(line)
     if name or not entry:
         where = f"inside the computation {name!r}" if name else "before the ENTRY computation"
-        raise ValueError(f"the HLO text looks cut off: it ends {where}.")
+        raise ValueError(f"the HLO text looks truncated: it ends {where}.")
     replicas, partitions = (
         int(match[1]) if (match := re.search(rf"\b{count}=(\d+)", header)) else default
         for count, default in (("replica_count", 1), ("num_partitions", devices))
@@ -140,7 +140,7 @@ def parse_module(text: str, devices: int = 1) -> Module:
 
 
 def parse_instruction(line: str) -> Instruction:
-    """Take a line apart."""
+    """Parse a line of a computation."""
     match = _INSTRUCTION.match(line)
     close = _closing(line, match.end() - 1) if match else -1
     if match and close > 0:
@@ -149,7 +149,7 @@ def parse_instruction(line: str) -> Instruction:
         return Instruction(name, type_text, opcode, operands, attributes)
     raise ValueError(
         f"expected an instruction, `name = type opcode(operands)`; got {line.strip()[:80]!r}: the "
-        "text looks cut off or damaged."
+        "text looks truncated or damaged."
     )
 
 
@@ -160,14 +160,14 @@ def defined_name(line: str) -> str:
 
 
 def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
-    """Yield the ends of asynchronous instructions: line number, name, opcode, the start's name."""
+    """Yield (line number, name, opcode, name of the start) for each asynchronous end."""
     first: dict[str, str] = {}
     for at, line in enumerate(lines):
         if "-done(" in line or "-update(" in line:
             instruction = parse_instruction(line)
             if instruction.opcode.endswith(("-done", "-update")):
                 start = next(iter(instruction.operand_names), "")
-                # What only prolongs another (`-update`) stands for the start afterwards.
+                # An `-update` stands for its start in later lines.
                 first[instruction.name] = first.get(start, start)
                 yield at, instruction.name, instruction.opcode, first[instruction.name]
 
@@ -187,7 +187,7 @@ def arrays(type_text: str) -> tuple[Operand, ...]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the parts of a list that commas separate outside of all brackets."""
+    """Yield the parts of a comma-separated list, ignoring commas in brackets."""
     depth = start = 0
     for mark in _BRACKET.finditer(text):
         depth += {"(": 1, "[": 1, "{": 1, ",": 0}.get(mark[0], -1)
@@ -209,16 +209,16 @@ def _closing(text: str, start: int) -> int:
 
 
 class Source(NamedTuple):
-    """Lines of Python behind an instruction, as file:line; "" where there is none."""
+    """The lines of Python that produced an instruction, as file:line; "" if there is none."""
 
-    user: str = ""  # the innermost that belongs to no installed package; without one, the library's
+    user: str = ""  # the innermost line outside installed packages; without one, the library's
     library: str = ""  # the innermost of a package other than JAX and jaxcoll, if `user` called it
 
 
 def source_of(frames: Iterable[tuple[str, str]]) -> Source:
-    """Return the lines of the user and of the library among frames, the innermost first.
+    """Find the user's and the library's lines among stack frames, given innermost first.
 
-    The caller of a wrapped step is not part of it, so frames beyond the wrapper do not count.
+    The search ends at jaxcoll's wrapper of a step: its callers are not part of the step.
 
     Examples:
       >>> source_of([("/x/jaxcoll/_spmd/reduce.py", "115"), ("/home/me/train.py", "22")]).user
@@ -239,7 +239,7 @@ def source_of(frames: Iterable[tuple[str, str]]) -> Source:
 
 
 class StackFrames:
-    """The tables before an HLO module's computations, in which instructions name a row."""
+    """The stack frame tables before an HLO module's computations."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self._tables: dict[str, dict[str, dict[str, str]]] = {}
@@ -253,14 +253,14 @@ class StackFrames:
         self._source = functools.cache(lambda number: source_of(self._frames(number)))
 
     def source(self, attributes: str) -> Source:
-        """Return the lines of Python behind an instruction, as far as its text has them."""
+        """Return the lines of Python that an instruction's attributes refer to."""
         if frame := _FRAME.search(attributes):
             return self._source(frame[1])
         file = _FILE.search(attributes)
         return source_of([(file[1], file[2] or "0")]) if file else Source()
 
     def _frames(self, number: str) -> Iterator[tuple[str, str]]:
-        """Yield the frames, the innermost first; a parent is one less than what is written."""
+        """Yield the frames, innermost first. The text stores each parent's number plus one."""
         for _ in range(1000):
             frame = self._row("StackFrames", number)
             place = self._row("FileLocations", frame.get("file_location_id", ""))

@@ -1,4 +1,4 @@
-"""Read replica groups, in each of the notations that compilers print."""
+"""Read replica groups in all notations that compilers print."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _AXIS_REF = re.compile(r"'?([^',=:]+)'?(?::\((\d+)\)(\d+))?")  # 'a', or 'a':(2)
 
 
 def read_groups(text: str) -> Groups:
-    """Return the groups that `text` begins with; () for `{}`, one group of all."""
+    """Return the groups at the beginning of `text`; () for `{}`, a single group of all."""
     listed = next(filter(None, (notation.match(text) for notation in _NOTATIONS)), None)
     groups = None if listed is None else _groups(listed[0])
     if groups is None:
         raise ValueError(
             "expected replica groups as {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'a'}; got "
-            f"{text[:60]!r}: the notation is newer than this reader, or the text is damaged."
+            f"{text[:60]!r}: it is newer than this version of jaxcoll, or the text is damaged."
         )
     return groups
 
@@ -55,12 +55,12 @@ def _groups(text: str) -> Groups | None:
 def _mesh_groups(
     sizes: dict[str, int], devices: np.ndarray | None, axes: Iterable[tuple[str, int, int | None]]
 ) -> Groups:
-    """Group devices that differ along `axes` of a mesh, and only there, in the order of `axes`.
+    """Group the devices of a mesh that differ only along `axes`, in the order of `axes`.
 
-    An axis comes with how much of it lies before the part that is meant, and that part (None: all).
+    Each axis is (name, pre, size): the part of `size` (None: all) after parts of product `pre`.
 
     Raises:
-      ValueError: an axis is not one of the mesh's, or a part does not fit it.
+      ValueError: the mesh has no such axis, or the part does not divide it.
     """
     spans = []
     for name, pre, size in axes:
@@ -70,12 +70,12 @@ def _mesh_groups(
                 "no such axis, or the part does not divide it."
             )
         spans.append((name, pre, pre * size if size else sizes[name]))
-    # Cut each axis wherever a part of it begins or ends: `pieces` are the factors that remain.
+    # Cut each axis wherever a part of it begins or ends; `pieces` are the resulting factors.
     pieces: list[tuple[str, int, int]] = []
     for name, size in sizes.items():
         edges = {1, size}.union(*({a, b} for axis, a, b in spans if axis == name))
         pieces += [(name, a, b) for a, b in zip(sorted(edges), sorted(edges)[1:], strict=False)]
-    # What is meant is moved to the last dimensions of the mesh: a row is then a group.
+    # Move the chosen pieces to the last dimensions of the mesh: each row is then a group.
     chosen = [
         k
         for axis, low, high in spans
@@ -89,11 +89,11 @@ def _mesh_groups(
 
 
 def groups_of(kind: str, attributes: str, replicas: int, partitions: int) -> Groups:
-    """Return the groups among a collective's attributes, by the numbers of devices.
+    """Return the device groups in a collective's attributes.
 
-    XLA numbers devices in three ways, which two marks distinguish. With a channel it talks across
-    partitions, rather than across replicas; with global ids it counts through all devices, replica
-    by replica. Pairs of a collective-permute mean themselves.
+    XLA numbers devices in three ways, which two attributes distinguish. With a channel, groups are
+    of partitions instead of replicas; with global ids, they number all devices, replica by
+    replica. For a collective-permute, returns its (source, target) pairs.
     """
     _, name, text = attributes.partition(
         "source_target_pairs=" if kind == "collective-permute" else "replica_groups="
@@ -114,24 +114,24 @@ def groups_of(kind: str, attributes: str, replicas: int, partitions: int) -> Gro
 
 
 def group_size(kind: str, groups: Groups) -> int:
-    """Count devices of the largest group; of a collective-permute, those that send or receive."""
+    """Count the devices of the largest group; for a collective-permute, all that take part."""
     if kind == "collective-permute":
         return len({device for pair in groups if len(set(pair)) > 1 for device in pair})
     return max(map(len, groups))
 
 
 def as_groups(rows: np.ndarray) -> Groups:
-    """Return the rows of a matrix of device numbers, as a value."""
+    """Return the rows of a matrix of device numbers as tuples."""
     return tuple(map(tuple, rows.tolist()))
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return the integers of a list written with commas."""
+    """Return the integers of a comma-separated list."""
     return tuple(map(int, text.rstrip(", ").split(","))) if text.strip() else ()
 
 
 def _device_order(text: str) -> np.ndarray:
-    """Return devices written out (`3,1,2,0`) or counted off (`[4,2]T(1,0)`)."""
+    """Return device numbers from a list (`3,1,2,0`) or an iota notation (`[4,2]T(1,0)`)."""
     counted = _ORDER.fullmatch(text)
     if counted is None:
         return np.array(numbers(text))
