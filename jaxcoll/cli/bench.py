@@ -1,4 +1,4 @@
-"""`jaxcoll bench`: all-reduces of several sizes by several algorithms, on the devices here."""
+"""`jaxcoll bench`: measure all-reduces of several sizes with several algorithms."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ from jaxcoll.cli import flags
 from jaxcoll.cli.flags import UNITS, bytes_of, options_of
 
 EPILOG = """\
-In a job of a launcher that jc.initialize knows (jaxcoll launch, Slurm, Open MPI, ...) every process
-takes part and process 0 prints. "per-leaf" is one lax.psum or lax.pmean per leaf; it is measured
-twice, and what differs between the two is the noise of the run. ms: one call on the slowest
-process, the median of all rounds; busbw: GB/s as in nccl-tests; sent: bytes that leave one device,
-as compiled; arrays: handed to collectives; temp: memory beside arguments and results; error: the
-norm of the deviation from the exact result, over the norm of that; build: trace and compile.
+In a job that jc.initialize can join (jaxcoll launch, Slurm, Open MPI, ...), all processes take part
+and process 0 prints. "per-leaf" is one lax.psum or lax.pmean per leaf; it is measured twice, and
+the two differ by the noise of the run. ms: one call on the slowest process, the median of all
+rounds; ÷: its ratio to per-leaf; busbw: GB/s as in nccl-tests; sent: bytes that leave one device,
+as compiled; arrays: passed to collectives; temp: temporary memory; error: the norm of the deviation
+from the exact result, relative to its norm; build: the time to trace and compile.
 """
 
 BASELINE = "per-leaf"
 AGAIN = " again"
 BUILDS, WARM = 2, 2
 SHORTEST, MOST_CALLS = 0.01, 100
-"""Seconds that a turn takes at least, by as many calls as that needs, up to so many."""
+"""A turn repeats its call until it takes this many seconds, or has made this many calls."""
 
-_BLOCK = 65_537  # elements that repeat in each array; no pack or shard is a multiple of them
+_BLOCK = 65_537  # the period of the elements in each array; no pack or shard is a multiple of it
 T = TypeVar("T")
 
 
 def sizes_of(text: str) -> dict[str, int]:
-    """The sizes of "first:last" or "first:last:factor" (2 without it), or of one alone, by name."""
+    """Parse "size", "first:last" or "first:last:factor" (default 2) into bytes by name."""
     parts = re.fullmatch(r"([^:]+)(?::([^:]+))?(?::(\d+))?", text)
     low, high = (bytes_of(parts[1]), bytes_of(parts[2] or parts[1])) if parts else (1, 0)
     factor = int(parts[3] or 2) if parts else 0
     if high < low or factor < 2:
         raise ValueError(
-            "--sizes: expected SIZE, FIRST:LAST or FIRST:LAST:FACTOR, rising, with a whole factor "
-            f"of at least 2, as in 1KiB:256MiB; got {text!r}."
+            "--sizes: expected SIZE, FIRST:LAST or FIRST:LAST:FACTOR, in increasing order and with "
+            f"an integer factor of at least 2, as in 1KiB:256MiB; got {text!r}."
         )
     count = math.floor(math.log(high / low, factor) + 1e-9) + 1
     return {spelled(size): size for size in (low * factor**k for k in range(count))}
 
 
 def spelled(nbytes: int) -> str:
-    """A size in the largest unit that leaves at most one decimal: "1.5KiB"."""
+    """Format a size in the largest unit that needs at most one decimal: "1.5KiB"."""
     units = reversed(UNITS.items())
     unit, size = next((u, s) for u, s in units if not (nbytes < s or 10 * nbytes % s))
     return f"{nbytes / size:g}{unit}"
@@ -68,7 +68,7 @@ def spelled(nbytes: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A median over rounds, with its 95 % bootstrap interval (2,000 resamples)."""
+    """A median over rounds, and its 95 % bootstrap interval (2,000 resamples)."""
 
     median: float
     low: float
@@ -79,45 +79,45 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The median of at least one value, one per round."""
+    """Estimate the median of one or more values, one per round."""
     rounds = np.asarray(values, float)
-    # The median of rounds and not their mean: a round that was disturbed is off by any factor.
+    # The median, not the mean: a disturbed round may be off by any factor.
     picks = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
     low, high = np.percentile(np.median(rounds[picks], axis=1), [2.5, 97.5])
     return Estimate(float(np.median(rounds)), float(low), float(high))
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Estimate:
-    """The quotients of each round."""
+    """Estimate the ratio of two measurements, round by round."""
     return estimate([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
 def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[dict[str, T]]:
-    """Make every call once per round, in turned order every other one; yields results by name."""
+    """Make every call once per round, in reverse order every other round; yield results by name."""
     names = list(calls)
     for k in range(rounds):
-        # Reversed, so that a drift of the machine within rounds cancels over two of them.
+        # Reversing cancels a drift of the machine within rounds over two of them.
         order = names if k % 2 == 0 else names[::-1]
         yield {name: calls[name]() for name in order}
 
 
 def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
-    """One axis over all devices, or two where several hosts, or processes, have several each."""
+    """Make a mesh with one axis, or with two if several hosts or processes have several devices."""
     grid, axes = np.array(devices, dtype=object), ("data",)
     owners = [device.process_index for device in devices]
     hosts = [hosts_of_job()[owner] for owner in owners] if len(set(owners)) > 1 else []
-    # Hierarchical algorithms need an axis within a host or process and one between them.
+    # Hierarchical algorithms need an axis within a host or process, and one between them.
     for name, islands in (("host", hosts), ("process", owners)):
         groups = len(set(islands))
-        alike = islands == sorted(islands) and len(set(Counter(islands).values())) == 1
-        if 1 < groups < len(devices) and alike:
+        is_even = islands == sorted(islands) and len(set(Counter(islands).values())) == 1
+        if 1 < groups < len(devices) and is_even:
             grid, axes = grid.reshape(groups, -1), (name, "device")
             break
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def program_of(algorithm: str, mesh: Mesh, reduce_op: str) -> Any:
-    """The jitted reduction of a list of arrays that have a leading dimension of replicas."""
+    """Return the jitted reduction of a list of arrays with a leading dimension of replicas."""
     axes, plain = mesh.axis_names, lax.pmean if reduce_op == "mean" else lax.psum
     algorithm = algorithm.removesuffix(AGAIN)
 
@@ -140,7 +140,7 @@ def measure(
     reduce_op: str,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """Measure the reduction of `leaves` by every algorithm; all processes return the same lines."""
+    """Measure the reduction of `leaves` with each algorithm; all processes return equal lines."""
     n, nbytes = mesh.size, sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     numbers = np.random.default_rng(0).standard_normal((n, _BLOCK))
     rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -152,7 +152,7 @@ def measure(
         return jax.make_array_from_callback((n, *leaf.shape), rows, row)
 
     arrays, ones = [placed(leaf) for leaf in leaves], placed(jax.ShapeDtypeStruct((), np.int32))
-    # A sum of one number is the barrier: nothing returns before all processes have entered it.
+    # The sum of one number is a barrier: it returns once all processes have entered it.
     barrier = program_of(BASELINE, mesh, "sum")
     compiled: dict[str, Any] = {}
     built: dict[str, list[float]] = {a: [] for a in algorithms}
@@ -199,14 +199,14 @@ def measure(
 
 
 def _error(x: jax.Array, exact: np.ndarray) -> float:
-    """Return the norm of a result's deviation from the exact one, over the norm of that."""
+    """Return the norm of a result's deviation from the exact one, relative to the exact norm."""
     exact = np.resize(exact, x.shape)
     norm = np.linalg.norm(np.asarray(x.addressable_data(0), float) - exact)
     return float(norm / np.linalg.norm(exact)) if x.size else 0.0
 
 
 def _slowest(values: Any) -> np.ndarray:
-    """The largest of each value over all processes."""
+    """Return the maximum of each value over all processes."""
     mine = np.asarray(values)
     return np.max(np.reshape(process_allgather(mine), (-1, *mine.shape)), axis=0)
 
@@ -216,24 +216,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     flags.add_tree(parser, action="append", default=[])
     add = parser.add_argument
-    words = "one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (times 4)"
-    add("--sizes", metavar="RANGE", help=words)
+    text = "one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (powers of 4)"
+    add("--sizes", metavar="RANGE", help=text)
     add(
         "--algorithms",
         default="auto",
         metavar="LIST",
-        help="comma-separated: auto, native, ring, halving_doubling, shuffle, or inner/outer of "
-        "two; +bf16, +int8 or +int4 says what travels, @4MiB or @all how large packs are",
+        help="comma-separated: auto, native, ring, halving_doubling, shuffle, or two of them as "
+        "inner/outer; add +bf16, +int8 or +int4 for the wire format, @4MiB or @all for the largest "
+        "pack (default: auto)",
     )
     flags.add_devices(parser)
-    words = "start N CPU processes here, over Gloo, of --devices each (default: 1)"
-    add("--processes", type=flags.at_least(2), metavar="N", help=words)
+    text = "start N CPU processes on this machine, over Gloo, with --devices each (default: 1)"
+    add("--processes", type=flags.at_least(2), metavar="N", help=text)
     add("--rounds", type=flags.at_least(1), default=20, help="timed rounds (default: 20)")
-    add("--json", metavar="FILE", help="write one JSON line per result; - for here")
+    text = "also write one JSON line per result to FILE; - prints these only"
+    add("--json", metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and show; the exit status."""
+    """Measure, print a table, and return the exit status."""
     names = list(dict.fromkeys(name.strip() for name in args.algorithms.split(",")))
     for name in names:
         if name.removesuffix(AGAIN) != BASELINE:
@@ -243,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
     for name, size in sizes_of(args.sizes).items() if args.sizes else ():
         dtype = flags.dtype_of(args.dtype)
         if size % dtype.itemsize:
-            raise ValueError(f"--sizes: {name} is no whole number of elements of {dtype}.")
+            raise ValueError(f"--sizes: {name} is not a whole number of {dtype} elements.")
         workloads.append((name, [jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype)]))
     work = functools.partial(_measured, workloads, [BASELINE, BASELINE + AGAIN, *names], args)
     if args.processes:
@@ -264,7 +266,7 @@ def _measured(
     names: Sequence[str],
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """The lines of every workload, the same in each process of the job."""
+    """Return the lines of every workload, the same in each process of the job."""
     mesh = mesh_of(flags.devices_of(args.platform, args.devices))
     lines = []
     for name, leaves in workloads:
@@ -275,7 +277,7 @@ def _measured(
 
 
 def text_of(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The lines as a table, behind what they were measured on."""
+    """Format the lines as a table, below a line on the devices and versions."""
     columns = ("", "algorithm", "ms", f"÷ {BASELINE} [95 %]", "busbw", "sent", "arrays", "temp",
                "error", "build s", "÷")  # fmt: skip
     rows = [

@@ -1,4 +1,4 @@
-"""`jaxcoll demo`: train on real data over several devices, and show what they sent one another."""
+"""`jaxcoll demo`: train a small network on several devices, and show what they send."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import jaxcoll as jc
 from jaxcoll.cli import flags
 
 EPILOG = """\
-A small network on handwritten digits, beside one device without jaxcoll. `jaxcoll launch -n 2 -m
-jaxcoll demo` trains it over processes. The exit status is 1 when parameters differ by more than
-1e-4, or when 600 steps do not reach a test accuracy of 0.96.
+Trains a small network on handwritten digits, and compares it with training on one device without
+jaxcoll. `jaxcoll launch -n 2 -m jaxcoll demo` trains it in two processes. The exit status is 1 if
+the parameters differ by more than 1e-4, or if 600 steps do not reach a test accuracy of 0.96.
 """
 
 STEPS, BATCH, LEAST_ACCURACY, MOST_DIFFERENCE = 600, 256, 0.96, 1e-4
@@ -26,7 +26,7 @@ SHAPES = {"conv1": (9, 16), "conv2": (9 * 16, 32), "hidden": (4 * 4 * 32, 64), "
 
 
 class Digits(NamedTuple):
-    """UCI's handwritten digits: float32 images of 8 × 8 from 0 to 1, and int32 labels."""
+    """UCI's handwritten digits: float32 images of 8 × 8 pixels from 0 to 1, and int32 labels."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -35,7 +35,7 @@ class Digits(NamedTuple):
 
 
 def load() -> Digits:
-    """1,437 images to train on and 360 for the test, every digit alike."""
+    """Load 1,437 images for training and 360 for testing, with the same share of each digit."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -46,14 +46,14 @@ def load() -> Digits:
 
 
 def batches(digits: Digits, size: int, steps: int, seed: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield `steps` batches of images and labels, the same ones for the same seed."""
+    """Yield `steps` batches of images and labels, reproducible from `seed`."""
     rng = np.random.default_rng(seed)
     order = np.array([], dtype=np.int64)
     for _ in range(steps):
         if len(order) < size:
             order = rng.permutation(len(digits.labels))
         chosen, order = order[:size], order[size:]
-        # Moved by up to one pixel, which is what lifts so small a network above 0.98.
+        # Shifts of up to one pixel lift the accuracy of this small network above 0.98.
         padded = np.pad(digits.images[chosen], ((0, 0), (1, 1), (1, 1)))
         y, x = (rng.integers(0, 3, (size, 1)) + np.arange(8) for _ in range(2))
         moved = padded[np.arange(size)[:, None, None], y[:, :, None], x[:, None, :]]
@@ -61,12 +61,12 @@ def batches(digits: Digits, size: int, steps: int, seed: int) -> Iterator[tuple[
 
 
 def initial(seed: int) -> dict[str, Any]:
-    """New parameters, float32, the same ones for the same seed."""
+    """Return new float32 parameters, reproducible from `seed`."""
     rng = np.random.default_rng(seed)
     return {
         name: {
             "bias": np.zeros(width, np.float32),
-            # 1.6 keeps the size of activations from layer to layer; gelu would shrink them.
+            # 1.6 keeps activations at the same scale from layer to layer; gelu would shrink them.
             "kernel": (rng.standard_normal((n, width)) * (1.6 / np.sqrt(n))).astype(np.float32),
         }
         for name, (n, width) in SHAPES.items()
@@ -74,13 +74,13 @@ def initial(seed: int) -> dict[str, Any]:
 
 
 def scores(params: dict[str, Any], images: jax.Array) -> jax.Array:
-    """Logits of shape (n, 10) for images of shape (n, 8, 8)."""
+    """Return logits of shape (n, 10) for images of shape (n, 8, 8)."""
 
     def dense(x: jax.Array, layer: str) -> jax.Array:
         return x @ params[layer]["kernel"] + params[layer]["bias"]
 
     def neighbourhoods(x: jax.Array) -> jax.Array:
-        # Of each pixel, 3 × 3: a convolution is a matrix product of these.
+        # The 3 × 3 neighbourhood of each pixel: a convolution is a matrix product of these.
         padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
         parts = [padded[:, i : i + 8, j : j + 8] for i in range(3) for j in range(3)]
         return jnp.concatenate(parts, axis=-1)
@@ -91,7 +91,7 @@ def scores(params: dict[str, Any], images: jax.Array) -> jax.Array:
 
 
 def loss(params: dict[str, Any], images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the images: all of a batch, or one replica's share."""
+    """Return the mean cross-entropy of a batch, or of one replica's share of it."""
     logs = jax.nn.log_softmax(scores(params, images))
     return -jnp.mean(jnp.take_along_axis(logs, labels[:, None], axis=1))
 
@@ -100,19 +100,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     flags.add_devices(parser)
-    positive, words = flags.at_least(1), f"default: {STEPS}"
-    parser.add_argument("--steps", type=positive, default=STEPS, metavar="N", help=words)
+    positive, text = flags.at_least(1), f"training steps (default: {STEPS})"
+    parser.add_argument("--steps", type=positive, default=STEPS, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train over the devices and on one alone, and compare; the exit status."""
+    """Train on all devices and on one, print a comparison, and return the exit status."""
     if missing := [name for name in ("optax", "sklearn") if not importlib.util.find_spec(name)]:
         raise ValueError(
             f"needs {', '.join(missing)}, not installed here: pip install 'jaxcoll[train]'"
         )
     precision = "jax_default_matmul_precision"
     before = jax.config.values[precision]
-    # An accelerator may round the factors of products, differently for a share of the batch.
+    # By default, an accelerator may round the factors of products, depending on the batch size.
     jax.config.update(precision, "highest")
     try:
         return _compared(args)
@@ -124,7 +124,7 @@ def _compared(args: argparse.Namespace) -> int:
     import optax
 
     rate = optax.warmup_cosine_decay_schedule(0.0, 0.05, min(30, args.steps // 2), args.steps)
-    # With momentum two runs that differ by rounding stay together; Adam would blow rounding up.
+    # With momentum, two runs that differ by rounding stay close; Adam would amplify rounding.
     optimizer = optax.sgd(rate, momentum=0.9, nesterov=True)
 
     def step(value_and_grad: Any, params: Any, state: Any, batch: Any) -> Any:
@@ -160,7 +160,7 @@ def _compared(args: argparse.Namespace) -> int:
     where = f"{len(devices)} devices in {processes} process{'es' * (processes > 1)}"
     print(f"{where}, {args.steps} steps of {size} images of handwritten digits")
     print(f"loss {losses[0]:.4f} … {losses[-1]:.4f}; test accuracy {accuracy:.4f}")
-    print(f"parameters differ from one device's by {difference:.1e}, relative to the largest")
+    print(f"largest relative difference from one device's parameters: {difference:.1e}")
     print("", report.plans[0], "", report, sep="\n")
     is_poor = args.steps >= STEPS and accuracy < LEAST_ACCURACY
     return int(is_poor or not difference <= MOST_DIFFERENCE)

@@ -1,4 +1,4 @@
-"""`jaxcoll doctor`: check this machine, or the job that this process is one of."""
+"""`jaxcoll doctor`: check this machine, or the job that this process belongs to."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from jaxcoll._show.table import Table
 from jaxcoll.cli.flags import write_json
 
 EPILOG = """\
-Alone it looks at this machine. In every process of a job (`jaxcoll launch -n 4 -m jaxcoll doctor`,
-`srun jaxcoll doctor`) it also compares the processes, over the coordination service and not over a
-collective that may hang; process 0 prints. The exit status is 0, 1 where something could be better,
-2 where something will not work.
+Run alone, it checks this machine. Run in every process of a job (`jaxcoll launch -n 4 -m jaxcoll
+doctor`, `srun jaxcoll doctor`), it also compares the processes, through the coordination service
+instead of a collective that may hang; process 0 prints. The exit status is 0 if all is well, 1 if
+something could be better, 2 if something will not work.
 """
 
 FEW_FILES, LITTLE_SHARED = 1024, 1 << 30
+"""Warn below this many open files, and this many bytes of free shared memory."""
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at; `fix` says what to do where `level` is "warn" or "bad"."""
+    """The result of one check; `fix` says what to do if `level` is "warn" or "bad"."""
 
     level: str
     what: str
@@ -43,21 +44,21 @@ class Finding(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    words = "write lines of JSON to FILE, in the place of a table; - or nothing for here"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=words)
-    words = "seconds for the others to answer (default: 60)"
-    parser.add_argument("--timeout-seconds", type=float, default=60, metavar="S", help=words)
+    text = "write JSON lines to FILE instead of a table; - or no FILE for standard output"
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
+    text = "seconds to wait for the other processes (default: 60)"
+    parser.add_argument("--timeout-seconds", type=float, default=60, metavar="S", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, compare, and say what to do; the exit status, as `EPILOG` has it."""
+    """Check, compare, print what to fix, and return the exit status that `EPILOG` describes."""
     limit = args.timeout_seconds
     jc.initialize(initialization_timeout_seconds=limit)
     store = coordination.store()
     if store is None or store.processes == 1:
         findings = list(machine_findings(machine_facts()))
     else:
-        # Before JAX looks for devices together, and waits long for the dead.
+        # Check that all processes answer first: JAX would wait long for dead ones to show devices.
         _reports(store, "here", {}, limit)
         processes = _reports(store, "facts", facts := machine_facts(), limit)
         findings = [*machine_findings(facts), *job_findings(processes)]
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, [finding._asdict() for finding in findings], as_lines=True)
     else:
-        print(Table(("", "what", "found"), "<<<", [finding[:3] for finding in findings]).text())
+        print(Table(("", "check", "found"), "<<<", [finding[:3] for finding in findings]).text())
         for finding in findings:
             if finding.fix:
                 print(f"{finding.level}: {finding.what}: {finding.fix}")
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def machine_facts() -> dict[str, Any]:
-    """The machine and the devices of this process, as JSON can carry them."""
+    """Return facts about this machine and this process's devices, as JSON values."""
     try:
         import resource
 
@@ -96,40 +97,40 @@ def machine_facts() -> dict[str, Any]:
 
 
 def machine_findings(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Report on one process and the machine it is on."""
+    """Yield findings on one process and its machine."""
     yield Finding("ok", "versions", ", ".join(map(" ".join, facts["versions"].items())))
-    devices = f"{facts['devices']} of {facts['platform']} ({facts['kind']}) on {facts['host']}"
+    devices = f"{facts['devices']} × {facts['platform']} ({facts['kind']}) on {facts['host']}"
     yield Finding("ok", "devices", devices)
     is_cpu, found = facts["platform"] == "cpu", facts["collectives"]
-    ill = is_cpu and found not in ("gloo", "mpi")
+    is_wrong = is_cpu and found not in ("gloo", "mpi")
     fix = 'Set `jax.config.update("jax_cpu_collectives_implementation", "gloo")`.'
-    yield _finding(ill, "bad", "collectives", found if is_cpu else "XLA's own", fix)
-    ill = is_cpu and facts["processes"] > 1 and not facts["keeps_memory"]
-    fix = "Exchanges over Gloo can take twice as long: "
+    yield _finding(is_wrong, "bad", "collectives", found if is_cpu else "XLA's own", fix)
+    is_slow = is_cpu and facts["processes"] > 1 and not facts["keeps_memory"]
+    fix = "Collectives over Gloo can take twice as long: "
     fix += f"`unset {' '.join(facts['malloc'])}`." if facts["malloc"] else "set JAX_PLATFORMS=cpu."
-    found = f"{'keeps' if facts['keeps_memory'] else 'gives back'} memory that is freed"
-    yield _finding(ill, "warn", "malloc", found, fix)
-    fix = f"Each pair of processes takes connections: `ulimit -n {FEW_FILES * 8}`."
+    found = f"{'keeps' if facts['keeps_memory'] else 'returns'} freed memory"
+    yield _finding(is_slow, "warn", "malloc", found, fix)
+    fix = f"Each pair of processes needs connections: `ulimit -n {FEW_FILES * 8}`."
     is_few = 0 <= facts["files"] < FEW_FILES
     yield _finding(is_few, "warn", "open files", f"{facts['files']:,} allowed", fix)
     if (free := facts["shared"]) is not None:
-        fix = "NCCL between GPUs of one host takes it: start containers with `--shm-size=8g`."
+        fix = "NCCL needs it between the GPUs of a host: start containers with `--shm-size=8g`."
         found = f"{free / 1e9:.1f} GB free"
         yield _finding(free < LITTLE_SHARED, "warn", "shared memory", found, fix)
 
 
-def _finding(ill: bool, level: str, what: str, found: str, fix: str) -> Finding:
-    return Finding(level, what, found, fix) if ill else Finding("ok", what, found)
+def _finding(is_problem: bool, level: str, what: str, found: str, fix: str) -> Finding:
+    return Finding(level, what, found, fix) if is_problem else Finding("ok", what, found)
 
 
 def job_findings(processes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Report on what the processes of a job have in common, and should."""
+    """Yield findings on properties that should be the same in all processes of a job."""
     hosts = len({facts["host"] for facts in processes})
     yield Finding("ok", "processes", f"{len(processes)} on {hosts} host{'s' * (hosts > 1)}")
     for name, fix in (
-        ("versions", "Install the same: programs that are compiled differently do not meet."),
-        ("devices", "Give every process as many devices: strategies and meshes need it."),
-        ("kind", "Use one kind of device: the slowest decides, and compilers differ."),
+        ("versions", "Install the same versions: different programs cannot exchange data."),
+        ("devices", "Give every process the same number: strategies and meshes need it."),
+        ("kind", "Use one kind of device: the slowest sets the pace, and compilers differ."),
         ("collectives", "Choose one implementation for all processes."),
     ):
         values = [json.dumps(facts[name]).replace('"', "") for facts in processes]
@@ -140,7 +141,7 @@ def job_findings(processes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _reports(store: Any, name: str, mine: Mapping[str, Any], timeout: float) -> list[Any]:
-    """Publish one report and return those of all processes."""
+    """Publish this process's report and return those of all processes."""
     store.set(f"jaxcoll/doctor/{name}/{store.process}", json.dumps(mine))
     until, found = time.monotonic() + timeout, []
     for rank in range(store.processes):
@@ -149,7 +150,7 @@ def _reports(store: Any, name: str, mine: Mapping[str, Any], timeout: float) -> 
             found.append(json.loads(store.get(f"jaxcoll/doctor/{name}/{rank}", left)))
         except TimeoutError:
             raise ValueError(
-                f"process {rank} of {store.processes} did not answer within {timeout:g} s. Look at "
-                "what it printed; all must run the same command."
+                f"process {rank} of {store.processes} did not answer within {timeout:g} s. Read "
+                "its output; all processes must run the same command."
             ) from None
     return found

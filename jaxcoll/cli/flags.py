@@ -1,4 +1,4 @@
-"""Flags that several commands have, and what is written behind them: trees, algorithms, sizes."""
+"""Flags that several commands share, and their values: pytrees, algorithms, sizes, devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import jaxcoll as jc
 from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical
 
 SIMULATED = 8
-"""Simulated CPU devices by default."""
+"""The default number of simulated CPU devices."""
 
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _EVERYTHING = 1 << 60
@@ -26,7 +26,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def resnet50() -> Shapes:
-    """161 leaves, 25,557,032 elements: convolutions, and a scale and a bias for each."""
+    """Return 161 shapes, 25,557,032 elements: kernels, and a scale and a bias for each."""
     kernels: Shapes = {"conv1": (7, 7, 3, 64)}
     channels = 64
     for k, (width, blocks) in enumerate(zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True), 1):
@@ -45,7 +45,7 @@ def resnet50() -> Shapes:
 
 
 def gpt2_small() -> Shapes:
-    """148 leaves, 124,439,808 elements."""
+    """Return 148 shapes, 124,439,808 elements."""
     d = 768
     layer = {
         "norm1.scale": (d,), "norm1.bias": (d,), "qkv": (d, 3 * d), "qkv.bias": (3 * d,),
@@ -60,14 +60,14 @@ def gpt2_small() -> Shapes:
 TREES = {
     "resnet50": resnet50,
     "gpt2-small": gpt2_small,
-    # Leaves of 1 to 4,096 elements, scattered by a multiplicative hash.
+    # Leaves of 1 to 4,096 elements, in the order of a multiplicative hash.
     "many-small": lambda: {str(i): (1 + (i * 2654435761 % 2**32) % 4096,) for i in range(1000)},
     "200x1KiB": lambda: {str(i): (256,) for i in range(200)},
 }
 
 
 def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
-    """One of `TREES`, or that of a .json file of `[{"shape": .., "dtype": .., "name": ..}, ..]`."""
+    """Return one of `TREES`, or read a file of `[{"shape": .., "dtype": .., "name": ..}, ..]`."""
     try:
         if name in TREES:
             rows = [(k, tuple(shape), dtype) for k, shape in TREES[name]().items()]
@@ -78,7 +78,7 @@ def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
             ]
         leaves = [(k, jax.ShapeDtypeStruct(shape, dtype_of(t))) for k, shape, t in rows]
         if not leaves or not all(isinstance(n, int) for _, x in leaves for n in x.shape):
-            raise ValueError("no leaves, or a shape that is none")
+            raise ValueError("no leaves, or an invalid shape")
         return OrderedDict(leaves)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
@@ -88,12 +88,12 @@ def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
 
 
 def options_of(name: str) -> jc.CommunicationOptions:
-    """The options of an algorithm's name: "auto+int8", "ring@4MiB", "shuffle/native@all".
+    """Parse an algorithm's name: "auto+int8", "ring@4MiB", "shuffle/native@all".
 
-    Behind "+" stands the wire format, behind "@" the largest pack, or "all" for one pack.
+    After "+" comes the wire format; after "@" the largest pack, or "all" for a single pack.
 
     Raises:
-      ValueError: there is no such algorithm, format or size.
+      ValueError: there is no such algorithm or format, or the size is invalid.
     """
     rest, at, pack = name.partition("@")
     algorithm, plus, wire_format = rest.partition("+")
@@ -112,7 +112,7 @@ def options_of(name: str) -> jc.CommunicationOptions:
 
 
 def bytes_of(text: str) -> int:
-    """Bytes of a size with a unit ("1.5KiB"), or of a plain number."""
+    """Return the bytes of a size with a unit ("1.5KiB"), or of a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)?", text.strip())
     size = int(float(match[1]) * UNITS[match[2] or "B"]) if match else 0
     if not size:
@@ -121,18 +121,18 @@ def bytes_of(text: str) -> int:
 
 
 def dtype_of(name: str) -> np.dtype:
-    """A dtype that JAX keeps as it is."""
+    """Return the dtype of that name, if JAX does not convert it to another one."""
     try:
         kept = jax.dtypes.canonicalize_dtype(dtype := np.dtype(name))
     except TypeError:
         raise ValueError(f"no dtype {name!r}: expected one such as float32 or bfloat16.") from None
     if kept != dtype:
-        raise ValueError(f"JAX holds {dtype} as {kept}: ask for that, or set JAX_ENABLE_X64=1.")
+        raise ValueError(f"JAX converts {dtype} to {kept}: use that, or set JAX_ENABLE_X64=1.")
     return kept
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A flag's type: an integer that is not below `least`."""
+    """Return a type for flags: integers of at least `least`."""
 
     def integer(text: str) -> int:
         number = int(text)
@@ -144,7 +144,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Refuse flags that were given a number below `least`."""
+    """Raise a ValueError if a flag has a number below `least`."""
     for name in names:
         number = getattr(args, name)
         if number is not None and number < least:
@@ -153,24 +153,24 @@ def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
-    """`--devices` and `--platform`."""
-    words = f"how many (default: {SIMULATED} simulated ones, or all accelerators)"
-    parser.add_argument("--devices", type=at_least(1), metavar="N", help=words)
-    words = "simulated CPU devices (default), or the accelerators that are here"
-    parser.add_argument("--platform", choices=["cpu", "gpu", "tpu", "auto"], help=words)
+    """Add `--devices` and `--platform`."""
+    text = f"number of devices (default: {SIMULATED} simulated ones, or all accelerators)"
+    parser.add_argument("--devices", type=at_least(1), metavar="N", help=text)
+    text = "simulated CPU devices (default), or this machine's accelerators"
+    parser.add_argument("--platform", choices=["cpu", "gpu", "tpu", "auto"], help=text)
 
 
 def add_tree(parser: argparse.ArgumentParser, **settings: Any) -> None:
-    """`--tree`, `--dtype` and `--reduce-op`."""
+    """Add `--tree`, `--dtype` and `--reduce-op`."""
     add = parser.add_argument
-    words = f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype, name}}, ...]"
-    add("--tree", metavar="NAME", help=f"{words} (default: resnet50)", **settings)
-    add("--dtype", default="float32", help="of what does not say (default: float32)")
-    add("--reduce-op", choices=["mean", "sum"], default="mean")
+    text = f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype, name}}, ...]"
+    add("--tree", metavar="NAME", help=f"{text} (default: resnet50)", **settings)
+    add("--dtype", default="float32", help="of arrays without a dtype (default: float32)")
+    add("--reduce-op", choices=["mean", "sum"], default="mean", help="(default: mean)")
 
 
 def choose_platform(platform: str | None, count: int | None) -> None:
-    """Have JAX use simulated CPU devices, or a platform's; before it looks for devices."""
+    """Set JAX's platform, or simulated CPU devices; call it before JAX looks for devices."""
     if platform in (None, "cpu"):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count or SIMULATED)
@@ -179,7 +179,7 @@ def choose_platform(platform: str | None, count: int | None) -> None:
 
 
 def devices_of(platform: str | None, count: int | None) -> list[jax.Device]:
-    """The devices of the job that this process is in, or else those that the flags ask for."""
+    """Return the devices of this process's job, or else those that the flags select."""
     if platform is None and count is None:
         jc.initialize()
     if jax.distributed.is_initialized():
@@ -193,12 +193,13 @@ def devices_of(platform: str | None, count: int | None) -> list[jax.Device]:
             f"{platform}, or leave --platform out for simulated CPU devices."
         ) from error
     if count is not None and count > len(devices):
-        raise ValueError(f"--devices {count}: there are {len(devices)} {devices[0].platform} here.")
+        here = f"{len(devices)} {devices[0].platform} devices"
+        raise ValueError(f"--devices {count}: this machine has {here}.")
     return devices[:count]
 
 
 def write_json(file: str | None, data: Any, *, as_lines: bool = False) -> None:
-    """Write to the file of --json; "-" is standard output, None nowhere."""
+    """Write JSON to the file of --json; "-" is standard output, None writes nothing."""
     rows = map(json.dumps, data) if as_lines else [json.dumps(data, indent=1)]
     text = "".join(f"{row}\n" for row in rows)
     if file == "-":

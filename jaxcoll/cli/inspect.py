@@ -1,4 +1,4 @@
-"""`jaxcoll inspect`: what a compiled text, or a function that is compiled now, will send."""
+"""`jaxcoll inspect`: report the collectives of HLO text, a function, a script or a profile."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ if TYPE_CHECKING:  # the readers of programs are imported once there is somethin
     from jaxcoll._observe.report import Report
 
 EPILOG = """\
-TARGET is a file of HLO text, as `compiled.as_text()` returns it; or train.py:name, or module:name,
-of a function that has its arguments in an attribute `example_args`, a tuple of arrays or
-jax.ShapeDtypeStructs; or one that returns (fun, args), (fun, args, kwargs), or what `.lower`
-returned, and takes nothing, or a `mesh`: then it gets one with the axis "data". Nothing of it is
-run on a device. With --against there is a table of both instead of the report of one.
+TARGET is a file of HLO text from `compiled.as_text()`, or a function: train.py:name or module:name.
+The function needs an attribute `example_args`, a tuple of arrays or jax.ShapeDtypeStructs.
+Otherwise it is called without arguments, or with a `mesh` whose axis is "data" if it takes one, and
+must return (fun, args), (fun, args, kwargs), or the result of `.lower`. Nothing runs on a device.
+With --against, a table compares both targets instead of a report.
 
---run comes last, with a script and its arguments, or -m and a module: any JAX program, as it is.
-When it ends, a table of the programs that communicate is written to standard error, by the first
-rank for all; output, exit status and signals are the script's own. The exit status is 1 where a
---limit is exceeded and the script's is 0; 2, with one line, where nothing can be run.
+--run comes last, followed by a script and its arguments, or by -m and a module. It runs any JAX
+program unchanged. When the program ends, the first rank writes a table of all communicating
+programs to standard error; output, exit status and signals are the script's own. The exit status is
+1 if a --limit is exceeded and the script's status is 0; it is 2, with one line on standard error,
+if nothing can be run.
 """
 
 
@@ -48,30 +49,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "jaxcoll inspect [flags] (TARGET | --profile FOLDER | --run script.py [arguments ...])"
     )
     add("target", nargs="?", metavar="TARGET", help="FILE.hlo, train.py:name or module:name")
-    words = "run a script, or -m and a module, and report every program that communicates"
-    add("--run", nargs=argparse.REMAINDER, metavar="script.py ...", help=words)
-    words = "with --run: profile about N runs: transfer, waiting, and the rank that comes late"
-    add("--measure", type=flags.at_least(1), default=0, metavar="N", help=words)
-    words = "read saved profiles, one of each host; with --run --measure: keep them there"
-    add("--profile", type=Path, metavar="FOLDER", help=words)
-    words = "with --run: a limit of `jc.assert_collectives` on each program, as in max_count=1"
-    add("--limit", action="append", default=[], metavar="NAME=VALUE", help=words)
-    add("--against", metavar="OTHER", help="another TARGET, of which the figures stand beside")
+    text = "run a script, or -m and a module, and report every communicating program"
+    add("--run", nargs=argparse.REMAINDER, metavar="script.py ...", help=text)
+    text = "with --run: profile about N runs, for transfer and waiting times and late ranks"
+    add("--measure", type=flags.at_least(1), default=0, metavar="N", help=text)
+    text = "read saved profiles, one per host; with --run --measure: save the profiles there"
+    add("--profile", type=Path, metavar="FOLDER", help=text)
+    text = "with --run: a limit of `jc.assert_collectives` on each program, as in max_count=1"
+    add("--limit", action="append", default=[], metavar="NAME=VALUE", help=text)
+    add("--against", metavar="OTHER", help="another TARGET to compare with")
     flags.add_devices(parser)
-    add("--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for")
-    add("--json", metavar="FILE", help="write the report to FILE; - for here")
-    add("--plot", type=Path, metavar="FILE", help="draw the schedule, as in a.png")
+    add("--topology", metavar="NAME", help="compile module:name for a cluster, such as h100:8")
+    add("--json", metavar="FILE", help="also write JSON to FILE; - prints JSON only")
+    add("--plot", type=Path, metavar="FILE", help="draw the schedule, or the measured step")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, compile or run, and show; the exit status."""
+    """Report one target, profile or script, and return the exit status."""
     folder: Path | None = args.profile if args.run is None else None
     if (args.target is not None) + (args.run is not None) + (folder is not None) != 1:
-        raise ValueError("expected one of TARGET, --profile FOLDER and --run script.py.")
+        raise ValueError("expected one of TARGET, --profile FOLDER or --run script.py.")
     if args.run is not None:
         return _run(args)
     if args.measure or args.limit:
-        raise ValueError("--measure and --limit are for --run, as in --measure 20 --run train.py.")
+        raise ValueError("--measure and --limit need --run, as in --measure 20 --run train.py.")
     if folder is not None:
         _show(read_folder(folder), args, sys.stdout)
         return 0
@@ -92,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run a script, and show what it sent and what that took."""
-    # All that can be found wrong before the script runs.
+    """Run a script, and show its collectives and their times."""
+    # Check everything that can be checked before the script runs.
     limits = dict(map(_limit, args.limit))
     if limits:
         from jaxcoll._observe.programs import Programs
@@ -105,13 +106,13 @@ def _run(args: argparse.Namespace) -> int:
         args.profile.mkdir(parents=True, exist_ok=True)
     for file in (args.plot, args.json and args.json != "-" and Path(args.json)):
         if file and not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise ValueError(f"{file} cannot be written.")
+            raise ValueError(f"cannot write {file}.")
     script = Script(args.run)
     watch, process = Watch(args.measure, with_programs=bool(args.profile)), os.getpid()
     watch.start()
     status = script.run()
     if os.getpid() != process:
-        return status  # a fork of the script's own
+        return status  # this is a fork that the script made
     watch.stop()
     programs = watch.programs(everywhere=False, folder=args.profile)
     sys.stdout.flush()
@@ -123,29 +124,29 @@ def _run(args: argparse.Namespace) -> int:
     except (AssertionError, OSError, ImportError, ValueError) as error:
         print(f"jaxcoll inspect: {error}", file=sys.stderr)
         status = status or 1
-    words = {word.partition("=")[0] for word in args.run[1:]}
-    for flag, given in (("--measure", args.measure), ("--limit", limits)):
-        if this_rank() == 0 and not given and flag in words:
+    passed_on = {word.partition("=")[0] for word in args.run[1:]}
+    for flag, value in (("--measure", args.measure), ("--limit", limits)):
+        if this_rank() == 0 and not value and flag in passed_on:
             print(
-                f"jaxcoll inspect: {flag} stands behind --run and went to the script; before --run "
-                "it is for jaxcoll.",
+                f"jaxcoll inspect: {flag} came after --run and was passed to the script; put it "
+                "before --run.",
                 file=sys.stderr,
             )
     return status
 
 
 def _limit(text: str) -> tuple[str, Any]:
-    """Return the name and the value of a --limit, as `jc.assert_collectives` takes them."""
+    """Return the name and the value of a --limit, for `jc.assert_collectives`."""
     name, _, value = text.partition("=")
     names = jc.assert_collectives.__kwdefaults__ or {}
     if name not in names:
-        raise ValueError(f"--limit: {name} is no limit; there are {', '.join(names)}.")
-    likely = {"none_in_loops": "", "dtypes": "=bf16,f32", "kinds": "=all-reduce"}.get(name, "=1")
-    if likely == "=1" and value.isdecimal():
+        raise ValueError(f"--limit: {name} is not a limit; the limits are {', '.join(names)}.")
+    example = {"none_in_loops": "", "dtypes": "=bf16,f32", "kinds": "=all-reduce"}.get(name, "=1")
+    if example == "=1" and value.isdecimal():
         return name, int(value)
-    if likely == "=1" or bool(value) != bool(likely):
-        raise ValueError(f"--limit {text}: expected a limit such as {name}{likely}.")
-    return name, value.split(",") if likely else True
+    if example == "=1" or bool(value) != bool(example):
+        raise ValueError(f"--limit {text}: expected a limit such as {name}{example}.")
+    return name, value.split(",") if example else True
 
 
 def _show(programs: Programs, args: argparse.Namespace, stream: TextIO) -> None:
@@ -161,7 +162,7 @@ def _width(stream: TextIO) -> int:
 
 
 def _short(target: str) -> str:
-    """A target without the folders or packages that it is in."""
+    """Return a target without its folders or packages."""
     module, colon, name = target.rpartition(":")
     is_file = Path(target).is_file() or not colon
     return PurePath(target).name if is_file else f"{module.rpartition('.')[2]}:{name}"
@@ -171,17 +172,17 @@ def _report(target: str, args: argparse.Namespace) -> Report:
     module, colon, name = target.rpartition(":")
     if Path(target).is_file() and not target.endswith(".py"):
         if args.topology:
-            raise ValueError("--topology is for module:name; a file is compiled already.")
+            raise ValueError("--topology needs module:name; a file of HLO is already compiled.")
         return jc.inspect(Path(target).read_text(encoding="utf-8", errors="replace"))
     if not colon:
         script = target if target.endswith(".py") else "train.py"
         raise ValueError(
-            f"{target} is no file of HLO text. A function is named behind its file or module, as "
-            f"in {script}:step; --run {script} runs a whole script."
+            f"{target} is not a file of HLO text. Name a function after its file or module, as in "
+            f"{script}:step; --run {script} runs a whole script."
         )
     flags.choose_platform(args.platform, args.devices)
     fun, arguments, named = _program(module, name, args.topology)
-    # A user's function may raise anything while it is traced, and so may a compiler.
+    # The user's function and the compiler may raise any error.
     with _explained(f"{target} cannot be compiled"):
         return jc.inspect(fun, *arguments, topology=args.topology, **named)
 
@@ -189,27 +190,27 @@ def _report(target: str, args: argparse.Namespace) -> Report:
 def _program(
     module: str, name: str, topology: str | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The program that module:name stands for, and its arguments."""
+    """Import module:name and return its program with its arguments and keyword arguments."""
     path = Path(module)
     is_file = path.suffix == ".py"
     sys.path.insert(0, str(path.parent.absolute()) if is_file else "")
-    # Importing runs the user's file, which may raise anything.
+    # Importing runs the user's file, which may raise any error.
     with _explained(f"no {name!r} in {module!r}"):
         target = getattr(importlib.import_module(path.stem if is_file else module), name)
     if hasattr(target, "example_args"):
         return target, tuple(target.example_args), dict(getattr(target, "example_kwargs", {}))
     if not callable(target):
         raise ValueError(f"{module}:{name} is not a function; it is {type(target).__name__}.")
-    # A platform that is not here, for one, has errors of its own.
+    # A missing platform, for example, raises errors of its own.
     with _explained(f"no mesh for {module}:{name}"):
         mesh = {"mesh": _mesh(topology)} if takes_mesh(target, {}) else {}
-    alone = "with a `mesh` alone" if mesh else "without arguments"
+    arguments = "with only a `mesh`" if mesh else "without arguments"
     script = module if module.endswith(".py") else f"-m {module}"
     instead = (
-        f" Say what it takes, as in `{name}.example_args = (jax.ShapeDtypeStruct((8, 3), "
+        f" Set its arguments, as in `{name}.example_args = (jax.ShapeDtypeStruct((8, 3), "
         f'"float32"),)`, or run the script: jaxcoll inspect --run {script}.'
     )
-    what = f"{module}:{name} has no `example_args`, and cannot be called {alone}"
+    what = f"{module}:{name} has no `example_args`, and cannot be called {arguments}"
     with _explained(what, instead):
         made = target(**mesh)
     if not isinstance(made, tuple):
@@ -227,13 +228,13 @@ def _mesh(topology: str | None) -> Mesh | AbstractMesh:
 
 @contextlib.contextmanager
 def _explained(what: str, instead: str = "") -> Iterator[None]:
-    """Any error as one line behind `what`, with its type where its words alone do not say it."""
+    """Turn any error into a ValueError of one line: `what`, its type unless common, its message."""
     try:
         yield
     except Exception as error:
-        words = shortened(" ".join(str(error).split()), 400)
-        is_plain = isinstance(error, ValueError | OSError) and words
+        message = shortened(" ".join(str(error).split()), 400)
+        is_plain = isinstance(error, ValueError | OSError) and message
         raise ValueError(
-            f"{what}: {words if is_plain else f'{type(error).__name__}: {words}'}"
+            f"{what}: {message if is_plain else f'{type(error).__name__}: {message}'}"
             + (f".{instead}" if instead else "")
         ) from error

@@ -1,4 +1,4 @@
-"""`jaxcoll launch`: several processes of one program on this host, which all end together."""
+"""`jaxcoll launch`: run several processes of one program on this host, and end them together."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from jaxcoll._cluster.launch.supervisor import Job, world
 from jaxcoll.cli.flags import check_least
 
 EPILOG = """\
-The program calls `jc.initialize()` first. Each process is on 127.0.0.1 and nothing of it can be
-reached from elsewhere; on several hosts, start the program with their own launcher. Standard output
-and error are passed on line by line behind "[rank] ". When a process fails, the others are asked to
-end (SIGTERM), and killed five seconds later; so it is with Ctrl-C, which they get as such. The exit
-status is that of the first process that failed, 128 + n where signal n ended it; 124 when the time
-was up; 130 for Ctrl-C; 2 with one line on standard error when nothing can be started. With
---keep-going it is 0 if any process ended with 0. With --restarts N the whole job is started again
-when one fails, and goes on from its own checkpoint; with --keep-going as well, a process that
-failed is started again alone, and rejoins the others, as long as there are any.
+The program calls `jc.initialize()` first. The processes use 127.0.0.1, and other machines cannot
+reach them; on several hosts, use the cluster's launcher instead. Each line of standard output and
+error is printed with "[rank] " in front. When a process fails, the others get a SIGTERM, and are
+killed five seconds later; Ctrl-C is passed on as it is, with the same limit. The exit status is
+that of the first process that failed, or 128 + n if signal n ended it; 124 after
+--timeout-seconds; 130 for Ctrl-C; 2, with one line on standard error, if nothing can be started.
+With --keep-going it is 0 if any process ended with 0. With --restarts N, the whole job is restarted
+when a process fails, and continues from its own checkpoint. With --keep-going as well, only the
+failed process is restarted, and rejoins the others while there are any.
 """
 
 
 _APART = """\
-the {n} processes did not join the job that was prepared for them: unless they met at an address \
-of their own, each ran the whole program alone. To make them one job, begin it with \
+the {n} processes did not join the job that was prepared for them. Unless they connected at an \
+address of their own, each ran the whole program alone. To make them one job, begin it with \
 `import jaxcoll as jc; jc.initialize()`, before any other use of JAX."""
 
 
@@ -45,23 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jaxcoll launch [-n N] [flags] (script.py | -m module) [arguments ...]"
     add = parser.add_argument
     add("-n", "--processes", type=int, default=2, metavar="N", help="(default: 2)")
-    words = "simulated CPU devices, or GPUs, of each process (default: 1)"
-    add("--devices-per-process", type=int, metavar="K", help=words)
-    words = "simulated CPU devices over Gloo (default), or this host's GPUs, K for each process"
-    add("--platform", choices=["cpu", "gpu"], default="cpu", help=words)
-    add("--logs", type=Path, metavar="DIR", help="add what each prints to DIR/RANK.log as well")
-    words = "end all after S seconds (default: never)"
-    add("--timeout-seconds", type=float, metavar="S", help=words)
-    words = "let the others run on when a process fails, for programs that can go on without it"
-    add("--keep-going", action="store_true", help=words)
-    words = "start what failed again, N times in all (default: 0)"
-    add("--restarts", type=int, default=0, metavar="N", help=words)
+    text = "simulated CPU devices, or GPUs, per process (default: 1)"
+    add("--devices-per-process", type=int, metavar="K", help=text)
+    text = "simulated CPU devices over Gloo (default), or this host's GPUs, K for each process"
+    add("--platform", choices=["cpu", "gpu"], default="cpu", help=text)
+    add("--logs", type=Path, metavar="DIR", help="also append each rank's output to DIR/RANK.log")
+    text = "end all processes after S seconds (default: never)"
+    add("--timeout-seconds", type=float, metavar="S", help=text)
+    text = "let the others continue when a process fails, for programs that can do without it"
+    add("--keep-going", action="store_true", help=text)
+    text = "restart after failures, N times in total (default: 0)"
+    add("--restarts", type=int, default=0, metavar="N", help=text)
     add("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module")
-    add("program", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run")
+    text = "the program and its arguments"
+    add("program", nargs=argparse.REMAINDER, metavar="script.py ...", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start, pass on, and end; the exit status, as `EPILOG` has it."""
+    """Run the job to its end and return the exit status that `EPILOG` describes."""
     command = _command(args)
     check_system()
     with contextlib.ExitStack() as at_end:
@@ -74,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
             if not args.keep_going or not (restart := next(restarts, "")):
                 return False
             output.complain(
-                f"process {rank} of {args.processes} {_how(status)}; it is started again, to "
-                f"rejoin the others ({restart})."
+                f"process {rank} of {args.processes} {_how(status)}; restarting it, to rejoin the "
+                f"others ({restart})."
             )
             return True
 
@@ -90,11 +91,11 @@ def run(args: argparse.Namespace) -> int:
                 output.complain(_APART.format(n=args.processes))
             if not status or job.interrupted or job.is_late or not (restart := next(restarts, "")):
                 return status
-            output.complain(f"all {args.processes} are started again ({restart}).")
+            output.complain(f"restarting all {args.processes} processes ({restart}).")
 
 
 def _status(args: argparse.Namespace, job: Job, output: _Output) -> int:
-    """Say what went wrong; the exit status."""
+    """Print what went wrong and return the exit status."""
     others = "" if args.keep_going else "; the others were ended"
     for rank in job.failed if args.keep_going else job.failed[:1]:
         output.complain(f"process {rank} of {args.processes} {_how(job.statuses[rank])}{others}.")
@@ -112,7 +113,7 @@ def _status(args: argparse.Namespace, job: Job, output: _Output) -> int:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """Return each process's command. Every flag is checked here, before anything is started."""
+    """Check all flags and return the command of each process."""
     if args.processes < 1:
         raise ValueError(f"-n must be at least 1; got {args.processes}.")
     check_least(args, 1, "devices_per_process")
@@ -123,9 +124,9 @@ def _command(args: argparse.Namespace) -> list[str]:
         return [sys.executable, "-m", *args.module]
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not program:
-        raise ValueError("what is to run? Give a script.py, or -m and a module.")
-    if re.fullmatch(r"python[\d.]*", Path(program[0]).name):  # as mpirun wants it
-        raise ValueError(f"this Python runs the script already: leave {program[0]!r} out.")
+        raise ValueError("no program to run: give a script.py, or -m and a module.")
+    if re.fullmatch(r"python[\d.]*", Path(program[0]).name):  # as mpirun needs it
+        raise ValueError(f"the script runs with this Python: leave {program[0]!r} out.")
     if not Path(program[0]).exists():
         raise ValueError(f"there is no file {program[0]}.")
     return [sys.executable, *program]
@@ -137,7 +138,7 @@ def _how(status: int | None) -> str:
 
 
 class _Output:
-    """Both standard streams, whose readers may stop without keeping the job from its end."""
+    """Writes to standard output and error; a reader that stops reading does not block the job."""
 
     def __init__(self, logs: list[FileIO]) -> None:
         self.logs = logs
@@ -146,32 +147,32 @@ class _Output:
         locks: dict[tuple[int, ...], threading.Lock] = {}
         for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
             stream.flush()
-            number = stream.fileno()  # without Python's buffer, for whose lock it waits at exit
+            number = stream.fileno()  # not Python's buffer: at exit Python waits for its lock
             lock = locks.setdefault(os.fstat(number)[1:3], threading.Lock())
             self._files[name] = number, lock
 
     def show(self, rank: int, stream: str, line: str) -> None:
-        """Write a line of a process, here and in its log. What cannot be written ends no job."""
+        """Print a process's line and add it to its log; a failure to write does not end the job."""
         try:
             self._write(stream, f"[{rank}] {line}")
         except OSError as error:
             if stream == "out" and not self._complained and error.errno != errno.EPIPE:
                 self._complained = True
-                words = f"standard output cannot be written ({error.strerror})"
-                self.complain(f"{words}; the job goes on without it.")
+                text = f"standard output cannot be written ({error.strerror})"
+                self.complain(f"{text}; the job continues without it.")
         if self.logs:
             try:
                 self.logs[rank].write(line.encode())
             except OSError as error:
-                self.complain(f"no more logs are kept: {error.strerror}.")
+                self.complain(f"logging stopped: {error.strerror}.")
                 self.logs.clear()
 
-    def complain(self, words: str) -> None:
-        """Write a line of the launcher's own on standard error, as far as somebody reads it."""
+    def complain(self, message: str) -> None:
+        """Write the launcher's own message to standard error; wait at most a second for that."""
 
         def write() -> None:
             with contextlib.suppress(OSError):
-                self._write("err", f"jaxcoll launch: {words}\n")
+                self._write("err", f"jaxcoll launch: {message}\n")
 
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
@@ -182,12 +183,12 @@ class _Output:
         data = text.encode()
         with lock:
             while data:
-                select.select((), (number,), ())  # somebody may have made it non-blocking
+                select.select((), (number,), ())  # another process may have made it non-blocking
                 data = data[os.write(number, data) :]
 
 
 def _logs(folder: Path | None, processes: int, at_end: contextlib.ExitStack) -> list[FileIO]:
-    """A file for each rank, and one for the coordinator; none without a folder."""
+    """Open a log file for each rank and one for the coordinator; none without a folder."""
     if folder is None:
         return []
     paths = [folder / f"{name}.log" for name in (*range(processes), "coordinator")]
@@ -200,14 +201,14 @@ def _logs(folder: Path | None, processes: int, at_end: contextlib.ExitStack) -> 
 
 @contextlib.contextmanager
 def _noted() -> Iterator[list[int]]:
-    """The signals to end that came so far, on which the job acts where nothing is half done."""
-    came: list[int] = []
+    """Collect SIGINT, SIGTERM and SIGHUP in a list, for the job to act on at a safe point."""
+    received: list[int] = []
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # `nohup`
         numbers.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
+    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in numbers}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

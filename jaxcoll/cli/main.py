@@ -14,21 +14,21 @@ import jaxcoll
 from jaxcoll.errors import LaunchError
 
 COMMANDS = {
-    "demo": "train on real data over several devices; show what is sent",
-    "plan": "show what a tree would send and what that would take, for a cluster you do not have",
-    "inspect": "show what a program will send, before it runs: requested beside compiled",
+    "demo": "train a small network on several devices and show what they send",
+    "plan": "predict the traffic and time of reducing a pytree, on any cluster",
+    "inspect": "show a program's collectives: as requested, as compiled, as measured",
     "launch": "run a program in several processes on this host",
-    "doctor": "look over this machine, or a running job: what to fix",
-    "bench": "measure all-reduces beside JAX's own",
+    "doctor": "check this machine or a job, and say what to fix",
+    "bench": "benchmark all-reduce algorithms against one psum per array",
 }
 """Each command with its help; its module has `add_arguments(parser)` and `run(arguments)`."""
 
 READER_LEFT = 141
-"""The exit status when the reader, such as `head`, has read enough: as after a SIGPIPE."""
+"""The exit status when the reader of a pipe, such as `head`, has closed it: as after a SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 2, with one line on standard error, for what cannot be."""
+    """Run one command; returns its exit status: 2 after an error, in one line on standard error."""
     command = ""
     try:
         arguments = parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return READER_LEFT
     except KeyboardInterrupt:
         return _complain(command, "interrupted.", 130)
-    except LaunchError as error:  # with the traceback of a process
+    except LaunchError as error:  # its message includes a process's traceback
         return _complain(command, str(error), 2)
     except (ValueError, OSError, ImportError) as error:
         _discard()
@@ -49,33 +49,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard() -> None:
-    """Drop what standard output cannot take: Python flushes it once more at its end."""
+    """Drop output that cannot be written: Python would flush it again at exit, and fail."""
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(command: str, words: str, status: int) -> int:
-    print(f"jaxcoll {command}".rstrip() + f": {words}", file=sys.stderr, flush=True)
+def _complain(command: str, message: str, status: int) -> int:
+    print(f"jaxcoll {command}".rstrip() + f": {message}", file=sys.stderr, flush=True)
     return status
 
 
 class _Parser(argparse.ArgumentParser):
-    """Each command refuses flags that it lacks itself, and names the nearest of its own."""
+    """A parser that suggests the nearest flag when one is unknown."""
 
     def parse_known_args(self, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         known, unknown = super().parse_known_args(*given)
         if unknown:
-            own = [flag for action in self._actions for flag in action.option_strings]
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], own, 1)
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1)
             nearest = f"; nearest: {close[0]}" if close else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
         return known, unknown
 
 
 def parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """All commands, and the flags of the one that is named: the others' modules take their time."""
+    """Return a parser of all commands; to save time, it imports only the module of `words[0]`."""
     whole = _Parser(prog="jaxcoll", description=jaxcoll.__doc__)
     whole.add_argument("--version", action="version", version=f"jaxcoll {jaxcoll.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""`jaxcoll plan`: what a tree would send, and how long that would take, on any cluster."""
+"""`jaxcoll plan`: predict the traffic and time of reducing a pytree, on any cluster."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxcoll._plan.world import World
 from jaxcoll.cli import flags
 
 EPILOG = """\
-Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted by the
-cost model (docs/clusters.md).
+Nothing is compiled, and nothing runs: the plan is made from shapes, and its time is predicted by
+the cost model (docs/clusters.md).
 """
 
 
@@ -23,24 +23,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     flags.add_tree(parser, default="resnet50")
     add = parser.add_argument
-    add("--algorithm", default="auto", metavar="NAME", help="and packs, as in ring@4MiB")
+    text = "algorithm, optionally with a pack size, as in ring@4MiB (default: auto)"
+    add("--algorithm", default="auto", metavar="NAME", help=text)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--topology", metavar="NAME", help="a cluster, such as h100:2x8 or v5e:4x4")
-    words = f"of one CPU process (default: {flags.SIMULATED})"
-    add("--devices", type=flags.at_least(1), metavar="N", help=words)
-    words = "CPU processes on this machine, over Gloo"
-    add("--processes", type=flags.at_least(1), metavar="N", help=words)
+    text = f"devices of one CPU process (default: {flags.SIMULATED})"
+    add("--devices", type=flags.at_least(1), metavar="N", help=text)
+    text = "CPU processes on this machine, over Gloo"
+    add("--processes", type=flags.at_least(1), metavar="N", help=text)
     add = parser.add_argument
-    add("--all-rows", action="store_true", help="show all rows of a long table, not the first")
-    add("--json", metavar="FILE", help="write it to FILE as JSON; - for here")
+    add("--all-rows", action="store_true", help="show all rows of a long table, not the first ones")
+    add("--json", metavar="FILE", help="also write JSON to FILE; - prints JSON only")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and show; the exit status."""
+    """Print the plan and return the exit status."""
     options = flags.options_of(args.algorithm)
     if args.topology:
         topology = topology_named(args.topology)
-        # "inner/outer" needs the two axes of the cluster; one algorithm takes all replicas as one.
+        # "inner/outer" needs two axes of the cluster; a single algorithm takes all replicas as one.
         axes = (options.algorithm or "").count("/") + 1
         world = topology_world(topology, topology.sizes(axes))
     else:

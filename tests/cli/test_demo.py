@@ -29,7 +29,7 @@ def test_a_run_meets_its_bars_or_says_so_shows_what_it_sent_and_leaves_settings(
     assert main(["demo", "--steps", "60", "--platform", "auto", "--devices", "8"]) == 0
     printed = capsys.readouterr().out
     assert figure(printed, "test accuracy") >= 0.8
-    assert 0 < figure(printed, "one device's by") <= 1e-4
+    assert 0 < figure(printed, "one device's parameters:") <= 1e-4
     assert "8 devices in 1 process, 60 steps of 256 images" in printed
     assert f"9 leaves, {BYTES:,} bytes a replica" in printed
     assert "['hidden']['kernel']" in printed
@@ -48,7 +48,7 @@ def test_over_processes_gradients_are_packed_and_the_model_is_the_same(launched)
     assert done.returncode == 0, done.stderr
     assert "[0] 2 devices in 2 processes" in done.stdout
     assert "1 array" in done.stdout, "the leaves are one pack"
-    assert figure(done.stdout, "one device's by") < 1e-5
+    assert figure(done.stdout, "one device's parameters:") < 1e-5
 
 
 def test_a_seed_names_its_batches_and_parameters_and_no_image_is_trained_on_and_tested():

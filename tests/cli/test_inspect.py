@@ -47,12 +47,12 @@ def test_two_files_side_by_side(capsys):
     assert main(["inspect", files[0], "--against", files[1]]) == 0
     out = capsys.readouterr().out
     assert out.split("\n")[0].split() == [Path(file).name for file in files] + ["ratio"]
-    assert "reduced behind products" in out
+    assert "reductions overlapped" in out
     assert main(["inspect", files[0], "--against", files[1], "--json", "-"]) == 0
     both = json.loads(capsys.readouterr().out)
     assert (both["count"], both["against"]["count"]) == (2, 1)
     assert main(["inspect", files[0], "--against", "nowhere.hlo"]) == 2
-    assert "nowhere.hlo is no file of HLO text" in capsys.readouterr().err
+    assert "nowhere.hlo is not a file of HLO text" in capsys.readouterr().err
 
 
 def test_modules(tmp_path):
@@ -75,7 +75,7 @@ def test_modules(tmp_path):
     for line, words in zip(
         lines,
         ("mine:broken cannot be compiled: TypeError",
-         "'x'. Say what it takes, as in `needs.example_args = (jax.ShapeDtypeStruct((8, 3), "
+         "'x'. Set its arguments, as in `needs.example_args = (jax.ShapeDtypeStruct((8, 3), "
          '"float32"),)`, or run the script: jaxcoll inspect --run -m mine.',
          "mine:number is not a function; it is int", "no 'nothing' in 'mine'"),
         strict=True,

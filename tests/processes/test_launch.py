@@ -181,12 +181,12 @@ def test_a_job_that_has_failed_is_started_again_whole_or_a_process_alone(
     done = launched("-n", "2", "--keep-going", "--restarts", "1", file, "all", "1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("ended with status 3") == 2
-    assert "jaxcoll launch: all 2 are started again (restart 1 of 1)." in done.stderr
+    assert "jaxcoll launch: restarting all 2 processes (restart 1 of 1)." in done.stderr
     assert set(lives().values()) == {""}, "nobody was left to rejoin"
     for path in map(tmp_path.joinpath, lives()):
         path.unlink()
     done = launched("-n", "2", "--keep-going", "--restarts", "1", file, "alone", "1")
-    text = "process 1 of 2 ended with status 3; it is started again, to rejoin the others"
+    text = "process 1 of 2 ended with status 3; restarting it, to rejoin the others"
     assert done.returncode == 0
     assert done.stderr.startswith(f"jaxcoll launch: {text} (restart 1 of 1).\n")
     assert lives() == {"0.0": "", "1.0": "", "1.1": "1"}
@@ -258,7 +258,7 @@ def test_a_full_disk_at_standard_output_ends_no_job(tmp_path):
     file = script(tmp_path, "import os; print('x', flush=True); os.write(2, b'done\\n')")
     child, _, err = started(tmp_path, file, out="/dev/full")
     assert child.wait(60) == 0, read(err)
-    words = "standard output cannot be written (No space left on device); the job goes on without"
+    words = "standard output cannot be written (No space left on device); the job continues without"
     assert read(err).count(words) == 1
     assert {"[0] done", "[1] done"} <= set(read(err).splitlines())
 
@@ -309,7 +309,7 @@ def children(pid):
         (["python", __file__], "leave 'python' out"),
         ([sys.executable, __file__], "out."),
         (["--logs", __file__, __file__], "test_launch.py: File exists"),
-        ([], "what is to run"),
+        ([], "no program to run"),
     ],
 )
 def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
