@@ -33,7 +33,7 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 
 
 def root_solver(eqn: JaxprEqn) -> Jaxpr | None:
-    """Return the solver of a JAX 0.12 `lax.custom_root`, a program of its first operands; or None."""
+    """Return the solver of a JAX 0.12 `lax.custom_root`, run on the first operands; or None."""
     nested = getattr(eqn.params.get("_prim"), "params", {})
     return opened(nested["solve_jaxpr"]) if "solve_jaxpr" in nested else None
 

@@ -106,7 +106,7 @@ def carried(row: Row) -> str:
 
 
 def lines_of(rows: Iterable[Row], most: int) -> list[str]:
-    """Return the user's lines, each with the library's line that it called; "near": `is_near`."""
+    """Return the user's lines, with library lines in parentheses; "near": a neighbour's line."""
     lines = []
     for row in rows:
         near = "near " * row.compiled.is_near
