@@ -144,7 +144,7 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
             if one.rank not in late or late[one.rank][0].seconds < one.seconds:
                 late[one.rank] = one, positions[0]
     exposed = [median(r["exposed"][run[i]] for run in runs) for i, r in enumerate(by_rank)]
-    unprofiled = [r["outside"] for r in by_rank if r.get("outside")]
+    unprofiled = [r["unprofiled"] for r in by_rank if r.get("unprofiled")]
     return Measured(
         tuple(names), len(runs), step, median(unprofiled) / 1e9 if unprofiled else None,
         sum(exposed) / len(exposed) / 1e9, tuple(times),

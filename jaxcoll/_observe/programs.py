@@ -138,7 +138,7 @@ def read_rank(
         times = times_of(report, during[key], most) if key in during else None
         first = times_of(report, before[key], most) if key in before else None
         if times and first and (runs := times["runs"][0] - first["runs"][-1]) > 0:
-            times["outside"] = (times["starts"][0] - first["starts"][-1]) / runs
+            times["unprofiled"] = (times["starts"][0] - first["starts"][-1]) / runs
         rows[key] = {"name": report.name, "calls": report.calls, "times": times}
     return reports, {"programs": rows, "notes": notes}
 

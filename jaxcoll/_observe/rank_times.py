@@ -28,8 +28,8 @@ def programs_of(
 ) -> tuple[dict[str, list[Event]], list[str]]:
     """Group events by program, and return notes on programs that could not be told apart.
 
-    Its name and its collectives identify a program. If several match, its number decides, unless
-    one of that name has an unknown number, as from the persistent cache of another process.
+    A program is identified by its name and its collectives. If several match, its number decides,
+    unless one of that name has an unknown number: one from the persistent cache has another's.
     """
     by_number: dict[tuple[str, int], list[Event]] = defaultdict(list)
     for event in events:

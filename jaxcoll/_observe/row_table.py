@@ -45,7 +45,7 @@ _SENT = ("kind", "dtype", "bytes", "runs", "wire bytes")
 
 
 def _transfer(times: Times) -> str:
-    shared = f" of {len(times.rows)}" if len(times.rows) > 1 else ""
+    shared = f" for {len(times.rows)}" if len(times.rows) > 1 else ""
     return f"{milliseconds(times.transfer)}{shared}"
 
 

@@ -86,7 +86,7 @@ def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> R
     began = time.perf_counter()
     for _ in range(runs):
         jax.block_until_ready(call())
-    outside = (time.perf_counter() - began) / runs
+    unprofiled = (time.perf_counter() - began) / runs
     session = ProfilerSession()
     for _ in range(runs):
         jax.block_until_ready(call())
@@ -94,7 +94,7 @@ def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> R
     reports, rows = read_rank([Compiled(text)], read_events(profile), (), runs)
     for row in rows["programs"].values():
         if row["times"]:
-            row["times"]["outside"] = 1e9 * outside
+            row["times"]["unprofiled"] = 1e9 * unprofiled
     if not profile:
         rows["notes"].append(BUSY)
     programs = _together(reports, rows, f"jaxcoll/watch/{next(_numbers)}/rows", 0, everywhere=True)
