@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
 from benchmarks.all_reduce import world_of
-from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, WIDE, bare, page
+from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, WIDE, page, strip_frame
 from jaxcoll._show.style import LEFT as MARGIN
 from jaxcoll._show.units import milliseconds
 from jaxcoll.cli.bench import AGAIN, BASELINE, Estimate, spelled
@@ -107,7 +107,7 @@ def curves(
             *(x, y, style), color=colour, linewidth=2.2, marker="o", markersize=4, zorder=3,
             clip_on=False, label=name,
         )  # fmt: skip
-    bare(axes)
+    strip_frame(axes)
     axes.grid(axis="y", which="major", color=LINE, linewidth=0.8, zorder=0)
     axes.minorticks_off()
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=10)
@@ -130,7 +130,7 @@ def _bars(axes: Axes, rows: Sequence[Line], trees: Sequence[Sequence[Line]]) -> 
         times = f"× {_short(ratio.median)}"
         axes.text(1.13, k, times, size=11.5, weight="bold", color=color, **end)
         axes.text(1.26, k, milliseconds(row["seconds"]["median"]), size=10.5, color=FAINT, **end)
-    bare(axes)
+    strip_frame(axes)
     axes.set_yticks(range(len(shown)), [r["algorithm"] for r in shown])
     axes.tick_params(axis="y", labelsize=11.5, labelcolor=INK)
     axes.set_ylim(max(len(shown), 1) - 0.45, -0.55)

@@ -14,7 +14,7 @@ from jaxcoll._observe.measured import Measured
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.report import Report
 from jaxcoll._observe.row_table import packs_in_words, totals
-from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, bare, legend, page
+from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, legend, page, strip_frame
 from jaxcoll._show.units import counted, milliseconds, percent, scaled, size
 
 PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
@@ -87,7 +87,7 @@ def _schedule(axes: Axes, report: Report) -> None:
         for k in ks:
             _span(axes, report.rows[k].compiled, y, colour, end)
         _sizes(axes, report, ks, y, end)
-    bare(axes, labelsize=10)
+    strip_frame(axes, labelsize=10)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -208,7 +208,7 @@ def _step(report: Report, measured: Measured) -> Figure:
             axes.broken_barh(spans, (y - tall / 2, tall), facecolors=colour, linewidth=0, zorder=2)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(left=0)
-    bare(axes, labelsize=10)
+    strip_frame(axes, labelsize=10)
     axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank, _ in lanes])
     for label, (rank, _) in zip(axes.get_yticklabels(), lanes, strict=True):
         label.set(color=COLOURS[1] if rank in late else INK)

@@ -1,1 +1,1 @@
-"""Values to text: tables, units, styles."""
+"""Values as text: tables and units; and the style of figures."""

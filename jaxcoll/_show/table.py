@@ -1,4 +1,4 @@
-"""Values as people and machines read them: rows under named columns, and JSON."""
+"""Values as text for people, in tables, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxcoll._show.units import shortened
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of text that is built already; it only aligns.
+    """A table of strings, which `text` aligns.
 
     Examples:
       >>> print(Table(("pack", "carries"), "><", [("0", "['w']"), ("12", "['b']")]).text())
@@ -22,15 +22,15 @@ class Table:
         12  ['b']
     """
 
-    columns: tuple[str, ...]  # the names above them
+    columns: tuple[str, ...]  # the headings
     align: str  # a character for each column, "<" for left and ">" for right
     rows: Sequence[Sequence[str]]  # the cells of each row, one for each column
-    # For each row, a line beneath it that spans all columns but the first; "" for none
+    # For each row, a line beneath it, from the second column on; "" for none
     below: Sequence[str] = ()
-    more: str = ""  # a last line, which says what is left out; "" for none
+    more: str = ""  # a last line that says how much is left out; "" for none
 
     def text(self, width: int | None = None) -> str:
-        """The table in columns; lines longer than `width` end in "…", but never amid a number."""
+        """Return the aligned table; lines longer than `width` end in "…", never amid a number."""
         table = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         for k in range(1, len(widths)):
@@ -49,18 +49,18 @@ class Table:
 
 
 class Shown:
-    """A value that is its text to people, in a notebook too, and plain values to machines."""
+    """A value that shows as its text, in a notebook too, and converts to plain values and JSON."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The value in plain numbers and strings."""
+        """Return the value as plain numbers and strings."""
         raise NotImplementedError
 
     def to_json(self) -> str:
-        """`to_dict()` as JSON text."""
+        """Return `to_dict()` as JSON text."""
         return json.dumps(self.to_dict(), indent=1)
 
     def _repr_html_(self) -> str:
-        # As wide as it is: a notebook would break its lines.
+        # Scroll long lines: a notebook would break them.
         return f"<pre style='white-space:pre;overflow-x:auto'>{escape(str(self))}</pre>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

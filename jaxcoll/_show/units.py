@@ -1,4 +1,4 @@
-"""Numbers, counts, sizes and times as people read them, and lines of a width."""
+"""Text for numbers, counts, sizes and times, and lines cut or folded to a width."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 118
-"""Characters of a line of a report."""
+"""Characters in a line of a report."""
 
 
 def counted(n: int, noun: str, many: str = "") -> str:
-    """A number with its noun.
+    """Return a number with its noun, in the plural unless it is 1.
 
     Examples:
       >>> counted(1, "device"), counted(1200, "op"), counted(0, "leaf", "leaves")
@@ -20,7 +20,7 @@ def counted(n: int, noun: str, many: str = "") -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes in decimal units.
+    """Return bytes in decimal units.
 
     Examples:
       >>> size(28), size(178_900_000), size(7_340_036)
@@ -43,7 +43,7 @@ def binary_size(nbytes: int) -> str:
 
 
 def scaled(number: int) -> str:
-    """A number with its decimal prefix, and a blank between them.
+    """Return a number, a space, and the decimal prefix of its unit.
 
     Examples:
       >>> scaled(999), scaled(1000), scaled(17_179_869_184)
@@ -59,7 +59,7 @@ def scaled(number: int) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time of communication.
+    """Return a time in milliseconds, to three digits.
 
     Examples:
       >>> milliseconds(0.00256), milliseconds(0.1534), milliseconds(0.0000312)
@@ -69,7 +69,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share, which is only nothing or all where it is that.
+    """Return a percentage; 0 % and 100 % are never the result of rounding.
 
     Examples:
       >>> percent(486, 604), percent(0, 5), percent(1, 5000), percent(4999, 5000), percent(5, 5)
@@ -82,17 +82,17 @@ def percent(part: float, whole: float) -> str:
 
 
 def some(items: Sequence[str], most: int) -> list[str]:
-    """The first few, and how many more there are."""
+    """Return the first `most` items, and then how many more there are."""
     return [*items[:most], *([f"{len(items) - most} more"] if len(items) > most else [])]
 
 
 def shortened(line: str, width: int) -> str:
-    """`line`, with its end left out where it is too long."""
+    """Return `line`, cut to `width` characters with a final "…" if it is longer."""
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def fold(line: str, width: int = WIDTH) -> str:
-    """`line` in lines of at most `width`."""
+    """Fold `line` into lines of at most `width` characters."""
     wrapper = textwrap.TextWrapper(width, subsequent_indent="  ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.fill(" ".join(line.split()))

@@ -1,3 +1,3 @@
-"""Wire formats: values that turn the elements of a sum into codes, and back."""
+"""Wire formats: how the elements of a sum are encoded for the wire and decoded again."""
 
-from jaxcoll._wire import formats as formats  # which are known by their names
+from jaxcoll._wire import formats as formats  # the import registers them by name

@@ -1,4 +1,4 @@
-"""The interface of a wire format, its sizes and its arithmetic on blocks; and formats by name."""
+"""The interface of a wire format, and the registry of formats by name."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
-    """Codes of a few bits, and for each block of elements a scale of 16 bits.
+    """A code of a few bits for each element, and a 16-bit scale for each block of elements.
 
-    A subclass is one file: the fields of its sizes, `encode` and `decode`. Nothing else knows it;
-    its name stands for it in options as soon as it is defined.
+    A subclass defines its sizes, `encode` and `decode`. Defining it registers its name, which
+    options may then use; no other code needs to change.
     """
 
-    block: int  # elements that share a scale. A block ends where its leaf does
+    block: int  # elements that share a scale; a block never spans two leaves
 
     name: ClassVar[str] = ""
     bits: ClassVar[int] = 16
     scale_bytes: ClassVar[int] = 2
-    least: ClassVar[int] = 0
-    """Elements of the smallest leaf that is coded, if more than a block; others travel exactly."""
+    min_size: ClassVar[int] = 0
+    """Leaves with fewer elements than this, or than a block, travel exactly."""
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
-    """Types that are coded; others travel exactly. float64 may exceed what a scale holds."""
-    # Of 16 MiB on one core of an EPYC, 2026-11-22, less the adding, which is priced by itself.
+    """Types that are coded; others travel exactly. float64 may exceed the range of a scale."""
+    # For 16 MiB on one core of an EPYC, 2026-11-22, without the addition, which is priced apart.
     passes: ClassVar[float] = 1.4
-    """Copies of an array that coding it both ways, and its shard again, takes as long as."""
+    """Time to encode and decode an array and then its shard, in copies of the array."""
 
     def __init_subclass__(cls) -> None:
         FORMATS[cls.name] = cls
@@ -38,36 +38,36 @@ class WireFormat:
         if not isinstance(self.block, numbers.Integral) or self.block < 2 or self.block % 2:
             raise ValueError(
                 f"`block` of jc.{type(self).__name__} must be a multiple of 2, in elements (the "
-                f"usual one is {type(self).block}); got {self.block!r}."
+                f"default is {type(self).block}); got {self.block!r}."
             )
 
     def __str__(self) -> str:
         return self.name if self.block == type(self).block else f"{self.name}/{self.block}"
 
     def codes(self, shape: tuple[int, ...], dtype: np.dtype) -> bool:
-        """Return whether a leaf is coded: an array of a type it codes, which fills a block."""
+        """Return whether a leaf is coded: it is not a scalar, and its type and size allow it."""
         size = int(np.prod(shape))
-        return dtype.name in self.dtypes and bool(shape) and size >= max(self.block, self.least)
+        return dtype.name in self.dtypes and bool(shape) and size >= max(self.block, self.min_size)
 
     def padded(self, size: int) -> int:
-        """Return the elements of as many blocks as `size` elements need."""
+        """Return `size`, in elements, rounded up to whole blocks."""
         return -(-size // self.block) * self.block
 
     def nbytes(self, size: int) -> int:
-        """Return the bytes of so many coded elements, a multiple of `block`, with their scales."""
+        """Return the bytes of `size` coded elements and their scales; `size` fills whole blocks."""
         return size * self.bits // 8 + size // self.block * self.scale_bytes
 
     def encode(self, blocks: jax.Array, feedback: bool) -> jax.Array:
-        """Return blocks of float32, of shape (..., m, block), as codes of shape (..., m, w).
+        """Encode float32 blocks of shape (..., m, block) as codes of shape (..., m, w).
 
-        With `feedback`, what a block loses is added to it the next time.
+        `feedback` says that the caller adds the rounding error of a block to its next values.
         """
         raise NotImplementedError
 
     def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
-        """Return blocks of float32; one with anything not finite is not finite anywhere there.
+        """Decode float32 blocks; if an element was not finite, none in its block is afterwards.
 
-        `feedback` is what it was when they were coded.
+        `feedback` must be what `encode` was called with.
         """
         raise NotImplementedError
 
@@ -76,12 +76,12 @@ FORMATS: dict[str, type[Any]] = {}
 """The formats by their names."""
 
 AUTOMATIC = "bf16"
-"""The format of large sums over Gloo where the choice is open: it halves their bytes, and leaves
-what bfloat16 holds as it is. So travel sums in bfloat16, which XLA would widen there."""
+"""The format that "auto" uses for large sums over Gloo. It halves the bytes of float32, and sends
+bfloat16 unchanged, which XLA would widen to float32 there."""
 
 
 def checked(value: Any) -> WireFormat | Literal["auto"] | None:
-    """Return the option `compression` as a format, "auto", or None for exact sums."""
+    """Check the option `compression`; return a format, "auto", or None for exact sums."""
     if value is None or (isinstance(value, WireFormat) and value.name):
         return value
     name = value.lower() if isinstance(value, str) else ""
@@ -96,12 +96,12 @@ def checked(value: Any) -> WireFormat | Literal["auto"] | None:
 
 
 def named(compression: Any) -> WireFormat | None:
-    """Return the format that was asked for; None where none was, or the choice is left open."""
+    """Return the format that the user chose; None for "auto" and for exact sums."""
     return None if compression == "auto" else compression
 
 
 def check_any_coded(compression: Any, tree: Any) -> None:
-    """Refuse a format that was asked for in a call of which it can code nothing by its type."""
+    """Raise an error if the user chose a format that can code no leaf of `tree`, by their types."""
     format = named(compression)
     dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(tree)]
     names = [*dict.fromkeys(map(str, dtypes))]
