@@ -83,7 +83,7 @@ def all_reduce(
     axes = scope.over(axis_name, "jc.all_reduce")
     feedback = None
     if residual is not None:
-        feedback = reduce.opened(residual, value, bound_axes(axes, "all_reduce"), "all_reduce")
+        feedback = reduce.feedback_of(residual, value, bound_axes(axes, "all_reduce"), "all_reduce")
     return reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant, feedback=feedback)
 
 

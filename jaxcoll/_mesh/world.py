@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxcoll._cluster.hosts import hosts_of_job
 from jaxcoll._plan.world import World
-from jaxcoll._spmd.scope import Scope, set_bare_scope
+from jaxcoll._spmd.scope import Scope, set_default_scope
 
 
 def ambient_world(axes: dict[str, int]) -> World:
@@ -105,4 +105,4 @@ def named(platform: str, device_kind: str) -> tuple[str, str]:
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), device_kind * (platform != "cpu")
 
 
-set_bare_scope(Scope(world=ambient_world))
+set_default_scope(Scope(world=ambient_world))

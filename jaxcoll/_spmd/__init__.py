@@ -1,1 +1,1 @@
-"""Tracers and axis names. Never a device, a mesh, or a compilation."""
+"""Code that runs under tracing: it knows axis names, but no device, mesh or compilation."""

@@ -1,4 +1,4 @@
-"""Digests by which copies are compared: those that replicas hold, and those a user vouches for."""
+"""Digests of replicas' copies, to compare them: for `check_replicas` and for `jc.same`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from jaxcoll._spmd.scope import as_array, bound_axes
 from jaxcoll.errors import ReplicaDivergenceError
 
 WORDS = 2
-"""32-bit words in a digest."""
+"""The number of 32-bit words in a digest."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaCheck:
-    """The result of `check_replicas`: a pytree, so it can be returned from a program.
+    """The result of `check_replicas`, a pytree: a program may return it.
 
     Attributes:
       digests: uint32[n, leaves, 2], every replica's digest of every leaf; *invariant*.
-      paths: of the leaves, as `jax.tree_util.keystr` writes them.
-      names: what the replicas are called.
-      holders: for each leaf, the positions in `names` of those that hold it; (): all of them.
+      paths: the leaves' paths, as `jax.tree_util.keystr` writes them.
+      names: the replicas' names.
+      holders: for each leaf, the positions in `names` of the replicas that hold it; (): all do.
 
     Examples:
       >>> check = check_replicas(distribute.Mirrored([{"w": np.ones(3)}] * 8))
@@ -49,38 +49,38 @@ class ReplicaCheck:
 
     @property
     def differs(self) -> Any:
-        """bool[leaves]: whether not all replicas hold the same. Works in a program, too."""
-        digests = self._every()
+        """bool[leaves]: True where replicas differ. Works inside a program, too."""
+        digests = self._digests()
         return (digests != digests[:1]).any((0, 2))
 
-    def _every(self) -> Any:
-        """Return one row of what `pmap` or `vmap` returned, all rows of which are equal."""
+    def _digests(self) -> Any:
+        """Return `digests`, without the leading dimension that `pmap` or `vmap` adds."""
         if self.digests.ndim == 3:
             return self.digests
         shards = getattr(self.digests, "addressable_shards", None)
         return shards[0].data[0] if shards else self.digests[0]
 
     def divergent(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Groups of replicas that agree, largest first, for each leaf that differs; on the host.
+        """Return, for each leaf that differs, the groups of replicas that agree, largest first.
 
-        The first group is the majority if it is larger than the second.
+        If the first group is larger than the second, it is the majority. Runs on the host.
         """
-        digests = np.asarray(self._every())
+        digests = np.asarray(self._digests())
         divergent = {}
         for leaf in np.flatnonzero((digests != digests[:1]).any((0, 2))):
             groups: dict[bytes, list[str]] = {}
             for i in self.holders[leaf] if self.holders else range(len(self.names)):
                 groups.setdefault(digests[i, leaf].tobytes(), []).append(self.names[i])
-            # `sorted` keeps the order of groups of one size: that of their first replicas.
+            # `sorted` is stable: groups of one size stay in the order of their first replicas.
             ordered = sorted(groups.values(), key=len, reverse=True)
             divergent[self.paths[leaf]] = tuple(tuple(group) for group in ordered)
         return divergent
 
     def raise_if_differs(self) -> None:
-        """Wait for the result, on the host.
+        """Wait for the result, on the host, and raise an error if replicas differ.
 
         Raises:
-          ReplicaDivergenceError: replicas differ; the leaves and the replicas are named.
+          ReplicaDivergenceError: replicas differ; it names the leaves and the replicas.
         """
         divergent = self.divergent()
         if not divergent:
@@ -98,20 +98,20 @@ class ReplicaCheck:
 
 
 def digest(x: jax.Array) -> jax.Array:
-    """Two words that depend on every bit of `x` and on where it stands.
+    """Return uint32[2], which depends on every bit of `x` and on its position.
 
-    Each element is mixed with its position by the finalizer of MurmurHash3 (Austin Appleby), which
-    loses no bit, and the results are summed, plain and multiplied by an odd number of the position,
-    in any order, since integers wrap around. One element that differs always changes the first
-    word; anything else escapes both with a chance of 2⁻⁶⁴. `x` is read once, and nothing of its
-    size is written.
+    The finalizer of MurmurHash3 (Austin Appleby), a bijection, mixes each element with its
+    position. The first word is the sum of the results; the second is their sum weighted by odd
+    numbers made of the positions. Integers wrap around, so the order of summation does not matter.
+    A difference in one element always changes the first word; any other difference leaves both
+    unchanged with probability 2⁻⁶⁴. Cost: reads `x` once, and writes nothing of its size.
     """
     if not x.size:
         return jnp.zeros((WORDS,), jnp.uint32)
     word = _words(x)
-    place = _positions(word.shape)
-    mixed = _mixed(word ^ (place * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15)))
-    weighted = mixed * (place + place + jnp.uint32(1))
+    position = _positions(word.shape)
+    mixed = _mixed(word ^ (position * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15)))
+    weighted = mixed * (position + position + jnp.uint32(1))
     zero = jnp.uint32(0)
     sums = lax.reduce(
         (mixed, weighted),
@@ -123,7 +123,7 @@ def digest(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of `x`, a 32-bit word an element, or two of a wider one."""
+    """Return the bits of `x`: one 32-bit word for each element, or several for a wider one."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return _words(jnp.stack([x.real, x.imag]))
     if x.dtype == bool:
@@ -136,12 +136,12 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _positions(shape: tuple[int, ...]) -> jax.Array:
-    """Return each element's place in its array, counted without reshaping it."""
-    place = jnp.zeros(shape, jnp.uint32)
+    """Return each element's position in the flat array, modulo 2³², without a reshape."""
+    position = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = math.prod(shape[axis + 1 :]) % 2**32
-        place += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
-    return place
+        position += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
+    return position
 
 
 def _mixed(word: jax.Array) -> jax.Array:
@@ -151,7 +151,7 @@ def _mixed(word: jax.Array) -> jax.Array:
 
 
 def arrays_of(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """Paths and leaves; of typed keys their data."""
+    """Return the paths and the leaves of a tree, as arrays; for typed keys their data."""
     flat, _ = flattened(tree)
     return tuple(path for path, _ in flat), [_as_array(path, leaf) for path, leaf in flat]
 
@@ -189,30 +189,31 @@ def _listed(names: Sequence[str]) -> str:
 
 CALLER = "jc.same"
 REPORTED = WORDS + 1
-"""Numbers that a replica reports of a value: two of its digests, added up, and their count."""
+"""Numbers that a replica reports for a value: the sum of its digests (two), and their count."""
 
 
 @dataclasses.dataclass(eq=False)
 class Claims:
-    """Values that `jc.same` was called with in one program, and their digests by replica."""
+    """The calls of `jc.same` in one program, and the digests of their values on each replica."""
 
     compares: bool = False  # the program reports every value to the host
-    found: bool = False  # there is such a call in it
-    compared: set[Hashable] = dataclasses.field(default_factory=set)  # shapes of calls
+    found: bool = False  # the program calls `jc.same`
+    # Shapes of the program's arguments for which replicas were compared
+    compared: set[Hashable] = dataclasses.field(default_factory=set)
     # By the value's place in the user's program and the replica's number
     reported: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
     _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
-    def hear(self, place: str, replica: Any, words: Any) -> None:
-        """Add what one replica holds, as uint32[2]; called by the program, on any thread."""
-        row = np.array([*np.asarray(words), 1], np.uint32)
+    def add(self, place: str, replica: Any, digest: Any) -> None:
+        """Add one replica's digest of a value, uint32[2]; the program calls this on any thread."""
+        row = np.array([*np.asarray(digest), 1], np.uint32)
         with self._lock:
             before = self.reported.get((place, int(replica)), np.zeros(REPORTED, np.uint32))
             self.reported[place, int(replica)] = before + row  # uint32 wraps around
 
 
 def same(value: Any, axis_name: Any, claims: Claims | None) -> Any:
-    """`value`, taken for the same on every replica; see `jc.same`."""
+    """Return `value`, treated as equal on every replica; see `jc.same`."""
     axes = bound_axes(axis_name, CALLER)
     flat, treedef = flattened(value)
     arrays = [as_array(leaf, f"`{CALLER}`: {where(path)}") for path, leaf in flat]
@@ -231,4 +232,4 @@ def _report(claims: Claims, place: str, axes: tuple[str, ...], x: jax.Array) -> 
         x = jax.random.key_data(x)
     x = lax.stop_gradient(x)
     replica = jnp.asarray(lax.axis_index(axes))
-    jax.debug.callback(lambda r, words: claims.hear(place, r, words), replica, digest(x))
+    jax.debug.callback(lambda r, digest: claims.add(place, r, digest), replica, digest(x))

@@ -1,4 +1,4 @@
-"""Gathers and broadcasts: every replica's arrays, side by side; and one replica's, for all."""
+"""All-gather, which joins every replica's arrays, and broadcast, which sends one replica's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxcoll._spmd.sparse import is_sparse
 
 
 def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope: Scope) -> Any:
-    """Every replica's leaves, joined along `axis` in replica order; see `jc.all_gather`."""
+    """Join every replica's leaves along `axis` in replica order; see `jc.all_gather`."""
     axes = bound_axes(axis_name, "all_gather")
     flat, treedef = flattened(value, is_sparse)
     paths = [path for path, _ in flat]
@@ -46,7 +46,7 @@ def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope
 
 
 def dimension(axis: Any, shape: Sequence[int], who: str) -> int:
-    """`axis` counted from the front, which an array of `shape` must have; `who` is named if not."""
+    """Return `axis`, counted from the front; raise an error about `who` if `shape` lacks it."""
     try:
         index = operator.index(axis)
     except TypeError:
@@ -68,14 +68,14 @@ def dimension(axis: Any, shape: Sequence[int], who: str) -> int:
 def _rows(
     paths: Sequence[str], arrays: Sequence[jax.Array], axes: dict[str, int], scope: Scope
 ) -> list[jax.Array]:
-    """Gather each array from every replica, a row each, in their order."""
+    """Gather each array from every replica: one row for each, in replica order."""
     over = tuple(axes.values())
     leaves = []
     for path, array in zip(paths, arrays, strict=True):
         dtype, kind = np.dtype(array.dtype), _compat.varying_axes(array)
         solid = _compat.must_keep_shape(array)
         leaves.append(Leaf(path, array.shape, dtype, dtype, over, kind, solid))
-    # There are no sums to cut in shards.
+    # `shards` is an option of sums.
     world = scope.world(axes)
     options = scope.exactly.options.replace(shards=UNSET)
     algorithm = asked_algorithm(options, world)
@@ -84,18 +84,18 @@ def _rows(
         ReduceOp.SUM, tuple(leaves), packs, world, options, collective="all_gather"
     )
     return [
-        jnp.stack([array] * count(axes)) if row is None else row  # what does not travel
+        jnp.stack([array] * count(axes)) if row is None else row  # no pack carries it
         for array, row in zip(arrays, rows_of_all(arrays, packs, plan, tuple(axes)), strict=True)
     ]
 
 
 def rows_of_all(
     arrays: Sequence[jax.Array],
-    packs: Sequence[Pack],  # of this replica's arrays
-    plan: CollectivePlan,  # of what carries all replicas'
+    packs: Sequence[Pack],  # packs of this replica's arrays
+    plan: CollectivePlan,  # the plan of the gathers
     axes: tuple[str, ...],
 ) -> list[jax.Array | None]:
-    """Return every replica's arrays, stacked in their order; None for what no pack carries."""
+    """Stack every replica's arrays in replica order; None for an array that no pack carries."""
 
     def carry(pack: Pack, array: jax.Array) -> jax.Array:
         return algorithms.all_gather(array, plan.stages(pack), axes)
@@ -117,14 +117,14 @@ def _joined(rows: jax.Array, axis: int) -> jax.Array:
 def _as_array(path: str, value: Any) -> jax.Array:
     if is_sparse(value):
         raise NotImplementedError(
-            f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. `all_reduce` "
-            "gathers the rows of all replicas, which is their sum; `to_dense` makes it an array."
+            f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. To gather the "
+            "rows of all replicas, call `all_reduce`; for a dense array, call its `to_dense()`."
         )
     return as_array(value, f"`all_gather` cannot gather {where(path)}")
 
 
 def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scope: Scope) -> Any:
-    """The tree of replica `source`, *invariant* over the axes; see `jc.broadcast`."""
+    """Return the tree of replica `source`, *invariant* over the axes; see `jc.broadcast`."""
     axes = bound_axes(axis_name, "broadcast")
     try:
         index = operator.index(source)
@@ -135,33 +135,32 @@ def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scop
             f"`broadcast` expects `source` to be an integer from 0 to {count(axes) - 1}, the "
             f"number of a replica along {listed(axes)}; got {source!r}."
         )
-    # A sum, of up to twice the bytes: JAX broadcasts on GPUs only, and would not honour options.
-    here = lax.axis_index(tuple(axes)) == index
+    # Sum zeros from all others, up to twice the bytes of a broadcast: JAX's own broadcast works on
+    # GPUs only, and would ignore the options.
+    is_source = lax.axis_index(tuple(axes)) == index
 
     flat, treedef = flattened(value)
     expected = "an array of numbers"
     leaves = [as_array(x, f"`broadcast` cannot send {where(path)}", expected) for path, x in flat]
     summed = all_reduce(
-        ReduceOp.SUM, [_shown(here, leaf) for leaf in leaves], axis_name, scope=scope.exactly
+        ReduceOp.SUM, [_masked(is_source, leaf) for leaf in leaves], axis_name, scope=scope.exactly
     )
-    results = [_as_it_was(total, leaf) for total, leaf in zip(summed, leaves, strict=True)]
+    results = [_unmasked(total, leaf) for total, leaf in zip(summed, leaves, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, results)
 
 
-def _shown(here: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` on the source, and on all others what adds nothing to it."""
-    if _without_zero(x.dtype):
+def _masked(is_source: jax.Array, x: jax.Array) -> jax.Array:
+    """Return `x` on the source and zeros on all other replicas, in a type that sums exactly."""
+    if _lacks_zero(x.dtype):
         x = lax.bitcast_convert_type(x, jnp.uint8)
     x = x.astype(np.uint8) if x.dtype == np.bool_ else sent(x)
-    return jnp.where(here, x, jnp.zeros_like(x))
+    return jnp.where(is_source, x, jnp.zeros_like(x))
 
 
-def _as_it_was(total: jax.Array, x: jax.Array) -> jax.Array:
-    return (
-        lax.bitcast_convert_type(total, x.dtype) if _without_zero(x.dtype) else received(total, x)
-    )
+def _unmasked(total: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(total, x.dtype) if _lacks_zero(x.dtype) else received(total, x)
 
 
-def _without_zero(dtype: np.dtype) -> bool:
-    """True if no number of this type adds nothing: a float8_e8m0fnu is a power of two."""
+def _lacks_zero(dtype: np.dtype) -> bool:
+    """Return whether a numeric type has no zero: float8_e8m0fnu has only powers of two."""
     return jnp.issubdtype(dtype, np.number) and bool(np.zeros((), dtype) != 0)

@@ -1,4 +1,4 @@
-"""Metrics: numbers that say themselves how they are added up, so that one reduction takes all."""
+"""Metrics: numbers that say how they combine, so that one reduction serves all of them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from jaxcoll.errors import AlreadyReducedError
 
 _ALREADY_REDUCED = """\
 `{caller}`: the total of metric {path} is already the same on every replica along {missing}, so \
-adding it up would count it {n} times. Hand over this replica's own numbers and leave the \
-reduction to `{caller}`; if every replica's copy does count, say so with \
+adding it up would count it {n} times. Pass this replica's own numbers, and let `{caller}` reduce \
+them. If every replica's copy does count, pass \
 `jax.lax.pcast(x, {missing}, to="varying")`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightedMean:
-    """A metric that is a mean: of a loss, an accuracy, a gradient's norm.
+    """A metric that is a mean: a loss, an accuracy, a gradient's norm.
 
     Guarantee: over micro-batches and replicas it becomes sum(total) / sum(weight), the mean that
-    one device would have of everything.
+    one device would compute from all the data.
 
     Attributes:
-      total: the sum of weight times value over this replica's share; a number, or an array of
-        them (as a scan stacks them), all of whose elements are added.
+      total: the sum of weight times value over this replica's share; a number, or an array (for
+        example one that a scan stacked), whose elements are all added.
       weight: the sum of the weights, of the same shape.
 
     Examples:
@@ -54,12 +54,12 @@ class WeightedMean:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """A metric that is a sum: of tokens, of examples, of overflows.
+    """A metric that is a sum: a number of tokens, of examples, of overflows.
 
     Guarantee: over micro-batches and replicas it becomes the sum of all elements of all `value`s.
 
     Attributes:
-      value: this replica's; a number, or an array whose elements are added.
+      value: this replica's number, or an array whose elements are added.
 
     Examples:
       >>> seen = jax.vmap(lambda x: reduce_metrics(Total(x), "data"), axis_name="data")
@@ -71,7 +71,7 @@ class Total:
 
 
 Parts = dict[str, WeightedMean | Total]
-"""The metrics of a tree by their paths, in float scalars, so that one pack takes all."""
+"""The metrics of a tree by path, as float scalars, so that they share one pack."""
 
 
 def is_metric(x: Any) -> bool:
@@ -80,7 +80,7 @@ def is_metric(x: Any) -> bool:
 
 
 def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
-    """A number for each metric, *invariant*, by one reduction for all; see `jc.reduce_metrics`."""
+    """Reduce all metrics at once to numbers, *invariant*; see `jc.reduce_metrics`."""
     caller = "jc.reduce_metrics"
     axes = bound_axes(axis_name, caller)
     for path, leaf in flattened(metrics, is_metric)[0]:
@@ -91,7 +91,7 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
                 f"`{caller}` expects jc.WeightedMean(total, weight) or jc.Total(value); "
                 f"{where(path)} is {kind}, which does not say how it is added up."
             )
-    metrics = own_constants(metrics, tuple(axes))
+    metrics = constants_as_varying(metrics, tuple(axes))
     parts = all_reduce(
         ReduceOp.SUM,
         parts_of(metrics, axes, caller),
@@ -102,20 +102,20 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
     return with_numbers(metrics, parts, 1)
 
 
-def own_constants(tree: Any, axes: tuple[str, ...]) -> Any:
-    """The tree with constants of the program in metrics typed as varying: each copy counts."""
+def constants_as_varying(tree: Any, axes: tuple[str, ...]) -> Any:
+    """Type the program's constants in metrics as varying: every replica's copy counts."""
 
-    def own(x: Any) -> Any:
+    def varying(x: Any) -> Any:
         is_constant = dtype_of(x) is not None and not isinstance(x, Tracer)
         return _compat.as_varying(jnp.asarray(x), axes) if is_constant else x
 
     return jax.tree.map(
-        lambda x: jax.tree.map(own, x) if is_metric(x) else x, tree, is_leaf=is_metric
+        lambda x: jax.tree.map(varying, x) if is_metric(x) else x, tree, is_leaf=is_metric
     )
 
 
 def parts_of(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
-    """This replica's numbers of the metrics in a tree; *varying* over the axes."""
+    """Return this replica's summands of the metrics in a tree; *varying* over the axes."""
     parts: Parts = {}
     for path, metric in flattened(tree, is_metric)[0]:
         if isinstance(metric, Total):
@@ -140,9 +140,9 @@ def parts_of(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
 
 
 def with_numbers(tree: Any, parts: Parts, times: int) -> Any:
-    """The tree with a number in the place of each metric.
+    """Replace each metric of a tree by its number.
 
-    The parts were summed, and divided by `times`.
+    `parts` are the summands, reduced: their sum, divided by `times`.
     """
 
     def number(path: Any, metric: Any) -> Any:
@@ -156,14 +156,14 @@ def with_numbers(tree: Any, parts: Parts, times: int) -> Any:
         dtype = dtype_of(metric.value)
         if jnp.issubdtype(dtype, np.inexact):
             return total
-        # Flags and narrow counters have sums that they cannot hold.
+        # The sum of flags or narrow counters may not fit into their type.
         return jnp.round(total).astype(dtype if dtype.itemsize >= 4 else np.int32)
 
     return jax.tree_util.tree_map_with_path(number, tree, is_leaf=is_metric)
 
 
 def _summed(value: Any, path: str, caller: str) -> jax.Array:
-    """All elements added, as a float."""
+    """Return the sum of all elements, as a float of at least 32 bits."""
     dtype = dtype_of(value)
     if dtype is None or not any(jnp.issubdtype(dtype, k) for k in (np.number, np.bool_)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Properties of a whole gradient: its norm, clipping by it, and whether all of it is finite."""
+"""Properties of a whole gradient: its norm, clipping by the norm, and a check for NaN."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
-from jaxcoll._spmd.gradients.per_replica import taken_by
+from jaxcoll._spmd.gradients.per_replica import checked_same
 from jaxcoll._spmd.pipeline import wide
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, bound_axes, listed
@@ -22,12 +22,12 @@ from jaxcoll._spmd.sparse import is_sparse
 from jaxcoll._wire.formats import finite
 
 _PART = """\
-`{caller}`: {leaf} is `Shards` along {axes}, and only this replica's part would count, so that \
-replicas would go different ways. Name these axes: `{caller}(tree, axis_name)`."""
+`{caller}`: {leaf} is `Shards` along {axes}. Only this replica's part would count, and each \
+replica would get another result. Name these axes: `{caller}(tree, axis_name)`."""
 
 
 def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
-    """The norm of all elements; leaves may be in shards over the axes; see `jc.global_norm`."""
+    """Return the norm of all elements, also of leaves in shards; see `jc.global_norm`."""
     caller = "jc.global_norm"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
     leaves = _with_axes(tree, _arrays(tree, caller), axes, caller)
@@ -38,32 +38,32 @@ def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
 
 
 def clipped(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope) -> Any:
-    """The same shards, scaled so that the norm of the whole tree is at most `max_norm`.
+    """Scale shards so that the norm of the whole tree is at most `max_norm`.
 
-    As `optax.clip_by_global_norm` of the whole tree, to rounding; squares are summed, and shards
-    scaled, in float32, or wider where a leaf is: the norm need not fit into float16.
+    Equals `optax.clip_by_global_norm` of the whole tree, up to rounding. Squares are summed, and
+    shards scaled, in float32 or a leaf's wider type, so the norm need not fit into float16.
     """
     if not jax.tree.leaves(shards):
         return shards
     norm = global_norm(shards, axes, scope=scope)
     within = norm < max_norm
 
-    def scaled(x: jax.Array) -> jax.Array:
+    def clip(x: jax.Array) -> jax.Array:
         exact = x.astype(wide(x.dtype))
-        less = (exact / norm.astype(exact.dtype) * max_norm).astype(x.dtype)
-        return lax.select(jnp.broadcast_to(within, x.shape), x, less)
+        scaled = (exact / norm.astype(exact.dtype) * max_norm).astype(x.dtype)
+        return lax.select(jnp.broadcast_to(within, x.shape), x, scaled)
 
-    return jax.tree.map(scaled, shards)
+    return jax.tree.map(clip, shards)
 
 
 def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
-    """True if no element on any replica along the axes is infinite or NaN; see `jc.all_finite`."""
+    """Return whether every element on every replica is finite; see `jc.all_finite`."""
     caller = "jc.all_finite"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
     _check_axes_of_shards(tree, axes, caller)
     leaves = [x for _, x in _arrays(tree, caller) if jnp.issubdtype(x.dtype, np.inexact)]
     bad = (~finite(leaves)).astype(np.float32)
-    # Replicas hold different parts of a leaf, or might: no type says they do not.
+    # Ask the other replicas if they hold other elements, or may: types do not always tell.
     varying = (_compat.varying_axes(x) for x in leaves)
     if any(a in over or not _compat.tracks_variance(a) for over in varying for a in axes):
         bad = _summed(bad, axis_name, axes, scope, repeats=True)
@@ -80,36 +80,36 @@ def _summed(
 def _with_axes(
     tree: Any, leaves: list[tuple[str, jax.Array]], axes: dict[str, int], caller: str
 ) -> list[tuple[jax.Array, tuple[str, ...]]]:
-    """Each leaf with the axes along which replicas hold different parts of it, or might.
+    """Pair each leaf with the axes along which replicas hold, or may hold, different parts of it.
 
-    Types tell; where they say nothing, each leaf is a shard, unless `Shards` are in the tree: then
-    these are, and what stands beside them is the same on every replica.
+    Types say so where JAX tracks them. Where it does not, only the parts of `Shards` are sharded if
+    the tree has any; otherwise every leaf counts as sharded.
     """
     _check_axes_of_shards(tree, axes, caller)
     in_shards = axes_of_shards(tree)
-    dark = [a for a in axes if not _compat.tracks_variance(a)]
+    untyped = [a for a in axes if not _compat.tracks_variance(a)]
     arrays = []
-    for (_, x), own in zip(leaves, in_shards, strict=True):
-        unknown = own if any(in_shards) else dark
+    for (_, x), shard_axes in zip(leaves, in_shards, strict=True):
+        assumed = shard_axes if any(in_shards) else untyped
         varying = _compat.varying_axes(x)
-        over = tuple(a for a in axes if a in varying or a in unknown)
+        over = tuple(a for a in axes if a in varying or a in assumed)
         arrays.append((x, over))
     if any(in_shards):
         whole = {name: x for (name, x), (_, over) in zip(leaves, arrays, strict=True) if not over}
         first, over = arrays[0]
-        arrays[0] = taken_by(first, whole, axes, caller), over
+        arrays[0] = checked_same(first, whole, axes, caller), over
     return arrays
 
 
 def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
-    """Refuse Shards of which only this replica's part would count."""
+    """Raise an error for Shards along mapped axes that the call does not name."""
     for path, x in flattened(tree, is_shards)[0]:
         if is_shards(x) and x.parts and set(x.axes) & set(_compat.axes_in_scope()) - set(axes):
             raise ValueError(_PART.format(caller=caller, leaf=where(path), axes=listed(x.axes)))
 
 
 def _counted_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) -> jax.Array:
-    """Zero on all replicas but the first of those that hold the same."""
+    """Return `square` on the first of the replicas that hold the same leaf, 0 on the others."""
     same = tuple(a for a in axes if a not in over)
     return jnp.where(lax.axis_index(same) == 0, square, 0) if same else square
 
@@ -124,13 +124,13 @@ def _added(numbers: Sequence[jax.Array]) -> jax.Array:
 
 
 def _arrays(tree: Any, caller: str) -> list[tuple[str, jax.Array]]:
-    """The leaves with their paths."""
+    """Return the leaves as arrays of numbers, with their paths."""
     arrays = []
     for path, leaf in flattened(tree, is_sparse)[0]:
         if is_sparse(leaf):
             raise ValueError(
-                f"`{caller}`: {where(path)} is an IndexedSlices, whose rows may be parts of one "
-                "row; hand over its `to_dense()`."
+                f"`{caller}`: {where(path)} is an IndexedSlices, in which several rows may be "
+                "parts of one row; pass its `to_dense()`."
             )
         dtype = dtype_of(leaf)
         if dtype is None or not jnp.issubdtype(dtype, np.number):

@@ -1,4 +1,4 @@
-"""The parts of a tree that is cut over replicas: what may be cut, and how packs lie in rows."""
+"""How a tree is cut into shards: which leaves may be cut, and how packs form rows and blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxcoll._spmd.sparse import is_sparse
 
 
 def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
-    """The structure of a tree that is to be cut over `axes`, and the leaves of its layout."""
+    """Return the structure of a tree to be cut over `axes`, and the leaves of its layout."""
     flat, treedef = flattened(tree, _is_node)
     leaves = []
     for name, leaf in flat:
@@ -35,21 +35,21 @@ def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any
 
 
 def _is_node(x: Any) -> bool:
-    """True of a tree to JAX that must not be cut."""
+    """Return whether `x` is a pytree that must not be cut."""
     return isinstance(x, Whole)
 
 
 def _obstacle(leaf: Any) -> str | None:
-    """Why a leaf cannot be cut in shards."""
+    """Return the reason why a leaf cannot be cut into shards; None if it can."""
     if _is_node(leaf):
-        more = " `to_dense()` makes it one." if is_sparse(leaf) else ""
+        more = " Call its `to_dense()`." if is_sparse(leaf) else ""
         return f"expected an array, got {type(leaf).__name__}.{more}"
     got = None if isinstance(leaf, jax.ShapeDtypeStruct) else no_array(leaf)
     if got is not None:
         return f"expected an array or a number, got {got}."
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return f"{dtype} holds no numbers; leave it out of the tree (None in its place)."
+        return f"{dtype} holds no numbers; put None in its place."
     if isinstance(leaf, jax.Array) and _compat.is_partially_sharded(leaf):
         return (
             "it is sharded over another axis of the mesh already. Map that axis, too, in "
@@ -61,7 +61,7 @@ def _obstacle(leaf: Any) -> str | None:
 def all_parts(
     value: Any, layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] = ()
 ) -> Shards:
-    """All replicas' parts together of a whole tree, in a program that maps no axis."""
+    """Return the parts of all replicas of a whole tree, in a program that maps no axis."""
 
     def rows(*arrays: jax.Array) -> list[jax.Array]:
         packed = zip(layout.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
@@ -74,13 +74,13 @@ def all_parts(
 def check_fits(
     layout: ShardLayout, treedef: Any, leaves: Sequence[Leaf], replicas: int, caller: str
 ) -> None:
-    """Refuse a tree, or a number of replicas, that `layout` was not made for."""
+    """Raise an error if `layout` was made for another tree or another number of replicas."""
     if layout.replicas != replicas:
         raise ValueError(
-            f"`{caller}`: these shards are one of {layout.replicas} each, and here are {replicas} "
-            "replicas. Bring the state to them between programs, with the optimizer's `unshard` "
-            "and then `shard` of one that is made for them, and parameters with `jc.unshard` and "
-            "`jc.shard`."
+            f"`{caller}`: these shards were made for {layout.replicas} replicas, but there are "
+            f"{replicas} here. Convert them between programs: an optimizer's state with its "
+            "`unshard`, then `shard` of an optimizer for the new number; parameters with "
+            "`jc.unshard` and `jc.shard`."
         )
     difference = first_difference(leaves, layout.leaves)
     if not difference and treedef != layout.treedef:
@@ -88,27 +88,27 @@ def check_fits(
     if difference:
         raise ValueError(
             f"`{caller}`: the tree is not the one that the shards were made of: {difference}. An "
-            "optimizer's state belongs to the parameters that `init` was given: call `init` again, "
-            "or bring the leaf back to the shape and type it had."
+            "optimizer's state belongs to the parameters that `init` got: call `init` again, or "
+            "restore the leaf's shape and type."
         )
 
 
 def blocks_of(packed: jax.Array, layout: ShardLayout, pack: Pack) -> jax.Array:
-    """Return a whole pack as one block for each replica."""
+    """Split a whole pack into one block for each replica, of rows of 128 elements."""
     flat = packed.reshape(-1)
     filled = jnp.pad(flat, (0, padded(pack.size, layout.replicas) - flat.size))
     return filled.reshape(layout.replicas, layout.rows(pack), LANES)
 
 
 def whole_of(blocks: jax.Array, pack: Pack) -> jax.Array:
-    """Return a pack, flat, without its padding."""
+    """Undo `blocks_of`: return the pack, flat and without padding."""
     return blocks.reshape(-1)[: pack.size]
 
 
 def leaves_of(
     wholes: Sequence[jax.Array], layout: ShardLayout, on_cpus_along: Collection[str] = ()
 ) -> list[jax.Array]:
-    """The leaves again, from what `whole_of` gave; see `unpack`."""
+    """Return the leaves from packs that `whole_of` returned; see `unpack`."""
     arrays = unpack(wholes, layout.packs, layout.leaves, on_cpus_along)
     return [
         jnp.zeros(leaf.shape, leaf.dtype) if array is None else array

@@ -1,7 +1,7 @@
-"""The one way by which trees travel: a plan's packs, made of leaves, carried, and cut up again.
+"""The pipeline of every collective: pack leaves, communicate the packs of a plan, and unpack them.
 
-A collective is a description of it: how a pack enters, what carries it, how it leaves. Around a sum
-stands its arithmetic: the type it travels in, a mean's division, the type it ends in.
+A collective supplies three functions of a pack: what enters, what carries it, and what leaves. A
+`Recipe` has the arithmetic of a sum: its wire type, a mean's division, the type of the result.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def pack(
     leaves: Sequence[Leaf | jax.Array],
     elements: Callable[[Pack], int] | None = None,
 ) -> list[jax.Array]:
-    """Return one array for each pack, with zeros behind it up to its `elements`.
+    """Return one array for each pack, padded with zeros to `elements(pack)`.
 
-    A pack of one whole leaf is that leaf, in its own shape and without a copy; any other is
-    flat. `unpack(pack(arrays, packs, leaves), packs, leaves)` is `arrays`, to the bit (but for
-    the sign and payload of a bfloat16 or 8-bit NaN, which XLA's CPU compiler does not keep).
+    A pack of one whole leaf is that leaf, in its own shape and without a copy; any other pack is
+    flat. `unpack(pack(arrays, packs, leaves), packs, leaves)` is bitwise equal to `arrays`, except
+    for the sign and payload of a bfloat16 or 8-bit NaN, which XLA's CPU compiler does not keep.
     """
     flat: dict[int, jax.Array] = {}
 
@@ -54,7 +54,7 @@ def pack(
 
 
 def _filled(piece: jax.Array, length: int) -> jax.Array:
-    """`piece` with zeros behind it."""
+    """Return `piece`, padded with zeros to `length`."""
     return jnp.pad(piece, (0, length - piece.size)) if length > piece.size else piece
 
 
@@ -63,10 +63,10 @@ def carry_out(
     packed: Iterable[Any],
     carry: Callable[[Pack, Any], Any],  # the collective
     *,
-    enter: Callable[[Pack, Any], Any] = lambda _, array: array,  # what travels of a packed array
-    leave: Callable[[Pack, Any], Any] = lambda _, array: array,  # the result of what arrived
+    enter: Callable[[Pack, Any], Any] = lambda _, array: array,  # from a packed array to its input
+    leave: Callable[[Pack, Any], Any] = lambda _, array: array,  # from its output to the result
 ) -> list[Any]:
-    """Return the results of the packs of `plan`, each under its name in the program."""
+    """Communicate each pack of `plan` in a named scope of the program; return the results."""
     carried: list[Any] = []
     for k, (pack, array) in enumerate(zip(plan.packs, packed, strict=True)):
         with jax.named_scope(f"{plan.name}/pack{k}"):
@@ -74,7 +74,7 @@ def carry_out(
             if plan.chained and carried:
                 array = _compat.ordered(array, after=jax.tree.leaves(carried[-1])[0])
             carried.append(carry(pack, array))
-    # Apart, so that no pack waits for what becomes of the one before.
+    # In a loop of its own, so that no pack waits for the arithmetic after the pack before it.
     results = []
     for k, (pack, array) in enumerate(zip(plan.packs, carried, strict=True)):
         with jax.named_scope(f"{plan.name}/pack{k}"):
@@ -90,10 +90,9 @@ def unpack(
 ) -> list[jax.Array | None]:
     """Return the leaves, in their order and shapes; None for those that no pack carries.
 
-    XLA's CPU compiler makes a kernel, some 6 ms each, for every static slice, but compiles slices
-    of one shape once if their offsets are data: as those that depend on the index of one of the
-    mapped axes `on_cpus_along`, which the compiler does not know. Without, they are static and fuse
-    best.
+    Slices with static offsets fuse best. But XLA's CPU compiler makes a kernel for each of them, in
+    some 6 ms; it makes one kernel for all slices of one shape if it does not know their offsets.
+    With `on_cpus_along`, mapped axes, the offsets therefore depend on the index of one of these.
     """
     pieces: dict[int, list[jax.Array]] = {}
     for array, pack in zip(packed, packs, strict=True):
@@ -113,21 +112,21 @@ def unpack(
 
 
 def _cut(array: jax.Array, pack: Pack, axes: Collection[str]) -> list[jax.Array]:
-    """Return the pieces of a pack, one after another."""
-    alike = Counter(s.size for s in pack.segments)
+    """Cut a pack into its pieces, in order."""
+    pieces_of_size = Counter(s.size for s in pack.segments)
     zero = None
-    fits = array.size <= np.iinfo(np.int32).max  # an offset that is data
+    fits = array.size <= np.iinfo(np.int32).max  # offsets are int32
     mapped = (a for a in axes if fits and lax.axis_size(a) > 1 and not _compat.is_vmapped(a))
     for axis in itertools.islice(mapped, 1):
-        # Zero, as no compiler knows: the axis's index has no sign bit.
+        # The sign bit of an axis index is zero, but no compiler knows that.
         index = _compat.as_invariant(lax.axis_index(axis), (axis,))
         zero = lax.shift_right_logical(index, np.int32(31))
     pieces, offset = [], 0
     for s, length in zip(pack.segments, pack.lengths, strict=True):
-        if zero is None or alike[s.size] == 1:
+        if zero is None or pieces_of_size[s.size] == 1:
             pieces.append(array[offset : offset + s.size])
         else:
-            # A constant of two numbers is an argument of the kernel; one number would be inlined.
+            # The compiler passes a constant of two numbers to the kernel; it would inline one.
             start = lax.dynamic_index_in_dim(
                 np.array([offset, -1], np.int32), zero, keepdims=False, allow_negative_indices=False
             )
@@ -140,40 +139,40 @@ def _cut(array: jax.Array, pack: Pack, axes: Collection[str]) -> list[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The arithmetic of a leaf's reduction; two leaves share a pack if it is equal."""
+    """The arithmetic of a leaf's reduction; leaves share a pack only if theirs is equal."""
 
-    # Axes the sum is over, those of size one left out; empty: nothing travels
+    # Axes of the sum, without those of size one; empty: nothing is sent
     over: tuple[str, ...]
     axes: tuple[str, ...]  # all axes of the reduction, over which the result is invariant
-    # Every axis that the leaf varies over, so that packing gives none a wider type
+    # Every axis that the leaf varies over: in one pack, leaves with fewer would get a wider type
     varying: frozenset[str]
     dtype: np.dtype  # the leaf's type
-    wire: np.dtype  # the type it travels and is summed in
-    times: int  # what a sum is multiplied by: the replicas that hold the same value
-    divisor: int | None  # what makes a mean of the sum; None for a sum
+    wire: np.dtype  # the type of the sum, also on the wire
+    times: int  # the factor of a SUM: how many replicas hold the same value
+    divisor: int | None  # the divisor of a MEAN; None for a SUM
 
     @property
     def halvings(self) -> int:
-        """Powers of two taken off a float16 before a mean, so that no partial sum overflows."""
+        """The power of two that scales a float16 down before a mean, so that no sum overflows."""
         if self.divisor is None or self.wire != np.float16 or not self.over:
             return 0
         return halvings(self.divisor)
 
 
 def halvings(summands: int) -> int:
-    """Powers of two to take off so many numbers before a mean, so that no partial sum overflows."""
+    """Return k such that `summands` numbers, divided by 2^k, cannot overflow in their sum."""
     return math.ceil(math.log2(summands))
 
 
 def halved(total: jax.Array, times: int) -> jax.Array:
-    """A float16 with so many powers of two taken off; anything else as it is."""
+    """Divide a float16 by 2^`times`; return any other type unchanged."""
     return total * np.float16(2.0**-times) if total.dtype == np.float16 and times else total
 
 
 def quotient(total: jax.Array, by: jax.Array | int, times: int = 0) -> jax.Array:
-    """`total / by` in the type of `total`, computed in float32 or wider.
+    """Return `total / by` in the type of `total`; undo `halved` by `times`.
 
-    Neither does a count have to fit into float16, nor is it rounded to eight bits for bfloat16.
+    Computed in float32 or wider: `by` need not fit into float16, or be rounded to bfloat16.
     """
     exact = total.astype(wide(total.dtype))
     if total.dtype == np.float16:
@@ -182,45 +181,45 @@ def quotient(total: jax.Array, by: jax.Array | int, times: int = 0) -> jax.Array
 
 
 def sent(array: jax.Array) -> jax.Array:
-    """`array` as it travels unchanged: of PRNG keys their data, in whole bytes."""
+    """Convert `array` for a collective that keeps its bits; PRNG keys to their data."""
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return array.astype(carried_dtype(array.dtype))
 
 
 def received(array: jax.Array, like: jax.Array) -> jax.Array:
-    """Undo `sent` of arrays of the type of `like`."""
+    """Undo `sent` for an array of the type of `like`."""
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
     return array.astype(like.dtype)
 
 
-def before(array: jax.Array, recipe: Recipe) -> jax.Array:
-    """`array` as it travels."""
+def prepared(array: jax.Array, recipe: Recipe) -> jax.Array:
+    """Convert `array` to a summand: in the wire type, and scaled down if it might overflow."""
     array = array.astype(recipe.wire)
     return array * np.float16(2.0**-recipe.halvings) if recipe.halvings else array
 
 
-def after(total: jax.Array, recipe: Recipe) -> jax.Array:
-    """The sum made the result: divided or multiplied, in its own type, *invariant*."""
-    # The sum of what varies over no axis varies over none.
+def finished(total: jax.Array, recipe: Recipe) -> jax.Array:
+    """Convert the sum to the result, see `divided`; type it as *invariant*."""
+    # If the leaf varies over no axis, neither does the sum.
     total = _compat.as_invariant(total, recipe.axes) if recipe.varying else total
     return divided(total, recipe)
 
 
 def divided(total: jax.Array, recipe: Recipe) -> jax.Array:
-    """The sum, or a part of it, made the result, varying as it does."""
+    """Divide or multiply a sum, or a part of it, and cast it to the leaf's type."""
     if recipe.divisor is None:
         return (total * recipe.times if recipe.times > 1 else total).astype(recipe.dtype)
     if recipe.halvings:
         share = np.float32(2.0**recipe.halvings / recipe.divisor)
         return (total.astype(np.float32) * share).astype(recipe.dtype)
-    mean = jnp.true_divide(total, recipe.divisor)  # of integers: a float of JAX's choice
+    mean = jnp.true_divide(total, recipe.divisor)  # JAX chooses the float type for integers
     return mean if jnp.issubdtype(recipe.dtype, jnp.integer) else mean.astype(recipe.dtype)
 
 
 def wide(dtype: np.dtype) -> np.dtype:
-    """The type in which numbers of `dtype` are added up locally: a float of at least 32 bits."""
+    """Return the type for local sums of `dtype`: a float of at least 32 bits."""
     if jnp.issubdtype(dtype, np.complexfloating) or dtype == np.float64:
         return dtype
     return np.dtype(np.float32)

@@ -1,4 +1,4 @@
-"""The one in-program reduction: plan, pack, sum, unpack, and divide for a mean."""
+"""All-reduce inside a program: plan, pack, sum, unpack, and divide for a mean."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.coded import Coded, Coding
-from jaxcoll._spmd.pipeline import Recipe, after, before, carry_out, pack, unpack
+from jaxcoll._spmd.pipeline import Recipe, carry_out, finished, pack, prepared, unpack
 from jaxcoll._spmd.scope import Scope, already_reduced, bound_axes, count, listed
 
 if TYPE_CHECKING:
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 Invariant = Literal["error", "summed", "replicated"]
 
 _REPLICATED = """\
-If every replica holds this value, as a learning rate, say `invariant="replicated"`: MEAN leaves \
-it, SUM multiplies it by {n}."""
+If every replica holds this value, like a learning rate, pass `invariant="replicated"`: then MEAN \
+returns it unchanged, and SUM multiplies it by {n}."""
 
 _SUMMED = """\
-take it with `jc.value_and_grad` or `jc.grad`, which keep it per replica, or say \
-`invariant="summed"`: SUM leaves it, MEAN divides it by {n}."""
+take it with `jc.value_and_grad` or `jc.grad`, which keep it per replica, or pass \
+`invariant="summed"`: then SUM returns it unchanged, and MEAN divides it by {n}."""
 
 _LEAF_BY_LEAF = """\
 leaf by leaf, by the compiler's own all-reduce: the compiler splits leaves over {axes}, and would \
-have to gather what is put together"""
+have to gather them into a pack"""
 
 
 def all_reduce(
@@ -59,44 +59,42 @@ def all_reduce(
     *,
     scope: Scope,
     invariant: Invariant = "error",
-    packing: PackingRule | None = None,  # a rule that stands whatever the options say
-    # For each leaf, in the tree's order, its place in the order in which they become ready
+    packing: PackingRule | None = None,  # overrides the options
+    # For each leaf, in the tree's order, its rank in the order in which leaves become ready
     ready: Sequence[int] | None = None,
-    # Paths of leaves that were proven to be equal on every replica along some axes, and those axes:
-    # they are taken as "replicated" there, whatever their types say
+    # Paths of leaves that are proven equal on every replica along some axes, and these axes: leaves
+    # count as "replicated" there, whatever their types say
     same: Mapping[str, frozenset[str]] = MappingProxyType({}),
-    reasons: tuple[str, ...] = (),  # what else the plan should say
-    in_backward: bool = False,  # the backward pass itself comes by here
-    exact: frozenset[str] = frozenset(),  # paths of leaves that travel exactly, whatever is asked
-    repeats: bool = False,  # a sum may count what is the same everywhere repeatedly, and means it
-    feedback: Feedback | None = None,  # what this replica owes to the leaves
+    reasons: tuple[str, ...] = (),  # further notes for the plan
+    in_backward: bool = False,  # the call is part of a backward pass
+    exact: frozenset[str] = frozenset(),  # paths of leaves that travel exactly despite the options
+    repeats: bool = False,  # counting equal values once per replica is intended, so do not warn
+    feedback: Feedback | None = None,  # this replica's residuals of the leaves
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
 
-    Leaves are checked and described, the plan is made of the descriptions and recorded, and then
-    carried out: all that a program shows of the reduction is in it.
+    The steps: check and describe the leaves, make a plan from the descriptions, record it, and
+    carry it out. The program communicates what the plan shows, and nothing else.
 
     Returns:
-      The reduced tree, *invariant* over the axes. With `feedback`, a pair of it and of the next
-      residual; *varying*.
+      The reduced tree, *invariant* over the axes. With `feedback`, a pair of that tree and the next
+      residual, *varying*.
     """
     axes = bound_axes(axis_name, "all_reduce")
     world = scope.world(axes)
-    # Read once: nothing below changes what JAX knows of the axes.
     typed, automatic = _compat.types_tell(), _compat.automatic_axes()
     context = _Context(reduce_op, axes, world, invariant, typed, automatic)
     flat, treedef = flattened(value, functools.partial(is_whole, axes=axes))
     exactly = scope.exactly.options if exact else scope.options
-    # `leaves` describe the tree to the plan. `arrays` are what travels of each leaf, `taken`
-    # the leaves as they came.
+    # The user's leaves once checked, the arrays to sum, and the plan's descriptions of them
     taken, arrays, leaves = [], [], []
     for k, (path, leaf) in enumerate(flat):
         equal = same.get(path, frozenset())
         taken.append(context.taken(path, leaf, equal))
         arrays.append(taken[k].values if isinstance(leaf, Whole) else taken[k])
         options = exactly if path in exact else scope.options
-        place = None if ready is None else ready[k]
-        leaves.append(context.described(path, taken[k], options, equal, place))
+        rank = None if ready is None else ready[k]
+        leaves.append(context.described(path, taken[k], options, equal, rank))
     if automatic:
         reasons = (*reasons, _LEAF_BY_LEAF.format(axes=listed(automatic)))
     plan = make_plan(
@@ -108,17 +106,17 @@ def all_reduce(
     coding = Coding(feedback is not None, world.platform)
 
     def enter(pack: Pack, array: jax.Array) -> jax.Array:
-        return before(array, cast(Recipe, pack.kind))
+        return prepared(array, cast(Recipe, pack.kind))
 
     def carry(pack: Pack, array: jax.Array) -> tuple[jax.Array, Coded | None]:
         return algorithms.all_reduce(array, plan.stages(pack), cast(Recipe, pack.kind).axes, coding)
 
     def leave(pack: Pack, carried: Any) -> tuple[jax.Array, jax.Array | None]:
         (total, coded), recipe = carried, cast(Recipe, pack.kind)
-        result, lost = after(total, recipe), None
+        result, lost = finished(total, recipe), None
         if feedback is not None:
             lost = feedback.lost(plan, pack, total, result, coded, coding)
-        # A quotient that goes into a sum next must not be rounded with it.
+        # Round a quotient by itself: fused with a sum that follows, both would be rounded at once.
         divided = plan.options.reproducible and (recipe.divisor or recipe.times > 1)
         return (_compat.as_stored(result) if divided else result), lost
 
@@ -134,8 +132,8 @@ def all_reduce(
             with jax.named_scope(f"{plan.name}/rows{k}"):
                 reduced[k] = x._reduced(recipe)
         elif reduced[k] is None:  # no pack carries it
-            reduced[k] = after(before(array, recipe), recipe)
-    # A mark for readers of the program, where types do not say what a reduction makes equal.
+            reduced[k] = finished(prepared(array, recipe), recipe)
+    # Mark the results as equal for the proof, which reads the program where types do not say so.
     arrays, structure = jax.tree.flatten(reduced)
     sums_up = reduce_op is ReduceOp.SUM and not (in_backward or repeats)
     arrays = marks.same(arrays, tuple(axes), jax.tree.leaves(taken), sums=sums_up)
@@ -147,17 +145,17 @@ def all_reduce(
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """The facts that hold for all leaves of one reduction."""
+    """Facts about one reduction that apply to all of its leaves."""
 
     reduce_op: ReduceOp
     axes: dict[str, int]
     world: World
     invariant: Invariant
-    typed: bool  # types may tell replicas apart; otherwise none of them says anything
-    automatic: tuple[str, ...]  # axes that are left to the partitioner
+    typed: bool  # types say over which axes values vary
+    automatic: tuple[str, ...]  # axes that the compiler's partitioner manages
 
     def taken(self, path: str, leaf: Any, equal: frozenset[str]) -> jax.Array | Whole:
-        """Return `leaf` as it is reduced, or raise an error that names its place."""
+        """Return `leaf` ready for the reduction, or raise an error that names its path."""
         if isinstance(leaf, Whole):
             return leaf._taken(path, "all_reduce")
         dtype = dtype_of(leaf)
@@ -171,7 +169,7 @@ class _Context:
         if not self.typed:
             return array
         array = _compat.terms_of_sum(array, self.axes)
-        # Equal values are those of the first replica, which alone has their cotangent.
+        # Equal values count as the first replica's, which alone gets their cotangent.
         return _compat.as_invariant(array, tuple(equal), summed=True)
 
     def described(
@@ -182,7 +180,7 @@ class _Context:
         equal: frozenset[str],
         ready: int | None,
     ) -> Leaf:
-        """Return the description of a leaf that the plan is made of."""
+        """Return the plan's description of a leaf."""
         indices = leaf.indices if isinstance(leaf, Whole) else None
         array = leaf.values if isinstance(leaf, Whole) else leaf
         dtype = np.dtype(array.dtype)
@@ -190,7 +188,7 @@ class _Context:
         if indices is not None or keeps_shape:
             wire, format = wire_dtype(dtype, self.reduce_op, self.world), None
             if wire.name == "bfloat16" and self.world.platform == "cpu" and self.automatic:
-                wire = np.dtype(np.float32)  # XLA's CPU compiler aborts on a sum of 16 bits there
+                wire = np.dtype(np.float32)  # XLA's CPU compiler aborts on a 16-bit sum here
         else:
             wire, format = travels_as(dtype, array.shape, self.reduce_op, self.world, options)
         by_type = _compat.same_axes(array, self.axes) if self.typed else ()
@@ -202,8 +200,8 @@ class _Context:
                 over.append(axis)
             sizes.append(1 if axis in missing else n)
         if self.invariant == "error" and array.size and not equal.issuperset(by_type):
-            words = {"value": _REPLICATED, "gradient": _SUMMED}
-            raise already_reduced("all_reduce", path, array, self.axes, missing, **words)
+            advice = {"value": _REPLICATED, "gradient": _SUMMED}
+            raise already_reduced("all_reduce", path, array, self.axes, missing, **advice)
         repeated = 1 if self.invariant == "summed" else count(missing)
         divisor = count(self.axes) // repeated if self.reduce_op is ReduceOp.MEAN else None
         varying = _compat.varying_axes(array) if self.typed else frozenset()
@@ -226,9 +224,11 @@ _NO_RESIDUAL = """\
 call returned the last time; got {got}."""
 
 
-def opened(residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = "") -> Any:
-    """Return what a residual says is owed to the sum of a tree, whose paths begin with `prefix`."""
-    owed_to = getattr(residual, "opened", None) if isinstance(residual, Whole) else None
-    if owed_to is None:
+def feedback_of(
+    residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = ""
+) -> Any:
+    """Return the `Feedback` for a sum of `tree`, where its leaves' paths begin with `prefix`."""
+    feedback_for = getattr(residual, "feedback", None) if isinstance(residual, Whole) else None
+    if feedback_for is None:
         raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))
-    return owed_to(tree, axes, caller, prefix)
+    return feedback_for(tree, axes, caller, prefix)

@@ -1,4 +1,4 @@
-"""The two halves of an all-reduce on trees: each replica's part of the sum, and back."""
+"""Reduce-scatter and all-gather of trees, the two halves of an all-reduce."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.gradients.per_replica import common
 from jaxcoll._spmd.parts import blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
-from jaxcoll._spmd.pipeline import Recipe, before, carry_out, divided, pack
+from jaxcoll._spmd.pipeline import Recipe, carry_out, divided, pack, prepared
 from jaxcoll._spmd.scope import Scope, already_reduced, bound_axes, count, listed, named, retyped
 from jaxcoll._spmd.shards import Shards
 
 _REDUCED = """\
-If it is the mean already, give it to the optimizer's `update` with `reduced=True`."""
+If it is the mean already, pass it to the optimizer's `update` with `reduced=True`."""
 
 _SUMMED = """\
 take it with `jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each replica \
@@ -41,9 +41,9 @@ def reduce_scatter(
     axis_name: str | tuple[str, ...],
     *,
     scope: Scope,
-    layout: ShardLayout | None = None,
+    layout: ShardLayout | None = None,  # None: a new one
 ) -> Shards:
-    """This replica's part of the reduced tree, laid out by `layout`; see `jc.reduce_scatter`."""
+    """Return this replica's part of the reduced tree; see `jc.reduce_scatter`."""
     axes = bound_axes(axis_name, "reduce_scatter")
     world = scope.world(axes)
     treedef, leaves = sharded_leaves(value, axes, "reduce_scatter")
@@ -75,7 +75,7 @@ def _scattered(
     """Return this replica's part of each pack of the reduced leaves."""
 
     def enter(pack: Pack, array: jax.Array) -> jax.Array:
-        return blocks_of(before(array, recipes[pack.segments[0].leaf]), layout, pack)
+        return blocks_of(prepared(array, recipes[pack.segments[0].leaf]), layout, pack)
 
     def carry(pack: Pack, blocks: jax.Array) -> jax.Array:
         return algorithms.reduce_scatter(blocks, plan.stages(pack), tuple(axes))
@@ -98,7 +98,7 @@ def plan_scatter(
     options: CommunicationOptions,
     layout: ShardLayout | None = None,
 ) -> tuple[CollectivePlan, ShardLayout, list[Recipe]]:
-    """The plan of a `reduce_scatter`, the layout of its results, and the recipe of each leaf."""
+    """Return the plan of a `reduce_scatter`, the layout of its result, and each leaf's recipe."""
     recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in leaves]
     if layout is None:
         results = zip(leaves, map(_result_dtype, recipes), strict=True)
@@ -109,10 +109,10 @@ def plan_scatter(
     return plan, layout, recipes
 
 
-def own_part(
+def local_part(
     value: Any, axis_name: Any, caller: str, *, scope: Scope, layout: ShardLayout | None = None
 ) -> Shards:
-    """Return this replica's part of a tree that all replicas hold, *varying*: nothing is sent."""
+    """Return this replica's part of a tree that all replicas hold; *varying*. Sends nothing."""
     axes = bound_axes(axis_name, caller)
     treedef, leaves = sharded_leaves(value, axes, caller)
     if layout is None:
@@ -130,7 +130,7 @@ def own_part(
 
 
 def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope) -> Any:
-    """The whole tree that `shards` are the parts of, *invariant*; see `jc.all_gather`."""
+    """Return the whole tree of `shards`, *invariant*; see `jc.all_gather`."""
     axes = bound_axes(axis_name, "all_gather")
     layout = shards.layout
     if tuple(axes) != shards.axes or count(axes) != layout.replicas:
@@ -141,14 +141,14 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
         )
     if isinstance(layout, SummedLayout):
         raise ValueError(
-            "`all_gather` got a residual, which every replica has for all of the tree: there is "
-            "nothing to gather. `jc.unshard` makes its sum between programs."
+            "`all_gather` got a residual. Each replica has its own for the whole tree: there is "
+            "nothing to gather. Between programs `jc.unshard` returns their sum."
         )
     if shards.stack:
         raise ValueError(
-            f"`all_gather` got Shards of {shards.stack[0]} stacked layers, all of which no device "
-            "has room for: gather each layer where it is used, in the body of a `lax.scan` over "
-            "these Shards or by `jc.scan_layers`; between programs `jc.unshard` makes the tree."
+            f"`all_gather` got Shards of {shards.stack[0]} stacked layers, too large to gather at "
+            "once: gather each layer where it is used, in the body of a `lax.scan` over these "
+            "Shards, or with `jc.scan_layers`. Between programs `jc.unshard` returns the tree."
         )
     parts = [_compat.as_varying(x, tuple(axes)) for x in shards.parts]
     arrays = _gather_of(layout, shards.leaves, axes, scope)(parts)
@@ -161,10 +161,10 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
 def _gather_of(
     layout: ShardLayout, leaves: Sequence[Leaf], axes: Mapping[str, int], scope: Scope
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """From parts to leaves, *varying*; its derivative reduce-scatters their cotangents, as a SUM.
+    """Return a function from parts to leaves, *varying*; its backward pass is a reduce-scatter SUM.
 
-    What JAX makes of the gather's own derivative sends as much, but adds up as many padded packs
-    as there are leaves, and no plan shows it.
+    The derivative that JAX would make sends as many bytes, but it adds up one padded pack for each
+    leaf, and no plan would show it.
     """
     world = scope.world(dict(axes))
     context = (scope.options, world)
@@ -200,7 +200,7 @@ def _gather_of(
 
 
 def recipe_of(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: World) -> Recipe:
-    """Return the recipe of a leaf of which each replica keeps a part."""
+    """Return the recipe of a leaf in a reduce-scatter."""
     check_reducible(leaf.path, leaf.dtype, "reduce_scatter")
     over = tuple(a for a, n in axes.items() if n > 1)
     wire = wire_dtype(leaf.dtype, reduce_op, world)
@@ -209,7 +209,7 @@ def recipe_of(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: W
 
 
 def wired(leaves: Sequence[Leaf], recipes: Sequence[Recipe]) -> list[Leaf]:
-    """The leaves in the types that their recipes send them in."""
+    """Return the leaves with the wire types of their recipes."""
     both = zip(leaves, recipes, strict=True)
     return [dataclasses.replace(leaf, wire=recipe.wire) for leaf, recipe in both]
 

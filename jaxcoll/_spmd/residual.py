@@ -1,4 +1,4 @@
-"""Error feedback: what replicas owe to a sum, kept by each, and sent with the next.
+"""Error feedback: each replica keeps the rounding error of a sum, and adds it to the next one.
 
 A residual is `Shards` in which every replica has a float32 for each element of the tree.
 """
@@ -30,37 +30,41 @@ from jaxcoll._spmd.shards import Shards
 from jaxcoll._wire.formats import finite
 
 _OTHER_WORLD = """\
-`{caller}` over {axes} got a residual of {was} over {over}. Restore its sum for the replicas that \
-there are: `jc.save_checkpoint` writes it, and `jc.restore_checkpoint` with a new \
-`jc.compression.residual` deals it out."""
+`{caller}` over {axes} got a residual of {was} over {over}. Convert it through a checkpoint: \
+`jc.save_checkpoint` writes the sum over replicas, and `jc.restore_checkpoint` with a new \
+`jc.compression.residual` spreads it over the replicas here."""
 
-_NOT_OWN = """\
-`{caller}`: a residual has an array of shape {expected} on each replica here, and got {got}. Each \
-replica has its own: `jc.data_parallel` passes it so; give `jax.shard_map` \
-PartitionSpec({axes!r}) for it in `in_specs`."""
+_WRONG_SHAPE = """\
+`{caller}`: expected each replica's part of a residual to have shape {expected} here; got {got}. \
+Each replica has its own part. `jc.data_parallel` passes it that way; for `jax.shard_map` put \
+PartitionSpec({axes!r}) in `in_specs`."""
 
 _OTHER_TREE = """\
-`{caller}`: the residual is of another tree: {difference}. It belongs to the gradients of the \
-parameters that `jc.compression.residual` was given: make a new one, or bring the leaf back."""
+`{caller}`: the residual belongs to another tree: {difference}. It fits the gradients of the \
+parameters that `jc.compression.residual` got: make a new one, or restore the leaf."""
 
 _ALIKE = """\
-`all_reduce` with a residual: {leaf} is already the same on every replica along one of the axes, \
-where each replica's own residual would make it differ. Reduce it in a call of its own, without \
+`all_reduce` with a residual: {leaf} is already the same on every replica along one of the axes. \
+Adding each replica's residual would make it differ. Reduce it in another call, without \
 `residual`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residual(Shards):
-    """The residual of a tree: `Shards` whose parts are summands of all of it."""
+    """The residual of a tree: `Shards` in which each part is a summand for the whole tree."""
 
-    def opened(self, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = "") -> Feedback:
-        """Return this replica's residual of each leaf of `tree`."""
+    def feedback(
+        self, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = ""
+    ) -> Feedback:
+        """Return this replica's residuals of the leaves of `tree`."""
         layout = self.layout
         if self.axes != tuple(axes) or layout.replicas != count(axes):
             here = " × ".join(named({name: n}) for name, n in axes.items())
-            words = {"was": counted(layout.replicas, "replica"), "over": listed(self.axes)}
-            raise ValueError(_OTHER_WORLD.format(caller=caller, axes=here, **words))
+            was = counted(layout.replicas, "replica")
+            raise ValueError(
+                _OTHER_WORLD.format(caller=caller, axes=here, was=was, over=listed(self.axes))
+            )
         difference = first_difference(layout_like(tree, axes, caller).leaves, layout.leaves)
         if difference:
             raise ValueError(_OTHER_TREE.format(caller=caller, difference=difference))
@@ -69,7 +73,7 @@ class Residual(Shards):
             expected, got = (layout.rows(pack), LANES), np.shape(part)
             if got != expected:
                 raise ValueError(
-                    _NOT_OWN.format(caller=caller, axes=self.axes, expected=expected, got=got)
+                    _WRONG_SHAPE.format(caller=caller, axes=self.axes, expected=expected, got=got)
                 )
             leaf = layout.leaves[pack.segments[0].leaf]
             owed[prefix + leaf.path] = part.reshape(-1)[: leaf.size].reshape(leaf.shape)
@@ -82,13 +86,13 @@ def is_residual(x: Any) -> bool:
 
 
 def layout_like(tree: Any, axes: Mapping[str, int], caller: str) -> SummedLayout:
-    """Return the layout of a tree's residual: a float32 for every element, on each replica."""
+    """Return the layout of a tree's residual: a float32 for every element on every replica."""
     treedef, leaves = sharded_leaves(tree, axes, caller)
     return summed_layout(treedef, leaves, count(axes))
 
 
 def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Residual:
-    """Return this replica's first residual, in a program that maps the axis; *varying*."""
+    """Return this replica's initial residual, zeros, in a program that maps the axis; *varying*."""
     axes = bound_axes(axis_name, caller)
     layout = layout_like(tree, axes, caller)
     names = tuple(axes)
@@ -101,23 +105,23 @@ def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-    """What this replica owes to each leaf of one sum, and how what is owed next follows."""
+    """This replica's residuals in one sum, and the computation of the next ones."""
 
     residual: Residual
-    owed: Mapping[str, jax.Array]  # by path; leaves of the sum that are not here owe nothing
+    owed: Mapping[str, jax.Array]  # the residuals by path; other leaves of the sum have none
     prefix: str
 
     def added(
         self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf], replicas: int
     ) -> list[jax.Array]:
-        """Return the arrays with this replica's residuals."""
+        """Add this replica's residuals to the arrays."""
         sent = []
         for array, leaf in zip(arrays, leaves, strict=True):
-            more = self.owed.get(leaf.path)
-            if more is not None and math.prod(leaf.over) != replicas:
+            owed = self.owed.get(leaf.path)
+            if owed is not None and math.prod(leaf.over) != replicas:
                 raise ValueError(_ALIKE.format(leaf=where(leaf.path)))
-            if more is not None and jnp.issubdtype(leaf.dtype, np.inexact):
-                array = array.astype(leaf.wire) + more.astype(leaf.wire)
+            if owed is not None and jnp.issubdtype(leaf.dtype, np.inexact):
+                array = array.astype(leaf.wire) + owed.astype(leaf.wire)
             sent.append(array)
         return sent
 
@@ -130,12 +134,12 @@ class Feedback:
         coded: Coded | None,
         coding: Coding,
     ) -> jax.Array | None:
-        """Return what codes lost, and what the leaf's own type cannot hold of the sum."""
+        """Return the rounding errors of codes and of the cast to the leaf's type; None if exact."""
         if pack.format is None:
             return None
         recipe = cast(Recipe, pack.kind)
         lost = jnp.zeros_like(total, np.float32)
-        if recipe.dtype != recipe.wire:  # all replicas owe it alike
+        if recipe.dtype != recipe.wire:  # every replica keeps an equal share of the cast's error
             replicas = math.prod(map(lax.axis_size, recipe.over))
             lost = (total - result.astype(recipe.wire) * (recipe.divisor or 1)) / replicas
         if coded is not None:
@@ -149,26 +153,27 @@ class Feedback:
         results: Sequence[jax.Array],
         on_cpus_along: Collection[str],  # as in `unpack`
     ) -> Residual:
-        """Return what is owed next: as it was where what was to be sent is not finite."""
-        # A loss or a metric that is not finite says nothing of gradients, which are then applied.
+        """Return the next residual; it does not change if a reduced leaf with one is not finite."""
+        # Leaves without a residual, such as the loss and metrics, do not matter: a step may apply
+        # finite gradients although the loss is not finite.
         both = zip(plan.leaves, results, strict=True)
         with jax.named_scope(f"{plan.name}/finite"):
-            fine = finite([result for leaf, result in both if leaf.path in self.owed])
+            is_finite = finite([result for leaf, result in both if leaf.path in self.owed])
         coded = [
             (pack, lost)
             for pack, (_, lost) in zip(plan.packs, carried, strict=True)
             if lost is not None
         ]
-        packs, rests = [pack for pack, _ in coded], [lost for _, lost in coded]
-        rests = unpack(rests, packs, plan.leaves, on_cpus_along)
+        packs, errors = [pack for pack, _ in coded], [lost for _, lost in coded]
+        errors = unpack(errors, packs, plan.leaves, on_cpus_along)
         paths = [leaf.path for leaf in plan.leaves]
-        left, parts = dict(zip(paths, rests, strict=True)), []
+        error_of, parts = dict(zip(paths, errors, strict=True)), []
         layout = self.residual.layout
         for pack, part in zip(layout.packs, self.residual.parts, strict=True):
             path = self.prefix + layout.leaves[pack.segments[0].leaf].path
-            if path in left:
-                rest, owed = left[path], self.owed[path]
-                flat = jnp.where(fine, 0.0 if rest is None else rest, owed).reshape(-1)
+            if path in error_of:
+                error, owed = error_of[path], self.owed[path]
+                flat = jnp.where(is_finite, 0.0 if error is None else error, owed).reshape(-1)
                 part = jnp.pad(flat, (0, part.size - flat.size)).reshape(part.shape)
             parts.append(part)
         return dataclasses.replace(self.residual, parts=tuple(parts))

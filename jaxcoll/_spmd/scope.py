@@ -115,17 +115,17 @@ differentiated = jax.make_user_context(default_value=None)
 """`with differentiated(differentiation):` traces what follows as part of a loss."""
 
 
-_bare: list[Scope] = []
+_default_scope: list[Scope] = []
 
 
-def set_bare_scope(scope: Scope) -> None:
+def set_default_scope(scope: Scope) -> None:
     """Let `scope` hold where no jaxcoll program is around; who reads worlds from JAX says it."""
-    _bare[:] = [scope]
+    _default_scope[:] = [scope]
 
 
 def scope_here() -> Scope:
     """Return the scope that a jaxcoll program set, or that of bare calls."""
-    return entered.value or _bare[0]
+    return entered.value or _default_scope[0]
 
 
 def differentiation() -> Differentiation | None:

@@ -130,7 +130,7 @@ def shards_in(tree: Any) -> list[Shards]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_shards) if is_shards(x)]
 
 
-def said_of_each(tree: Any, value: Any, odd: str, is_leaf: Any = None) -> list[Any]:
+def broadcast_prefix(tree: Any, value: Any, odd: str, is_leaf: Any = None) -> list[Any]:
     """For each array and each `Shards` of `value`, what a tree says of which it is an extension."""
     places = jax.tree.map(lambda _: 0, value, is_leaf=is_shards)
     try:

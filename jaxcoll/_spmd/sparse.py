@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxcoll import _compat
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.packs.leaves import Whole, carried_dtype, check_reducible, flattened, where
-from jaxcoll._spmd.pipeline import Recipe, after
+from jaxcoll._spmd.pipeline import Recipe, finished
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -72,7 +72,7 @@ class IndexedSlices(Whole):
         # Nothing is added up, so all that float16 needs is a division that does not underflow.
         wire = np.dtype(np.float32) if recipe.wire == np.float16 else recipe.wire
         rows = _from_all(self.values, recipe).astype(wire)
-        values = after(rows, dataclasses.replace(recipe, wire=wire))
+        values = finished(rows, dataclasses.replace(recipe, wire=wire))
         indices = _compat.as_invariant(_from_all(self.indices, recipe), recipe.axes)
         return unchecked(values, indices, self.dense_shape)
 

@@ -24,7 +24,7 @@ from jaxcoll._jaxpr.subjaxprs import at_line
 from jaxcoll._mesh.mesh import mapped_axes
 from jaxcoll._mesh.placement import spec_of
 from jaxcoll._spmd.scope import Scope, entered, listed
-from jaxcoll._spmd.shards import is_shards, said_of_each
+from jaxcoll._spmd.shards import broadcast_prefix, is_shards
 from jaxcoll.errors import RepeatedSumWarning
 
 VaryingOutputs = Literal["error", "concatenate"]
@@ -180,7 +180,7 @@ class Outputs:
         unfit = (
             "`data_parallel`: `varying_outputs` is a tree that does not fit what the step returns"
         )
-        words = said_of_each(self._rule, result, unfit)
+        words = broadcast_prefix(self._rule, result, unfit)
         groups: list[list[Any]] = [[] for _ in self.specs]
         self._order: list[int] = []
         places: list[tuple[int, Any, PartitionSpec, str]] = []

@@ -19,10 +19,10 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
-from jaxcoll._spmd.gradients.per_replica import taken_by
+from jaxcoll._spmd.gradients.per_replica import checked_same
 from jaxcoll._spmd.norms import clipped
 from jaxcoll._spmd.parts import all_parts, check_fits, sharded_leaves
-from jaxcoll._spmd.reduce_scatter import own_part
+from jaxcoll._spmd.reduce_scatter import local_part
 from jaxcoll._spmd.scope import bound_axes, count, scope_here
 from jaxcoll._spmd.shards import Shards, is_shards, shards_in
 from jaxcoll._train.elementwise import check_elementwise
@@ -176,7 +176,7 @@ class ShardedOptimizer:
         """Whole parameters in shards: this replica's `own` in a program, else those of all."""
         if own:
             scope = scope_here().merged(self._options)
-            return own_part(params, self._axis_name, CALLER, scope=scope)
+            return local_part(params, self._axis_name, CALLER, scope=scope)
         layout, leaves = self._layout(params)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             return all_parts(params, layout, self._axes)
@@ -225,7 +225,7 @@ class ShardedOptimizer:
         elif is_shards(grads):
             _check_like(grads, layout, count(axes))
         elif reduced:
-            grads = own_part(grads, self._axis_name, CALLER, scope=scope, layout=layout)
+            grads = local_part(grads, self._axis_name, CALLER, scope=scope, layout=layout)
         else:
             grads = halves.reduce_scatter(
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
@@ -233,7 +233,7 @@ class ShardedOptimizer:
         self._check_state(grads, state)
         arrays = {path: x for path, x in flattened(extra)[0] if isinstance(x, jax.Array)}
         if arrays and (leaves := jax.tree.leaves(grads)):
-            leaves[0] = taken_by(leaves[0], arrays, axes, f"{CALLER}.update")
+            leaves[0] = checked_same(leaves[0], arrays, axes, f"{CALLER}.update")
             grads = jax.tree.unflatten(jax.tree.structure(grads), leaves)
         if extra and not self._assumed:
             parts = jax.eval_shape(lambda: grads)
@@ -241,7 +241,7 @@ class ShardedOptimizer:
         if self._max_norm is not None:
             grads = clipped(grads, tuple(axes), self._max_norm, scope=scope)
         if params is not None and not in_shards:
-            params = own_part(params, self._axis_name, CALLER, scope=scope, layout=grads.layout)
+            params = local_part(params, self._axis_name, CALLER, scope=scope, layout=grads.layout)
         updates, state = self._tx.update(grads, state, params, **extra)
         # Updates are gathered and not parameters: as many bytes, and rounded where optax rounds.
         if not in_shards:

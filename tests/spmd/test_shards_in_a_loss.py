@@ -238,7 +238,7 @@ def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
     shards, mine = in_shards(), functools.partial(jc.data_parallel, batch_argnums=1)
     scattered = jc.value_and_grad(gathering(mean), "data", scatter=True)
     for words, step, args in (
-        (r"Shards of 3 stacked layers, all of which no device has",
+        (r"Shards of 3 stacked layers, too large to gather at once",
          mine(lambda s, x: jc.all_gather(s, "data")), (shards, X)),
         (r"`Shards` and with arrays beside them, which would become n",
          mine(lambda s, x: jc.all_gather((s["embedding"], x), "data")), (shards, X)),

@@ -420,7 +420,7 @@ def test_a_state_that_does_not_belong_is_refused():
         with pytest.raises(ValueError, match=words):
             call()
     refused(
-        r"these shards are one of 2 each, and here are 8 replicas",
+        r"these shards were made for 2 replicas, but there are 8 here",
         lambda x: optimizer.update(PARAMS, of_two, PARAMS), np.ones(8),
     )  # fmt: skip
 

@@ -24,17 +24,17 @@ from jaxcoll._plan.planner import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
 from jaxcoll._spmd.gradients.loss import (
-    Beside,
     Differentiated,
+    Extras,
     accumulated,
     check_differentiable,
     loss_and_aux,
     value_and_local_grad,
     value_and_weight,
 )
-from jaxcoll._spmd.gradients.per_replica import shared, taken_by, with_own
+from jaxcoll._spmd.gradients.per_replica import checked_same, with_shard_gradients, without_shards
 from jaxcoll._spmd.pipeline import halved, halvings, quotient
-from jaxcoll._spmd.reduce import all_reduce, opened
+from jaxcoll._spmd.reduce import all_reduce, feedback_of
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, bound_axes, count, listed, retyped
 from jaxcoll._spmd.shards import Shards, axes_of_shards
@@ -134,13 +134,13 @@ class Differentiator:
         """Value and gradients of a replica's share; terms of a weighted mean fit to be summed."""
         caller = self.caller
 
-        def loss(*args: Any, **kwargs: Any) -> tuple[Any, Beside]:
+        def loss(*args: Any, **kwargs: Any) -> tuple[Any, Extras]:
             out = self.fun(*args, **kwargs)
             out, aux = loss_and_aux(out, caller) if self.has_aux else (out, None)
             value, weight = value_and_weight(out, caller)
             if weight is not None and self.reduce_op is ReduceOp.SUM:
                 raise ValueError(_WEIGHT_IN_SUM.format(caller=caller))
-            return value, Beside(weight, metrics.own_constants(aux, tuple(axes)))
+            return value, Extras(weight, metrics.constants_as_varying(aux, tuple(axes)))
 
         def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
             (value, beside), grads = value_and_local_grad(loss, self.argnums, here, args, kwargs)
@@ -174,7 +174,7 @@ class Differentiator:
         own = axes_of_shards([args[i] for i in self.places(args)])
         (value, beside), grads = program.evaluate()
         same = {k: x for (k, x), mine in zip(leaves.items(), own, strict=True) if not mine}
-        value = taken_by(value, same, axes, self.caller)
+        value = checked_same(value, same, axes, self.caller)
         weighted = beside.weight is not None
         op = ReduceOp.SUM if weighted else self.reduce_op
         parts = metrics.parts_of(beside.aux, axes, self.caller)
@@ -195,7 +195,7 @@ class Differentiator:
             mean = functools.partial(quotient, by=local.weight, times=self.halvings(axes))
             value, grads = jax.tree.map(mean, (value, grads))
             if residual is not None:  # a small weight, or none, may make a finite sum infinite
-                fine = finite(jax.tree.leaves(shared(grads, own)))
+                fine = finite(jax.tree.leaves(without_shards(grads, own)))
                 residual = jax.tree.map(functools.partial(jnp.where, fine), residual, owed)
         times = count(axes) if op is ReduceOp.MEAN else 1
         aux = metrics.with_numbers(beside.aux, local.metrics, times)
@@ -220,12 +220,12 @@ class Differentiator:
         same, ready = _synced(program, axes), None
         if residual is not None and same:
             raise ValueError(_SYNCED_ALREADY.format(caller=self.caller, leaf=where(min(same))))
-        common = local._replace(grads=shared(local.grads, own))
+        common = local._replace(grads=without_shards(local.grads, own))
         beside = flattened(common._replace(grads=None))[0]
         if wants_order(scope.options, scope.world(dict(axes))):
             _, order = program.result(places(program.program))
             # All but the gradients is there before any of them.
-            ready = [*(-1 for _ in beside), *jax.tree.leaves(shared(order, own))]
+            ready = [*(-1 for _ in beside), *jax.tree.leaves(without_shards(order, own))]
         if any(own) and scope.world(dict(axes)).over_gloo:
             parts = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
             leaves, treedef = jax.tree.flatten(common)
@@ -234,7 +234,7 @@ class Differentiator:
         again = _SYNCED.format(what=counted(len(same), "leaf", "leaves"), paths=ends)
         feedback = None
         if residual is not None:
-            feedback = opened(residual, local.grads, axes, self.caller, ".grads")
+            feedback = feedback_of(residual, local.grads, axes, self.caller, ".grads")
         reduced = all_reduce(
             op,
             common,
@@ -252,7 +252,7 @@ class Differentiator:
         if any(own):
             # Of these no residual is kept.
             exactly = scope if residual is None else scope.exactly
-            grads = with_own(reduced.grads, op, local.grads, own, axes, scope=exactly)
+            grads = with_shard_gradients(reduced.grads, op, local.grads, own, axes, scope=exactly)
             reduced = reduced._replace(grads=grads)
         return reduced, residual
 

@@ -140,14 +140,14 @@ def _vary(tree: Any, axes: Sequence[str]) -> Any:
     )
 
 
-class Beside(NamedTuple):
+class Extras(NamedTuple):
     """Results of a loss besides its value: a weight, and the rest, metrics among it."""
 
     weight: Any
     aux: Any
 
 
-Differentiated = tuple[tuple[Any, Beside], Any]
+Differentiated = tuple[tuple[Any, Extras], Any]
 Differentiate = Callable[[tuple[Any, ...], dict[str, Any]], Differentiated]
 
 
@@ -201,7 +201,7 @@ def accumulated(
         return total.astype(like.dtype)
 
     value, grads = jax.tree.map(averaged, (value, grads), (types[0], types[2]))
-    return (value, Beside(weight, aux)), grads
+    return (value, Extras(weight, aux)), grads
 
 
 def _in_pieces(

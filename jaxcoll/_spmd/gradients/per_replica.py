@@ -23,7 +23,7 @@ or make it so with `jc.broadcast`; if it is meant to differ (an expert, the batc
 gradient with `jax.grad`, or pass it as `Shards`."""
 
 
-def taken_by(x: Any, leaves: Mapping[str, Any], axes: Iterable[str], caller: str) -> Any:
+def checked_same(x: Any, leaves: Mapping[str, Any], axes: Iterable[str], caller: str) -> Any:
     """`x`, made with gradients that are going to be reduced; refuse `leaves` that differ."""
     if not leaves:
         return x
@@ -43,17 +43,17 @@ def common(tree: Any, axes: Iterable[str], caller: str) -> Any:
     named = {path: jnp.asarray(leaf) for path, leaf in flat}
     arrays = [*named.values()]
     if arrays:
-        arrays[0] = taken_by(arrays[0], named, axes, caller)
+        arrays[0] = checked_same(arrays[0], named, axes, caller)
     return treedef.unflatten(arrays)
 
 
-def shared(tree: Any, own: Sequence[tuple[str, ...]]) -> Any:
+def without_shards(tree: Any, own: Sequence[tuple[str, ...]]) -> Any:
     """The leaves that replicas have in common, with None in the places of parts of `Shards`."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([None if a else x for x, a in zip(leaves, own, strict=True)])
 
 
-def with_own(
+def with_shard_gradients(
     reduced: Any,
     op: ReduceOp,
     gradients: Any,

@@ -22,7 +22,7 @@ from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.gather import rows_of_all
 from jaxcoll._spmd.layers.stack import Stack
-from jaxcoll._spmd.pipeline import before, carry_out, divided, pack, unpack
+from jaxcoll._spmd.pipeline import carry_out, divided, pack, prepared, unpack
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import recipe_of, wired
 from jaxcoll._spmd.scope import Scope, count
@@ -100,7 +100,7 @@ class Traffic:
 
         def scattered(gradients: Sequence[jax.Array]) -> Arrays:
             blocks = [
-                before(x, recipe).reshape(world.replicas, *leaf.shape)
+                prepared(x, recipe).reshape(world.replicas, *leaf.shape)
                 for x, leaf, recipe in zip(gradients, leaves, recipes, strict=True)
             ]
             packed = jax.vmap(lambda arrays: pack(arrays, packs, leaves))(blocks)

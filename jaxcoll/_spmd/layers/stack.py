@@ -13,10 +13,10 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.gradients.per_replica import taken_by
+from jaxcoll._spmd.gradients.per_replica import checked_same
 from jaxcoll._spmd.parts import leaves_of, whole_of
 from jaxcoll._spmd.scope import as_array, count, differentiation, listed, retyped
-from jaxcoll._spmd.shards import Shards, is_shards, said_of_each
+from jaxcoll._spmd.shards import Shards, broadcast_prefix, is_shards
 from jaxcoll.errors import AlreadyReducedError
 
 CALLER = "scan_layers"
@@ -107,7 +107,7 @@ def _notes(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
             for x in jax.tree.leaves(stacked, is_leaf=is_shards)
         ]
     unfit = f"`{CALLER}`: `sharded` is a tree that does not fit `stacked`"
-    notes = said_of_each(sharded, stacked, unfit, _is_names)
+    notes = broadcast_prefix(sharded, stacked, unfit, _is_names)
     odd = [note for note in notes if not (isinstance(note, bool | str) or _is_names(note))]
     if odd:
         raise ValueError(
@@ -212,7 +212,7 @@ def _marked(
     floating = (jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
     leaves = zip(names, arrays, over, floating, strict=True)
     whole = {name: x for name, x, cut, moves in leaves if moves and not cut}
-    return [taken_by(arrays[0], whole, axes, CALLER), *arrays[1:]]
+    return [checked_same(arrays[0], whole, axes, CALLER), *arrays[1:]]
 
 
 def _joined(shards: Shards) -> Any:
