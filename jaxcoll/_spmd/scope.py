@@ -1,8 +1,7 @@
-"""The arguments of a reduction: the axes it is over, its arrays, and settings from around it.
+"""The arguments of a reduction: its axes, its arrays, and the settings of the program around it.
 
-The scope is part of JAX's trace-cache key: a function that was traced under one scope is
-traced anew under one that differs, so an inner `jax.jit` cannot carry options from one program to
-the next.
+The scope is part of JAX's trace-cache key: JAX traces a function anew under a different scope, so
+an inner `jax.jit` cannot carry options from one program to the next.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jaxcoll.errors import AlreadyReducedError
 
 
 class _Hashed:
-    """A frozen value that is hashed once: JAX asks for it at every operation of a trace."""
+    """A frozen value that caches its hash, which JAX needs at every operation of a trace."""
 
     def __hash__(self) -> int:
         cached = vars(self).get("_hash")
@@ -38,31 +37,31 @@ class _Hashed:
 
 @dataclasses.dataclass(frozen=True)
 class Scope(_Hashed):
-    """A frozen value; its functions are values, too, so that equal programs share their traces."""
+    """The settings of a program; its functions compare by value, so equal programs share traces."""
 
     __hash__ = _Hashed.__hash__
 
-    # From the axes of a reduction and their sizes to where it runs
+    # Describes where a reduction runs, from its axes and their sizes
     world: Callable[[dict[str, int]], World]
-    # Defaults under the options of each call
+    # Defaults for the options of each call
     options: CommunicationOptions = CommunicationOptions()
     # Called with each plan that is carried out
     record: Callable[[CollectivePlan], None] = lambda plan: None
-    # Called with each deadline that a call inside is given; None: the program is called by others,
-    # so that nobody could keep one
+    # Called with each call's `timeout_seconds`; None: jaxcoll does not call the program, so it
+    # cannot enforce a deadline
     deadline: Callable[[float], None] | None = None
     # The axes of a call that names none, outer first; (): there is no default
     axes: tuple[str, ...] = ()
-    claims: Any = None  # a `Claims` that notes what `jc.same` is called with; None: nobody compares
+    claims: Any = None  # a `Claims` that collects the calls of `jc.same`; None: they are unchecked
 
     def merged(self, options: CommunicationOptions | None) -> Scope:
-        """This scope with a call's own options over its defaults."""
+        """Return this scope with a call's options, which override its defaults."""
         seconds = options.timeout_seconds if options else None
         if seconds and self.deadline is None:
             raise ValueError(
                 f"`timeout_seconds` {seconds:g} was given inside a program that jaxcoll does not "
-                "call, where nobody waits with a deadline. It is kept inside `jc.data_parallel` "
-                "and `strategy.run`, and by calls between programs. Use one of these, or options "
+                "call, so it cannot enforce the deadline. It can inside `jc.data_parallel` and "
+                "`strategy.run`, and in calls between programs. Use one of these, or options "
                 "without `timeout_seconds`."
             )
         if seconds and self.deadline is not None:
@@ -71,84 +70,83 @@ class Scope(_Hashed):
         return self if merged is self.options else dataclasses.replace(self, options=merged)
 
     def over(self, axis_name: Any, caller: str) -> Any:
-        """The axes of a call: those that it names, or those of the step around it."""
+        """Return the axes of a call: those that it names, or those of the step around it."""
         if axis_name is None and not self.axes:
             raise ValueError(
-                f"`{caller}` needs an `axis_name` here. Only inside `jc.data_parallel` and "
-                "`strategy.run` it has a default, the axes of the replicas; in a `jax.shard_map` "
-                "or `jax.pmap` of your own, name the axis that it maps."
+                f"`{caller}` needs an `axis_name` here. The default, the axes of the replicas, "
+                "exists only inside `jc.data_parallel` and `strategy.run`. In your own "
+                "`jax.shard_map` or `jax.pmap`, name the axis that it maps."
             )
         return self.axes if axis_name is None else axis_name
 
     @property
     def exactly(self) -> Scope:
-        """This scope for what is not a gradient, and is not rounded on the wire."""
+        """This scope without compression, for values that are not gradients."""
         return dataclasses.replace(self, options=self.options.replace(compression=UNSET))
 
 
 @dataclasses.dataclass(frozen=True)
 class Differentiation(_Hashed):
-    """A mark that a loss is traced whose gradient is going to be reduced; equal by value."""
+    """The reduction that awaits the gradient of the loss being traced; compares by value."""
 
     __hash__ = _Hashed.__hash__
 
-    axes: tuple[str, ...]  # what the gradient is reduced over
-    options: CommunicationOptions = CommunicationOptions()  # of that reduction
+    axes: tuple[str, ...]  # the axes of that reduction
+    options: CommunicationOptions = CommunicationOptions()  # its options
     enclosing: frozenset[str] = frozenset()  # axes of all losses around this one
 
     def check_mean(self, reduce_op: ReduceOp, axes: Iterable[str], caller: str) -> None:
-        """Refuse a SUM, inside of the loss, of gradients that are made a sum around it."""
+        """Raise an error if gradients would be summed inside the loss, and again around it."""
         if reduce_op is not ReduceOp.MEAN:
             raise ValueError(
                 f"`{caller}` over {listed(axes)} with reduce_op SUM, inside the loss of "
-                "`jc.value_and_grad`, `jc.grad` or `jc.accumulate`: what they differentiate is "
-                "this replica's own loss, and they make a sum or a weighted mean of its gradients "
-                'themselves. Leave reduce_op at "mean" here, whatever theirs is.'
+                "`jc.value_and_grad`, `jc.grad` or `jc.accumulate`: these differentiate this "
+                "replica's own loss, and compute the sum or the weighted mean of its gradients "
+                'themselves. Leave reduce_op at "mean" here, even if theirs is "sum".'
             )
 
 
 entered = jax.make_user_context(default_value=None)
-"""`with entered(scope):` traces what follows under a `Scope`; `entered.value` is the one that holds
-here, None outside every jaxcoll program."""
+"""The context of a program: `with entered(scope):` traces under a `Scope`, and `entered.value` is
+the current one, None outside every jaxcoll program."""
 
 differentiated = jax.make_user_context(default_value=None)
-"""`with differentiated(differentiation):` traces what follows as part of a loss."""
+"""The context of a loss: `with differentiated(differentiation):` traces its body."""
 
 
 _default_scope: list[Scope] = []
 
 
 def set_default_scope(scope: Scope) -> None:
-    """Let `scope` hold where no jaxcoll program is around; who reads worlds from JAX says it."""
+    """Set the scope outside every jaxcoll program; `_mesh.world`, which can see devices, does."""
     _default_scope[:] = [scope]
 
 
 def scope_here() -> Scope:
-    """Return the scope that a jaxcoll program set, or that of bare calls."""
+    """Return the scope of the jaxcoll program around this call, or else the default one."""
     return entered.value or _default_scope[0]
 
 
 def differentiation() -> Differentiation | None:
-    """Whose loss this point of the trace belongs to; None outside every such loss."""
+    """Return the `Differentiation` of the loss being traced; None outside every such loss."""
     return differentiated.value
 
 
 def retyped() -> frozenset[str]:
-    """Axes along which a value is typed as varying here, whether it differs or not."""
+    """Return the axes along which equal values, too, are typed as varying here."""
     inside = differentiation()
     return frozenset() if inside is None else inside.enclosing.union(inside.axes)
 
 
 def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
-    """The named axes and their sizes, outer first; all of them must be mapped here."""
+    """Return the named axes with their sizes, outer first; raise an error if one is not mapped."""
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     axes: dict[str, int] = {}
     for name in names:
         if isinstance(name, Tracer):
             raise ValueError(
-                f"`{caller}` got a traced value for `axis_name`; an axis is known by its name: "
-                "pass the string itself, and make the argument static if a jitted function takes "
-                "it."
+                f"`{caller}` got a traced value for `axis_name`: pass the name as a string, and "
+                "make the argument static if a jitted function takes it."
             )
         if not isinstance(name, str):
             break
@@ -177,31 +175,31 @@ def _size(name: str, caller: str) -> int:
     if obstacle == "unreachable":
         raise ValueError(
             f"`{caller}` over axis {name!r}: JAX cannot communicate over the axis of a `vmap` "
-            "inside a `shard_map` that checks types. Leave the mapped dimension in place and "
-            "sum over it with `jnp.sum`, before or after."
+            "inside a `shard_map` that checks types. Do not map that dimension: sum over it with "
+            "`jnp.sum`, before or after."
         )
     if obstacle == "shadowed":
         raise ValueError(
             f"`{caller}` over axis {name!r}: a `vmap` here has taken the name of an axis of "
-            "the mesh. Give the axis of the `vmap` a name of its own."
+            "the mesh. Give the axis of the `vmap` another name."
         )
     return size
 
 
 def as_array(value: Any, who: str, expected: str = "an array") -> jax.Array:
-    """An array, or a number as one; anything else is refused, beginning with `who`."""
+    """Convert an array or a number to an array; for anything else raise an error about `who`."""
     if (got := no_array(value)) is not None:
         raise ValueError(f"{who}: expected {expected}, got {got}.")
     return jnp.asarray(value)
 
 
 def named(axes: Mapping[str, int]) -> str:
-    """Axes with their sizes, for a message."""
+    """Return the names of axes with their sizes, for a message."""
     return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())
 
 
 def listed(axes: Iterable[str]) -> str:
-    """Axes for a message."""
+    """Return the names of axes, for a message."""
     return ", ".join(map(repr, axes))
 
 
@@ -215,7 +213,10 @@ def already_reduced(
     value: str,
     gradient: str,
 ) -> AlreadyReducedError:
-    """The refusal of a leaf that all replicas hold; what to do with a value, or a gradient."""
+    """Return the error for a leaf that is equal on all replicas.
+
+    `value` and `gradient` are its advice, if the leaf is that.
+    """
     n = count(same)
     message = (
         f"`{caller}` over {named(axes)}: {where(path)} is already the same on every replica along "
@@ -230,5 +231,5 @@ def already_reduced(
 
 
 def count(axes: Mapping[str, int]) -> int:
-    """Replicas along all of `axes` together."""
+    """Return the number of replicas along all of `axes` together."""
     return math.prod(axes.values())

@@ -1,4 +1,4 @@
-"""Trees of which every replica holds an n-th: packs in rows of 128, as many on every replica."""
+"""Trees cut into shards: every replica holds the same number of rows of 128 elements."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shards(Whole):
-    """A tree of which every replica holds an n-th: a pytree, on which elementwise code works as is.
+    """A tree cut over n replicas, each of which holds 1/n: a pytree that elementwise code can use.
 
-    Inside a program `parts` are this replica's, *varying*; between programs they are the global
-    arrays of all replicas' parts, laid out over the mesh. `jc.data_parallel` takes and returns
-    them so by itself. Of stacked layers every part has the layers first, and the layout is that of
-    one layer: `lax.scan` over such Shards gives each turn the Shards of its layer.
+    Inside a program `parts` are this replica's, *varying*. Between programs they are global arrays
+    of all replicas' parts, sharded over the mesh; `jc.data_parallel` converts between the two. In
+    Shards of stacked layers, the layers are the first dimension of every part, and the layout is
+    that of one layer: `lax.scan` over such Shards gives each step the Shards of its layer.
 
-    What adds, scales or compares elements by themselves (`jax.tree.map`, an elementwise optimizer)
-    sees the zeros at the end of each pack as well; what looks at the shape of leaves, or sums over
-    them, sees rows of 128 and one replica's part.
+    Elementwise code (`jax.tree.map`, an elementwise optimizer) also sees the zeros that pad each
+    pack. Code that depends on the shape of leaves, or sums over them, sees rows of 128 elements and
+    only one replica's part.
 
     Attributes:
-      parts: an array for each pack, of shape (rows, 128); of all n replicas (n * rows, 128). Of
-        stacked layers (layers, rows, 128) and (layers, n * rows, 128).
-      layout: which elements of which leaf they hold; static, hashable, the same on all replicas.
+      parts: an array for each pack, of shape (rows, 128) inside a program and (n * rows, 128)
+        between programs; for stacked layers (layers, rows, 128) and (layers, n * rows, 128).
+      layout: which elements of which leaf the parts hold; static, hashable, equal on all replicas.
       axes: the mesh axes that the parts are split over, outer first.
 
     Examples:
@@ -63,21 +63,21 @@ class Shards(Whole):
         raise AttributeError(_not_gathered(self, f"no attribute {name!r}"), name=name, obj=self)
 
     def _is_whole(self, axes: Iterable[str]) -> bool:
-        """Return whether the parts are of different elements along one of `axes`."""
+        """Return whether replicas along one of `axes` hold different elements."""
         return not set(axes).isdisjoint(self.axes) and bool(jax.tree.leaves(self.parts))
 
     def _taken(self, path: str, caller: str) -> Whole:
-        """Refuse to reduce parts, which are of different elements on every replica."""
+        """Raise an error: parts hold different elements on every replica, and have no sum."""
         axes = listed(self.axes)
         raise AlreadyReducedError(_PARTS.format(caller=caller, leaf=where(path), axes=axes))
 
     def replace(self, parts: Sequence[Any]) -> Self:
-        """Other values in the same places."""
+        """Return Shards of the same layout with other values."""
         return dataclasses.replace(self, parts=tuple(parts))
 
     @property
     def leaves(self) -> list[Leaf]:
-        """The leaves in the types of the parts that hold them, which may have been cast."""
+        """The layout's leaves, with the types of the parts, which may have been cast."""
         leaves = list(self.layout.leaves)
         for planned, part in zip(self.layout.packs, self.parts, strict=True):
             for s in planned.segments:
@@ -88,7 +88,7 @@ class Shards(Whole):
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """(number of layers,) if the parts are those of stacked layers; () otherwise."""
+        """The shape (layers,) for stacked layers; () otherwise."""
         return tuple(np.shape(self.parts[0])[:-2]) if self.parts else ()
 
 
@@ -109,45 +109,49 @@ for _name in ("getitem", "iter"):
 
 
 def _not_gathered(shards: Shards, what: str) -> str:
-    axes = vars(shards).get("axes", ())  # a copy that is being made has none yet
+    axes = vars(shards).get("axes", ())  # `copy` looks up attributes before it sets them
     return _NOT_GATHERED.format(what=what, axis=repr(axes[0] if len(axes) == 1 else axes))
 
 
 _NOT_GATHERED = """\
-`Shards` have {what}: every replica holds another part of the tree, in rows of 128. Gather it \
+`Shards` have {what}: each replica holds another part of the tree, in rows of 128. Gather it \
 first: `params = jc.all_gather(shards, {axis})` in a step (inside the loss, where it is \
-differentiated), `params = jc.unshard(shards)` outside. An elementwise function takes the parts as \
-they are: `jax.tree.map(f, shards)`."""
+differentiated), `params = jc.unshard(shards)` outside. To map an elementwise function, do not \
+gather: `jax.tree.map(f, shards)`."""
 
 
 def is_shards(x: Any) -> TypeGuard[Shards]:
-    """True if `x` is a `Shards`; to be passed as `is_leaf`."""
+    """Return whether `x` is a `Shards`; to be passed as `is_leaf`."""
     return isinstance(x, Shards)
 
 
 def shards_in(tree: Any) -> list[Shards]:
-    """Every `Shards` in a tree, in order."""
+    """Return every `Shards` in a tree, in order."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_shards) if is_shards(x)]
 
 
-def broadcast_prefix(tree: Any, value: Any, odd: str, is_leaf: Any = None) -> list[Any]:
-    """For each array and each `Shards` of `value`, what a tree says of which it is an extension."""
-    places = jax.tree.map(lambda _: 0, value, is_leaf=is_shards)
+def broadcast_prefix(prefix: Any, tree: Any, misfit: str, is_leaf: Any = None) -> list[Any]:
+    """Return, for each array and each `Shards` of `tree`, its leaf of a tree prefix.
+
+    Raises:
+      ValueError: `prefix` is not a prefix of `tree`; the message begins with `misfit`.
+    """
+    places = jax.tree.map(lambda _: 0, tree, is_leaf=is_shards)
     try:
-        spread = jax.tree.broadcast(tree, places, is_leaf=is_leaf)
+        spread = jax.tree.broadcast(prefix, places, is_leaf=is_leaf)
     except ValueError as error:
-        raise ValueError(f"{odd}: {error}") from None
+        raise ValueError(f"{misfit}: {error}") from None
     return jax.tree.leaves(spread, is_leaf=is_leaf)
 
 
 def axes_of_shards(tree: Any) -> list[tuple[str, ...]]:
-    """For each array of a tree the axes of the `Shards` that it is a part of; () outside of any."""
+    """Return, for each array of a tree, the axes of the `Shards` around it; () if there is none."""
     nodes = jax.tree.leaves(tree, is_leaf=is_shards)
     return [x.axes if is_shards(x) else () for x in nodes for _ in jax.tree.leaves(x)]
 
 
 def check_no_shards(value: Any, axis_name: str | tuple[str, ...], caller: str) -> None:
-    """Refuse to reduce parts of `Shards`, which are of different elements on every replica."""
+    """Raise an error if `value` holds `Shards` along an axis that it would be reduced over."""
     for path, x in flattened(value, is_shards)[0]:
         if is_shards(x) and x._is_whole(bound_axes(axis_name, caller)):
             x._taken(path, caller)
@@ -155,6 +159,6 @@ def check_no_shards(value: Any, axis_name: str | tuple[str, ...], caller: str) -
 
 _PARTS = """\
 `{caller}`: {leaf} is `Shards` along {axes}: each replica holds another part of it, and this would \
-add up elements that have nothing to do with each other. Gradients in Shards are reduced already, \
-by the derivative of `jc.all_gather` or `jc.scan_layers` or by `jc.reduce_scatter`: give them to \
-the optimizer as they are. Their norm is `jc.global_norm`; `jc.all_gather` makes the tree."""
+add up unrelated elements. Gradients in Shards are reduced already, by `jc.reduce_scatter` or by \
+the derivative of `jc.all_gather` or `jc.scan_layers`: pass them to the optimizer unchanged. For \
+their norm call `jc.global_norm`, for the whole tree `jc.all_gather`."""

@@ -1,4 +1,4 @@
-"""Some rows of a larger array, by their indices; replicas bring them together, never add them."""
+"""Sparse rows of a larger array, with their indices; a reduction gathers them and never adds."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from jaxcoll._spmd.pipeline import Recipe, finished
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class IndexedSlices(Whole):
-    """Some rows of a larger array, by their indices: what the gradient of an embedding is.
+    """Some rows of a larger array, with their indices: for example the gradient of an embedding.
 
-    Guarantee: it stands for the dense array that `to_dense` gives: row i is the sum of the `values`
-    whose index is i, and zero where there is none. A row whose index lies outside the dense
-    array is padding and stands for nothing. No call makes it dense but `to_dense`.
+    Guarantee: it represents the dense array that `to_dense` returns. Row i of that is the sum of
+    the `values` with index i, or zeros if there are none. Rows with an index outside the dense
+    array are padding, and represent nothing. Only `to_dense` makes it dense.
 
     A frozen pytree: `values` and `indices` are its leaves, `dense_shape` is static.
-    `jc.all_reduce`, and a `CrossDeviceOps` for a `PerReplica` of them, reduce it by gathering.
+    `jc.all_reduce` reduces it by gathering, and so does a `CrossDeviceOps` in a `PerReplica`.
 
     Args:
       values: (k, *row), the rows; numbers of any dtype.
-      indices: (k,), integers; one may occur several times.
-      dense_shape: (rows, *row) of the dense array; None where nobody needs to know.
+      indices: (k,), integers; duplicates are allowed.
+      dense_shape: (rows, *row), the shape of the dense array; None if unknown.
 
     Raises:
-      ValueError: the shapes do not fit together, or a dtype is not supported.
+      ValueError: the shapes do not match, or a dtype is not supported.
 
     Examples:
       >>> grad = IndexedSlices([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [1, 1, 3], (4, 2))
@@ -59,7 +59,7 @@ class IndexedSlices(Whole):
         check_slices(self)
 
     def _taken(self, path: str, caller: str) -> IndexedSlices:
-        """Return it with values and indices as arrays that vary over the same axes."""
+        """Return the slices checked, as arrays that vary over the same axes."""
         check_slices(self, f"`{caller}`: {where(path)}")
         check_reducible(path + ".values", self.values.dtype)
         parts = jnp.asarray(self.values), jnp.asarray(self.indices)
@@ -68,8 +68,8 @@ class IndexedSlices(Whole):
         return unchecked(values, indices, self.dense_shape)
 
     def _reduced(self, recipe: Recipe) -> IndexedSlices:
-        """Return the rows of every replica, in their order, *invariant*: the sum, or the mean."""
-        # Nothing is added up, so all that float16 needs is a division that does not underflow.
+        """Return the sum or the mean: the rows of every replica in replica order, *invariant*."""
+        # Gathering cannot overflow a float16; only a mean's division needs float32.
         wire = np.dtype(np.float32) if recipe.wire == np.float16 else recipe.wire
         rows = _from_all(self.values, recipe).astype(wire)
         values = finished(rows, dataclasses.replace(recipe, wire=wire))
@@ -77,40 +77,39 @@ class IndexedSlices(Whole):
         return unchecked(values, indices, self.dense_shape)
 
     def to_dense(self) -> jax.Array:
-        """The dense array: rows with one index are added up, padding is dropped.
+        """Return the dense array: add up rows with the same index, and drop padding.
 
         Returns:
-          An array of `dense_shape`, *varying* where the values do. Differentiable. Cost: a
+          An array of `dense_shape`, *varying* if the values are. Differentiable. Cost: a
           scatter-add into an array of zeros, on this device.
 
         Raises:
-          ValueError: there is no `dense_shape`.
+          ValueError: `dense_shape` is None.
         """
         if self.dense_shape is None:
             raise ValueError(
-                "`to_dense` needs to know how many rows there are: make the IndexedSlices with a "
-                "`dense_shape`, or add the rows to an array yourself with "
+                "`to_dense` needs to know how many rows there are: create the IndexedSlices with "
+                "a `dense_shape`, or add the rows to an array yourself with "
                 "`array.at[slices.indices].add(slices.values)`."
             )
         values = jnp.asarray(self.values)
         return jax.ops.segment_sum(values, jnp.asarray(self.indices), self.dense_shape[0])
 
     def padded(self, bound: int) -> IndexedSlices:
-        """The same with `bound` rows: what is added is zero, and its index is no row's.
+        """Return the same slices with `bound` rows; the added ones are zero, with an unused index.
 
-        The index is the largest of its type, 2147483647 for int32, which JAX's own
-        `array.at[...]` drops too (-1 would be the last row). Replicas whose lengths differ meet
-        at a bound that all of them know.
+        That index is the largest of its type, 2147483647 for int32, which JAX's own `array.at[...]`
+        drops, too (-1 would be the last row). If replicas have different numbers of rows, pad them
+        to a common bound.
 
         Args:
-          bound: rows to have, at least as many as there are.
+          bound: the number of rows to have, at least the current number.
 
         Returns:
-          A new value, with the same `to_dense`.
+          New slices, with the same `to_dense`.
 
         Raises:
-          ValueError: there are more rows than `bound`, and none is dropped; or every value of the
-            indices' type is a row's.
+          ValueError: there are more rows than `bound`, or the largest index of the type is a row.
 
         Examples:
           >>> IndexedSlices([5.0], [2], (3,)).padded(2).indices.tolist()
@@ -123,8 +122,8 @@ class IndexedSlices(Whole):
             raise ValueError(f"`padded` expects an integer `bound`; got {bound!r}.") from None
         if added < 0:
             raise ValueError(
-                f"`padded` got a bound of {bound}, but there are {rows} rows already, and none may "
-                "be lost; raise the bound, or add up rows of one index first."
+                f"`padded` got a bound of {bound}, but there are {rows} rows already, and it drops "
+                "none: raise the bound, or add up rows with equal indices first."
             )
         if not added:
             return self
@@ -132,8 +131,8 @@ class IndexedSlices(Whole):
         unused = np.iinfo(self.indices.dtype).max
         if self.dense_shape is not None and unused < self.dense_shape[0]:
             raise ValueError(
-                f"`padded` needs an index that no row of {self.dense_shape} has, and "
-                f"{self.indices.dtype} has none; make `indices` wider, as in `.astype('int32')`."
+                f"`padded` needs an index outside of the {self.dense_shape[0]} rows, and every "
+                f"{self.indices.dtype} is inside; make `indices` wider, as in `.astype('int32')`."
             )
         widths = ((0, added), *[(0, 0)] * (len(self.values.shape) - 1))
         return IndexedSlices(
@@ -143,15 +142,15 @@ class IndexedSlices(Whole):
         )
 
     def without_padding(self) -> IndexedSlices:
-        """The same without the rows that stand for nothing, in their order.
+        """Return the same slices without padding rows, in the same order.
 
-        Their number depends on the indices, so this is for use between programs.
+        The number of rows depends on the indices, so this works only between programs.
 
         Returns:
-          A new value, on the host.
+          New slices, on the host.
 
         Raises:
-          ValueError: it is being traced.
+          ValueError: the slices are being traced.
 
         Examples:
           >>> IndexedSlices([5.0, 6.0], [2, 1], (3,)).padded(7).without_padding().indices.tolist()
@@ -159,9 +158,9 @@ class IndexedSlices(Whole):
         """
         if any(isinstance(x, Tracer) for x in (self.values, self.indices)):
             raise ValueError(
-                "`without_padding` needs the indices, which are being traced: how many rows are "
-                "left would be part of a shape. Call it on the result of the program; inside, "
-                "padding does no harm."
+                "`without_padding` needs the indices, which are being traced: the number of rows "
+                "left must be known as part of a shape. Call it on the result of the program; "
+                "inside, padding does no harm."
             )
         values, indices = np.asarray(self.values), np.asarray(self.indices)
         rows = np.iinfo(indices.dtype).max if self.dense_shape is None else self.dense_shape[0]
@@ -174,7 +173,7 @@ class IndexedSlices(Whole):
 
 
 def check_slices(slices: IndexedSlices, who: str = "`IndexedSlices`") -> None:
-    """Refuse parts that do not fit together, which a transformation may have put there."""
+    """Raise an error if the parts do not match, as after a transformation that replaced them."""
     values, indices, dense = slices.values, slices.indices, slices.dense_shape
     for name, part in (("values", values), ("indices", indices)):
         if not hasattr(part, "dtype") or not hasattr(part, "shape"):
@@ -190,13 +189,13 @@ def check_slices(slices: IndexedSlices, who: str = "`IndexedSlices`") -> None:
         )
     if dense is not None and (not dense or tuple(values.shape[1:]) != dense[1:]):
         raise ValueError(
-            f"{who} expects `dense_shape` to be (rows, *row) with the row of its values, "
-            f"{tuple(values.shape[1:])}; got {dense}."
+            f"{who} expects `dense_shape` to be (rows, *row), where row is the shape of a row of "
+            f"its values, {tuple(values.shape[1:])}; got {dense}."
         )
 
 
 def unchecked(values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:
-    """The value without a look at its parts, which may be anything while JAX transforms them."""
+    """Return slices without checks: while JAX transforms a tree, its leaves may be anything."""
     self = object.__new__(IndexedSlices)
     for name, part in (("values", values), ("indices", indices), ("dense_shape", dense_shape)):
         object.__setattr__(self, name, part)
@@ -217,7 +216,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def _array(name: str, part: Any) -> Any:
-    """`part` with a shape and a dtype: as it is if it has them, else an array of the host."""
+    """Return `part` unchanged if it has a shape and a dtype, else as an array on the host."""
     if hasattr(part, "shape") and hasattr(part, "dtype"):
         return part
     try:
@@ -244,28 +243,29 @@ def _shape(dense_shape: Any) -> tuple[int, ...]:
 
 
 def _type(part: Any) -> str:
-    """An array by its dtype and shape; anything else as it is."""
+    """Return an array's dtype and shape, or the `repr` of anything else, for a message."""
     return kind_of(part) if hasattr(part, "dtype") and hasattr(part, "shape") else repr(part)
 
 
 def is_sparse(leaf: Any) -> TypeGuard[IndexedSlices]:
-    """True if `leaf` is an IndexedSlices, which a reduction takes as a whole."""
+    """Return whether `leaf` is an IndexedSlices; to be passed as `is_leaf`."""
     return isinstance(leaf, IndexedSlices)
 
 
 def check_dense(tree: Any, message: str, error: type[Exception] = ValueError) -> None:
-    """Refuse a tree with an IndexedSlices, in these words, where "{leaf}" stands for the first."""
+    """Raise an error if a tree has an IndexedSlices; "{leaf}" in `message` becomes its path."""
     for path, leaf in flattened(tree, is_sparse)[0]:
         if is_sparse(leaf):
             raise error(message.format(leaf=where(path)))
 
 
 def _from_all(rows: jax.Array, recipe: Recipe) -> jax.Array:
+    """Gather the rows of every replica, in replica order."""
     if not recipe.over:
         return rows
     if not rows.size:
         return jnp.concatenate([rows] * math.prod(map(lax.axis_size, recipe.over)))
-    # `vmap` and `pmap` have no types to settle, and JAX 0.10 refuses to under `vmap`.
+    # `vmap` and `pmap` track no types, and JAX 0.10 refuses "invarying" under `vmap`.
     typed = any(map(_compat.tracks_variance, recipe.over))
     gathered = lax.all_gather(
         rows.astype(carried_dtype(rows.dtype)),

@@ -269,7 +269,7 @@ def test_inside_a_step_the_axis_need_not_be_named():
     close([strategy.experimental_local_results(x)[0] for x in found], list(want))
     for entry in (jc.pmean, lambda x: jc.all_reduce("mean", x), jc.same, jc.grad(jnp.sum)):
         with pytest.raises(
-            ValueError, match=r"needs an `axis_name` here. Only inside `jc.data_par"
+            ValueError, match=r"needs an `axis_name` here.*only inside `jc.data_par"
         ):
             mapped(entry, P("data"), P("data"), 8, check_vma=False).trace(X)
 
