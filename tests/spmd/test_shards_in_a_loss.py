@@ -242,7 +242,7 @@ def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
          mine(lambda s, x: jc.all_gather(s, "data")), (shards, X)),
         (r"`Shards` and with arrays beside them, which would become n",
          mine(lambda s, x: jc.all_gather((s["embedding"], x), "data")), (shards, X)),
-        (r"scatter=True: .* `Shards` along 'data', whose gradients are Shards without",
+        (r"scatter=True: .* `Shards` along 'data'. The gradient of Shards is Shards without",
          jc.data_parallel(scattered, batch_argnums=(1, 2)), (shards, X, MASK)),
         (r"Shards of 8 replicas along 'data' do not fit the mesh \(data=4\)",
          jc.data_parallel(lambda s, x: x.sum(), mesh=mesh_of(4)), (shards, X)),

@@ -1,1 +1,1 @@
-"""Gradients of the loss of the whole batch."""
+"""Gradients of the global batch's loss."""

@@ -1,4 +1,4 @@
-"""The gradient of the global loss: local gradients, and the value beside them in one reduction."""
+"""Gradient of the global loss: local gradients, reduced together with the loss and the metrics."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ from jaxcoll.errors import AlreadyReducedError
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica along {missing}, so its \
-gradient would be too small or too large by their number. What probably happened: the loss calls \
-`lax.pmean`, `lax.psum` or `jc.all_reduce` itself, or depends neither on the batch nor on the \
-parameters. Return the loss of this replica's share of the batch; `{caller}` reduces it."""
+gradient would be wrong by a factor of their number. Probably the loss itself calls `lax.pmean`, \
+`lax.psum` or `jc.all_reduce`, or depends neither on the batch nor on the parameters. Return the \
+loss of this replica's share of the batch; `{caller}` reduces it."""
 
 _NO_SHARD = """\
-`{caller}` with scatter=True: {leaf} is a part of `Shards` along {axes}, whose gradients are \
-Shards without `scatter`. Differentiate it as an argument of its own in a call without `scatter`."""
+`{caller}` with scatter=True: {leaf} is a part of `Shards` along {axes}. The gradient of Shards is \
+Shards without `scatter`: differentiate them in a separate call, without it."""
 
 _SYNCED = """\
 not sent again: {what} that `sync_in_backward` has made the same on every replica: {paths}"""
 
 _SYNCED_ALREADY = """\
-`{caller}` with feedback=True: {leaf} was reduced by `jc.sync_in_backward`, where no residual can \
-be kept: it takes wire formats without feedback. Leave one of the two out."""
+`{caller}` with feedback=True: {leaf} was reduced by `jc.sync_in_backward`, which cannot keep \
+residuals: it uses wire formats without feedback. Leave out one of the two."""
 
 _WEIGHT_IN_SUM = """\
 `{caller}` got a WeightedLoss with reduce_op SUM, which has no use for the weight. For the \
-weighted mean pass reduce_op="mean"; for the sum return the total alone."""
+weighted mean pass reduce_op="mean"; for the sum return only the total."""
 
 
 class _Local(NamedTuple):
-    """One replica's share of the reduction; the field names are the plan's leaf paths."""
+    """The tree that one replica reduces; the field names are the plan's leaf paths."""
 
     value: Any
     weight: Any
@@ -74,7 +74,7 @@ class _Local(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Differentiator:
-    """Arguments of `jc.value_and_grad` and its like, checked; see there."""
+    """The checked arguments of `jc.value_and_grad`, `jc.grad` or `jc.accumulate`."""
 
     fun: Callable[..., Any]
     caller: str  # the function to name in a message
@@ -84,8 +84,8 @@ class Differentiator:
     scatter: bool
     feedback: bool
     with_value: bool = True
-    pieces: int | None = None  # micro-batches one after another
-    batch_argnums: tuple[int, ...] = ()  # positions of the arguments that are cut into them
+    pieces: int | None = None  # the number of micro-batches
+    batch_argnums: tuple[int, ...] = ()  # positions of the arguments to split into micro-batches
 
     def __post_init__(self) -> None:
         if not callable(self.fun):
@@ -101,12 +101,12 @@ class Differentiator:
             )
         if self.scatter and self.feedback:
             raise ValueError(
-                f"`{self.caller}`: with scatter=True gradients travel exactly, so that there is "
-                "nothing to feed back: leave one of the two out."
+                f"`{self.caller}`: with scatter=True gradients travel exactly, so there is no "
+                "rounding error to feed back: leave out one of the two."
             )
 
-    def places(self, args: tuple[Any, ...]) -> list[int]:
-        """Positions of the arguments that are differentiated."""
+    def positions(self, args: tuple[Any, ...]) -> list[int]:
+        """Return the positions of the differentiated arguments, from 0."""
         several = [self.argnums] if isinstance(self.argnums, int) else self.argnums
         return [argnum % len(args) for argnum in several if args]
 
@@ -115,23 +115,23 @@ class Differentiator:
         names = self._names
         return {
             f"{names[i] if i < len(names) else f'args[{i}]'}{path}": leaf
-            for i in self.places(args)
+            for i in self.positions(args)
             for path, leaf in flattened(args[i])[0]
         }
 
     @functools.cached_property
     def _names(self) -> list[str]:
-        """Names of the loss's parameters that are passed by position."""
+        """Names of the loss's positional parameters."""
         return positional_names(self.fun)
 
     def halvings(self, axes: Mapping[str, int]) -> int:
-        """Powers of two off a float16 of a weighted mean, whose sums may be too large for it."""
+        """Return the power of two that keeps float16 sums of a weighted mean from overflowing."""
         return halvings(count(axes) * (self.pieces or 1))
 
-    def of_share(
+    def local(
         self, axes: dict[str, int], here: Differentiation, args: tuple[Any, ...], kwargs: Any
     ) -> Differentiated:
-        """Value and gradients of a replica's share; terms of a weighted mean fit to be summed."""
+        """Return the value and gradients of this replica's share, scaled so that sums fit."""
         caller = self.caller
 
         def loss(*args: Any, **kwargs: Any) -> tuple[Any, Extras]:
@@ -143,12 +143,12 @@ class Differentiator:
             return value, Extras(weight, metrics.constants_as_varying(aux, tuple(axes)))
 
         def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
-            (value, beside), grads = value_and_local_grad(loss, self.argnums, here, args, kwargs)
-            if missing := _compat.same_axes(value, axes):  # reduced on the way, as its type shows
-                words = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
-                raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**words))
-            weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), beside.weight)
-            return (value, beside._replace(weight=weight)), grads
+            (value, extras), grads = value_and_local_grad(loss, self.argnums, here, args, kwargs)
+            if missing := _compat.same_axes(value, axes):  # by its type, the loss reduced it
+                fields = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
+                raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**fields))
+            weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), extras.weight)
+            return (value, extras._replace(weight=weight)), grads
 
         if self.pieces is not None:
             return accumulated(
@@ -157,48 +157,48 @@ class Differentiator:
                 kwargs,
                 self.pieces,
                 batch_argnums=self.batch_argnums,
-                learned=self.places(args),
+                learned=self.positions(args),
                 mean=self.reduce_op is ReduceOp.MEAN,
                 halvings=self.halvings(axes),
             )
-        (value, beside), grads = differentiate(args, kwargs)
-        if beside.weight is not None:
+        (value, extras), grads = differentiate(args, kwargs)
+        if extras.weight is not None:
             value, grads = jax.tree.map(lambda x: halved(x, self.halvings(axes)), (value, grads))
-        return (value, beside), grads
+        return (value, extras), grads
 
     def reduced(
-        self, program: Traced, args: tuple[Any, ...], axes: dict[str, int], scope: Scope, owed: Any
+        self, program: Traced, args: tuple[Any, ...], axes: dict[str, int], scope: Scope, old: Any
     ) -> Any:
-        """Return the caller's result, from the program of one replica's share."""
+        """Evaluate the program of `local` and reduce it, given the old residual, if any."""
         leaves = self.leaves(args)
-        own = axes_of_shards([args[i] for i in self.places(args)])
-        (value, beside), grads = program.evaluate()
-        same = {k: x for (k, x), mine in zip(leaves.items(), own, strict=True) if not mine}
+        sharded = axes_of_shards([args[i] for i in self.positions(args)])
+        (value, extras), grads = program.evaluate()
+        same = {k: x for (k, x), cut in zip(leaves.items(), sharded, strict=True) if not cut}
         value = checked_same(value, same, axes, self.caller)
-        weighted = beside.weight is not None
+        weighted = extras.weight is not None
         op = ReduceOp.SUM if weighted else self.reduce_op
-        parts = metrics.parts_of(beside.aux, axes, self.caller)
-        local = _Local(value if self.with_value else None, beside.weight, parts, grads)
+        parts = metrics.parts_of(extras.aux, axes, self.caller)
+        local = _Local(value if self.with_value else None, extras.weight, parts, grads)
         residual = None
         if self.scatter:
-            for name, mine in zip(leaves, own, strict=True):
-                if mine:
-                    words = {"caller": self.caller, "leaf": where(name), "axes": listed(mine)}
-                    raise ValueError(_NO_SHARD.format(**words))
+            for name, cut in zip(leaves, sharded, strict=True):
+                if cut:
+                    fields = {"caller": self.caller, "leaf": where(name), "axes": listed(cut)}
+                    raise ValueError(_NO_SHARD.format(**fields))
             shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
             local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
             local = local._replace(grads=shards)
         else:
-            local, residual = self._together(op, local, own, program, axes, scope, owed)
+            local, residual = self._together(op, local, sharded, program, axes, scope, old)
         value, grads = local.value, local.grads
         if weighted:
             mean = functools.partial(quotient, by=local.weight, times=self.halvings(axes))
             value, grads = jax.tree.map(mean, (value, grads))
             if residual is not None:  # a small weight, or none, may make a finite sum infinite
-                fine = finite(jax.tree.leaves(without_shards(grads, own)))
-                residual = jax.tree.map(functools.partial(jnp.where, fine), residual, owed)
+                is_finite = finite(jax.tree.leaves(without_shards(grads, sharded)))
+                residual = jax.tree.map(functools.partial(jnp.where, is_finite), residual, old)
         times = count(axes) if op is ReduceOp.MEAN else 1
-        aux = metrics.with_numbers(beside.aux, local.metrics, times)
+        aux = metrics.with_numbers(extras.aux, local.metrics, times)
         outputs = ((value, aux) if self.has_aux else value, grads)
         if not self.with_value:
             outputs = (grads, aux) if self.has_aux else (grads,)
@@ -210,28 +210,28 @@ class Differentiator:
         self,
         op: ReduceOp,
         local: _Local,
-        own: Sequence[tuple[str, ...]],
+        sharded: Sequence[tuple[str, ...]],
         program: Traced,
         axes: Mapping[str, int],
         scope: Scope,
         residual: Shards | None,
     ) -> tuple[_Local, Shards | None]:
-        """One reduction for everything that replicas have in common, and the next residual."""
+        """Reduce the leaves outside of `Shards` in one call, then the others; also the residual."""
         same, ready = _synced(program, axes), None
         if residual is not None and same:
             raise ValueError(_SYNCED_ALREADY.format(caller=self.caller, leaf=where(min(same))))
-        common = local._replace(grads=without_shards(local.grads, own))
-        beside = flattened(common._replace(grads=None))[0]
+        common = local._replace(grads=without_shards(local.grads, sharded))
+        others = flattened(common._replace(grads=None))[0]
         if wants_order(scope.options, scope.world(dict(axes))):
             _, order = program.result(places(program.program))
-            # All but the gradients is there before any of them.
-            ready = [*(-1 for _ in beside), *jax.tree.leaves(without_shards(order, own))]
-        if any(own) and scope.world(dict(axes)).over_gloo:
-            parts = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
+            # Everything else is ready before the first gradient.
+            ready = [*(-1 for _ in others), *jax.tree.leaves(without_shards(order, sharded))]
+        if any(sharded) and scope.world(dict(axes)).over_gloo:
+            parts = [x for x, a in zip(jax.tree.leaves(local.grads), sharded, strict=True) if a]
             leaves, treedef = jax.tree.flatten(common)
             common = treedef.unflatten(_compat.at_once(leaves, parts))
         ends = " … ".join(dict.fromkeys([*[*same][:1], *[*same][-1:]]))
-        again = _SYNCED.format(what=counted(len(same), "leaf", "leaves"), paths=ends)
+        synced = _SYNCED.format(what=counted(len(same), "leaf", "leaves"), paths=ends)
         feedback = None
         if residual is not None:
             feedback = feedback_of(residual, local.grads, axes, self.caller, ".grads")
@@ -243,22 +243,22 @@ class Differentiator:
             ready=ready,
             same=same,
             repeats=local.weight is not None or bool(same),
-            exact=frozenset(path for path, _ in beside),
-            reasons=(again,) if same else (),
+            exact=frozenset(path for path, _ in others),
+            reasons=(synced,) if same else (),
             feedback=feedback,
         )
         if residual is not None:
             reduced, residual = reduced
-        if any(own):
-            # Of these no residual is kept.
-            exactly = scope if residual is None else scope.exactly
-            grads = with_shard_gradients(reduced.grads, op, local.grads, own, axes, scope=exactly)
+        if any(sharded):
+            exactly = scope if residual is None else scope.exactly  # these have no residual
+            grads = reduced.grads
+            grads = with_shard_gradients(grads, op, local.grads, sharded, axes, scope=exactly)
             reduced = reduced._replace(grads=grads)
         return reduced, residual
 
 
 def positional_names(fun: Callable[..., Any]) -> list[str]:
-    """Return the names of parameters that may be passed by position; [] of a function of C's."""
+    """Return the names of the positional parameters; [] for a C function without a signature."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
@@ -272,7 +272,7 @@ def reduced_gradient(
     scope: Callable[[], Scope],
     options: CommunicationOptions,
 ) -> Callable[..., Any]:
-    """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does."""
+    """Implement `jc.value_and_grad`, `jc.grad` and `jc.accumulate`."""
     caller = gradient.caller
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
@@ -281,17 +281,17 @@ def reduced_gradient(
         residual = kwargs.pop("residual", None) if gradient.feedback else None
         if gradient.feedback and residual is None:
             raise ValueError(
-                f"`{caller}` with feedback=True expects the keyword argument `residual` beside the "
-                "loss's own: what `jc.compression.residual(params)` returns, then what the last "
-                "call returned."
+                f"`{caller}` with feedback=True expects the keyword argument `residual`, besides "
+                "those of the loss: first what `jc.compression.residual(params)` returns, then "
+                "what the last call returned."
             )
         check_differentiable(gradient.leaves(args), caller)
-        learned = gradient.places(args)
+        learned = gradient.positions(args)
         check_not_empty(caller, ([x for i, x in enumerate(args) if i not in learned], kwargs))
         inside = Differentiation(tuple(axes), options, enclosing=retyped())
 
         def local_gradient() -> Differentiated:
-            return gradient.of_share(axes, inside, args, kwargs)
+            return gradient.local(axes, inside, args, kwargs)
 
         program = traced_call(local_gradient)
         return gradient.reduced(program, args, axes, here.merged(options), residual)
@@ -300,10 +300,10 @@ def reduced_gradient(
 
 
 def _signed(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[..., Any]:
-    """A function of the loss's arguments, with the names and the signature of the loss."""
+    """Give `reduced` the name and the signature of the loss, with `residual` under feedback."""
     functools.update_wrapper(reduced, gradient.fun, updated=())
     if gradient.feedback:
-        with contextlib.suppress(TypeError, ValueError):  # one of C's has no signature
+        with contextlib.suppress(TypeError, ValueError):  # a C function may have no signature
             signature = inspect.signature(gradient.fun)
             more = inspect.Parameter("residual", inspect.Parameter.KEYWORD_ONLY, default=None)
             others = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
@@ -312,12 +312,12 @@ def _signed(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[.
 
 
 def _synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozenset[str]]:
-    """Paths of gradients that `sync_in_backward` left equal, by proof, and the axes along which.
+    """Return, by path, the axes along which `sync_in_backward` provably made a gradient equal.
 
-    One that is reduced once more is right, too: the mean of equal numbers is that number.
+    Reducing a gradient that the proof misses is correct, too: the mean of equal numbers.
     """
     if not contains(program.program.jaxpr, marks.THROUGH):
         return {}
     _, grads = program.result(same_outputs(program.program, axes))
-    found, _ = flattened(_Local(None, None, None, grads))
-    return {path: along for path, along in found if along}
+    axes_by_path, _ = flattened(_Local(None, None, None, grads))
+    return {path: along for path, along in axes_by_path if along}

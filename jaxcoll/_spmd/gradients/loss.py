@@ -1,7 +1,6 @@
-"""A replica's loss: what it may return, and its derivative, in micro-batches one after another.
+"""A replica's loss: what it may return, and its derivative, if need be in micro-batches.
 
-Nothing is reduced here: what comes out of the loop over pieces is what one pass over the whole
-share would have given.
+Nothing is reduced here. Micro-batches give the same result as one pass over the whole share.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from jaxcoll._spmd.scope import Differentiation, differentiated
 _TUPLE_LOSS = """\
 `{caller}`: the loss returned a tuple of {n}. If the rest is auxiliary output, \
 `jc.value_and_grad` takes it with `has_aux=True`. If it is a weight (tokens, unpadded examples), \
-return `jc.WeightedLoss(total, weight)`: the sum of the weighted losses of this replica and the \
-sum of their weights."""
+return `jc.WeightedLoss(total, weight)`: the sum of this replica's weighted losses and the sum of \
+their weights."""
 
 _NO_SCALAR = """\
 `{caller}` expects the loss to be a scalar or a `jc.WeightedLoss`; got {got}. Return its mean over \
@@ -39,17 +38,17 @@ the sum of the weights as `jc.WeightedLoss(total, weight)`."""
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightedLoss:
-    """The result of a loss whose mean is weighted: by tokens, or by examples that are real.
+    """The result of a loss with a weighted mean: over tokens, or over unpadded examples.
 
-    Guarantee: the mean over replicas is sum(total) / sum(weight), which is exact for uneven shares
-    (a replica whose whole share is padding has weight 0 and total 0) and is what one device
-    would compute from the whole batch.
+    Guarantee: the mean over replicas is sum(total) / sum(weight), what one device would compute
+    from the whole batch. It is exact for uneven shares; a share of nothing but padding has weight 0
+    and total 0.
 
     Attributes:
-      total: scalar; the sum of weight times loss over this replica's share. In float16 that sum
-        must fit by itself; those over micro-batches and replicas need not.
-      weight: scalar of any real type; the sum of the weights over this replica's share, taken as
-        a float32 or wider. A constant to differentiation.
+      total: scalar; the sum of weight times loss over this replica's share. In float16 this sum
+        must fit; the sums over micro-batches and replicas need not.
+      weight: scalar of any real type; the sum of the weights over this replica's share, converted
+        to float32 or wider. Differentiation treats it as a constant.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -64,7 +63,7 @@ class WeightedLoss:
 
 
 def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
-    """The number to differentiate, and its weight as a float of at least 32 bits, if it has one."""
+    """Return the value to differentiate, and its weight in float32 or wider; None without one."""
     if not isinstance(out, WeightedLoss):
         if isinstance(out, tuple):
             raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(out)))
@@ -83,7 +82,7 @@ def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
 
 
 def loss_and_aux(out: Any, caller: str) -> tuple[Any, Any]:
-    """The parts of what a loss with auxiliary output returned."""
+    """Return the loss and the auxiliary output; raise an error if they are not a pair."""
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
     got = f"a tuple of {len(out)}" if isinstance(out, tuple) else kind_of(out)
@@ -103,10 +102,10 @@ def value_and_local_grad(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, Any], Any]:
-    """`jax.value_and_grad(loss, argnums, has_aux=True)` of this replica's loss alone.
+    """Apply `jax.value_and_grad(loss, argnums, has_aux=True)` to this replica's loss alone.
 
-    Under a checked `shard_map` autodiff sums the gradient of a replicated parameter by itself, one
-    `psum` a leaf. Typing the parameters as varying first keeps each replica's gradient its own.
+    In a checked `shard_map` autodiff would sum the gradient of a replicated parameter, with one
+    `psum` for each leaf. The parameters are typed as varying first, so that it does not.
     """
     chosen = {argnums} if isinstance(argnums, int) else set(argnums)
     chosen = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
@@ -120,7 +119,7 @@ def value_and_local_grad(
 
 
 def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:
-    """Refuse what has no gradient, before JAX does without its name."""
+    """Raise an error that names a leaf without a gradient; JAX's own does not name it."""
     for name, leaf in leaves.items():
         dtype = getattr(leaf, "dtype", None)
         is_number = isinstance(leaf, float | complex)
@@ -128,9 +127,9 @@ def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:
             got = type(leaf).__name__ if dtype is None else dtype
             raise TypeError(
                 f"`{caller}` differentiates arrays of floating point or complex numbers; {name} is "
-                f"{got}. Pass apart what is trained, as `eqx.partition(module, "
-                "eqx.is_inexact_array)` or `nnx.split(module, nnx.Param, ...)` gives it, and put "
-                "the module together in the loss."
+                f"{got}. Pass only the trainable part, for example from `eqx.partition(module, "
+                "eqx.is_inexact_array)` or `nnx.split(module, nnx.Param, ...)`, and combine the "
+                "module in the loss."
             )
 
 
@@ -141,7 +140,7 @@ def _vary(tree: Any, axes: Sequence[str]) -> Any:
 
 
 class Extras(NamedTuple):
-    """Results of a loss besides its value: a weight, and the rest, metrics among it."""
+    """Results of a loss besides its value: the weight, and auxiliary output with metrics."""
 
     weight: Any
     aux: Any
@@ -157,39 +156,39 @@ def accumulated(
     kwargs: dict[str, Any],
     count: int,
     *,
-    batch_argnums: Sequence[int],  # positions of what is cut
-    learned: Sequence[int],  # positions of what is differentiated
+    batch_argnums: Sequence[int],  # positions of the arguments to split
+    learned: Sequence[int],  # positions of the differentiated arguments
     mean: bool,
-    halvings: int,
+    halvings: int,  # a power of two
 ) -> Differentiated:
-    """`differentiate(args, kwargs)`, piece by piece.
+    """Call `differentiate(args, kwargs)` for each of `count` micro-batches; combine the results.
 
-    Value, weight and gradients are the sums over the pieces (value and gradients their mean, for a
-    mean without weights); `aux` has a leading dimension more. They are added in float32: eight
-    numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value and
-    gradients have as many powers of two taken off as it takes for their sums to fit.
+    Value, weight and gradients are summed; for a mean without weights, value and gradients are
+    averaged. `aux` is stacked along a new leading dimension. Sums are taken in float32: adding
+    eight numbers in bfloat16 may cost three of its eight bits. In a weighted mean, a float16 value
+    and its gradients are divided by 2^`halvings`, so that the sums over replicas fit.
     """
     pieces = _in_pieces(args, count, batch_argnums, learned)
 
     def one(piece: dict[int, Any]) -> tuple[Any, Any]:
         arguments = tuple(piece.get(i, arg) for i, arg in enumerate(args))
-        (value, beside), grads = differentiate(arguments, kwargs)
-        aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), beside.aux)
-        return (value, beside.weight, grads), aux
+        (value, extras), grads = differentiate(arguments, kwargs)
+        aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), extras.aux)
+        return (value, extras.weight, grads), aux
 
-    # Traced once by itself, for the types with which the sums must begin.
+    # Trace one piece for the types of the initial sums.
     first = jax.tree.map(lambda x: x[0], pieces)
     program = traced_call(one, first)
     types, _ = program.result(program.program.out_avals)
     summed = jax.tree.leaves(types)
 
-    def turn(totals: list[jax.Array], piece: dict[int, Any]) -> tuple[list[jax.Array], Any]:
-        found = program.outputs(piece)
-        added = [t + x.astype(t.dtype) for t, x in zip(totals, found, strict=False)]
-        return added, found[len(summed) :]
+    def step(totals: list[jax.Array], piece: dict[int, Any]) -> tuple[list[jax.Array], Any]:
+        outputs = program.outputs(piece)
+        added = [t + x.astype(t.dtype) for t, x in zip(totals, outputs, strict=False)]
+        return added, outputs[len(summed) :]
 
     zeros = [_compat.zeros_like_aval(aval, wide(aval.dtype)) for aval in summed]
-    totals, stacked = lax.scan(turn, zeros, pieces)
+    totals, stacked = lax.scan(step, zeros, pieces)
     (value, weight, grads), aux = program.result([*totals, *stacked])
     parts = count if mean and weight is None else 1
     taken_off = 0 if weight is None else halvings
@@ -207,7 +206,7 @@ def accumulated(
 def _in_pieces(
     args: tuple[Any, ...], count: int, batch_argnums: Sequence[int], learned: Sequence[int]
 ) -> dict[int, Any]:
-    """The arguments to be cut, each leaf with its pieces along a new leading dimension."""
+    """Return the arguments to split, by position: each leaf of shape (count, rows / count, ...)."""
     for i in batch_argnums:
         if not -len(args) <= i < len(args):
             raise ValueError(
@@ -217,8 +216,8 @@ def _in_pieces(
     chosen = sorted({i % len(args) for i in batch_argnums})
     if both := {*chosen}.intersection(learned):
         raise ValueError(
-            f"`jc.accumulate`: argument {min(both)} is in `argnums` and in `batch_argnums`; what "
-            "is differentiated must be whole in every micro-batch."
+            f"`jc.accumulate`: argument {min(both)} is in `argnums` and in `batch_argnums`; a "
+            "differentiated argument cannot be split into micro-batches."
         )
     return {
         i: jax.tree_util.tree_map_with_path(functools.partial(_cut, i, count), args[i])
@@ -231,7 +230,7 @@ def _cut(i: int, count: int, path: Any, leaf: Any) -> Any:
     if not shape:
         raise ValueError(
             f"`jc.accumulate`: {name} is a scalar and cannot be split into {count} micro-batches; "
-            "leave its argument out of `batch_argnums` to give every micro-batch the same value."
+            "leave its argument out of `batch_argnums` to pass every micro-batch the same value."
         )
     if shape[0] % count:
         raise ValueError(

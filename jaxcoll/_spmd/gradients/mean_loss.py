@@ -1,4 +1,4 @@
-"""The mean of the replicas' losses as a function, whose derivative is the mean's, once."""
+"""A function that returns the mean of the replicas' losses, with a custom derivative."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mean_loss(
     scope: Callable[[], Scope],
     options: CommunicationOptions,
 ) -> Callable[..., Any]:
-    """The body of `jc.mean_loss`, which says what it does."""
+    """Implement `jc.mean_loss`."""
     if not callable(fun):
         raise ValueError(f"`{CALLER}` expects a function, the loss; got {kind_of(fun)}.")
 
@@ -47,8 +47,8 @@ def mean_loss(
 
         def loss(*inputs: Any) -> tuple[Any, Any]:
             traced_leaves = iter(jax.tree.leaves(inputs))
-            together = [next(traced_leaves) if _is_array(x) else x for x in leaves]
-            args, kwargs = treedef.unflatten(together)
+            all_leaves = [next(traced_leaves) if _is_array(x) else x for x in leaves]
+            args, kwargs = treedef.unflatten(all_leaves)
             value, weight = value_and_weight(fun(*args, **kwargs), CALLER)
             return jnp.asarray(value), weight
 
@@ -57,16 +57,16 @@ def mean_loss(
                 return tree
             return jax.tree.map(lambda x: _compat.as_varying(jnp.asarray(x), axes), tree)
 
-        # JAX may trace the rule of a custom derivative when the function around it is finished, so
-        # whatever the loss computes with is an operand, also what it captures.
+        # JAX may trace a custom derivative after the function around it has returned. So every
+        # array that the loss uses must be an operand, also those that it captures.
         with differentiated(Differentiation(axes, options, enclosing=retyped())):
             program, captured = with_captured(traced(loss, *varying(inputs)))
 
-        def again(*operands: Any) -> Any:
+        def local(*operands: Any) -> Any:
             value, weight = program.result(program.outputs(*operands))
             return value if weight is None else WeightedLoss(value, weight)
 
-        again.__signature__ = _signature(fun, len(args), [*arrays[1]], len(captured))  # pyright: ignore[reportFunctionMemberAccess]
+        local.__signature__ = _signature(fun, len(args), [*arrays[1]], len(captured))  # pyright: ignore[reportFunctionMemberAccess]
 
         @jax.custom_jvp
         def of_operands(*operands: Any) -> Any:
@@ -78,22 +78,22 @@ def mean_loss(
             return quotient(pair[0], by=pair[1])
 
         def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-            by = [
+            argnums = [
                 i
                 for i, tree in enumerate(tangents)
                 if not all(map(_is_zero, jax.tree.leaves(tree)))
             ]
-            if not by:
+            if not argnums:
                 value = of_operands(*primals)
                 return value, jnp.zeros_like(value)
-            gradient = Differentiator(again, CALLER, ReduceOp.MEAN, by, False, False, False)
+            gradient = Differentiator(local, CALLER, ReduceOp.MEAN, argnums, False, False, False)
             value, grads = reduced_gradient(gradient, axes, lambda: here, options)(
                 *varying(primals)
             )
             products = jax.tree.map(
                 lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
                 grads,
-                tuple(tangents[i] for i in by),
+                tuple(tangents[i] for i in argnums),
             )
             tangent = sum(jax.tree.leaves(products), jnp.zeros((), value.dtype))
             return value, jnp.real(tangent).astype(value.dtype)
@@ -109,14 +109,14 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_zero(tangent: Any) -> bool:
-    """True of the tangent of what is not differentiated by."""
+    """Return whether a tangent is zero because its operand is not differentiated."""
     return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
 
 
 def _signature(
     fun: Callable[..., Any], positional: int, keywords: Sequence[str], captured: int
 ) -> inspect.Signature:
-    """Names of the operands, for messages."""
+    """Return a signature that names the operands, for error messages."""
     names = positional_names(fun)[:positional]
     names += [f"args_{i}" for i in range(len(names), positional)]
     names += [*keywords, *(f"captured_{i}" for i in range(captured))]

@@ -1,4 +1,4 @@
-"""Checks of what gradients are taken by, and gradients of parts in `Shards`, which stay apart."""
+"""Checks that parameters are equal on all replicas, and the reduction of gradients of `Shards`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jaxcoll._spmd.scope import Scope, count, listed, retyped
 
 _DIFFERS = """\
 `{caller}` over {axes}: {leaf} must be the same on every replica, and differs between them by its \
-type. Its gradients would be those of different values. If it is the same, say so with `jc.same`, \
-or make it so with `jc.broadcast`; if it is meant to differ (an expert, the batch), take its \
-gradient with `jax.grad`, or pass it as `Shards`."""
+type. The reduction would mix gradients of different values. If it is the same, say so with \
+`jc.same`, or make it so with `jc.broadcast`; if it is meant to differ (an expert, the batch), \
+take its gradient with `jax.grad`, or pass it as `Shards`."""
 
 
 def checked_same(x: Any, leaves: Mapping[str, Any], axes: Iterable[str], caller: str) -> Any:
-    """`x`, made with gradients that are going to be reduced; refuse `leaves` that differ."""
+    """Return `x`; raise an error if one of `leaves` differs between replicas by its type."""
     if not leaves:
         return x
-    if not _compat.types_tell():  # then who reads the whole program finds them beside `x`
+    if not _compat.types_tell():  # leave the check to the proof that reads the whole program
         return marks.checked(x, {where(name): y for name, y in leaves.items()}, tuple(axes), caller)
     typed = frozenset(axes) - retyped()
     for name, leaf in leaves.items():
@@ -38,7 +38,7 @@ def checked_same(x: Any, leaves: Mapping[str, Any], axes: Iterable[str], caller:
 
 
 def common(tree: Any, axes: Iterable[str], caller: str) -> Any:
-    """A tree of arrays whose leaves must be the same on every replica."""
+    """Return a tree as arrays, after `checked_same` of all its leaves."""
     flat, treedef = flattened(tree)
     named = {path: jnp.asarray(leaf) for path, leaf in flat}
     arrays = [*named.values()]
@@ -47,35 +47,35 @@ def common(tree: Any, axes: Iterable[str], caller: str) -> Any:
     return treedef.unflatten(arrays)
 
 
-def without_shards(tree: Any, own: Sequence[tuple[str, ...]]) -> Any:
-    """The leaves that replicas have in common, with None in the places of parts of `Shards`."""
+def without_shards(tree: Any, sharded: Sequence[tuple[str, ...]]) -> Any:
+    """Replace the leaves inside `Shards` by None; `sharded` has the axes of each, () if outside."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([None if a else x for x, a in zip(leaves, own, strict=True)])
+    return treedef.unflatten([None if a else x for x, a in zip(leaves, sharded, strict=True)])
 
 
 def with_shard_gradients(
     reduced: Any,
     op: ReduceOp,
     gradients: Any,
-    own: Sequence[tuple[str, ...]],
+    sharded: Sequence[tuple[str, ...]],
     axes: Mapping[str, int],
     *,
     scope: Scope,
 ) -> Any:
-    """All gradients of the loss over all replicas, from those by leaves that they have in common.
+    """Fill the gradients of leaves inside `Shards` into `reduced`, which has all the others.
 
-    The gradient of a part of `Shards` is the sum over their axes already: it is divided for a mean,
-    and reduced over the other axes.
+    These are already summed over the axes of the Shards. They are divided for a mean, and reduced
+    over the other axes.
     """
     leaves, treedef = jax.tree.flatten(gradients)
     results = treedef.flatten_up_to(reduced)
-    for along in dict.fromkeys(filter(None, own)):
-        rest = tuple(a for a in axes if a not in along)
-        these = [x if a == along else None for x, a in zip(leaves, own, strict=True)]
-        if rest:
-            these = all_reduce(op, treedef.unflatten(these), rest, scope=scope)
-            these = treedef.flatten_up_to(these)
-        times = count({a: axes[a] for a in along if a in axes}) if op is ReduceOp.MEAN else 1
-        for k, x in enumerate(these):
-            results[k] = results[k] if x is None else quotient(x, times) if times > 1 else x
+    for along in dict.fromkeys(filter(None, sharded)):
+        other_axes = tuple(a for a in axes if a not in along)
+        parts = [x if a == along else None for x, a in zip(leaves, sharded, strict=True)]
+        if other_axes:
+            parts = all_reduce(op, treedef.unflatten(parts), other_axes, scope=scope)
+            parts = treedef.flatten_up_to(parts)
+        n = count({a: axes[a] for a in along if a in axes}) if op is ReduceOp.MEAN else 1
+        for k, x in enumerate(parts):
+            results[k] = results[k] if x is None else quotient(x, n) if n > 1 else x
     return treedef.unflatten(results)

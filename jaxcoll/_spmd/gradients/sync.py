@@ -1,4 +1,4 @@
-"""A reduction in the backward pass, at the place where a group of gradients appears."""
+"""Reduction of gradients inside the backward pass, as soon as a group of them exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REASON = "when: in the backward pass, as soon as these gradients exist"
 def sync_in_backward(
     params: Any, axis_name: Any, reduce_op: ReduceOp, scope: Scope, options: CommunicationOptions
 ) -> Any:
-    """`params`, whose cotangents are reduced where they appear; see `jc.sync_in_backward`."""
+    """Return `params`, with their cotangents reduced once they exist; see `jc.sync_in_backward`."""
     outer, axes = differentiation(), tuple(bound_axes(axis_name, "sync_in_backward"))
     if outer is not None and set(outer.axes).intersection(axes):
         outer.check_mean(reduce_op, axes, "sync_in_backward")
@@ -49,7 +49,7 @@ class _Reduction:
     def __call__(
         self, cotangents: dict[int, jax.Array], varying: dict[int, frozenset[str]]
     ) -> dict[int, jax.Array]:
-        """The reduced cotangents, each typed as its parameter."""
+        """Reduce the cotangents, and type each as its parameter, by the axes in `varying`."""
         varied = {i: _compat.as_varying(ct, self.axes) for i, ct in cotangents.items()}
         tree = self.treedef.unflatten(map(varied.get, range(self.treedef.num_leaves)))
         reduced = all_reduce(
@@ -62,7 +62,7 @@ class _Reduction:
 
 
 def _floating(path: str, value: Any) -> jax.Array:
-    """`value` as an array that has a gradient, or an error that names its place."""
+    """Return `value` as an array that has a gradient, or raise an error that names its path."""
     dtype = dtype_of(value)
     if dtype is None:
         raise ValueError(
@@ -73,7 +73,7 @@ def _floating(path: str, value: Any) -> jax.Array:
         kind = "float0" if dtype == jax.dtypes.float0 else dtype
         raise ValueError(
             f"`sync_in_backward` cannot take {where(path)}: an array of {kind} has no gradient "
-            "that could be reduced. Pass only what is differentiated, and hand the rest on "
-            "beside it; None may stand in its place."
+            "to reduce. Pass only the differentiated leaves, with None in place of the others, "
+            "and use those directly."
         )
     return jnp.asarray(value)
