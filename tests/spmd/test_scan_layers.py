@@ -404,7 +404,7 @@ OBJECTS = lambda f: lambda s: jc.scan_layers(lambda h, p: h, X, {"w": [object()]
 
 BAD = [
     (r"over 'data': leaf \['b'\] of `stacked` is the same .* 8 times", {"sharded": None}),
-    ("every leaf of `stacked` is held whole",
+    ("every replica holds every leaf of `stacked` whole",
      {"stack": rows_of(2, 16, 16), "specs": {"w": P()}, "sharded": False}),
     (r"leaf \['v'\] of `stacked` differs between replicas along 'data'",
      {"sharded": {**SHARDED, "v": False}}),
@@ -449,7 +449,7 @@ def test_bad_input(words, given):
     if words == "dot_general":  # a layer's own mistake
         note = next(n for n in caught.value.__notes__ if n.startswith("jaxcoll"))
         assert "['v'] float32[8, 16] from 1 rows on each replica" in note
-        assert "`sharded` says what is whole" in note
+        assert "`sharded` says which leaves are whole" in note
 
 
 def test_a_second_derivative_is_refused():

@@ -1,1 +1,1 @@
-"""Layers in a scan whose parameters are in shards."""
+"""A scan over layers with sharded parameters."""

@@ -1,4 +1,4 @@
-"""Traffic of a stack: rows of one layer, gathered from all replicas, and their gradients."""
+"""Communication of a scan over layers: gathers of a layer's rows, and reductions of gradients."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from jaxcoll._spmd.scope import Scope, count
 Arrays = list[jax.Array]
 
 Exchange = Callable[[Sequence[jax.Array]], Arrays]
-"""An exchange of one layer's arrays, leaf by leaf."""
+"""A collective on the arrays of one layer; takes and returns a list of leaves."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The arrays of a stack that travel, and the treatment of their gradients."""
+    """The collectives of a stack's parameters and gradients."""
 
     stack: Stack  # the parameters
     axes: Mapping[str, int]  # outer first
-    # Of gradients. A SUM is the derivative of a gather, and all that something around this asks for
+    # The reduction of gradients; SUM, the derivative of a gather, inside of a `jc.value_and_grad`
     reduce_op: ReduceOp
-    gather_dtype: Any  # that real floating rows are cast to before they travel; None: as they are
-    # Whether a `jc.value_and_grad` around this reduces what is whole, and divides sums
+    gather_dtype: Any  # the type that real floating rows are cast to for gathers; None: no cast
+    # True if a `jc.value_and_grad` around this reduces gradients of whole leaves and divides sums
     inside: bool
     scope: Scope  # options and world
 
     def gathers(self, ahead: int) -> dict[tuple[int, ...], Exchange]:
-        """By the leaves that travel together what gathers one layer's rows; typed *varying*."""
+        """Return the gather of each group of leaves that share packs; its result is *varying*."""
         layers = self.stack.layers
         ahead = min(ahead, layers)
         when = (
             f"gathered {counted(ahead, 'layer')} ahead of its use" if ahead else "where it is used"
         )
-        # The last layers are still there when the backward pass begins with them.
+        # The backward pass begins with the last layers, which are still gathered then.
         when += f" in the forward pass ({layers}), and again in the backward pass"
 
         def gather(members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
@@ -74,9 +74,9 @@ class Traffic:
         return {members: gather(members, axes) for members, axes in groups.items()}
 
     def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Exchange]:
-        """By the leaves that travel together what reduces the gradients of one layer's rows.
+        """Return the gradient reduction of each group of leaves that share packs.
 
-        They travel in the types that the leaves were gathered in, and end in the leaves' own.
+        Gradients have the type of the gathered leaves on the wire, and then the leaves' own.
         """
         return {
             members: self._scatter(members, axes) for members, axes in self._groups(moved).items()
@@ -93,7 +93,7 @@ class Traffic:
         ]
         when = "its gradients reduced while those of the layer before it are computed"
         packs, plan = self._planned("reduce_scatter", leaves, axes, self.stack.layers, when)
-        rest = self._settled(over)
+        other_axes = self._reduced_here(over)
 
         def carry(pack: Pack, blocks: jax.Array) -> jax.Array:
             return algorithms.reduce_scatter(blocks, plan.stages(pack), over)
@@ -105,22 +105,24 @@ class Traffic:
             ]
             packed = jax.vmap(lambda arrays: pack(arrays, packs, leaves))(blocks)
             totals = carry_out(plan, packed, carry)
-            # Divided in the leaf's own type, which may be wider than what travelled.
-            summed = cast(Arrays, unpack(totals, packs, leaves))  # a pack carries each
+            # Divide in the leaf's own type, which may be wider than the wire type.
+            summed = cast(Arrays, unpack(totals, packs, leaves))  # every leaf is in a pack
             rows = [
                 divided(total.astype(recipe.dtype), recipe)
                 for total, recipe in zip(summed, recipes, strict=True)
             ]
             rows = [_compat.as_stored(x) for x in rows] if plan.reproducible else rows
-            # Between copies of the rows, as between hosts, of an n-th of the bytes.
-            return all_reduce(self.reduce_op, rows, rest, scope=self.scope) if rest else rows
+            # Replicas along the other axes, such as other hosts, hold the same rows: 1/n of a leaf.
+            if not other_axes:
+                return rows
+            return all_reduce(self.reduce_op, rows, other_axes, scope=self.scope)
 
         return scattered
 
     def _planned(
         self, half: Half, leaves: Sequence[Leaf], axes: dict[str, int], turns: int, when: str
     ) -> tuple[tuple[Pack, ...], CollectivePlan]:
-        """The packs of this replica's rows, and the plan of what carries all replicas'."""
+        """Return the packs of this replica's rows, and record and return the collective's plan."""
         world, options, n = self.scope.world(axes), self.scope.options, count(axes)
         packs = plan_packs(leaves, packing_for(options, world))
         whole = [dataclasses.replace(x, shape=(n * x.shape[0], *x.shape[1:])) for x in leaves]
@@ -130,7 +132,7 @@ class Traffic:
         return packs, plan
 
     def _groups(self, leaves: Sequence[int]) -> dict[tuple[int, ...], dict[str, int]]:
-        """Leaves that are cut over the same axes, with these."""
+        """Group sharded leaves by the axes that they are cut over; return these for each group."""
         groups: dict[tuple[str, ...], list[int]] = {}
         for i in leaves:
             if self.stack.over[i]:
@@ -138,7 +140,7 @@ class Traffic:
         return {tuple(members): {a: self.axes[a] for a in over} for over, members in groups.items()}
 
     def _leaves(self, members: Sequence[int], axes: Mapping[str, int]) -> list[Leaf]:
-        """One layer's rows, in the types that they are gathered in."""
+        """Describe one layer's rows of these leaves, in the type for gathers."""
         leaves = []
         for name, x in ((self.stack.names[i], self.stack.arrays[i]) for i in members):
             dtype = np.dtype(x.dtype)
@@ -148,19 +150,19 @@ class Traffic:
             leaves.append(ShardedLeaf(name, x.shape[1:], dtype, carried_dtype(dtype), over, kind))
         return leaves
 
-    def _settled(self, over: Sequence[str]) -> tuple[str, ...]:
-        """The axes along which the gradient of a leaf is the same when it is handed on."""
+    def _reduced_here(self, over: Sequence[str]) -> tuple[str, ...]:
+        """Return the axes over which this all-reduces the gradient of a leaf that is cut `over`."""
         return () if self.inside else tuple(a for a in self.axes if a not in over)
 
     def typed(self, varying: Sequence[str]) -> Arrays:
-        """The stack, typed as its gradients are going to be."""
+        """Return the stack, with the types that its gradients will have."""
         return [
-            _compat.as_varying(x, [a for a in varying if a not in self._settled(over)])
+            _compat.as_varying(x, [a for a in varying if a not in self._reduced_here(over)])
             for x, over in zip(self.stack.arrays, self.stack.over, strict=True)
         ]
 
-    def handed_on(self, gradients: dict[int, jax.Array]) -> list[jax.Array | None]:
-        """The gradients of the stack, those of whole leaves reduced unless something else does."""
+    def finished(self, gradients: dict[int, jax.Array]) -> list[jax.Array | None]:
+        """Reduce the gradients of whole leaves, unless `inside`; return all in order."""
         names, over = self.stack.names, self.stack.over
         whole = {names[i]: x for i, x in gradients.items() if not over[i]}
         if whole and not self.inside:
@@ -169,7 +171,7 @@ class Traffic:
                 self.reduce_op, whole, tuple(self.axes), scope=self.scope, reasons=reasons
             )
         reduced: dict[int, jax.Array] = {
-            i: marks.part_of_sum(_compat.as_invariant(x, self._settled(over[i])), over[i])
+            i: marks.part_of_sum(_compat.as_invariant(x, self._reduced_here(over[i])), over[i])
             if over[i]
             else whole[names[i]]
             for i, x in gradients.items()

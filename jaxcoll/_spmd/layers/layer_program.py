@@ -1,4 +1,4 @@
-"""The user's layer, traced once for all turns, as a program of flat lists: forward and backward."""
+"""The user's layer, traced once for all steps of the scan: its forward and backward programs."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _CARRY = """\
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """A layer's forward pass with what its backward pass needs, which is of two kinds.
+    """A layer's forward pass with its residuals: the values that the backward pass needs.
 
-    What depends on the carry is saved. What is made of parameters and captured values alone is
-    made again when they are there again: no gathered parameter outlives its layer.
+    Residuals that depend on the carry are saved. The others are recomputed from parameters and
+    captured values in the backward pass, so that no gathered parameter outlives its layer.
     """
 
     program: Traced  # from carry, parameters and captured values to results and all residuals
-    results: int  # how many arrays come first in it
-    again: ClosedJaxpr  # the program of what is made again
-    saved: tuple[int, ...]  # the positions, among its arrays, of what is saved
+    results: int  # the number of results, which come first
+    recompute: ClosedJaxpr  # from parameters and captured values to the residuals not saved
+    saved: tuple[int, ...]  # positions of the saved residuals among the outputs of `program`
 
     def backward(
         self, saved: Arrays, params: Arrays, captured: Arrays, cotangents: Arrays
     ) -> list[Any]:
-        """The cotangents that were asked for, of carry, parameters and captured values in turn.
+        """Return the wanted cotangents of the carry, the parameters and captured values, in order.
 
-        `cotangents` are those of the floating arrays among the results.
+        `cotangents` are those of the floating results.
         """
-        made = iter(jaxpr_as_fun(self.again)(*params, *captured))
+        recomputed = iter(jaxpr_as_fun(self.recompute)(*params, *captured))
         kept = dict(zip(self.saved, saved, strict=True))
-        places = range(self.results, len(self.program.program.jaxpr.outvars))
-        residuals = [kept[k] if k in kept else next(made) for k in places]
-        # What was not kept stands where it stood: JAX's function of a backward pass is a pytree.
+        positions = range(self.results, len(self.program.program.jaxpr.outvars))
+        residuals = [kept[k] if k in kept else next(recomputed) for k in positions]
+        # JAX's backward function is a pytree, which these residuals restore.
         *_, pull = self.program.result([*[None] * self.results, *residuals])
         return list(pull(cotangents))
 
@@ -56,19 +56,19 @@ class Residuals:
 def residuals_of(
     layer: Traced, remat: Any, arrays: tuple[Arrays, Arrays, Arrays], moved: Sequence[bool]
 ) -> Residuals:
-    """The layer's forward pass with its residuals, for the cotangents of what is `moved`.
+    """Return the layer's forward pass with its residuals, for the cotangents of `moved` inputs.
 
-    Of a layer is kept, with `remat` True, nothing but its carry; False: all that the backward pass
-    reads; otherwise what a policy of `jax.checkpoint` says.
+    With `remat` True only the carry is saved; with False everything that the backward pass reads;
+    otherwise what a policy of `jax.checkpoint` says.
     """
 
     def forward(*arrays: Arrays) -> tuple[Arrays, Any]:
         inputs = [x for group in arrays for x in group]
 
         def of_moved(*moving: jax.Array) -> tuple[Arrays, Arrays]:
-            there = iter(moving)
+            remaining = iter(moving)
             outs = layer.outputs(
-                [next(there) if m else x for m, x in zip(moved, inputs, strict=True)]
+                [next(remaining) if m else x for m, x in zip(moved, inputs, strict=True)]
             )
             return [x for x in outs if is_floating(x)], outs
 
@@ -82,23 +82,23 @@ def residuals_of(
 
     program = traced(forward, *arrays)
     results, carried = len(layer.program.jaxpr.outvars), len(arrays[0])
-    free = made_without(program.program, range(carried))
-    residuals = range(results, len(free))
-    again = part_of(
+    no_carry = made_without(program.program, range(carried))
+    residuals = range(results, len(no_carry))
+    recompute = part_of(
         program.program,
         range(carried, len(program.program.jaxpr.invars)),
-        [k for k in residuals if free[k]],
+        [k for k in residuals if no_carry[k]],
     )
-    return Residuals(program, results, again, tuple(k for k in residuals if not free[k]))
+    return Residuals(program, results, recompute, tuple(k for k in residuals if not no_carry[k]))
 
 
 def is_floating(x: Any) -> bool:
-    """True if an array has a gradient."""
+    """Return whether an array has a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def carried(carry: Any) -> tuple[Arrays, Any]:
-    """The carry as strongly typed arrays."""
+    """Return the carry as strongly typed arrays, and its structure."""
     flat, treedef = flattened(carry)
     who = "`{}`: {} of `carry`"
     arrays = [as_array(leaf, who.format(CALLER, where(path))) for path, leaf in flat]
@@ -111,22 +111,23 @@ def _strong(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(eq=False)
 class UserLayer:
-    """The user's layer as a function of lists, and what its results are a tree of."""
+    """The user's layer as a function of lists of arrays, and the structure of its results."""
 
     _layer: Callable[[Any, Any], Any]
     _arrays: Arrays  # the first carry
     _carry: Any  # its structure
     _stack: Stack
-    _own: Any = None  # the structure of the layer's own results
+    _result: Any = None  # the structure of the layer's result besides the carry
     _along: tuple[str, ...] = ()  # axes that everything is typed as varying over
 
     def program(
         self, axes: Mapping[str, int], gather_dtype: Any
     ) -> tuple[Arrays, tuple[str, ...], Traced, Arrays]:
-        """The carry, typed as it stays from turn to turn, those axes, and the layer's program.
+        """Trace the layer with a carry that keeps its type from step to step.
 
-        From carry, parameters and what the layer's Python captures, which comes last here, to the
-        next carry and a result of its own.
+        Returns:
+          The typed carry; the axes it varies over; the program from carry, parameters and captured
+          values to the next carry and the layer's result; and the captured values.
         """
         stack = self._stack
         types = [_compat.varying_axes(x) for x in (*self._arrays, *stack.arrays)]
@@ -141,7 +142,7 @@ class UserLayer:
             program, captured = with_captured(traced(self, typed, params))
             avals = program.program.out_avals
             more = varying.union(*map(_compat.varying_axes_of_type, avals))
-            if more == varying:  # else a turn adds axes, and the next one begins with them
+            if more == varying:  # else a step adds axes, and the next one starts with them
                 self._check_carry(typed, avals)
                 return typed, along, program, captured
             varying = more
@@ -152,13 +153,13 @@ class UserLayer:
         except Exception as error:
             error.add_note(self._note(params))
             raise
-        nxt, own = self._apart(result)
-        flat, self._own = jax.tree.flatten(own)
-        outs = [_strong(jnp.asarray(x)) for x in (*jax.tree.leaves(nxt), *flat)]
+        carried_on, layer_result = self._split(result)
+        flat, self._result = jax.tree.flatten(layer_result)
+        outs = [_strong(jnp.asarray(x)) for x in (*jax.tree.leaves(carried_on), *flat)]
         return [_compat.as_varying(x, self._along) for x in outs]
 
-    def _apart(self, result: Any) -> tuple[Any, Any]:
-        """The next carry, and the layer's own result."""
+    def _split(self, result: Any) -> tuple[Any, Any]:
+        """Return the next carry, and the layer's result; None if it returned only the carry."""
         if jax.tree.structure(result) == self._carry:
             return result, None
         pair = isinstance(result, tuple) and len(result) == 2
@@ -168,21 +169,21 @@ class UserLayer:
         raise TypeError(
             _CARRY.format(
                 what=f"its structure is {got}, and was {self._carry}",
-                fix="Return that carry, or a pair of it and the layer's own result.",
+                fix="Return that carry, or a pair of it and another result.",
             )
         )
 
     def _note(self, params: Arrays) -> str:
         stack = self._stack
         leaves = [
-            f"{where(stack.names[i])} {kind_of(params[i])} from {own.shape[1]} rows on each replica"
-            for i, own in enumerate(stack.arrays)
+            f"{where(stack.names[i])} {kind_of(params[i])} from {x.shape[1]} rows on each replica"
+            for i, x in enumerate(stack.arrays)
             if stack.over[i]
         ]
         more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
         return (
             f"jaxcoll: `{CALLER}` gathers for the layer {', '.join(leaves[:3])}{more}; `sharded` "
-            "says what is whole."
+            "says which leaves are whole."
         )
 
     def _check_carry(self, carry: Arrays, avals: Any) -> None:
@@ -193,17 +194,17 @@ class UserLayer:
                     _CARRY.format(
                         what=f"{where(path)} was {kind_of(before)}, and is {kind_of(after)}",
                         fix="Cast it at the end of the layer, or before the first one; "
-                        "`gather_dtype` is the type of the gathered parameters alone.",
+                        "`gather_dtype` is only the type of the gathered parameters.",
                     )
                 )
 
     def result(self, carry: Arrays, results: Arrays) -> tuple[Any, Any]:
-        """Return the results in the form of `lax.scan`'s."""
-        return self._carry.unflatten(carry), self._own.unflatten(results)
+        """Return the last carry and the stacked results as trees, as `lax.scan` does."""
+        return self._carry.unflatten(carry), self._result.unflatten(results)
 
 
 def _one_layer(x: jax.Array, over: Any, axes: Mapping[str, int], dtype: Any) -> jax.Array:
-    """An array like one layer's part of a leaf, once it is gathered."""
+    """Return an array with the shape and type of one layer's part of a leaf, once gathered."""
     if not over:
         return lax.index_in_dim(x, 0, keepdims=False)
     _, rows, *rest = x.shape

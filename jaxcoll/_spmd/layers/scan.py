@@ -1,6 +1,6 @@
-"""A scan over layers in shards as one differentiable function, and its two loops.
+"""A scan over sharded layers as one differentiable function: its forward and backward loops.
 
-Each layer's parameters are gathered ahead of it, each gradient scattered after it.
+Each layer's parameters are gathered before it runs; its gradients are reduce-scattered after.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from jaxcoll._spmd.layers.stack import CALLER, stack_of
 from jaxcoll._spmd.scope import Differentiation, Scope, bound_axes, differentiation, listed
 
 _PARTLY = """\
-`scan_layers` over {axes}, inside the loss of `jc.value_and_grad` or its like over {outer}: the \
-gradients of one step are reduced over the same axes in both. Give both the same `axis_name`; what \
-is cut over some of the axes only is said by `sharded`."""
+`scan_layers` over {axes}, inside the loss of `jc.value_and_grad` or its like over {outer}: both \
+must reduce gradients over the same axes. Give both the same `axis_name`; if a leaf is cut over \
+only some of the axes, say so in `sharded`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScanOptions:
-    """Arguments of `jc.scan_layers`, checked; see there."""
+    """The checked arguments of `jc.scan_layers`."""
 
     reduce_op: ReduceOp
     gather_dtype: Any = None
@@ -59,7 +59,7 @@ class ScanOptions:
             )
         if self.gather_dtype is not None and not _is_float(self.gather_dtype):
             raise ValueError(
-                "`gather_dtype` must be None or a floating type, as `jnp.bfloat16`; got "
+                "`gather_dtype` must be None or a floating type, such as `jnp.bfloat16`; got "
                 f"{shown(self.gather_dtype)}."
             )
 
@@ -81,23 +81,23 @@ def scan_layers(
     scope: Scope,
     options: CommunicationOptions,
 ) -> tuple[Any, Any]:
-    """`lax.scan` of `layer` over layers of which every replica holds rows; see `jc.scan_layers`."""
+    """Scan `layer` over layers with sharded parameters; see `jc.scan_layers`."""
     axes = bound_axes(axis_name, CALLER)
     inside = _enclosing(axes, scan.reduce_op)
     scope = scope.merged(inside.options if inside else None).merged(options)
     stack = stack_of(stacked, sharded, axes)
-    users = UserLayer(layer, *carried(carry), stack)
-    first, varying, program, captured = users.program(axes, scan.gather_dtype)
+    user_layer = UserLayer(layer, *carried(carry), stack)
+    first, varying, program, captured = user_layer.program(axes, scan.gather_dtype)
     op = ReduceOp.SUM if inside else scan.reduce_op
     traffic = Traffic(stack, axes, op, scan.gather_dtype, bool(inside), scope)
     gathers = traffic.gathers(scan.ahead)
     schedule = Schedule(stack.layers, scan.ahead, scan.unroll, program, gathers, varying)
     run = _differentiable(schedule, traffic, scan.remat)
-    return users.result(*run(first, traffic.typed(varying), captured))
+    return user_layer.result(*run(first, traffic.typed(varying), captured))
 
 
 def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
-    """The differentiation that reduces what this call does not; None: there is none."""
+    """Return the differentiation around this call, which reduces gradients over `axes`, or None."""
     inside = differentiation()
     if inside is None or not set(inside.axes).intersection(axes):
         return None
@@ -110,7 +110,7 @@ def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation 
 def _differentiable(
     schedule: Schedule, traffic: Traffic, remat: Any
 ) -> Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]:
-    """The scan as a function of the carry, the stack, and what the layer captured, all lists."""
+    """Return the scan as a differentiable function of carry, stack and captured values (lists)."""
 
     def primal(carry: Arrays, stack: Arrays, captured: Arrays) -> tuple[Arrays, Arrays]:
         outs, results, *_ = schedule.forward(carry, stack, captured)
@@ -120,8 +120,8 @@ def _differentiable(
         carry, stack, captured = ([x.value for x in arrays] for arrays in inputs)
         _, *moves = ([x.perturbed and is_floating(x.value) for x in arrays] for arrays in inputs)
         moved = tuple([i for i, does in enumerate(flags) if does] for flags in moves)
-        of_layer = schedule.program.program.in_avals[len(carry) : len(carry) + len(stack)]
-        params = [_compat.zeros_like_aval(aval, aval.dtype) for aval in of_layer]
+        avals = schedule.program.program.in_avals[len(carry) : len(carry) + len(stack)]
+        params = [_compat.zeros_like_aval(aval, aval.dtype) for aval in avals]
         residuals = residuals_of(
             schedule.program,
             remat,
@@ -129,7 +129,7 @@ def _differentiable(
             [*map(is_floating, carry), *moves[0], *moves[1]],
         )
         outs, results, saved, last = schedule.forward(carry, stack, captured, residuals)
-        # What is not an array travels as the function of a tree.
+        # A `Partial` is a pytree: it carries what is not an array to the backward pass.
         pull = Partial(functools.partial(backward, residuals, moved))
         return (outs, results), (pull, saved, last, carry, stack, captured)
 
@@ -147,7 +147,7 @@ def _differentiable(
         of_carry, of_captured = iter(ct), dict(zip(moved[1], sums, strict=True))
         return (
             [next(of_carry) if is_floating(x) else None for x in carry],
-            traffic.handed_on(gradients),
+            traffic.finished(gradients),
             [of_captured.get(i) for i in range(len(captured))],
         )
 
@@ -158,20 +158,20 @@ def _differentiable(
 
 @jax.custom_jvp
 def _differentiated_once(tree: Any) -> Any:
-    """`tree`, which has no derivative: a second one would not reduce as the first does."""
+    """Return `tree`; differentiating it is an error, for a second derivative is not reduced."""
     return tree
 
 
 @_differentiated_once.defjvp
 def _twice(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "`scan_layers` has first derivatives only: a gradient penalty, a Hessian or meta-learning "
-        "needs `jax.lax.scan` over layers that are gathered in its body."
+        "`scan_layers` has first derivatives only. For a gradient penalty, a Hessian or "
+        "meta-learning use `jax.lax.scan`, and gather each layer in its body."
     )
 
 
 def _floating(x: Any) -> jax.Array | None:
-    """A cotangent as an array; None of what has no gradient."""
+    """Return a cotangent as an array; None for an array without a gradient."""
     if not is_floating(x):
         return None
     symbolic = isinstance(x, jax.custom_derivatives.SymbolicZero)
@@ -180,20 +180,20 @@ def _floating(x: Any) -> jax.Array | None:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The order of gathers, computation and scatters, for arrays of certain types."""
+    """The order of gathers, computation and scatters in both loops."""
 
-    layers: int  # how many
-    ahead: int  # layers whose parameters are gathered, or under way, while another is computed
-    unroll: int  # turns of a loop that are one turn of the compiled loop
-    program: Traced  # of one of them: from carry, parameters and captured values to the next carry
-    # By the leaves of the stack that travel together; others every replica holds whole
+    layers: int  # the number of layers
+    ahead: int  # the number of layers whose gathers start before the current layer is computed
+    unroll: int  # layers in one step of the compiled loop
+    program: Traced  # one layer: from carry, parameters and captured values to the next carry
+    # By the leaves of the stack that share packs; every replica holds other leaves whole
     gathers: dict[tuple[int, ...], Exchange]
     varying: tuple[str, ...]  # axes that everything in the loops is typed as varying over
 
     def _fetched(
         self, stack: Arrays, index: Any, after: Mapping[int, jax.Array] = MappingProxyType({})
     ) -> dict[int, jax.Array]:
-        """The leaves of one layer that have to be gathered."""
+        """Gather the sharded leaves of one layer."""
         return self._exchanged(self.gathers, lambda i: at(stack[i], index), after)
 
     def _exchanged(
@@ -202,18 +202,18 @@ class Schedule:
         array: Callable[[int], jax.Array],
         after: Mapping[int, jax.Array],
     ) -> dict[int, jax.Array]:
-        """Return each leaf's array after its exchange, once others are there."""
+        """Exchange the array of each leaf, once the arrays in `after` exist."""
         exchanged: dict[int, jax.Array] = {}
         for leaves, exchange in exchanges.items():
             arrays = [*map(array, leaves)]
-            # Outside of loops a compiler would merge two layers' collectives, to hide neither.
+            # Outside of loops compilers would merge the collectives of two layers, and hide none.
             for other in after.values():
                 arrays = [_compat.ordered(x, after=other) for x in arrays]
             exchanged.update(zip(leaves, self._vary(exchange(arrays)), strict=True))
         return exchanged
 
     def _params(self, stack: Arrays, index: Any, gathered: dict[int, jax.Array]) -> Arrays:
-        """All parameters of one layer."""
+        """Return all parameters of one layer, gathered or whole."""
         return [
             gathered[i] if i in gathered else self._vary([at(x, index)])[0]
             for i, x in enumerate(stack)
@@ -225,32 +225,32 @@ class Schedule:
     def forward(
         self, carry: Arrays, stack: Arrays, captured: Arrays, residuals: Residuals | None = None
     ) -> tuple[Arrays, Arrays, Arrays, list[dict[int, jax.Array]]]:
-        """The last carry, every layer's results, what is saved, and what is gathered still."""
+        """Return the last carry, all results, the saved residuals, and the last gathered layers."""
         ahead, program = min(self.ahead, self.layers), (residuals or self).program
         results = range(len(carry), len(self.program.program.out_avals))
-        # The positions, among what a layer gives, of what is there for each of them in the end.
-        stays = [*results, *(residuals.saved if residuals else ())]
+        # Positions of the layer's outputs that are stacked over all layers
+        stacked = [*results, *(residuals.saved if residuals else ())]
 
-        def turn(state: Any, index: Any, fetch: bool) -> Any:
+        def step(state: Any, index: Any, fetch: bool) -> Any:
             carry, stacks, queue = state
             if fetch:
                 queue = [*queue, self._fetched(stack, index + ahead)]
             params = self._params(stack, index, queue[0])
             outs = program.outputs(carry, params, captured)
-            stacks = put(stacks, self._vary([outs[k] for k in stays]), index)
+            stacks = put(stacks, self._vary([outs[k] for k in stacked]), index)
             return outs[: len(carry)], stacks, queue[1:]
 
-        avals = [program.program.out_avals[k] for k in stays]
-        room = self._vary([jnp.zeros((self.layers, *a.shape), a.dtype) for a in avals])
+        avals = [program.program.out_avals[k] for k in stacked]
+        zeros = self._vary([jnp.zeros((self.layers, *a.shape), a.dtype) for a in avals])
         queue: list[dict[int, jax.Array]] = []
         for index in range(ahead):
             queue.append(self._fetched(stack, index, queue[-1] if queue else {}))
-        state = carry, room, queue
+        state = carry, zeros, queue
         until = self.layers - ahead
-        state = self._loop(lambda s, i: turn(s, i, True), state, 0, until, 1)
+        state = self._loop(lambda s, i: step(s, i, True), state, 0, until, 1)
         last = state[2]
         for index in range(until, self.layers):
-            state = turn(state, index, False)
+            state = step(state, index, False)
         carry, stacks, _ = state
         return carry, stacks[: len(results)], stacks[len(results) :], last
 
@@ -261,23 +261,24 @@ class Schedule:
         last: list[dict[int, jax.Array]],  # the last layers' parameters, gathered
         stack: Arrays,
         captured: Arrays,
-        cotangents: Sequence[Arrays],  # of the floating arrays of the last carry, and of results
-        # Positions in the stack, and in what is captured, whose cotangents are asked for
+        cotangents: Sequence[Arrays],  # of the last carry and of the results, floating arrays only
+        # Positions, in the stack and in the captured values, that need a cotangent
         moved: Sequence[Sequence[int]],
-        scatters: Mapping[tuple[int, ...], Exchange],  # by leaves that travel together
+        scatters: Mapping[tuple[int, ...], Exchange],  # by leaves that share packs
     ) -> tuple[Arrays, dict[int, jax.Array], Arrays]:
-        """Cotangents of the first carry's floating arrays, and of those asked for.
+        """Return the cotangents of the first carry, of the stack, and of captured values.
 
-        Those of rows are scattered, in the turn after their layer's; others are this replica's.
+        Those of sharded leaves are reduce-scattered one step after their layer; the others are
+        this replica's own.
         """
         of_carry, of_results = cotangents
         ahead, top = len(last), self.layers - 1
         cut = {i for leaves in scatters for i in leaves}
 
-        def turn(state: Any, index: Any, fetch: bool, after: Any = MappingProxyType({})) -> Any:
+        def step(state: Any, index: Any, fetch: bool, after: Any = MappingProxyType({})) -> Any:
             ct, gradients, sums, waiting, queue = state
-            # The gather of a layer below and the scatter of the layer above stand before this
-            # layer's own arithmetic and depend on none of it, so that a compiler can hide both.
+            # The gather for a layer below and the scatter for the layer above come before this
+            # layer's arithmetic, and do not depend on it, so that a compiler can hide both.
             if fetch:
                 queue = [*queue, self._fetched(stack, index - ahead)]
             done = self._exchanged(scatters, waiting.__getitem__, after) if waiting else {}
@@ -297,11 +298,11 @@ class Schedule:
         gradients = {i: self._vary([jnp.zeros_like(stack[i])])[0] for i in moved[0]}
         sums = [jnp.zeros_like(captured[i]) for i in moved[1]]
         state = of_carry, gradients, sums, {}, last[::-1]
-        state, done = turn(state, top, ahead <= top)
-        # Below `ahead` every layer is gathered, or under way.
-        state = self._loop(lambda s, i: turn(s, i, True)[0], state, top - 1, ahead - 1, -1)
+        state, done = step(state, top, ahead <= top)
+        # At layers below `ahead` there is nothing left to fetch.
+        state = self._loop(lambda s, i: step(s, i, True)[0], state, top - 1, ahead - 1, -1)
         for index in range(min(ahead, top) - 1, -1, -1):
-            state, done = turn(state, index, False, done)
+            state, done = step(state, index, False, done)
         ct, gradients, sums, waiting, _ = state
         done = self._exchanged(scatters, waiting.__getitem__, done)
         return ct, self._with(gradients, done, 0), sums
@@ -309,28 +310,28 @@ class Schedule:
     def _with(
         self, stacks: dict[int, jax.Array], parts: dict[int, jax.Array], index: Any
     ) -> dict[int, jax.Array]:
-        """Arrays that have the layers first, with one layer's parts in their places."""
+        """Write one layer's parts into stacked arrays; keep the arrays without a part."""
         placed = put([stacks[i] for i in parts], list(parts.values()), index)
         return {**stacks, **dict(zip(parts, placed, strict=True))}
 
     def _loop(
-        self, turn: Callable[[Any, Any], Any], state: Any, start: int, stop: int, step: int
+        self, step: Callable[[Any, Any], Any], state: Any, start: int, stop: int, stride: int
     ) -> Any:
-        indices = jnp.arange(start, stop, step, dtype=jnp.int32)
+        indices = jnp.arange(start, stop, stride, dtype=jnp.int32)
         if not len(indices):
             return state
-        return lax.scan(lambda s, i: (turn(s, i), None), state, indices, unroll=self.unroll)[0]
+        return lax.scan(lambda s, i: (step(s, i), None), state, indices, unroll=self.unroll)[0]
 
 
 def at(x: jax.Array, index: Any) -> jax.Array:
-    """One layer's part of an array that has the layers first."""
+    """Return one layer's part of a stacked array."""
     if isinstance(index, int):
         return lax.index_in_dim(x, index, keepdims=False)
     return lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
 
 
 def put(arrays: Sequence[Any], parts: Sequence[Any], index: Any) -> Arrays:
-    """Arrays that have the layers first, with one layer's parts in their places."""
+    """Return stacked arrays with one layer's parts replaced."""
     return [
         lax.dynamic_update_index_in_dim(x, part, index, 0, allow_negative_indices=False)
         for x, part in zip(arrays, parts, strict=True)

@@ -23,40 +23,39 @@ CALLER = "scan_layers"
 
 _WHOLE = """\
 `scan_layers` over {axis!r}: {leaf} of `stacked` is the same on every replica, so gathering it \
-would repeat it {n} times. If every replica holds it whole (a bias, a norm), say so in `sharded`: \
-False in its place, as in sharded={{"w": True, "b": False}}; if it is cut over other axes only, \
-their names. If it should be cut, let it enter in rows: `in_specs=P(None, {axis!r})`, or as \
+would repeat it {n} times. If every replica holds it whole (a bias, a norm), put False in its \
+place in `sharded`, as in sharded={{"w": True, "b": False}}; if it is cut only over other axes, \
+put their names there. To cut it, pass it in rows with `in_specs=P(None, {axis!r})`, or as \
 `Shards`."""
 
 _DIFFERS = """\
 `scan_layers`: {leaf} of `stacked` differs between replicas along {axes} by its type, and \
-`sharded` says that every replica holds it whole. Say True there, or the axes of its rows."""
+`sharded` says that every replica holds it whole. Put True there, or the axes of its rows."""
 
 _UNSAID = """\
-`scan_layers` over {axis!r}: types say nothing here (`pmap`, `vmap`, check_vma=False), so it \
-cannot be known whether {leaf} of `stacked` holds this replica's rows or is whole. Say it in \
-`sharded`: True, False, or a tree of them; or pass `Shards`."""
+`scan_layers` over {axis!r}: types say nothing here (`pmap`, `vmap`, check_vma=False), so jaxcoll \
+cannot know whether {leaf} of `stacked` holds this replica's rows or is whole. Pass `sharded`: \
+True, False, or a tree of them; or pass `Shards`."""
 
 _UNTYPED_GRADIENT = """\
-`scan_layers` over {axis!r}, inside the loss of `jc.value_and_grad` or its like, which would take \
-{leaf} of `stacked` for one that all replicas hold alike, and average the gradients of different \
-rows. Pass the parameters as `Shards`; or take `jax.grad` of this replica's own loss."""
+`scan_layers` over {axis!r}, inside the loss of `jc.value_and_grad` or its like: that would treat \
+{leaf} of `stacked` as equal on all replicas, and average the gradients of different rows. Pass \
+the parameters as `Shards`, or take `jax.grad` of this replica's own loss."""
 
 _NOTHING = """\
-`scan_layers`: every leaf of `stacked` is held whole by every replica, so there is nothing to \
-gather: use `jax.lax.scan`; or pass the large leaves in rows (`in_specs=P(None, axis)`) or as \
-`Shards`."""
+`scan_layers`: every replica holds every leaf of `stacked` whole, so there is nothing to gather. \
+Use `jax.lax.scan`, or pass the large leaves in rows (`in_specs=P(None, axis)`) or as `Shards`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Parameters of all layers as flat arrays, `Shards` by their parts."""
+    """Parameters of all layers as a flat list of arrays; `Shards` contribute their parts."""
 
-    names: tuple[str, ...]  # of the arrays, as in the tree
-    arrays: tuple[jax.Array, ...]  # with the layers first
-    # For each the axes that its rows are cut over, outer first; () if it is whole
+    names: tuple[str, ...]  # the arrays' paths in the tree
+    arrays: tuple[jax.Array, ...]  # the layers are the first dimension
+    # For each array the axes that its rows are cut over, outer first; () if it is whole
     over: tuple[tuple[str, ...], ...]
-    treedef: Any  # of the tree
+    treedef: Any  # the tree's structure
 
     @property
     def layers(self) -> int:
@@ -64,25 +63,25 @@ class Stack:
         return self.arrays[0].shape[0]
 
     def tree(self, arrays: Sequence[Any]) -> Any:
-        """One layer's parameters, of which whole arrays are given, packs of `Shards` among them."""
+        """Return one layer's parameters as a tree, from gathered arrays; `Shards` are unpacked."""
         tree = jax.tree.unflatten(self.treedef, list(arrays))
         return jax.tree.map(lambda x: _joined(x) if is_shards(x) else x, tree, is_leaf=is_shards)
 
 
 def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
-    """Return the arrays of `stacked`, a tree of arrays and `Shards`, and how each is cut."""
+    """Return the arrays of `stacked`, a tree of arrays and `Shards`, with the axes of each."""
     nodes, _ = flattened(stacked, is_shards)
     notes = _notes(sharded, stacked, any(is_shards(x) for _, x in nodes))
     names, arrays, over = [], [], []
     for (name, node), note in zip(nodes, notes, strict=True):
         for k, part in enumerate(node.parts if is_shards(node) else [node]):
-            names.append(name + _carried(node, k) if is_shards(node) else name)
+            names.append(name + _leaf_range(node, k) if is_shards(node) else name)
             arrays.append(_array(names[-1], part))
             if is_shards(node):
                 over.append(_axes_of_shards(name, node, note, axes))
             else:
                 over.append(_axes_of_rows(names[-1], arrays[-1], note, axes))
-                if over[-1] and not _compat.types_tell():  # then who reads the program checks it
+                if over[-1] and not _compat.types_tell():  # the proof reads this mark, and checks
                     rows = {f"{where(name)} of `stacked`": part}
                     arrays[-1] = marks.checked(arrays[-1], rows, over[-1], CALLER, rows=True)
     _check_layers(names, arrays)
@@ -92,22 +91,22 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
     return Stack(tuple(names), tuple(_marked(names, arrays, over, axes)), tuple(over), treedef)
 
 
-def _carried(shards: Shards, k: int) -> str:
-    """The first and the last leaf of a pack, by their paths."""
+def _leaf_range(shards: Shards, k: int) -> str:
+    """Return the paths of the first and the last leaf of a pack."""
     segments = shards.layout.packs[k].segments
     ends = [shards.layout.leaves[s.leaf].path for s in (segments[0], segments[-1])]
     return " … ".join(dict.fromkeys(ends))
 
 
 def _notes(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
-    """Return the notes on each leaf and each `Shards`, in order; None: nothing."""
+    """Return what `sharded` says of each leaf and each `Shards`, in order; None if nothing."""
     if sharded is None:
         return [
             False if has_shards and not is_shards(x) else None
             for x in jax.tree.leaves(stacked, is_leaf=is_shards)
         ]
-    unfit = f"`{CALLER}`: `sharded` is a tree that does not fit `stacked`"
-    notes = broadcast_prefix(sharded, stacked, unfit, _is_names)
+    misfit = f"`{CALLER}`: `sharded` is a tree that does not fit `stacked`"
+    notes = broadcast_prefix(sharded, stacked, misfit, _is_names)
     odd = [note for note in notes if not (isinstance(note, bool | str) or _is_names(note))]
     if odd:
         raise ValueError(
@@ -144,15 +143,15 @@ def _check_layers(names: Sequence[str], arrays: Sequence[jax.Array]) -> None:
 
 
 def _axes_of_shards(
-    name: str, shards: Shards, word: Any, axes: Mapping[str, int]
+    name: str, shards: Shards, note: Any, axes: Mapping[str, int]
 ) -> tuple[str, ...]:
-    if word is False or (word not in (None, True) and _names_of(word) != shards.axes):
+    if note is False or (note not in (None, True) and _names_of(note) != shards.axes):
         raise ValueError(
             f"`{CALLER}`: {where(name)} of `stacked` holds Shards along {listed(shards.axes)}, "
-            f"and `sharded` says {word!r}: leave it out there."
+            f"and `sharded` says {note!r}: leave it out there."
         )
-    found = {a: axes[a] for a in shards.axes if a in axes}
-    if tuple(found) != shards.axes or count(found) != shards.layout.replicas:
+    mapped = {a: axes[a] for a in shards.axes if a in axes}
+    if tuple(mapped) != shards.axes or count(mapped) != shards.layout.replicas:
         raise ValueError(
             f"`{CALLER}` over {listed(axes)} got Shards of "
             f"{counted(shards.layout.replicas, 'replica')} along {listed(shards.axes)} at "
@@ -171,7 +170,7 @@ def _axes_of_shards(
 def _axes_of_rows(
     name: str, array: jax.Array, note: Any, axes: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """The axes that a plain leaf is cut over, as far as types confirm what is said of it."""
+    """Return the axes that a plain leaf is cut over; raise an error if its type contradicts."""
     inside = differentiation()
     typed = [a for a in axes if _compat.tracks_variance(a) and a not in retyped()]
     over = () if note is False else tuple(axes) if note in (None, True) else _names_of(note)
@@ -184,7 +183,7 @@ def _axes_of_rows(
     if over and array.ndim < 2:
         raise ValueError(
             f"`{CALLER}`: {where(name)} of `stacked` has shape {array.shape}, one number a layer "
-            "and so no rows to gather: say False in its place in `sharded`."
+            "and so no rows to gather: put False in its place in `sharded`."
         )
     if not array.size:
         return ()
@@ -197,32 +196,30 @@ def _axes_of_rows(
     differ = [a for a in axes if a not in over and a in typed and a in varying]
     if differ:
         raise ValueError(_DIFFERS.format(leaf=where(name), axes=listed(differ)))
-    dark = [a for a in over if not _compat.tracks_variance(a)]
-    if inside is not None and set(dark) & set(inside.axes):
-        raise ValueError(_UNTYPED_GRADIENT.format(axis=dark[0], leaf=where(name)))
-    if note is None and dark:
-        raise ValueError(_UNSAID.format(axis=dark[0], leaf=where(name)))
+    untyped = [a for a in over if not _compat.tracks_variance(a)]
+    if inside is not None and set(untyped) & set(inside.axes):
+        raise ValueError(_UNTYPED_GRADIENT.format(axis=untyped[0], leaf=where(name)))
+    if note is None and untyped:
+        raise ValueError(_UNSAID.format(axis=untyped[0], leaf=where(name)))
     return over
 
 
 def _marked(
     names: Sequence[str], arrays: list[jax.Array], over: Sequence[Any], axes: Mapping[str, int]
 ) -> list[jax.Array]:
-    """The arrays, the first beside those that are whole for who reads the program."""
-    floating = (jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
-    leaves = zip(names, arrays, over, floating, strict=True)
-    whole = {name: x for name, x, cut, moves in leaves if moves and not cut}
+    """Check that whole leaves are equal on all replicas; return the arrays, the first marked."""
+    leaves = zip(names, arrays, over, strict=True)
+    whole = {k: x for k, x, cut in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and not cut}
     return [checked_same(arrays[0], whole, axes, CALLER), *arrays[1:]]
 
 
 def _joined(shards: Shards) -> Any:
-    """One layer's tree, from whole packs."""
+    """Return the tree of one layer's `Shards`, given with whole packs as parts."""
     layout = shards.layout
     packs = zip(layout.packs, shards.parts, strict=True)
-    wholes = [whole_of(part, pack) for pack, part in packs]
-    arrays = leaves_of(wholes, layout)
+    arrays = leaves_of([whole_of(part, pack) for pack, part in packs], layout)
     return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 
-def _names_of(word: Any) -> tuple[str, ...]:
-    return (word,) if isinstance(word, str) else tuple(word)
+def _names_of(note: Any) -> tuple[str, ...]:
+    return (note,) if isinstance(note, str) else tuple(note)
