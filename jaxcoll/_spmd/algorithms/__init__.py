@@ -1,1 +1,1 @@
-"""All-reduce algorithms, one short file each, and the table that knows them all."""
+"""All-reduce algorithms, one short file each, and the table of all of them."""

@@ -1,4 +1,4 @@
-"""Steps of hand-written algorithms: pass arrays on, swap them with a partner, turn and add rows."""
+"""Building blocks of hand-written algorithms: pass arrays on, swap them, rotate and add rows."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ def passed_on(
     senders: int | None = None,
     receivers: int | None = None,
 ) -> jax.Array:
-    """Return `array` of the replica `distance` before this one, around the circle of all.
+    """Send `array` to the replica `distance` further around the ring; return what arrives.
 
-    Only the first `senders` replicas send, and the first `receivers` receive (None: all).
-    Unspecified where nobody sends, or to nobody. One step.
+    Only the first `senders` replicas send, and the first `receivers` receive (None: all). The
+    result is unspecified where nothing arrives. One step.
     """
     n = lax.axis_size(axes)
     pairs = [(i, (i + distance) % n) for i in range(n)]
     if not any(map(_compat.is_vmapped, axes)):
-        # Under `vmap` nothing is sent, and JAX accepts whole permutations only.
+        # Under `vmap` nothing is sent, and JAX accepts only whole permutations.
         senders, receivers = senders or n, receivers or n
         pairs = [(i, j) for i, j in pairs if i < senders and j < receivers]
     return _permuted(array, axes, pairs)
 
 
 def swapped(array: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
-    """The `array` of the replica whose number differs in `bit` alone; *varying*. One step."""
+    """Swap `array` with the replica whose rank differs only in `bit`; *varying*. One step."""
     return _permuted(array, axes, [(i, i ^ bit) for i in range(lax.axis_size(axes))])
 
 
 def exchanged(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Row i from replica i, which sends each replica one of its rows."""
+    """All-to-all: send row i to replica i; return one row from each replica, in their order."""
     if any(map(_compat.is_vmapped, axes)):
-        # JAX's rule for an array that the `vmap` does not map gives another shape.
+        # For an array that the `vmap` does not map, JAX's rule returns another shape.
         rows = jnp.where(lax.axis_index(axes) >= 0, rows, rows)
     return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0)
 
@@ -51,16 +51,16 @@ def _permuted(
     array: jax.Array, axes: tuple[str, ...], pairs: Iterable[tuple[int, int]]
 ) -> jax.Array:
     order = _compat.in_mesh_order(axes)
-    # The number along `order` of each replica, by its number along `axes`.
+    # Each replica's rank along `order`, by its rank along `axes`
     grid = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(a) for a in order])
-    number = grid.transpose([order.index(a) for a in axes]).ravel().tolist()
-    return lax.ppermute(array, order, [(number[i], number[j]) for i, j in pairs])
+    rank = grid.transpose([order.index(a) for a in axes]).ravel().tolist()
+    return lax.ppermute(array, order, [(rank[i], rank[j]) for i, j in pairs])
 
 
-def turned(rows: jax.Array, by: jax.Array) -> jax.Array:
-    """The same rows, beginning with row `by`, which is taken around the circle.
+def rotated(rows: jax.Array, by: jax.Array) -> jax.Array:
+    """Rotate the rows, so that row `by` (modulo their number) comes first.
 
-    `jnp.roll` would hold two copies of all of them beside the result.
+    `jnp.roll` would need two more copies of all rows besides the result.
     """
     n = len(rows)
     order = (lax.iota(jnp.int32, n) + by) % n
@@ -68,10 +68,10 @@ def turned(rows: jax.Array, by: jax.Array) -> jax.Array:
 
 
 def tree_sum(rows: jax.Array) -> jax.Array:
-    """The sum of the rows in pairs, then of the pairs in pairs: ((0+1)+(2+3))+(4+...).
+    """Sum the rows in pairs, then pairs of pairs, and so on: ((0+1)+(2+3))+(4+...).
 
-    An odd one at the end waits for the next round. `jnp.sum` would say nothing of the order, and
-    XLA's CPU compiler is many times slower at it.
+    An odd term at the end waits for the next round. `jnp.sum` does not specify the order, and is
+    many times slower with XLA's CPU compiler.
     """
     terms = [lax.squeeze(row, (0,)) for row in lax.split(rows, (1,) * len(rows))]
     while len(terms) > 1:
@@ -81,7 +81,7 @@ def tree_sum(rows: jax.Array) -> jax.Array:
 
 
 def copies(array: jax.Array, n: int) -> list[jax.Array]:
-    """The array n times; the cotangents of the n are summed as by `tree_sum`."""
+    """Return the array n times; their cotangents are summed in the order of `tree_sum`."""
     if n == 1:
         return [array]
     left = 1 << (n - 1).bit_length() - 1

@@ -1,15 +1,15 @@
-"""Halving, then doubling: the fewest steps that send the fewest bytes, for any replica count.
+"""Recursive halving, then doubling: the fewest steps and the fewest bytes for any replica count.
 
-For a power of two, replicas meet in pairs: first neighbours, then pairs of neighbours, each time
-at twice the distance. Of the shards that both still collect for, each keeps the half that has
-its own bit of the replica's number, and hands the other half over. So every element is summed as
-((0+1)+(2+3))+((4+5)+(6+7)), wherever it stands.
+For a power of two, replicas exchange in pairs: first neighbours, then at twice the distance, and
+so on. In each step the two replicas of a pair split the shards that both still sum: each keeps
+those whose index has the same bit as its rank, and sends the others. Every element is summed in
+the same order, ((0+1)+(2+3))+((4+5)+(6+7)).
 
-For any other n each step of the reduce-scatter halves, rounding up, the shards that a replica
-still collects for: n = s0 > s1 > ... > 1. In step k it hands the shards from s(k+1) on to the
-replica s(k+1) further, and adds what comes from s(k+1) before to the others. Recursive halving
-among pairs would need two more steps there, and more bytes. The order of a sum then depends on
-the shard. In both forms the all-gather does the same backwards.
+For any other n, each step of the reduce-scatter halves, rounding up, the number of shards that a
+replica still sums: n = s0 > s1 > ... > 1. In step k a replica sends the shards from s(k+1) on to
+the replica s(k+1) further, and adds what it receives from s(k+1) before to the shards that it
+keeps. Recursive halving in pairs would need two more steps, and more bytes. The order of a sum then
+depends on the shard. In both cases the all-gather takes the same steps backwards.
 
 Sources: Rabenseifner, "Optimization of Collective Reduction Operations" (2004); Träff, "Optimal,
 Non-pipelined Reduce-scatter and Allreduce Algorithms", arXiv:2410.14234 (2024).
@@ -24,15 +24,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._spmd.algorithms.exchange import passed_on, swapped, turned
+from jaxcoll._spmd.algorithms.exchange import passed_on, rotated, swapped
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Row `rank` of the sum of (n, k) rows, by ⌈log2 n⌉ steps; (n-1)/n of the bytes are sent."""
+    """Return row `rank` of the sum of (n, k) rows, in ⌈log2 n⌉ steps; sends (n-1)/n of them."""
     rank, bits = lax.axis_index(axes), _bits(len(shards))
     if bits is None:
-        # Row i is for the replica i further, so that all slices are static.
-        shards = turned(shards, rank)
+        # Rotate so that row i is for the replica i further, and all slices are static.
+        shards = rotated(shards, rank)
         for many, few in _halvings(len(shards)):
             received = passed_on(shards[few:many], axes, few)
             kept = many - few
@@ -42,21 +42,21 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         halves = shards.reshape(-1, 2, shards.shape[-1])
         mine = rank // bit % 2
         received = swapped(_half(halves, 1 - mine), axes, bit)
-        # What is received was stored to be sent.
+        # Store this half, too: the partner's was stored to be sent, and both must be rounded alike.
         shards = _compat.as_stored(_half(halves, mine)) + received
     return shards[0]
 
 
 def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """All replicas' shards, of shape (count, k), by ⌈log2 n⌉ steps; (n-1)/n of their bytes."""
+    """Return all shards, (count, k), in ⌈log2 n⌉ steps; sends (n-1)/n of their bytes."""
     shards, rank, bits = shard[None], lax.axis_index(axes), _bits(count)
     if bits is None:
         for many, few in reversed(_halvings(count)):
             shards = jnp.concatenate([shards, passed_on(shards[: many - few], axes, -few)])
-        return turned(shards, -rank)
+        return rotated(shards, -rank)
     for bit in reversed(bits):
         received = swapped(shards, axes, bit)
-        # A branch copies each half once; a `where` would read both for either.
+        # A branch copies each half once; `jnp.where` would read both halves for each.
         own = _compat.as_stored(shards, backward=True)
         both = lax.cond(
             rank // bit % 2 == 0, _pairs, lambda own, other: _pairs(other, own), own, received
@@ -66,7 +66,7 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
 
 
 def _bits(n: int) -> Sequence[int] | None:
-    """The bits of a replica's number, lowest first; None if n is not a power of two."""
+    """Return the bits of a rank, 1, 2, 4, ..., below n; None if n is not a power of two."""
     exponent = n.bit_length() - 1
     return [1 << k for k in range(exponent)] if n == 1 << exponent else None
 
@@ -80,7 +80,7 @@ def _pairs(first: jax.Array, second: jax.Array) -> jax.Array:
 
 
 def _halvings(n: int) -> list[tuple[int, int]]:
-    """From n down to 1, each time to the half, rounded up: for 7, (7, 4), (4, 2), (2, 1)."""
+    """Halve n down to 1, rounding up, and return the steps: for 7, (7, 4), (4, 2), (2, 1)."""
     pairs = []
     while n > 1:
         pairs.append((n, -(-n // 2)))

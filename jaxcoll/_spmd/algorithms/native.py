@@ -1,4 +1,4 @@
-"""The compiler's own collectives behind the algorithms' signature; the baseline of all others."""
+"""The compiler's own collectives, as an algorithm: the baseline of all others."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from jax import lax
 
 
 def all_reduce(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The sum of arrays; one collective."""
+    """Return the sum over replicas; one collective."""
     return lax.psum(_unfolded(array, axes) if jnp.iscomplexobj(array) else array, axes)
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Row `rank` of the sum of (n, ...) rows; TPUs make an all-reduce of scalar rows."""
+    """Return row `rank` of the sum of (n, ...) rows; TPUs use an all-reduce for scalar rows."""
     return lax.psum_scatter(_unfolded(shards, axes) if jnp.iscomplexobj(shards) else shards, axes)
 
 
 def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """All replicas' shards, of shape (count, ...); one collective."""
+    """Return all replicas' shards, of shape (count, ...); one collective."""
     return lax.all_gather(shard, axes)
 
 
 def _unfolded(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return a complex array, which is no constant to the compiler.
+    """Return a complex array such that the compiler cannot know that it is constant.
 
     XLA's CPU compiler aborts on the sum of a complex constant, such as the gradient of a parameter
-    that the loss does not use. It drops an optimization barrier before that.
+    that the loss does not use. It drops optimization barriers before that point.
     """
-    never = lax.axis_index(axes) < 0  # as no compiler knows
+    never = lax.axis_index(axes) < 0  # always False, but no compiler knows that
     return jnp.where(never, -array, array)

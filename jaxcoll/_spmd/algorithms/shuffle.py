@@ -1,10 +1,9 @@
-"""A shuffle, as between workers and parameter servers: each shard is summed by its owner.
+"""A shuffle, as between workers and parameter servers: the owner of a shard sums it.
 
-Every replica sends each owner its part directly, and every owner sends the sum to everybody. An
-owner adds in the fixed order of `tree_sum`, if there are as many as replicas, so that the bits do
-not depend on where an element stands.
-The first m of n replicas own the m shards; with m = n all do the same work, and no device sends
-more than it has to.
+Every replica sends each owner its part directly, and every owner sends the sum to all replicas. The
+first m of n replicas own the m shards. With m = n all do the same work, and send the fewest bytes;
+owners then add in the fixed order of `tree_sum`, so that an element's bits do not depend on its
+position.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014);
 TensorFlow's `build_shuffle_all_reduce`.
@@ -20,10 +19,10 @@ from jaxcoll._spmd.algorithms.exchange import copies, exchanged, passed_on, tree
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Row `rank` of the sum of (m, k) rows, m <= n; unspecified where rank is m or more.
+    """Return row `rank` of the sum of (m, k) rows, m <= n; unspecified where rank is m or more.
 
-    Cost: one all-to-all, or with m < n as many exchanges as there are other replicas, none of which
-    waits for another; a device sends each other owner a shard.
+    Cost: one all-to-all; with m < n instead n-1 independent exchanges. A device sends a shard to
+    each other owner.
     """
     n, rank = lax.axis_size(axes), lax.axis_index(axes)
     if len(shards) == n:
@@ -39,15 +38,15 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """All shards in their owners' order, of shape (count, k); unused where rank is `count` or more.
+    """Return all shards in their owners' order, (count, k); `shard` is unused from rank `count` on.
 
-    Cost: as that of `reduce_scatter`; an owner sends its shard to all others.
+    Cost: that of `reduce_scatter`, but an owner sends its shard to all other replicas.
     """
     n, rank = lax.axis_size(axes), lax.axis_index(axes)
     if count == n:
-        # Not an all-gather: its derivative would be Gloo's reduce-scatter.
+        # An all-gather would have Gloo's reduce-scatter as its derivative.
         return exchanged(jnp.stack(copies(shard, n)), axes)
-    # What comes from replicas that own nothing goes to a row behind the others.
+    # An extra last row takes what replicas without a shard send.
     shards = jnp.zeros((count + 1, *shard.shape), shard.dtype)
     for distance in range(n):
         sent = passed_on(shard, axes, distance, senders=count) if distance else shard

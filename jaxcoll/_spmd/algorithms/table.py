@@ -1,4 +1,4 @@
-"""The table of algorithms, and the one place where they are put together to an all-reduce."""
+"""The table of algorithms, and the collectives that a plan's stages compose from them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from jaxcoll._spmd.algorithms.coded import Coded, Coding
 
 
 class Algorithm(Protocol):
-    """The two halves of an all-reduce, as every algorithm's file defines them.
+    """The two halves of an all-reduce, which every algorithm's file defines.
 
     `axes` are names of mapped axes, outer first; `rank` counts replicas along them in that order.
     """
 
     def reduce_scatter(self, shards: jax.Array, axes: tuple[str, ...], /) -> jax.Array:
-        """Row `rank` of the sum over the replicas of `shards`, of shape (m, k); *varying*."""
+        """Return row `rank` of the sum over replicas of `shards`, of shape (m, k); *varying*."""
         ...
 
     def all_gather(self, shard: jax.Array, count: int, axes: tuple[str, ...], /) -> jax.Array:
-        """The first `count` replicas' shards of shape (k,), in order, everywhere the same bits.
+        """Stack the first `count` replicas' shards, of shape (k,), in order, as (count, k).
 
-        The result has shape (count, k) and is typed *varying*.
+        The result has the same bits everywhere, and is typed *varying*.
         """
         ...
 
@@ -46,11 +46,11 @@ ALGORITHMS: dict[str, Algorithm] = {
 def all_reduce(
     array: jax.Array, stages: Sequence[Stage], axes: Sequence[str], coding: Coding
 ) -> tuple[jax.Array, Coded | None]:
-    """Return the sum of `array` over the axes of the stages; and what `lost` takes, if it is coded.
+    """Return the sum of `array` over the axes of the stages, and the input of `lost` if coded.
 
     `array` is *varying* over those axes where types tell; the sum is *invariant*, with the same
-    bits on every replica. Rounding to a wire format counts as the identity to derivatives, which
-    are those of the exact sum: tangents and cotangents travel exactly.
+    bits on every replica. Derivatives are those of the exact sum: differentiation ignores rounding
+    to a wire format, and tangents and cotangents travel exactly.
     """
     if len(stages) == 1 and stages[0].algorithm == "native":
         return native.all_reduce(array, _names(stages[0], axes)), None
@@ -58,7 +58,7 @@ def all_reduce(
     if format_of(stages) is None:
         total, coded = _summed(flat, stages, axes, None)
     else:
-        flat = jnp.pad(flat, (0, aligned(stages, flat.size) - flat.size))  # whole blocks for each
+        flat = jnp.pad(flat, (0, aligned(stages, flat.size) - flat.size))  # whole blocks a replica
         total, coded = _summed(lax.stop_gradient(flat), stages, axes, coding)
         total = _as_exact(total, flat, tuple(stages), tuple(axes))[: array.size]
     return _compat.as_invariant(total.reshape(array.shape), axes, summed=True), coded
@@ -67,45 +67,44 @@ def all_reduce(
 def lost(
     coded: Coded, stages: Sequence[Stage], axes: Sequence[str], coding: Coding, like: jax.Array
 ) -> jax.Array:
-    """Return what this replica's share of a sum lost in a wire format, like the sum; *varying*.
+    """Return this replica's rounding error in a coded sum, in the shape `like`; *varying*.
 
-    Over the replicas, sum(array - lost) = sum, to rounding.
+    Over the replicas, sum(array - lost) = sum, up to rounding.
     """
     *inner, last = stages
     assert last.format is not None
-    rest = codes.lost(coded, last.format, _names(last, axes), coding)
+    error = codes.lost(coded, last.format, _names(last, axes), coding)
     for stage in reversed(inner):
-        # The group's sum was coded by the replica that holds this shard of it.
+        # This replica encoded its shard of the group's sum; it has no error in the other shards.
         within = _names(stage, axes)
         rank = _compat.as_varying(lax.axis_index(within), within)
-        none = _compat.as_varying(jnp.zeros((stage.shards, rest.size), rest.dtype), within)
-        rest = lax.dynamic_update_index_in_dim(none, rest, rank, axis=0).reshape(-1)
-    return rest[: like.size].reshape(like.shape)
+        zeros = _compat.as_varying(jnp.zeros((stage.shards, error.size), error.dtype), within)
+        error = lax.dynamic_update_index_in_dim(zeros, error, rank, axis=0).reshape(-1)
+    return error[: like.size].reshape(like.shape)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _as_exact(
-    total: jax.Array, own: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...]
+    total: jax.Array, summand: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...]
 ) -> jax.Array:
-    """Return `total`, whose derivatives are those of the exact sum of `own`."""
+    """Return `total`, with the derivatives of the exact sum of `summand`."""
     return total
 
 
 @_as_exact.defjvp
 def _as_exact_jvp(stages: Any, axes: Any, primals: Any, tangents: Any) -> Any:
-    (total, _), (_, own) = primals, tangents
-    moved, _ = _summed(own, stages, axes, None)
+    (total, _), (_, summand) = primals, tangents
+    tangent, _ = _summed(summand, stages, axes, None)
     axes = sorted({*axes} - _compat.varying_axes(total))
-    return total, _compat.as_invariant(moved, axes).astype(total.dtype)
+    return total, _compat.as_invariant(tangent, axes).astype(total.dtype)
 
 
 def _summed(
     flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str], coding: Coding | None
 ) -> tuple[jax.Array, Coded | None]:
-    """Reduce-scatter, do the same with the shard along the outer axes, and all-gather.
+    """Reduce-scatter, sum the shard over the outer stages, and all-gather; see `all_reduce`.
 
-    Without `coding` exactly; else in the last stage's wire format, of shards of whole blocks, and
-    with what was coded.
+    The last stage uses its wire format only with `coding`, and then shards are whole blocks.
     """
     if not stages:
         return flat, None
@@ -124,11 +123,11 @@ def _summed(
 
 
 def reduce_scatter(blocks: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
-    """This replica's block of the sum of `blocks`, of shape (n, rows, lanes); *varying*."""
+    """Return this replica's block of the sum of `blocks`, (n, rows, lanes); *varying*."""
     block = blocks.shape[1:]
     for stage in stages:
         m = stage.replicas
-        # The blocks of all replicas that share this one's place along the inner axes come to it.
+        # This replica gets the blocks of all replicas with its position along the inner axes.
         rest = len(blocks) // m
         sent = blocks.reshape(rest, m, *block).swapaxes(0, 1)
         shape = (m, rest * block[0], *block[1:]) if stage.algorithm == "native" else (m, -1)
@@ -139,7 +138,7 @@ def reduce_scatter(blocks: jax.Array, stages: Sequence[Stage], axes: Sequence[st
 
 
 def all_gather(shard: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
-    """All replicas' blocks of shape (rows, lanes), stacked; the same everywhere, but *varying*."""
+    """Stack all replicas' blocks, of shape (rows, lanes); equal everywhere, but typed *varying*."""
     block = shard.shape
     blocks = shard[None]
     for stage in reversed(stages):
