@@ -170,7 +170,7 @@ def _leaves(n: int) -> str:
 
 
 def _described(groups: Sequence[Sequence[str]]) -> str:
-    """Describe which replicas differ from which."""
+    """Say which replicas differ from which."""
     largest, *others = groups
     if len(largest) == 1:
         return f"all {len(groups)} hold different values"
@@ -178,7 +178,8 @@ def _described(groups: Sequence[Sequence[str]]) -> str:
         return "no majority: " + " | ".join(f"{_listed(group)} agree" for group in groups)
     rest = [name for group in others for name in group]
     values = "" if len(others) == 1 else f", with {len(others)} values between them"
-    return f"{_listed(rest)} from the other {len(largest)}{values}"
+    differ = "differs" if len(rest) == 1 else "differ"
+    return f"{_listed(rest)} {differ} from the other {len(largest)}{values}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -135,8 +135,8 @@ def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scop
             f"`broadcast` expects `source` to be an integer from 0 to {count(axes) - 1}, the "
             f"number of a replica along {listed(axes)}; got {source!r}."
         )
-    # Sum zeros from all others, up to twice the bytes of a broadcast: JAX's own broadcast works on
-    # GPUs only, and would ignore the options.
+    # A sum with zeros from the others, for up to twice the bytes: JAX's own broadcast works on GPUs
+    # only, and would ignore the options.
     is_source = lax.axis_index(tuple(axes)) == index
 
     flat, treedef = flattened(value)

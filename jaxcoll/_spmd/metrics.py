@@ -134,8 +134,8 @@ def parts_of(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
             continue
         if missing := {a: axes[a] for a in _compat.same_axes(total, axes)}:
             names = repr(tuple(missing) if len(missing) > 1 else next(iter(missing)))
-            words = {"path": path or "itself", "missing": names, "n": count(missing)}
-            raise AlreadyReducedError(_ALREADY_REDUCED.format(caller=caller, **words))
+            fields = {"path": path or "itself", "missing": names, "n": count(missing)}
+            raise AlreadyReducedError(_ALREADY_REDUCED.format(caller=caller, **fields))
     return jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), parts)
 
 

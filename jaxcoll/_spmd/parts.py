@@ -1,4 +1,4 @@
-"""How a tree is cut into shards: which leaves may be cut, and how packs form rows and blocks."""
+"""Conversion between trees and their shards: checks, layouts, and packs as blocks of rows."""
 
 from __future__ import annotations
 

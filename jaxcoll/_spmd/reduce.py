@@ -63,7 +63,7 @@ def all_reduce(
     # For each leaf, in the tree's order, its rank in the order in which leaves become ready
     ready: Sequence[int] | None = None,
     # Paths of leaves that are proven equal on every replica along some axes, and these axes: leaves
-    # count as "replicated" there, whatever their types say
+    # count as "replicated" there, despite their types
     same: Mapping[str, frozenset[str]] = MappingProxyType({}),
     reasons: tuple[str, ...] = (),  # further notes for the plan
     in_backward: bool = False,  # the call is part of a backward pass

@@ -191,8 +191,8 @@ def _gather_of(
         back = plan_half("reduce_scatter", ReduceOp.SUM, layout.packs, sent, *context)
         scope.record(back)
         cotangents = _compat.at_once(cotangents) if world.over_gloo else cotangents
-        own = _scattered(cotangents, back, layout, recipes, axes)
-        return ([marks.part_of_sum(part, tuple(axes)) for part in own],)
+        parts = _scattered(cotangents, back, layout, recipes, axes)
+        return ([marks.part_of_sum(part, tuple(axes)) for part in parts],)
 
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda parts: (gathered(parts), None), scattered)

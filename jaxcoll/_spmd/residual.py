@@ -54,17 +54,13 @@ Adding each replica's residual would make it differ. Reduce it in another call, 
 class Residual(Shards):
     """The residual of a tree: `Shards` in which each part is a summand for the whole tree."""
 
-    def feedback(
-        self, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = ""
-    ) -> Feedback:
+    def feedback(self, tree: Any, axes: Mapping[str, int], caller: str, prefix: str) -> Feedback:
         """Return this replica's residuals of the leaves of `tree`."""
         layout = self.layout
         if self.axes != tuple(axes) or layout.replicas != count(axes):
             here = " × ".join(named({name: n}) for name, n in axes.items())
-            was = counted(layout.replicas, "replica")
-            raise ValueError(
-                _OTHER_WORLD.format(caller=caller, axes=here, was=was, over=listed(self.axes))
-            )
+            was, over = counted(layout.replicas, "replica"), listed(self.axes)
+            raise ValueError(_OTHER_WORLD.format(caller=caller, axes=here, was=was, over=over))
         difference = first_difference(layout_like(tree, axes, caller).leaves, layout.leaves)
         if difference:
             raise ValueError(_OTHER_TREE.format(caller=caller, difference=difference))

@@ -133,7 +133,7 @@ def differentiation() -> Differentiation | None:
 
 
 def retyped() -> frozenset[str]:
-    """Return the axes along which equal values, too, are typed as varying here."""
+    """Return the axes along which even equal values are typed as varying here."""
     inside = differentiation()
     return frozenset() if inside is None else inside.enclosing.union(inside.axes)
 
@@ -213,10 +213,7 @@ def already_reduced(
     value: str,
     gradient: str,
 ) -> AlreadyReducedError:
-    """Return the error for a leaf that is equal on all replicas.
-
-    `value` and `gradient` are its advice, if the leaf is that.
-    """
+    """Return the error for a leaf that is equal on all replicas, with advice for both its kinds."""
     n = count(same)
     message = (
         f"`{caller}` over {named(axes)}: {where(path)} is already the same on every replica along "

@@ -131,11 +131,7 @@ def shards_in(tree: Any) -> list[Shards]:
 
 
 def broadcast_prefix(prefix: Any, tree: Any, misfit: str, is_leaf: Any = None) -> list[Any]:
-    """Return, for each array and each `Shards` of `tree`, its leaf of a tree prefix.
-
-    Raises:
-      ValueError: `prefix` is not a prefix of `tree`; the message begins with `misfit`.
-    """
+    """Return, for each array and each `Shards` of `tree`, the leaf of a tree prefix above it."""
     places = jax.tree.map(lambda _: 0, tree, is_leaf=is_shards)
     try:
         spread = jax.tree.broadcast(prefix, places, is_leaf=is_leaf)

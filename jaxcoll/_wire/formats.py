@@ -27,15 +27,14 @@ from jaxcoll._wire.format import WireFormat
 _INFINITE = np.uint32(0x7F800000)
 _NAN = np.uint32(0x7FC0)
 _LARGEST = np.uint32(0x7F7E0000)
-"""The bits of 127·2^121, the largest magnitude whose 127th, rounded up to a bfloat16, is a scale
-of which 127 times is still finite."""
+"""The bits of 127·2^121; above it, 127 times the scale, which is rounded up, may be infinite."""
 
 _SMALLEST = np.float32(1e-34)
 """Blocks of less become zero: XLA flushes subnormals, and 1 / subnormal is infinite."""
 
 _ROUNDER = np.float32(3 << 22)
-"""Adding this to a float32 below 2^22 rounds it to the nearest even integer, which then stands in
-the lowest bits of the sum. A conversion to integers would clamp first."""
+"""Adding this to a float32 below 2^22 rounds it to the nearest integer, ties to even, and leaves
+the integer in the lowest bits of the sum. A conversion to integers would clamp first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Bf16(WireFormat):
         pass
 
     def encode(self, blocks: jax.Array, feedback: bool) -> jax.Array:
-        """Round each float32 to the nearest even bfloat16; return its bits as uint16.
+        """Round each float32 to the nearest bfloat16, ties to even; return its bits as uint16.
 
         In integers: XLA's CPU compiler would store converted floats, and copy them per receiver.
         """
@@ -86,9 +85,8 @@ to -1, `_ABOVE` for 1 to 8. Rounding them takes half as long as a table look-up.
 
 _CURVE = (11.9386 / 256, -6.6751 / 256**3, 3.1613 / 256**5)
 _NEGATIVE = np.float32(0.8236)
-"""Coefficients of an odd polynomial that maps the midpoint between levels k and k + 1 to about
-k + 1/2. One negative level is missing, so negative numbers are scaled by `_NEGATIVE` first. Fifteen
-exact comparisons would gain 0.2 %."""
+"""Coefficients of an odd polynomial from the midpoints of levels k and k + 1 to about k + 1/2, and
+a factor for negative numbers, which have one level less. Fifteen comparisons would gain 0.2 %."""
 
 _SEVEN = np.uint32(0x600000)
 """The mantissa of 7·2^k."""

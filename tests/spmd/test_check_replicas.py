@@ -99,7 +99,7 @@ def test_who_differs_is_named_by_leaf_and_replica(runner, n):
     found = compare(held(n, [1]))
     words = (
         rf"1 of 7 leaves differs between {n} replicas.*\n  leaf \['odd'\]\[1\]\[0\]: "
-        f"replica 1 from the other {n - 1}"
+        f"replica 1 differs from the other {n - 1}"
     )
     with differs(words) as caught:
         found.raise_if_differs()
@@ -113,9 +113,9 @@ def test_who_differs_is_named_by_leaf_and_replica(runner, n):
     [
         ([1, 1, 2, 2], "no majority: replicas 0, 1 agree | replicas 2, 3 agree"),
         ([1, 2, 3, 4], "all 4 hold different values"),
-        ([1, 2, 1, 1], "replica 1 from the other 3"),
-        ([3, 1, 1, 2, 1], "replicas 0, 3 from the other 3, with 2 values between them"),
-        ([1] * 11 + [2] * 9, "replicas 11, 12, 13, 14, 15, 16, 17, 18, … (9 in all) from the other 11"),
+        ([1, 2, 1, 1], "replica 1 differs from the other 3"),
+        ([3, 1, 1, 2, 1], "replicas 0, 3 differ from the other 3, with 2 values between them"),
+        ([1] * 11 + [2] * 9, "replicas 11, 12, 13, 14, 15, 16, 17, 18, … (9 in all) differ from the other 11"),
     ],
 )  # fmt: skip
 def test_majority_and_minority_are_told_apart(values, words):
@@ -142,7 +142,7 @@ def test_copies_of_global_arrays_are_compared_between_programs():
     twice = jax.device_put(np.arange(8.0), NamedSharding(jax.make_mesh((4, 2), ("a", "b")), P("a")))
     jc.check_replicas({"twice": twice, "w": jax.device_put(rows, NamedSharding(mesh_of(8), P()))}).raise_if_differs()  # fmt: skip
     for n in (8, 4):
-        with differs(rf"leaf \['w'\]: cpu:3 from the other {n - 1}"):
+        with differs(rf"leaf \['w'\]: cpu:3 differs from the other {n - 1}"):
             jc.check_replicas({"twice": twice, "w": lying(n)}).raise_if_differs()
 
 

@@ -73,13 +73,13 @@ class Traffic:
         groups = self._groups(range(len(self.stack.arrays)))
         return {members: gather(members, axes) for members, axes in groups.items()}
 
-    def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Exchange]:
+    def scatters(self, wanted: Sequence[int]) -> dict[tuple[int, ...], Exchange]:
         """Return the gradient reduction of each group of leaves that share packs.
 
         Gradients have the type of the gathered leaves on the wire, and then the leaves' own.
         """
         return {
-            members: self._scatter(members, axes) for members, axes in self._groups(moved).items()
+            members: self._scatter(members, axes) for members, axes in self._groups(wanted).items()
         }
 
     def _scatter(self, members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
@@ -93,7 +93,7 @@ class Traffic:
         ]
         when = "its gradients reduced while those of the layer before it are computed"
         packs, plan = self._planned("reduce_scatter", leaves, axes, self.stack.layers, when)
-        other_axes = self._reduced_here(over)
+        others = self._reduced_here(over)
 
         def carry(pack: Pack, blocks: jax.Array) -> jax.Array:
             return algorithms.reduce_scatter(blocks, plan.stages(pack), over)
@@ -113,9 +113,7 @@ class Traffic:
             ]
             rows = [_compat.as_stored(x) for x in rows] if plan.reproducible else rows
             # Replicas along the other axes, such as other hosts, hold the same rows: 1/n of a leaf.
-            if not other_axes:
-                return rows
-            return all_reduce(self.reduce_op, rows, other_axes, scope=self.scope)
+            return all_reduce(self.reduce_op, rows, others, scope=self.scope) if others else rows
 
         return scattered
 

@@ -40,7 +40,7 @@ class Residuals:
     def backward(
         self, saved: Arrays, params: Arrays, captured: Arrays, cotangents: Arrays
     ) -> list[Any]:
-        """Return the wanted cotangents of the carry, the parameters and captured values, in order.
+        """Return the wanted cotangents: of the carry, the parameters and captured values, in order.
 
         `cotangents` are those of the floating results.
         """
@@ -54,9 +54,9 @@ class Residuals:
 
 
 def residuals_of(
-    layer: Traced, remat: Any, arrays: tuple[Arrays, Arrays, Arrays], moved: Sequence[bool]
+    layer: Traced, remat: Any, arrays: tuple[Arrays, Arrays, Arrays], wanted: Sequence[bool]
 ) -> Residuals:
-    """Return the layer's forward pass with its residuals, for the cotangents of `moved` inputs.
+    """Return the layer's forward pass, with residuals for the cotangents of the `wanted` inputs.
 
     With `remat` True only the carry is saved; with False everything that the backward pass reads;
     otherwise what a policy of `jax.checkpoint` says.
@@ -65,19 +65,19 @@ def residuals_of(
     def forward(*arrays: Arrays) -> tuple[Arrays, Any]:
         inputs = [x for group in arrays for x in group]
 
-        def of_moved(*moving: jax.Array) -> tuple[Arrays, Arrays]:
-            remaining = iter(moving)
+        def outputs_of(*differentiated: jax.Array) -> tuple[Arrays, Arrays]:
+            remaining = iter(differentiated)
             outs = layer.outputs(
-                [next(remaining) if m else x for m, x in zip(moved, inputs, strict=True)]
+                [next(remaining) if m else x for m, x in zip(wanted, inputs, strict=True)]
             )
             return [x for x in outs if is_floating(x)], outs
 
-        run = of_moved
+        run = outputs_of
         if remat is not False:
             policy = None if remat is True else remat
-            run = jax.checkpoint(of_moved, policy=policy, prevent_cse=False)
-        moving = [x for m, x in zip(moved, inputs, strict=True) if m]
-        _, pull, outs = jax.vjp(run, *moving, has_aux=True)
+            run = jax.checkpoint(outputs_of, policy=policy, prevent_cse=False)
+        differentiated = [x for m, x in zip(wanted, inputs, strict=True) if m]
+        _, pull, outs = jax.vjp(run, *differentiated, has_aux=True)
         return outs, pull
 
     program = traced(forward, *arrays)

@@ -50,7 +50,7 @@ class ScanOptions:
 
     def __post_init__(self) -> None:
         count("ahead", " number of layers (0: gathered where they are used)", self.ahead)
-        if count("unroll", " number of turns", self.unroll) < 1:
+        if count("unroll", " number of layers", self.unroll) < 1:
             raise ValueError(f"`unroll` must be at least 1; got {self.unroll!r}.")
         if not isinstance(self.remat, bool) and not callable(self.remat):
             raise ValueError(
@@ -118,33 +118,33 @@ def _differentiable(
 
     def forward(*inputs: Any) -> Any:
         carry, stack, captured = ([x.value for x in arrays] for arrays in inputs)
-        _, *moves = ([x.perturbed and is_floating(x.value) for x in arrays] for arrays in inputs)
-        moved = tuple([i for i, does in enumerate(flags) if does] for flags in moves)
+        _, *flags = ([x.perturbed and is_floating(x.value) for x in arrays] for arrays in inputs)
+        wanted = tuple([i for i, flag in enumerate(group) if flag] for group in flags)
         avals = schedule.program.program.in_avals[len(carry) : len(carry) + len(stack)]
         params = [_compat.zeros_like_aval(aval, aval.dtype) for aval in avals]
         residuals = residuals_of(
             schedule.program,
             remat,
             (carry, params, captured),
-            [*map(is_floating, carry), *moves[0], *moves[1]],
+            [*map(is_floating, carry), *flags[0], *flags[1]],
         )
         outs, results, saved, last = schedule.forward(carry, stack, captured, residuals)
         # A `Partial` is a pytree: it carries what is not an array to the backward pass.
-        pull = Partial(functools.partial(backward, residuals, moved))
+        pull = Partial(functools.partial(backward, residuals, wanted))
         return (outs, results), (pull, saved, last, carry, stack, captured)
 
     def backward(
         residuals: Residuals,
-        moved: Sequence[Sequence[int]],
+        wanted: Sequence[Sequence[int]],
         kept: tuple[Any, ...],
         cotangents: tuple[Arrays, Arrays],
     ) -> Any:
         floating = [[x for x in map(_floating, cts) if x is not None] for cts in cotangents]
         (saved, last, carry, stack, captured), floating = _differentiated_once((kept, floating))
         ct, gradients, sums = schedule.backward(
-            residuals, saved, last, stack, captured, floating, moved, traffic.scatters(moved[0])
+            residuals, saved, last, stack, captured, floating, wanted, traffic.scatters(wanted[0])
         )
-        of_carry, of_captured = iter(ct), dict(zip(moved[1], sums, strict=True))
+        of_carry, of_captured = iter(ct), dict(zip(wanted[1], sums, strict=True))
         return (
             [next(of_carry) if is_floating(x) else None for x in carry],
             traffic.finished(gradients),
@@ -263,7 +263,7 @@ class Schedule:
         captured: Arrays,
         cotangents: Sequence[Arrays],  # of the last carry and of the results, floating arrays only
         # Positions, in the stack and in the captured values, that need a cotangent
-        moved: Sequence[Sequence[int]],
+        wanted: Sequence[Sequence[int]],
         scatters: Mapping[tuple[int, ...], Exchange],  # by leaves that share packs
     ) -> tuple[Arrays, dict[int, jax.Array], Arrays]:
         """Return the cotangents of the first carry, of the stack, and of captured values.
@@ -288,15 +288,15 @@ class Schedule:
             kept = [at(x, index) for x in saved]
             pulled = iter(residuals.backward(kept, params, captured, cts))
             ct = self._vary([next(pulled) for _ in ct])
-            of_layer = self._vary([next(pulled) for _ in moved[0]])
+            of_layer = self._vary([next(pulled) for _ in wanted[0]])
             sums = [total + x for total, x in zip(sums, pulled, strict=True)]
-            both = list(zip(moved[0], of_layer, strict=True))
+            both = list(zip(wanted[0], of_layer, strict=True))
             whole = {i: x for i, x in both if i not in cut}
             waiting = {i: x for i, x in both if i in cut}
             return (ct, self._with(gradients, whole, index), sums, waiting, queue[1:]), done
 
-        gradients = {i: self._vary([jnp.zeros_like(stack[i])])[0] for i in moved[0]}
-        sums = [jnp.zeros_like(captured[i]) for i in moved[1]]
+        gradients = {i: self._vary([jnp.zeros_like(stack[i])])[0] for i in wanted[0]}
+        sums = [jnp.zeros_like(captured[i]) for i in wanted[1]]
         state = of_carry, gradients, sums, {}, last[::-1]
         state, done = step(state, top, ahead <= top)
         # At layers below `ahead` there is nothing left to fetch.
