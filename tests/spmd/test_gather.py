@@ -144,7 +144,7 @@ def test_a_dimension_that_is_not_there_is_refused_by_name():
         (lambda x: jc.all_gather({"k": np.array([None])}, "data"), ValueError,
          "expected an array, got an array of object"),
         (lambda x: jc.all_gather({"k": jc.IndexedSlices(x[:, None], jnp.arange(3), (3, 1))}, "data"),
-         NotImplementedError, r"leaf \['k'\] is an IndexedSlices. `all_reduce` gathers"),
+         NotImplementedError, r"leaf \['k'\] is an IndexedSlices. To gather the rows"),
         (lambda x: jc.all_gather(x, "nope"), NameError,
          "`all_gather` over axis 'nope': no such axis here"),
         (lambda x: jc.all_gather(x, "data", options=3), ValueError,

@@ -73,7 +73,7 @@ def test_shards_and_what_stands_beside_them_count_once_in_a_step():
     assert found[1]
     for function in (jc.global_norm, jc.all_finite):
         for axes in (None, "data"):
-            with pytest.raises(ValueError, match="is `Shards` along .*only this replica's part"):
+            with pytest.raises(ValueError, match="is `Shards` along .*Only this replica's part"):
                 step_of(lambda t, x, f=function, a=axes: f(t, a)).lower(tree, np.ones(8))
     with pytest.raises(ValueError, match=r"leaf \[1\] must be the same .* differs between them"):
         step_of(lambda t, x: jc.global_norm([t[0], x], both)).lower(tree, np.ones(8))

@@ -190,7 +190,7 @@ def bad(leaf, **asked):
     ("call", "words"),
     [
         (bad(lambda v: jc.IndexedSlices(v[None, None], jnp.zeros(1, int), (3, 1))),
-         r"`reduce_scatter` cannot cut leaf \['s'\] in shards: .* IndexedSlices. `to_dense"),
+         r"`reduce_scatter` cannot cut leaf \['s'\] in shards: .* IndexedSlices. Call its `to_dense"),
         (bad(lambda v: "x"), r"leaf \['s'\] in shards: expected an array or a number, got str"),
         (bad(lambda v: jax.random.key(0)), r"leaf \['s'\] in shards: key<fry> holds no numbers"),
         (bad(lambda v: v > 0), r"`reduce_scatter` cannot reduce leaf \['s'\]: booleans have no sum"),

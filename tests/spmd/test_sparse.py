@@ -109,7 +109,7 @@ def test_calls_that_cannot_be_answered_say_why():
         jax.jit(lambda x: x.without_padding())(sparse)
     for dtype, size in ((np.uint8, 256), (np.int8, 200)):
         narrow = IndexedSlices(np.ones((1, 1), "f"), np.array([3], dtype), (size, 1))
-        words = r"`padded` needs an index that no row of .* make `indices` wider"
+        words = r"`padded` needs an index outside of the .* make `indices` wider"
         with pytest.raises(ValueError, match=words):
             narrow.padded(2)
     assert IndexedSlices(np.ones((1, 1), "f"), np.array([3], np.uint8), (255, 1)).padded(2)
