@@ -116,5 +116,5 @@ def test_an_optimizer_for_what_replicas_hold_alike_refuses_what_differs(name):
 
     strategy = jc.MirroredStrategy(jax.devices()[:4])
     own = strategy.experimental_distribute_values_from_function(lambda context: jnp.ones(3))
-    with pytest.raises(ValueError, match=words + ", or nothing"):
+    with pytest.raises(ValueError, match=words + ", or jaxcoll"):
         strategy.run(optimizers("replica")[name], ({**ALIKE, "expert": own},))
