@@ -1,4 +1,4 @@
-"""Threads whose calls can be abandoned, and a clean exit while one of them is still blocked."""
+"""Threads that can be abandoned in a call, and a clean exit while one of them is still blocked."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _EXIT_SECONDS = 0.5  # how long the exit waits for abandoned calls to return
 
 
 class Task(concurrent.futures.Future[Any]):
-    """One call of a worker's. It is done once: when the call ends, or by `abandon`."""
+    """One call that a worker makes. It is done when the call ends, or when it is abandoned."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
         self._worker = worker
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait so many seconds (None: without an end); whether it is done by then.
+        """Wait up to so many seconds (None: for ever), and return whether the task is done.
 
-        An exception meanwhile, such as Ctrl-C, abandons the call.
+        An exception during the wait, such as Ctrl-C, abandons the call.
         """
         try:
             self.exception(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
@@ -43,23 +43,23 @@ class Task(concurrent.futures.Future[Any]):
         return True
 
     def abandon(self, error: BaseException) -> None:
-        """Have it raise this error, and leave the call, which may be blocked, to its thread."""
+        """End the task with this error. The call, which may be blocked, stays in its thread."""
         abandon(self._worker)
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.set_exception(error)
 
 
 class Worker:
-    """A thread that makes one call after another, and may be abandoned in any of them.
+    """A thread that makes one call after another, and can be abandoned in any of them.
 
-    An abandoned call stays in the thread to its end, and what is submitted next begins after it.
-    The thread ends when nobody has the worker any more, and no exit of Python waits for it.
+    An abandoned call keeps the thread until it returns; calls submitted later run after it. The
+    thread ends when its worker is garbage-collected, and Python does not wait for it at exit.
     """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unfinished: deque[None] = deque()  # one for each call that has not returned
-        # Not a method of this worker, which would keep it alive.
+        # A function, because a bound method would keep this worker alive.
         args = self._calls, self._unfinished
         threading.Thread(target=_work, args=args, name=name, daemon=True).start()
 
@@ -67,24 +67,24 @@ class Worker:
         self.close()
 
     def is_alive(self) -> bool:
-        """True if it still has a call to make, or is in one."""
+        """Return whether a call is running or queued."""
         return bool(self._unfinished)
 
     def submit(self, call: Callable[[], Any], task: Task | None = None) -> Task:
-        """Have the thread make `call()`, under the checks of results that this thread asks for."""
+        """Queue `call()`, to run with the checks on results (of NaN, say) that this thread has."""
         task = Task(self) if task is None else task
         self._unfinished.append(None)
         self._calls.put((task, call, checks_of_thread()))
         return task
 
     def close(self) -> None:
-        """End the thread after the calls that it was given."""
+        """End the thread after the calls already queued."""
         self._calls.put(None)
 
 
 def _work(calls: queue.SimpleQueue[Any], unfinished: deque[None]) -> None:
-    while (given := calls.get()) is not None:
-        task, call, checks = given
+    while (item := calls.get()) is not None:
+        task, call, checks = item
         error = result = None
         try:
             with checks() if checks else contextlib.nullcontext():
@@ -93,9 +93,9 @@ def _work(calls: queue.SimpleQueue[Any], unfinished: deque[None]) -> None:
             error = raised
         unfinished.pop()
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was abandoned
-            # Last: a caller that wakes earlier only contends for the interpreter.
+            # Last, because a caller that wakes up earlier competes for the interpreter lock.
             task.set_result(result) if error is None else task.set_exception(error)
-        del given, task, call, error, result  # a step's arguments and results are large
+        del item, task, call, error, result  # a step's arguments and results are large
 
 
 _abandoned: list[Worker | threading.Thread] = []
@@ -104,7 +104,7 @@ _at_exit: list[Callable[[], Any]] = []
 
 
 def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | None = None) -> Any:
-    """`call()`, in a thread that is abandoned after so long (TimeoutError), or if `look` raises."""
+    """Return `call()`. Abandon its thread at the timeout (TimeoutError), or if `look` raises."""
     worker = Worker("jaxcoll-within")
     task = worker.submit(call)
     worker.close()
@@ -123,9 +123,9 @@ def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | N
 
 
 def abandon(thread: Worker | threading.Thread) -> None:
-    """Wait no longer for a thread that may never return from its call.
+    """Stop waiting for a thread that may never return from its call.
 
-    From now on `sys.exit` is replaced, because nothing else hands the status to what runs at exit.
+    Also replace `sys.exit`: functions that run at exit have no other way to learn the status.
     """
     if sys.exit is not _exit:
         at_exit(_end)
@@ -135,12 +135,12 @@ def abandon(thread: Worker | threading.Thread) -> None:
 
 
 def any_blocked() -> bool:
-    """True if an abandoned thread is still in its call."""
+    """Return whether an abandoned thread is still in its call."""
     return any(thread.is_alive() for thread in _abandoned)
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    """`sys.exit`, which remembers the status for `_end`."""
+    """Do what `sys.exit` does, and remember the status for `_end`."""
     global _status
     _status = status
     raise SystemExit(status)
@@ -149,11 +149,11 @@ def _exit(status: Any = None, /) -> NoReturn:
 def _end() -> None:
     """Exit through `os._exit` if abandoned threads are still blocked.
 
-    A thread that returns from foreign code while Python ends, or after, takes the process down
-    with a signal. Those in a collective over Gloo return in time, because its connections were
-    shut; those that wait for a dead coordinator or another transport may not. For these, what
-    Python does at exit is done here, and the process then ends at once. (The status is known from
-    `sys.exit` or an uncaught exception; a bare `raise SystemExit` is taken for 0.)
+    A thread that returns from foreign code while Python shuts down, or later, kills the process
+    with a signal. Threads in a collective over Gloo return in time, because its connections were
+    shut down; threads that wait for a dead coordinator or another transport may not. So this
+    runs Python's exit functions itself, and ends the process at once. (It knows the status from
+    `sys.exit` or an uncaught exception, and takes a plain `raise SystemExit` for 0.)
     """
     until = time.monotonic() + _EXIT_SECONDS
     while any_blocked():
@@ -175,19 +175,19 @@ def _end() -> None:
 
 
 def at_exit(call: Callable[[], Any]) -> None:
-    """Have Python call this when the process ends."""
+    """Register a function for Python to call when the process ends."""
     _at_exit.append(call)
     atexit.register(call)
 
 
 def not_at_exit(call: Callable[[], Any]) -> None:
-    """Have it not called any more."""
+    """Undo `at_exit` for a function."""
     _at_exit[:] = [other for other in _at_exit if other != call]
     atexit.unregister(call)
 
 
 def in_forked_child(call: Callable[[], None]) -> Callable[[], None]:
-    """Have this called in every child that is forked."""
+    """Register a function to be called in every forked child."""
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=call)
     return call
@@ -195,7 +195,7 @@ def in_forked_child(call: Callable[[], None]) -> Callable[[], None]:
 
 @in_forked_child
 def _leave_to_parent() -> None:
-    """A forked child that ends must not speak for its parent, nor remove what that one uses."""
+    """Keep a forked child, when it ends, from signing off for its parent or removing its files."""
     if not _at_exit:
         return
     for call in _at_exit:

@@ -178,7 +178,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from jaxcoll._cluster.launch import supervisor
 
-    monkeypatch.setattr(supervisor, "surely_ended", lambda: forks.running(forks.OfAJob))
+    monkeypatch.setattr(supervisor, "killed_on_exit", lambda: forks.running(forks.OfAJob))
 
 
 @pytest.fixture

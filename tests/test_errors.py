@@ -103,7 +103,7 @@ MISTAKES = {
     "checkpoint: no path": (
         lambda: jc.save_checkpoint({"w": W}, "last.npz"), ValueError,
         r"as in `jc.save_checkpoint\(path, state\)`; got dict"),
-    "launch: a program": (lambda: jc.launch("train.py"), ValueError, "by `jaxcoll launch`; got str"),
+    "launch: a program": (lambda: jc.launch("train.py"), ValueError, r"by `jaxcoll launch`\); got str"),
 }  # fmt: skip
 
 

@@ -79,4 +79,4 @@ def test_only_processes_that_meet_over_gloo_keep_memory(
     monkeypatch.setattr(initialize, "keep_freed_memory", lambda: True)
     with caplog.at_level("DEBUG", "jaxcoll"):
         initialize._keep_memory()
-    assert ("malloc keeps what this process frees" in caplog.text) is kept
+    assert ("malloc keeps freed memory" in caplog.text) is kept

@@ -1,13 +1,13 @@
-"""The coordinator: a process of its own, so that any other process of a job may die.
+"""The coordinator: a separate process, so that any process of the job may die.
 
     python -P coordinator.py '{"address": "127.0.0.1:0", "num_processes": 4, ...}'
 
-It waits for all processes on the port of the coordination service, then starts the service there,
-and ends when nobody needs it any more: its standard input is closed, and every process has left.
-JAX by itself ends a process with a signal if another one does not arrive; here all that did arrive
-get an error. Messages are lines of JSON.
+It waits for all processes on the port of the coordination service, then starts the service there.
+It ends when nobody needs it any more: its standard input is closed, and every process has left.
+If a process does not arrive, JAX alone kills the others with a signal; here they get an error.
+Messages are lines of JSON.
 
-It is run as a file: importing the package would import JAX, which a coordinator does not need.
+It runs as a file: importing the package would import JAX, which a coordinator does not need.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 LONGEST = 4096
-"""Bytes of a process's first line; a longer one comes from another program."""
+"""Most bytes in a process's first line; a longer line comes from another program."""
 
 LONGEST_SECONDS = 2_000_000.0
 """Longest wait, 23 days: the system counts milliseconds in 31 bits."""
@@ -39,21 +39,21 @@ _LONGEST_REPORT = 1 << 16  # bytes that a process may write after its first line
 _MOST_PROCESSES = 1 << 20
 
 LINGERS = 2.0
-"""Seconds for which a job that cannot begin says so to processes that come later."""
+"""Seconds for which the coordinator of a job that cannot begin tells late processes why."""
 
 STRANGERS = 256
-"""Connections that may be open without a first line; one more closes the oldest of them."""
+"""Most open connections that have sent no first line; another one closes the oldest of them."""
 
-_LOOK_SECONDS = 1.0  # between two looks for clients of the service, where there are no members
+_LOOK_SECONDS = 1.0  # between two checks for clients of the service, once all members have left
 
-_LONGEST_IDLE = 32767  # seconds: what Linux takes for TCP_KEEPIDLE
+_LONGEST_IDLE = 32767  # seconds: the most that Linux accepts for TCP_KEEPIDLE
 
 
 def break_when_silent(connection: socket.socket, seconds: float) -> None:
-    """Have a TCP connection break after so much silence, if its other end is cut off.
+    """Make a TCP connection fail after so many seconds of silence, if its other end is cut off.
 
-    It does not break while the other end's system replies, whatever its process does. Outside Linux
-    the system chooses the time.
+    It stays while the operating system at the other end replies, whatever the process there does.
+    Outside Linux the operating system chooses the time.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     often = min(max(1, int(seconds / 4)), _LONGEST_IDLE)
@@ -67,35 +67,35 @@ def break_when_silent(connection: socket.socket, seconds: float) -> None:
 
 
 def jax_heartbeat(seconds: int, recoverable: bool) -> int:
-    """Return the heartbeat timeout that JAX's client and service are given.
+    """Return the heartbeat timeout for JAX's client and service, in seconds.
 
-    JAX aborts a process that was stopped for longer, once it goes on. Where the others may go on
-    without it, closed connections tell who has ended, and JAX's heartbeats have nothing to tell.
+    JAX aborts a process that was stopped for longer than this, as soon as it continues. In a
+    recoverable job closed connections show who has ended, so JAX's timeout is practically off.
     """
     return 10**8 if recoverable else seconds
 
 
 @dataclasses.dataclass
 class Coordinator:
-    """A coordinator that was started here."""
+    """A coordinator that this process started."""
 
     address: str  # where it listens, "host:port"
     process: subprocess.Popen[bytes]
-    replies: IO[bytes]  # the end of a pipe, on which it tells that a process has arrived
-    # The end of a pipe. While it is open the coordinator stays though nobody is connected; the
-    # system closes it when this process ends
+    replies: IO[bytes]  # our end of a pipe on which it reports that a process has arrived
+    # Our end of another pipe. While it is open the coordinator keeps running even if nobody is
+    # connected; the operating system closes it when this process ends
     lifeline: int
 
-    def leave(self) -> None:
-        """Let it live for as long as any process needs it."""
-        self.process.returncode = 0  # if this process ends, nobody waits for it
+    def detach(self) -> None:
+        """Let the coordinator outlive this process if others need it."""
+        self.process.returncode = 0  # Python does not wait for it, or warn, when this process ends
 
-    def is_met(self) -> bool:
-        """True once a process has arrived, or the coordinator has ended."""
+    def has_arrivals(self) -> bool:
+        """Return whether a process has arrived, or the coordinator has ended."""
         return bool(select.select((self.replies,), (), (), 0)[0])
 
-    def part(self) -> None:
-        """Stop needing it."""
+    def release(self) -> None:
+        """Let the coordinator end once every process has left."""
         self.replies.close()
         os.close(self.lifeline)
         self.process.returncode = None
@@ -117,8 +117,8 @@ def start_coordinator(
     shutdown_timeout_seconds: int = 300,
     log: Any = subprocess.DEVNULL,
 ) -> Coordinator:
-    """Start a coordinator on this host, which listens at "host:port" and nowhere else."""
-    # Port 0 stands for any that is free. `log` is a file for the service's messages.
+    """Start a coordinator on this host that listens at "host:port" and nowhere else."""
+    # Port 0 means any free port. `log` is a file for the service's messages.
     settings = {
         "address": address,
         "num_processes": num_processes,
@@ -155,28 +155,28 @@ class _Coordinator:
         self._listener, self._settings = listener, settings
         self._expected: int = settings["num_processes"]
         self._arrived: dict[int, dict[str, Any]] = {}  # what each process reported, by its number
-        self._deadline = float("inf")  # of the first that waits no longer
-        self._received: dict[socket.socket, bytes] = {}  # of each connection
-        self._members: dict[socket.socket, int] = {}
+        self._deadline = float("inf")  # the earliest among the processes that have arrived
+        self._received: dict[socket.socket, bytes] = {}  # from each connection
+        self._members: dict[socket.socket, int] = {}  # process numbers
         self._service: Any = None
-        self._wanted = True
+        self._starter_lives = True
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(0, selectors.EVENT_READ, self._lifeline)
 
     def run(self) -> None:
-        """Serve until nobody needs it, or a process does not arrive in time."""
-        while self._wanted or self._members or self._has_clients():
-            waits = None if self._wanted or self._members else _LOOK_SECONDS
+        """Serve until nobody needs the coordinator, or a process does not arrive in time."""
+        while self._starter_lives or self._members or self._has_clients():
+            timeout = None if self._starter_lives or self._members else _LOOK_SECONDS
             if self._service is None and self._members:
-                waits = self._deadline - time.monotonic()
-                if waits <= 0:
+                timeout = self._deadline - time.monotonic()
+                if timeout <= 0:
                     self._refuse(self._missing())
-            for key, _ in self._selector.select(waits):
+            for key, _ in self._selector.select(timeout):
                 key.data(key.fileobj)
 
     def _has_clients(self) -> bool:
-        """Return whether anybody is connected to the service: one that came back is no member."""
+        """Return whether the service has a client. A restarted process is one, but no member."""
         port = self._settings["address"].rpartition(":")[2]
         found = False
         for name in os.listdir("/dev/fd") if self._service is not None else ():
@@ -191,24 +191,24 @@ class _Coordinator:
         return found
 
     def _lifeline(self, fd: int) -> None:
-        """Nobody writes to it: it is readable when the process that started this has ended."""
+        """Note that the process that started this one has ended: nobody else closes the pipe."""
         if not os.read(fd, LONGEST):
             self._selector.unregister(fd)
-            self._wanted = False
+            self._starter_lives = False
 
     def _strangers(self) -> list[socket.socket]:
-        """Connections without a first line, the oldest first."""
-        return [known for known in self._received if known not in self._members]
+        """Return the connections that have not sent a first line, oldest first."""
+        return [connection for connection in self._received if connection not in self._members]
 
     def _accept(self, listener: socket.socket) -> None:
         strangers = self._strangers()
-        if len(strangers) >= STRANGERS:  # a process of the job says at once who it is
+        if len(strangers) >= STRANGERS:  # a process of the job sends its first line at once
             self._close(strangers[0])
         try:
             connection, _ = listener.accept()
             connection.setblocking(False)
             break_when_silent(connection, self._settings["silence"])
-        except OSError:  # it has hung up already; or there are no descriptors left
+        except OSError:  # it has hung up already, or no file descriptors are left
             if strangers:
                 return self._close(strangers[0])
             return time.sleep(0.01)
@@ -216,7 +216,7 @@ class _Coordinator:
         self._selector.register(connection, selectors.EVENT_READ, self._read)
 
     def _read(self, connection: socket.socket) -> None:
-        if connection not in self._received:  # closed in the same turn
+        if connection not in self._received:  # it was closed after this `select`
             return None
         try:
             chunk = connection.recv(LONGEST)
@@ -224,7 +224,7 @@ class _Coordinator:
             chunk = b""
         if not chunk:
             return self._close(connection)
-        if connection in self._members:  # the stages that it reaches, and its farewell
+        if connection in self._members:  # the stages that it reached, and what it did
             self._received[connection] = (self._received[connection] + chunk)[:_LONGEST_REPORT]
             return None
         line = self._received[connection] = self._received[connection] + chunk
@@ -240,37 +240,37 @@ class _Coordinator:
                 return self._begin()
 
     def _arrive(self, hello: dict[str, Any]) -> str:
-        """Note an arrival; the text of what is wrong with it, or ""."""
+        """Record an arrival. Return an error message if something is wrong with it, else ""."""
         rank, who = hello["process_id"], hello["who"]
         if hello["num_processes"] != self._expected:
             return (
-                f"process {rank} ({who}) expects {hello['num_processes']} processes, and the "
-                f"coordinator {self._expected}: give all the same number."
+                f"process {rank} ({who}) expects {hello['num_processes']} processes, but the "
+                f"coordinator expects {self._expected}: give every process the same number."
             )
         if rank in self._arrived:
             return (
-                f"two processes say that they are process {rank} of {self._expected}: "
+                f"two processes claim to be process {rank} of {self._expected}: "
                 f"{self._arrived[rank]['who']} and {who} (host:pid)."
             )
         if not self._arrived:
-            with contextlib.suppress(OSError):  # whoever started this reads no longer
+            with contextlib.suppress(OSError):  # the process that started this one has ended
                 os.write(self._settings["replies"], b"arrived\n")
         self._arrived[rank] = hello
         self._deadline = min(self._deadline, time.monotonic() + hello["patience"])
         return ""
 
     def _missing(self) -> dict[str, Any]:
-        """The reply that names the processes that did not come."""
+        """Return the reply that names the processes that did not arrive."""
         absent = [rank for rank in range(self._expected) if rank not in self._arrived]
         patience = min(hello["patience"] for hello in self._arrived.values())
-        words = (
+        text = (
             f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of {self._expected} "
-            f"did not arrive within the {patience:.1f} s of the first that waits no longer."
+            f"did not arrive within {patience:.1f} s, when the first timeout expired."
         )
-        return {"error": words, "kind": "deadline", "ranks": absent}
+        return {"error": text, "kind": "deadline", "ranks": absent}
 
     def _close(self, connection: socket.socket) -> None:
-        """Forget a stranger; report the end of a process."""
+        """Close a connection. If it was a member's, tell the others that this process has ended."""
         self._selector.unregister(connection)
         connection.close()
         report = self._received.pop(connection)
@@ -284,29 +284,29 @@ class _Coordinator:
         _send({"ended": rank} | _reported(report), self._members)
 
     def _begin(self) -> None:
-        start_service = _loaded_service()  # before the port is free, for it takes a while
+        start_service = _loaded_service()  # takes a while, so do it before the port is free
         self._selector.unregister(self._listener)
-        self._listener.close()  # the service listens at the same port
+        self._listener.close()  # the service listens on the same port
         try:
             self._service = start_service(
                 self._settings["address"], self._expected, **self._settings["service"]
             )
         except RuntimeError as error:
             return self._refuse({"error": f"the service did not start: {error}", "kind": "world"})
-        for stranger in self._strangers():  # the job is complete without them
+        for stranger in self._strangers():  # the job is already complete
             self._close(stranger)
         return _send({"go": True}, self._members)
 
     def _refuse(self, reply: dict[str, Any]) -> NoReturn:
-        """Say why the job cannot begin, for a moment also to those who come later, and end."""
-        _send(reply, self._received)  # members, and those about to say that they are
+        """Tell all processes, also those that connect a little later, the error, and exit."""
+        _send(reply, self._received)  # to members, and to those that have not sent a line yet
         until, late = time.monotonic() + LINGERS, []
         while self._listener.fileno() >= 0 and (left := until - time.monotonic()) > 0:
             try:
                 self._listener.settimeout(left)
                 late.append(self._listener.accept()[0])
                 late[-1].setblocking(False)
-                _send(reply, late[-1:])  # and stays open: to close what is not read loses it
+                _send(reply, late[-1:])  # closing it before the reply is read would lose the reply
             except OSError:
                 time.sleep(0.001)
         os._exit(1)
@@ -315,27 +315,27 @@ class _Coordinator:
 def _send(fields: dict[str, Any], connections: Iterable[socket.socket]) -> None:
     line = json.dumps(fields).encode() + b"\n"
     for connection in connections:
-        with contextlib.suppress(OSError):  # it has ended, or does not read
+        with contextlib.suppress(OSError):  # the process has ended, or does not read
             connection.sendall(line)
 
 
 def _loaded_service() -> Callable[..., Any]:
-    """`start_service` of `_compat`, loaded as a file: the package would import JAX."""
+    """Load `start_service` of `_compat` from its file: importing the package would import JAX."""
     path = Path(__file__).parents[1] / "_compat" / "service.py"
     return runpy.run_path(str(path))["start_service"]
 
 
 def message(line: bytes | str) -> dict[str, Any]:
-    """The fields of a line, whoever sent it; {}: it is not a JSON object."""
+    """Parse a line, which anybody may have sent. Return {} if it is not a JSON object."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):  # the latter: of a thousand brackets
+        fields = json.loads(line)
+    except (ValueError, RecursionError):  # the latter for a thousand nested brackets
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _hello(line: bytes) -> dict[str, Any] | None:
-    """The fields of a process's first line; None: it comes from another program."""
+    """Parse a process's first line. Return None if the line comes from another program."""
     kinds = {"process_id": int, "num_processes": int, "patience": float, "who": str}
     fields = message(line)
     if any(type(fields.get(name)) is not kind for name, kind in kinds.items()):
@@ -348,7 +348,7 @@ def _hello(line: bytes) -> dict[str, Any] | None:
 
 
 def _reported(lines: bytes) -> dict[str, Any]:
-    """Parse a process's report after its arrival; a dead one may have reported nothing."""
+    """Parse the lines that a process sent after its first; one that died may have sent none."""
     fields: dict[str, Any] = {}
     for line in lines.splitlines():
         fields |= message(line)
@@ -356,10 +356,10 @@ def _reported(lines: bytes) -> dict[str, Any]:
 
 
 def news_of(line: bytes) -> dict[str, Any]:
-    """The report in a line of the coordinator's of a process that has ended; {}: there is none.
+    """Parse the coordinator's line about a process that has ended. Return {} for any other line.
 
-    That is `ended`, its number; `stage`, the last that it reached, or None; and, if it wrote a
-    farewell, `done` (see `CoordinatorConnection`).
+    The result has `ended`, the process's number; `stage`, the last stage that it reached, or None;
+    and `done`, what it had done (see `CoordinatorConnection`), unless it died.
     """
     fields = message(line)
     stage, done = fields.get("stage"), fields.get("done")
@@ -373,7 +373,7 @@ def news_of(line: bytes) -> dict[str, Any]:
 
 def main() -> None:
     """Listen, print the address on standard output, and serve."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # a descriptor for each process
+    with contextlib.suppress(ImportError, OSError, ValueError):  # it needs one per process
         import resource
 
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -382,8 +382,8 @@ def main() -> None:
     host, _, port = settings["address"].rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
-    # The service takes the port over while processes are connected here. Linux would let gRPC run
-    # two services on one port; listening without SO_REUSEPORT finds that out.
+    # The service takes over the port while processes are connected here. Linux would let gRPC run
+    # two services on one port; listening without SO_REUSEPORT makes the second one fail.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host.strip("[]"), int(port)))
@@ -397,7 +397,7 @@ def main() -> None:
     os.dup2(2, 1)
     if "error" not in reply:
         _Coordinator(listener, settings).run()
-    os._exit(0)  # the service's threads need no leave
+    os._exit(0)  # the service's threads need no shutdown
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""An end to the connections that Gloo made among elastic workers.
+"""Shut down the connections that Gloo made among elastic workers.
 
-A process that waits in a collective for a worker that died gets an error only if it is that one's
-neighbour, and none at all if that one is merely stopped. Nothing in JAX can close the connections
-that Gloo made. But the sockets are this process's own: when it shuts its ends, Gloo fails in
-whatever waits there, and the thread returns. Gloo's sockets are recognised by the ports at which it
-listens.
+When a worker dies, only its neighbours get an error from the collective, and when it is merely
+stopped, nobody does. JAX cannot close the connections that Gloo made. But this process owns its
+sockets: when it shuts them down, Gloo's waits fail and the waiting threads return. It recognises
+Gloo's sockets by the ports on which Gloo listens.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 Address = tuple[str, int]
-Connection = tuple[int, Address, Address]  # a descriptor, and the addresses of both ends
+Connection = tuple[int, Address, Address]  # a file descriptor, and the addresses of both ends
 
 
 def listening() -> list[Address]:
     """Return the addresses at which Gloo listens in this process.
 
-    Python's own sockets and gRPC's are closed when another program is executed; Gloo's are not.
+    Python's and gRPC's sockets are closed on exec, Gloo's are not; this tells them apart.
     """
     return [
         _address(sock.getsockname())
@@ -33,29 +32,29 @@ def listening() -> list[Address]:
 
 
 def connections(listening: Collection[Address]) -> set[Connection]:
-    """The connections of this process to or from those addresses, as they are now."""
-    known, found = set(listening), set()
+    """Return this process's present connections to or from these addresses."""
+    addresses, found = set(listening), set()
     for fd, sock in _sockets():
         with contextlib.suppress(OSError):  # it is not connected
             ends = _address(sock.getsockname()), _address(sock.getpeername())
-            if known.intersection(ends):
+            if addresses.intersection(ends):
                 found.add((fd, *ends))
     return found
 
 
-def shut(made: Iterable[Connection]) -> None:
-    """Have whatever waits in connections fail, if they are still there.
+def shut(connections: Iterable[Connection]) -> None:
+    """Shut connections down if they still exist, so that whatever waits on them fails.
 
-    A descriptor may be another socket's by now.
+    Compare both addresses first, because another socket may have the file descriptor by now.
     """
-    for fd, *ends in made:
+    for fd, *ends in connections:
         with contextlib.suppress(OSError), _socket(fd) as sock:
             if [_address(sock.getsockname()), _address(sock.getpeername())] == ends:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Every TCP socket of this process, beside its descriptor; none where that cannot be known."""
+    """Yield each TCP socket of this process and its descriptor; nothing without /dev/fd."""
     try:
         descriptors = [int(name) for name in os.listdir("/dev/fd")]
     except OSError:
@@ -67,7 +66,7 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _socket(fd: int) -> socket.socket:
-    """A descriptor's socket, by a descriptor of its own; OSError: it is closed, or no socket."""
+    """Return a duplicate of a descriptor's socket. OSError: it is closed, or not a socket."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         raise OSError(f"{fd} is not a socket")
     return socket.socket(fileno=os.dup(fd))

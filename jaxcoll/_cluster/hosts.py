@@ -1,9 +1,9 @@
-"""Hosts of a job's processes, the same to all of them.
+"""Which processes of a job share a host; all processes get the same answer.
 
-Two processes share a host where they can meet on its loopback interface: one name, one start of one
-kernel, one network namespace. Each process publishes that once, in the coordination service's keys.
-`initialize` does so before there are devices, so that later nobody waits. Where
-`jax.distributed.initialize` was called instead, the first use waits for all others, for a while.
+Two processes share a host if they can connect on its loopback interface: they have the same host
+name, boot of the kernel and network namespace. Each process publishes these once, as a key of the
+coordination service. `initialize` does so before there are devices, so that nobody waits later.
+After `jax.distributed.initialize` the first use waits up to `HOSTS_SECONDS` for all others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxcoll._cluster.timing import HOSTS_SECONDS
 from jaxcoll._compat.coordination import Store, store
 
 HOST = "JAXCOLL_HOST"
-"""The variable by which a process is given the name of its host, in place of what it would find."""
+"""The environment variable that overrides what a process would take for the name of its host."""
 
 _PUBLISHED, _AGREED = "jaxcoll/hosts", "jaxcoll/hosts_agreed"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
@@ -30,17 +30,17 @@ _known: tuple[Store, tuple[int, ...]] | None = None
 
 
 def publish_host() -> None:
-    """Let the other processes of the job know on which host this one is."""
+    """Tell the other processes of the job which host this one is on."""
     if keys := store():
-        # A process that was started again, perhaps elsewhere, keeps what the others have read.
+        # A restarted process, perhaps on another host, keeps the value that others have read.
         keys.agree(f"{_PUBLISHED}/{keys.process}", _place())
 
 
 def hosts_of_job() -> tuple[int, ...]:
-    """Return for each process of this job the number of the first process on its host.
+    """Return, for each process of this job, the number of the first process on its host.
 
-    It is the same in all processes, and stays so. Where not all processes have published theirs
-    within `HOSTS_SECONDS`, all assume that they share one host.
+    The result is the same in all processes and never changes. If some have not published their
+    host within `HOSTS_SECONDS`, all processes assume that they share one host.
     """
     global _known
     with _lock:
@@ -52,20 +52,20 @@ def hosts_of_job() -> tuple[int, ...]:
                 _known = keys, hosts
         elif _known is None:
             return (0,)
-        # Without the coordinator, which may have died, what was agreed still holds.
+        # Even if the coordinator has died since, the agreement still holds.
         return _known[1]
 
 
 def _agreed(keys: Store) -> list[str]:
-    """Return what processes have published; () if the first to look for it gave up."""
+    """Return what all processes published; [] if the first to ask gave up waiting for some."""
     decided = keys.try_get(_AGREED)
     if decided is None:
         publish_host()
         until = time.monotonic() + HOSTS_SECONDS
-        while len(found := keys.all(_PUBLISHED)) < keys.processes and time.monotonic() < until:
+        while len(hosts := keys.all(_PUBLISHED)) < keys.processes and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-        known = len(found) == keys.processes
-        places = [found[str(process)] for process in range(keys.processes)] if known else []
+        complete = len(hosts) == keys.processes
+        places = [hosts[str(process)] for process in range(keys.processes)] if complete else []
         decided = keys.agree(_AGREED, json.dumps(places))
     return json.loads(decided)
 
@@ -79,5 +79,5 @@ def _place() -> str:
     try:
         kernel, network = _BOOT.read_text().strip(), os.readlink(_NETWORK)
     except OSError:
-        pass  # not Linux: the name has to do
+        pass  # not Linux: use the name alone
     return f"{name} {kernel} {network}"

@@ -1,4 +1,4 @@
-"""`jc.initialize`: enter a job of several processes."""
+"""`jc.initialize`: join a job of several processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jaxcoll._cluster.liveness import CoordinatorConnection, follow
 from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._cluster.specs import Member, host_and_port, is_loopback
-from jaxcoll._cluster.startup import arrive, connected, exchanged, reach
+from jaxcoll._cluster.startup import arrive, connect_clients, exchange_devices, reach
 from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS
 from jaxcoll._compat import settings
 from jaxcoll._compat.gloo import let_gloo_listen_at
@@ -42,12 +42,12 @@ from jaxcoll.errors import DeadlineExceededError
 
 _LOG = logging.getLogger("jaxcoll")
 
-_CONNECTS = 5.0  # seconds at least that JAX's clients may take to connect, once all are there
+_CONNECTS = 5.0  # seconds that JAX's clients may always take to connect, once all have arrived
 
 
 @dataclasses.dataclass
 class _Joined:
-    """The job that this process has entered, and what must stay open as long as it is in it."""
+    """The job that this process has joined, and what must stay open while it is a member."""
 
     member: Member
     connection: CoordinatorConnection
@@ -56,13 +56,13 @@ class _Joined:
 
     @property
     def address(self) -> str:
-        """This host's address on the way to the coordinator."""
+        """The address of this host on its connection to the coordinator."""
         with socket.socket(fileno=os.dup(self.connection.fd)) as copy:
             return copy.getsockname()[0]
 
 
 _joined: _Joined | None = None
-_parting = threading.Lock()
+_leaving = threading.Lock()
 
 
 def initialize(
@@ -80,56 +80,57 @@ def initialize(
     rejoin: bool = False,
     keep_memory: bool = True,
 ) -> None:
-    """Enter the job that this process is one of, through `jax.distributed`.
+    """Join the job that this process belongs to, through `jax.distributed`.
 
-    To be called first, by every process. Arguments that are not given come from the environment,
-    from the first of these launchers that left its marks: `jaxcoll launch`, `TF_CONFIG`, torchrun,
-    Open MPI, Slurm, those that write torchrun's variables (`MASTER_ADDR`, `MASTER_PORT`, `RANK`,
-    `WORLD_SIZE`), and then from JAX itself: Cloud TPU and Kubernetes. `JAX_COORDINATOR_ADDRESS`
-    says where they meet, whoever started them. Without any mark this process is alone, and nothing
-    is started; where another launcher of MPI left its marks, the arguments must be given.
+    Call it first, in every process. Missing arguments come from the environment, from the first of
+    these launchers that set its variables: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI,
+    Slurm, any that sets torchrun's variables (`MASTER_ADDR`, `MASTER_PORT`, `RANK`, `WORLD_SIZE`);
+    then from JAX itself, for Cloud TPU and Kubernetes. `JAX_COORDINATOR_ADDRESS` overrides the
+    meeting place of every launcher but `jaxcoll launch`. If no launcher set anything, this process
+    is alone, and nothing is started. Under another MPI launcher, the arguments must be given.
 
-    Guarantee: a job begins when all have arrived, or every process that did learns who did not, or
-    what does not agree, within its `initialization_timeout_seconds`. Process 0 starts the
-    coordinator as a process of its own, so that any of them may end or die; it ends after the last.
-    It listens at `coordinator_address` and nowhere else, and Gloo at the address by which this host
-    reaches it.
-    Called again, with the same or no arguments, it does nothing.
+    Guarantee: the job begins when all processes have arrived. Otherwise every process that arrived
+    raises an error, within its `initialization_timeout_seconds`, that says who is missing or what
+    does not agree. Process 0 starts the coordinator as a separate process, so that any of them may
+    end or die; the coordinator ends after the last one. It listens at `coordinator_address` and
+    nowhere else. Gloo listens at the address from which this host connects to the coordinator.
+    A second call, with the same arguments or none, does nothing.
 
     Args:
-      coordinator_address: "host:port" at which all meet: of process 0's host, a free port.
-      num_processes: how many there are.
-      process_id: this one's number, from 0.
-      local_device_ids: accelerators that are this process's own. None: all that it sees, or the
-        one with its number on the host where a launcher says that it put several there.
+      coordinator_address: "host:port" where all processes meet: a free port of process 0's host.
+      num_processes: number of processes in the job.
+      process_id: number of this process, from 0.
+      local_device_ids: accelerators of this process. None: all that it sees, or, if a launcher
+        says that it put several processes on this host, the one with this process's local number.
       cluster_resolver: replaces the environment.
-      initialization_timeout_seconds: until all must have arrived; and, over CPUs, from the first
-        use of devices until all use theirs. Of these seconds, here and below, 23 days count at
-        most.
-      heartbeat_timeout_seconds: a process whose host does not answer for so long counts as dead;
-        where `recoverable` is False, also one that is stopped.
-      shutdown_timeout_seconds: how long processes wait for each other at their end, where
+      initialization_timeout_seconds: timeout for all processes to arrive, and again, over CPUs, for
+        all to use their devices after the first one does. Timeouts, here and below, are cut to 23
+        days.
+      heartbeat_timeout_seconds: a process counts as dead if its host does not answer for so long,
+        or, if `recoverable` is False, if the process itself is stopped for so long.
+      shutdown_timeout_seconds: timeout for processes to wait for each other when they end, if
         `recoverable` is False.
-      coordinator_bind_address: "host:port" at which the coordinator listens, where that is not
-        `coordinator_address` (behind a name or a gateway of the network).
-      recoverable: whether the others may go on when one dies, and get an error they can catch from
-        what they did together. Without it JAX aborts them all.
-      rejoin: this process replaces one that died, and the job has begun:
-        nobody is waited for. `jc.Elastic` takes it in. `jaxcoll launch` says so by itself.
-      keep_memory: between processes of CPU devices over Gloo, have glibc's malloc keep what is
-        freed, up to the most that this process ever had in use: fresh pages for each call's results
-        cost as much as the exchange. Variables such as `MALLOC_MMAP_MAX_` come first.
+      coordinator_bind_address: "host:port" at which the coordinator listens, if that differs from
+        `coordinator_address` (behind a DNS name or a gateway).
+      recoverable: when a process dies, the others go on, and calls that it took part in raise an
+        error that they can catch. If False, JAX aborts them all.
+      rejoin: this process replaces one that died in a running job, so it waits for nobody.
+        `jc.Elastic` lets it in. `jaxcoll launch` sets this itself.
+      keep_memory: over Gloo, make glibc's malloc keep freed memory for reuse, up to the most that
+        this process ever had in use: fresh pages for the results of each call cost as much as the
+        exchange. Variables such as `MALLOC_MMAP_MAX_` take precedence.
 
     Raises:
-      ValueError: an argument or a variable cannot be; the coordinator's host has no address; or
+      ValueError: an argument or a variable is invalid, the coordinator's host has no address, or
         processes contradict each other.
-      OSError: process 0 cannot listen there (port in use, another host's), or this is Windows.
-      DeadlineExceededError: processes are missing, which are named.
-      PeerLostError: one that had arrived has died, or the coordinator.
-      RuntimeError: JAX has devices already, or this process has entered another job.
+      OSError: process 0 cannot listen at the address (the port is in use, or the address is
+        another host's), or this is Windows.
+      DeadlineExceededError: processes are missing; the message names them.
+      PeerLostError: a process that had arrived, or the coordinator, died.
+      RuntimeError: JAX has devices already, or this process has joined another job.
 
     Examples:
-      >>> initialize()  # nobody launched this process: it is alone
+      >>> initialize()  # no launcher started this process: it is alone
     """
     timeout = _seconds("initialization_timeout_seconds", initialization_timeout_seconds)
     limits = {
@@ -145,8 +146,8 @@ def initialize(
     }
     given = {name: value for name, value in given.items() if value is not None}
     member = _member(given, local_device_ids, cluster_resolver)
-    if (left := _joined) is not None and not jax.distributed.is_initialized():
-        _part(left)
+    if (previous := _joined) is not None and not jax.distributed.is_initialized():
+        _leave(previous)
     if _joined is not None or jax.distributed.is_initialized():
         if given and member is not None:
             _check_same(member)
@@ -168,9 +169,9 @@ def initialize(
             coordinator.close()
             _explain_loopback(error, coordinator.address, member)
         raise
-    # Both stay until the system closes them, after JAX has taken its leave at the very end.
+    # Both stay open until the operating system closes them, after JAX's own shutdown at exit.
     if coordinator is not None:
-        coordinator.leave()
+        coordinator.detach()
     joined = _Joined(member, CoordinatorConnection(arrived.detach()), recoverable, coordinator)
     _enter_jax(joined, limits, timeout, until, rejoin=rejoin)
 
@@ -178,14 +179,14 @@ def initialize(
 def _enter_jax(
     joined: _Joined, limits: dict[str, int], timeout: float, until: float, *, rejoin: bool
 ) -> None:
-    """Enter JAX's own world, now that all processes have arrived."""
+    """Initialize `jax.distributed`, now that all processes have arrived."""
     global _joined
     member = joined.member
     assert member.coordinator_address is not None
     proxy = through_proxy(
         member.coordinator_address,
         limits["heartbeat_timeout_seconds"],
-        functools.partial(_part, joined),
+        functools.partial(_leave, joined),
     )
     heartbeat = jax_heartbeat(limits["heartbeat_timeout_seconds"], joined.recoverable)
     join = functools.partial(
@@ -194,58 +195,58 @@ def _enter_jax(
         member.num_processes,
         member.process_id,
         member.local_device_ids,
-        # JAX has process 0 serve: it gets an idle service on the loopback interface.
+        # JAX starts a service on process 0: give it an idle one on the loopback interface.
         coordinator_bind_address="127.0.0.1:0",
         cluster_detection_method="deactivate",
-        # At the end of this time JAX ends the process with a signal, so ours must be up before.
+        # JAX kills the process with a signal at this timeout, so ours must expire first.
         initialization_timeout=JAX_STARTUP_SECONDS,
         **limits | {"heartbeat_timeout_seconds": heartbeat},
     )
-    # The coordinator reports nothing on the connection of a process that was restarted.
+    # The coordinator sends no reports to a process that was restarted.
     followed = None if rejoin else joined.connection
     try:
-        connected(join, followed, max(until - time.monotonic(), _CONNECTS))
+        connect_clients(join, followed, max(until - time.monotonic(), _CONNECTS))
         publish_host()
     except BaseException:
         proxy.close()
         joined.connection.close()
         raise
-    exchange = functools.partial(exchanged, connection=followed, timeout=timeout)
+    exchange = functools.partial(exchange_devices, connection=followed, timeout=timeout)
     let_gloo_listen_at(joined.address, exchange, make_socket_folder, again=rejoin)
-    with _parting:
+    with _leaving:
         _joined = joined
         follow(followed)
 
 
-def _part(left: _Joined) -> None:
-    """Let go of a job that this process has left by `jax.distributed.shutdown`, once."""
+def _leave(job: _Joined) -> None:
+    """Release what a job holds, once, after `jax.distributed.shutdown` has left it."""
     global _joined
-    with _parting:
-        if _joined is not left:
+    with _leaving:
+        if _joined is not job:
             return
         _joined = None
         follow(None)
-    left.connection.close()
-    if left.coordinator is not None:
-        left.coordinator.part()
+    job.connection.close()
+    if job.coordinator is not None:
+        job.coordinator.release()
 
 
 def outlives_processes() -> bool:
-    """True if the job that this process is in goes on when one of its processes dies."""
+    """Return whether this job goes on when one of its processes dies."""
     if _joined is not None:
         return _joined.recoverable
     return bool(settings.configured("enable_recoverability"))
 
 
 def own_address() -> str | None:
-    """This host's address on the way to the coordinator; None: this process has not joined."""
+    """Return this host's address on its connection to the coordinator; None outside a job."""
     return None if _joined is None else _joined.address
 
 
 def _member(
     given: dict[str, Any], local: int | Sequence[int] | None, resolver: ClusterResolver | None
 ) -> Member | None:
-    """Who this is by the arguments, and for what they leave out by the resolver or environment."""
+    """Return this process's place: arguments first, then the resolver or the environment."""
     if resolver is not None and not isinstance(resolver, ClusterResolver):
         raise ValueError(
             "`cluster_resolver` must be a ClusterResolver, such as "
@@ -264,8 +265,8 @@ def _member(
         names = ("coordinator_address", "num_processes", "process_id")
         if missing := [name for name in names if name not in given]:
             raise ValueError(
-                f"`initialize` needs `{'` and `'.join(missing)}`, which no launcher that it knows "
-                "has left in the environment. Give all three."
+                f"`initialize` needs `{'` and `'.join(missing)}`, and no launcher that it knows "
+                "has set them in the environment. Pass all three."
             )
         member = Member(**given)
     if local is not None:
@@ -276,21 +277,21 @@ def _member(
 
 
 def _check_same(member: Member) -> None:
-    """Refuse to enter a second job."""
+    """Refuse to join a second job."""
     if _joined is not None:
         now = _joined.member
-    else:  # JAX knows, but has to make its devices to say so
+    else:  # JAX knows, but only with its devices
         now = Member(member.coordinator_address, jax.process_count(), jax.process_index())
     is_elsewhere = now.coordinator_address != member.coordinator_address
-    here, asked = (
+    here, requested = (
         f"process {each.process_id} of {each.num_processes}"
         + f" at {each.coordinator_address}" * is_elsewhere
         for each in (now, member)
     )
-    if asked != here:
+    if requested != here:
         raise RuntimeError(
-            f"`initialize`: this is {here} already, and cannot become {asked} as well. Call it "
-            "once, or `jax.distributed.shutdown()` in between."
+            f"`initialize`: this is already {here}, and cannot also become {requested}. Call it "
+            "only once, or call `jax.distributed.shutdown()` in between."
         )
 
 
@@ -302,20 +303,20 @@ def _check_unused() -> None:
     if settings.has_backend():
         raise RuntimeError(
             "`initialize` must come before anything that uses devices (`jax.devices()`, making an "
-            "array, a strategy): JAX has looked for its devices already, and found this process's "
-            "alone. Move the call to the start of the program."
+            "array, a strategy): JAX has already made its devices, those of this process only. "
+            "Move the call to the start of the program."
         )
 
 
 def _keep_memory() -> None:
-    """Have malloc keep what is freed, if the processes will meet over Gloo."""
-    # Without being asked, JAX takes CPUs where no plugin for accelerators is installed.
+    """Make malloc keep freed memory, if the processes will communicate over Gloo."""
+    # By default JAX uses CPUs if no plugin for accelerators is installed.
     plugins = importlib.metadata.entry_points(group="jax_plugins")
-    others = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
-    first = (settings.configured("platforms") or ("" if others else "cpu")).split(",")[0]
+    accelerators = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    first = (settings.configured("platforms") or ("" if accelerators else "cpu")).split(",")[0]
     over_gloo = settings.configured("cpu_collectives_implementation") == "gloo"
     if first == "cpu" and over_gloo and keep_freed_memory():
-        _LOG.debug("malloc keeps what this process frees: it never shrinks; see `keep_memory`")
+        _LOG.debug("malloc keeps freed memory, so this process never shrinks; see `keep_memory`")
 
 
 def _start(
@@ -323,33 +324,32 @@ def _start(
 ) -> Coordinator:
     """Start the coordinator, which listens at one address only."""
     assert member.coordinator_address is not None
-    asked = bind or os.environ.get(JAX_BIND) or member.coordinator_address
-    host, port = host_and_port(asked)
+    host, port = host_and_port(bind or os.environ.get(JAX_BIND) or member.coordinator_address)
     number = _resolved("127.0.0.1" if host == "localhost" else host, member)
     at = f"[{number}]:{port}" if number.version == 6 else f"{number}:{port}"
     try:
         return start_coordinator(at, member.num_processes, recoverable=recoverable, **limits)
     except OSError as error:
         raise OSError(
-            f"`initialize` on process 0 cannot listen at {at}, where the processes were to meet: "
-            f"{error}. Choose a free port; where {member.coordinator_address!r} is not an address "
-            "of this host's own, say what is by `coordinator_bind_address`."
+            f"`initialize` on process 0 cannot listen at {at}, where the processes should meet: "
+            f"{error}. Choose a free port; if {member.coordinator_address!r} is not an address of "
+            "this host, pass one that is as `coordinator_bind_address`."
         ) from None
 
 
 def _resolved(host: str, member: Member) -> Any:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise ValueError(
-            f"`initialize` on process 0: the host {host!r}, where it is to listen, has no address "
+            f"`initialize` on process 0: the host {host!r}, where it should listen, has no address "
             f"here ({error.strerror}). Check the name, which came from {member.source}."
         ) from None
-    return ipaddress.ip_address(str(found[0][4][0]).partition("%")[0])
+    return ipaddress.ip_address(str(addresses[0][4][0]).partition("%")[0])
 
 
 def _explain_loopback(error: BaseException, listened: str, member: Member) -> None:
-    """Say so where nobody could come because a host's name is loopback to itself."""
+    """Add a note if nobody could connect because the host's name resolves to loopback there."""
     assert member.coordinator_address is not None
     if (
         isinstance(error, DeadlineExceededError)
@@ -357,8 +357,8 @@ def _explain_loopback(error: BaseException, listened: str, member: Member) -> No
         and not is_loopback(member.coordinator_address)
     ):
         error.add_note(
-            f"{member.coordinator_address!r} stands for {listened} on its own host, which no other "
-            "host can reach. Write the host's own address into its /etc/hosts, or set "
+            f"{member.coordinator_address!r} resolves to {listened} on its own host, and no other "
+            "host can reach that. Put the host's network address into its /etc/hosts, or set "
             f"{JAX_COORDINATOR} to that address and a port, for all processes."
         )
 
@@ -366,23 +366,23 @@ def _explain_loopback(error: BaseException, listened: str, member: Member) -> No
 def _by_jax(
     member: Member | None, limits: dict[str, int], bind: str | None, recoverable: bool
 ) -> None:
-    """Leave the rest to what JAX knows of clusters; where it knows none, this process is alone."""
+    """Let JAX detect the cluster. If it finds none, this process is alone."""
     if member is None and settings.has_backend():
         return
     before = settings.configured("enable_recoverability")
     jax.config.update("jax_enable_recoverability", recoverable)
     try:
         names = ("num_processes", "process_id", "local_device_ids") if member else ()
-        known = {name: getattr(member, name) for name in names}
-        jax.distributed.initialize(coordinator_bind_address=bind, **limits, **known)
+        place = {name: getattr(member, name) for name in names}
+        jax.distributed.initialize(coordinator_bind_address=bind, **limits, **place)
         publish_host()
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise
         if member is not None:
             raise ValueError(
-                f"`initialize`: {member.source} does not say where the processes meet. Give "
-                f"`coordinator_address`, or set {JAX_COORDINATOR}, to 'host:port' of process 0's "
+                f"`initialize`: {member.source} does not say where the processes meet. Pass "
+                f"`coordinator_address`, or set {JAX_COORDINATOR}, as 'host:port' of process 0's "
                 "host."
             ) from None
     finally:

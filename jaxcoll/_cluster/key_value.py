@@ -1,4 +1,4 @@
-"""Keys and values of a process that is alone, or of a coordinator that may have died."""
+"""A key-value store for a process that is alone, and a client of one whose server may have died."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SILENT = "the coordinator is stopped or cut off: it did not answer within {limi
 
 @dataclasses.dataclass(eq=False)
 class LocalKeys:
-    """Keys and values in memory, with the methods of `Store`; safe to use from several threads."""
+    """Keys and values in memory, with the methods of `Store`. Several threads may use it."""
 
     process: int = 0
     processes: int = 1
@@ -61,24 +61,24 @@ Keys = Store | LocalKeys
 
 
 class CoordinatorClient:
-    """The keys and values of a coordinator that may have died, or be stopped.
+    """The keys and values of a coordinator that may be dead or stopped.
 
-    It has the methods of `Store`, which raise StoreUnreachableError where there will be no reply.
-    One thread makes all requests, because JAX's client has no timeout for most: what is blocked in
-    it can only be abandoned.
+    It has the methods of `Store`; they raise StoreUnreachableError if there will be no reply. One
+    thread makes all requests: JAX's client has no timeout for most of them, so a blocked request
+    can only be abandoned.
     """
 
     def __init__(self, keys: Keys) -> None:
         self.process, self.processes = keys.process, keys.processes
         self.patience = math.inf  # seconds without a reply after which the coordinator is lost
-        self.lost = False  # or this was closed
-        self.keys = keys  # of the coordinator, where requests wait without a limit
+        self.lost = False  # also True once this is closed
+        self.keys = keys  # the coordinator's, whose requests have no time limit
         self._worker = Worker("jaxcoll-client")
         self._pending: set[Task] = set()
 
     def get(self, key: str, timeout_seconds: float) -> str:
         self.check()
-        # In the caller's thread: it has a timeout of its own, and would hold up other requests.
+        # In the caller's thread: `get` has a timeout, and would delay other requests.
         return self.keys.get(key, timeout_seconds)
 
     def set(self, key: str, value: str) -> None:
@@ -97,15 +97,15 @@ class CoordinatorClient:
         self.request(lambda keys: keys.delete(key))
 
     def check(self) -> None:
-        """Refuse to wait for values of others, who cannot write any."""
+        """Raise StoreUnreachableError if the coordinator is lost: nobody can write values."""
         if self.lost:
             raise StoreUnreachableError(_LOST)
 
     def lose(self) -> None:
-        """Have every wait for a reply fail, from now on."""
+        """Make every wait for a reply fail from now on, those in progress too."""
         self.lost = True
         for task in list(self._pending):
-            task.abandon(StoreUnreachableError(_LOST))  # no effect on one that has its reply
+            task.abandon(StoreUnreachableError(_LOST))  # no effect if its reply has come
 
     def close(self) -> None:
         """Make no more requests, and end the thread."""
@@ -113,7 +113,7 @@ class CoordinatorClient:
         self._worker.close()
 
     def request(self, call: Callable[[Keys], Any], seconds: float = math.inf) -> Any:
-        """`call(keys)`, waited for so long; after that it is made once the coordinator goes on."""
+        """Return `call(keys)`. At the timeout raise, though the request may still be made later."""
         self.check()
         task = self._worker.submit(lambda: call(self.keys))
         self._pending.add(task)
@@ -121,7 +121,7 @@ class CoordinatorClient:
             left = limit = min(seconds, self.patience)
             while left > 0 and not task.wait(min(left, HEARTBEAT_SECONDS)):
                 self.check()
-                left -= HEARTBEAT_SECONDS  # no clock: a process that is stopped has not waited
+                left -= HEARTBEAT_SECONDS  # no clock: while it is stopped a process does not wait
             if not task.done():
                 task.abandon(StoreUnreachableError(_SILENT.format(limit=limit)))
                 if limit == self.patience:

@@ -1,4 +1,4 @@
-"""This process's place in its job, by the environment variables of its launcher."""
+"""This process's place in its job, from the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADD
 
 _SLURM = "Slurm"
 
-# Set by launchers of MPI that are not read here (MPICH, Intel MPI, Cray, MVAPICH, Flux, jsrun,
-# horovodrun): this process's number, and how many there are.
+# Process numbers and counts of MPI launchers that this file does not support (MPICH, Intel MPI,
+# Cray, MVAPICH, Flux, jsrun, horovodrun).
 _OTHER_RANKS = (
     *("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MV2_COMM_WORLD_RANK"),
     *("FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "HOROVOD_RANK"),
@@ -26,45 +26,45 @@ _OTHER_SIZES = (
 )
 
 _PORTS = 4096
-_STEPS = 61  # ports between those of a job's steps, which other jobs near it may have
+_STEPS = 61  # distance between the ports of two steps, so that jobs with close numbers differ
 
 
 def member_of(environment: Mapping[str, str]) -> Member | None:
-    """Return which process this is, by the variables of the first launcher that left any.
+    """Return this process's place, from the variables of the first launcher that set any.
 
-    In this order: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI, Slurm, and whoever writes
-    torchrun's variables. What Slurm starts may be torchrun's agents or daemons of MPI, whose
-    processes inherit its variables, so it comes after these. Where `JAX_COORDINATOR_ADDRESS` is
-    set, it is where they meet, whoever started them (but for `jaxcoll launch`).
+    The order is `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI, Slurm, then any launcher that
+    sets torchrun's variables. Slurm comes after torchrun and Open MPI because it may start their
+    agents, whose processes inherit its variables. `JAX_COORDINATOR_ADDRESS` overrides the meeting
+    place of every launcher but `jaxcoll launch`.
 
     Returns:
-      The process; None: there is no launcher's mark, it has started one process alone, or the task
+      The process. None: no launcher set its variables, it started only one process, or the task
       takes no part (an evaluator).
 
     Raises:
-      ValueError: variables are missing or impossible, or another launcher of MPI numbered this
-        process, whose numbers are to be given by hand.
+      ValueError: variables are missing or invalid, or another MPI launcher numbered this process,
+        so the caller must pass the numbers.
     """
-    found = next((member for read in _READERS if (member := read(environment))), None)
-    if found is None or found.source == _SLURM:
-        _check_numbers(environment, found)
-    if found is None or found.is_launched:
-        return found
+    member = next((place for read in _READERS if (place := read(environment))), None)
+    if member is None or member.source == _SLURM:
+        _check_numbers(environment, member)
+    if member is None or member.is_launched:
+        return member
     if JAX_COORDINATOR in environment:
-        return dataclasses.replace(found, coordinator_address=environment[JAX_COORDINATOR])
-    return found if found.coordinator_address or found.num_processes > 1 else None
+        return dataclasses.replace(member, coordinator_address=environment[JAX_COORDINATOR])
+    return member if member.coordinator_address or member.num_processes > 1 else None
 
 
-def _check_numbers(environment: Mapping[str, str], found: Member | None) -> None:
-    """Refuse to be alone, or another process, where a launcher that is not read has a number."""
-    rank, size = (found.process_id, found.num_processes) if found else (0, 1)
+def _check_numbers(environment: Mapping[str, str], member: Member | None) -> None:
+    """Refuse a place that contradicts the variables of an MPI launcher that is not supported."""
+    rank, size = (member.process_id, member.num_processes) if member else (0, 1)
     expected = dict.fromkeys(_OTHER_RANKS, rank) | dict.fromkeys(_OTHER_SIZES, size)
     for name, number in expected.items():
         if environment.get(name, "").isdecimal() and int(environment[name]) != number:
             raise ValueError(
-                f"`initialize`: {name}={environment[name]} comes from a launcher that is not read "
-                "here, and says that this process is one of several. Give `coordinator_address`, "
-                "`num_processes` and `process_id`."
+                f"`initialize`: {name}={environment[name]} says that this process is one of "
+                "several, but comes from a launcher that jaxcoll does not support. Pass "
+                "`coordinator_address`, `num_processes` and `process_id`."
             )
 
 
@@ -77,13 +77,13 @@ def _launched(environment: Mapping[str, str]) -> Member | None:
 
 def _slurm(environment: Mapping[str, str]) -> Member | None:
     if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(environment):
-        return None  # a shell of an allocation, or no task of `srun`
+        return None  # no task of `srun`, but perhaps a shell in an allocation
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    # Steps of one job may run side by side, so each has a port of its own.
+    # Steps of one job may run at the same time, so each has another port.
     with_step = {"SLURM_STEP_ID": "0", **environment}
     job, step = _numbers(with_step, ("SLURM_JOB_ID", "SLURM_STEP_ID"), _SLURM)
     host = hosts_of(environment["SLURM_STEP_NODELIST"])[0]
-    # As in "1(x4)": one task on each node, which then has all of its accelerators.
+    # As in "1(x4)": with one task on each node, the task gets all of the node's accelerators.
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     alone = re.fullmatch(r"1(\(x\d+\))?(,1(\(x\d+\))?)*", per_node) is not None
     address = f"{host}:{_port(job + _STEPS * step)}"
@@ -103,8 +103,8 @@ def _open_mpi(environment: Mapping[str, str]) -> Member | None:
 
 
 def _open_mpi_address(environment: Mapping[str, str]) -> str | None:
-    # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, of the process that started the others; from
-    # Open MPI 5 on there is nothing like it.
+    # Such as 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, the address of the process that started
+    # the others. Open MPI 5 and later have nothing like it.
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     parts = re.match(r"(\d+)\.\d+;tcp6?://(?:\[([^,\]]+)|([^,:\]]+))", uri)
     if not parts:
@@ -124,7 +124,7 @@ def _master(environment: Mapping[str, str]) -> Member | None:
     host = _needed(environment, "MASTER_ADDR", source)
     host = f"[{host}]" if ":" in host else host
     (port,) = _numbers(environment, ("MASTER_PORT",), source)
-    # Where torchrun's agent listens at MASTER_PORT itself, the next one is taken.
+    # If torchrun's agent itself listens on MASTER_PORT, take the next port.
     port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     alone = environment.get("LOCAL_WORLD_SIZE") == "1"
     names = "WORLD_SIZE", "RANK", "LOCAL_RANK"
@@ -141,7 +141,7 @@ _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
 
 
 def _port(job: int) -> int:
-    """A port that differs from job to job on one host, as JAX chooses it."""
+    """Return a port that differs from job to job on one host, chosen as JAX does."""
     return job % _PORTS + HIGHEST_PORT - _PORTS + 1
 
 
@@ -152,14 +152,14 @@ def _process(
     address: str | None,
     alone: bool,
 ) -> Member:
-    """The process that variables name: of the number of processes, of its own, and on its host.
+    """Read a process from variables; `names` are those of the count, its rank and its local rank.
 
-    A process that shares its host with others has one accelerator of its own, as JAX gives it.
+    A process that shares its host with others gets one accelerator, as JAX does it.
     """
     count, rank, local = names
     processes, number = _numbers(environment, (count, rank), source)
-    own = None if alone or local not in environment else _numbers(environment, (local,), source)
-    return Member(address, processes, number, own, source)
+    ids = None if alone or local not in environment else _numbers(environment, (local,), source)
+    return Member(address, processes, number, ids, source)
 
 
 def _needed(environment: Mapping[str, str], name: str, source: str) -> str:

@@ -1,7 +1,7 @@
-"""Ends of processes: the coordinator sees their connections close, and reports it.
+"""Which processes have ended: the coordinator sees their connections close, and reports it.
 
-The system closes a process's connections at once, however the process ends. Silence tells less: a
-process that is stopped, or holds the interpreter, is silent too, and keeps its connections.
+The operating system closes a process's connections at once, however the process ends. Silence says
+less: a process that is stopped, or holds the interpreter lock, is silent and keeps its connections.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from jaxcoll._cluster.coordinator import news_of
 from jaxcoll._threads import in_forked_child
 
 CONNECTED, DEVICES, LEFT = "connected", "devices", "left"
-"""Stages of the start: JAX's clients are connected; all know each other's devices. Or: this process
-gave up waiting for others, because of one that is reported otherwise, or of a deadline."""
+"""Stages of startup: JAX's clients are connected; all know each other's devices; or this process
+gave up waiting, because of a deadline or of another process whose end is reported separately."""
 
 _LONGEST = 1 << 17
 
 
 class CoordinatorConnection:
-    """This process's connection to the coordinator, which is read without waiting.
+    """This process's connection to the coordinator. Reads do not block; any thread may use it.
 
-    It owns its socket's descriptor, which the system closes after all else. Any thread may use it.
+    It owns its socket's file descriptor, which the operating system closes last of all.
     """
 
     def __init__(self, fd: int) -> None:
@@ -34,10 +34,10 @@ class CoordinatorConnection:
         self._lock = threading.Lock()
         self._rest = b""
         self._news: dict[int, dict[str, Any]] = {}
-        self.is_broken = False  # the coordinator has ended, or is cut off, as of the last read
+        self.is_broken = False  # at the last read the coordinator had ended, or was cut off
 
     def news(self) -> dict[int, dict[str, Any]]:
-        """Return the report on each process that has ended; see `news_of`."""
+        """Return the report on each process that has ended, in the form of `news_of`."""
         with self._lock:
             *lines, self._rest = (self._rest + self._read()).split(b"\n")
             self._rest = self._rest[:_LONGEST]
@@ -47,7 +47,7 @@ class CoordinatorConnection:
             return dict(self._news)
 
     def lost_before(self, *stages: str) -> tuple[int, ...]:
-        """Processes that ended before any of these stages, and not because of another process."""
+        """Return the processes that ended before these stages, unless they gave up waiting."""
         news = self.news()
         return tuple(sorted(p for p in news if news[p]["stage"] not in (*stages, LEFT)))
 
@@ -56,7 +56,7 @@ class CoordinatorConnection:
         try:
             while chunk := os.read(self.fd, 1 << 16):
                 received += chunk
-            self.is_broken = True  # an empty read: the other end has closed
+            self.is_broken = True  # an empty read: the other end closed the connection
         except BlockingIOError:
             pass
         except OSError:
@@ -64,7 +64,7 @@ class CoordinatorConnection:
         return received
 
     def report(self, **fields: Any) -> None:
-        """When this process has ended, the others learn its `stage`, or what it had `done`."""
+        """Record this process's `stage`, or what it has `done`, for others to read once it ends."""
         with contextlib.suppress(OSError):
             os.write(self.fd, json.dumps(fields).encode() + b"\n")
 
@@ -79,33 +79,33 @@ _connection: CoordinatorConnection | None = None
 
 
 def follow(connection: CoordinatorConnection | None) -> None:
-    """Have `ended` read this connection."""
+    """Make `ended` read this connection."""
     global _connection
     _connection = connection
 
 
 def followed() -> CoordinatorConnection | None:
-    """The connection that `ended` reads.
+    """Return the connection that `ended` reads.
 
-    None: this process was restarted, or entered its job without jaxcoll's coordinator. Then its end
-    is not reported to others, nor theirs to it.
+    It is None if this process was restarted, or joined its job without jaxcoll's coordinator. Then
+    its end is not reported to others, nor theirs to it.
     """
     return _connection
 
 
 def ended() -> dict[int, dict[str, int]]:
-    """Processes that have ended, or were cut off for longer than a heartbeat may take.
+    """Return the processes that have ended, or were cut off for longer than the heartbeat timeout.
 
-    For each what it had done, by its `report`; nothing for one that died.
+    The value of each is what it had `done` by its `report`, empty if it died.
     """
-    connection = _connection  # which another thread may let go meanwhile
+    connection = _connection  # another thread may replace it meanwhile
     news = connection.news() if connection is not None else {}
     return {process: fields.get("done", {}) for process, fields in news.items()}
 
 
 @in_forked_child
 def _leave_to_parent() -> None:
-    """Close a forked child's copy, which would keep the connection open when its parent dies."""
+    """Close a forked child's copy, which would keep the connection open after its parent died."""
     if _connection is not None:
         _connection.close()
         follow(None)

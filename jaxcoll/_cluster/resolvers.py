@@ -1,4 +1,4 @@
-"""Cluster resolvers, with TensorFlow's names: which tasks there are, and which this process is."""
+"""Cluster resolvers, with TensorFlow's names: the tasks of a cluster, and this process's task."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _JOBS = ("chief", "worker", "ps", "evaluator")
 
 
 class ClusterResolver(abc.ABC):
-    """Knows the tasks of a cluster. `jc.initialize(cluster_resolver=...)` makes processes of them.
+    """The tasks of a cluster, which `jc.initialize(cluster_resolver=...)` joins as processes.
 
-    A resolver of your own has a `cluster_spec`, and says which task this process is.
+    Subclasses define `cluster_spec`, and set `task_type` and `task_id` to this process's task.
     """
 
     task_type: str | None = None
     """The job of this process: "chief", "worker" or "evaluator"."""
 
     task_id: int | None = None
-    """Its number in that job, from 0."""
+    """The number of this process in that job, from 0."""
 
     rpc_layer: str | None = None
-    """Put before an address by `master`, as in "grpc://host:port"."""
+    """Prefix that `master` puts before an address, as in "grpc://host:port"."""
 
     @abc.abstractmethod
     def cluster_spec(self) -> Mapping[str, tuple[str, ...]]:
-        """The addresses of each job's tasks, "host:port", in the order of their numbers."""
+        """Return the addresses of each job's tasks, "host:port", in the order of their numbers."""
 
     def master(
         self,
@@ -42,15 +42,15 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task.
+        """Return the address of a task.
 
         Args:
-          task_type: its job; None: this process's.
-          task_id: its number; None: this process's.
-          rpc_layer: what to put before it; None: the resolver's.
+          task_type: its job. None: this process's.
+          task_id: its number. None: this process's.
+          rpc_layer: prefix of the address. None: the resolver's.
 
         Returns:
-          Such as "grpc://host:port"; "" where there is no cluster, or nobody else in it.
+          An address such as "grpc://host:port"; "" if there is no cluster, or only one task.
 
         Raises:
           ValueError: there is no such task.
@@ -64,23 +64,23 @@ class ClusterResolver(abc.ABC):
         if index is None or not 0 <= index < len(tasks):
             raise ValueError(
                 f"`master`: there is no task {index} of job {kind!r}; the cluster has "
-                f"{ {job: len(found) for job, found in spec.items()} } tasks."
+                f"{ {job: len(addresses) for job, addresses in spec.items()} } tasks."
             )
         layer = rpc_layer or self.rpc_layer
         return f"{layer}://{tasks[index]}" if layer else tasks[index]
 
     def num_accelerators(self) -> dict[str, int]:
-        """Count this process's accelerators by kind, as in {"GPU": 8}; {} of CPUs alone.
+        """Count this process's accelerators by kind, as in {"GPU": 8}; {} if it has only CPUs.
 
-        It looks for devices, so it comes after `jc.initialize`.
+        This makes JAX look for devices, so call it after `jc.initialize`.
         """
         names = {"cuda": "GPU", "rocm": "GPU"}
-        found = [str(d.platform) for d in jax.local_devices() if d.platform != "cpu"]
-        kinds = [names.get(platform, platform.upper()) for platform in found]
+        platforms = [str(d.platform) for d in jax.local_devices() if d.platform != "cpu"]
+        kinds = [names.get(platform, platform.upper()) for platform in platforms]
         return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
     def member(self) -> Member | None:
-        """The process that this task is: the chief first, then the workers.
+        """Return this task's place among the processes: the chief first, then the workers.
 
         Raises:
           ValueError: the cluster has no such task, or two chiefs, or other jobs.
@@ -92,13 +92,13 @@ class TFConfigClusterResolver(ClusterResolver):
     """A cluster described by the environment variable `TF_CONFIG`.
 
     Args:
-      task_type: over what it says.
-      task_id: over what it says.
-      rpc_layer: over what it says.
-      environment: in place of `os.environ`.
+      task_type: overrides the variable's.
+      task_id: overrides the variable's.
+      rpc_layer: overrides the variable's.
+      environment: replaces `os.environ`.
 
     Raises:
-      ValueError: it is not JSON, or lacks what it must have.
+      ValueError: the variable is not JSON, or lacks a required field.
 
     Examples:
       >>> import json
@@ -118,7 +118,7 @@ class TFConfigClusterResolver(ClusterResolver):
     ) -> None:
         text = (os.environ if environment is None else environment).get(TF_CONFIG, "")
         try:
-            data = _mapping(json.loads(text) if text.strip() else {}, "the whole")
+            data = _mapping(json.loads(text) if text.strip() else {}, "its value")
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{TF_CONFIG} is not JSON ({error}); it begins with {text[:40]!r}."
@@ -126,7 +126,7 @@ class TFConfigClusterResolver(ClusterResolver):
         task = _mapping(data.get("task", {}), "'task'")
         if "cluster" not in data and task:
             raise ValueError(
-                f"{TF_CONFIG} has a 'task' and no 'cluster': that maps jobs to addresses, as in "
+                f"{TF_CONFIG} has a 'task' but no 'cluster', which maps jobs to addresses, as in "
                 '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", '
                 '"index": 0}}.'
             )
@@ -140,22 +140,23 @@ class TFConfigClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer or data.get("rpc_layer")
 
     def cluster_spec(self) -> Mapping[str, tuple[str, ...]]:
-        """The addresses of each job's tasks; empty without the variable."""
+        """Return the addresses of each job's tasks; {} if the variable is not set."""
         return dict(self._cluster)
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """A cluster described by Slurm, of the tasks of this step: those of the first host come first.
+    """A cluster of the tasks of this Slurm step, ordered by host.
 
     Args:
-      jobs: how many tasks each job has, in the order of the tasks; None: all are workers.
-      port_base: the port of a host's first task; the next has the next port.
-      tasks_per_node: of each host; None: what Slurm says.
-      rpc_layer: put before an address by `master`.
-      environment: in place of `os.environ`.
+      jobs: number of tasks of each job, in the order of the tasks. None: all are workers.
+      port_base: port of a host's first task; each further task has the next port.
+      tasks_per_node: number of tasks on each host. None: as Slurm says.
+      rpc_layer: prefix that `master` puts before an address.
+      environment: replaces `os.environ`.
 
     Raises:
-      ValueError: this is not a task of a step (`srun`), or the jobs have other tasks than the step.
+      ValueError: this is not a task of a step (`srun`), or `jobs` has more or fewer tasks than the
+        step.
 
     Examples:
       >>> resolver = SlurmClusterResolver({"chief": 1, "worker": 3}, environment={
@@ -182,7 +183,7 @@ class SlurmClusterResolver(ClusterResolver):
         if missing := [name for name in names if not env.get(name)]:
             raise ValueError(
                 f"`SlurmClusterResolver`: {', '.join(missing)} is missing from the environment: "
-                "this is not a task of a step. Start it with `srun`."
+                "this process is not a task of a Slurm step. Start it with `srun`."
             )
         hosts = hosts_of(env[names[0]])
         if tasks_per_node is None:
@@ -191,8 +192,8 @@ class SlurmClusterResolver(ClusterResolver):
             counts = [tasks_per_node] * len(hosts)
         if len(counts) != len(hosts):
             raise ValueError(
-                f"`SlurmClusterResolver`: {len(hosts)} hosts ({env[names[0]]}), and tasks of "
-                f"{len(counts)} ({env[names[2]]})."
+                f"`SlurmClusterResolver`: Slurm lists {len(hosts)} hosts ({env[names[0]]}), but "
+                f"the tasks of {len(counts)} ({env[names[2]]})."
             )
         tasks = [
             f"{host}:{port_base + k}"
@@ -202,8 +203,8 @@ class SlurmClusterResolver(ClusterResolver):
         jobs = {"worker": len(tasks)} if jobs is None else dict(jobs)
         if sum(jobs.values()) != len(tasks):
             raise ValueError(
-                f"`SlurmClusterResolver`: `jobs` has {sum(jobs.values())} tasks, and Slurm "
-                f"{len(tasks)}."
+                f"`SlurmClusterResolver`: `jobs` has {sum(jobs.values())} tasks, but the Slurm "
+                f"step has {len(tasks)}."
             )
         self._spec: dict[str, tuple[str, ...]] = {}
         self.rpc_layer = rpc_layer
@@ -215,12 +216,12 @@ class SlurmClusterResolver(ClusterResolver):
             first += count
 
     def cluster_spec(self) -> Mapping[str, tuple[str, ...]]:
-        """The addresses of each job's tasks."""
+        """Return the addresses of each job's tasks."""
         return dict(self._spec)
 
 
 def member_of_tasks(resolver: ClusterResolver, source: str) -> Member | None:
-    """The process of a cluster's task; None: it has none. `source` is named in messages."""
+    """Return the process of a cluster's task, if it has one. Messages name `source`."""
     cluster = {job: tuple(tasks) for job, tasks in resolver.cluster_spec().items()}
     kind, index = resolver.task_type, resolver.task_id
     if not cluster or kind == "evaluator":
@@ -231,29 +232,29 @@ def member_of_tasks(resolver: ClusterResolver, source: str) -> Member | None:
     for job in ("chief", "evaluator"):
         if len(cluster.get(job, ())) > 1:
             raise ValueError(
-                f"{source}: there can be one {job}; got "
+                f"{source}: there can be only one {job}; got "
                 f"{', '.join(cluster[job])}. Make the others workers."
             )
     if cluster.get("ps") or kind == "ps":
         raise ValueError(
-            f"{source}: there are parameter servers (job 'ps'), and no strategy here "
-            "uses any. Start chief and workers only."
+            f"{source} has parameter servers (job 'ps'), which no jaxcoll strategy uses. Start "
+            "only a chief and workers."
         )
     if kind is None or index is None:
         missing = "type" if kind is None else "index"
         raise ValueError(
-            f"{source} has a cluster, and does not say which task this process is: "
+            f"{source} has a cluster, but does not say which task this process is: "
             f"'{missing}' is missing from 'task'."
         )
     if kind not in cluster:
         raise ValueError(
-            f"{source}: this is a task of job {kind!r}, and the cluster has "
+            f"{source}: this is a task of job {kind!r}, but the cluster has only "
             f"the jobs {', '.join(cluster)}."
         )
     tasks = len(cluster[kind])
     if not 0 <= index < tasks:
         raise ValueError(
-            f"{source}: this is task {index} of job {kind!r}, which has {tasks} (numbered from 0)."
+            f"{source}: this is task {index} (from 0) of job {kind!r}, which has only {tasks}."
         )
     addresses = [address for job in cluster.values() for address in job]
     if twice := sorted({a for a in addresses if addresses.count(a) > 1}):
@@ -264,13 +265,13 @@ def member_of_tasks(resolver: ClusterResolver, source: str) -> Member | None:
 
 
 def _addresses(job: str, tasks: Any) -> tuple[str, ...]:
-    """The tasks of a job: a list, or a mapping from numbers."""
+    """Return the addresses of a job, given as a list or as a mapping from numbers."""
     if isinstance(tasks, Mapping):
         numbered = {_index(index): address for index, address in tasks.items()}
         if sorted(numbered) != list(range(len(numbered))):
             raise ValueError(
-                f"{TF_CONFIG}: the tasks of job {job!r} are numbered {sorted(numbered)}; here all "
-                "tasks from 0 on take part."
+                f"{TF_CONFIG}: the tasks of job {job!r} must be numbered 0, 1, …, without gaps; "
+                f"got {sorted(numbered)}."
             )
         tasks = [numbered[index] for index in sorted(numbered)]
     if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
@@ -279,10 +280,10 @@ def _addresses(job: str, tasks: Any) -> tuple[str, ...]:
 
 
 def _index(value: Any, source: str = TF_CONFIG) -> int:
-    """A number, also as TensorFlow's own users write it: in quotes, as keys must be."""
+    """Return a task's number, which TensorFlow's users may quote and JSON keys must be quoted."""
     if is_integer(value) or (isinstance(value, str) and value.strip().isdecimal()):
         return int(value)
-    raise ValueError(f"{source}: a task's number must be whole, from 0; got {value!r}.")
+    raise ValueError(f"{source}: a task's number must be a whole number from 0; got {value!r}.")
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:

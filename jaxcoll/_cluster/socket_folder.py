@@ -12,14 +12,14 @@ _PREFIX = "jaxcoll-"
 
 
 def make_socket_folder(name: str) -> str:
-    """Make a new folder that nobody else may look into, for a socket of this name.
+    """Make a new private folder for a socket of this name.
 
-    It is where temporary files go, unless that path is too long for a socket, or has characters
-    that mean something else in gRPC's addresses. Whoever makes it removes it; that of a process
-    that was killed stays, because nothing tells it from a user's.
+    It is in the folder for temporary files, unless that path is too long for a socket, or has
+    characters with a special meaning in gRPC's addresses. The caller removes it. A killed process
+    leaves its folder behind, and nothing else removes it: it could be the user's.
 
     Raises:
-      OSError: there is no such place.
+      OSError: no suitable folder can be written.
     """
     usual = tempfile.gettempdir()
     for parent in dict.fromkeys((usual, *_OTHERS)):
@@ -31,6 +31,6 @@ def make_socket_folder(name: str) -> str:
         except OSError:
             continue
     raise OSError(
-        f"`initialize` found no place for a Unix socket: of {usual!r} and {', '.join(_OTHERS)} "
-        f"none can be written and gives at most {_MOST_BYTES} bytes. Set TMPDIR to a short path."
+        f"`initialize` found no folder for a Unix socket: {usual!r}, {', '.join(_OTHERS)} are not "
+        f"writable, or make a path of more than {_MOST_BYTES} bytes. Set TMPDIR to a short path."
     )

@@ -1,4 +1,4 @@
-"""A process of a job, the address at which all meet, and Slurm's lists of hosts and tasks."""
+"""A process's place in its job, addresses, and Slurm's lists of hosts and tasks."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Any
 from jaxcoll._cluster.launch.subprocesses import check_system
 
 LAUNCH = "jaxcoll launch"
-"""The source of a process that a launcher of ours has started."""
+"""The `source` of a process that `jaxcoll launch` or `jc.launch` started."""
 
 HIGHEST_PORT = 65535
 
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One process of a job."""
+    """A process's place in its job."""
 
-    coordinator_address: str | None  # "host:port" where all meet; None: not known
-    num_processes: int  # how many there are
-    process_id: int  # this one's number, from 0
-    # The accelerators that are its own; None: all that it sees
+    coordinator_address: str | None  # "host:port" where all processes meet; None: not known
+    num_processes: int  # number of processes in the job
+    process_id: int  # number of this process, from 0
+    # The accelerators of this process; None: all that it sees
     local_device_ids: tuple[int, ...] | None = None
-    source: str = "the arguments"  # where this came from, for messages
+    source: str = "the arguments"  # what named these values, for messages
 
     @property
     def is_launched(self) -> bool:
-        """True if a launcher of ours runs the coordinator."""
+        """Return whether `jaxcoll launch` or `jc.launch` runs the coordinator."""
         return self.source == LAUNCH
 
     def check(self) -> None:
-        """Refuse a process or an address that cannot be."""
+        """Raise ValueError for an impossible process number or address."""
         whole = all(type(x) is int for x in (self.num_processes, self.process_id))
         if not whole or not 0 <= self.process_id < self.num_processes:
             raise ValueError(
-                "`initialize` expects `process_id` to be one of 0 … num_processes − 1, as ints; "
+                "`initialize` expects `process_id` to be an int in 0 … num_processes − 1; "
                 f"{self.source} gave process {self.process_id!r} of {self.num_processes!r}."
             )
         if self.num_processes > 1:
@@ -50,16 +50,16 @@ class Member:
             raise ValueError(f"`initialize`: {error} It came from {self.source}.") from None
         if not port:
             raise ValueError(
-                "`initialize` needs a port that all processes know: 0, as in "
-                f"{self.coordinator_address!r} from {self.source}, stands for any that is free."
+                "`initialize` needs a port that all processes know; 0, as in "
+                f"{self.coordinator_address!r} from {self.source}, means any free port."
             )
 
 
 def host_and_port(address: Any) -> tuple[str, int]:
-    """The two halves of "host:port".
+    """Split "host:port".
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the address has another form.
 
     Examples:
       >>> host_and_port("node1:1234"), host_and_port("[::1]:1234")
@@ -70,20 +70,20 @@ def host_and_port(address: Any) -> tuple[str, int]:
     closed = host == bare if ":" not in bare else host == f"[{bare}]"
     if not (colon and bare and closed and port.isdecimal() and int(port) <= HIGHEST_PORT):
         raise ValueError(
-            "an address is expected as 'host:port', or '[host]:port' of an IPv6 host, with a port "
-            f"of at most {HIGHEST_PORT}; got {address!r}."
+            "an address must be 'host:port', or '[host]:port' for an IPv6 host, with a port of at "
+            f"most {HIGHEST_PORT}; got {address!r}."
         )
     return bare, int(port)
 
 
 def is_loopback(address: str) -> bool:
-    """True if an address is one of this host's own, by its spelling alone."""
+    """Return whether an address is a loopback address; names are not resolved."""
     host, _ = host_and_port(address)
     return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
 def hosts_of(listed: str) -> list[str]:
-    """All hosts of a list as Slurm writes it, with ranges in brackets.
+    """Return all hosts in a list that Slurm wrote, with ranges in brackets.
 
     Raises:
       ValueError: it is not such a list.
@@ -101,7 +101,7 @@ def hosts_of(listed: str) -> list[str]:
 
 
 def counts_of(listed: str) -> list[int]:
-    """Return the number of tasks on each host.
+    """Return the number of tasks on each host from a list that Slurm wrote.
 
     Raises:
       ValueError: it is not such a list.
@@ -112,7 +112,7 @@ def counts_of(listed: str) -> list[int]:
     """
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in listed.split(",")]
     if not all(parts):
-        raise ValueError(f"Slurm: this does not say how many tasks a host has: {listed!r}.")
+        raise ValueError(f"Slurm: this is not a list of task counts: {listed!r}.")
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
 
 

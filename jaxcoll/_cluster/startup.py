@@ -1,8 +1,8 @@
-"""The start of a job: its processes report to the coordinator, and wait for one another.
+"""The start of a job: its processes report to the coordinator, and wait for each other.
 
 Once all have arrived at the coordinator, each waits for all others twice more: when JAX's clients
-connect, and when they exchange their devices. These two barriers of JAX's abort the process or take
-minutes where somebody is missing; here the user's timeout applies to them.
+connect, and when they exchange their devices. If a process is missing at one of these two barriers,
+JAX aborts the others or waits for minutes; here the user's timeout applies to them.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from jaxcoll._threads import within
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _RETRY_SECONDS = 0.05  # between two attempts to reach a coordinator that is not there yet
-_GONE_SECONDS = 2.0  # after which a coordinator that hung up, and listens no longer, has died
+_GONE_SECONDS = 2.0  # a coordinator that hung up and has not listened for so long has died
 _POLL_SECONDS = 0.02
-_LEAST_SECONDS = 5.0  # that the exchange may take, once all have begun
+_LEAST_SECONDS = 5.0  # that the exchange of devices may always take, once all have begun
 _FOLDER, _HERE = "jaxcoll/devices", "here"
 
 
 def arrive(member: Member, timeout: float) -> socket.socket:
-    """Report to the coordinator, and wait until all others have; the connection to it."""
-    # It is to be kept open: the coordinator stays for as long as somebody is connected.
+    """Report to the coordinator, wait until all others have, and return the connection to it."""
+    # Keep it open: the coordinator runs for as long as somebody is connected.
     deadline = time.monotonic() + min(timeout, LONGEST_SECONDS)
-    refused, gone = "nobody listens there", float("inf")
+    refused, gone = "nothing listens there", float("inf")
     while (left := deadline - time.monotonic()) > 0:
         try:
             connection = socket.create_connection(host_and_port(member.coordinator_address), left)
         except socket.gaierror as error:
             if error.errno != socket.EAI_AGAIN:
                 raise ValueError(
-                    f"{here(member)}: the coordinator's host in "
-                    f"{member.coordinator_address!r} has no address here ({error.strerror}). Check "
-                    f"the name, which came from {member.source}."
+                    f"{named(member)}: the coordinator's host in {member.coordinator_address!r} "
+                    f"cannot be resolved here ({error.strerror}). Check the name, which came from "
+                    f"{member.source}."
                 ) from None
-            refused = f"its host has no address yet ({error.strerror})"
+            refused = f"its host cannot be resolved yet ({error.strerror})"
         except OSError as error:
             refused = error.strerror or str(error)
             if isinstance(error, ConnectionRefusedError) and time.monotonic() > gone:
                 raise PeerLostError(
-                    f"{here(member)}: the coordinator at {member.coordinator_address} died before "
-                    "all had arrived: it hung up, and nobody listens there any more. Start the job "
-                    "again.",
+                    f"{named(member)}: the coordinator at {member.coordinator_address} died before "
+                    "all processes had arrived: it hung up, and nothing listens there any more. "
+                    "Start the job again.",
                 ) from None
         else:
             reply = _reply(connection, member, deadline)
@@ -63,14 +63,14 @@ def arrive(member: Member, timeout: float) -> socket.socket:
             refused, gone = "it hung up", time.monotonic() + _GONE_SECONDS
         time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise DeadlineExceededError(
-        f"{here(member)}: the coordinator at {member.coordinator_address} was not reached within "
+        f"{named(member)}: could not reach the coordinator at {member.coordinator_address} within "
         f"{timeout:g} s ({refused}). Is process 0 running there, and can this host reach it? A "
         "larger `initialization_timeout_seconds` waits longer."
     )
 
 
 def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[str, Any] | None:
-    """The coordinator's reply once all have arrived or cannot; None: it hung up."""
+    """Return the coordinator's reply when all have arrived or startup failed; None: it hung up."""
     hello = {
         "process_id": member.process_id,
         "num_processes": member.num_processes,
@@ -81,12 +81,12 @@ def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[s
     try:
         connection.sendall(json.dumps(hello).encode() + b"\n")
         while b"\n" not in received and len(received) <= LONGEST:
-            # The coordinator gives up first; half a second more is for its reply to arrive.
+            # The coordinator gives up first; its reply has half a second more to arrive.
             connection.settimeout(max(0.0, deadline - time.monotonic()) + 0.5)
             ahead = connection.recv(LONGEST, socket.MSG_PEEK)
             if not ahead:
                 break
-            # No more than the reply: the lines after it tell who has ended, and are read later.
+            # Take only the reply: the lines after it report who has ended, and are read later.
             received += connection.recv(ahead.find(b"\n") + 1 or len(ahead))
         if not received:
             return None
@@ -94,17 +94,17 @@ def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[s
             return reply
     except TimeoutError:
         text = (
-            f"what listens at {member.coordinator_address} did not answer in time. Does another "
-            "program have that port?"
+            f"whatever listens at {member.coordinator_address} did not answer in time. Does "
+            "another program use that port?"
         )
         return {"error": text, "kind": "deadline"}
     except OSError:
         return None
     connection.close()
     raise ValueError(
-        f"{here(member)}: what answers at {member.coordinator_address} is not a coordinator "
-        "that waits for processes: another program has that port, or the job has begun without "
-        "this one. Choose another port."
+        f"{named(member)}: whatever answers at {member.coordinator_address} is not a coordinator "
+        "that waits for processes: another program uses that port, or the job has begun without "
+        "this process. Choose another port."
     )
 
 
@@ -113,46 +113,46 @@ def _accepted(connection: socket.socket, reply: dict[str, Any], member: Member) 
         connection.settimeout(None)
         return connection
     connection.close()
-    words, ranks = f"{here(member)}: {reply.get('error')}", reply.get("ranks")
+    text, ranks = f"{named(member)}: {reply.get('error')}", reply.get("ranks")
     ranks = [r for r in ranks if type(r) is int] if isinstance(ranks, list) else []
     match reply.get("kind"):
         case "deadline":
-            raise DeadlineExceededError(words, ranks=ranks)
+            raise DeadlineExceededError(text, ranks=ranks)
         case "lost":
-            raise PeerLostError(words, ranks=ranks)
-    raise ValueError(words)
+            raise PeerLostError(text, ranks=ranks)
+    raise ValueError(text)
 
 
-def here(member: Member) -> str:
-    """Name this process in messages."""
+def named(member: Member) -> str:
+    """Return this process's name for messages."""
     return f"`initialize` on process {member.process_id} of {member.num_processes}"
 
 
 def reach(member: Member, timeout: float) -> socket.socket:
-    """A connection to the coordinator of a job that has begun, on which nothing is sent."""
+    """Connect to the coordinator of a job that has begun, without sending anything."""
     try:
         address = host_and_port(member.coordinator_address)
         connection = socket.create_connection(address, min(timeout, LONGEST_SECONDS))
     except OSError as error:
         raise DeadlineExceededError(
-            f"{here(member)}: the coordinator at {member.coordinator_address} is not there "
-            f"({error.strerror or error}). Only a job that goes on can be joined again."
+            f"{named(member)}: cannot reach the coordinator at {member.coordinator_address} "
+            f"({error.strerror or error}). A process can rejoin only a job that is still running."
         ) from None
     connection.settimeout(None)
     return connection
 
 
-def connected(
+def connect_clients(
     connect: Callable[[], Any], connection: CoordinatorConnection | None, timeout: float
 ) -> None:
-    """`connect()`, which enters JAX's own world when all processes do."""
+    """Call `connect`, in which JAX's clients wait for each other."""
     try:
         with _barrier(connection, CONNECTED, DEVICES) as check:
             within(timeout, connect, check)
     except TimeoutError:
         give_up_coordinator()
         raise DeadlineExceededError(
-            "`initialize`: all processes had arrived, but did not connect to each other within "
+            "`initialize`: all processes arrived, but did not all connect to each other within "
             f"{timeout:g} s: one is stopped, or cut off.",
         ) from None
     except (KeyboardInterrupt, PeerLostError):
@@ -160,10 +160,10 @@ def connected(
         raise
 
 
-def exchanged(
+def exchange_devices(
     make: Callable[[], Any], connection: CoordinatorConnection | None, timeout: float
 ) -> Any:
-    """`make()`, in which all processes tell each other of their devices, once all have begun to."""
+    """Return `make()`, in which processes exchange their devices, once all are ready to."""
     try:
         with _barrier(connection, DEVICES) as check:
             await_all(timeout, check)
@@ -172,23 +172,22 @@ def exchanged(
         raise
     except TimeoutError:
         raise DeadlineExceededError(
-            f"Processes did not tell each other of their devices within {timeout:g} s, though all "
-            "had begun to: one is stopped, or cut off. A larger "
-            "`initialization_timeout_seconds` waits "
-            "longer."
+            f"Processes did not finish exchanging their devices within {timeout:g} s, though all "
+            "had begun to: one is stopped, or cut off. A larger `initialization_timeout_seconds` "
+            "waits longer."
         ) from None
 
 
 @contextlib.contextmanager
 def _barrier(connection: CoordinatorConnection | None, *stages: str) -> Iterator[Any]:
-    """Yield a check that nobody ended before these stages, and report when the first is passed."""
+    """Yield a check that nobody ended before these stages; at the end report the first stage."""
     if connection is None:
         yield None
         return
     try:
         yield functools.partial(_check_live, connection, stages)
     except (TimeoutError, PeerLostError):
-        connection.report(stage=LEFT)  # lest those who notice this end later blame this process
+        connection.report(stage=LEFT)  # so that others do not blame this process when it ends
         raise
     connection.report(stage=stages[0])
 
@@ -196,21 +195,21 @@ def _barrier(connection: CoordinatorConnection | None, *stages: str) -> Iterator
 def _check_live(connection: CoordinatorConnection, stages: Sequence[str]) -> None:
     if lost := connection.lost_before(*stages):
         raise PeerLostError(
-            f"Process{'es' * (len(lost) > 1)} {', '.join(map(str, lost))} ended during the start, "
-            "when all had arrived and waited for each other. Start the job again.",
+            f"Process{'es' * (len(lost) > 1)} {', '.join(map(str, lost))} ended during startup, "
+            "after all had arrived, while they waited for each other. Start the job again.",
             ranks=lost,
         )
     if connection.is_broken:
         raise PeerLostError(
-            "The coordinator died, or was cut off, during the start, when all had arrived and "
-            "waited for each other. Start the job again.",
+            "The coordinator died, or was cut off, during startup, after all processes had "
+            "arrived, while they waited for each other. Start the job again.",
         )
 
 
 def await_all(timeout: float, check: Callable[[], None] | None = None) -> None:
-    """Wait until every process is about to exchange its devices, or did so before."""
-    # JAX's own barrier would not do: it does not say who is missing, and a process that gives up
-    # cannot take its arrival back.
+    """Wait until every process is about to exchange its devices, or has done so."""
+    # JAX's barrier will not do: it does not say who is missing, and a process that gives up
+    # cannot withdraw its arrival.
     keys = store()
     if keys is None:
         return
@@ -220,16 +219,16 @@ def await_all(timeout: float, check: Callable[[], None] | None = None) -> None:
     while (states := keys.all(_FOLDER)) != everyone:
         left = sorted(int(rank) for rank, state in states.items() if state != _HERE)
         if left or time.monotonic() > until:
-            keys.set(f"{_FOLDER}/{keys.process}", "left")  # for those who come later
+            keys.set(f"{_FOLDER}/{keys.process}", "left")  # for processes that come later
             absent = [rank for rank in range(keys.processes) if str(rank) not in states]
             raise DeadlineExceededError(
                 f"Process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
-                f"{keys.processes} did not begin to use devices within {timeout:g} s of the first, "
-                "as all have to before any can. A larger `initialization_timeout_seconds` waits "
+                f"{keys.processes} did not begin to use devices within {timeout:g} s of the first; "
+                "all must begin before any can. A larger `initialization_timeout_seconds` waits "
                 "longer."
                 if absent
-                else f"This process began to use devices when process "
-                f"{', '.join(map(str, left))} no longer waited for it. A larger "
+                else "This process began to use devices after process "
+                f"{', '.join(map(str, left))} had stopped waiting for it. A larger "
                 "`initialization_timeout_seconds` waits longer.",
                 ranks=absent or left,
             )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._cluster.launch.subprocesses import surely_ended
+from jaxcoll._cluster.launch.subprocesses import killed_on_exit
 from jaxcoll._compat.compiler import compiler_options, has_compiler
 from jaxcoll._mesh.clusters import (
     Topology,
@@ -107,7 +107,7 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float) -> dict[
     if python == sys.executable:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [python, "-m", "jaxcoll._compat.compiler", str(folder)]
-    with (folder / "log").open("wb") as log, surely_ended() as running:
+    with (folder / "log").open("wb") as log, killed_on_exit() as running:
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         try:
             status = running.start(command, environment, **streams).wait(timeout)

@@ -15,7 +15,7 @@ from processes.hosts import hosts
 from processes.ranks import launch
 
 from benchmarks.lab import LabUnavailableError, Network, bits_per_second, lab
-from jaxcoll._cluster.launch.subprocesses import surely_ended
+from jaxcoll._cluster.launch.subprocesses import killed_on_exit
 
 ROOT = str(Path(__file__).parents[2])
 JOB = Path(__file__).parents[1] / "processes" / "two_levels.py"
@@ -119,7 +119,7 @@ def check_two_levels(exact, coded, within, by):
 @pytest.mark.processes
 def test_processes_on_two_hosts_find_out_and_send_between_them_what_two_levels_send(tmp_path):
     logs = [tmp_path / f"{rank}.log" for rank in range(4)]
-    with hosts(2, "none") as made, surely_ended() as running:
+    with hosts(2, "none") as made, killed_on_exit() as running:
         for rank, variables in enumerate(made.variables(2)):
             command = [*made.on(rank // 2), sys.executable, str(JOB), "found"]
             with logs[rank].open("wb") as log:

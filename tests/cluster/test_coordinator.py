@@ -156,7 +156,7 @@ def test_a_coordinator_that_dies_early_is_not_waited_for():
     threading.Timer(0.3, started.process.kill).start()
     began = time.monotonic()
     with pytest.raises(
-        jc.errors.PeerLostError, match="coordinator at .* died before all had arr"
+        jc.errors.PeerLostError, match="coordinator at .* died before all processes had arr"
     ) as lost:
         arrive(Member(started.address, 2, 1), 60)
     assert (lost.value.ranks, time.monotonic() - began < 20) == ((), True)

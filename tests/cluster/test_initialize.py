@@ -39,9 +39,9 @@ def coordinator():
 @pytest.mark.parametrize(
     ("present", "expected", "kind", "words"),
     [
-        ([(0, 3), (2, 3)], 3, jc.errors.DeadlineExceededError, "process 1 of 3 did not arrive within the 1.0 s"),
-        ([(0, 3), (1, 3), (1, 3)], 3, ValueError, "two processes say that they are process 1 of 3: .*:"),
-        ([(0, 2), (1, 3)], 2, ValueError, "expects 3 processes, and the coordinator 2"),
+        ([(0, 3), (2, 3)], 3, jc.errors.DeadlineExceededError, "process 1 of 3 did not arrive within 1.0 s"),
+        ([(0, 3), (1, 3), (1, 3)], 3, ValueError, "two processes claim to be process 1 of 3: .*:"),
+        ([(0, 2), (1, 3)], 2, ValueError, "expects 3 processes, but the coordinator expects 2"),
     ],
 )  # fmt: skip
 def test_everyone_who_came_is_told_what_is_wrong(coordinator, present, expected, kind, words):
@@ -107,7 +107,7 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
         address = f"127.0.0.1:{port}"
         with pytest.raises(
             jc.errors.DeadlineExceededError,
-            match=r"was not reached within 0.2 s \(Conn.*Is process 0",
+            match=rf"could not reach the coordinator at {address} within 0.2 s \(Conn.*Is process 0",
         ):
             arrive(Member(address, 2, 1), 0.2)
         taken.listen()
@@ -120,7 +120,7 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ValueError, match=f"what answers at {address} is not a coordinator"):
+        with pytest.raises(ValueError, match=f"whatever answers at {address} is not a coordinator"):
             arrive(Member(address, 2, 1), 5)
         thread.join()
         with pytest.raises(
@@ -129,7 +129,8 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
         ):
             _start(Member(address, 2, 0), None, True, TIMES)
     with pytest.raises(
-        ValueError, match=r"'no-such-host.invalid:1' has no address here .*came from the arguments"
+        ValueError,
+        match=r"'no-such-host.invalid:1' cannot be resolved here .*came from the arguments",
     ):
         arrive(Member("no-such-host.invalid:1", 2, 1), 5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -139,7 +140,7 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
         ):
             arrive(Member(address, 2, 1), 0.2)
     with pytest.raises(
-        ValueError, match="'no-such-host.invalid', where it is to listen, has no addr"
+        ValueError, match="'no-such-host.invalid', where it should listen, has no addr"
     ):
         _start(Member("no-such-host.invalid:1", 2, 0), None, True, TIMES)
 
@@ -213,10 +214,10 @@ def test_K14_K16_K17_K19_K20_the_tf_config_resolver_and_its_arguments():
 @pytest.mark.parametrize(
     ("cluster", "kind", "index", "words"),
     [
-        ({"worker": ["a:1", "b:1"]}, "worker", 9, "TFConfigClusterResolver: this is task 9 of .*, which has 2"),
-        ({"worker": ["a:1", "b:1"]}, "chief", 0, "a task of job 'chief', and the cluster has the"),
-        (TWO_JOBS, "ps", 0, "there are parameter servers"),
-        ({"chief": ["a:1", "b:1"]}, "chief", 0, "there can be one chief; got a:1, b:1"),
+        ({"worker": ["a:1", "b:1"]}, "worker", 9, "TFConfigClusterResolver: this is task 9 of .*, which has only 2"),
+        ({"worker": ["a:1", "b:1"]}, "chief", 0, "a task of job 'chief', but the cluster has only the"),
+        (TWO_JOBS, "ps", 0, "TFConfigClusterResolver has parameter servers"),
+        ({"chief": ["a:1", "b:1"]}, "chief", 0, "there can be only one chief; got a:1, b:1"),
         (["a:1"], "worker", 0, "'cluster' must be a JSON object"),
     ],
 )  # fmt: skip
@@ -228,9 +229,9 @@ def test_K22_what_the_tf_config_resolver_refuses(cluster, kind, index, words):
 @pytest.mark.parametrize(
     ("jobs", "change", "words"),
     [
-        ({"worker": 3}, {}, "`jobs` has 3 tasks, and Slurm 4"),
+        ({"worker": 3}, {}, "`jobs` has 3 tasks, but the Slurm step has 4"),
         (None, {"SLURM_PROCID": ""}, "SLURM_PROCID is missing .* Start it with `srun`"),
-        (None, {"SLURM_STEP_TASKS_PER_NODE": "2"}, r"2 hosts \(n\[1-2\]\), and tasks of 1"),
+        (None, {"SLURM_STEP_TASKS_PER_NODE": "2"}, r"2 hosts \(n\[1-2\]\), but the tasks of 1"),
     ],
 )
 def test_the_slurm_resolver_refuses(jobs, change, words):
@@ -259,7 +260,7 @@ def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):
         port = free.getsockname()[1]
     with pytest.raises(jc.errors.DeadlineExceededError) as caught:
         jc.initialize(f"node1:{port}", 2, 0)
-    assert f"'node1:{port}' stands for 127.0.0.1:{port} on" in caught.value.__notes__[0]
+    assert f"'node1:{port}' resolves to 127.0.0.1:{port} on" in caught.value.__notes__[0]
 
 
 def test_a_second_call_is_checked_without_making_devices(monkeypatch):
@@ -268,7 +269,9 @@ def test_a_second_call_is_checked_without_making_devices(monkeypatch):
     monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("jax.process_count", lambda: pytest.fail("it makes devices"))
     jc.initialize("127.0.0.1:1", 2, 0)
-    with pytest.raises(RuntimeError, match="this is process 0 of 2 already, and cannot become"):
+    with pytest.raises(
+        RuntimeError, match="this is already process 0 of 2, and cannot also become"
+    ):
         jc.initialize("127.0.0.1:1", 2, 1)
 
 

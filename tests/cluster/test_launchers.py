@@ -80,19 +80,19 @@ def test_the_first_launcher_that_left_its_marks_is_believed(environment, expecte
     ("environment", "words"),
     [
         ({"TF_CONFIG": "{'worker'"}, "TF_CONFIG is not JSON .*; it begins with \"{'worker'\""),
-        ({"TF_CONFIG": "[1]"}, "the whole must be a JSON object"),
-        ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, "a 'task' and no 'cluster': that maps jobs"),
+        ({"TF_CONFIG": "[1]"}, "its value must be a JSON object"),
+        ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, "a 'task' but no 'cluster', which maps jobs"),
         (tf({"worker": "a:1"}, "worker", 0), "job 'worker' must be a list of addresses; got 'a:1'"),
-        (tf({"worker": {"0": "a:1", "2": "c:1"}}, "worker", 0), r"are numbered \[0, 2\]"),
+        (tf({"worker": {"0": "a:1", "2": "c:1"}}, "worker", 0), r"without gaps; got \[0, 2\]"),
         (tf(WORKERS, "worker", -1), "this is task -1 of job 'worker'"),
         (tf(WORKERS), "does not say which task this process is: 'type' is missing"),
         (tf(WORKERS, "worker"), "'index' is missing from 'task'"),
-        (tf(WORKERS, "worker", True), "a task's number must be whole, from 0; got True"),
-        (tf({"worker": ["a:0", "b:0"]}, "worker", 1), "a port that all processes know: 0, as in 'a:0' from TF_CONFIG"),
-        (tf(WORKERS, "worker", "one"), "a task's number must be whole, from 0; got 'one'"),
+        (tf(WORKERS, "worker", True), "a task's number must be a whole number from 0; got True"),
+        (tf({"worker": ["a:0", "b:0"]}, "worker", 1), "a port that all processes know; 0, as in 'a:0' from TF_CONFIG"),
+        (tf(WORKERS, "worker", "one"), "a task's number must be a whole number from 0; got 'one'"),
         (tf({**WORKERS, "master": ["p:1"]}, "worker", 0), "jobs are chief, worker, ps, evaluator; got master"),
         (tf({"chief": ["a:1"], "worker": ["a:1"]}, "chief", 0), "two tasks have the address a:1"),
-        (tf({"worker": ["a", "b"]}, "worker", 0), "expected as 'host:port'.* got 'a'. It came from TF_CONFIG"),
+        (tf({"worker": ["a", "b"]}, "worker", 0), "an address must be 'host:port'.* got 'a'. It came from TF_CONFIG"),
         ({**LAUNCH, "JAXCOLL_PROCESSES": ""}, "jaxcoll launch: the environment variable JAXCOLL_PROCESSES is missing"),
         ({**SLURM, "SLURM_PROCID": "10"}, r"Slurm gave process 10 of 10"),
         ({**SLURM, "SLURM_NTASKS": "many"}, "Slurm: SLURM_NTASKS must be a whole number; got 'many'"),
@@ -110,18 +110,20 @@ def test_what_cannot_be_is_refused_in_words(environment, words):
 @pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "Slurm"])
 @pytest.mark.parametrize("name", [*launchers._OTHER_RANKS, *launchers._OTHER_SIZES])
 def test_one_of_many_is_not_alone_where_its_launcher_is_not_read(name, around):
-    with pytest.raises(ValueError, match=f"{name}=3 comes from a launcher that is not read here"):
+    with pytest.raises(
+        ValueError, match=f"{name}=3 says that .* a launcher that jaxcoll does not support"
+    ):
         member_of({**around, name: "3"})
 
 
 @pytest.mark.parametrize("address", ["a", "a:", ":1", "a:b", "a:99999", "::1:1", "[::1:1", 5])
 def test_no_address(address):
-    with pytest.raises(ValueError, match="an address is expected as 'host:port'"):
+    with pytest.raises(ValueError, match="an address must be 'host:port'"):
         host_and_port(address)
 
 
 def test_lists_of_hosts_and_of_tasks():
     assert hosts_of("a[08-10]b,c") == ["a08b", "a09b", "a10b", "c"]
     assert counts_of("2(x2),1") == [2, 2, 1]
-    with pytest.raises(ValueError, match="does not say how many tasks a host has: 'x'"):
+    with pytest.raises(ValueError, match="not a list of task counts: 'x'"):
         counts_of("x")

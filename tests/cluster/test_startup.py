@@ -31,9 +31,9 @@ def waits(kind, connection, timeout):
     comes = threading.Event()
     try:
         if kind == "connect":
-            startup.connected(comes.wait, connection, timeout)
+            startup.connect_clients(comes.wait, connection, timeout)
         else:
-            startup.exchanged(comes.wait, connection, timeout)
+            startup.exchange_devices(comes.wait, connection, timeout)
     finally:
         comes.set()
 
@@ -42,8 +42,8 @@ def waits(kind, connection, timeout):
 @pytest.mark.parametrize(
     ("sent", "words", "ranks"),
     [
-        (BOTH_DIED, "Processes 1, 2 ended during the start", (1, 2)),
-        (b"the end", "The coordinator died, or was cut off, during the start", ()),
+        (BOTH_DIED, "Processes 1, 2 ended during startup", (1, 2)),
+        (b"the end", "The coordinator died, or was cut off, during startup", ()),
     ],
 )
 def test_nobody_is_waited_for_who_has_ended(kind, sent, words, ranks, connection):
@@ -72,21 +72,21 @@ def test_a_meeting_that_does_not_come_about_ends_in_time(kind, words, connection
 def test_who_ended_after_a_meeting_is_no_loss_for_it(connection):
     connection, coordinator = connection
     coordinator.sendall(b'{"ended": 1, "stage": "devices"}\n')
-    assert startup.exchanged(lambda: time.sleep(0.1) or 7, connection, 60) == 7
-    startup.connected(lambda: time.sleep(0.1), connection, 60)
+    assert startup.exchange_devices(lambda: time.sleep(0.1) or 7, connection, 60) == 7
+    startup.connect_clients(lambda: time.sleep(0.1), connection, 60)
     reports = coordinator.recv(1000).splitlines()
     assert [json.loads(each)["stage"] for each in reports] == ["devices", "connected"]
     coordinator.sendall(b'{"ended": 2, "stage": "connected"}\n')
-    startup.connected(lambda: time.sleep(0.1), connection, 60)
+    startup.connect_clients(lambda: time.sleep(0.1), connection, 60)
     with pytest.raises(jc.errors.PeerLostError, match="Process 2 ended during"):
         waits("devices", connection, 60)
 
 
 def test_what_fails_while_connecting_is_the_callers():
     with pytest.raises(ZeroDivisionError):
-        startup.connected(lambda: 1 / 0, None, 5.0)
+        startup.connect_clients(lambda: 1 / 0, None, 5.0)
     with pytest.raises(ZeroDivisionError):
-        startup.exchanged(lambda: 1 / 0, None, 5.0)
+        startup.exchange_devices(lambda: 1 / 0, None, 5.0)
 
 
 def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(monkeypatch):
@@ -98,7 +98,7 @@ def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(mo
         startup.await_all(0.1, lambda: None)
     monkeypatch.setattr(startup, "store", lambda: dataclasses.replace(keys, process=1))
     with pytest.raises(
-        jc.errors.DeadlineExceededError, match="when process 0 no longer waited for it"
+        jc.errors.DeadlineExceededError, match="after process 0 had stopped waiting for it"
     ):
         startup.await_all(60, lambda: None)
     keys.set("jaxcoll/devices/0", "here")

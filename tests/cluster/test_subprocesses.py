@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcoll._cluster.launch import subprocesses
-from jaxcoll._cluster.launch.subprocesses import signal_name, surely_ended
+from jaxcoll._cluster.launch.subprocesses import killed_on_exit, signal_name
 from jaxcoll._cluster.launch.supervisor import _Reader
 
 STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
@@ -21,7 +21,7 @@ STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
 
 @pytest.mark.parametrize("end", ["exit 0", "exit 3", "kill -9 $$", "exec sleep 600"])
 def test_children_of_a_process_end_with_the_block_however_it_ended_itself(end):
-    with surely_ended() as running:
+    with killed_on_exit() as running:
         process = running.start(["sh", "-c", f"sleep 600 & echo $!; {end}"], {}, **STREAMS)
         child = int(process.stdout.readline())
         if "sleep" not in end:
@@ -33,7 +33,7 @@ def test_children_of_a_process_end_with_the_block_however_it_ended_itself(end):
 
 def test_a_process_that_leaves_the_group_ends_all_the_same():
     leaves = "import os, time; os.setsid(); print(flush=True); time.sleep(600)"
-    with surely_ended() as running:
+    with killed_on_exit() as running:
         process = running.start([sys.executable, "-c", leaves], {}, **STREAMS)
         process.stdout.readline()
     assert process.returncode == -signal.SIGKILL
@@ -43,7 +43,7 @@ def test_a_process_that_leaves_the_group_ends_all_the_same():
 # In a PID namespace of its own, where it may choose the next process's number.
 STRANGER = """
 import os, runpy, signal, subprocess, sys, time
-surely_ended = runpy.run_path(sys.argv[3])["surely_ended"]  # without JAX
+killed_on_exit = runpy.run_path(sys.argv[3])["killed_on_exit"]  # without JAX
 
 def stranger_with(number):
     for _ in range(100):  # a thread that begins meanwhile takes the number, and gives it back
@@ -57,7 +57,7 @@ def stranger_with(number):
     sys.exit("the number is not to be had")
 
 def job():
-    with surely_ended() as running:
+    with killed_on_exit() as running:
         worker = running.start(["sh", "-c", sys.argv[1]], {})
         worker.wait()
         yield stranger_with(worker.pid)

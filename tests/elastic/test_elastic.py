@@ -377,6 +377,6 @@ def test_a_coordinator_that_died_before_the_run_is_an_error_in_words(monkeypatch
 
 
 def test_a_job_that_is_over_cannot_be_joined_again():
-    words = "the coordinator at 127.0.0.1:1 is not there"
+    words = "cannot reach the coordinator at 127.0.0.1:1"
     with pytest.raises(jc.errors.DeadlineExceededError, match=words):
         reach(Member("127.0.0.1:1", 3, 1), 1.0)

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jaxcoll._cluster.coordinator import start_coordinator
-from jaxcoll._cluster.launch.subprocesses import surely_ended
+from jaxcoll._cluster.launch.subprocesses import killed_on_exit
 from jaxcoll._cluster.launch.supervisor import world_variables
 
 from .campaign_faults import DEADLINE, FAULTS, LATE, TIMEOUT
@@ -70,10 +70,10 @@ class Ran:
       last: the step of its checkpoint, if there is one.
 
     Args:
-      started: like `surely_ended`, which starts new Pythons.
+      started: like `killed_on_exit`, which starts new Pythons.
     """
 
-    def __init__(self, fault, folder, limit=60.0, started=surely_ended):
+    def __init__(self, fault, folder, limit=60.0, started=killed_on_exit):
         self.fault, self.folder = fault, Path(folder).resolve()
         self.hits, self.orphans = [], set()
         faults = [dict(zip(("rank", "when", "what"), f, strict=True)) for f in fault.faults]

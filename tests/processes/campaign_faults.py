@@ -120,10 +120,10 @@ FAULTS = [
     Fault("SIGKILL before the meeting", 2, ((1, "before the meeting", "SIGKILL"),), DEADLINE,
           ("process 1 of 2 did not arrive within",), spec={"arrival": 4}),
     Fault("SIGKILL while connecting", 3, ((1, "while connecting", "SIGKILL"),), LOST,
-          ("Process 1 ended during the start",), spec={"arrival": 20}),
+          ("Process 1 ended during startup",), spec={"arrival": 20}),
     Fault("SIGKILL while devices are exchanged", 3, ((1, "while exchanging", "SIGKILL"),), "RuntimeError",
-          ("Process 1 ended during the start",), job="calls", culprits=(), within=2.0, spec={"arrival": 20}),
-    Fault("SIGKILL before training", 2, ((1, "before training", "SIGKILL"),), LOST, ("Process 1 ended during the start",), within=2.0),
+          ("Process 1 ended during startup",), job="calls", culprits=(), within=2.0, spec={"arrival": 20}),
+    Fault("SIGKILL before training", 2, ((1, "before training", "SIGKILL"),), LOST, ("Process 1 ended during startup",), within=2.0),
     # Calls of `jc.data_parallel` steps.
     _calls("a step: asleep", DEADLINE, (1, 6, "sleep"), words=WAITS),
     _calls("a step without a deadline: SIGKILL", LOST, (1, 6, "SIGKILL"), words=("process 1 has died",),

@@ -12,7 +12,7 @@ import pytest
 from processes.hosts import hosts, listening, pids, pull_cable
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch.subprocesses import surely_ended
+from jaxcoll._cluster.launch.subprocesses import killed_on_exit
 
 pytestmark = pytest.mark.processes
 JOB = Path(__file__).with_name("cut_job.py")
@@ -20,7 +20,7 @@ JOB = Path(__file__).with_name("cut_job.py")
 
 def test_only_the_side_that_has_the_coordinator_goes_on_when_a_cable_is_pulled(tmp_path):
     logs, saved = [tmp_path / f"{rank}.log" for rank in range(2)], tmp_path / "last.npz"
-    with hosts(2) as two, surely_ended() as running:
+    with hosts(2) as two, killed_on_exit() as running:
         for rank, log in enumerate(logs):
             arguments = [str(rank), "2", f"{two.address(0)}:9123", str(saved)]
             command = [*two.on(rank), sys.executable, str(JOB), *arguments]

@@ -32,7 +32,7 @@ rank = jax.process_index()
 try:
     jc.initialize("127.0.0.1:1", 3, 0)
 except RuntimeError as error:
-    assert "already, and cannot become process 0 of 3 at 127.0.0.1:1 as well" in str(error)
+    assert "and cannot also become process 0 of 3 at 127.0.0.1:1." in str(error)
 else:
     sys.exit("a second job was entered")
 assert len(jax.local_devices()) == 2

@@ -186,12 +186,12 @@ def ends(how):
     [
         (wrong, {}, (1,), r"rank 1 of 2 raised KeyError: 'no such row'\n\nTraceback of rank 1 .*in wrong\n    raise KeyError\(\"no such row\"\)"),
         (of_a_cell(), {}, (1,), r'rank 1 of 2 raised ValueError: no such row\n.*File "<cell 3>", line 3, in bad\n    raise ValueError\(row\)'),
-        (killed, {}, (1,), "rank 1 of 2 died of SIGKILL"),
+        (killed, {}, (1,), "rank 1 of 2 was killed by SIGKILL"),
         (partial(time.sleep, 600), {"timeout_seconds": 1.0}, (0, 1), "ranks 0, 1 of 2 did not end within 1 s"),
-        (parts, {}, None, "the function returned float32.8., of which each process has a part. Return"),
+        (parts, {}, None, "the function returned a sharded array, float32.8.. Return"),
         (partial(ends, "without a result"), {"processes": 3}, (1,), "rank 1 of 3 ended with status 0 before the function returned"),
         (partial(ends, "after its result"), {}, (1,), "rank 1 of 2 ended with status 3"),
-        (partial(ends, "with what cannot be read"), {}, (1,), "rank 1 of 2 returned what cannot be read here: ValueError: invalid literal"),
+        (partial(ends, "with what cannot be read"), {}, (1,), "the return value of rank 1 of 2 cannot be unpickled here: ValueError: invalid literal"),
     ],
     ids=lambda x: x.args[0] if isinstance(x, partial) else "",
 )  # fmt: skip
@@ -267,7 +267,7 @@ def test_what_cannot_be_launched_is_refused(settings, words):
 
 def test_windows_is_refused_in_words_before_anything_is_started(monkeypatch, capsys):
     monkeypatch.setattr("platform.system", lambda: "Windows")
-    words = "several processes need Linux or macOS: JAX has no collectives"
+    words = "several processes need Linux or macOS: on Windows, JAX has no"
     with pytest.raises(OSError, match=words):
         jc.launch(os.getpid)
     with pytest.raises(OSError, match=words):

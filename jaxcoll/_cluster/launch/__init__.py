@@ -1,1 +1,1 @@
-"""Processes of this host that form one job, started and surely ended."""
+"""Start the processes of one job on this host, and make sure that they end."""

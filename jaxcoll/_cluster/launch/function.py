@@ -1,4 +1,4 @@
-"""A Python function, run by several processes of this host, whose results come back."""
+"""Run a Python function in several processes of this host, and return their results."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from jaxcoll.errors import LaunchError
 
 _CHILD = "from jaxcoll._cluster.launch.function import work; work()"
 _CALL = "call"
-_CARRIED = (
+_COPIED = (
     *("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_random_seed_offset"),
     *("jax_debug_nans", "jax_debug_infs"),
 )
-"""Settings of JAX that processes have from their caller, beside those that change numbers."""
+"""JAX settings that processes take over from the caller, beside those that change numbers."""
 
 
 def launch(
@@ -42,31 +42,31 @@ def launch(
 ) -> list[Any]:
     """Run a function in several new processes of this host, which form one job.
 
-    For notebooks, tests and scripts; `jaxcoll launch` does it for programs. In each process
-    `jc.initialize()` has been called, so that `jax.devices()` are those of all. What they print
-    appears behind "[rank] ". Everything listens on 127.0.0.1 only. No process outlives the call,
-    however it ends. JAX's settings that change numbers (64 bits, precision, promotion, random
-    numbers) are the caller's.
+    This is for notebooks, tests and scripts; `jaxcoll launch` does the same for programs. Each
+    process has called `jc.initialize()` before, so its `jax.devices()` are those of all processes.
+    Printed lines appear after "[rank] ". Everything listens on 127.0.0.1 only. No process outlives
+    the call, however it ends. JAX settings that change numbers (64 bits, precision, promotion,
+    random numbers) are copied from the caller.
 
     Args:
-      fn: called without arguments in each process; `functools.partial` gives it some. Functions of
-        a notebook, and lambdas, need cloudpickle (`pip install 'jaxcoll[notebook]'`). They see
+      fn: called without arguments in each process; use `functools.partial` to pass some. Lambdas
+        and functions of a notebook need cloudpickle (`pip install 'jaxcoll[notebook]'`). They see
         copies of the caller's variables.
-      processes: how many.
-      devices_per_process: simulated CPU devices, or GPUs, of each.
+      processes: number of processes.
+      devices_per_process: number of simulated CPU devices, or of GPUs, for each process.
       platform: "cpu", or "gpu" for this host's GPUs.
-      timeout_seconds: after which all are ended; None: never.
+      timeout_seconds: time after which all processes are killed. None: no limit.
 
     Returns:
-      What each process returned, in the order of their ranks, with numpy arrays for arrays of JAX
-      that are complete in one process or replicated.
+      The return value of each process, by rank. JAX arrays come back as numpy arrays; they must be
+      complete in one process, or replicated.
 
     Raises:
       ValueError: an argument is invalid.
       OSError: this is Windows.
-      ImportError: the function needs cloudpickle, and it is not installed.
-      LaunchError: not every process returned: one raised an exception, which is shown with its
-        rank and traceback (of several, the earliest), or ended otherwise, or the time was up.
+      ImportError: the function needs cloudpickle, which is not installed.
+      LaunchError: a process raised an exception, ended early, or was not done in time. The message
+        has the rank, and the traceback of the earliest exception.
 
     Examples:
       >>> import os
@@ -80,7 +80,7 @@ def launch(
     if timeout_seconds is not None:
         timeout_seconds = checks.seconds("launch", "timeout_seconds", timeout_seconds)
     check_system()
-    settings = numerics() | {name: getattr(jax.config, name) for name in _CARRIED}
+    settings = numerics() | {name: getattr(jax.config, name) for name in _COPIED}
     call = pickle.dumps((list(sys.path), settings)) + _pickled(fn)
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder:
         Path(folder, _CALL).write_bytes(call)
@@ -88,12 +88,12 @@ def launch(
             job = Job([sys.executable, "-c", _CHILD, folder], variables, _show)
             job.run(timeout_seconds)
         files = [Path(folder, str(rank)) for rank in range(processes)]
-        ended = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
-    return _results(ended, job, timeout_seconds)
+        outcomes = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+    return _results(outcomes, job, timeout_seconds)
 
 
 def work() -> None:
-    """Run the function in a process of `launch`, whose folder is the argument."""
+    """Run the function in one process of `launch`; the command line names the shared folder."""
     folder, rank = Path(sys.argv[1]), os.environ[RANK]
     failure, result = None, b""
     try:
@@ -108,47 +108,50 @@ def work() -> None:
             (f.filename, f.lineno, f.name, None) for f in traceback.extract_tb(error.__traceback__)
         ]
         message = "".join(traceback.format_exception_only(error)).strip()
-        failure = time.monotonic(), message, lines[1:]  # by the clock that all of a host share
-    # In one step: a process that is killed leaves all of it or nothing.
+        failure = time.monotonic(), message, lines[1:]  # all processes of a host share this clock
+    # Rename, so that a process that is killed leaves either a complete file or none.
     (folder / f"{rank}.part").write_bytes(pickle.dumps((failure, result)))
     (folder / f"{rank}.part").rename(folder / rank)
     sys.exit(failure is not None)
 
 
-def _results(ended: list[tuple[Any, bytes] | None], job: Job, timeout: float | None) -> list[Any]:
-    """Return the result of every rank, or raise what went wrong first."""
-    n = len(ended)
-    failures = [(*of[0], rank) for rank, of in enumerate(ended) if of and of[0]]
+def _results(
+    outcomes: list[tuple[Any, bytes] | None], job: Job, timeout: float | None
+) -> list[Any]:
+    """Return the result of every rank, or raise an error for the first failure."""
+    n = len(outcomes)
+    failures = [(*of[0], rank) for rank, of in enumerate(outcomes) if of and of[0]]
     if failures:
         _, message, lines, rank = min(failures, key=lambda failure: failure[0])
-        # The caller's Python knows the lines of a notebook's cells.
+        # Format it here: only the caller's Python has the source lines of a notebook's cells.
         frames = "".join(traceback.StackSummary.from_list(lines).format())
         text = f"rank {rank} of {n} raised {message}\n\nTraceback of rank {rank} (most recent "
         raise LaunchError(f"{text}call last):\n{frames}{message}", ranks=[rank])
     late = [rank for rank, status in enumerate(job.statuses) if status is None]
-    if wrong := job.failed[:1] or late or [rank for rank, of in enumerate(ended) if of is None][:1]:
+    silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+    if wrong := job.failed[:1] or late or silent[:1]:
         status = job.statuses[wrong[0]]
         if status is None:
             how = f"did not end within {timeout:g} s"
         elif status < 0:
-            how = f"died of {signal_name(-status)}"
+            how = f"was killed by {signal_name(-status)}"
         else:
             how = f"ended with status {status}" + " before the function returned" * (status == 0)
         text = f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} of {n} {how}"
-        raise LaunchError(f"{text}; see what was printed.", ranks=wrong)
+        raise LaunchError(f"{text}; see its output above.", ranks=wrong)
     results = []
-    for rank, (_, result) in enumerate(filter(None, ended)):
+    for rank, (_, result) in enumerate(filter(None, outcomes)):
         try:
             results.append(pickle.loads(result))
         except Exception as error:
-            text = f"rank {rank} of {n} returned what cannot be read here"
+            text = f"the return value of rank {rank} of {n} cannot be unpickled here"
             raise LaunchError(f"{text}: {type(error).__name__}: {error}", ranks=[rank]) from error
     return results
 
 
 def _pickled(fn: Any) -> bytes:
     if not callable(fn):
-        program = "; a program is started by `jaxcoll launch`" if isinstance(fn, str) else ""
+        program = " (programs are started by `jaxcoll launch`)" if isinstance(fn, str) else ""
         raise ValueError(f"`launch` expects a function{program}; got {checks.kind_of(fn)}.")
     try:
         import cloudpickle
@@ -157,29 +160,29 @@ def _pickled(fn: Any) -> bytes:
             data = pickle.dumps(fn)
         except (pickle.PicklingError, AttributeError, TypeError):
             data = b"__main__"
-        if b"__main__" not in data:  # which is another module in the processes
+        if b"__main__" not in data:  # `__main__` is a different module in the new processes
             return data
         raise ImportError(
-            "`launch` needs cloudpickle to send this function to other processes: it was made in a "
-            "notebook, in the program's main file, or in another function. `pip install "
-            "'jaxcoll[notebook]'`, or move it to a module that can be imported."
+            "`launch` needs cloudpickle to send this function to other processes, because it was "
+            "defined in a notebook, in the main program, or inside another function. `pip install "
+            "'jaxcoll[notebook]'`, or move the function to a module that can be imported."
         ) from None
     return cloudpickle.dumps(fn)
 
 
 def _on_host(x: Any) -> Any:
-    """Return a numpy array for an array of JAX; anything else as it is."""
+    """Convert a JAX array to a numpy array, and return anything else unchanged."""
     if not hasattr(x, "addressable_shards"):
         return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
         raise ValueError(
-            f"`launch`: the function returned {x.dtype}{list(x.shape)}, of which each process has "
-            "a part. Return `[s.data for s in x.addressable_shards]`, or a replicated array."
+            f"`launch`: the function returned a sharded array, {x.dtype}{list(x.shape)}. "
+            "Return `[s.data for s in x.addressable_shards]`, or a replicated array."
         )
     return np.asarray(x)
 
 
 def _show(rank: int, stream: str, line: str) -> None:
-    """Write what a process printed where `print` of the caller would, if that is open."""
+    """Print a line of a process on the caller's standard output or error, if that is open."""
     with contextlib.suppress(OSError, ValueError):
         (sys.stdout if stream == "out" else sys.stderr).write(f"[{rank}] {line}")

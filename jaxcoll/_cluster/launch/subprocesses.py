@@ -1,4 +1,4 @@
-"""Start processes that certainly end, however the one that started them ends."""
+"""Start processes that are sure to end, however the process that started them ends."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
-"""Set by `jaxcoll launch`, which already runs a coordinator, for the processes that it starts."""
+"""Variables that `jaxcoll launch`, which runs the coordinator, sets for its processes."""
 
 REJOIN = "JAXCOLL_REJOIN"
-"""Set to "1" by `jaxcoll launch` for a process that is started again while the others go on."""
+"""Variable that `jaxcoll launch` sets to "1" for a process restarted while the others go on."""
 
 OF_A_LAUNCH = (COORDINATOR, PROCESSES, RANK, REJOIN)
-"""Variables that a job inside a job must not inherit."""
+"""Variables that a job started inside another job must not inherit."""
 
-# Leads the group. Its standard input ends when the process that started it does, however that was.
+# The group's leader. Its standard input closes when the process that started it ends in any way.
 _LEADER = "trap '' HUP INT TERM; read -r _; kill -s KILL 0"
 
 
 def check_system() -> None:
-    """Refuse to start processes on Windows."""
+    """Raise OSError on Windows."""
     if platform.system() == "Windows":
         raise OSError(
-            "several processes need Linux or macOS: JAX has no collectives between CPU processes "
-            "on Windows. One process with simulated devices works there "
-            "(`jax.config.update('jax_num_cpu_devices', 8)`), and WSL 2 is Linux."
+            "several processes need Linux or macOS: on Windows, JAX has no collectives between CPU "
+            "processes. Use one process with simulated devices "
+            "(`jax.config.update('jax_num_cpu_devices', 8)`), or WSL 2."
         )
 
 
@@ -42,7 +42,7 @@ def signal_name(number: int) -> str:
 
 
 class Running:
-    """The processes of a `surely_ended`, in the order in which they were started."""
+    """The processes of a `killed_on_exit` block, in the order in which they were started."""
 
     def __init__(self, group: int) -> None:
         self._group = group
@@ -51,30 +51,30 @@ class Running:
     def start(
         self, command: Sequence[str], env: Mapping[str, str], **streams: Any
     ) -> subprocess.Popen[bytes]:
-        """Start one more; `env` is added to the environment, `streams` are `Popen`'s."""
-        # This process may itself belong to a job, which its children must not enter.
-        own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
+        """Start a process. `env` extends the environment; `streams` are arguments of `Popen`."""
+        # This process may itself belong to a job, which its children must not join.
+        ours = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
         process: subprocess.Popen[Any] = subprocess.Popen(
-            command, env={**own, **env}, process_group=self._group, **streams
+            command, env={**ours, **env}, process_group=self._group, **streams
         )
         self.processes.append(process)
         return process
 
     def signal(self, number: int) -> None:
-        """Send a signal to all of them that run, and to the processes that they started."""
+        """Send a signal to all running processes, and to those that they started."""
         os.killpg(self._group, number)
 
 
 @contextlib.contextmanager
-def surely_ended() -> Iterator[Running]:
-    """Start processes in here: at the end all are killed, with those that they started.
+def killed_on_exit() -> Iterator[Running]:
+    """Kill, on leaving this context, the processes started in it and those that they started.
 
-    They are one process group, led by a shell that outlives them and is waited for last: until
-    then the system gives the group's number to nobody else, and no other number is signalled.
-    Processes that they start and that leave the group escape.
+    They form one process group. A shell leads it, outlives them and is reaped last: until then
+    the operating system cannot reuse the group's number, so no other process gets the signal.
+    Descendants that leave the group escape.
 
     Yields:
-      What starts them.
+      The object that starts them.
     """
     check_system()
     with subprocess.Popen(
@@ -86,5 +86,5 @@ def surely_ended() -> Iterator[Running]:
         finally:
             running.signal(signal.SIGKILL)
             for process in running.processes:
-                process.kill()  # it may have left the group; one that is reaped gets no signal
+                process.kill()  # it may have left the group; Popen never signals a reaped one
                 process.wait()

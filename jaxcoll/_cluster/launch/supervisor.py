@@ -1,4 +1,4 @@
-"""Run one job on this host: its coordinator, and its processes to their certain end."""
+"""Run one job on this host: its coordinator, and its processes, which are sure to end."""
 
 from __future__ import annotations
 
@@ -22,54 +22,55 @@ from jaxcoll._cluster.launch.subprocesses import (
     RANK,
     REJOIN,
     Running,
-    surely_ended,
+    killed_on_exit,
 )
 
-_GRACE_SECONDS = 5.0  # between asking processes to end and killing them
-_SETTLE_SECONDS = 4.0  # after which survivors of a failure know whether they can go on
-_OUTPUT_SECONDS = 1.0  # for the last output of a job that was ended
+_GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_SETTLE_SECONDS = 4.0  # in which survivors of a failure find out whether they can go on
+_OUTPUT_SECONDS = 1.0  # to read the last output of a job that was stopped
 _POLL_SECONDS = 0.05
 _LONGEST_LINE = 1 << 24  # characters
-# Of the line in which Gloo says on standard output, amid a program's own, that it has connected
+# Start of the line that Gloo prints on the program's standard output when it has connected
 _GLOO = "[Gloo] Rank "
 
 
 @dataclasses.dataclass
 class Job:
-    """One process for each set of environment variables, which are added to this process's."""
+    """One process for each set of environment variables."""
 
     command: Sequence[str]
-    variables: Sequence[Mapping[str, str]]  # of each rank
-    # Called with a rank, "out" or "err", and a line that it printed, or what a progress bar drew up
-    # to a return. Each stream has a thread that calls it, and is not read meanwhile
+    variables: Sequence[Mapping[str, str]]  # each rank's, added to this process's environment
+    # Called with a rank, "out" or "err", and a line that it printed (a progress bar's line may end
+    # with a carriage return). Each stream has its own thread, which reads no further meanwhile
     show: Callable[[int, str, str], None]
     keep_going: bool = False  # a process that fails does not end the others
-    # Called with the rank and the status of a process that failed while others run: shall it be
-    # started again, to rejoin them?
+    # Called with the rank and status of a process that failed while others run. Returns whether to
+    # restart it so that it rejoins them
     may_restart: Callable[[int, int], bool] = lambda rank, status: False
-    # That came to this process so far. The first ends the job, a second one does not wait
+    # Signals that this process has received. The first ends the job, a second one kills it at once
     signals: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        # The exit status of each rank, or minus the signal that ended it; None: the job ended it
+        # Each rank's exit status, or minus the signal that killed it; None: still running, or
+        # stopped by the job
         self.statuses: list[int | None] = [None] * len(self.variables)
-        self.failed: list[int] = []  # the ranks that failed by themselves, the first one first
-        self.is_late, self.interrupted = False, 0  # the time was up; the signal that ended the job
+        self.failed: list[int] = []  # ranks that failed by themselves, in order
+        self.is_late, self.interrupted = False, 0  # the job timed out; the signal that ended it
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._failed_at: dict[int, float] = {}
         self._readers: list[_Reader] = []
 
     def run(self, timeout: float | None = None) -> None:
-        """Run it to its end; no process outlives this call."""
+        """Run the job to its end. No process outlives this call."""
         until = time.monotonic() + (math.inf if timeout is None else timeout)
-        with surely_ended() as running:
+        with killed_on_exit() as running:
             for rank in range(len(self.variables)):
                 self._start(running, rank)
             while None in self.statuses and not self._must_end(until):
                 time.sleep(_POLL_SECONDS)
                 self._note_ended()
                 self._restart(running)
-            self._ask_to_end(running)
+            self._terminate(running)
         self._wait_for_output(until)
 
     def _start(self, running: Running, rank: int, **more: str) -> None:
@@ -96,13 +97,13 @@ class Job:
                 if status:
                     new.append(rank)
                     self._failed_at[rank] = time.monotonic()
-        # The killed ones first: a process that aborts most often does so because of another.
+        # Killed ones first: a process that aborts usually does so because of another.
         killed = {rank for rank in new if self.statuses[rank] in (-signal.SIGKILL, -signal.SIGSEGV)}
         self.failed += sorted(new, key=lambda rank: (rank not in killed, rank))
 
     def _restart(self, running: Running) -> None:
-        """Restart failed processes that may be, if others run whom they can rejoin."""
-        # Once one has finished, the others are about to: there would be nobody to rejoin.
+        """Restart failed processes that `may_restart`, if others run that they can rejoin."""
+        # Once one has finished, the others soon will: a restarted one could not rejoin.
         if None not in self.statuses or 0 in self.statuses:
             return
         for rank, at in list(self._failed_at.items()):
@@ -114,8 +115,8 @@ class Job:
                     self.statuses[rank] = None
                     self._start(running, rank, **{REJOIN: "1"})
 
-    def _ask_to_end(self, running: Running) -> None:
-        """Give processes time to end by themselves; another signal takes it from them."""
+    def _terminate(self, running: Running) -> None:
+        """Signal all processes, and give them time to end, unless another signal comes."""
         before, until = len(self.signals), time.monotonic() + _GRACE_SECONDS
         running.signal(self.interrupted or signal.SIGTERM)
         while any(process.poll() is None for process in self._processes.values()):
@@ -124,20 +125,20 @@ class Job:
             time.sleep(_POLL_SECONDS)
 
     def _wait_for_output(self, until: float) -> None:
-        """Wait for whoever reads the output, but not for a process that left the group."""
+        """Wait until all output is shown, but not for a process that has left the group."""
         soon, before = time.monotonic() + _OUTPUT_SECONDS, len(self.signals)
         is_ended = self.is_late or self.interrupted
         for reader in self._readers:
             while reader.is_alive() and (reader.is_showing or time.monotonic() < soon):
                 if time.monotonic() > (soon if is_ended else until) or len(self.signals) > before:
                     if not is_ended:
-                        self._must_end(until)  # which notes why
+                        self._must_end(until)  # records the reason
                     return
                 reader.join(0.01)
 
 
 class _Reader(threading.Thread):
-    """Shows what comes out of a pipe, line by line, until its end."""
+    """A thread that shows the output of a pipe, line by line, until its end."""
 
     def __init__(self, pipe: IO[bytes], show: Callable[[str], None]) -> None:
         super().__init__(name="jaxcoll-output", daemon=True)
@@ -162,19 +163,19 @@ def world(
     """Run a coordinator on the loopback interface.
 
     Yields:
-      Each rank's environment variables, and a function that is True once a process has joined.
+      Each rank's environment variables, and a function that returns whether a process has arrived.
     """
     with contextlib.closing(start_coordinator("127.0.0.1:0", processes, log=log)) as coordinator:
         variables = world_variables(coordinator.address, processes, platform, count)
-        yield variables, coordinator.is_met
+        yield variables, coordinator.has_arrivals
 
 
 def world_variables(
     address: str, processes: int, platform: str = "", count: int = 0
 ) -> list[dict[str, str]]:
-    """Return each rank's environment variables, by which it finds the coordinator at an address.
+    """Return each rank's environment variables for the coordinator at `address`.
 
-    With a platform also those by which it has `count` devices of it.
+    If a platform is given, they also set up `count` devices of it.
     """
     common = {COORDINATOR: address, PROCESSES: str(processes)}
     return [
@@ -189,10 +190,10 @@ def _device_variables(platform: str, count: int, rank: int) -> dict[str, str]:
     # JAX's preemption service would keep SIGTERM from ending a process.
     defaults = {"PYTHONUNBUFFERED": "1", "JAX_ENABLE_PREEMPTION_SERVICE": "false"}
     if platform == "cpu":
-        own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
+        settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
     else:
         ids = ",".join(str(rank * count + k) for k in range(count))
-        own = {"JAX_PLATFORMS": "cuda", "JAX_LOCAL_DEVICE_IDS": ids}
-        # NCCL's processes on one host need no other interface to find each other.
+        settings = {"JAX_PLATFORMS": "cuda", "JAX_LOCAL_DEVICE_IDS": ids}
+        # On one host, the loopback interface is all that NCCL needs.
         defaults["NCCL_SOCKET_IFNAME"] = "lo"
-    return {**{name: os.environ.get(name, value) for name, value in defaults.items()}, **own}
+    return {**{name: os.environ.get(name, value) for name, value in defaults.items()}, **settings}
