@@ -141,7 +141,7 @@ def test_a_warning_points_at_the_users_line():
         ({}, ""),
         ({"SLURM_NTASKS": "1", "WORLD_SIZE": "many"}, ""),
         ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4 .* Start the program with `srun`"),
-        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a"}, r"it is alone.*itself. Call `jc.initi"),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a"}, r"each trains alone. Call `jc.initi"),
         ({"JAXCOLL_PROCESSES": "2"}, r"Call `jc.initialize\(\)` first in the program"),
     ],
 )

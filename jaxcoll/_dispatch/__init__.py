@@ -1,1 +1,1 @@
-"""Compiled programs, deadlines, peers: process groups, the watchdog, fingerprints."""
+"""Run compiled programs: deadlines, process groups, the watchdog, fingerprints."""

@@ -1,9 +1,9 @@
 """Processes agree on the program of a call before any of its data moves.
 
-Each writes the mark of its program; the first process of the group reads all of them and writes
-the verdict, which the others wait for. That is two messages a process, and three for the first,
-whatever their number. The lines of a program travel only where marks differ: its process's
-watchdog is asked for them.
+Each process writes the digest of its program. The first process of the group reads all digests and
+writes the verdict, for which the others wait. That is two messages per process, and three for the
+first, whatever the number of processes. Only if digests differ does a process ask another one's
+watchdog for the lines of its program.
 """
 
 from __future__ import annotations
@@ -25,43 +25,44 @@ from jaxcoll._spmd.check_replicas import ReplicaCheck
 from jaxcoll.errors import PeerLostError, ProgramMismatchError, ReplicaDivergenceError
 
 PATIENCE_SECONDS = 0.25
-"""Seconds for which a mark is waited for before its process is asked what it does instead."""
+"""Seconds to wait for a process's digest before asking what that process does instead."""
 
-_LINES_SECONDS = 10.0  # how long the lines of another process are waited for
+_LINES_SECONDS = 10.0  # timeout for the lines of another process's program
 
 _MISMATCH = """\
 Processes are about to run different programs as call {position}; {done}. The first difference:
 {sides}
-Every process has to make the same calls in the same order: the same function, with arguments of \
-the same structure, names, shapes and dtypes, the same constants and the same options, under the \
-same version of JAX, its settings and `XLA_FLAGS`, and on the same kind of processor."""
+Every process must make the same calls in the same order: the same function, with arguments of \
+the same structure, names, shapes and dtypes, the same constants and options, under the same \
+version of JAX, its settings and `XLA_FLAGS`, on the same kind of processor."""
 
 _DIFFERENT = """\
-{name}: processes hold different values in {n} of {of} leaves that every replica gets whole, \
-{leaf} first: processes {groups}. Nothing was run. Make them from one seed, or read them from \
-one file, on every process; what is meant to differ is a batch, or a `PerReplica`."""
+{name}: processes pass different values for {n} of the {of} leaves that must be equal on every \
+replica. The first is {leaf}: processes {groups}. Nothing was run. Make these values from one \
+seed, or read them from one file, on every process. Pass values that should differ as a batch, or \
+in a `PerReplica`."""
 
 _SAME_ROWS = """\
-{name}: all {n} processes pass the same rows in {leaf}. Each process passes its own share of the \
-batch, so that these rows count {n} times; if this is the whole batch, pass this process's part \
-of it, as in `rows[jax.process_index()::jax.process_count()]`."""
+{name}: all {n} processes pass the same rows in {leaf}. Each process should pass its own share of \
+the batch, so these rows count {n} times. If this is the whole batch, pass only this process's \
+part, as in `rows[jax.process_index()::jax.process_count()]`."""
 
 
 @dataclasses.dataclass(eq=False)
 class Agreement:
-    """The protocol by which a group's processes agree on the program of one call."""
+    """The protocol in which a group's processes agree on the program of one call."""
 
     peers: Peers
     group: str
     processes: Sequence[int]
     position: int
     program: Program
-    first: FirstValues | None  # what this process brings to its first run; None: nothing
+    first: FirstValues | None  # this process's arguments, if it is the program's first run
     warn: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self.folder = f"{self.peers.root}/agree/{self.group}/{self.position}"
-        # Processes that run the same program here, and saw nothing to agree upon
+        # Processes that have run the same program as this call without an agreement
         self._alike: set[int] = set()
         self._silent_since: dict[int, float] = {}
         self._pause, self._next = PATIENCE_SECONDS, time.monotonic() + PATIENCE_SECONDS
@@ -70,21 +71,21 @@ class Agreement:
         """Wait until all processes are about to run the same program.
 
         Returns:
-          None where they are; or the error that all of them raise. And whether others have run.
+          None if they are, or the error that all of them raise; and whether a process runs already.
 
         Raises:
-          PeerLostError: a process does not come any more.
+          PeerLostError: a process is lost.
         """
         store, me, first = self.peers.store, self.peers.process, self.first
         whole, rows = ("", "") if first is None else first.short()
         if first is not None:
             store.set(f"{self.folder}/values/{me}", json.dumps(first.replicated))
-        store.set(f"{self.folder}/marks/{me}", json.dumps([self.program.mark, whole, rows]))
+        store.set(f"{self.folder}/digests/{me}", json.dumps([self.program.digest, whole, rows]))
         if me == self.processes[0]:
             verdict = self._verdict()
             store.set(f"{self.folder}/verdict", json.dumps(verdict))
         else:
-            verdict = self._awaited()
+            verdict = self._wait_for_verdict()
         if "divergent" in verdict:
             groups = {leaf: tuple(map(tuple, of)) for leaf, of in verdict["divergent"].items()}
             return ReplicaDivergenceError(verdict["error"], divergent=groups), False
@@ -96,63 +97,61 @@ class Agreement:
         return None, False
 
     def _verdict(self) -> dict[str, Any]:
-        """Return the verdict of all processes' marks, as far as it takes to know."""
+        """Return the verdict on the processes' digests: the first mismatch ends the wait."""
         pause = 0.001
         while True:
-            marks = self.peers.store.all(f"{self.folder}/marks")
-            entries = {int(p): json.loads(text) for p, text in marks.items()}
-            differing = [p for p in sorted(entries) if entries[p][0] != self.program.mark]
+            digests = self.peers.store.all(f"{self.folder}/digests")
+            entries = {int(p): json.loads(text) for p, text in digests.items()}
+            differing = [p for p in sorted(entries) if entries[p][0] != self.program.digest]
             missing = [p for p in self.processes if p not in entries and p not in self._alike]
             if differing:
                 replies = self.peers.ask(self.group, self.position, missing) if missing else {}
                 ran = [p for p in sorted(replies) if replies[p].get("ran") is not None]
                 return self._mismatch(differing[0], ran)
             if not missing:
-                return self._of_values(entries)
-            if (stray := self._stray(missing)) is not None:
+                return self._compare_values(entries)
+            if (stray := self._find_stray(missing)) is not None:
                 return self._mismatch(stray, [stray])
-            time.sleep(pause)  # short at first: as a rule all arrive within milliseconds
+            time.sleep(pause)  # short at first: usually all arrive within milliseconds
             pause = min(2 * pause, 0.05)
 
-    def _awaited(self) -> dict[str, Any]:
-        """The verdict of the first process; or this process's own, if that does not come."""
+    def _wait_for_verdict(self) -> dict[str, Any]:
+        """Return the first process's verdict, or this process's own if that does not arrive."""
         first = self.processes[0]
         while True:
             try:
                 return json.loads(self.peers.store.get(f"{self.folder}/verdict", PATIENCE_SECONDS))
             except TimeoutError:
-                if self._stray([first]) is not None:
+                if self._find_stray([first]) is not None:
                     return self._mismatch(first, [first])
                 if self._alike:
                     return {}
 
-    def _of_values(self, entries: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-        """Return the verdict of the digests of the processes' first arguments."""
+    def _compare_values(self, entries: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+        """Return the verdict on the processes' first arguments."""
         if len({whole for _, whole, _ in entries.values()} - {""}) > 1:
             texts = self.peers.store.all(f"{self.folder}/values")
             values = {p: json.loads(texts[p]) for p in sorted(texts, key=int)}
-            found = divergent(values)
-            leaf, groups = next(iter(found.items()))
+            differing = divergent(values)
+            leaf, groups = next(iter(differing.items()))
             text = _DIFFERENT.format(
                 name=self.program.name,
-                n=len(found),
+                n=len(differing),
                 of=len(next(iter(values.values()))),
                 leaf=leaf,
                 groups=" | ".join(map(", ".join, groups)),
             )
-            return {"error": text, "divergent": found}
+            return {"error": text, "divergent": differing}
         rows, n = {rows for _, _, rows in entries.values()}, len(self.processes)
         same = len(entries) == n > 1 and len(rows) == 1 and rows != {""}
         return {"same_rows": True} if same else {}
 
-    def _stray(self, missing: Sequence[int]) -> int | None:
-        """A process that runs something else in the place of this call; None: none is known to.
-
-        Those that do not come are asked at growing intervals.
+    def _find_stray(self, missing: Sequence[int]) -> int | None:
+        """Ask missing processes, at growing intervals, and return one that runs another program.
 
         Raises:
-          PeerLostError: one has ended; or, where no connection reports that, has not answered for
-            long.
+          PeerLostError: a process has ended; or, if no connection reports that, has not answered
+            for too long.
         """
         now = time.monotonic()
         if now < self._next:
@@ -162,35 +161,38 @@ class Agreement:
         self._next = time.monotonic() + self._pause
         lost = [p for p in missing if p not in replies and self._is_lost(p, now)]
         if lost:
-            raise PeerLostError("it did not come to agree upon the next program.", ranks=lost)
+            raise PeerLostError("it did not arrive to agree on the next program.", ranks=lost)
         for process in replies:
             self._silent_since.pop(process, None)
-        # A process that has not run anything here is about to write its mark.
+        # A process that has not run this call is about to write its digest.
         ran = {p: reply["ran"] for p, reply in replies.items() if reply.get("ran") is not None}
-        self._alike |= {p for p, mark in ran.items() if mark == self.program.mark}
+        self._alike |= {p for p, digest in ran.items() if digest == self.program.digest}
         return min(ran.keys() - self._alike, default=None)
 
     def _is_lost(self, process: int, now: float) -> bool:
-        state = self.peers.known(process)
+        state = self.peers.state_of(process)
         silent = now - self._silent_since.setdefault(process, now) >= SILENT_CALLER_SECONDS
         return state in ("ended", "dead") or (state == "here" and silent and followed() is None)
 
     def _mismatch(self, other: int, ran: Sequence[int]) -> dict[str, Any]:
-        """The verdict that this process and another bring different programs."""
+        """Return the verdict that this process and another have different programs."""
         ask = self.peers.ask
         reply = ask(self.group, self.position, [other], _LINES_SECONDS, lines=True).get(other, {})
         theirs = unpacked(reply["lines"]) if "lines" in reply else ["(its program is not known)"]
         sides = {self.peers.process: unpacked(self.program.lines), other: theirs}
         text = _MISMATCH.format(
             position=self.position,
-            done=f"process {ran[0]} runs one and waits in it" if ran else "nothing was run",
+            done=f"process {ran[0]} is already running its own" if ran else "nothing was run",
             sides=first_difference(dict(sorted(sides.items()))),
         )
         return {"error": text, "is_run": bool(ran)}
 
 
 def divergent(digests: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Groups of those who hold the same, for each leaf of which not all do, by its digests."""
+    """Return, for each leaf on which not all agree, the groups of those who agree.
+
+    `digests` has a mapping from leaves to hexadecimal digests for each party.
+    """
     paths = tuple(next(iter(digests.values())))
-    found = [[[int(held[path], 16)] for path in paths] for held in digests.values()]
-    return ReplicaCheck(np.array(found, np.uint64), paths, tuple(digests)).divergent()
+    numbers = [[[int(leaves[path], 16)] for path in paths] for leaves in digests.values()]
+    return ReplicaCheck(np.array(numbers, np.uint64), paths, tuple(digests)).divergent()

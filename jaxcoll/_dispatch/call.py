@@ -1,4 +1,4 @@
-"""A call of a compiled program, as one value, and the deadlines inside that bound it."""
+"""A call of a compiled program, and the deadlines of the reductions inside it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jaxcoll._plan.options import UNSET, CommunicationOptions
 
 
 def settings_of(options: CommunicationOptions) -> str:
-    """The options that all processes must have in common, as they compare them."""
+    """Return the options that must be equal on all processes, as text for comparison."""
     return repr(options.replace(timeout_seconds=UNSET))
 
 
 class InnerDeadlines:
-    """The deadlines that the reductions inside one program ask for.
+    """The deadlines that the reductions inside one program request.
 
-    Guarantee: a call is bounded by the shortest deadline that any reduction inside was given, in
-    any trace of the program. A compiled program is one wait: nobody outside can see where in it a
-    reduction begins.
+    Guarantee: the shortest deadline of any reduction inside, in any trace of the program, bounds
+    the whole call. The host waits for a compiled program as a whole, and cannot see when a
+    reduction inside begins.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class InnerDeadlines:
         self._traced: set[Hashable] = set()
 
     def ask(self, seconds: float) -> None:
-        """Note the deadline of a reduction that is being traced."""
+        """Record the deadline of a reduction that is being traced."""
         self.shortest = min(seconds, self.shortest or seconds)
 
     def traced(self, program: Any, args: tuple[Any, ...]) -> None:
-        """Trace a jitted program for arguments like these, once, so that it can ask; JAX keeps it.
+        """Trace a jitted program once for such arguments, so that its reductions call `ask`.
 
-        Cost, when it is done: about half a microsecond an array.
+        JAX keeps the trace. Cost of later calls: about half a microsecond per array.
         """
         leaves, tree = jax.tree.flatten(args)
         key = (settings.configuration(), tree, tuple(leaf.aval for leaf in leaves))
@@ -47,32 +47,32 @@ class InnerDeadlines:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a jitted program, by every process that has some of its devices."""
+    """A call of a jitted program, made by every process that has some of its devices."""
 
     program: Any  # what `jax.jit` returned
-    args: Sequence[Any]  # positional arguments, placed
-    devices: Sequence[jax.Device]  # those of the program's mesh
+    args: Sequence[Any]  # positional arguments, on devices
+    devices: Sequence[jax.Device]  # of the program's mesh
     name: str  # for messages
     options: CommunicationOptions = CommunicationOptions()  # `timeout_seconds` bounds the call
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments by name, placed
-    # What all processes must have in common beside the program; hashable, and its `repr` is
-    # compared. None: `options`, of which a program has one value
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # by name, on devices
+    # Must be equal on all processes, as the program must; hashable, and compared by its `repr`.
+    # None: `options`, which never change for one program
     settings: Any = None
-    # Whether arrays that are split are a batch, of which each process has its own rows
+    # Whether sharded arrays are a batch, of which each process has its own rows
     rows: bool = False
-    inner: InnerDeadlines | None = None  # deadlines that reductions inside the program ask for
-    # Words of a `SameRowsWarning`, for the thread that waits for the call: the user's line is there
+    inner: InnerDeadlines | None = None  # deadlines of reductions inside the program
+    # Texts of `SameRowsWarning`s; the thread that waits for the call warns, at the user's line
     same_rows: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def timeout_seconds(self) -> float | None:
-        """The deadline, as far as the traces made until now ask for one; None and 0: none."""
-        own = self.options.timeout_seconds
+        """The deadline of the options and of all traces so far, in seconds; None or 0: none."""
+        outer = self.options.timeout_seconds
         inner = self.inner.shortest if self.inner else None
-        return min(own, inner) if own and inner else inner or own
+        return min(outer, inner) if outer and inner else inner or outer
 
     def settings_text(self) -> str:
-        """Return the settings that all processes must have in common, as they compare them."""
+        """Return the settings that must be equal on all processes, as text for comparison."""
         if self.settings is None:
             return settings_of(self.options)
         return self.settings if isinstance(self.settings, str) else repr(self.settings)

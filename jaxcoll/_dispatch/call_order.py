@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 RECENT = 1 << 13
-"""Calls that are remembered, at least."""
+"""Least number of calls that are remembered."""
 
 CONTEXTS = (16, 8, 4, 2, 1)
-"""Numbers of last calls that are looked for among the earlier ones, longest first."""
+"""Lengths of recent call sequences to search for among earlier calls, longest first."""
 
 _GAP = "\0"
 
 
 class CallOrder:
-    """The calls of one process group that this process has made, each by the mark of its program.
+    """This process's calls in one process group, each as the digest of its program.
 
-    Guarantees: what is expected follows from the calls so far and from nothing else. Of processes
-    that made the same calls and go on with different programs, all but those of one program are
-    surprised, at whatever call that is.
+    Guarantees: the expected program depends only on the calls so far. So if processes have made the
+    same calls and continue with different programs, at most one of these programs is expected, and
+    every process that calls another one notices, at whatever call that is.
 
-    Expected is what followed where the last calls were made before, as dictionary coders predict
-    (J. Ziv, A. Lempel, "A Universal Algorithm for Sequential Data Compression", IEEE Transactions
-    on Information Theory 23, 1977). A loop, also one of loops, surprises a few times in its first
-    rounds and then no more; calls in an irregular order surprise often.
+    The expected program is the one that followed when the latest calls were last made, as in
+    dictionary coders (J. Ziv, A. Lempel, "A Universal Algorithm for Sequential Data Compression",
+    IEEE Transactions on Information Theory 23, 1977). A loop, even a nested one, has unexpected
+    calls only in its first few rounds; calls in an irregular order are often unexpected.
     """
 
     def __init__(self) -> None:
-        self._letters: dict[str, str] = {}  # one for each mark
-        self._history = 0, ""  # how many calls were forgotten, and the letters of the others
-        self._next = 0  # the place in these letters of the one that is expected
+        self._letters: dict[str, str] = {}  # one letter for each digest
+        self._history = 0, ""  # the number of forgotten calls, and the letters of the rest
+        self._next = 0  # index of the expected call in these letters
 
-    def follow(self, mark: str) -> bool:
-        """Note that a program is called next; whether it is the expected one.
+    def follow(self, digest: str) -> bool:
+        """Record the next call. Return whether its program is the expected one.
 
         Cost: a microsecond.
         """
-        letter = self._letters.setdefault(mark, chr(len(self._letters) + 1))
+        letter = self._letters.setdefault(digest, chr(len(self._letters) + 1))
         forgotten, letters = self._history
         is_expected = letters[self._next : self._next + 1] == letter
         if len(letters) >= 2 * RECENT:
@@ -43,29 +43,29 @@ class CallOrder:
         self._history = forgotten, letters + letter
         self._next += 1
         if not is_expected or self._next <= 0:
-            self._next = self._place()
+            self._next = self._predict()
         return is_expected
 
     def interrupt(self) -> None:
-        """Take the last call back, because processes disagree: nothing is expected after it."""
+        """Withdraw the last call, because processes disagree; nothing is expected after it."""
         forgotten, letters = self._history
         self._history = forgotten, letters[:-1] + _GAP
         self._next = len(letters) - 1
 
     def ran(self, position: int) -> str | None:
-        """The mark of the call at this position, from 1; None: it is forgotten, or to come."""
-        forgotten, letters = self._history  # at once: any thread may ask
+        """Return the digest of a call by its position, from 1; None if forgotten or yet to come."""
+        forgotten, letters = self._history  # one read, because any thread may call this
         place = position - 1 - forgotten
         if not 0 <= place < len(letters):
             return None
         letter = letters[place]
-        return next((mark for mark, known in self._letters.items() if known == letter), "")
+        return next((digest for digest, known in self._letters.items() if known == letter), "")
 
-    def _place(self) -> int:
-        """The place after the first that the last calls have in common with earlier ones."""
+    def _predict(self) -> int:
+        """Return the index after the first earlier match of the longest run of latest calls."""
         letters = self._history[1]
         last = len(letters) - 1
         for length in CONTEXTS:
             if (found := letters.find(letters[-length:], 0, last)) >= 0:
                 return found + length
-        return last  # it was never called before: a repetition is expected
+        return last  # the program is new: expect it again

@@ -1,4 +1,4 @@
-"""The one place where the host runs programs: with other processes, in time, and in order."""
+"""The one place where the host runs programs: in step with other processes, within deadlines."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from jaxcoll._dispatch.executable import Compile, Program, compiled_for
 from jaxcoll._threads import Task, Worker, abandon
 from jaxcoll.errors import DeadlineExceededError, SameRowsWarning
 
-_MARKS = ("JAXCOLL_PROCESSES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE")
+_COUNTS = ("JAXCOLL_PROCESSES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE")
 """Variables in which launchers say how many processes there are."""
 
 _ALONE = """\
-{name}={count} says that this process is one of several, and it is alone: each of them trains by \
-itself. {advice}. If they are meant to run apart, ignore this."""
+{name}={count} says that this process is one of several, but it has not joined the others: each \
+trains alone. {advice}. If they should run separately, ignore this."""
 
 _INITIALIZE = "Call `jc.initialize()` first in the program, before any other use of JAX"
 _SRUN = f"Start the program with `srun`. {_INITIALIZE}"
 
 
 class Group(Protocol):
-    """The processes that run a program together, as calls need them; see `ProcessGroup`."""
+    """The processes that run a program together: what calls need of a `ProcessGroup`."""
 
     name: str
     compiled: Compile
@@ -41,61 +41,61 @@ class Group(Protocol):
 
 
 def group_of(devices: Sequence[jax.Device]) -> Group | None:
-    """Return the group that watches calls over these devices; None: nobody needs to."""
+    """Return the group that watches calls over these devices; None if all are in this process."""
     if jax.process_count() > 1:
-        # By its name: nobody depends on what watches others but where there are others.
+        # Imported by name, so that a single process does not load the watchdog.
         return importlib.import_module("jaxcoll._dispatch.watchdog").group_of(devices)
     _warn_where_alone()
     return None
 
 
 _workers: dict[str, Worker] = {}
-"""One worker for each process group. Groups have connections of their own, so that their calls may
-overlap; two programs of one group would mix their messages."""
+"""One worker for each process group. Groups have separate connections, so their calls may overlap;
+two programs of one group would mix up their messages."""
 
 _alone = threading.local()
-"""For calls within this process each thread has a worker: so they overlap, as without a deadline,
-and a callback of a program may make some, too."""
+"""A worker for each thread, for calls within this process: they overlap, as without a deadline, and
+callbacks inside programs can make calls too."""
 
 
 def run(call: Call, until: float | None = None) -> Any:
-    """Make one call.
+    """Make one call and return its result.
 
-    The result is waited for if there is a deadline, or Gloo below it. The program then runs in
-    another thread, because a backend may run a program while it dispatches it, as XLA's CPU backend
-    does with small ones; and over several processes always, so that news of another's failure ends
-    the wait.
+    With a deadline, or over Gloo, this waits for the result. With a deadline the program runs in
+    another thread, because a backend may run a program while dispatching it, as XLA's CPU backend
+    does with small ones. Over several processes it always does, so that another process's failure
+    can end the wait.
 
     Args:
       call: the call.
-      until: when its deadline passes, by `time.monotonic`; None: as long from now as it has.
+      until: its deadline, by `time.monotonic`. None: `call.timeout_seconds` from now.
 
     Raises:
       PeerLostError: another process has died, or was cut off.
       ProgramMismatchError: processes call different programs.
-      DeadlineExceededError: it took longer; it names the processes that did not arrive. The wait
-        is given up, not the program: it ends when it can, and the process stays usable. What is
-        called next over the same processes begins after that.
+      DeadlineExceededError: the deadline passed; the error names the processes that did not arrive.
+        Only the wait ends: the program goes on until it can finish, the process stays usable, and
+        the next call over the same processes begins after that.
     """
     group = group_of(call.devices)
     if group is None and not call.timeout_seconds:
         worker = getattr(_alone, "worker", None)
-        # After a call that was given up, others wait in its worker, so that none overtakes it.
+        # After a call that was given up, later ones queue in its worker, so that none overtakes it.
         if worker is None or not worker.is_alive():
             return call.program(*call.args, **call.kwargs)
-    # Compiled in this thread: a trace belongs to the thread whose JAX configuration it is made
-    # under. The deadline is read after that, because a trace may ask for a shorter one.
+    # Compile in this thread, because tracing uses the JAX configuration of its thread. Read the
+    # deadline afterwards, because the trace may request a shorter one.
     program = compiled_for(call, None if group is None else group.compiled)
     seconds = call.timeout_seconds
     if until is None and seconds:
         until = time.monotonic() + seconds
-    worker, make = _worker_of(group), functools.partial(_waited_for, program, call)
+    worker, make = _worker_of(group), functools.partial(_run_and_wait, program, call)
     task = Task(worker)
     if group is not None:
-        # Something that failed over Gloo may never be ready: whoever waited for it would hang.
+        # A result that failed over Gloo may never be ready, so a later wait for it would hang.
         wait = bool(seconds) or call.devices[0].platform == "cpu"
         make = functools.partial(group.run, call, program, wait)
-        group.begin(task)  # before the call is made, so that it misses no failure
+        group.begin(task)  # before the call, so that it misses no failure
     worker.submit(make, task)
     if task.wait(None if until is None else max(0.0, until - time.monotonic())):
         for text in call.same_rows:
@@ -115,7 +115,7 @@ def run_all(calls: Sequence[Call]) -> list[Any]:
 
 
 def _worker_of(group: Group | None) -> Worker:
-    """The thread that makes the calls of a group, or this thread's own for calls within here."""
+    """Return the worker of a group, or this thread's worker for calls within this process."""
     if group is not None:
         if group.name not in _workers:
             _workers[group.name] = Worker("jaxcoll-worker")
@@ -125,7 +125,7 @@ def _worker_of(group: Group | None) -> Worker:
     return _alone.worker
 
 
-def _waited_for(program: Program, call: Call) -> Any:
+def _run_and_wait(program: Program, call: Call) -> Any:
     return jax.block_until_ready(program.compiled(*call.args, **call.kwargs))
 
 
@@ -137,13 +137,13 @@ def _warn_where_alone() -> None:
 
 
 def reason_to_warn(environment: Mapping[str, str]) -> str:
-    """Return what to say of a process that is alone in this environment; "": nothing.
+    """Return a warning if this environment says that a lone process is one of several, else "".
 
     Examples:
       >>> reason_to_warn({"SLURM_NTASKS": "1"}), reason_to_warn({"SLURM_NTASKS": "4"})[:14]
       ('', 'SLURM_NTASKS=4')
     """
-    for name in _MARKS:
+    for name in _COUNTS:
         count = environment.get(name, "")
         if count.isdecimal() and int(count) > 1:
             is_task = "SLURM_STEP_NODELIST" in environment or name != "SLURM_NTASKS"

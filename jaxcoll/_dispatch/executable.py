@@ -18,23 +18,23 @@ from jaxcoll._plan.collective_plan import CollectivePlan
 class Program:
     """A compiled program."""
 
-    compiled: jax.stages.Compiled  # what is called
+    compiled: jax.stages.Compiled  # the function to call
     name: str  # for messages
     lines: str = ""  # its fingerprint, `packed`
-    mark: str = ""  # a digest of it, which processes compare
-    # Its function's first, so that processes compare the arguments of its first run, too
+    digest: str = ""  # of its fingerprint, compared by processes
+    # The first program of its function: processes also compare the arguments of its first run
     is_first: bool = False
 
 
 Compile = Callable[[jax.stages.Lowered, str, Sequence[Any], str], Program]
-"""`(lowered, name, leaves, settings)`: a program that other processes run, too."""
+"""Compiles a program that several processes run, from `(lowered, name, leaves, settings)`."""
 
 _LAST = "last"
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""Executables of each jitted program; under `_LAST` the last key and its program."""
+"""Executables of each jitted program; `_LAST` has the key and program of the last call."""
 
 plans: dict[str, CollectivePlan] = {}
-"""The plans that were traced last, by name, so that messages can name the leaves of a pack."""
+"""The latest plans that were traced, by name, so that messages can name the leaves of a pack."""
 
 
 def remember(plan: CollectivePlan) -> None:
@@ -46,24 +46,24 @@ def remember(plan: CollectivePlan) -> None:
 
 
 def compiled_for(call: Call, shared: Compile | None = None) -> Program:
-    """Return the program of a call, compiled once for arguments like these.
+    """Return the program of a call, compiled once for such arguments.
 
-    What other processes run, too, is compiled by `shared`.
+    `shared` compiles it if other processes run it too.
 
-    Cost, when it is compiled: about a third of a microsecond per array.
+    Cost, once it is compiled: about a third of a microsecond per array.
     """
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     key = (
-        settings.configuration(),  # under other settings of JAX it is another program
+        settings.configuration(),  # other JAX settings make another program
         tree,
         shared is None,
-        call.settings,  # processes compare them, whoever called the program before
+        call.settings,  # processes compare them even if the program was called before
         *[x.aval for x in leaves],
         *[x.sharding for x in leaves],
     )
     programs = _programs.setdefault(call.program, {})
-    # A loop calls with what the last call returned, whose types are the same objects: to compare
-    # these takes a fraction of the time that their hashes take.
+    # A loop passes what the last call returned, with the same type objects: comparing these takes
+    # a fraction of the time of hashing them.
     last, program = programs.get(_LAST, (None, None))
     if last != key:
         program = programs.get(key)
@@ -74,19 +74,19 @@ def compiled_for(call: Call, shared: Compile | None = None) -> Program:
             program = Program(lowered.compile(), name_of(name, leaves))
         else:
             program = shared(lowered, name, leaves, call.settings_text())
-            program.is_first = not programs  # others are given state that the first returned
+            program.is_first = not programs  # later ones get state that the first one returned
         programs[key] = program
     programs[_LAST] = key, program
     return program
 
 
 def type_of(x: Any) -> str:
-    """The element type and the shape of an array, for messages: "float32[2,3]"."""
+    """Return an array's dtype and shape for messages, as in "float32[2,3]"."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def name_of(function: str, leaves: Sequence[Any]) -> str:
-    """The function and the first arrays, in short."""
+    """Return a short name for messages: the function, and its first three arrays."""
     arrays = [*map(type_of, leaves[:3])]
     more = f" and {len(leaves) - 3} more" * (len(leaves) > 3)
     return f"`{function}` of {', '.join(arrays)}{more}"

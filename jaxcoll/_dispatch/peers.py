@@ -1,8 +1,8 @@
-"""Messages between processes beside their collectives, over the coordination service's keys.
+"""Messages between processes outside their collectives, as keys of the coordination service.
 
-Every process has an inbox there, and a bell beside it. Its watchdog replies to every question at
-once, whatever the process is doing: computing, asleep, or stuck in a collective. So a process that
-does not reply is dead, stopped or cut off. Messages are JSON.
+Every process has an inbox there, and a bell: a key whose writing wakes its watchdog. The watchdog
+replies to every question at once, even while the process computes, sleeps or is stuck in a
+collective. So a process that does not reply is dead, stopped or cut off. Messages are JSON.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import ended, followed
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, REPLY_SECONDS
 
-_EACH_SECONDS = 0.02  # more for each process that is asked
+_EACH_SECONDS = 0.02  # extra time for each process that is asked
 
 
 class Peers:
-    """The other processes, as this one can reach them beside its collectives."""
+    """The other processes, which this one can reach outside its collectives."""
 
     def __init__(self, store: CoordinatorClient) -> None:
         self.store = store
-        self.root = "jaxcoll/watch"  # the folder of the keys under which everything stands
+        self.root = "jaxcoll/watch"  # the folder of all keys
         self.process = store.process
-        self.lost: set[int] = set()  # processes that are known to be
-        # Processes that have ended, each with the last call of which it had done its part, by
+        self.lost: set[int] = set()  # processes known to be lost
+        # Processes that have ended, each with the last call that it finished its part of, by
         # process group, if it published that
         self.gone: dict[int, dict[str, int]] = {}
-        # A process that is started again must not take replies to its predecessor for its own.
+        # Unique, so that a restarted process does not read replies to its predecessor.
         self._name = f"{self.process}.{os.urandom(4).hex()}"
         self._sent = itertools.count()
 
@@ -47,10 +47,10 @@ class Peers:
         coordinator: float = COORDINATOR_SECONDS,
         lines: bool = False,
     ) -> dict[int, dict[str, Any]]:
-        """Ask processes where they are in a group's calls; silent ones are not in the result.
+        """Ask processes where they are in a group's calls, and return the replies that came.
 
-        `patience` is for all replies together; after `coordinator` seconds more, a coordinator that
-        does not answer is given up (StoreUnreachableError). `lines`: see `ProcessGroup.status`.
+        `patience` is the timeout for all replies together. A coordinator that does not answer for
+        `coordinator` seconds more raises StoreUnreachableError. `lines`: see `ProcessGroup.status`.
         """
         processes = list(processes)
         coordinator += _EACH_SECONDS * len(processes)
@@ -67,9 +67,9 @@ class Peers:
         return replies
 
     def alarm(self, to: str, processes: Iterable[int], alarm: dict[str, Any]) -> None:
-        """Tell what this process has found to a process group, or an elastic run, of others.
+        """Send an alarm to a process group, or an elastic run, on other processes.
 
-        Processes that do not listen are not waited for.
+        This does not wait until they have read it.
         """
         others = [process for process in processes if process != self.process]
         self._send(others, {"to": to, "alarm": alarm})
@@ -92,22 +92,22 @@ class Peers:
         return f"{self.root}/{what}/{process}"
 
     def look(self) -> None:
-        """Take note of the processes that have ended."""
+        """Update `gone`, the processes that have ended."""
         self.gone = ended()
 
-    def known(self, process: int) -> str:
-        """Return the state of a silent process: "ended", "dead", "here"; "": nothing is known."""
+    def state_of(self, process: int) -> str:
+        """Return the state of a silent process: "ended", "dead", "here", or "" if unknown."""
         state = self.store.try_get(self.key("state", process)) or ""
         return "dead" if state != "ended" and process in ended() else state
 
-    def silence(self, process: int) -> str:
-        """The same in words."""
+    def describe_silence(self, process: int) -> str:
+        """Describe the state of a silent process for messages."""
         here = "it is dead, stopped or cut off"
         if followed() is not None:
-            here = "it is stopped, cut off, or in foreign code that holds Python's interpreter"
+            here = "it is stopped, cut off, or in foreign code that holds the interpreter lock"
         return {
             "": "has made no call yet",
             "here": f"does not answer: {here}",
-            "dead": "has died, or was cut off: its connection to the coordinator has ended",
+            "dead": "has died, or was cut off: its connection to the coordinator has closed",
             "ended": "has ended",
-        }[self.known(process)]
+        }[self.state_of(process)]

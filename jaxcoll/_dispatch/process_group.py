@@ -1,4 +1,4 @@
-"""Process groups: the processes that run programs together, and how far each of them is."""
+"""Process groups: the processes that run programs together, and the progress of each."""
 
 from __future__ import annotations
 
@@ -18,55 +18,56 @@ from jaxcoll._dispatch.agreement import Agreement
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.call_order import CallOrder
 from jaxcoll._dispatch.executable import Program
-from jaxcoll._dispatch.fingerprint import first_values, shared_program, starts_with
+from jaxcoll._dispatch.fingerprint import first_collective, first_values, shared_program
 from jaxcoll._dispatch.peers import Peers
 from jaxcoll._threads import Task
 from jaxcoll.errors import PeerLostError, ProgramMismatchError
 
 NEWS_SECONDS = 0.05
-"""Seconds after a transport's error until the coordinator's news of the dead has come."""
+"""Seconds after a transport error until the coordinator has reported who died."""
 
 _TRANSPORT = re.compile("gloo|connection|peer|nccl|socket|heartbeat|unavailable|timed out", re.I)
 
 
 class ProcessGroup:
-    """The processes of one mesh, this one among them.
+    """The processes of one mesh, including this one.
 
-    Guarantees: all of them run the same programs in the same order. A program that is new, or not
-    the one that is expected (see `CallOrder`), runs once all processes have agreed on it.
+    Guarantee: all of them run the same programs in the same order. A new program, or one that is
+    not expected (see `CallOrder`), runs only after all processes have agreed on it.
     """
 
     def __init__(self, peers: Peers, processes: tuple[int, ...]) -> None:
         self.processes = processes  # their numbers, sorted
         self.name = f"{processes[0]}-{processes[-1]}-{zlib.crc32(repr(processes).encode()):08x}"
-        self.failure: Exception | None = None  # the error that all calls raise from now on
-        self.position = 0  # of the call that was entered last, counted from 1
-        self.done = 0  # the last call of which this process has done its part
-        self._program: Program | None = None  # of the call that was entered last
-        self.call: Call | None = None  # the one that was entered and has not ended
-        self._agreed = 0  # the last call that is known to run, or has run
-        self._since = time.monotonic()  # when the last call was entered, or ended
-        self._failed = 0, ""  # a call in which others may wait, and why it failed here
+        self.failure: Exception | None = None  # the error that all further calls raise
+        self.position = 0  # of the latest call, counted from 1
+        self.done = 0  # position of the last call that this process finished its part of
+        self._program: Program | None = None  # of the latest call
+        self.call: Call | None = None  # the call in progress
+        self._agreed = 0  # position of the last call that runs, or has run
+        self._since = time.monotonic()  # when the latest call began, or ended
+        self._failed = 0, ""  # position and error of a call that failed here; others may wait in it
         self._order = CallOrder()
-        self._last_folder = ""  # where processes agreed before
+        self._last_folder = ""  # keys of the previous agreement
         self._peers = peers
         self._waiting: set[weakref.ref[Task]] = set()
-        self._missed: tuple[int, set[int]] = (0, set())
+        # At the previous heartbeat: the call, and who had ended without doing their part of it
+        self._missing_at_beat: tuple[int, set[int]] = (0, set())
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The processes but this one."""
+        """The processes except this one."""
         return tuple(p for p in self.processes if p != self._peers.process)
 
     def begin(self, task: Task) -> None:
-        """Have a task abandoned if the group fails before it is done.
+        """Abandon a task if the group fails before it is done.
 
         Raises:
-          PeerLostError: a process of the group is lost already.
+          PeerLostError: a process of the group is already lost.
           ProgramMismatchError: the processes are out of step.
         """
         self._check()
-        # It is not kept: results are large.
+        # A weak reference, because results are large.
         self._waiting.add(weakref.ref(task, self._waiting.discard))
 
     def _check(self) -> None:
@@ -76,40 +77,42 @@ class ProcessGroup:
             raise self.failure
         lost = self._peers.lost.intersection(self.processes)
         if lost := lost or self._gone_before(self.position + 1):
-            raise self._loss(lost, self.position + 1, " was not begun")
+            raise self._loss(lost, self.position + 1, " was not started")
 
     compiled = staticmethod(shared_program)
 
     def run(self, call: Call, program: Program, wait: bool = True) -> Any:
-        """Make a call of a program together with the others, and `wait` for the result.
+        """Call a program together with the other processes, and return its result.
+
+        With `wait`, the result is ready on return.
 
         Raises:
-          ProgramMismatchError: they call another one.
-          PeerLostError: the call failed, and somebody has died, or does not answer any more.
+          ProgramMismatchError: the others call another program.
+          PeerLostError: the call failed, and a process has died or no longer answers.
         """
         self._check()
         self.position += 1
         self.call, self._program, self._since = call, program, time.monotonic()
-        is_expected = self._order.follow(program.mark)
+        is_expected = self._order.follow(program.digest)
         try:
-            # A program made anew may have the mark of one that ran, and gets other values.
+            # A new program may have the digest of one that ran, but its first values are new.
             if program.is_first or not is_expected:
                 self._agree(call, program)
-            self._agreed = self.position  # first: others ask while this process waits below
+            self._agreed = self.position  # set first: others ask while this process waits below
             result = program.compiled(*call.args, **call.kwargs)
             if wait:
                 jax.block_until_ready(result)
-            self.done = self.position  # a process that ends publishes it, and is not missed there
+            self.done = self.position  # published when this process ends, so that nobody misses it
             return result
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # Gloo's errors are the latter
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # Gloo raises ValueError
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            self._failed = self.position, lines[-1][:300]  # of a callback's error the last line
-            raise self.explained(error) from error
+            self._failed = self.position, lines[-1][:300]  # a callback's error is in the last line
+            raise self.explain(error) from error
         finally:
             self.call, self._since = None, time.monotonic()
 
     def _agree(self, call: Call, program: Program) -> None:
-        """Wait until all processes are about to run this program, or raise what is wrong."""
+        """Wait until all processes are about to run this program, or raise the reason why not."""
         first = first_values(call) if program.is_first else None
         where = self._peers, self.name, self.processes, self.position
         agreement = Agreement(*where, program, first, call.same_rows.append)
@@ -117,13 +120,12 @@ class ProcessGroup:
         try:
             disagreement, is_run = agreement.reach()
             if disagreement is None and self._peers.process == self.processes[0]:
-                if self._last_folder:  # all are here, and so have read the verdict before this one
+                if self._last_folder:  # all have arrived here, so they have read the last verdict
                     self._peers.store.delete(self._last_folder)
                 self._last_folder = agreement.folder
         except StoreUnreachableError as error:
             disagreement = PeerLostError(
-                f"Call {self.position}, {program.name}, could not be agreed upon: the process of "
-                f"the coordination service is dead or cut off. What was seen: {error}",
+                f"The processes could not agree on call {self.position}, {program.name}: {error}",
             )
         except PeerLostError as error:
             disagreement = self._lost(error.ranks, str(error))
@@ -134,9 +136,9 @@ class ProcessGroup:
             raise disagreement
         program.is_first = False
 
-    def explained(self, error: Exception) -> Exception:
-        """A transport's error as the loss of a process, if one is lost; else the error itself."""
-        if self.failure:  # others noticed first, and broke the transport
+    def explain(self, error: Exception) -> Exception:
+        """Turn a transport's error into a PeerLostError if a process is lost, or return it."""
+        if self.failure:  # others noticed first, and shut down the transport
             return self.failure
         if not _TRANSPORT.search(str(error)):
             return error
@@ -144,8 +146,8 @@ class ProcessGroup:
             lost = self._peers.lost.intersection(self.processes) or self._silent_processes()
         except StoreUnreachableError as unknown:
             return PeerLostError(
-                f"Call {self.position}, {self._name}, failed, and nobody can be asked who is "
-                f"lost: {unknown} The transport reported: {str(error).splitlines()[0]}",
+                f"Call {self.position}, {self._name}, failed, and it is not known who is lost: "
+                f"{unknown} The transport reported: {str(error).splitlines()[0]}",
             )
         if not lost:
             return error
@@ -156,14 +158,14 @@ class ProcessGroup:
         return self._program.name if self._program else "nothing"
 
     def _gone_before(self, position: int) -> set[int]:
-        """Processes that ended without their part of this call, as far as they published it."""
-        if not (gone := self._peers.gone):  # as a rule
+        """Return the processes that ended before they did their part of the call at `position`."""
+        if not (gone := self._peers.gone):  # the usual case
             return set()
         done = {p: gone[p].get(self.name, 0) for p in self.processes if p in gone}
         return {p for p in done if done[p] < position}
 
     def _lost(self, lost: Iterable[int], why: str) -> PeerLostError:
-        """The error that names lost processes; all others get it, too."""
+        """Return the error that names lost processes, and send it to all others."""
         failure = self._loss(lost, self.position, f", {self._name}, failed", why)
         if not self._peers.lost.issuperset(lost):
             self._peers.lost.update(lost)
@@ -171,39 +173,39 @@ class ProcessGroup:
         return failure
 
     def _loss(self, lost: Iterable[int], position: int, how: str, why: str = "") -> PeerLostError:
-        who = "; ".join(f"process {p} {self._peers.silence(p)}" for p in sorted(lost))
-        seen = why and f" What was seen: {why}"
+        who = "; ".join(f"process {p} {self._peers.describe_silence(p)}" for p in sorted(lost))
+        cause = why and f" Cause: {why}"
         return PeerLostError(
-            f"Call {position} among {len(self.processes)} processes{how}: {who}. Those that live "
-            f"can go on over a mesh of their own devices.{seen}",
+            f"Call {position} among {len(self.processes)} processes{how}: {who}. The surviving "
+            f"processes can go on over a mesh of their own devices.{cause}",
             ranks=sorted(lost),
         )
 
     def _silent_processes(self) -> set[int]:
-        """Processes that have ended, as the coordinator knows; or else those that do not reply.
+        """Return the processes that ended, by the coordinator's reports, or else the silent ones.
 
-        After an error that is one at least. Where it seems to be more, or where the coordinator
-        knows of no end, they get a second chance: an interpreter may be held for a while.
+        After a transport error there is at least one. If several are silent, or no coordinator
+        reports ends, ask again: a process may hold the interpreter lock for a while.
         """
         peers, silent = self._peers, set(self.others)
-        time.sleep(NEWS_SECONDS)  # so that all who died together are named together
+        time.sleep(NEWS_SECONDS)  # so that processes that died together are named together
         for patience in (REPLY_SECONDS, RETRY_SECONDS):
             peers.look()
             if dead := self._gone_before(self.position):
                 return dead
-            silent -= peers.gone.keys()  # these did their part
+            silent -= peers.gone.keys()  # these had done their part
             silent -= set(peers.ask(self.name, self.position, sorted(silent), patience))
             if not silent or (len(silent) == 1 and followed() is None):
                 break
         return silent
 
     def _alarm(self, failure: Exception, **more: Any) -> None:
-        # In words and numbers: what processes exchange is never unpickled.
+        # As text and numbers, because processes never unpickle messages.
         alarm = {"error": type(failure).__name__, "text": str(failure), **more}
         self._peers.alarm(self.name, [p for p in self.others if p not in self._peers.lost], alarm)
 
     def _fail(self, failure: Exception) -> None:
-        """Have every process of the group raise this, from now on."""
+        """Make every process of the group raise this error from now on."""
         self.failure = self.failure or failure
         self._interrupt(self.failure)
         self._alarm(failure)
@@ -215,7 +217,7 @@ class ProcessGroup:
                 task.abandon(error)
 
     def alarmed(self, alarm: dict[str, Any]) -> None:
-        """Another process found a failure."""
+        """Raise, in the calls that wait here, a failure that another process found."""
         if alarm["error"] == "PeerLostError":
             failure = PeerLostError(alarm["text"], ranks=alarm["lost"])
         else:
@@ -223,7 +225,7 @@ class ProcessGroup:
         self._interrupt(failure)
 
     def status(self, position: int, lines: bool = False) -> dict[str, Any]:
-        """Return where this process is, for one at `position`; `lines`: its program there, too."""
+        """Return this process's progress to one at `position`, with its program if `lines`."""
         status = {
             "at": self.position,
             "name": self._name,
@@ -237,50 +239,50 @@ class ProcessGroup:
         return status
 
     def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
-        """Return which processes keep a call from its end, and the same in words."""
+        """Return the processes that keep a call from finishing, and a description of them."""
         if self.call is not call:
             return (), (
-                " It has not begun: an earlier call over the same processes, which was given up, "
-                "has not ended yet."
+                " It has not started: an earlier call over the same processes, which was given up, "
+                "has not finished yet."
             )
-        late, words = self._late()
-        return late, f" {words} {starts_with(program)}"
+        late, text = self._late()
+        return late, f" {text} {first_collective(program)}"
 
     def _late(self) -> tuple[tuple[int, ...], str]:
         position = self.position
         try:
             replies = self._peers.ask(self.name, position, self.others, coordinator=0.2)
-            words = {p: self._peers.silence(p) for p in self.others if p not in replies}
+            states = {p: self._peers.describe_silence(p) for p in self.others if p not in replies}
         except (StoreUnreachableError, RuntimeError) as error:
-            return (), f"Who did not arrive is not known: {error}"
-        words |= {p: in_words(reply) for p, reply in replies.items() if reply["at"] < position}
-        what = "did not arrive" if words else "failed in it"
-        # A transport's error on one process may follow from another's absence, which comes first.
-        words = words or {
-            p: f"has {reply['failed']}" for p, reply in replies.items() if reply.get("failed")
+            return (), f"It is not known who did not arrive: {error}"
+        states |= {p: in_words(reply) for p, reply in replies.items() if reply["at"] < position}
+        what = "did not arrive" if states else "failed in it"
+        # Report absence first: it may be the cause of another process's transport error.
+        states = states or {
+            p: f"raised {reply['failed']}" for p, reply in replies.items() if reply.get("failed")
         }
-        if not words:
+        if not states:
             return (), "All processes have arrived: the call is slow, or its transport is stuck."
-        late = sorted(words)
+        late = sorted(states)
         who = f"Process{'es' * (len(late) > 1)} {', '.join(map(str, late))}"
-        each = "; ".join(f"process {p} {words[p]}" for p in late)
-        return tuple(late), f"{who} of {len(self.processes)} {what}: {each}."
+        details = "; ".join(f"process {p} {states[p]}" for p in late)
+        return tuple(late), f"{who} of {len(self.processes)} {what}: {details}."
 
     def beat(self) -> None:
-        """Stop waiting in a call for processes that ended, and since the last heartbeat at least.
+        """Give up waiting in a call for processes that were already gone at the previous heartbeat.
 
-        The rest of the call may be this process's own part, which takes less than a heartbeat.
+        One heartbeat is left for a call that needs only this process's own part to finish.
         """
-        missed = self.position, self._gone_before(self.position)
-        if missed[1] and missed == self._missed:
-            self._interrupt(self._lost(missed[1], "the coordinator reported it"))
-        self._missed = missed
+        missing = self.position, self._gone_before(self.position)
+        if missing[1] and missing == self._missing_at_beat:
+            self._interrupt(self._lost(missing[1], "the coordinator reported it"))
+        self._missing_at_beat = missing
 
 
 def in_words(status: dict[str, Any]) -> str:
-    """Describe where a process is that is not where it is expected."""
+    """Describe where a process is that has not arrived."""
     if not status["at"]:
         return "has made no call over these devices"
     if status["inside"]:
-        return f"is in call {status['at']}, {status['name']}, for {status['seconds']:.1f} s"
-    return f"has been outside of any call for {status['seconds']:.1f} s, since call {status['at']}"
+        return f"has been in call {status['at']}, {status['name']}, for {status['seconds']:.1f} s"
+    return f"has not been in any call for {status['seconds']:.1f} s, since call {status['at']}"

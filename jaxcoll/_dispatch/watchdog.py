@@ -1,4 +1,4 @@
-"""The watchdog: one thread per process that replies to the others, and publishes its own progress.
+"""The watchdog: a thread of each process that answers the others and publishes its progress.
 
 It sleeps in a blocking read of its bell, which costs nothing.
 """
@@ -25,28 +25,28 @@ from jaxcoll._dispatch.peers import Peers
 from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._threads import at_exit, in_forked_child, not_at_exit
 
-_END_SECONDS = 2.0  # how long the end waits for the coordinator, and for the thread
+_END_SECONDS = 2.0  # timeout for the coordinator, and for the thread, when the process ends
 
 OWN_RING = 64
-"""Heartbeats after which a watchdog rings its own bell. Of each read that timed out JAX keeps 20 kB
-here and 15 kB in the coordinator until the key is written (0.10 and 0.12)."""
+"""Heartbeats after which a watchdog rings its own bell. JAX 0.10 and 0.12 keep 20 kB here and 15 kB
+in the coordinator for each read that timed out, until its key is written."""
 
 
 class Watched(Protocol):
-    """The party of a watchdog: a process group, or this process's part in an elastic run."""
+    """What a watchdog serves: a process group, or this process's part in an elastic run."""
 
     def alarmed(self, alarm: dict[str, Any]) -> None: ...
     def beat(self) -> None: ...
 
 
 class Watchdog:
-    """The thread that speaks for this process, whatever the process itself is doing."""
+    """The thread that answers for this process, whatever the process itself is doing."""
 
     def __init__(self, keys: Keys) -> None:
         self.peers = Peers(CoordinatorClient(keys))
-        self._proxy, self._connection = current_proxy(), followed()  # of the job that it is of
+        self._proxy, self._connection = current_proxy(), followed()  # of this watchdog's job
         self.groups: dict[tuple[int, ...], ProcessGroup] = {}  # by their processes
-        # All that it speaks for, by names that the other processes use, too
+        # Everything it serves, by names that are the same on all processes
         self.watched: dict[str, Watched] = {}
         self._ended = False
         self._thread = threading.Thread(target=self._listen, name="jaxcoll-watchdog", daemon=True)
@@ -54,20 +54,20 @@ class Watchdog:
         at_exit(self.end)
 
     def group(self, processes: tuple[int, ...]) -> ProcessGroup:
-        """The group of these processes."""
-        if (found := self.groups.get(processes)) is None:
-            found = self.groups.setdefault(processes, ProcessGroup(self.peers, processes))
-            self.watched[found.name] = found
-        return found
+        """Return the group of these processes, and make it on first use."""
+        if (group := self.groups.get(processes)) is None:
+            group = self.groups.setdefault(processes, ProcessGroup(self.peers, processes))
+            self.watched[group.name] = group
+        return group
 
     def end(self) -> None:
-        """Stop listening: a thread that waits in the client while Python ends takes it down."""
+        """Stop the thread: Python crashes if it exits while a thread waits in JAX's client."""
         not_at_exit(self.end)
         self._ended = True
-        self._say_farewell()
+        self._report_done()
         try:
             self.peers.store.request(self._sign_off, _END_SECONDS)
-        except StoreUnreachableError:  # JAX's own farewell would wait for minutes
+        except StoreUnreachableError:  # JAX's own shutdown would wait for minutes
             self.peers.store.lose()
             give_up_coordinator()
         except RuntimeError:
@@ -75,8 +75,8 @@ class Watchdog:
         self._thread.join(_END_SECONDS)
         self.peers.store.close()
 
-    def _say_farewell(self) -> None:
-        """Tell the coordinator, on the connection that ends with this process, what was done."""
+    def _report_done(self) -> None:
+        """Report the calls that this process finished, for the others to read when it ends."""
         if self._connection is not None:
             self._connection.report(done={group.name: group.done for group in self.groups.values()})
 
@@ -92,28 +92,28 @@ class Watchdog:
         self.peers.store.lose()
         until = time.monotonic() + COORDINATOR_SECONDS
         while self.is_current() and not self._ended and time.monotonic() < until:
-            time.sleep(0.02)  # JAX forgets a client after it has shut it down
+            time.sleep(0.02)  # JAX first shuts a client down, and then forgets it
         if not self._ended and not self.is_current():
-            self._let_go()
+            self._release()
 
     def is_current(self) -> bool:
-        """True if this process is still in the world in which it speaks for it."""
+        """Return whether this process is still in this watchdog's job."""
         keys = self.peers.store.keys
         return isinstance(keys, Store) and keys.is_current()
 
     def _serve(self) -> None:
-        """Handle messages, with a heartbeat in between, until this process ends."""
+        """Handle messages and make heartbeats until this process ends."""
         peers, keys = self.peers, self.peers.store
         inbox, bell, state = (peers.key(x, peers.process) for x in ("inbox", "bell", "state"))
-        keys.delete(inbox)  # what others sent to a predecessor
+        keys.delete(inbox)  # messages to a process that this one replaces
         keys.set(state, "here")
         due, heartbeats = time.monotonic(), 0
         while not self._ended:
             with contextlib.suppress(TimeoutError):
                 keys.get(bell, max(0.0, due - time.monotonic()))
-                keys.delete(bell)  # first: what comes after the next look rings again
+                keys.delete(bell)  # before reading: a message that comes later rings again
                 for name, text in keys.all(inbox).items():
-                    # Anybody may have written it.
+                    # Tolerate any content, because anybody may have written it.
                     with contextlib.suppress(KeyError, TypeError, AttributeError):
                         self._handle(message(text))
                     keys.delete(f"{inbox}/{name}")
@@ -122,14 +122,14 @@ class Watchdog:
                 if heartbeats % OWN_RING == 0:
                     keys.set(bell, "1")
                 peers.look()
-                for each in list(self.watched.values()):
-                    each.beat()
+                for watched in list(self.watched.values()):
+                    watched.beat()
 
-    def _let_go(self) -> None:
-        """Forget a client that `jax.distributed.shutdown` has ended: it lives while it is known."""
+    def _release(self) -> None:
+        """Drop a client that `jax.distributed.shutdown` ended: a reference would keep it alive."""
         global _watchdog
         not_at_exit(self.end)
-        self._say_farewell()
+        self._report_done()
         self.peers.store.close()
         if self._proxy is not None:
             self._proxy.cut()
@@ -157,14 +157,14 @@ _lock = threading.Lock()
 
 
 def watchdog() -> Watchdog | None:
-    """The watchdog of this process, started when it is first asked for; None: it is alone."""
+    """Return this process's watchdog, and start it on first use; None if the process is alone."""
     global _watchdog
-    found = store()
-    if found is None:
+    keys = store()
+    if keys is None:
         return None
     with _lock:
         if _watchdog is None or not _watchdog.is_current():
-            _watchdog = Watchdog(found)
+            _watchdog = Watchdog(keys)
         return _watchdog
 
 
@@ -174,9 +174,9 @@ def _processes(devices: tuple[jax.Device, ...]) -> tuple[int, ...]:
 
 
 def group_of(devices: Sequence[jax.Device]) -> ProcessGroup | None:
-    """The process group of a mesh's devices; None: they are all in this process, or all in others.
+    """Return the process group of a mesh's devices; None if all or none are in this process.
 
-    JAX lets a process without any of them call a program: it runs nothing, and waits for nobody.
+    JAX lets a process with none of the devices call a program: it runs nothing and does not wait.
     """
     processes = _processes(tuple(devices))
     if len(processes) == 1 or jax.process_index() not in processes:
@@ -189,6 +189,6 @@ def group_of(devices: Sequence[jax.Device]) -> ProcessGroup | None:
 
 @in_forked_child
 def _leave_to_parent() -> None:
-    """A forked child has the groups, and none of the threads that could ask for it."""
+    """Disable the watchdog in a forked child, which has its groups but not its threads."""
     if _watchdog is not None:
         _watchdog.peers.store.lost = True

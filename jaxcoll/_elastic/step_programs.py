@@ -81,17 +81,17 @@ class StepPrograms:
             called = getattr(self._twin, "__name__", "step")
             program = shared_program(lower(), called, leaves, settings_of(self._twin.options))
             self._known[kind] = program
-            mark = self._begin(step, program, True)
-            self._membership.gather(f"program/{step}", mark, same=True)
+            digest = self._begin(step, program, True)
+            self._membership.gather(f"program/{step}", digest, same=True)
         return program
 
     def _begin(self, step: int, program: Program | None, is_new: bool) -> str:
-        """Have the heartbeat say which program this step takes, if it is known; its mark."""
+        """Have the heartbeat say which program this step takes, if it is known; its digest."""
         self._last = () if program is None else (program,)
-        mark = "" if program is None else program.mark
+        digest = "" if program is None else program.digest
         number = self._membership.generation.number
-        self._membership.status = StepStatus(number, step, is_new, mark)
-        return mark
+        self._membership.status = StepStatus(number, step, is_new, digest)
+        return digest
 
     def lines(self) -> tuple[str, ...]:
         """Return the program this worker ran last, as workers compare it; (): nothing yet."""

@@ -30,7 +30,7 @@ def lines():
 def marks():
     """Of one program that is compiled for other processes to run, too."""
     x = jax.numpy.ones(4)
-    return compiled_for(Call(jax.jit(lambda x: x + 1), (x,), (), "a call"), shared_program).mark
+    return compiled_for(Call(jax.jit(lambda x: x + 1), (x,), (), "a call"), shared_program).digest
 
 
 @pytest.mark.parametrize(

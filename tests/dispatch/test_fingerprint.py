@@ -13,14 +13,14 @@ import jaxcoll as jc
 from jaxcoll._dispatch import dispatch
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import compiled_for
-from jaxcoll._dispatch.fingerprint import first_difference, shared_program, starts_with
+from jaxcoll._dispatch.fingerprint import first_collective, first_difference, shared_program
 from jaxcoll._dispatch.watchdog import watchdog
 
 
 def test_programs_that_sum_over_other_axes_of_one_mesh_differ():
     mesh = jax.make_mesh((2, 2), ("a", "b"))
     x = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, PartitionSpec("a", "b")))
-    marks = set()
+    digests = set()
     for axis in ("a", "b", ("a", "b")):
 
         @jax.jit
@@ -33,8 +33,8 @@ def test_programs_that_sum_over_other_axes_of_one_mesh_differ():
         def step(x, axis=axis):
             return x + jax.lax.psum(x, axis)
 
-        marks.add(compiled_for(Call(step, (x,), (), "step"), shared_program).mark)
-    assert len(marks) == 3
+        digests.add(compiled_for(Call(step, (x,), (), "step"), shared_program).digest)
+    assert len(digests) == 3
 
 
 RING = [(k, (k + 1) % 8) for k in range(8)]
@@ -59,9 +59,9 @@ def table(rows):
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (halves, r"1 of 2 of .* is reduce-scatter .*, carrying (\S+/pack0) \(\1 has \['b'\] … \['w'\]\)\.$"),
-        (loop, r"1 of 3 of `loop` of float32\[8,128\] is all-reduce f32\[128\] among \{\{0,1,2,3,4,5,6,7\}\}, "
-         "asked for as psum"),
+        (halves, r"first of 2 collectives in .* is reduce-scatter .*, carrying (\S+/pack0) \(\1 has \['b'\] … \['w'\]\)\.$"),
+        (loop, r"first of 3 collectives in `loop` of float32\[8,128\] is all-reduce f32\[128\] among \{\{0,1,2,3,4,5,6,7\}\}, "
+         "requested as psum"),
         (table, r"all-gather .*, carrying (all_reduce_\w+/rows1) \(\1 has \['table'\]\)\.$"),
         (lambda rows: rows, "^`<lambda>` of float32.8,128. has no collective.$"),
     ],
@@ -71,12 +71,12 @@ def test_the_collective_that_processes_come_to_first_is_named_with_the_leaves_th
 ):
     step = jc.data_parallel(step, varying_outputs="concatenate")
     program = compiled_for(step._call((jnp.ones((8, 128)),), {})[0], shared_program)
-    assert re.search(words, starts_with(program)), starts_with(program)
+    assert re.search(words, first_collective(program)), first_collective(program)
 
 
 def test_a_text_that_is_not_understood_is_no_error_beside_another():
     compiled = types.SimpleNamespace(as_text=lambda: "no program")
-    assert starts_with(types.SimpleNamespace(compiled=compiled, name="")) == ""
+    assert first_collective(types.SimpleNamespace(compiled=compiled, name="")) == ""
 
 
 def test_a_difference_in_length_is_one():
@@ -89,7 +89,7 @@ def test_what_processes_must_have_in_common_is_compared_in_every_call():
 
     def mark(settings):
         call = Call(program, (x,), jax.devices()[:1], "a call", settings=settings)
-        return compiled_for(call, shared_program).mark
+        return compiled_for(call, shared_program).digest
 
     assert len({mark("leaf a"), mark("leaf b"), mark("leaf a")}) == 2
 

@@ -67,7 +67,7 @@ def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(t
         one.beat()
     assert not given_up
     with pytest.raises(
-        PeerLostError, match="Call 4 among . processes was not begun: process 1 has died"
+        PeerLostError, match="Call 4 among . processes was not started: process 1 has died"
     ):
         call(one, "a")
     peers.gone = {1: {one.name: 3}, 2: {one.name: 2}}
@@ -119,10 +119,10 @@ def test_who_did_its_part_is_not_blamed_for_another_and_who_died_is_at_once(thre
     for _ in range(3):
         call(one, "a")
     peers.gone = {1: {one.name: 3}}
-    assert one.explained(ValueError("Gloo: read error")).ranks == (2,)
+    assert one.explain(ValueError("Gloo: read error")).ranks == (2,)
     assert asked == [[2]]
     peers.gone, peers.lost = {1: {}}, set()
-    assert one.explained(ValueError("Gloo: read error")).ranks == (1,)
+    assert one.explain(ValueError("Gloo: read error")).ranks == (1,)
     assert asked == [[2]]
 
 

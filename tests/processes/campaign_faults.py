@@ -67,7 +67,7 @@ FLAGS = {"flags": {1: "--xla_cpu_max_isa=AVX"}}
 PATIENT = {"timeout_seconds": 20.0, "startup_timeout_seconds": 30.0}
 FILE = {"settings": {"checkpoint": "last.npz"}}
 # Where the one that came waits: the collective, and the pack that it carries.
-WAITS = (LATE, "Process 1 of 2 did not arrive", "Collective 1 of ", "/pack0 has (the value)")
+WAITS = (LATE, "Process 1 of 2 did not arrive", "The first of ", "/pack0 has (the value)")
 
 
 def _calls(name, want, *faults, processes=2, **more):
@@ -129,8 +129,8 @@ FAULTS = [
     _calls("a step without a deadline: SIGKILL", LOST, (1, 6, "SIGKILL"), words=("process 1 has died",),
            spec={"timeout": 0}, processes=4),
     _calls("a step: SIGKILL before the first", LOST, (1, "before the first call", "SIGKILL"),
-           words=("process 1 has died", "did not come to agree"), within=2.0),
+           words=("process 1 has died", "did not arrive to agree"), within=2.0),
     _calls("a step: one process differs in its XLA_FLAGS", MISMATCH, spec=FLAGS, words=("process 1: XLA_FLAGS --xla_cpu_max_isa=AVX",)),
     _calls("a step: asleep while the coordinator is stopped", DEADLINE, (1, 6, "sleep"), culprits=(),
-           words=(LATE, "Who did not arrive is not known"), acts=((0.0, "SIGSTOP", "C"),), within=2.0),
+           words=(LATE, "It is not known who did not arrive"), acts=((0.0, "SIGSTOP", "C"),), within=2.0),
 ]  # fmt: skip

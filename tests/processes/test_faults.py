@@ -84,8 +84,8 @@ def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_retu
         assert result["departs"]["sum"] == 2  # the first of the calls
         assert result["afterwards"]["error"] == "ProgramMismatchError"
         assert (
-            f"run different programs as call {call}; process {rank % 2} runs one and waits in "
-            "it. The first difference:"
+            f"run different programs as call {call}; process {rank % 2} is already running its "
+            "own. The first difference:"
         ) in result["afterwards"]["message"]
         assert "program `total`" in result["afterwards"]["message"]
         assert "program `double`" in result["afterwards"]["message"]
@@ -97,10 +97,10 @@ def test_a_late_process_is_named_with_the_collective_that_waits(pair):
     late = first["late"]
     # It is told while the late one still waits for that: it comes only then.
     assert (late["error"], late["ranks"]) == ("DeadlineExceededError", [1])
-    assert re.search(r"outside of any call for \d+\.\d s, since call 1", late["message"])
+    assert re.search(r"not been in any call for \d+\.\d s, since call 1", late["message"])
     for words in (
         "Call 1 of `total` did not finish within 1.5 s. Process 1 of 2 did not arrive",
-        "of `total` of float32[2,4] is ",
+        "in `total` of float32[2,4] is ",
         "/pack0 has (the value)",
     ):
         assert words in late["message"], late["message"]
@@ -130,5 +130,5 @@ def test_who_has_done_its_part_may_end_and_is_missed_in_the_next_call_only(four)
     after = first["ended"]
     assert (after["error"], after["ranks"]) == ("PeerLostError", [1])
     assert after["message"].startswith(
-        "Call 4 among 2 processes was not begun: process 1 has ended"
+        "Call 4 among 2 processes was not started: process 1 has ended"
     )
