@@ -113,10 +113,6 @@ def _open_mpi_address(environment: Mapping[str, str]) -> str | None:
     return f"{host}:{_port(int(parts[1]) // 4096)}"
 
 
-def _torchrun(environment: Mapping[str, str]) -> Member | None:
-    return _master(environment) if "TORCHELASTIC_RUN_ID" in environment else None
-
-
 def _master(environment: Mapping[str, str]) -> Member | None:
     source = "MASTER_ADDR, RANK and WORLD_SIZE"
     if not {"RANK", "WORLD_SIZE"} <= set(environment):
@@ -136,7 +132,9 @@ _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
     lambda environment: member_of_tasks(
         TFConfigClusterResolver(environment=environment), TF_CONFIG
     ),
-    *(_torchrun, _open_mpi, _slurm, _master),
+    # torchrun, and later any other launcher with the same variables
+    lambda environment: _master(environment) if "TORCHELASTIC_RUN_ID" in environment else None,
+    *(_open_mpi, _slurm, _master),
 )
 
 

@@ -155,8 +155,7 @@ class SlurmClusterResolver(ClusterResolver):
       environment: replaces `os.environ`.
 
     Raises:
-      ValueError: this is not a task of a step (`srun`), or `jobs` has more or fewer tasks than the
-        step.
+      ValueError: this is not a task of a step (`srun`), or `jobs` has another number of tasks.
 
     Examples:
       >>> resolver = SlurmClusterResolver({"chief": 1, "worker": 3}, environment={

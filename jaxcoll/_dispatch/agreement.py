@@ -37,10 +37,9 @@ the same structure, names, shapes and dtypes, the same constants and options, un
 version of JAX, its settings and `XLA_FLAGS`, on the same kind of processor."""
 
 _DIFFERENT = """\
-{name}: processes pass different values for {n} of the {of} leaves that must be equal on every \
-replica. The first is {leaf}: processes {groups}. Nothing was run. Make these values from one \
-seed, or read them from one file, on every process. Pass values that should differ as a batch, or \
-in a `PerReplica`."""
+{name}: processes pass different values for {n} of {of} leaves that must be equal on every \
+replica. The first is {leaf}: processes {groups}. Nothing was run. Make them from one seed, or \
+read them from one file, on every process. Pass values that differ in a batch or a `PerReplica`."""
 
 _SAME_ROWS = """\
 {name}: all {n} processes pass the same rows in {leaf}. Each process should pass its own share of \
@@ -189,10 +188,7 @@ class Agreement:
 
 
 def divergent(digests: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return, for each leaf on which not all agree, the groups of those who agree.
-
-    `digests` has a mapping from leaves to hexadecimal digests for each party.
-    """
+    """Return, for each leaf whose digests differ, the groups of parties that agree."""
     paths = tuple(next(iter(digests.values())))
     numbers = [[[int(leaves[path], 16)] for path in paths] for leaves in digests.values()]
     return ReplicaCheck(np.array(numbers, np.uint64), paths, tuple(digests)).divergent()

@@ -51,8 +51,7 @@ class ProcessGroup:
         self._last_folder = ""  # keys of the previous agreement
         self._peers = peers
         self._waiting: set[weakref.ref[Task]] = set()
-        # At the previous heartbeat: the call, and who had ended without doing their part of it
-        self._missing_at_beat: tuple[int, set[int]] = (0, set())
+        self._missing_at_beat: tuple[int, set[int]] = (0, set())  # see `beat`
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -82,9 +81,7 @@ class ProcessGroup:
     compiled = staticmethod(shared_program)
 
     def run(self, call: Call, program: Program, wait: bool = True) -> Any:
-        """Call a program together with the other processes, and return its result.
-
-        With `wait`, the result is ready on return.
+        """Call a program together with the other processes, and `wait` for the result.
 
         Raises:
           ProgramMismatchError: the others call another program.

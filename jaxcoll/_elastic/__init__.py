@@ -1,1 +1,1 @@
-"""Training that goes on when workers die: membership, replicated state, checkpoints."""
+"""Training that continues when workers die: membership, replicated state, checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoint files: a pytree is written completely or not at all, and read without unpickling."""
+"""Checkpoint files: pytrees written completely or not at all, and read without unpickling."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from jaxcoll._plan.checks import kind_of
 from jaxcoll._spmd.shards import Shards, is_shards
 
 _ABOUT, _FORMAT = "about.json", "jaxcoll checkpoint 1"
-# Raised by NumPy and zipfile for a file that is cut off, or not a checkpoint.
+# Raised by NumPy and zipfile for a file that is truncated, or not a checkpoint.
 _BAD_FILE = (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError, ValueError)
 
 
 class Stamp(NamedTuple):
-    """The place of a state in its run: the greater of two is the newer."""
+    """The age of a state: the greater of two stamps is the newer."""
 
-    step: int  # finished steps
-    term: int  # counts generations over all runs, so that a repeated step has a later one
+    step: int  # number of finished steps
+    term: int  # number of generations in all runs, so that a repeated step has a later stamp
 
 
 def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
-    """Write a pytree of arrays into one file, which is replaced in one step.
+    """Write a pytree of arrays into one file, and replace an older file atomically.
 
-    A process that is killed, or a disk that is full, leaves the checkpoint that was there. Every
-    dtype of NumPy's numbers and of `ml_dtypes`, and typed random keys, are read back bit by bit.
+    If the process is killed, or the disk is full, the old checkpoint stays. All numeric dtypes of
+    NumPy and `ml_dtypes`, and typed random keys, are restored bit by bit.
 
     Args:
-      path: the file; its folder is made. It is an `.npz` that `numpy.load` reads.
-      tree: a pytree of host arrays, or of `jax.Array`s that this process has whole. `Shards` are
-        written as the tree that they are the parts of, which does not show how many there were;
-        where several processes hold them, all call `jc.unshard` first, and one saves its result.
-      step: a number kept with it.
+      path: the file, an `.npz` that `numpy.load` reads. Its folder is created if necessary.
+      tree: a pytree of host arrays, or of `jax.Array`s that are complete in this process. `Shards`
+        are written as the whole tree, independent of the number of shards; if several processes
+        hold them, all call `jc.unshard` first, and one saves the result.
+      step: a number saved with the tree.
 
     Raises:
-      ValueError: this process does not hold all of a leaf, or a leaf is not an array of numbers; or
-        `step` is not a whole number.
-      ProgramMismatchError: processes ran different programs, so that the tree is wrong.
-      OSError: it cannot be written; the file that was there still is.
+      ValueError: a leaf is not complete in this process, or not an array of numbers; or `step` is
+        not a whole number.
+      ProgramMismatchError: processes ran different programs, so the tree is wrong.
+      OSError: the file cannot be written; the old file is still there.
 
     Examples:
       >>> import tempfile, numpy as np
@@ -69,16 +69,16 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
     if not isinstance(path, str | os.PathLike):
         raise ValueError(
             "`save_checkpoint` takes the path first, as in `jc.save_checkpoint(path, state)`; got "
-            f"{kind_of(path)} for it."
+            f"{kind_of(path)}."
         )
     _write(Path(path), tree, Stamp(step, 0), os.replace)
 
 
 def save_newest(path: Path, tree: Any, stamp: Stamp, patience: float) -> Stamp:
-    """Write a checkpoint of an elastic run, unless a newer one is there; return the file's stamp.
+    """Write a checkpoint of an elastic run, unless the file has a newer one; return its stamp.
 
-    Of two writers the one with the later stamp prevails, whenever each of them writes: a process
-    that was stopped and wakes hours later compares before it replaces, under a lock.
+    The later stamp wins, whatever the order of writing: each writer compares stamps under a lock,
+    even a process that was stopped for hours.
     """
     stamps = [stamp]
 
@@ -96,7 +96,7 @@ def _write(path: Path, tree: Any, stamp: Stamp, replace: Callable[[Path, Path], 
     leaves = {name: _stored(name, leaf) for name, leaf in _named(tree, _whole).items()}
     entries = {name: entry for name, (entry, _) in leaves.items()}
     about = {"format": _FORMAT, **stamp._asdict(), "leaves": entries}
-    file = Path(os.path.realpath(path))  # a link stays
+    file = Path(os.path.realpath(path))  # keep a symbolic link
     partial = file.with_name(f".{file.name[:150]}-{secrets.token_hex(8)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def _write(path: Path, tree: Any, stamp: Stamp, replace: Callable[[Path, Path], 
             with partial.open("xb") as out, zipfile.ZipFile(out, "w") as archive:
                 at_end.callback(partial.unlink, missing_ok=True)
                 archive.writestr(_ABOUT, json.dumps(about))
-                # By number: a key of a tree may not be possible as a file's name.
+                # By number, because a key of a tree may be no valid file name.
                 for i, (_, array) in enumerate(leaves.values()):
                     with archive.open(f"leaf{i}.npy", "w", force_zip64=True) as member:
                         np.lib.format.write_array(member, array, allow_pickle=False)
@@ -116,22 +116,22 @@ def _write(path: Path, tree: Any, stamp: Stamp, replace: Callable[[Path, Path], 
             replace(partial, file)
     except OSError as error:
         error.add_note(
-            f"jaxcoll: the checkpoint after step {stamp.step} could not be written to {path}; what "
-            "stood there before still does."
+            f"jaxcoll: the checkpoint after step {stamp.step} could not be written to {path}; the "
+            "old file, if there was one, is unchanged."
         )
         raise
 
 
 @contextlib.contextmanager
 def _locked(path: Path, seconds: float) -> Iterator[None]:
-    """Hold a lock that others wait for, on any host, and that the system frees with a process.
+    """Hold a lock against processes on all hosts. The operating system frees it if this one ends.
 
-    It is on a file beside `path`, which stays: were it removed, two could hold a lock of that name.
+    The lock file beside `path` stays: if it were removed, two processes could hold one lock.
 
     Raises:
-      TimeoutError: another process held it for longer than so many seconds.
+      TimeoutError: another process held the lock for longer than `seconds`.
     """
-    import fcntl  # not on Windows, where no elastic run is
+    import fcntl  # missing on Windows, which has no elastic runs
 
     with path.with_name(f".{path.name[:150]}-lock").open("a") as beside:
         until = time.monotonic() + seconds
@@ -141,14 +141,14 @@ def _locked(path: Path, seconds: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    words = f"another process has held this lock for {seconds:g} s; is one stopped?"
-                    raise TimeoutError(errno.ETIMEDOUT, words, beside.name) from None
+                    text = f"another process has held this lock for {seconds:g} s; is it stopped?"
+                    raise TimeoutError(errno.ETIMEDOUT, text, beside.name) from None
                 time.sleep(0.02)
-            except OSError:  # this file system has none: Lustre can be mounted so
+            except OSError:  # the file system has no locks, such as Lustre with some mount options
                 break
         try:
             yield
-        finally:  # a child that was forked meanwhile has the file open, too
+        finally:  # unlock, because a child forked meanwhile also has the file open
             with contextlib.suppress(OSError):
                 fcntl.flock(beside, fcntl.LOCK_UN)
 
@@ -159,21 +159,21 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
 
     Args:
       path: the file.
-      like: a pytree of arrays or `jax.ShapeDtypeStruct`s that it must match in structure, shapes
-        and dtypes. A `Shards` in it, of any number of replicas, stands for the tree that it is made
-        of, wherever that was written from.
+      like: a pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and dtypes of
+        the saved tree. `Shards` in it, of any number of replicas, match the whole tree that they
+        are shards of, however that was saved.
 
     Returns:
-      A tree like it, of host arrays, and the step. `Shards` are cut as those of `like`, and lie
-      where they do: each device gets its own part alone.
+      The tree, with host arrays as leaves, and the step. `Shards` have the layout and devices of
+      those in `like`; each device gets only its own part.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is not a complete checkpoint, or holds another tree; the leaf is named.
+      FileNotFoundError: there is no such file.
+      ValueError: the file is not a complete checkpoint, or holds another tree. The leaf is named.
     """
     path, at = Path(path), "the file"
     wanted = _named(like, whole_shapes)
-    if path.exists() and not path.is_file():  # a device can be read for ever
+    if path.exists() and not path.is_file():  # reading a device might never end
         raise ValueError(f"{path} is not a checkpoint of jaxcoll: it is not a regular file.")
     with path.open("rb") as file:
         try:
@@ -191,14 +191,14 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
             raise ValueError(f"{text} ({type(error).__name__}: {error}).") from error
     if different:
         raise ValueError(f"{path}: {different}.")
-    # The names are equal, but perhaps in another order: of a dict built otherwise, say.
+    # The names are equal, but may have another order, as in a dict built differently.
     leaves = iter([arrays[name] for name in wanted])
     nodes, structure = jax.tree.flatten(like, is_leaf=is_shards)
     return jax.tree.unflatten(structure, [_like(node, leaves) for node in nodes]), about["step"]
 
 
 def stamp_of_checkpoint(path: Path) -> Stamp:
-    """Return the stamp of the state in a file; step -1: there is no complete checkpoint."""
+    """Return the stamp of a checkpoint; its step is -1 if there is no complete checkpoint."""
     try:
         with zipfile.ZipFile(path) as archive:
             about = json.loads(archive.read(_ABOUT))
@@ -208,35 +208,35 @@ def stamp_of_checkpoint(path: Path) -> Stamp:
 
 
 def on_host(name: str, leaf: Any) -> np.ndarray:
-    """Return a leaf of a state as a host array, if it is complete here, and of numbers."""
+    """Return a leaf of a state as a host array; it must be numeric and complete here."""
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise ValueError(
-            f"state{name} is a typed random key, whose bits JAX keeps to itself: hold "
-            "`jax.random.key_data(key)` in the state, and `jax.random.wrap_key_data` in the step."
+            f"state{name} is a typed random key, whose bits JAX hides: keep `jax.random.key_data("
+            "key)` in the state, and call `jax.random.wrap_key_data` in the step."
         )
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         if not leaf.is_fully_replicated:
             raise ValueError(
-                f"state{name} is sharded over processes, so that no other has a copy. A state must "
-                "be whole on every worker."
+                f"state{name} is sharded over processes, so no other process has a copy of its "
+                "parts. The state must be complete on every worker."
             )
         return np.asarray(leaf.addressable_data(0))
     array = np.asarray(leaf)
     is_number = array.dtype.kind in "biufc" or _is_added(array.dtype)
     if not is_number or isinstance(leaf, np.ma.MaskedArray):
         raise ValueError(
-            f"state{name} is not an array of numbers: got {type(leaf).__name__} ({array.dtype})."
+            f"state{name} must be an array of numbers; got {type(leaf).__name__} ({array.dtype})."
         )
     return array
 
 
 def _is_added(dtype: np.dtype) -> bool:
-    """Return whether a dtype is one of `ml_dtypes`, which NumPy writes and cannot read."""
+    """Return whether a dtype is from `ml_dtypes`: NumPy can write those but not read them."""
     return dtype.isbuiltin == 2
 
 
 def _stored(name: str, leaf: Any) -> tuple[list[Any], np.ndarray]:
-    """Return a leaf's dtype, shape and kind of key, and an array that NumPy can write and read."""
+    """Return a leaf's dtype, shape and key type, and an array that NumPy can write and read."""
     entry = [_dtype(leaf), list(np.shape(leaf))]
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         entry.append(str(jax.random.key_impl(leaf)))
@@ -256,22 +256,22 @@ def _dtype(leaf: Any) -> str:
 
 
 def _difference(entries: dict[str, list[Any]], wanted: dict[str, Any]) -> str:
-    """Say how the tree in a file differs from the one that is wanted; "": it does not."""
-    lacks = ", ".join(name for name in wanted if name not in entries)
-    has = ", ".join(name for name in entries if name not in wanted)
-    if lacks or has:
-        has = has or "nothing"
-        return f"it holds another tree: it lacks {lacks or 'nothing'}, and has {has} beside"
+    """Describe how the tree in a file differs from the wanted one; "" if it does not."""
+    missing = ", ".join(name for name in wanted if name not in entries)
+    extra = ", ".join(name for name in entries if name not in wanted)
+    if missing or extra:
+        both = f"missing leaves: {missing or 'none'}; extra leaves: {extra or 'none'}"
+        return f"the file holds another tree ({both})"
     for name, leaf in wanted.items():
         (dtype, shape), want = entries[name][:2], (_dtype(leaf), list(np.shape(leaf)))
         if (dtype, shape) != want:
-            expected = f"{want[0]}{want[1]} is expected"
-            return f"the leaf {name} is {dtype}{shape} in the file, and {expected}"
+            expected = f"but {want[0]}{want[1]} in `like`"
+            return f"the leaf {name} is {dtype}{shape} in the file, {expected}"
     return ""
 
 
 def _named(tree: Any, whole: Callable[[Shards], Any]) -> dict[str, Any]:
-    """Return every leaf by its path, `Shards` as the tree that `whole` makes of them."""
+    """Return all leaves by their paths, with each `Shards` replaced by the tree `whole(shards)`."""
     leaves: dict[str, Any] = {}
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shards)[0]:
         inner = whole(node) if is_shards(node) else node
@@ -279,27 +279,27 @@ def _named(tree: Any, whole: Callable[[Shards], Any]) -> dict[str, Any]:
             name = jax.tree_util.keystr((*path, *within))
             if name in leaves:
                 raise ValueError(
-                    f"two leaves of the tree are called {name}, and a checkpoint would hold one of "
-                    "them: give the children of that class different keys where it is registered."
+                    f"two leaves of the tree have the path {name}, so a checkpoint could hold only "
+                    "one: give the children of that class different keys where it is registered."
                 )
             leaves[name] = leaf
     return leaves
 
 
 def _whole(shards: Shards) -> Any:
-    """Return the tree of shards that this process holds all of."""
+    """Return the whole tree of shards, all of which this process must hold."""
     if not all(x.is_fully_addressable for x in shards.parts if isinstance(x, jax.Array)):
         raise ValueError(
-            "`save_checkpoint`: the tree holds `Shards` of which other processes hold parts. "
-            "Call `whole = jc.unshard(tree)` in all processes, which brings them together, and "
-            "save `whole` in one; `restore_checkpoint` cuts it again."
+            "`save_checkpoint`: other processes hold parts of the `Shards` in the tree. Call "
+            "`whole = jc.unshard(tree)` in all processes to gather them, and save `whole` in one; "
+            "`restore_checkpoint` shards it again."
         )
     return joined(shards)
 
 
 def _like(node: Any, leaves: Iterator[Any]) -> Any:
-    """Return the next leaf; or, for Shards, the next ones, cut as they are."""
+    """Return the next leaf; or, for `Shards`, the next leaves, sharded like it."""
     if not is_shards(node):
         return next(leaves)
-    own = [next(leaves) for _ in node.layout.leaves]
-    return cut_like(own, node) if node.parts else node
+    whole = [next(leaves) for _ in node.layout.leaves]
+    return cut_like(whole, node) if node.parts else node

@@ -1,4 +1,4 @@
-"""The devices of one generation, and the connections among them."""
+"""The devices of one generation, and the connections between them."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from jaxcoll._compat.gloo import ClientAnew, meets_over_gloo
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._threads import any_blocked
 
-_OFTEN, _SELDOM = 0.02, 0.25  # seconds between two looks for addresses
-_CONNECTS = 60.0  # seconds at most that Gloo needs to connect; XLA ends it after 30
+_OFTEN, _SELDOM = 0.02, 0.25  # seconds between two checks for addresses
+_CONNECTS = 60.0  # seconds in which Gloo has surely connected; XLA's timeout is 30
 
 _jax_broken = False
 
 
 def may_be_broken() -> bool:
-    """True if connections of JAX's own devices may be broken, so that new ones are needed."""
+    """Return whether connections of JAX's own devices may be broken and need replacement."""
     return _jax_broken
 
 
 class Connections:
-    """Devices of all processes, and the connections that one generation makes among its own.
+    """The devices of all processes, and the connections of one generation.
 
-    Guarantee: a generation uses no connection of another one, and its ends find each other under
-    names that no other generation has. So a connection that is broken, or is still waited for
-    elsewhere, cannot disturb it, and there may be as many generations as there are losses. The
-    first generation has the devices of `jax.devices()`, unless their connections may be broken;
-    over another transport than Gloo all generations have them.
+    Guarantee: a generation uses no connection of another one, and its workers publish addresses
+    under names that no other generation uses. So a connection that is broken, or that somebody
+    still waits for, cannot disturb it, and there can be any number of generations. The first
+    generation uses `jax.devices()`, unless their connections may be broken. With a transport other
+    than Gloo all generations do.
     """
 
     def __init__(self, membership: Membership) -> None:
         self._membership, generation = membership, membership.generation
-        self._number = generation.number  # which the thread needs when the next one has begun
-        self._listening: set[gloo_sockets.Address] = set()  # where all members do
+        self._number = generation.number  # the thread may still run when the next one begins
+        self._listening: set[gloo_sockets.Address] = set()  # addresses of all members
         self._before: set[gloo_sockets.Connection] = set()
         self._made: set[gloo_sockets.Connection] | None = None
-        self._until = float("inf")  # how long addresses of others are looked for
+        self._until = float("inf")  # when to stop checking often for others' addresses
         self._ended = threading.Event()
         self._client: ClientAnew | None = None
         self._thread: threading.Thread | None = None
@@ -61,23 +61,23 @@ class Connections:
             self._thread.start()
 
     def begin(self) -> None:
-        """Learn where the others listen."""
+        """Exchange the addresses at which members listen."""
         mine = json.dumps(gloo_sockets.listening())
         texts = self._membership.gather("listening", mine)
         self._listening = {(h, p) for text in texts.values() for h, p in json.loads(text)}
         self._before = gloo_sockets.connections(self._listening)
 
     def forget_others(self) -> None:
-        """Have JAX drop its caches, which keep the clients of earlier generations alive.
+        """Clear JAX's caches, which keep the clients of earlier generations alive.
 
-        Each has threads and descriptors. The user's own functions are compiled again.
+        Each client has threads and file descriptors. The user's other functions compile again.
         """
         if self._client is not None:
             jax.clear_caches()
             gc.collect()
 
     def settle(self) -> None:
-        """Note that a program has run: later connections belong to others."""
+        """Record that a program has run: connections made later belong to others."""
         if self._made is None:
             self._made = gloo_sockets.connections(self._listening) - self._before
         self._until = time.monotonic()
@@ -86,12 +86,12 @@ class Connections:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Have whatever waits for a connection fail, and make no more."""
+        """Make whatever waits for a connection fail, and make no more connections."""
         global _jax_broken
-        if any_blocked():  # in a collective of this generation, which only this ends
+        if any_blocked():  # in a collective of this generation, which nothing else can end
             self.settle()
             gloo_sockets.shut(self._made or ())
-        # After an error connections may be broken, here or elsewhere.
+        # After an error, connections may be broken, here or on other workers.
         _jax_broken = _jax_broken or (kind is not None and self._client is None)
         self._ended.set()
         if self._client is not None:
@@ -100,9 +100,9 @@ class Connections:
         self.devices = []
 
     def _exchange(self) -> None:
-        """Copy the addresses that Gloo writes here to the others, and theirs here.
+        """Send the addresses that Gloo writes here to the others, and receive theirs.
 
-        A collective connects on first use, on whichever worker comes first: so this is a thread.
+        This is a thread, because a collective connects on first use, and any worker may be first.
         """
         client, folder = self._client, "connect"
         assert client is not None

@@ -1,4 +1,4 @@
-"""Generations of an elastic run: who works from which step on, in words that processes exchange."""
+"""Generations of an elastic run: records of who trains from which step on."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One membership view and the step from which it goes on."""
+    """One set of members, and the step from which they continue."""
 
     number: int  # of the generation, from 0
     members: tuple[str, ...]  # names of its workers, by number, as in the mesh
-    step: int  # finished steps, from which it goes on
-    source: str = ""  # the member that has the state after that step
-    given: bool = False  # whether some member lacks that state and receives it
+    step: int  # number of finished steps when it begins
+    source: str = ""  # a member that has the state after that step
+    sends_state: bool = False  # whether a member lacks that state, so `source` sends it
     # Names of members of the previous generation that are not in this one
     lost: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()  # names of members that were not in the previous one
-    why: str = ""  # what ended the previous generation, in words
-    ended: bool = False  # the work is done; there are no members
-    # Workers that bring different programs to the step. Where there are members, one of them is the
-    # first of these, and the others had just been taken in; else nobody goes on
+    why: str = ""  # what ended the previous generation, for messages
+    ended: bool = False  # training is done; there are no members
+    # Workers that have different programs for the step. If there are members, the first of these is
+    # one of them, and the others were newcomers that end; otherwise all workers end
     differ: tuple[str, ...] = ()
-    reconnects: bool = False  # whether its members make new connections; else they use JAX's own
-    # Counts generations, those of earlier runs that wrote this one's checkpoint included
+    reconnects: bool = False  # whether its members make new connections, or use JAX's own
+    # Number of generations, including those of earlier runs that wrote this one's checkpoint
     term: int = 0
-    # Root mean square of the norms of what its members, but for newcomers, owe
+    # Root mean square of the norms of its members' residuals, without newcomers
     residual: float = 0.0
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members as process numbers."""
+        """The process numbers of the members."""
         return tuple(map(rank_of, self.members))
 
     def ends_for_its_program(self, name: str) -> bool:
-        """True if a worker stops because of the program that it or another one brings."""
+        """Return whether a worker must end because workers have different programs."""
         return bool(self.differ) and (not self.members or name in self.differ[1:])
 
     def to_json(self) -> str:
@@ -52,18 +52,18 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class WorldChange:
-    """One change of who works in an `Elastic` run.
+    """A change of the workers in an `Elastic` run.
 
     Attributes:
-      step: finished steps from which it went on.
-      workers: process numbers of those who went on, in the order of the mesh.
-      lost: process numbers of those who did not.
-      joined: process numbers of those who were taken in.
+      step: number of finished steps from which training continued.
+      workers: process numbers of the workers that continued, in the order of the mesh.
+      lost: process numbers of the workers that were lost.
+      joined: process numbers of the workers that joined.
       why: what was noticed first.
-      seconds: from then until a step was finished again, compilation included, or training ended.
-        Where more is lost before a step is finished, each loss is a change of its own.
-      residual: about the norm of the residual (`jc.compression.residual`) that each lost worker
-        took along: the root mean square of those of the workers that stayed. 0.0: nothing was lost.
+      seconds: time from then until the next step was finished, compilation included, or training
+        ended. If more workers are lost before that, each loss is a separate change.
+      residual: estimated norm of the residual (`jc.compression.residual`) that was lost with each
+        lost worker: the root mean square over the workers that stayed. 0.0: nothing was lost.
     """
 
     step: int
@@ -76,19 +76,19 @@ class WorldChange:
 
 
 class RegroupError(Exception):
-    """The generation is over: some worker asked for a new one."""
+    """The generation is over, because a worker requested a new one."""
 
 
 def rank_of(name: str) -> int:
-    """The process number in a worker's name; its other part differs after a restart."""
+    """Return the process number in a worker's name; its other part changes with a restart."""
     return int(name.split(".")[0])
 
 
-def words(names: Sequence[str]) -> str:
-    """Workers, for a message."""
+def describe(names: Sequence[str]) -> str:
+    """Return the workers for a message, as in "workers 0, 2"."""
     return f"worker{'s' * (len(names) > 1)} {listed([rank_of(name) for name in names])}"
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Process numbers, for a message."""
+    """Return process numbers for a message, as in "0, 2", or "none"."""
     return ", ".join(map(str, ranks)) or "none"

@@ -1,4 +1,4 @@
-"""Heartbeats of an elastic run: what each worker writes about itself, and what others conclude."""
+"""Heartbeats of an elastic run: what each worker reports, and what others conclude from it."""
 
 from __future__ import annotations
 
@@ -16,85 +16,85 @@ ENDED = "ended"
 """The last heartbeat of a worker."""
 
 # In the name of a worker whose end the coordinator does not report, as after a restart: the
-# coordinator knows its number only, and reported the end of its predecessor.
-_UNFOLLOWED = ".unfollowed"
+# coordinator knows only its number, and has reported the end of its predecessor.
+_UNREPORTED = ".unreported"
 
 
 class StepStatus(NamedTuple):
-    """The step that a worker is in. A statement about a step of a generation stays true."""
+    """The step that a worker is in. It never changes for one step of one generation."""
 
     generation: int  # its number
-    step: int  # finished steps before this one
-    is_new: bool = False  # it takes a program that it had not run before, which workers do together
+    step: int  # number of finished steps before this one
+    is_new: bool = False  # its program has not run before; this must hold for all workers or none
     fingerprint: str = ""  # of the program; "": it is not compiled yet
 
     def contradicts(self, other: StepStatus) -> bool:
-        """True if both are in one step of one generation, with different programs."""
+        """Return whether both are in the same step and generation, with different programs."""
         if (self.generation, self.step) != (other.generation, other.step):
             return False
-        marks = {self.fingerprint, other.fingerprint} - {""}
-        return len(marks) > 1 or self.is_new != other.is_new
+        fingerprints = {self.fingerprint, other.fingerprint} - {""}
+        return len(fingerprints) > 1 or self.is_new != other.is_new
 
 
 def new_name(process: int) -> str:
-    """A name for this worker: its number, and a part that its predecessors and successors lack."""
-    return f"{process}.{os.urandom(4).hex()}{'' if followed() else _UNFOLLOWED}"
+    """Return a name for this worker: its number, and a part that changes with a restart."""
+    return f"{process}.{os.urandom(4).hex()}{'' if followed() else _UNREPORTED}"
 
 
 def has_ended(name: str) -> bool:
-    """True if the coordinator reported this worker's end, whatever its last heartbeat was."""
-    return not name.endswith(_UNFOLLOWED) and rank_of(name) in ended()
+    """Return whether the coordinator reported this worker's end."""
+    return not name.endswith(_UNREPORTED) and rank_of(name) in ended()
 
 
-def is_followed(name: str) -> bool:
-    """True if the coordinator would report that worker's end to this process."""
-    return followed() is not None and not name.endswith(_UNFOLLOWED)
+def is_reported(name: str) -> bool:
+    """Return whether the coordinator would report that worker's end to this process."""
+    return followed() is not None and not name.endswith(_UNREPORTED)
 
 
 class Heartbeats:
     """The heartbeats of all workers, as one worker has seen them."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[str, float, bool]] = {}  # text, since when, whether it changed
+        self._seen: dict[str, tuple[str, float, bool]] = {}  # text, since when, ever changed
 
     def observe(self, heartbeats: Mapping[str, str]) -> None:
-        """Note which heartbeats changed since the last look."""
+        """Record which heartbeats changed since the previous call."""
         now = time.monotonic()
         for name, text in heartbeats.items():
             before, since, changed = self._seen.get(name, (text, now, False))
             self._seen[name] = (text, since, changed) if text == before else (text, now, True)
 
     def is_silent(self, name: str) -> bool:
-        """True if a worker has ended; where nobody would report that, also if it is late.
+        """Return whether a worker has ended, or is late if nobody would report its end.
 
-        A worker whose interpreter is held by foreign code is late, lives, and goes on. So does one
-        that is stopped, as far as others can tell, until a deadline passes. Lateness therefore
-        counts as death only where no connection tells.
+        A worker is also late while foreign code holds its interpreter lock, and then goes on. The
+        same may be true of a stopped worker, until a deadline passes. So lateness counts as death
+        only if no connection would show the death.
         """
         has_left = has_ended(name) or self._seen.get(name, (ENDED,))[0] == ENDED
-        return has_left or (not is_followed(name) and self.is_late(name))
+        return has_left or (not is_reported(name) and self.is_late(name))
 
     def is_late(self, name: str) -> bool:
-        """True if a worker has not written for long."""
+        """Return whether a worker has not written a heartbeat for too long."""
         since = self._seen.get(name, (ENDED, 0.0, False))[1]
         return time.monotonic() - since > SILENT_WORKER_SECONDS
 
     def is_alive(self, name: str) -> bool:
-        """True if a worker writes, so that it can be taken in."""
+        """Return whether a worker writes heartbeats, so that it can join."""
         return not (self.is_silent(name) or self.is_late(name))
 
     def is_settled(self, name: str) -> bool:
-        """True if a worker is known to live or not: a first heartbeat may be that of a dead one."""
-        known = name not in self._seen or self._seen[name][2] or self.is_late(name)
-        return known or self.is_silent(name)
+        """Return whether it is known if a worker lives; its first heartbeat may be an old one."""
+        settled = name not in self._seen or self._seen[name][2] or self.is_late(name)
+        return settled or self.is_silent(name)
 
     def differing(
         self, members: tuple[str, ...], joined: Sequence[str], known: Mapping[str, StepStatus]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Members that contradict each other, and those of them that end for it.
+        """Return members with different programs, and the members that must end for it.
 
-        A worker that was just taken in ends if it contradicts the others. Where those contradict
-        each other nobody knows who is right, and all end.
+        A newcomer ends if it contradicts the others. If these contradict each other, nobody knows
+        who is right, and all end.
         """
         staying = [m for m in members if m not in joined]
         if pair := self.contradicting(staying or members, known):
@@ -107,7 +107,7 @@ class Heartbeats:
     def contradicting(
         self, members: Iterable[str], known: Mapping[str, StepStatus]
     ) -> tuple[str, ...]:
-        """The first two members, by number, that contradict each other; (): there are none."""
+        """Return the first two members, by number, that contradict each other, or ()."""
         members = sorted(members, key=rank_of)
         statuses = self.statuses(members) | {m: known[m] for m in members if m in known}
         firsts: dict[tuple[int, int], str] = {}
@@ -121,7 +121,7 @@ class Heartbeats:
         return ()
 
     def statuses(self, names: Iterable[str]) -> dict[str, StepStatus]:
-        """The last status of those workers that live."""
+        """Return the last status of each worker that is not silent."""
         return {
             name: StepStatus(*json.loads(self._seen[name][0])[1])
             for name in names

@@ -1,9 +1,9 @@
 """Membership of an elastic run, agreed through the key-value store and never through a collective.
 
 A run is a chain of generations. Each begins with one record: its members, in order, and the step
-it goes on from. The record is written once; the first worker that is ready writes it, and all
-others read it. So processes that disagree on who is alive still agree on who goes on, and a worker
-that is dropped learns it.
+from which it continues. The first worker that is ready writes the record, once, and all others read
+it. So even workers that disagree on who is alive agree on who continues, and a worker that was
+dropped finds out.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jaxcoll._cluster.liveness import ended
 from jaxcoll._cluster.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.watchdog import Watchdog
-from jaxcoll._elastic.generation import Generation, RegroupError, rank_of, words
+from jaxcoll._elastic.generation import Generation, RegroupError, describe, rank_of
 from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, StepStatus, has_ended, new_name
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
 
-ASKED = 100
-"""Keys of steps that are kept. No member is so many behind: they meet in most steps."""
+KEPT_STEPS = 100
+"""Number of steps whose keys are kept. No member is so far behind: they meet in most steps."""
 
 
 class Membership:
@@ -48,15 +48,15 @@ class Membership:
         self._watchdog, self._keys = watchdog, watchdog.peers.store
         self.name = new_name(self._keys.process)
         self.generation = Generation(-1, (), 0)  # the present one
-        self.status = StepStatus(-1, -1)  # the step that this worker is in, as its heartbeat says
-        self.startup = startup  # seconds for which a live worker is waited for in a generation
+        self.status = StepStatus(-1, -1)  # this worker's step, for its heartbeat
+        self.startup = startup  # seconds to wait for a live worker in a generation
         self.reconnects = False  # whether JAX's own connections may be broken here
-        self.woken = threading.Event()  # something has happened that a waiting worker looks at
+        self.woken = threading.Event()  # set when something happened that a waiting worker must see
         self._root, self._patience = root, patience
         self._after = after  # the root of the run before this one
         self._most = most or self._keys.processes
-        self._asked = self._ended = False
-        self._asked_at: deque[int] = deque(maxlen=ASKED)  # steps, whether somebody is taken in
+        self._is_over = self._ended = False  # this generation; this worker's part
+        self._join_steps: deque[int] = deque(maxlen=KEPT_STEPS)  # when workers could join
         self._lock = threading.Lock()
         self._heartbeats, self._counts = Heartbeats(), itertools.count()
         self._keys.patience = min(patience, COORDINATOR_REPLY_SECONDS)
@@ -64,109 +64,110 @@ class Membership:
         watchdog.watched[root] = self
 
     def close(self) -> None:
-        """End, so that others take this worker for gone at once."""
+        """Leave the run, so that the others know at once that this worker is gone."""
         self._watchdog.watched.pop(self._root, None)
-        with self._lock:  # what the watchdog writes now must come before the end
+        with self._lock:  # the watchdog must not write a heartbeat after the last one
             self._ended = True
         with contextlib.suppress(StoreUnreachableError, RuntimeError):
             self._keys.set(f"{self._root}/heartbeat/{self.name}", ENDED)
         self._keys.patience = math.inf
 
     def check(self) -> None:
-        """Raise RegroupError if a worker has asked for a new generation."""
+        """Raise RegroupError if a worker has requested a new generation."""
         self._keys.check()
-        if self._asked:
+        if self._is_over:
             raise RegroupError
 
     def check_members(self) -> None:
-        """Ask for a new generation, and raise RegroupError, if a member has ended."""
+        """If a member has ended, request a new generation and raise RegroupError."""
         if gone := [name for name in self.generation.members if has_ended(name)]:
-            self.ask(f"{words(gone)} ended")
+            self.request_regroup(f"{describe(gone)} ended")
             raise RegroupError
 
     def lose_coordinator(self) -> None:
-        """Have every wait fail: the coordinator does not answer any more."""
+        """Make every wait fail, because the coordinator no longer answers."""
         self._keys.lose()
         self.woken.set()
 
-    def ask(self, why: str, late: bool = False) -> bool:
-        """End this generation on all its members, because (`late`) a deadline passed or otherwise.
+    def request_regroup(self, why: str, late: bool = False) -> bool:
+        """End this generation on all its members, and say why.
 
-        After a deadline, members that do not answer at once are dropped.
+        If the reason is a deadline (`late`), members that do not answer at once are dropped.
 
         Returns:
-          Whether a deadline passed first, here or elsewhere: failures after that follow from it.
+          Whether the first reason, here or elsewhere, was a deadline; it causes later failures.
         """
         request = json.dumps({"why": why, "late": late, "by": self.name})
         first = self._keys.agree(self._key(self.generation.number + 1, "asked"), request)
-        self._asked = True
+        self._is_over = True
         if first == request:
             self._watchdog.peers.alarm(self._root, map(rank_of, self.generation.members), {})
         return json.loads(first)["late"]
 
     def meet(self) -> None:
-        """Wait until all who are to begin are here, or were once; name those who do not come."""
+        """Wait until all workers have begun this run, or raise an error that names the missing."""
         self._keys.set(f"{self._root}/here/{self._keys.process}", self.name)
         until = time.monotonic() + self.startup
         while absent := sorted(
-            self._beginners() - {*map(int, self._keys.all(f"{self._root}/here"))}
+            self._starters() - {*map(int, self._keys.all(f"{self._root}/here"))}
         ):
             if time.monotonic() > until:
                 raise DeadlineExceededError(
                     f"Worker{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
-                    f"{self._keys.processes} did not begin to train within {self.startup:g} s.",
+                    f"{self._keys.processes} did not start training within {self.startup:g} s.",
                     ranks=absent,
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _beginners(self) -> set[int]:
-        """Return who begins this run: who finished the one before, or else all; none that ended."""
+    def _starters(self) -> set[int]:
+        """Return who starts this run: all who finished the previous one, if any, and still live."""
         finished = self._keys.try_get(f"{self._after}/finished") if self._after else None
         ranks = json.loads(finished) if finished else range(self._keys.processes)
         return set(ranks) - ended().keys()
 
     def enter(self, step: int, term: int = 0) -> Generation | None:
-        """Take part in the first generation, or wait to be taken into a later one.
+        """Join the first generation, or wait to join a later one.
 
         Returns:
-          The generation that this worker is in; None: the work ended without it.
+          The generation that this worker is in; None: training ended without it.
         """
-        found = self._agreed(step, (step,), term)
-        while self.name not in found.members and (found.members or not found.differ):
-            if found.ended:
+        generation = self._agree(step, (step,), term)
+        while self.name not in generation.members and (generation.members or not generation.differ):
+            if generation.ended:
                 return None
-            found = self._awaited(found)
-        return self._begin(found)
+            generation = self._wait_for_next(generation)
+        return self._begin(generation)
 
     def regroup(self, finished: int, held: Sequence[int], residual: float = 0.0) -> Generation:
-        """Agree on the next generation, which may lack this worker: others took it for lost."""
-        return self._begin(self._agreed(finished, held, residual=residual))
+        """Agree on the next generation. It lacks this worker if the others took it for lost."""
+        return self._begin(self._agree(finished, held, residual=residual))
 
     def joins_at(self, step: int) -> bool:
-        """True if a worker is to be taken in before `step`: the same answer on all members."""
+        """Return whether a worker should join before `step`; all members get the same answer."""
         has_place = len(self.generation.members) < self._most
         answer = "join" if has_place and self._waiting() else "go"
-        if len(self._asked_at) == ASKED and self.name == self.generation.members[0]:
-            self._keys.delete(self._key(self.generation.number, f"step/{self._asked_at[0]}"))
-        self._asked_at.append(step)
+        if len(self._join_steps) == KEPT_STEPS and self.name == self.generation.members[0]:
+            self._keys.delete(self._key(self.generation.number, f"step/{self._join_steps[0]}"))
+        self._join_steps.append(step)
         key = self._key(self.generation.number, f"step/{step}")
         return self._keys.agree(key, answer) == "join"
 
     def gather(self, what: str, value: str, *, same: bool = False) -> dict[str, str]:
-        """The values of all members, by name, or the end of this generation: a barrier.
+        """Wait for the values of all members, and return them by name. RegroupError ends the wait.
 
-        Once all have come it returns, even if the generation is over, so that all find the same.
+        Once all values are there it returns, even if the generation is over, so that all members
+        get the same result.
 
         Args:
-          what: a name that serves once in a generation.
-          value: of this worker.
-          same: all values have to be equal, and all members in the step that this worker is in.
+          what: a name that is used only once in a generation.
+          value: this worker's value.
+          same: all values must be equal, and all members in this worker's step.
         """
         self._keys.set(self._key(self.generation.number, f"{what}/{self.name}"), value)
         members, mine = self.generation.members, {self.name: self.status}
         until = time.monotonic() + self.startup
         while True:
-            self.observe()  # before the values: a worker that ended since may have written its own
+            self.observe()  # before reading values: a worker may write its value and end
             values = self._keys.all(self._key(self.generation.number, what))
             missing = [m for m in members if m not in values]
             if not missing and not (same and len(set(values.values())) > 1):
@@ -174,32 +175,33 @@ class Membership:
             self.check()
             silent = [m for m in missing if self._heartbeats.is_silent(m)]
             if not missing or (same and self._heartbeats.contradicting(members, mine)):
-                self.ask("workers bring different programs")
+                self.request_regroup("workers have different programs")
             elif silent:
-                self.ask(f"{words(silent)} ended")
+                self.request_regroup(f"{describe(silent)} ended")
             elif time.monotonic() > until:
-                self.ask(f"{words(missing)} did not come within {self.startup:g} s", late=True)
+                why = f"{describe(missing)} did not arrive within {self.startup:g} s"
+                self.request_regroup(why, late=True)
             self.woken.wait(_POLL_SECONDS)
 
     def share(self, number: int, what: str, value: str) -> None:
-        """Write a value of a generation, by a name that no other worker uses."""
+        """Write a value for a generation, by a name that no other worker uses."""
         self._keys.set(self._key(number, what), value)
 
     def shared(self, number: int, folder: str) -> dict[str, str]:
-        """All values that workers wrote there, by the rest of their names."""
+        """Return all values that workers wrote in a folder, by their names in it."""
         return self._keys.all(self._key(number, folder))
 
     def observe(self) -> None:
-        """Look at every worker's heartbeat."""
+        """Read every worker's heartbeat."""
         self._heartbeats.observe(self._keys.all(f"{self._root}/heartbeat"))
 
     def finish(self) -> None:
-        """Tell workers that still wait that the work is done."""
+        """Tell waiting workers that training is done."""
         done = Generation(self.generation.number + 1, (), 0, ended=True)
         self._keys.set(f"{self._root}/finished", json.dumps(self.generation.ranks))
         self._keys.agree(self._key(done.number, "generation"), done.to_json())
 
-    def _agreed(
+    def _agree(
         self, finished: int, held: Sequence[int], term: int = 0, residual: float = 0.0
     ) -> Generation:
         number = self.generation.number + 1
@@ -217,19 +219,19 @@ class Membership:
             self.observe()
             offers = self._keys.all(self._key(number, "ready"))
             ready = {name: json.loads(text) for name, text in offers.items()}
-            if self.generation.number < 0:  # one that was started again counts once
+            if self.generation.number < 0:  # a restarted worker counts only once
                 ready = {k: v for k, v in ready.items() if not self._heartbeats.is_silent(k)}
             if self._is_complete(ready, time.monotonic() - began, number):
-                # Proposals differ; the first to be written counts, and the loop reads it.
+                # Proposals may differ; the first one counts, and the loop reads it.
                 self._keys.agree(key, self._proposal(number, ready).to_json())
             else:
                 time.sleep(_POLL_SECONDS)
         return Generation.from_json(text)
 
     def _is_complete(self, ready: Mapping[str, Any], waited: float, number: int) -> bool:
-        """True if nobody else is worth waiting for."""
+        """Return whether there is nobody left to wait for."""
         if self.generation.number < 0:
-            return self._beginners() <= {*map(rank_of, ready)} or waited > self.startup
+            return self._starters() <= {*map(rank_of, ready)} or waited > self.startup
         _, odd = self._differ(ready)
         if odd == self.generation.members:
             return True
@@ -238,11 +240,11 @@ class Membership:
         patience = HEARTBEAT_SECONDS if asked and json.loads(asked)["late"] else self._patience
         if any(not self._heartbeats.is_silent(m) for m in missing) and waited < patience:
             return False
-        # Newcomers become members, so it must be known whether they live.
+        # Waiting workers become members, so it must be known whether they live.
         return all(map(self._heartbeats.is_settled, self._waiting()))
 
     def _differ(self, ready: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Members that bring different programs to a step, and those that end for it."""
+        """Return members with different programs for a step, and those that must end for it."""
         known = {m: StepStatus(*offer["status"]) for m, offer in ready.items()}
         return self._heartbeats.differing(self.generation.members, self.generation.joined, known)
 
@@ -257,8 +259,8 @@ class Membership:
             return Generation(number, (), min(r["finished"] for r in ready.values()), differ=differ)
         coming = self._newcomers(staying)
         members = tuple(sorted([*staying, *coming], key=rank_of))
-        # Survivors can all go back to the slowest one's step; at the start the newest state counts.
-        # One that was taken in, and lost another before it was given the state, has an older one.
+        # All survivors can go back to the slowest one's step; at the start the newest state counts.
+        # A newcomer has an older state if the generation ended before the state was sent to it.
         choose, since = (min, last.step) if number else (max, 0)
         had = [m for m in staying if ready[m]["finished"] >= since] or staying
         step = choose(ready[m]["finished"] for m in had)
@@ -269,7 +271,7 @@ class Membership:
             members,
             step,
             source=having[0],
-            given=any(m not in having for m in members),
+            sends_state=any(m not in having for m in members),
             lost=tuple(m for m in before if m not in ready or m in odd),
             joined=tuple(m for m in members if number and m not in before),
             why=why,
@@ -280,7 +282,7 @@ class Membership:
         )
 
     def _newcomers(self, staying: Sequence[str]) -> list[str]:
-        """Waiting workers that live, as many as there is room for; dead ones are forgotten."""
+        """Return live waiting workers, as many as there is room for, and forget dead ones."""
         waiting = self._waiting()
         for name in filter(self._heartbeats.is_silent, waiting):
             self._keys.delete(f"{self._root}/waiting/{name}")
@@ -289,34 +291,34 @@ class Membership:
         return live[: self._most - len(staying)]
 
     def _waiting(self) -> list[str]:
-        """Names of workers that want to be taken in, and are in no generation."""
+        """Return the names of workers that wait to join."""
         waiting = self._keys.all(f"{self._root}/waiting")
         return sorted((w for w in waiting if w not in self.generation.members), key=rank_of)
 
-    def _awaited(self, after: Generation) -> Generation:
-        """The next generation, on which others agree."""
+    def _wait_for_next(self, after: Generation) -> Generation:
+        """Wait to join, and return the next generation on which the members agree."""
         self._keys.set(f"{self._root}/waiting/{self.name}", "1")
         key = self._key(after.number + 1, "generation")
         while True:
             self.observe()
-            # Looked up before the record is: a worker that finishes writes it first, ends then.
+            # Check this before reading the record: a worker that finishes writes it and then ends.
             gone = all(map(self._heartbeats.is_silent, after.members))
             if (text := self._keys.try_get(key)) is not None:
                 return Generation.from_json(text)
             if gone:
                 raise PeerLostError(
-                    f"All workers have ended ({words(after.members)}), and nobody is left to "
-                    f"take worker {rank_of(self.name)} in. Start the job again.",
+                    f"All workers have ended ({describe(after.members)}), so worker "
+                    f"{rank_of(self.name)} has no run to join. Start the job again.",
                     ranks=after.ranks,
                 )
             time.sleep(_POLL_SECONDS)
 
     def _begin(self, generation: Generation) -> Generation:
-        with self._lock:  # the watchdog must not end this generation for a request of the last
+        with self._lock:  # the watchdog must not apply a request from the last generation
             self.generation = generation
-            self._asked = False
+            self._is_over = False
             self.status = StepStatus(generation.number, -1)
-            self._asked_at.clear()
+            self._join_steps.clear()
             self.woken.clear()
         if self.name in generation.members:
             self._keys.delete(f"{self._root}/waiting/{self.name}")
@@ -330,16 +332,16 @@ class Membership:
         self._keys.set(f"{self._root}/heartbeat/{self.name}", text)
 
     def alarmed(self, alarm: dict[str, Any]) -> None:
-        """A member has asked for a new generation."""
+        """Handle a member's request for a new generation."""
         self.beat()
 
     def beat(self) -> None:
-        """Look for a request for a new generation, which may have come unheard, and write."""
+        """Check for a request for a new generation, whose alarm may be lost, and write."""
         with self._lock:
             if self._ended:
                 return
             asked = self._keys.try_get(self._key(self.generation.number + 1, "asked"))
             if asked and self.generation.number >= 0:
-                self._asked = True
+                self._is_over = True
                 self.woken.set()
             self._write_heartbeat()

@@ -1,4 +1,4 @@
-"""Residuals in the state of an elastic run, of which each worker keeps the rows of its replicas."""
+"""Residuals in the state of an elastic run: each worker keeps the rows of its own replicas."""
 
 from __future__ import annotations
 
@@ -22,62 +22,63 @@ from jaxcoll._step.data_parallel import data_parallel
 
 
 def residuals_in(state: Any) -> list[Shards]:
-    """Every residual of a state, in order."""
+    """Return all residuals in a state, in order."""
     return [x for x in jax.tree.leaves(state, is_leaf=is_residual) if is_residual(x)]
 
 
-def with_residuals(state: Any, found: Iterable[Any]) -> Any:
-    """The state with these in the places of its residuals, in order."""
-    new = iter(found)
+def with_residuals(state: Any, residuals: Iterable[Any]) -> Any:
+    """Return the state with its residuals replaced by these, in order."""
+    new = iter(residuals)
     return jax.tree.map(lambda x: next(new) if is_residual(x) else x, state, is_leaf=is_residual)
 
 
 def without_residuals(state: Any) -> Any:
-    """Return what all workers hold alike: the state with residuals that have no parts."""
+    """Return the state with empty residuals: the part that is equal on all workers."""
     return with_residuals(state, (x.replace(()) for x in residuals_in(state)))
 
 
 def own_rows(residual: Shards) -> Shards:
-    """The residual of this worker's replicas alone, in host memory."""
-    return _of([_rows_here(part) for part in residual.parts], residual)
+    """Return the residual of this worker's replicas only, in host memory."""
+    return _with_parts([_rows_here(part) for part in residual.parts], residual)
 
 
 def summed(residual: Shards) -> Shards:
-    """The sum over this worker's replicas, as the residual of a single one, in host memory."""
+    """Return the sum over this worker's replicas, as one replica's residual, in host memory."""
     rows = own_rows(residual)
     parts = [x.reshape(rows.layout.replicas, -1, LANES) for x in rows.parts]
-    return _of([x.sum(0, dtype=np.float64).astype(x.dtype) for x in parts], residual)
+    return _with_parts([x.sum(0, dtype=np.float64).astype(x.dtype) for x in parts], residual)
 
 
 def at_start(name: str, residual: Shards) -> Shards:
-    """Return the residual that all workers begin with: a sum that each of them knows."""
+    """Return the sum of a residual with which all workers start; each of them must know it."""
     if any(_is_elsewhere(x) for x in residual.parts) and norm([residual]):
         raise ValueError(
-            f"`Elastic`: state{name} is a residual in which something is owed, on devices of "
-            "several processes. Which of these will train is not known, so that a part of it could "
-            "be lost: begin with a new `jc.compression.residual`, and let `Elastic` restore the "
+            f"`Elastic`: state{name} is a residual that is not zero, on devices of several "
+            "processes. It is not known yet which of these will train, so a part of it could be "
+            "lost. Start with a new `jc.compression.residual`, and let `Elastic` restore the "
             "checkpoint."
         )
     return summed(residual)
 
 
-def shared_out(total: Shards, workers: int, replicas: int) -> Shards:
-    """Equal shares of a sum for this worker's replicas; nothing where 0 `workers` share it."""
+def divided(total: Shards, workers: int, replicas: int) -> Shards:
+    """Divide a sum equally among `workers`, and return this one's rows; zeros for 0 workers."""
     if not workers:
-        return _of([np.zeros((replicas * len(x), LANES), x.dtype) for x in total.parts], total)
+        zeros = [np.zeros((replicas * len(x), LANES), x.dtype) for x in total.parts]
+        return _with_parts(zeros, total)
     n = np.float32(workers * replicas)
-    return _of([np.tile(x / n, (replicas, 1)) for x in total.parts], total)
+    return _with_parts([np.tile(x / n, (replicas, 1)) for x in total.parts], total)
 
 
 def placed(rows: Shards, mesh: Mesh) -> Shards:
-    """The residual of all workers' replicas, of which this one brings its rows."""
+    """Return the residual of all workers' replicas on a mesh, from this worker's rows."""
     with no_mesh():
         parts = place(rows.parts, NamedSharding(mesh, spec_of(rows.axes, ())))
-    return _of(parts, rows)
+    return _with_parts(parts, rows)
 
 
 def adder(residuals: Sequence[Shards]) -> Callable[..., list[Any]]:
-    """A program that adds each of these up over all replicas, in float32."""
+    """Return a compiled program that sums each residual over all replicas, in float32."""
     mesh, axis = residuals[0].parts[0].sharding.mesh, residuals[0].axes[0]
     add = data_parallel(lambda x: all_reduce("sum", x, axis), mesh=mesh, axis_name=axis)
     with no_mesh():
@@ -85,18 +86,18 @@ def adder(residuals: Sequence[Shards]) -> Callable[..., list[Any]]:
 
 
 def in_host_memory(sums: Sequence[Any], residual: Shards) -> Shards:
-    """A residual's parts as the program of `adder` returned them."""
-    return _of([on_host("", part) for part in sums], residual)
+    """Return a sum from the program of `adder` as a residual in host memory."""
+    return _with_parts([on_host("", part) for part in sums], residual)
 
 
 def norm(residuals: Iterable[Shards]) -> float:
-    """The norm of all that this worker's replicas owe."""
+    """Return the norm of the residuals of this worker's replicas."""
     parts = [x.astype(np.float64) for residual in residuals for x in own_rows(residual).parts]
     return float(np.sqrt(sum(np.vdot(x, x) for x in parts)))
 
 
-def _of(parts: Sequence[Any], like: Shards) -> Shards:
-    """A residual with these parts, whose rows say of how many replicas they are."""
+def _with_parts(parts: Sequence[Any], like: Shards) -> Shards:
+    """Return a residual with other parts. Their number of rows gives the number of replicas."""
     packs = like.layout.packs
     replicas = len(parts[0]) // like.layout.rows(packs[0]) if packs else 1
     layout = laid_over(like.layout, (replicas,))
@@ -108,7 +109,7 @@ def _is_elsewhere(x: Any) -> bool:
 
 
 def _rows_here(x: Any) -> np.ndarray:
-    """The rows that this process has, in the order of the mesh."""
+    """Return the rows of an array that this process has, in the order of the mesh."""
     if not _is_elsewhere(x):
         return on_host("", x)
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)

@@ -1,4 +1,4 @@
-"""DiLoCo in an elastic run: replicas train by themselves, and meet at the end of a round."""
+"""DiLoCo in an elastic run: replicas train locally, and exchange at the end of each round."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxcoll._train.diloco import DiLoCo, DiLoCoState
 
 
 class RoundsState(ReplicatedState):
-    """The state after the last two exchanges, and how far this worker has come since then.
+    """The state after the last two exchanges, and this worker's progress since then.
 
-    Each worker has the rows of its own replicas. A newcomer, and a run that restores a checkpoint,
-    begin with the shared parameters and the optimizer state of one replica.
+    Each worker has the rows of its own replicas. A newcomer, or a run that restores a checkpoint,
+    starts with the shared parameters and the optimizer state of one replica.
     """
 
-    # By the step of an exchange, the state and metrics after the local steps that followed
+    # By the step of an exchange: the state and metrics after the local steps that followed
     ahead: dict[int, tuple[DiLoCoState, Any]]
 
     def reset(self, state: Any, step: int) -> None:
@@ -34,10 +34,10 @@ class RoundsState(ReplicatedState):
 
     def keep(self, step: int, state: Any) -> None:
         super().keep(step, state)
-        self.ahead = {k: found for k, found in self.ahead.items() if k in self.held}
+        self.ahead = {k: progress for k, progress in self.ahead.items() if k in self.held}
 
     def settle(self, membership: Membership, mesh: Mesh, together: Together) -> None:
-        # A worker that was in the middle of a round goes on from there, on its new devices.
+        # A worker in the middle of a round continues from there, on its new devices.
         step = membership.generation.step
         ahead = self.ahead.get(step) if step in self.held else None
         super().settle(membership, mesh, together)
@@ -53,7 +53,7 @@ class RoundsState(ReplicatedState):
         return self.alike(state)
 
     def alike(self, state: DiLoCoState) -> DiLoCoState:
-        """The state with no replica's parameters, and the optimizer state of the first one."""
+        """Return the state without replicas' parameters, with the first one's optimizer state."""
         first = jax.tree.map(lambda x: x[:1], state.replicas[1])
         return dataclasses.replace(state, replicas=((), first))
 

@@ -1,4 +1,4 @@
-"""What `Elastic.run` is given for batches, as one function of a worker's rows."""
+"""The `batches` argument of `Elastic.run`, as one function that returns a worker's rows."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 from jaxcoll._train.batches import Batches
 
 Rows = Callable[[int, int, int], Any]
-"""One worker's rows of a step's batch: of (step, this worker's place, how many there are)."""
+"""A function of (step, this worker's index, number of workers) that returns the worker's rows."""
 
 _EXPECTED = """\
-`Elastic.run` expects batches that it can ask for again, as after a loss: `jc.batches(rows, \
+`Elastic.run` expects batches that it can request again after a loss: `jc.batches(rows, \
 batch_size)`; a list of batches; `lambda step: batch`; or `lambda step, worker, workers: rows`, \
 which returns this worker's rows; got {got}."""
 
 
 def rows_of(batches: Any) -> Rows:
-    """Return the function of a worker's rows that `batches` stands for.
+    """Convert `batches` to a function that returns a worker's rows.
 
     Raises:
-      ValueError: it is none of what `Elastic.run` takes.
+      ValueError: `Elastic.run` does not accept `batches`.
     """
     if isinstance(batches, Batches):
         return batches.share
@@ -39,25 +39,25 @@ def rows_of(batches: Any) -> Rows:
 
 
 def source_of(batches: Any) -> str:
-    """Return what shows that workers share these batches; "": a function shows nothing."""
+    """Return text that must be equal on all workers; "" for a function, which has none."""
     if isinstance(batches, Batches):
         return batches.source
     return f"a list, digest {_digest(batches[0])}" if isinstance(batches, list) else ""
 
 
 def _digest(batch: Any) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        found.update(f"{jax.tree_util.keystr(path)} {np.shape(x)}".encode())
-        found.update(np.asarray(x).tobytes())
-    return found.hexdigest()
+        digest.update(f"{jax.tree_util.keystr(path)} {np.shape(x)}".encode())
+        digest.update(np.asarray(x).tobytes())
+    return digest.hexdigest()
 
 
 def _count_of_positions(function: Callable[..., Any]) -> int:
-    """Return how many positional arguments a function must be given; 3 where it takes any."""
+    """Return the number of required positional arguments; 3 if a function takes any number."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # one of C's
+    except (TypeError, ValueError):  # it is written in C
         return 3
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return 3
@@ -66,7 +66,7 @@ def _count_of_positions(function: Callable[..., Any]) -> int:
 
 
 def _split(batch_of: Callable[[int], Any]) -> Rows:
-    """Return the rows of equal shares of whole batches."""
+    """Return a function that takes a worker's equal share of whole batches."""
 
     def rows(step: int, worker: int, workers: int) -> Any:
         def share(path: Any, x: Any) -> Any:
@@ -74,16 +74,16 @@ def _split(batch_of: Callable[[int], Any]) -> Rows:
             if not shape:
                 raise ValueError(
                     f"`Elastic`: batch{jax.tree_util.keystr(path)} of step {step} is a number "
-                    f"({x!r}), which has no rows for the workers to share. A batch is an array, "
-                    "whose leading dimension is its rows, or a tree of such arrays: make one of "
-                    "numbers by `np.asarray`."
+                    f"({x!r}), which has no rows for the workers to share. A batch is an array "
+                    "with rows as its leading dimension, or a tree of such arrays; "
+                    "`np.asarray` makes one from numbers."
                 )
             if shape[0] % workers:
                 raise ValueError(
                     f"`Elastic`: batch{jax.tree_util.keystr(path)} of step {step} has the shape "
-                    f"{list(shape)}, whose rows do not divide over {workers} workers. Give every "
-                    "batch a number of rows that divides by each number of workers that may be "
-                    "left, or let `jc.batches(rows, batch_size, uneven='pad')` pad them."
+                    f"{list(shape)}, and its rows do not divide evenly among {workers} workers. "
+                    "Choose a number of rows that every possible number of workers divides, or "
+                    "let `jc.batches(rows, batch_size, uneven='pad')` pad the batches."
                 )
             count = shape[0] // workers
             return x[worker * count : (worker + 1) * count]

@@ -1,4 +1,4 @@
-"""One run of `Elastic`: a generation after another, until the steps are finished."""
+"""One run of `Elastic`: one generation after another, until the steps are finished."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from jaxcoll._elastic.connections import Connections, may_be_broken
 from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState, check_agreed
-from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
+from jaxcoll._elastic.step_programs import StepPrograms, mismatch_error, publish_program
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._threads import Task, Worker, abandon
 from jaxcoll.errors import DeadlineExceededError, PeerLostError, ProgramMismatchError
 
 _LOG = logging.getLogger("jaxcoll")
-_JOIN_EVERY = 10  # steps between two looks for workers that want to be taken in
+_JOIN_EVERY = 10  # steps between two checks for workers that wait to join
 MOST_ATTEMPTS = 20
-"""A step that was late so often in a row, though all workers live, always will be."""
+"""Number of late attempts at one step, with all workers alive, after which a run gives up."""
 
 PATIENCE, LAST_PATIENCE = 1.0, 30.0
-"""Seconds that another process may be about to replace the file: during a run, and at its end."""
+"""Timeouts, in seconds, for the lock on the checkpoint: during a run, and at its end."""
 
 
 @dataclasses.dataclass
 class Job:
-    """Arguments of `Elastic`, see there, and the progress of its runs."""
+    """The arguments of `Elastic`, and the progress of its runs."""
 
     axis: str
     programs: Callable[[Mesh, Membership], StepPrograms]
@@ -60,16 +60,16 @@ class Run:
         self._batches, self._source, self._steps = batches, source, steps
         self._state = job.state
         self._programs: StepPrograms | None = None
-        # The step and the workers of the last attempt, and how many in a row had the same
+        # Step and workers of the last attempt, and how many attempts in a row had the same
         self._attempted: tuple[int, frozenset[str]] = 0, frozenset()
         self._attempts = 0
-        self._failed: Exception | None = None  # why it failed on this worker in that attempt
-        self._failing: Exception | None = None  # and in the present one
+        self._failed: Exception | None = None  # this worker's error in the last attempt
+        self._failing: Exception | None = None  # this worker's error in the present attempt
         self._began = 0.0
-        self._changes: list[tuple[float, WorldChange]] = []  # without their durations yet
+        self._changes: list[tuple[float, WorldChange]] = []  # whose durations are not known yet
         self._writers: tuple[str, ...] = ()
-        self._every = 0  # steps between two checkpoints, where there are writers
-        # A checkpoint is written beside the next steps: it may take longer than a step
+        self._every = 0  # steps between two checkpoints, if there are writers
+        # Writes checkpoints during the next steps, because one may take longer than a step
         self._saver = Worker("jaxcoll-checkpoint")
         self._saving: Task | None = None
 
@@ -108,29 +108,29 @@ class Run:
         return self._membership.generation
 
     def _end(self) -> None:
-        """No worker leaves before all agree on the state and, with a file, one has written it."""
+        """Wait until all workers agree on the last state and one has written it, if to a file."""
         assert self._programs is not None
         self._programs.end(self._steps)
         self._compare()
-        writer, failure = self._written(self._state.finished)
+        writer, failure = self._write(self._state.finished)
         if writer or not self._writers:
             self._membership.finish()
         if failure:
             raise failure
 
     def _compare(self) -> None:
-        """Compare the state on all members; where it is to be written, add up residuals."""
+        """Compare the state on all members, and sum residuals if it will be written."""
         self._state.compare(self._membership)
         if self._writers:
             self._state.add_up(self._membership, self._together)
 
-    def _written(self, step: int) -> tuple[str, OSError | None]:
+    def _write(self, step: int) -> tuple[str, OSError | None]:
         def write() -> None:
-            if self._job.file:  # which a writer has: others wait for it, and write nothing
+            if self._job.file:  # only writers have one; the others wait for them
                 self._finish_saving()
                 self._state.save(self._job.file, step, LAST_PATIENCE)
 
-        return written_by_one(self._membership, self._writers, write)
+        return write_once(self._membership, self._writers, write)
 
     def _date_changes(self) -> None:
         for began, change in self._changes:
@@ -139,7 +139,7 @@ class Run:
         self._changes.clear()
 
     def _settle(self, connections: Connections) -> StepPrograms:
-        """Take this worker's place in the generation: connections, mesh and state."""
+        """Set up this worker for the generation: connections, mesh, programs and state."""
         connections.begin()
         ranks, devices = self._job.workers, connections.devices
         ours = [d for rank in ranks for d in devices if d.process_index == rank]
@@ -148,53 +148,53 @@ class Run:
         self._state.settle(self._membership, mesh, self._together)
         sources = self._membership.gather("batches", self._source)
         check_agreed(
-            sources, self._membership, _other_batches, not self._generation.number, "source"
+            sources, self._membership, _batches_error, not self._generation.number, "source"
         )
         connections.forget_others()
         return self._programs
 
     def _check_place(self) -> None:
-        """End this worker where the generation is not to train, or not with it."""
+        """End this worker if the generation cannot train, or does so without this worker."""
         job, membership, name = self._job, self._membership, self._membership.name
         generation = self._generation
         if self._programs is not None:
-            show(membership, self._programs.lines())
+            publish_program(membership, self._programs.lines())
         if generation.ends_for_its_program(name):
-            raise mismatch(membership)
+            raise mismatch_error(membership)
         is_member = name in generation.members
         if is_member:
             self._state.term = generation.term
         few = len(generation.members) < job.fewest and generation.step < self._steps
         few = few and not generation.ended
         if few or is_member:
-            # Workers that are too few to train, a dropped one among them, still save together.
+            # Workers that are too few to train still save together, even with a dropped one.
             self._writers, self._every = writers_of(membership, job.every if job.file else 0)
         if few:
             self._give_up(
                 PeerLostError(
-                    f"{len(generation.members)} workers are left ({listed(generation.ranks)}), and "
-                    f"`min_workers` is {job.fewest}: {generation.why}.",
+                    f"Too few workers are left ({listed(generation.ranks)}; `min_workers` is "
+                    f"{job.fewest}): {generation.why}.",
                     ranks=tuple(map(rank_of, generation.lost)),
                 )
             )
         if not is_member:
-            went_on = (
-                "have finished. There is nothing left to do."
+            outcome = (
+                "they have finished, and nothing is left to do."
                 if generation.ended
-                else f"went on from step {generation.step} as workers {listed(generation.ranks)}, "
-                f"because {generation.why}. It must not go on by itself; start it again."
+                else f"they continued from step {generation.step} as workers "
+                f"{listed(generation.ranks)}, because {generation.why}. Start this worker again; "
+                "it must not continue alone."
             )
             raise PeerLostError(
-                f"Worker {rank_of(name)} was dropped by the others, who {went_on}",
+                f"The other workers dropped worker {rank_of(name)}: {outcome}",
                 ranks=(rank_of(name),),
             )
-        # Another attempt is pointless after it failed here twice, or was late too often.
+        # Another attempt is pointless after two failures here, or too many late ones.
         if self._attempts >= MOST_ATTEMPTS or (self._failed and self._attempts > 1):
             late = DeadlineExceededError(
                 f"Workers {listed(generation.ranks)} began the step after step {generation.step} "
-                f"{MOST_ATTEMPTS} times in a row and never finished it, though all live. "
-                f"The last time, {generation.why}. A larger "
-                "`timeout_seconds` waits longer."
+                f"{MOST_ATTEMPTS} times in a row and never finished it, though all are alive. "
+                f"The last time, {generation.why}. A larger `timeout_seconds` waits longer."
             )
             self._give_up(self._failed or late)
 
@@ -208,23 +208,23 @@ class Run:
         lost = tuple(map(rank_of, generation.lost))
         joined = tuple(map(rank_of, generation.joined))
         _LOG.warning(
-            "After step %d: %s. Lost: %s; joined: %s; workers %s go on.",
+            "After step %d: %s. Lost: %s; joined: %s; workers %s continue.",
             *(generation.step, generation.why, listed(lost), listed(joined)),
             listed(generation.ranks),
         )
         residual = generation.residual if lost else 0.0
         if residual:
-            words = "Each lost worker took along a residual whose norm was about %.3g."
-            _LOG.warning(words, residual)
+            text = "A residual with a norm of about %.3g was lost with each lost worker."
+            _LOG.warning(text, residual)
         change = WorldChange(
             generation.step, generation.ranks, lost, joined, generation.why, 0.0, residual
         )
         self._changes.append((self._began, change))
 
     def _give_up(self, error: Exception) -> NoReturn:
-        """Save the state that all have, and end."""
+        """Save the state that all workers have, and raise the error."""
         step = self._generation.step
-        writer, failure = self._written(step)
+        writer, failure = self._write(step)
         if writer and self._job.file:
             saved = f"The state after step {step} is saved in {self._job.file}."
             error.args = (f"{error} {saved}",)
@@ -263,15 +263,15 @@ class Run:
         except (RuntimeError, ValueError) as error:  # JAX raises these for a broken connection
             reason = str(error).splitlines()[0][:200]
             name = rank_of(self._membership.name)
-            if not self._membership.ask(f"{what} failed on worker {name}: {reason}"):
-                # If nobody turns out to be lost, and it fails again, the others did not cause it.
-                self._failing = error.with_traceback(None)  # which would keep the step's arrays
+            if not self._membership.request_regroup(f"{what} failed on worker {name}: {reason}"):
+                # If nobody is lost, and it fails again, the cause was not another worker.
+                self._failing = error.with_traceback(None)  # a traceback keeps the step's arrays
             raise RegroupError from error
 
     def _save_if_due(self, before: int, finished: int) -> None:
         is_due = self._writers and finished // self._every > before // self._every
         if finished == self._steps or not is_due:
-            return  # `_end` saves the last state
+            return  # the last state is saved by `_end`
         self._compare()
         if self._membership.name != self._writers[0] or self._job.file is None:
             return
@@ -279,25 +279,25 @@ class Run:
             _LOG.warning("No checkpoint after step %d: the last is still being written.", finished)
             return
         write = self._state.to_write(self._job.file, finished, PATIENCE)
-        self._saving = self._saver.submit(functools.partial(_or_warn, write))
+        self._saving = self._saver.submit(functools.partial(_call_or_warn, write))
 
     def _finish_saving(self) -> None:
         if self._saving is not None:
             self._saving.wait(self._job.startup)
 
 
-def _other_batches(sources: dict[str, str]) -> ProgramMismatchError:
-    found = "; ".join(f"worker {rank_of(name)}: {source}" for name, source in sources.items())
+def _batches_error(sources: dict[str, str]) -> ProgramMismatchError:
+    sides = "; ".join(f"worker {rank_of(name)}: {source}" for name, source in sources.items())
     return ProgramMismatchError(
-        f"Workers bring different batches to `Elastic.run`: {found}. Give all one source and one "
-        "seed, which is neither the time nor the number of the process. A list holds whole "
-        "batches, of which each worker takes its rows; a worker's own rows are what a function of "
-        "three arguments returns, `lambda step, worker, workers: rows`."
+        f"Workers pass different batches to `Elastic.run`: {sides}. Give all workers the same "
+        "source and the same seed, not the time or the process number. A list must hold whole "
+        "batches, and each worker takes its rows of them. To return only a worker's own rows, pass "
+        "a function of three arguments: `lambda step, worker, workers: rows`."
     )
 
 
-def _or_warn(write: Callable[[], object]) -> None:
-    """Write a checkpoint, or say why not: a later one may succeed, and that of the end must."""
+def _call_or_warn(write: Callable[[], object]) -> None:
+    """Write a checkpoint, or log the error: a later one may succeed, and the last one must."""
     try:
         write()
     except Exception as error:
@@ -305,25 +305,25 @@ def _or_warn(write: Callable[[], object]) -> None:
 
 
 def writers_of(membership: Membership, every: int) -> tuple[tuple[str, ...], int]:
-    """Agree on who writes, by the steps between two checkpoints of each (0: it has no file).
+    """Agree on who writes checkpoints, and how often. `every` is 0 on a worker without a file.
 
     Returns:
-      The members that have a file, in the order in which they try, and the steps between two
-      checkpoints, as the first of them has it.
+      The members that have a file, in the order in which they try to write; and the first one's
+      number of steps between two checkpoints.
     """
     every_of = {name: int(text) for name, text in membership.gather("every", str(every)).items()}
     names = tuple(name for name in membership.generation.members if every_of[name])
     return names, every_of[names[0]] if names else 0
 
 
-def written_by_one(
+def write_once(
     membership: Membership, writers: Sequence[str], write: Callable[[], object]
 ) -> tuple[str, OSError | None]:
-    """The writer, which is the first that can, once it has written; and this worker's own error.
+    """Let the first writer that can write the state; return its name and this worker's error.
 
-    Guarantee: on every member that returns, the state is written, or nobody could write it: the
-    writer is "". If it dies, the others find that like any loss, and call this in the next
-    generation.
+    Guarantee: when this returns, on any member, the state is written, or nobody could write it and
+    the name is "". If the writer dies, the others notice as with any loss, and call this again in
+    the next generation.
     """
     failure = None
     for name in writers:
@@ -344,10 +344,10 @@ _worker: Worker | None = None
 def outcome_of(
     call: Callable[[], Any], membership: Membership, seconds: float | None, what: str
 ) -> Any:
-    """`call()`, which traces nothing, waited for until it is done or this generation is over.
+    """Return `call()`, which must not trace, unless this generation ends first.
 
-    When a worker dies in a collective, only its neighbours get an error; others wait for a message
-    that nobody sends. So another thread makes the call, and is abandoned then.
+    When a worker dies in a collective, only its neighbours get an error; the others wait for a
+    message that nobody sends. So another thread makes the call, and can be abandoned.
 
     Raises:
       RegroupError: the generation is over.
@@ -359,20 +359,20 @@ def outcome_of(
     until = time.monotonic() + (seconds or float("inf"))
     try:
         while True:
-            membership.woken.clear()  # first: what comes after it wakes the wait below
+            membership.woken.clear()  # before the checks, so that later events end the wait below
             if task.done():
                 break
             membership.check()
             membership.check_members()
             left = until - time.monotonic()
             if left <= 0:
-                membership.ask(f"{what} did not finish within {seconds:g} s", late=True)
+                membership.request_regroup(f"{what} did not finish within {seconds:g} s", late=True)
                 raise RegroupError
-            # Who stopped writing must be known by the time a new generation is asked for.
+            # By the deadline it must be known which heartbeats have stopped.
             if left < SILENT_WORKER_SECONDS + HEARTBEAT_SECONDS:
                 membership.observe()
             membership.woken.wait(min(left, HEARTBEAT_SECONDS))
-    except BaseException:  # Ctrl-C, too
+    except BaseException:  # including Ctrl-C
         _worker = None  # the next call must not wait behind this one
         worker.close()
         abandon(worker)

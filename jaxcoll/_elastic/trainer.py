@@ -39,48 +39,48 @@ class Elastic:
 
     Guarantee: every worker holds the whole state after each of the last two steps. When workers
     die, stop or miss a deadline, the others agree on the last step that all of them finished, build
-    a mesh of their own devices, and continue from there: with bits equal on all of them, which is
-    checked, and equal to those of a run that had the smaller world from that step. A mean is then a
-    mean over fewer replicas.
+    a mesh of their devices, and continue from there. Their bits are equal, which is checked, and
+    equal to those of a run that had the smaller world from that step on. Means are then over fewer
+    replicas.
 
-    A worker that was restarted, or that waits because of `max_workers`, is taken in at the next
-    multiple of ten steps, or when another is lost, and receives the state. JAX fixes the number of
-    processes when a job starts, so no more than that can work at once.
+    A worker that was restarted, or that waits because of `max_workers`, joins at the next multiple
+    of ten steps, or when another is lost, and receives the state. JAX fixes the number of processes
+    when a job starts, so no more than that can train at once.
 
-    Of a residual (`jc.compression.residual`) in the state each worker has its own replicas' part.
-    Survivors keep theirs, a newcomer begins with nothing, and a checkpoint holds the sum of all,
-    which is dealt out again. So what arrived, and the residuals of all workers, and what lost
-    workers took along, are together the sum of the gradients; of the latter `changes` has the size.
+    A residual (`jc.compression.residual`) in the state is divided among workers by replica.
+    Survivors keep their part, a newcomer starts with zeros, and a checkpoint holds the sum, which a
+    restored run divides again. So the sum of all gradients is what has been exchanged, plus the
+    residuals of all workers, plus what was lost with lost workers; `changes` estimates the latter.
 
     Args:
       step: a `jc.data_parallel` step of `(state, batch)` that returns `(state, metrics)`, over one
-        axis, and donates nothing. Or what `jc.diloco` returns: workers then meet, and notice a
-        loss, at its exchanges, and a newcomer begins at the shared parameters.
-      state: a pytree of arrays, complete and equal on all workers, and of new residuals; or that
+        axis, without donation. Or the result of `jc.diloco`: then workers synchronize, and notice
+        a loss, at its exchanges, and a newcomer starts from the shared parameters.
+      state: a pytree of arrays, complete and equal on all workers, and new residuals; or the state
         of DiLoCo.
-      min_workers: fewer workers than these save the state and raise `PeerLostError`.
-      max_workers: more workers than these wait until they are needed. None: all work.
-      timeout_seconds: of one step, without its compilation. Workers that miss it are dropped from
-        the run. None: no limit; a worker that is stopped then stops all.
-      startup_timeout_seconds: of the first meeting, of those after a change, and of the last
-        checkpoint, while all live; it must exceed the time of a compilation and of a checkpoint.
-      checkpoint: a file. A run begins with the state in it, and the first worker writes it. A newer
-        state is never replaced by an older one, and no worker returns before the last one is
-        written: if the first worker dies meanwhile or cannot write, the next one does.
-      every: steps between two checkpoints. At each, and at the end, all workers compare their
-        states bit by bit. Workers that differ from the majority end with `ReplicaDivergenceError`;
-        without a majority all do.
-      report: called on every worker after each step with the number of finished steps and the
-        metrics. A step that had to be done again is reported again.
+      min_workers: with fewer workers, the run saves the state and raises `PeerLostError`.
+      max_workers: workers beyond this number wait until they are needed. None: all train.
+      timeout_seconds: timeout of one step, without compilation. Workers that miss it are dropped.
+        None: no limit; then a worker that is stopped stops all.
+      startup_timeout_seconds: timeout for live workers to meet, at the start and after a change,
+        and to write the last checkpoint. Compilation and checkpoint must each fit in it.
+      checkpoint: a file. A run starts from the state in it, and the first worker writes it. An
+        older state never replaces a newer one. No worker returns before the last state is written;
+        if the first worker dies or cannot write, the next one does.
+      every: number of steps between two checkpoints. At each, and at the end, all workers compare
+        their states bit by bit. Workers that differ from the majority end with
+        `ReplicaDivergenceError`; without a majority all do.
+      report: called on every worker after each step, with the number of finished steps and the
+        metrics. A step that had to be repeated is reported again.
 
     Attributes:
       changes: a `WorldChange` for each change of the world, in order.
-      finished: steps that are finished.
+      finished: number of finished steps.
       workers: process numbers of the present workers, in the order of the mesh.
 
     Raises:
-      ValueError: an argument is invalid, the step does not fit, or, with several processes,
-        `jax_enable_recoverability` is off, so that JAX would end all processes when one dies.
+      ValueError: an argument is invalid; the step does not fit; or, with several processes,
+        `jax_enable_recoverability` is off, so JAX would end all processes when one dies.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np
@@ -120,7 +120,7 @@ class Elastic:
             self._round = step.every
         else:
             programs = functools.partial(StepPrograms, step)
-            # In the types that the step returns, so that a file, and others, have the same.
+            # With the dtypes that the step returns, which files and other workers have too.
             held = ReplicatedState(jax.tree.map(host_array, state))
             self._round = 1
         self._job = Job(
@@ -148,38 +148,39 @@ class Elastic:
 
     @property
     def finished(self) -> int:
-        """Steps that are finished."""
+        """Number of finished steps."""
         return self._job.state.finished
 
     @boundary
     def run(self, batches: Any, steps: int) -> Any:
-        """Train until `steps` are finished.
+        """Train until `steps` steps are finished.
 
         Args:
-          batches: `jc.batches(rows, batch_size)`, whose seed says the order; a list of whole
-            batches, over and over; a function of the step (from 0) that returns its batch, of
-            which each worker takes its rows; or one of the step, this worker's place among the
-            workers and how many there are, which returns its rows, equally many on every worker.
-            After a change batches are asked for again, for another place and number.
-          steps: in all, those of the checkpoint included; of DiLoCo, in rounds of `every`.
+          batches: `jc.batches(rows, batch_size)`, in the order of its seed; a list of whole
+            batches, repeated; a function of the step (from 0) that returns the whole batch, of
+            which each worker takes its rows; or a function of the step, this worker's index and
+            the number of workers that returns this worker's rows, equally many on every worker.
+            After a change the function is called again for the same step, with the new numbers.
+          steps: total number of steps, including those of the checkpoint; for DiLoCo, a multiple
+            of its `every`.
 
         Returns:
-          The state, replicated over the workers that reached the end, residuals as each of them
-          has its own; None on a worker that was never taken in.
+          The state, replicated over the workers that reached the end; of residuals each worker has
+          its own part. None on a worker that never joined.
 
         Raises:
           DeadlineExceededError: a worker did not begin within `startup_timeout_seconds`; or a step
-            was late 20 times in a row though nobody is lost. The state was saved then, if there is
+            was late 20 times in a row though no worker is lost, and the state was saved if there is
             a file.
           PeerLostError: too few workers are left, the coordinator died or is stopped, or the others
             dropped this worker. Except in the last case the state was saved, if there is a file.
-          ReplicaDivergenceError: workers start with different states; or later this worker's
-            differs from that of most others, or most do not agree.
-          ProgramMismatchError: their states have different structures, their `jc.batches` another
-            seed or source, or their lists other batches; or they bring different programs to a
-            step. A worker that comes later ends alone for it.
-          ValueError: `batches` are something else or do not divide, the step does not return a
-            state like its argument, or `steps` do not end a round of DiLoCo.
+          ReplicaDivergenceError: workers start with different states; or, later, this worker's
+            state differs from the majority's, or there is no majority.
+          ProgramMismatchError: workers differ in the structure of the state, in the seed or source
+            of `jc.batches`, in a list of batches, or in the program of a step. A newcomer that
+            differs ends alone.
+          ValueError: `batches` is something else, or its rows do not divide evenly; the step does
+            not return a state like its argument; or `steps` does not end a round of DiLoCo.
           OSError: this worker could not write the last checkpoint.
         """
         job, rows, source = self._job, rows_of(batches), source_of(batches)
@@ -187,21 +188,21 @@ class Elastic:
         if steps % self._round:
             raise ValueError(
                 f"`steps` must be a multiple of the {self._round} steps between two exchanges of "
-                f"`diloco`, so that nothing of the last round is lost; got {steps}."
+                f"`diloco`, or the last round would be lost; got {steps}."
             )
         if job.file is not None:
             job.state.restore(job.file)
         keys = store()
         if keys is not None and not outlives_processes():
             raise ValueError(
-                "`Elastic` needs a world that outlives its processes: start it with "
-                "`jc.initialize()`, or set `jax.config.update('jax_enable_recoverability', True)` "
+                "`Elastic` needs a job that survives the loss of a process: start it with "
+                "`jc.initialize()`, or call `jax.config.update('jax_enable_recoverability', True)` "
                 "before `jax.distributed.initialize`."
             )
         patience = job.timeout or job.startup
         number, root = next(_runs), "jaxcoll/elastic"
         limits = {"patience": patience, "startup": job.startup, "most": job.most}
-        after = f"{root}/{number - 1}"  # where who finished it is written
+        after = f"{root}/{number - 1}"  # the previous run, which recorded who finished it
         here = watchdog() or Watchdog(LocalKeys())
         try:
             with contextlib.closing(
@@ -212,51 +213,51 @@ class Elastic:
                 with when_coordinator_is_lost(membership.lose_coordinator, patience):
                     return Run(job, membership, rows, source, steps).run()
         except StoreUnreachableError:
-            raise self._saved_without_coordinator() from None
+            raise self._save_without_coordinator() from None
         finally:
             if keys is None:
                 here.end()
 
-    def _saved_without_coordinator(self) -> PeerLostError:
-        """Save the state; the error that says so."""
+    def _save_without_coordinator(self) -> PeerLostError:
+        """Save the state, and return the error that says so."""
         give_up_coordinator()
         state, file = self._job.state, self._job.file
-        saved = "There is no `checkpoint` to save the state to."
+        saved = "The state was not saved, because there is no `checkpoint` file."
         if file is not None:
-            # Workers that are not cut off may have gone on. What they saved is newer and stays.
+            # Workers that are not cut off may have continued. A newer state of theirs stays.
             try:
                 step = state.save(file, self.finished, LAST_PATIENCE)
                 saved = f"The state after step {step} is saved in {file}."
             except OSError as error:
                 saved = f"The state after step {self.finished} could not be saved: {error}."
         return PeerLostError(
-            "The coordinator died, is stopped, or is cut off from this worker: the workers cannot "
-            f"agree on anything any more. {saved} Start the job again, unless others go on.",
+            "The coordinator died, is stopped, or is cut off from this worker, so the workers can "
+            f"no longer agree on anything. {saved} Start the job again, unless others continue.",
         )
 
 
 def _exchange_devices() -> None:
-    """Have JAX tell all processes of all devices, which it does when they are first asked for."""
+    """Make JAX exchange devices between processes, which it does on their first use."""
     try:
         jax.devices()
     except RuntimeError as error:
-        # JAX wraps whatever its factory of devices raises; the cause is ours (startup).
+        # JAX wraps errors of its device factory; the original one is from `startup`.
         if isinstance(error.__context__, DeadlineExceededError | PeerLostError):
             raise error.__context__ from None
         raise
 
 
 def _checked_axis(step: Any, state: Any) -> str:
-    """The axis of a step that fits, and has a state that does."""
+    """Check that a step and its state suit `Elastic`, and return the step's axis."""
     if not isinstance(step, DataParallel | DiLoCo):
         raise ValueError(
-            "`Elastic` expects a step made by `jc.data_parallel`, or by `jc.diloco`, and "
+            "`Elastic` expects a step made by `jc.data_parallel` or `jc.diloco`, and "
             "then its state, as in `jc.Elastic(jc.data_parallel(step), state)`; got "
             f"{type(step).__name__}."
         )
     if isinstance(step.axis_name, tuple):
         raise ValueError(
-            f"`Elastic` trains over one axis, along which workers may leave; the step has "
+            "`Elastic` trains over one mesh axis, along which workers may leave; the step has "
             f"{step.axis_name!r}."
         )
     if isinstance(step, DiLoCo):
@@ -268,20 +269,20 @@ def _checked_axis(step: Any, state: Any) -> str:
         batch = ()
     if batch != (1,):
         raise ValueError(
-            "`Elastic` calls a step of `(state, batch)` and gives each worker its rows of the "
-            f"batch; this one is {step.signature}. Arrays that belong together are one argument, "
-            "which the step unpacks: `x, y = batch`."
+            "`Elastic` expects a step of `(state, batch)`, and passes each worker its rows of the "
+            f"batch; this one is {step.signature}. Pass several arrays as one argument, which the "
+            "step unpacks: `x, y = batch`."
         )
     if step.donate_argnums:
         raise ValueError(
-            "`Elastic` goes back to the state before a step that others did not finish, so the "
+            "`Elastic` returns to the previous state when others did not finish a step, so the "
             f"step must not donate it; got donate_argnums={step.donate_argnums}."
         )
     for residual in residuals_in(state):
         if residual.axes != (step.axis_name,):
             raise ValueError(
                 f"`Elastic`: the state has a residual over {', '.join(map(repr, residual.axes))}, "
-                f"and the step's axis is {step.axis_name!r}: make it with "
+                f"but the step's axis is {step.axis_name!r}: make it with "
                 f"`jc.compression.residual(params, {step.axis_name!r})`."
             )
     return step.axis_name

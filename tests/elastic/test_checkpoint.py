@@ -104,14 +104,14 @@ jax.tree_util.register_pytree_with_keys(
     [
         (
             {"pair": Pair(np.ones(2), np.zeros(3))},
-            r"two leaves of the tree are called \['pair'\].x",
+            r"two leaves of the tree have the path \['pair'\].x",
         ),
-        ({"s": "words"}, r"state\['s'\] is not an array of numbers: got str"),
-        ({"s": np.zeros(1, [("x", "f4")])}, "is not an array of numbers: got ndarray"),
-        ({"s": np.zeros(1, "V4")}, "is not an array of numbers: got ndarray"),
-        ({"s": np.zeros(1, "M8[s]")}, "is not an array of numbers: got ndarray"),
-        ({"s": np.ma.array([1.0])}, "is not an array of numbers: got MaskedArray"),
-        ({"s": object()}, "is not an array of numbers: got object"),
+        ({"s": "words"}, r"state\['s'\] must be an array of numbers; got str"),
+        ({"s": np.zeros(1, [("x", "f4")])}, "must be an array of numbers; got ndarray"),
+        ({"s": np.zeros(1, "V4")}, "must be an array of numbers; got ndarray"),
+        ({"s": np.zeros(1, "M8[s]")}, "must be an array of numbers; got ndarray"),
+        ({"s": np.ma.array([1.0])}, "must be an array of numbers; got MaskedArray"),
+        ({"s": object()}, "must be an array of numbers; got object"),
     ],
 )
 def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path, tree, words):
@@ -141,11 +141,11 @@ def test_a_full_disk_keeps_the_last_good_one(tmp_path, monkeypatch, where):
 @pytest.mark.parametrize(
     ("like", "words"),
     [
-        ({"w": np.ones(3, "f"), "b": np.ones(1)}, r"another tree: it lacks \['b'\], and has nothing"),
-        ({}, r"it lacks nothing, and has \['w'\]"),
-        ({"w": np.ones(4, "f")}, r"the leaf \['w'\] is float32\[3\] in the file, and float32\[4\] is expected"),
-        ({"w": np.ones(3, "i")}, r"float32\[3\] in the file, and int32\[3\] is expected"),
-        ({"w": jax.random.key(0)}, r"float32\[3\] in the file, and key<fry>\[\] is expected"),
+        ({"w": np.ones(3, "f"), "b": np.ones(1)}, r"another tree \(missing leaves: \['b'\]; extra leaves: none"),
+        ({}, r"missing leaves: none; extra leaves: \['w'\]"),
+        ({"w": np.ones(4, "f")}, r"the leaf \['w'\] is float32\[3\] in the file, but float32\[4\] in `like`"),
+        ({"w": np.ones(3, "i")}, r"float32\[3\] in the file, but int32\[3\] in `like`"),
+        ({"w": jax.random.key(0)}, r"float32\[3\] in the file, but key<fry>\[\] in `like`"),
     ],
 )  # fmt: skip
 def test_another_tree_is_refused(tmp_path, like, words):
@@ -323,7 +323,7 @@ def test_a_lock_is_free_when_its_holder_is_killed(tmp_path):
     other = forks.with_jaxcoll().start(holds, ("", path), dict(os.environ), *files, tmp_path)
     while not (tmp_path / "held").exists():
         assert other.poll() is None, files[1].read_text()
-    with pytest.raises(TimeoutError, match="is one stopped"), checkpoint._locked(path, 0.1):
+    with pytest.raises(TimeoutError, match="is it stopped"), checkpoint._locked(path, 0.1):
         pass
     os.kill(other.pid, signal.SIGKILL)
     with checkpoint._locked(path, 20.0):

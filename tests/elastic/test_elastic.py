@@ -99,7 +99,7 @@ def test_a_newer_checkpoint_stays_and_it_says_so(tmp_path, caplog):
     jc.Elastic(step, START, checkpoint=path, every=4, report=another_writes).run(rows, 5)
     assert jc.restore_checkpoint(path, START)[1] == 50
     values = [record.getMessage() for record in caplog.records]
-    stays = f"{path} holds the state after step 50, and stays: that after step {{}} is older."
+    stays = f"Kept {path}, which holds the state after step 50; this one, after {{}}, is older."
     assert values == [stays.format(4), stays.format(5)]
 
 
@@ -124,10 +124,10 @@ def test_a_mistake_in_the_step_is_the_users_error_at_once():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda s, x: s, "returns the pair .* as in `return state, loss`; this one returns one v"),
-        (lambda s, x: (s, 0, 0), "returns the pair .* this one returns 3 values"),
+        (lambda s, x: s, "return the pair .* as in `return state, loss`; this one returns one v"),
+        (lambda s, x: (s, 0, 0), "return the pair .* this one returns 3 values"),
         (lambda s, x: ({"w": s["w"].astype(jnp.float16)}, 0),
-         r"given: state\['w'\]: float32\[\]; returned: state\['w'\]: float16\[\]"),
+         r"argument: state\['w'\]: float32\[\]; returned: state\['w'\]: float16\[\]"),
     ],
 )  # fmt: skip
 def test_a_step_that_returns_no_state_is_refused(function, words):
@@ -143,11 +143,11 @@ def test_a_step_that_returns_no_state_is_refused(function, words):
         ({"min_workers": 3, "max_workers": 2}, r"`max_workers` \(2\) is below `min_workers` \(3\)"),
         ({"timeout_seconds": float("nan")}, "`timeout_seconds` to be a finite number of seconds above 0; got nan"),
         ({"startup_timeout_seconds": -1}, "`startup_timeout_seconds` to be a finite number of seconds above 0; got -1"),
-        ({"step": lambda s, x: (s, x)}, "made by `jc.data_parallel`, or by `jc.diloco`, and .* got function"),
+        ({"step": lambda s, x: (s, x)}, "made by `jc.data_parallel` or `jc.diloco`, and .* got function"),
         ({"step": jc.data_parallel(lambda s, x: (s, x), donate_argnums=0)},
          r"must not donate it; got donate_argnums=\(0,\)"),
         ({"step": jc.data_parallel(lambda s, x: (s, x), axis_name=("a", "b"))},
-         "over one axis, along which workers may leave"),
+         "over one mesh axis, along which workers may leave"),
         *(({"step": jc.data_parallel(function, batch_argnums=batch)}, r"of `\(state, batch\)` .* `x, y = b")
           for function, batch in ((lambda s, x, y: (s, x), (1, 2)), (lambda x, s: (s, x), 0))),
     ],
@@ -184,7 +184,7 @@ class Present:
             return {f"{n}.a": replicated_state._structure(s.latest) for n, s in self.states.items()}
         return {f"{n}.a": replicated_state._digests(s.latest) for n, s in self.states.items()}
 
-    def ask(self, why):
+    def request_regroup(self, why):
         self.asked = why
 
     def settles(self, number, name="0.a", joined=()):
@@ -208,7 +208,7 @@ class Present:
 ONE, OTHER, THIRD, WIDE = ({"w": np.full(n, k, "f")} for k, n in ((1, 3), (0, 3), (2, 3), (1, 4)))
 DIVERGED, MISMATCH = jc.errors.ReplicaDivergenceError, jc.errors.ProgramMismatchError
 WORDS = {
-    DIVERGED: r"in 1 leaf of the state, state\['w'\] first: [\d, ]+ \| [\d, |]+\. At the start give",
+    DIVERGED: r"in 1 leaf of the state. The first is state\['w'\]: workers [\d, ]+ \| [\d, |]+\. Give all",
     MISMATCH: r"worker \d: state\['w'\]: float32\[\d\]; worker \d: .*float32\[\d\]",
 }
 
@@ -242,7 +242,7 @@ def test_those_that_differ_from_most_who_were_there_end_and_where_most_do_not_ag
         if kinds[1] is RegroupError:
             odd = ", ".join(str(k) for k, kind in enumerate(begun) if kind is not RegroupError)
             who = f"worker{'s' * (len(odd) > 1)} {odd}"
-            assert several.asked == f"the state of {who} is not that of the others"
+            assert several.asked == f"the state of {who} differs from the others'"
 
 
 def test_copies_that_differ_within_a_process_are_a_difference():
@@ -258,7 +258,9 @@ def test_copies_that_differ_within_a_process_are_a_difference():
 
 def test_a_world_that_dies_with_its_processes_is_refused(monkeypatch):
     monkeypatch.setattr("jaxcoll._elastic.trainer.store", lambda: LocalKeys())
-    with pytest.raises(ValueError, match="`Elastic` needs a world that outlives its processes"):
+    with pytest.raises(
+        ValueError, match="`Elastic` needs a job that survives the loss of a process"
+    ):
         jc.Elastic(step, START).run(rows, 1)
 
 
@@ -278,7 +280,7 @@ def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path,
         if what == "step 0":
             return outcome_of(call, membership, seconds, what)
         begun.append(what)
-        membership.ask(f"{what} did not finish within {seconds:g} s", late=True)
+        membership.request_regroup(f"{what} did not finish within {seconds:g} s", late=True)
         raise RegroupError
 
     monkeypatch.setattr("jaxcoll._elastic.run.MOST_ATTEMPTS", 4)
@@ -298,7 +300,7 @@ def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path,
 def test_too_few_workers_save_the_state(tmp_path):
     path = tmp_path / "last.npz"
     words = (
-        r"1 workers are left \(0\), and `min_workers` is 2: .*The state after step 0 is saved in"
+        r"Too few workers are left \(0; `min_workers` is 2\): .*The state after step 0 is saved in"
     )
     with pytest.raises(jc.errors.PeerLostError, match=words):
         jc.Elastic(step, START, min_workers=2, checkpoint=path).run(rows, 9)
@@ -333,7 +335,7 @@ def test_what_fails_because_time_was_up_is_no_failure(monkeypatch):
         if what == "step 1" and left[0]:
             left[0] -= 1
             # On another worker, first.
-            membership.ask("step 1 did not finish within 60 s", late=True)
+            membership.request_regroup("step 1 did not finish within 60 s", late=True)
             raise RuntimeError("Connection closed by peer")
         return outcome_of(call, membership, seconds, what)
 

@@ -17,9 +17,9 @@ from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic import membership as memberships
 from jaxcoll._elastic.generation import RegroupError, rank_of
 from jaxcoll._elastic.heartbeat import StepStatus
-from jaxcoll._elastic.membership import ASKED, Membership
-from jaxcoll._elastic.run import writers_of, written_by_one
-from jaxcoll._elastic.step_programs import _sides, mismatch, show
+from jaxcoll._elastic.membership import KEPT_STEPS, Membership
+from jaxcoll._elastic.run import write_once, writers_of
+from jaxcoll._elastic.step_programs import _sides, mismatch_error, publish_program
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
     first = each(membership, lambda c: c.enter(0))
     assert [d.ranks for d in first] == [(0, 1, 2, 3)] * 4
     membership[1].close()
-    membership[0].ask("somebody died")
+    membership[0].request_regroup("somebody died")
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and not membership[3].woken.is_set():
         time.sleep(0.01)
@@ -113,7 +113,7 @@ def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
     held = {0: (6, 7), 2: (5, 6), 3: (6, 7)}
     second = at_once(*(lambda r=r: membership[r].regroup(held[r][-1], held[r]) for r in held))
     assert len(set(second)) == 1
-    assert (second[0].ranks, second[0].step, second[0].given) == ((0, 2, 3), 6, False)
+    assert (second[0].ranks, second[0].step, second[0].sends_state) == ((0, 2, 3), 6, False)
     assert tuple(map(rank_of, second[0].lost)) == (1,)
     assert second[0].why == "somebody died"
     ended(membership)
@@ -122,7 +122,7 @@ def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
 @pytest.mark.slow
 def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often(working):
     membership = working(3)
-    membership[0].ask("step 3 did not finish", late=True)
+    membership[0].request_regroup("step 3 did not finish", late=True)
     second = each(membership[:2], lambda c: c.regroup(3, (2, 3)))
     assert second[0].ranks == (0, 1)
     late = membership[2].regroup(3, (2, 3))
@@ -137,7 +137,7 @@ def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often
 
 def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
     membership, second = with_a_spare_taken_in()
-    assert (second.ranks, second.given, rank_of(second.source)) == ((0, 2), True, 0)
+    assert (second.ranks, second.sends_state, rank_of(second.source)) == ((0, 2), True, 0)
     membership[2].close()
     third = membership[0].regroup(11, (10, 11))
     assert third.ranks == (0,)
@@ -151,7 +151,7 @@ def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
     fourth = membership[0].regroup(20, (19, 20))
     joins.join(10)
     assert found["again"] == fourth
-    assert (fourth.ranks, fourth.step, fourth.given) == ((0, 1), 20, True)
+    assert (fourth.ranks, fourth.step, fourth.sends_state) == ((0, 1), 20, True)
     assert fourth.why == "a worker joined"
     each((membership[0], again), lambda c: c.gather("finished", ""))
     membership[0].finish()
@@ -162,12 +162,12 @@ def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
 
 def test_one_taken_in_that_was_not_given_the_state_yet_takes_nobody_back():
     membership, _ = with_a_spare_taken_in()
-    membership[0].ask("it failed before the state was given")
+    membership[0].request_regroup("it failed before the state was given")
     third = at_once(
         lambda: membership[0].regroup(9, (8, 9)), lambda: membership[2].regroup(0, (0,))
     )
     assert len(set(third)) == 1
-    assert (third[0].ranks, third[0].step, third[0].given) == ((0, 2), 9, True)
+    assert (third[0].ranks, third[0].step, third[0].sends_state) == ((0, 2), 9, True)
     ended(membership)
 
 
@@ -177,7 +177,7 @@ def test_nobody_is_waited_for_who_has_ended_without_finishing():
     ended(first)
     again = worker(dataclasses.replace(keys_of(first[0]), process=1))
     with pytest.raises(
-        jc.errors.PeerLostError, match=r"\(workers 0, 1\), and nobody is left to take worker 1"
+        jc.errors.PeerLostError, match=r"\(workers 0, 1\), so worker 1 has no run to join"
     ):
         again.enter(0)
     ended([again])
@@ -185,7 +185,7 @@ def test_nobody_is_waited_for_who_has_ended_without_finishing():
 
 @pytest.mark.slow
 def test_a_spare_that_says_nothing_is_not_taken_in_until_it_does(monkeypatch):
-    monkeypatch.setattr(heartbeat, "is_followed", lambda name: True)
+    monkeypatch.setattr(heartbeat, "is_reported", lambda name: True)
     membership = members_of_a_run(3, most=2)
     spare = threading.Thread(target=lambda: membership[2].enter(0), daemon=True)
     spare.start()
@@ -240,13 +240,13 @@ def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other(working)
     assert found[0] == found[1]
     assert (found[0].members, tuple(map(rank_of, found[0].differ))) == ((), (0, 1))
     for one in membership[:2]:
-        show(one, (f"of {rank_of(one.name)}",))
+        publish_program(one, (f"of {rank_of(one.name)}",))
     sides = each(membership[:2], _sides)
     assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
     late = membership[2].regroup(6, (5, 6))
     assert late == found[0]
-    found = str(mismatch(membership[2]))
-    assert found.startswith("Workers bring different programs to step 6, and none goes on.")
+    found = str(mismatch_error(membership[2]))
+    assert found.startswith("Workers have different programs for step 6, and all end.")
 
 
 def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
@@ -267,10 +267,12 @@ def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
     assert (one.ranks, tuple(map(rank_of, one.lost))) == ((0,), (2,))
     assert not one.ends_for_its_program(staying.name)
     assert one.ends_for_its_program(newcomer.name)
-    show(staying, ("JAX", "program `theirs`", "collective"))
-    show(newcomer, ("JAX", "program `other`", "collective"))
-    found = str(mismatch(newcomer))
-    assert "to step 9, and workers 0 go on. The first difference:\nprocess 0: program `th" in found
+    publish_program(staying, ("JAX", "program `theirs`", "collective"))
+    publish_program(newcomer, ("JAX", "program `other`", "collective"))
+    found = str(mismatch_error(newcomer))
+    assert (
+        "for step 9, and workers 0 continue. The first difference:\nprocess 0: program `th" in found
+    )
     ended(membership)
 
 
@@ -303,7 +305,7 @@ def writes(membership, having, fails):
     def last(one):
         every = 10 + rank_of(one.name) if rank_of(one.name) in having else 0
         writers, steps = writers_of(one, every)
-        return *written_by_one(one, writers, lambda: write(one)), steps
+        return *write_once(one, writers, lambda: write(one)), steps
 
     return each(membership, last), wrote
 
@@ -338,10 +340,10 @@ def test_a_writer_that_dies_over_the_last_checkpoint_is_a_loss_and_the_next_one_
 
 def test_what_is_agreed_upon_before_steps_does_not_become_more_the_longer_a_run_lasts(working):
     one, other = working(2)
-    for step in range(0, 30 * ASKED, 10):
+    for step in range(0, 30 * KEPT_STEPS, 10):
         assert not one.joins_at(step)
         assert not other.joins_at(step)
-    assert len(keys_of(one).all("run/0/step")) == ASKED
+    assert len(keys_of(one).all("run/0/step")) == KEPT_STEPS
 
 
 def test_all_say_the_same_or_end_the_generation(working):
@@ -372,7 +374,7 @@ def test_who_did_not_begin_is_named():
     membership[0]._keys.processes = 3
     with pytest.raises(
         jc.errors.DeadlineExceededError,
-        match=r"Workers 1, 2 of 3 did not begin to train within 0.2 s",
+        match=r"Workers 1, 2 of 3 did not start training within 0.2 s",
     ) as e:
         membership[0].meet()
     assert e.value.ranks == (1, 2)
@@ -397,7 +399,7 @@ def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is
     for membership, seconds in ((goes_on, 0.1), (late, 20)):
         wait = lambda key, value, seconds=seconds: stopped.wait(seconds) or value
         monkeypatch.setattr(keys_of(membership), "agree", wait)
-    goes_on.ask("")
+    goes_on.request_regroup("")
     with pytest.raises(StoreUnreachableError):
-        late.ask("")
+        late.request_regroup("")
     stopped.set()

@@ -60,7 +60,7 @@ def test_one_that_is_interrupted_in_a_round_repeats_no_local_step(memberships):
     def interrupted(at, rank, world):
         begun.append(at)
         if at in interrupts:  # in a round, and before its exchange
-            memberships[0].ask("somebody died")
+            memberships[0].request_regroup("somebody died")
         return batches(at, rank, world)
 
     trainer = jc.Elastic(train, start_of(train))

@@ -76,7 +76,7 @@ class Late:
         if self.begun == generation and RANK == 1 and self.late:
             self.late -= 1
             MEMBERSHIPS[0].woken.wait(60)  # which the others do when they wait no longer
-            while not MEMBERSHIPS[0]._asked:
+            while not MEMBERSHIPS[0]._is_over:
                 time.sleep(0.01)
             self.open.append(descriptors())
         self.begun = generation  # the first step of each is compiled, for which it may take longer

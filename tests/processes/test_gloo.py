@@ -106,7 +106,7 @@ def test_diloco_is_its_simulation(pair):
     for found in (first, second):
         assert found["difference"] <= 1e-5
         errors = found["errors"]
-        assert "pass different values for 1 of the 5 leaves" in errors["differ"]
+        assert "pass different values for 1 of 5 leaves" in errors["differ"]
         assert "The first is args[1]['w']: processes 0 | 1. Nothing was run." in errors["differ"]
         assert "that are split by rows over the mesh; got float32(4, 4)" in errors["batch"]
         assert "the same on every device of the mesh; got float32(2, 2)" in errors["params"]

@@ -51,8 +51,7 @@ class Job:
     signals: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        # Each rank's exit status, or minus the signal that killed it; None: still running, or
-        # stopped by the job
+        # Each rank's exit status, or minus its signal; None: it runs, or the job stopped it
         self.statuses: list[int | None] = [None] * len(self.variables)
         self.failed: list[int] = []  # ranks that failed by themselves, in order
         self.is_late, self.interrupted = False, 0  # the job timed out; the signal that ended it
