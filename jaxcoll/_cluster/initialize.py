@@ -265,8 +265,8 @@ def _member(
         names = ("coordinator_address", "num_processes", "process_id")
         if missing := [name for name in names if name not in given]:
             raise ValueError(
-                f"`initialize` needs `{'` and `'.join(missing)}`, and no launcher that it knows "
-                "has set them in the environment. Pass all three."
+                f"`initialize` needs `{'` and `'.join(missing)}`, which no known launcher has set "
+                "in the environment. Pass all three arguments."
             )
         member = Member(**given)
     if local is not None:

@@ -253,7 +253,7 @@ def member_of_tasks(resolver: ClusterResolver, source: str) -> Member | None:
     tasks = len(cluster[kind])
     if not 0 <= index < tasks:
         raise ValueError(
-            f"{source}: this is task {index} (from 0) of job {kind!r}, which has only {tasks}."
+            f"{source}: this is task {index} of job {kind!r}, which has only {tasks}, from task 0."
         )
     addresses = [address for job in cluster.values() for address in job]
     if twice := sorted({a for a in addresses if addresses.count(a) > 1}):

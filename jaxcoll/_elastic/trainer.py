@@ -269,7 +269,7 @@ def _checked_axis(step: Any, state: Any) -> str:
         batch = ()
     if batch != (1,):
         raise ValueError(
-            "`Elastic` expects a step of `(state, batch)`, and passes each worker its rows of the "
+            "`Elastic` expects a step of `(state, batch)` and passes each worker its rows of the "
             f"batch; this one is {step.signature}. Pass several arrays as one argument, which the "
             "step unpacks: `x, y = batch`."
         )

@@ -199,7 +199,7 @@ def test_K14_K16_K17_K19_K20_the_tf_config_resolver_and_its_arguments():
     assert resolver.member() == Member("a:1", 3, 2, None, "TFConfigClusterResolver")
     counted = tf_config({"worker": ["a:1", "b:1"]}, "worker", 0, task_id=np.int64(1))
     assert type(counted.task_id) is int, "as any count of NumPy's"
-    with pytest.raises(ValueError, match="^`task_id`: a task's number must be whole.* got 1.5"):
+    with pytest.raises(ValueError, match="^`task_id`: a task's number must be a wh.* got 1.5"):
         tf_config({"worker": ["a:1", "b:1"]}, "worker", 0, task_id=1.5)
     typed = tf_config(TWO_JOBS, 123456, "1")
     assert (typed.task_type, typed.task_id) == ("123456", 1)

@@ -21,7 +21,7 @@ class Wired:
         self.store, self.process, self.root = store, store.process, "watch"
         self.lost, self.gone, self.groups = set(), {}, groups
 
-    def silence(self, process):
+    def describe_silence(self, process):
         return "has died"
 
     def alarm(self, group, processes, alarm):
@@ -51,8 +51,8 @@ def three(monkeypatch):
     return list(zip(wired, groups.values(), strict=True))
 
 
-def call(one, mark, compiled=dict):
-    one.run(Call(None, (), (), "a call"), Program(compiled, f"`{mark}`", mark=mark))
+def call(one, digest, compiled=dict):
+    one.run(Call(None, (), (), "a call"), Program(compiled, f"`{digest}`", digest=digest))
 
 
 def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(three):
