@@ -149,7 +149,7 @@ def _exit(status: Any = None, /) -> NoReturn:
 def _end() -> None:
     """Exit through `os._exit` if abandoned threads are still blocked.
 
-    A thread that returns from foreign code while Python shuts down, or later, kills the process
+    A thread that returns from native code while Python shuts down, or later, kills the process
     with a signal. Threads in a collective over Gloo return in time, because its connections were
     shut down; threads that wait for a dead coordinator or another transport may not. So this
     runs Python's exit functions itself, and ends the process at once. (It knows the status from

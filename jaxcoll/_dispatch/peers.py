@@ -104,7 +104,7 @@ class Peers:
         """Describe the state of a silent process for messages."""
         here = "it is dead, stopped or cut off"
         if followed() is not None:
-            here = "it is stopped, cut off, or in foreign code that holds the interpreter lock"
+            here = "it is stopped, cut off, or in native code that holds the interpreter lock"
         return {
             "": "has made no call yet",
             "here": f"does not answer: {here}",

@@ -67,7 +67,7 @@ class Heartbeats:
     def is_silent(self, name: str) -> bool:
         """Return whether a worker has ended, or is late if nobody would report its end.
 
-        A worker is also late while foreign code holds its interpreter lock, and then goes on. The
+        A worker is also late while native code holds its interpreter lock, and then goes on. The
         same may be true of a stopped worker, until a deadline passes. So lateness counts as death
         only if no connection would show the death.
         """
