@@ -96,7 +96,7 @@ _LATER = {
     }.items()
     for name in names.split()
 }
-"""Names, and the modules that are imported when one is first used."""
+"""The module of each public name, imported when the name is first used."""
 
 __all__ = [*_LATER]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,4 +1,4 @@
-"""`jc.inspect` and `jc.assert_collectives`: look at what a program will send, before it runs."""
+"""`jc.inspect` and `jc.assert_collectives`: see what a program will send before it runs."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from jaxcoll._watch.watch import measured
 
 
 def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwargs: Any) -> Report:
-    """Report what a program asks for, what the compiler makes of that, and what it takes.
+    """Report what a program requests, what the compiler makes of it, and what that costs.
 
-    Nothing runs unless `measure` says so.
+    The program does not run, unless `measure` is positive.
 
-    Nothing is skipped in silence. Every collective of the compiled program is listed once,
-    an asynchronous pair as one, with the element types that the compiler settled on and the
-    loops it stands in; what cannot be counted is in `Report.uncounted`. It works with programs that
-    do not use jaxcoll; of those that do, it names the packs and their leaves.
+    Guarantee: nothing is skipped silently. The report lists every collective of the compiled
+    program once, with its element types and the loops that contain it; the start and the end of an
+    asynchronous collective are one entry. What cannot be counted is in `Report.uncounted`. Programs
+    that do not use jaxcoll work too; for those that do, the report names packs and their leaves.
 
     Args:
-      fun: a function, jitted here; one that `jax.jit`, `jax.pmap`, flax's `nnx.jit` or equinox's
-        `filter_jit` returned; a `data_parallel` step; a `functools.partial` or a method of one; or,
-        without arguments, what `.trace`, `.lower` or `.compile` returned, or HLO text. Of what is
-        compiled already, what was requested is no longer known. A function that takes a `mesh` is
-        given one, of all devices on the axis "data".
-      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place. Only their shapes
-        are read, so that donated ones serve, too.
-      topology: a cluster to compile for in place of the devices that are here, such as "h100:2x8"
-        or "v5p:8x8x8" (docs/clusters.md); the vendor's compiler must be installed, no device. A
-        `data_parallel` step is laid over it as it stands, a function that takes a `mesh` is given
-        one, and others use that of `jax.set_mesh`.
-      measure: how often to run it, on arrays, under JAX's profiler: what each collective took, how
-        long each rank waited, and which came late. It runs as often again without the profile, on
-        copies of what it donates. Over several processes all of them call this. 0: not at all.
-      **kwargs: its keyword arguments, likewise. With a topology, `mesh` says how its devices are
-        arranged: `jax.sharding.AbstractMesh(sizes, names)`.
+      fun: a function, which is jitted here; a function that `jax.jit`, `jax.pmap`, flax's `nnx.jit`
+        or equinox's `filter_jit` returned; a `data_parallel` step; a `functools.partial` or method
+        of one of these; or, without arguments, HLO text or the result of `.trace`, `.lower` or
+        `.compile`. A compiled program no longer shows what was requested. A function with a
+        required `mesh` parameter gets a mesh of all devices on the axis "data".
+      *args: arguments of `fun`: arrays or `jax.ShapeDtypeStruct`s. Only shapes are read, so donated
+        arrays are accepted.
+      topology: a cluster to compile for instead of the local devices, such as "h100:2x8" or
+        "v5p:8x8x8" (docs/clusters.md). It needs the vendor's compiler but no device. A
+        `data_parallel` step is laid out over the cluster, a function with a `mesh` parameter gets
+        a mesh of it, and other functions use the mesh of `jax.set_mesh`.
+      measure: number of runs under JAX's profiler, on arrays. They show how long each collective
+        took, how long each rank waited, and which rank arrived late. `fun` runs as often again
+        without the profiler. Donated arguments are copied. All processes must call. 0: do not run.
+      **kwargs: keyword arguments of `fun`, likewise. With a topology, `mesh` arranges its devices:
+        `jax.sharding.AbstractMesh(sizes, names)`.
 
     Returns:
       A `Report`: print it for a table, `plot()` for a picture, `to_json()` for machines. Cost:
-      tracing and compiling, and what runs; reading takes a few seconds for 100 MB of text.
+      tracing, compiling and the measured runs; reading 100 MB of text takes a few seconds.
 
     Raises:
-      ValueError: `fun` is none of these, or a text is not HLO or is cut off. What `fun` itself
-        raises while it is traced passes through.
-      ValueError: `measure` is negative, or there are no arrays to run it on, or a topology.
-      ValueError: there is no such topology (the nearest are listed), or the mesh does not fit it.
+      ValueError: `fun` is none of these, or a text is not HLO or is truncated. Errors that `fun`
+        raises while it is traced pass through.
+      ValueError: `measure` is negative, or comes without arrays or with a topology.
+      ValueError: the topology is unknown (the nearest are listed), or the mesh does not fit it.
       ImportError: the compiler for the topology is not installed; the message has the command.
-      DeadlineExceededError: it took longer than ten minutes to compile for the topology.
+      DeadlineExceededError: compiling for the topology took longer than ten minutes.
 
     Examples:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -73,7 +73,7 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
     if isinstance(fun, str):
         if args or kwargs or topology is not None:
             raise ValueError(
-                "`inspect` got arguments or a topology for a text, which is compiled already; "
+                "`inspect` got arguments or a topology with HLO text, which is already compiled; "
                 "pass the function and its arguments, or the text alone."
             )
         return report_of(fun)
@@ -84,8 +84,8 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
         texts = compile_for(fun, args, others, topology, mesh=kwargs.get("mesh"))
     else:
         raise ValueError(
-            f"`inspect` compiles functions for a topology, and got {type(fun).__name__}, which is "
-            "lowered for devices already, or no program; pass the function and its arguments."
+            f"`inspect` compiles functions for a topology; got {type(fun).__name__}, which is "
+            "already lowered for devices, or is no program. Pass the function and its arguments."
         )
     report = report_of(**vars(texts))
     return measured(report, texts.compiled, runs, measure) if runs else report
@@ -94,12 +94,12 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
 def _call(
     fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], topology: Any
 ) -> Callable[[], Any]:
-    """Return a call of `fun` that can be repeated, also where it donates its arguments."""
+    """Return a call of `fun` that can be repeated even if `fun` donates its arguments."""
     shapes = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.ShapeDtypeStruct)]
     if topology is not None or shapes or not callable(fun) or stage_of(fun) is not None:
         raise ValueError(
-            "`inspect` with `measure` runs a function: pass it and its arguments, arrays that are "
-            "here, without a topology."
+            "`inspect` with `measure` runs a function on the local devices: pass the function and "
+            "arrays as its arguments, without a topology."
         )
     fun, args, kwargs = lowerable(fun, args, kwargs, "inspect")
     donates = True
@@ -109,11 +109,11 @@ def _call(
 
     def call() -> Any:
         nonlocal donates
-        given = (args, kwargs)
+        passed = (args, kwargs)
         if donates:
-            given = jax.tree.map(copied, given)
-        results = fun(*given[0], **given[1])
-        donates = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(given))
+            passed = jax.tree.map(copied, passed)
+        results = fun(*passed[0], **passed[1])
+        donates = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(passed))
         return results
 
     return call
@@ -129,30 +129,30 @@ def assert_collectives(
     dtypes: Iterable[str] | None = None,
     kinds: Iterable[str] | None = None,
 ) -> Report | Programs:
-    """Hold what a program sends to limits, in a test suite.
+    """Assert limits on what a program sends, in a test suite.
 
-    It passes only if every limit is known to be kept: where something may send that could not be
-    read, every limit fails, and in a loop of unknown length those on counts and bytes.
+    It passes only if every limit is known to be kept. If the program may send something that could
+    not be read, every limit fails; in a loop of unknown length, those on counts and bytes fail.
 
     Args:
-      report: what `inspect` returned, for devices that are here or for a topology; or what
-        `inspecting` yielded, of which every program has to keep the limits.
-      max_count: collectives that one run of the compiled program carries out, each turn of a
-        loop counted; 0 for none at all.
-      max_wire_bytes: bytes that leave one device in one run.
-      max_operands: arrays that any one collective takes.
-      none_in_loops: no collective may stand in a loop.
-      dtypes: the element types that may travel, as HLO spells them: f32, bf16, s8, ...
-      kinds: the kinds that may occur: all-reduce, all-gather, reduce-scatter, ...
+      report: the result of `inspect`, for local devices or a topology; or the result of
+        `inspecting`, in which every program must keep the limits.
+      max_count: most collectives that one run of the compiled program executes, counting each
+        iteration of a loop; 0 allows none.
+      max_wire_bytes: most bytes that leave one device in one run.
+      max_operands: most arrays in a single collective.
+      none_in_loops: True forbids collectives in loops.
+      dtypes: element types that may travel, as HLO spells them: f32, bf16, s8, ...
+      kinds: kinds of collective that may occur: all-reduce, all-gather, reduce-scatter, ...
 
     Returns:
-      The report, for what else a test may ask.
+      The report, for further checks.
 
     Raises:
-      AssertionError: a limit is exceeded; the message lists each such limit, what there is
-        instead and in which rows, and then the whole report.
-      TypeError: a limit has another name, or there is something else in the report's place.
-      ValueError: there is no limit, or one is invalid.
+      AssertionError: a limit is exceeded. The message lists every exceeded limit with the value
+        found and its rows, and then the whole report.
+      TypeError: there is no limit of that name, or `report` is not a report.
+      ValueError: no limit is given, or one is invalid.
 
     Examples:
       >>> import numpy as np
@@ -182,8 +182,8 @@ def assert_collectives(
         raise ValueError(f"`assert_collectives` needs a limit, one or more of {names}; got none.")
     if isinstance(report, Programs) and not report.reports and not report.quiet:
         raise AssertionError(
-            "no program was compiled, so no limit was held to anything. A report of `inspecting` "
-            "is filled when its block ends, with what was compiled in there for the first time."
+            "no program was compiled, so there was nothing to check. A report of `inspecting` is "
+            "filled when its block ends, with the programs that were first compiled inside it."
         )
     for one in report.reports if isinstance(report, Programs) else [report]:
         if complaints := list(_complaints(one, upper, none_in_loops, allowed)):
@@ -215,29 +215,29 @@ def _complaints(
     none_in_loops: bool,
     allowed: Mapping[str, set[str] | None],
 ) -> Iterator[str]:
-    """Yield each limit that is not known to be kept, with what there is instead."""
+    """Yield each limit that is not known to be kept, with the value found."""
     for name, total in (("max_count", report.runs), ("max_wire_bytes", report.wire_bytes)):
         limit = upper[name]
         if limit is not None and (total > limit or report.unbounded):
             least = "at least " if report.uncounted else ""
             yield f"{name}={limit:,}, found {least}{total:,} in one run."
-    # Limits on each collective by itself, and what of one exceeds them.
-    single: list[tuple[str, Callable[[Collective], Iterable[str]]]] = []
+    # Limits on single collectives, each with a function that lists how a collective exceeds it
+    limits: list[tuple[str, Callable[[Collective], Iterable[str]]]] = []
     if (most := upper["max_operands"]) is not None:
-        single.append((
+        limits.append((
             f"max_operands={most}",
             lambda c: [counted(len(c.operands), "operand")] * (len(c.operands) > most),
         ))  # fmt: skip
     if none_in_loops:
-        single.append(("none_in_loops=True", lambda c: [f"loop {name}" for name in c.loops[-1:]]))
+        limits.append(("none_in_loops=True", lambda c: [f"loop {name}" for name in c.loops[-1:]]))
     if (dtypes := allowed["dtypes"]) is not None:
-        single.append((f"dtypes={sorted(dtypes)}", lambda c: {*c.dtypes} - dtypes))
+        limits.append((f"dtypes={sorted(dtypes)}", lambda c: {*c.dtypes} - dtypes))
     if (kinds := allowed["kinds"]) is not None:
-        single.append((f"kinds={sorted(kinds)}", lambda c: {c.kind} - kinds))
-    for limit, excess_of in single:
+        limits.append((f"kinds={sorted(kinds)}", lambda c: {c.kind} - kinds))
+    for limit, excess_of in limits:
         excess = {k: sorted(excess_of(c)) for k, c in enumerate(report.collectives)}
-        if places := [f"#{k}" for k in excess if excess[k]]:
-            words = ", ".join(dict.fromkeys(itertools.chain(*excess.values())))
-            yield f"{limit}, found {words} in {', '.join(some(places, 8))}."
-    # What could not be read keeps no limit for certain.
+        if rows := [f"#{k}" for k in excess if excess[k]]:
+            values = ", ".join(dict.fromkeys(itertools.chain(*excess.values())))
+            yield f"{limit}, found {values} in {', '.join(some(rows, 8))}."
+    # What could not be read may exceed any limit.
     yield from (f"not counted: {note}" for note in report.unread)

@@ -1,4 +1,4 @@
-"""glibc's malloc: have it keep the memory that is freed, and ask whether it does."""
+"""Settings of glibc's malloc that make it keep freed memory, and a test whether it does."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ SETTINGS = {
     "MALLOC_TOP_PAD_": (-2, 256 << 20),
     "MALLOC_ARENA_MAX": (-8, 1),
 }
-"""By the environment variable of the same meaning: `mallopt`'s parameter, and the value set here.
+"""Parameter of `mallopt` and its value, by the environment variable that sets the same thing.
 
-No block is mapped by itself, nothing is returned to the system, the heap grows by 256 MiB at once,
-and threads that begin later share it.
+No block gets a mapping of its own, nothing is returned to the system, the heap grows in steps of
+256 MiB, and threads started later share it.
 """
 
-_PROBE = 72 << 20  # more than malloc ever takes from a thread's own arena, of 64 MiB
+_PROBE = 72 << 20  # bytes; more than a thread's arena holds, which is 64 MiB
 
 
 def keep_freed_memory() -> bool:
-    """Have malloc keep what is freed from now on; whether anything was set.
+    """Make malloc keep memory that is freed from now on, and return True if anything was set.
 
-    XLA's CPU runtime allocates every result and all temporaries of every call anew, and malloc
-    returns large blocks to the system at once: each call then takes fresh pages, which over Gloo
-    cost as much as the exchange. What a variable of the environment has set stays. Other C
-    libraries have no such settings.
+    XLA's CPU runtime allocates all results and temporaries anew in every call, and malloc returns
+    large blocks to the system at once. Each call then takes fresh pages, which over Gloo cost as
+    much as the exchange. Values set by environment variables are kept. Other C libraries have no
+    such settings.
     """
     libc = _glibc()
     if libc is None:
@@ -38,19 +38,19 @@ def keep_freed_memory() -> bool:
 
 
 def keeps_freed_memory() -> bool:
-    """True if malloc keeps large blocks that are freed, as a block shows that nobody touches."""
+    """Return True if malloc keeps large freed blocks. This is tried with an untouched block."""
     libc = _glibc()
     if libc is None:
         return False
     block = libc.malloc(_PROBE)
     end = libc.sbrk(0)
     libc.free(block)
-    # A block that was mapped by itself is above the heap, and one that was returned shortens it.
+    # A block with a mapping of its own is above the heap; a returned block shortens the heap.
     return block is not None and block < end <= libc.sbrk(0)
 
 
 def _glibc() -> Any:
-    """The C library of this process; None: it is another one."""
+    """Return the C library of this process, or None if it is not glibc."""
     if os.name != "posix":
         return None
     libc: Any = ctypes.CDLL(None)

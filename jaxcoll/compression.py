@@ -1,7 +1,7 @@
 """Wire formats of compressed reductions, and the state of error feedback.
 
-`CommunicationOptions(compression="int8")` names a format by a string. The classes here take
-arguments: `CommunicationOptions(compression=jc.compression.Int8(block=64))`.
+`CommunicationOptions(compression="int8")` names a format by a string. The classes in this module
+have parameters: `CommunicationOptions(compression=jc.compression.Int8(block=64))`.
 """
 
 from jaxcoll._train.residual import residual as residual

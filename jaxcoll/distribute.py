@@ -1,4 +1,4 @@
-"""The names of tf.distribute. Those of its guides are in `jaxcoll` itself too."""
+"""The names of tf.distribute. Those that its guides use are in `jaxcoll` itself too."""
 
 from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver
 from jaxcoll._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver

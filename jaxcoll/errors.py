@@ -1,4 +1,4 @@
-"""The errors a user may want to catch by name."""
+"""Errors and warnings that a program may want to catch by name."""
 
 import collections.abc as _abc
 
@@ -12,10 +12,10 @@ class _RanksError(Exception):
 
 
 class AlreadyReducedError(ValueError):
-    """A leaf handed to a reduction is already the same on every replica.
+    """A leaf passed to a reduction is already the same on every replica.
 
-    Reducing it again would multiply a SUM by the number of replicas, silently. The message
-    names the leaf, says what probably happened, and the two arguments that settle it.
+    Reducing it again would silently multiply a SUM by the number of replicas. The message names
+    the leaf, the probable cause, and the two values of `invariant` that resolve it.
     """
 
 
@@ -23,41 +23,40 @@ class DeadlineExceededError(_RanksError, TimeoutError):
     """A host-level call or a wrapped step took longer than its `timeout_seconds`.
 
     Attributes:
-      ranks: the processes that did not arrive, as far as that is known.
+      ranks: processes that are known not to have arrived.
     """
 
 
 class PeerLostError(_RanksError, ConnectionError):
-    """A process that took part in a call has died, or was cut off from the others.
+    """A process that took part in a call died or lost its connection to the others.
 
     Attributes:
-      ranks: the processes that are lost.
+      ranks: the lost processes.
     """
 
 
 class LaunchError(_RanksError, RuntimeError):
-    """A process of `jc.launch` raised an exception or died, or the time was up.
+    """A process of `jc.launch` raised an exception, died, or exceeded the timeout.
 
-    The message has its rank, and its traceback or last lines.
+    The message has the process's rank and its traceback or last lines of output.
 
     Attributes:
-      ranks: the processes that failed first, or that were late.
+      ranks: the processes that failed first, or that did not finish in time.
     """
 
 
 class ProgramMismatchError(RuntimeError):
-    """Processes that should run the same program are about to run, or run, different ones.
+    """Processes that should run the same program run, or are about to run, different programs.
 
-    Every process that takes part raises it. The message shows both sides of the first
-    difference.
+    Every participating process raises it. The message shows both sides of the first difference.
     """
 
 
 class ReplicaDivergenceError(RuntimeError):
-    """Replicas that should hold the same hold different values.
+    """Replicas that should hold the same values hold different ones.
 
     Attributes:
-      divergent: of each leaf's path the replicas in groups that agree, largest first.
+      divergent: for each divergent leaf's path, groups of replicas that agree, largest first.
     """
 
     def __init__(
@@ -68,14 +67,14 @@ class ReplicaDivergenceError(RuntimeError):
 
 
 class RepeatedSumWarning(UserWarning):
-    """A sum over replicas of what a reduction over them has made the same everywhere.
+    """A sum over replicas of a value that an earlier reduction made the same on all of them.
 
-    It is as many times too large as there are replicas, and nearly always a mistake.
+    The sum is the value times the number of replicas, which is nearly always a mistake.
     """
 
 
 class SameRowsWarning(UserWarning):
-    """All processes passed the same rows of a batch, as if each of them held all of it.
+    """All processes passed the same rows of a batch, as if each held the whole batch.
 
-    Between processes an array of the host is this process's share. The message names the leaf.
+    In a job of several processes, a host array is this process's share. The message names the leaf.
     """

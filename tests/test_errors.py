@@ -99,7 +99,7 @@ MISTAKES = {
         r'`jc.all_reduce\("mean", value, "data"\)`; got float32\[1, 3\] for it'),
     "batches: a list": (
         lambda: jc.batches([[1, 2], [3, 4], [5, 6]], 2), ValueError,
-        r"of a list: `np.asarray\(rows\)`.*got list of int, int, int, int, 2 more"),
+        r"for a list: `np.asarray\(rows\)`.*got list of int, int, int, int, 2 more"),
     "checkpoint: no path": (
         lambda: jc.save_checkpoint({"w": W}, "last.npz"), ValueError,
         r"as in `jc.save_checkpoint\(path, state\)`; got dict"),

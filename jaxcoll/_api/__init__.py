@@ -1,4 +1,4 @@
-"""Public in-program functions: axis names and options. Never a device or a mesh."""
+"""Public functions to call inside a mapped program. They take axis names, no devices or meshes."""
 
-from jaxcoll._compat import settings as settings  # it takes our frames out of errors
-from jaxcoll._mesh import world as world  # it has the scope of bare calls
+from jaxcoll._compat import settings as settings  # removes our frames from tracebacks
+from jaxcoll._mesh import world as world  # sets the scope of calls outside `data_parallel`

@@ -1,4 +1,4 @@
-"""Values made the same on every replica, inside a mapped program, or taken for it."""
+"""`broadcast` and `same`: make a value the same on every replica, or declare that it is."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ def broadcast(
     source: int = 0,
     options: CommunicationOptions | None = None,
 ) -> Any:
-    """Give every replica the value that one of them holds.
+    """Give every replica the value of one of them.
 
-    Guarantee: the result equals the source's value, whatever the others hold; of a negative zero
-    the sign may be lost, and all of a subnormal number (in float32 below 1.2e-38), as in any sum of
-    XLA's. The cotangent of the source is the sum of the replicas' cotangents, that of the others
-    zero; a float8_e8m0fnu, which has no zero, travels as its bits and has no cotangent.
+    Guarantee: the result equals the source's value, whatever the other replicas hold. As in every
+    sum of XLA, a negative zero may lose its sign, and subnormal numbers (in float32 below 1.2e-38)
+    may become zero. The cotangent of the source is the sum of the replicas' cotangents; that of the
+    other replicas is zero. A float8_e8m0fnu has no zero, so it travels as bits, without cotangent.
 
     Args:
-      value: any pytree of arrays, booleans and PRNG keys among them, equal on all replicas in
-        structure and shape.
+      value: any pytree of arrays, including booleans and PRNG keys, with the same structure and
+        shapes on all replicas.
       axis_name: as in `all_reduce`.
-      source: whose value; with several axes the outer counts slowest.
+      source: index of the replica to copy from; with several axes, the outer one varies slowest.
       options: as in `all_reduce`.
 
     Returns:
       A pytree like `value`, *invariant* over the axes. Cost: that of an `all_reduce`.
 
     Raises:
-      NameError: an axis is not mapped here; the message lists those that are.
-      ValueError: there is no such replica, a leaf holds no numbers, or an argument is invalid.
+      NameError: an axis is not mapped here; the message lists the mapped ones.
+      ValueError: there is no replica `source`, a leaf is not numeric, or an argument is invalid.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -51,21 +51,21 @@ def broadcast(
 
 
 def same(value: Any, axis_name: str | tuple[str, ...] | None = None) -> Any:
-    """Vouch that a value is the same on every replica, where no program shows it.
+    """Declare that a value is the same on every replica where the program does not prove it.
 
-    Made for a number that the host returned (`jax.pure_callback`), a value read from a reference,
-    or a sum in an order of your own: an output, a predicate, a parameter. Nothing is sent. On the
-    first call for arguments of each shape, `jc.data_parallel` and `strategy.run` compare the
-    copies, bit by bit, over processes too. Elsewhere, and in a program that was compiled by
-    `.lower(...).compile()`, nobody does.
+    Use it for a number from a host callback (`jax.pure_callback`), a value read from a reference,
+    or a hand-written sum, if it becomes an output, a predicate or a parameter. Nothing is sent. On
+    the first call with arguments of each shape, `jc.data_parallel` and `strategy.run` compare the
+    copies bit by bit, across processes too. There is no such check anywhere else, nor in a program
+    compiled by `.lower(...).compile()`.
 
     Args:
       value: a pytree of arrays.
       axis_name: as in `all_reduce`.
 
     Returns:
-      `value`, *invariant* over the axes. Its derivative is its cotangent's own. Cost: none; on a
-      first call that of a digest.
+      `value`, *invariant* over the axes. Its cotangent passes unchanged. Cost: none, but for a
+      digest on first calls.
 
     Raises:
       NameError: an axis is not mapped here.

@@ -1,4 +1,4 @@
-"""Reductions inside a mapped program: read the scope, then hand down."""
+"""`all_reduce`, `psum` and `pmean`: reductions inside a mapped program."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ def all_reduce(
     invariant: reduce.Invariant = "error",
     residual: Any = None,
 ) -> Any:
-    """Reduce every leaf of a pytree over the replicas along one or several mapped axes.
+    """Reduce every leaf of a pytree over the replicas along one or more mapped axes.
 
-    Guarantee: the result equals the float64 reference within n·eps of the sum of magnitudes, keeps
-    the tree's order and structure, and, for n replicas on one axis of size 1, is the value
-    itself without a collective. The cotangent of `all_reduce` is the `all_reduce` of the
+    Guarantee: the result is within n·eps of the float64 reference, relative to the sum of
+    magnitudes. It keeps the structure and order of the tree. On an axis of size 1 it is `value`
+    itself, without a collective. The cotangent of an `all_reduce` is the `all_reduce` of the
     cotangents with the same op.
 
     Args:
-      reduce_op: `ReduceOp.SUM`, `ReduceOp.MEAN`, or their names in any case. A MEAN is one sum
-        and one division; of integers it has JAX's default float type, and 32- and 64-bit ones
-        wrap around where their sum does; of float16 it does not overflow where the mean fits.
-      value: any pytree of numeric arrays, of any shapes and dtypes, equal on all replicas in
-        structure and shape. Empty arrays and None pass through. An `IndexedSlices` in it is
-        reduced by gathering: every replica's rows and indices, duplicates kept, one after
-        another in replica order; a MEAN divides the rows.
-      axis_name: the axis that `jax.shard_map`, `jax.pmap` or `jax.vmap` maps; or a tuple of
-        mesh axes, outer (between hosts) to inner (within a host). None: inside `jc.data_parallel`
-        and `strategy.run` the axes of the replicas.
-      options: how to pack and what carries it; unset ones come from the enclosing
-        `data_parallel` or strategy, then from the automatic choice. Their `timeout_seconds`
-        bounds the call of that step, or is refused where there is none.
-      invariant: what to do with a leaf that a checked `shard_map` knows to be the same on every
-        replica. "error": refuse it. "summed": it is the sum over replicas already (as autodiff
-        makes of a replicated parameter's gradient); SUM leaves it, MEAN divides. "replicated":
-        every replica holds this value; SUM multiplies it, MEAN leaves it.
-      residual: of `jc.compression.residual(value)`, or of the last call: what a wire format
-        has rounded away, and is added to this replica's values before they are sent.
+      reduce_op: `ReduceOp.SUM`, `ReduceOp.MEAN`, or their names in any case. A MEAN is one sum and
+        one division. A mean of integers has JAX's default float type; it wraps around where the
+        sum of 32- or 64-bit integers does. A mean of float16 overflows only if it does not fit.
+      value: any pytree of numeric arrays of any shapes and dtypes, with the same structure and
+        shapes on all replicas. Empty arrays and None pass through. `IndexedSlices` are gathered:
+        the result has the rows and indices of all replicas in replica order, with duplicates. A
+        MEAN divides the rows.
+      axis_name: an axis that `jax.shard_map`, `jax.pmap` or `jax.vmap` maps, or a tuple of mesh
+        axes from outer (between hosts) to inner (within a host). None: the axes of the replicas,
+        inside `jc.data_parallel` and `strategy.run`.
+      options: how to pack and which collectives to use. Unset options come from the enclosing
+        `data_parallel` or strategy, then from the automatic choice. `timeout_seconds` bounds a call
+        of the enclosing step; without such a step it is refused.
+      invariant: how to treat a leaf that a checked `shard_map` knows to be the same on every
+        replica. "error": refuse it. "summed": it already is the sum over replicas, like autodiff's
+        gradient of a replicated parameter; SUM returns it as it is, MEAN divides it. "replicated":
+        every replica holds this value; SUM multiplies it, MEAN returns it as it is.
+      residual: what a wire format rounded away before, from `jc.compression.residual(value)` or
+        from the last call. It is added to this replica's values before they are sent.
 
     Returns:
       A pytree like `value`, *invariant* over the axes, so that `out_specs=P()` type-checks. With
-      `residual`, a pair of it and of the next residual, *varying*.
-      Cost: 2(n-1)/n of the bytes leave each device, one collective a pack before the
-      compiler combines them; see `jc.plan` for steps and bytes.
+      `residual`, a pair of it and the next residual, which is *varying*.
+      Cost: 2(n-1)/n of the bytes leave each device, in one collective per pack before the
+      compiler combines them. `jc.plan` shows steps and bytes.
 
     Raises:
-      NameError: an axis is not mapped here; the message lists those that are.
+      NameError: an axis is not mapped here; the message lists the mapped ones.
       ValueError: a leaf cannot be reduced (its path is named), an argument is invalid, or the
-        residual is of another tree or number of replicas.
-      AlreadyReducedError: a leaf is invariant and `invariant` was not given.
+        residual belongs to another tree or number of replicas.
+      AlreadyReducedError: a leaf is invariant and `invariant` is "error".
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -76,10 +76,10 @@ def all_reduce(
             f"got {invariant!r}."
         )
     check_order(reduce_op, value)
-    own_options, op = checked(options), ReduceOp.of(reduce_op)
-    if own_options.compression is not None:
-        check_any_coded(own_options.compression, value)
-    scope = scope_here().merged(own_options)
+    checked_options, op = checked(options), ReduceOp.of(reduce_op)
+    if checked_options.compression is not None:
+        check_any_coded(checked_options.compression, value)
+    scope = scope_here().merged(checked_options)
     axes = scope.over(axis_name, "jc.all_reduce")
     feedback = None
     if residual is not None:
@@ -94,17 +94,17 @@ def psum(
     options: CommunicationOptions | None = None,
     invariant: reduce.Invariant = "error",
 ) -> Any:
-    """Return the sum over the replicas: `jax.lax.psum`, packed as `options` say.
+    """Return the sum over the replicas: `jax.lax.psum`, packed according to `options`.
 
     Args:
-      value: a pytree as in `all_reduce`. Python numbers are the same on every replica and are
-        multiplied, so that `psum(1)` counts replicas, without anything sent.
+      value: a pytree as in `all_reduce`. Python numbers are multiplied by the number of replicas
+        without a collective, so `psum(1)` counts replicas.
       axis_name: as in `all_reduce`.
       options: as in `all_reduce`.
       invariant: as in `all_reduce`.
 
     Returns:
-      A pytree like `value`, *invariant* over the axes. Cost: as of `all_reduce`.
+      A pytree like `value`, *invariant* over the axes. Cost: as in `all_reduce`.
 
     Raises:
       ValueError: as in `all_reduce`.
@@ -126,16 +126,16 @@ def pmean(
     options: CommunicationOptions | None = None,
     invariant: reduce.Invariant = "error",
 ) -> Any:
-    """Return the mean over the replicas: `jax.lax.pmean`, packed as `options` say.
+    """Return the mean over the replicas: `jax.lax.pmean`, packed according to `options`.
 
     Args:
-      value: a pytree as in `all_reduce`. Python numbers are their own mean.
+      value: a pytree as in `all_reduce`. The mean of a Python number is the number.
       axis_name: as in `all_reduce`.
       options: as in `all_reduce`.
       invariant: as in `all_reduce`.
 
     Returns:
-      A pytree like `value`, *invariant* over the axes. Cost: as of `all_reduce`.
+      A pytree like `value`, *invariant* over the axes. Cost: as in `all_reduce`.
 
     Raises:
       ValueError: as in `all_reduce`.
@@ -178,12 +178,12 @@ def _in_laxs_order(
 
 
 def check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> None:
-    """Refuse swapped or missing arguments with the line that is meant."""
+    """Refuse swapped or missing arguments, and show the call that was probably meant."""
     if isinstance(reduce_op, ReduceOp | str) and not isinstance(value, ReduceOp | str):
         return
-    lax_ = ' In `jax.lax`\'s order there is `jc.pmean(value, "data")`.' * ("all" in caller)
+    lax_ = ' `jc.pmean(value, "data")` takes them in the order of `jax.lax`.' * ("all" in caller)
     raise ValueError(
-        f'`{caller}` names the operation first: `{caller}("mean", value, "data")`; got '
+        f'`{caller}` takes the operation first: `{caller}("mean", value, "data")`; got '
         f"{_shown(reduce_op)} for it, and {_shown(value)} for the value.{lax_}"
     )
 

@@ -1,4 +1,4 @@
-"""Public in-program gradients: of the whole batch, in pieces, when they exist, layer by layer."""
+"""Gradients inside a mapped program: `value_and_grad`, `accumulate`, `scan_layers` and others."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ def value_and_grad(
     feedback: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` of the loss over all replicas, from the loss of each one's share.
+    """Return `jax.value_and_grad` of the loss over all replicas, given the loss of one share.
 
-    Guarantee: n devices equal one device. The value and the gradient are those that `fun` would
-    have on the whole batch, to rounding, under `pmap` and under `shard_map` with checks on or
-    off: for MEAN with equal shares, for SUM with any, and for a mean weighted by tokens or by
-    real examples when `fun` returns a `WeightedLoss`. The gradient of every leaf is reduced, but of
-    `Shards`, which `fun` puts together by `jc.all_gather` or `jc.scan_layers`: theirs come as
-    Shards, reduced by the derivative of the gather. Every other leaf must be the same on every
-    replica; one that differs (an expert, the batch) is refused by name in a step of jaxcoll's and
-    in a checked `shard_map`, and is differentiated by `jax.grad`.
+    Guarantee: n devices equal one device. Value and gradient are those of `fun` on the whole batch,
+    to rounding, under `pmap` and under `shard_map` with or without checks. This holds for a MEAN of
+    equal shares, for a SUM of any shares, and, if `fun` returns a `WeightedLoss`, for a mean
+    weighted by tokens or real examples. The gradient of every leaf is reduced, except those of
+    `Shards`: `fun` gathers them by `jc.all_gather` or `jc.scan_layers`, and the derivative of the
+    gather returns reduced gradients in Shards. Every other leaf must be the same on every replica.
+    A leaf that differs (an expert, the batch) is refused by name in a `data_parallel` step and in a
+    checked `shard_map`; differentiate it by `jax.grad`.
 
     Args:
       fun: the loss of one replica's share of the batch, a scalar or a `WeightedLoss`. It need not
-        reduce over `axis_name`, and must not where types show it: in a checked `shard_map`.
+        reduce over `axis_name`; in a checked `shard_map`, where types show it, it must not.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
       reduce_op: MEAN or SUM, or their names in any case.
       argnums: positions of the arguments to differentiate, as in `jax.value_and_grad`.
-      has_aux: whether `fun` returns `(loss, aux)`.
-      scatter: leave each replica an n-th of the gradients only, as `Shards`, for the `update` of a
+      has_aux: True if `fun` returns `(loss, aux)`.
+      scatter: give each replica only 1/n of the gradients, as `Shards`, for the `update` of a
         `sharded_optimizer`.
-      feedback: send with the next gradients what a wire format (`options.compression`) rounds away
-        of these: the function takes one more keyword argument, `residual`, at first
-        `jc.compression.residual(params)`, and returns the next one as its last result.
+      feedback: add what a wire format (`options.compression`) rounds away to the next gradients.
+        The function then takes one more keyword argument, `residual`, at first
+        `jc.compression.residual(params)`, and returns the next residual as its last result.
       options: as in `all_reduce`.
 
     Returns:
-      A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux),
-      grads)`. Value and gradients are *invariant* over the axes, gradients in `Shards` *varying*;
-      `aux` is this replica's own (*varying*), but each `WeightedMean` and `Total` in it comes back
-      as a number over all replicas (*invariant*). Cost: one `all_reduce` of the gradients with loss
-      and metrics among them; with `scatter` a `reduce_scatter`, and an `all_reduce` of the rest.
+      A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
+      Value and gradients are *invariant* over the axes; gradients in `Shards` are *varying*. `aux`
+      is this replica's (*varying*), but each `WeightedMean` and `Total` in it becomes a number over
+      all replicas (*invariant*). Cost: one `all_reduce` that carries gradients, loss and metrics;
+      with `scatter`, a `reduce_scatter` of the gradients and an `all_reduce` of the rest.
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a WeightedLoss meets SUM, `Shards` meet `scatter`, a leaf differs between replicas
-        where that is known, or an argument is invalid (a wrong `fun` or `argnums` at once).
-      TypeError: the loss is not a scalar, or a tuple without `has_aux`.
-      AlreadyReducedError: in a checked `shard_map`, the loss was reduced inside `fun`.
+      ValueError: a WeightedLoss comes with SUM or `Shards` with `scatter`, a leaf is known to
+        differ between replicas, or an argument is invalid (a wrong `fun` or `argnums` at once).
+      TypeError: the loss is not a scalar, or is a tuple without `has_aux`.
+      AlreadyReducedError: in a checked `shard_map`, `fun` has reduced the loss.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -89,21 +89,21 @@ def grad(
     feedback: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
-    """`value_and_grad` without the value, which is then not reduced either.
+    """Like `value_and_grad`, but neither reduce nor return the value.
 
     Args:
       fun: the loss of one replica's share of the batch.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
       reduce_op: MEAN or SUM, or their names in any case.
       argnums: positions of the arguments to differentiate.
-      has_aux: whether `fun` returns `(loss, aux)`.
+      has_aux: True if `fun` returns `(loss, aux)`.
       scatter: as in `value_and_grad`.
       feedback: as in `value_and_grad`.
       options: as in `all_reduce`.
 
     Returns:
-      A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`; the gradients
-      are *invariant* over the axes, but for `Shards`; `aux` is *varying*.
+      A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`. Gradients are
+      *invariant* over the axes, those in `Shards` *varying*; `aux` is *varying*.
     """
     op = ReduceOp.of(reduce_op)
     loss = gradient.Differentiator(
@@ -118,28 +118,28 @@ def mean_loss(
     *,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
-    """The mean of the replicas' losses, as a function with the derivative of that mean.
+    """Return the mean of the replicas' losses as a function that can be differentiated.
 
-    Made for what differentiates a function that it is given: a line search, L-BFGS, an implicit
-    step. `jax.grad` of `lax.pmean(loss)` is each replica's own gradient, so that replicas would
-    search in different directions. Of this function value and derivative are those of one device.
+    Use it with algorithms that differentiate a function themselves: a line search, L-BFGS, an
+    implicit step. `jax.grad` of `lax.pmean(loss)` is each replica's own gradient, so replicas would
+    search in different directions. This function has the value and derivative of one device.
 
     Args:
       fun: the loss of one replica's share of the batch, as in `value_and_grad`; it must not reduce
-        the loss itself.
+        the loss.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
       options: as in `all_reduce`, for the gradients.
 
     Returns:
-      A function with `fun`'s arguments that returns a scalar, *invariant* over the axes, with
-      derivatives in forward and reverse mode by whatever is the same on every replica, arguments
-      or captured values. Cost: an `all_reduce` of a number; where it is differentiated, one of
-      value and gradients together.
+      A function with `fun`'s arguments that returns a scalar, *invariant* over the axes. It has
+      forward- and reverse-mode derivatives with respect to all that is the same on every replica,
+      arguments and captured values. Cost: an `all_reduce` of one number; differentiated, one
+      `all_reduce` of value and gradients together.
 
     Raises:
       NameError: an axis is not mapped here.
       TypeError: the loss is not a scalar.
-      ValueError: it is differentiated by what differs between replicas.
+      ValueError: it is differentiated with respect to a value that differs between replicas.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -160,41 +160,41 @@ def sync_in_backward(
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     options: CommunicationOptions | None = None,
 ) -> Any:
-    """`params` themselves, whose gradient is reduced over replicas as soon as it exists.
+    """Return `params`, and reduce their gradient over replicas as soon as it is computed.
 
-    Made for models that scan over their layers. Called inside the scan's body on that layer's
-    slice of the stacked parameters, it puts one `all_reduce` of that layer's gradient inside the
-    loop of the backward pass, where it can travel while the layer before is differentiated.
+    Use it in models that scan over their layers: call it in the body of the scan, on the layer's
+    slice of the stacked parameters. It puts one `all_reduce` of the layer's gradient into the loop
+    of the backward pass, where it overlaps with differentiating the previous layer.
 
-    Guarantee: the forward pass is the identity. In the backward pass the gradients of the group are
-    one `all_reduce`, packed by a plan, in the dtype of `params`: what is cast to bfloat16 after
-    it travels as float32. Works under `jax.checkpoint`, in nested scans, for parameters used
-    more than once, and for derivatives of any order and direction.
+    Guarantee: the forward pass is the identity. The backward pass makes one `all_reduce` of the
+    gradients, packed by a plan, in the dtype of `params`: parameters that are cast to bfloat16
+    after the call have gradients that travel as float32. It works under `jax.checkpoint`, in
+    nested scans, for parameters used more than once, and for derivatives of any order and mode.
 
-    Inside the loss of `jc.value_and_grad` or `jc.grad`, which is where it belongs, n devices
-    equal one device for every mixture of leaves that are synced, partly synced or not synced:
-    what is proven to be the same everywhere is not sent again, and what differs between replicas is
-    refused. Inside plain `jax.grad` the synced leaves alone are averaged: others keep each
-    replica's own gradient or, under a checked `shard_map`, the sum that autodiff makes of it.
+    Call it inside the loss of `jc.value_and_grad` or `jc.grad`. There n devices equal one device,
+    whichever leaves are synced, partly synced or not synced: gradients proven to be the same on
+    every replica are not sent again, and leaves that differ between replicas are refused. Inside
+    plain `jax.grad` only the synced leaves are averaged. The others keep each replica's gradient
+    or, under a checked `shard_map`, have the sum that autodiff makes.
 
     Args:
       params: a pytree of floating arrays, *invariant* or *varying* over the axes; None passes.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
-      reduce_op: MEAN or SUM, or their names in any case. Inside `jc.value_and_grad` MEAN, which
-        that makes a sum or a weighted mean of where it was asked for one.
-      options: as in `all_reduce`; unset ones are those of the enclosing `jc.value_and_grad`, then
-        of the enclosing program.
+      reduce_op: MEAN or SUM, or their names in any case. It must be MEAN inside
+        `jc.value_and_grad`, which turns it into its own sum or weighted mean.
+      options: as in `all_reduce`. Unset options come from the enclosing `jc.value_and_grad`, then
+        from the enclosing program.
 
     Returns:
-      A pytree like `params`, *varying* over the axes, so that autodiff adds no sum of its own.
-      The loss must be this replica's own: one that was averaged over replicas has gradients that
-      were divided by their number already. Cost: none forward; backward an `all_reduce`.
+      A pytree like `params`, *varying* over the axes, so that autodiff adds no sum of its own. The
+      loss must be this replica's own: a loss averaged over replicas has gradients that are already
+      divided by their number. Cost: none forward; an `all_reduce` backward.
 
     Raises:
-      NameError: an axis is not mapped here; the message lists those that are.
-      ValueError: a leaf has no gradient (its path is named), SUM was asked for inside
-        `jc.value_and_grad`, or a leaf differs between replicas where that can be read (there, and
-        in `strategy.run`).
+      NameError: an axis is not mapped here; the message lists the mapped ones.
+      ValueError: a leaf has no gradient (its path is named), `reduce_op` is SUM inside
+        `jc.value_and_grad`, or a leaf is known to differ between replicas (there, and in
+        `strategy.run`).
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -224,20 +224,20 @@ def accumulate(
     feedback: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
-    """`value_and_grad` of a batch that is taken in pieces: one reduction a step, not one a piece.
+    """Accumulate `value_and_grad` over micro-batches: one reduction per step, not per micro-batch.
 
     Guarantee: the result is that of `jc.value_and_grad(fun, axis_name)` on the whole batch, to
-    rounding: for MEAN, since the pieces are equal; for SUM; and for a `WeightedLoss`, however its
-    weights are spread over pieces and replicas. No collective stands in the loop over the pieces
-    that `fun` does not put there.
+    rounding: for MEAN, as micro-batches are equally large; for SUM; and for a `WeightedLoss`, with
+    weights spread in any way over micro-batches and replicas. The loop over micro-batches has no
+    collectives but those of `fun`.
 
     Args:
-      fun: the loss of one piece, as in `value_and_grad`.
+      fun: the loss of one micro-batch, as in `value_and_grad`.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
-      num_microbatches: pieces, of neighbouring rows, that each replica's share is cut into.
-      batch_argnums: positions of the arguments that are cut along their leading dimension; the
-        rest, and keyword arguments, are whole in every piece. Default: the last one, as in
-        `data_parallel`. For other random numbers in every piece, cut an array of keys with it.
+      num_microbatches: number of micro-batches, of consecutive rows, in each replica's share.
+      batch_argnums: positions of the arguments to split along their leading dimension; other
+        arguments, and keyword arguments, are whole in every micro-batch. Default: the last one, as
+        in `data_parallel`. For new random numbers in each micro-batch, split an array of keys too.
       reduce_op: as in `value_and_grad`.
       argnums: as in `value_and_grad`.
       has_aux: as in `value_and_grad`.
@@ -246,17 +246,17 @@ def accumulate(
       options: as in `all_reduce`.
 
     Returns:
-      A function with `fun`'s arguments that returns what that of `value_and_grad` does. Each
-      `WeightedMean` and `Total` in `aux` becomes one number over pieces and replicas; the rest of
-      `aux` is this replica's own (*varying*), with the pieces along a new leading dimension; what
-      is neither array nor number is as it was. Gradients narrower than 32 bits are added up in
-      float32 and travel in their own type. Cost: the memory of one piece and of one gradient more
-      (in float32); one `all_reduce` for all.
+      A function with the arguments and results of `value_and_grad`'s. Each `WeightedMean` and
+      `Total` in `aux` becomes one number over micro-batches and replicas. Other arrays and numbers
+      in `aux` are this replica's (*varying*), stacked over micro-batches along a new leading
+      dimension; anything else is unchanged. Gradients narrower than 32 bits are added up in float32
+      and travel in their own dtype. Cost: the memory of one micro-batch and one more gradient (in
+      float32); one `all_reduce` for all.
 
     Raises:
-      ValueError: the pieces do not divide a share, a leaf of the batch is a scalar, an argument is
-        both cut and differentiated, or `num_microbatches` is not an integer above 0; and as in
-        `value_and_grad`.
+      ValueError: a share does not divide into the micro-batches, a leaf of the batch is a scalar,
+        an argument is both split and differentiated, or `num_microbatches` is not a positive
+        integer; and as in `value_and_grad`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -268,7 +268,7 @@ def accumulate(
     """
     if num_microbatches is None:
         raise ValueError(
-            "`jc.accumulate` needs a number of micro-batches behind the axis, as in "
+            "`jc.accumulate` needs a number of micro-batches after the axis, as in "
             '`jc.accumulate(loss, "data", 4)` or `jc.accumulate(loss, num_microbatches=4)`.'
         )
     count = positive("jc.accumulate", "num_microbatches", num_microbatches)
@@ -301,56 +301,57 @@ def scan_layers(
     unroll: int = 1,
     options: CommunicationOptions | None = None,
 ) -> tuple[Any, Any]:
-    """`lax.scan` over layers of which every replica holds an n-th, each gathered ahead of its use.
+    """Scan over sharded layers, gathering each layer's parameters ahead of its use (FSDP, ZeRO-3).
 
     Guarantee: values and gradients are those of `lax.scan` over the whole layers, to rounding, for
-    every `ahead`, `remat` and `unroll`. In the forward pass a layer is gathered while the one
-    before it is computed; in the backward pass while the one after it is differentiated, and
-    gradients are reduce-scattered one layer late. Nothing is gathered or scattered that is not
-    used. Known as FSDP, or ZeRO-3 (Rajbhandari et al., SC 2020).
+    every `ahead`, `remat` and `unroll`. The forward pass gathers a layer while it computes the
+    previous one. The backward pass gathers a layer while it differentiates the next one, and
+    reduce-scatters gradients one layer later. It gathers and scatters only what is used. Source:
+    ZeRO-3, Rajbhandari et al., SC 2020.
 
-    Inside the loss of `jc.value_and_grad`, `jc.grad` or `jc.accumulate` over the same axes, these
-    know that gradients of rows are reduced and send nothing again; they reduce those of whole
-    leaves with all others, and make the mean, sum or weighted mean that they were asked for.
-    Outside, under `jax.grad` of this replica's own loss, all of `stacked` has the gradient that
-    `reduce_op` says, and must be reduced no more.
+    Inside the loss of `jc.value_and_grad`, `jc.grad` or `jc.accumulate` over the same axes,
+    gradients of rows are already reduced and are not sent again. Those of whole leaves are reduced
+    with all others, and the result is the mean, sum or weighted mean of the enclosing function.
+    Outside, under `jax.grad` of this replica's own loss, all gradients of `stacked` are already
+    reduced by `reduce_op`.
 
     Args:
-      layer: from carry and one layer's parameters, whole, to the next carry, or to a pair of it and
-        a result of this layer. It may read traced values from around it, whose gradients are right.
-      carry: a tree of arrays, keys among them, of the types that `layer` returns.
-      stacked: a tree of arrays with the layers first and behind them this replica's rows, as
-        `in_specs=P(None, "data")` cuts them; or of `Shards` of stacked layers.
+      layer: a function of the carry and one layer's whole parameters. It returns the next carry, or
+        a pair of that and a result of the layer. It may capture traced values; they get gradients.
+      carry: a tree of arrays, including PRNG keys, with the types that `layer` returns.
+      stacked: a tree of arrays with dimensions (layers, this replica's rows, ...), as
+        `in_specs=P(None, "data")` splits them; or of `Shards` of stacked layers.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
-      reduce_op: MEAN or SUM, or their names in any case; inside `jc.value_and_grad` MEAN, which
-        that makes what it was asked for.
-      gather_dtype: real floating rows are cast to it before they are gathered, and their gradients
-        travel in it; None: in their own type. CPUs widen bfloat16 on the wire.
-      ahead: layers that are gathered, or under way, while another is computed; 0: none.
-      remat: what the backward pass finds of a layer. True: its carry alone; False: all that it
-        needs but what is made of parameters; or a policy of `jax.checkpoint_policies`. Gathered
-        parameters are never kept, but those of the last `ahead` layers.
-      sharded: which leaves hold rows, in the places of `stacked` or for all below: True, False for
-        those that every replica holds whole (biases, norms), or the axes that rows are cut over,
-        if these are not all of `axis_name` (("node", "data") with "data": shards within a host,
-        sums between). None: `Shards` do, and plain arrays beside them are whole; without `Shards`
-        all do. Types, where they tell, must agree; where nothing does, it must be said.
-      unroll: as in `lax.scan`, of both loops.
-      options: as in `all_reduce`; what gathers and scatters is not cut in `shards`.
+      reduce_op: MEAN or SUM, or their names in any case. It must be MEAN inside
+        `jc.value_and_grad`, which turns it into its own sum or weighted mean.
+      gather_dtype: dtype to which real floating rows are cast before they are gathered, and in
+        which their gradients travel; None: their own. CPUs widen bfloat16 on the wire.
+      ahead: number of layers to gather ahead of the one being computed; 0: none.
+      remat: what the backward pass keeps of a layer. True: only its carry. False: everything it
+        needs, except what is computed from parameters alone. Or a policy of
+        `jax.checkpoint_policies`. Only the gathered parameters of the last `ahead` layers are kept.
+      sharded: which leaves hold rows: one value for all, or a tree like `stacked` or a prefix of
+        it. True; False for leaves that every replica holds whole (biases, norms); or the axes that
+        rows are split over, if not all of `axis_name` ("data" of ("node", "data"): shards within a
+        host, sums between hosts). None: `Shards` hold rows and arrays beside them are whole;
+        without `Shards` all leaves hold rows. Types must agree; where they are not tracked, and
+        there are no `Shards`, it must be given.
+      unroll: as in `lax.scan`, for both loops.
+      options: as in `all_reduce`; the option `shards` has no effect on gathers and scatters.
 
     Returns:
-      The last carry and the layers' results stacked (None without any), as `lax.scan` returns
-      them; *varying*. The gradients of rows are rows, *varying*; outside of `jc.value_and_grad`
-      those of whole leaves are *invariant*. Cost: with L layers 2L - `ahead` gathers of one layer
-      and L reduce-scatters, (n-1)/n of a layer's bytes each.
+      The last carry and the stacked results of the layers (None if there are none), as from
+      `lax.scan`; *varying*. Gradients of rows are rows, *varying*; outside `jc.value_and_grad`,
+      those of whole leaves are *invariant*. Cost: with L layers, 2L - `ahead` gathers of one layer
+      and L reduce-scatters, each of (n-1)/n of a layer's bytes.
 
     Raises:
-      NameError: an axis is not mapped here; the message lists those that are.
-      ValueError: a leaf has no rows or other layers (its path is named), differs where it is said
-        to be whole, or nothing says what it is; or an argument is invalid.
-      AlreadyReducedError: a leaf that would be gathered is the same on every replica.
-      TypeError: the layer returns another carry than it was given.
-      NotImplementedError: a derivative of the gradient is asked for.
+      NameError: an axis is not mapped here; the message lists the mapped ones.
+      ValueError: a leaf has no rows or another number of layers (its path is named), differs
+        between replicas but is declared whole, or may be either; or an argument is invalid.
+      AlreadyReducedError: a leaf to be gathered is the same on every replica.
+      TypeError: the carry that `layer` returns has another type than the one it got.
+      NotImplementedError: a gradient is differentiated again.
 
     Examples:
       >>> import jax, jax.numpy as jnp

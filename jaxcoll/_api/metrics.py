@@ -1,4 +1,4 @@
-"""Public in-program metrics and norms: `reduce_metrics`, `global_norm`, `all_finite`."""
+"""`reduce_metrics`, `global_norm` and `all_finite`: metrics and norms inside a mapped program."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def reduce_metrics(
     *,
     options: CommunicationOptions | None = None,
 ) -> Any:
-    """Many metrics over all replicas in one collective.
+    """Reduce many metrics over all replicas in one collective.
 
-    Guarantee: each `Total` becomes the sum, each `WeightedMean` the mean, that one device would
-    have of everything; all travel in one pack, whatever options say of packing. Metrics that a scan
-    stacked are added up first, so a step of many pieces or layers needs one call, after the scan.
+    Guarantee: each `Total` becomes the sum and each `WeightedMean` the mean that one device would
+    compute of all rows. All travel in one pack, whatever packing `options` say. Metrics stacked by
+    a scan are added up first, so a scan over micro-batches or layers needs one call, after it.
     Metrics that the loss of `value_and_grad` or `accumulate` returns in its `aux` need no call:
     they travel with the gradients.
 
@@ -29,24 +29,24 @@ def reduce_metrics(
       options: as in `all_reduce`.
 
     Returns:
-      The tree with a scalar in place of each metric, *invariant* over the axes: float32 (float64
-      where the metric is); a `Total` of integers in their own type, of flags and of integers
-      narrower than 32 bits in int32. They travel as floats: integers are exact up to 2^24 (with
-      gradients of a mean, 2^22) and rounded beyond. Cost: 4 bytes for a Total, 8 for a
+      The tree with a scalar for each metric, *invariant* over the axes. Scalars are float32, or
+      float64 where the metric is; a `Total` of integers keeps their dtype, one of booleans or of
+      integers narrower than 32 bits is int32. They travel as floats: integers are exact up to 2^24
+      (with gradients of a mean, 2^22) and rounded beyond. Cost: 4 bytes for a Total, 8 for a
       WeightedMean.
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a leaf is neither, or a weight has another shape than its total.
-      AlreadyReducedError: a total is the same on every replica already.
+      ValueError: a leaf is no metric, or the shapes of a weight and its total differ.
+      AlreadyReducedError: a total is already the same on every replica.
 
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> def log(right, real):
       ...     metrics = {"accuracy": WeightedMean(right, real), "tokens": Total(real)}
       ...     return reduce_metrics(metrics, "data")
-      >>> found = jax.vmap(log, axis_name="data")(jnp.array([1, 6]), jnp.array([2, 8]))
-      >>> round(float(found["accuracy"][0]), 6), int(found["tokens"][0])
+      >>> values = jax.vmap(log, axis_name="data")(jnp.array([1, 6]), jnp.array([2, 8]))
+      >>> round(float(values["accuracy"][0]), 6), int(values["tokens"][0])
       (0.7, 10)
     """
     scope = scope_here().merged(checked(options, exactly="reduce_metrics"))
@@ -60,28 +60,28 @@ def global_norm(
     *,
     options: CommunicationOptions | None = None,
 ) -> Any:
-    """The Euclidean norm of all leaves together, as for clipping; of shards, over all replicas.
+    """Return the Euclidean norm of all leaves together, as for clipping; of shards, over replicas.
 
-    Guarantee: sqrt of the sum of |x|² over every element, squared and added in float32. It is
-    finite exactly where every element is and no square overflows (elements up to 1.8·10¹⁹), so one
-    pass over memory gives the norm and says whether the step can be taken.
+    Guarantee: the result is the sqrt of the sum of |x|² over every element, computed in float32. It
+    is finite if and only if every element is and no square overflows (elements up to 1.8·10¹⁹). So
+    one pass over memory gives the norm and tells whether to take the step.
 
     Args:
-      tree: a pytree of arrays of numbers.
-      axis_name: None where every replica holds the whole, as after a reduction: nothing is sent.
-        The axes over which leaves are in shards otherwise: a leaf that a checked `shard_map` knows
-        to be the same everywhere is counted once; where types say nothing, each is a shard, or,
-        with `Shards` in the tree, these are, and every replica holds all else.
+      tree: a pytree of numeric arrays.
+      axis_name: None if every replica holds the whole tree, as after a reduction: nothing is sent.
+        Otherwise the axes over which leaves are sharded. A leaf that a checked `shard_map` knows to
+        be the same on every replica is counted once. Without such types every leaf is a shard; but
+        if the tree has `Shards`, only these are, and every replica holds the other leaves.
       options: as in `all_reduce`, for the one scalar that travels.
 
     Returns:
-      A float32 scalar (float64 where a leaf is), *invariant* over the axes; 0 for an empty tree.
-      Without axes it is this replica's own where a leaf is.
+      A float32 scalar (float64 if a leaf is), *invariant* over the axes; 0 for an empty tree.
+      Without axes it is *varying* if a leaf is.
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a leaf holds no numbers, or is an `IndexedSlices`; or `Shards` are along an axis
-        that is mapped here and not named.
+      ValueError: a leaf is not numeric or is an `IndexedSlices`; or `Shards` are along an axis
+        that is mapped here but not in `axis_name`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -102,16 +102,15 @@ def all_finite(
     *,
     options: CommunicationOptions | None = None,
 ) -> Any:
-    """Return whether every element of every leaf is finite; with axes, on every replica.
+    """Return True if every element of every leaf is finite; with axes, on every replica.
 
-    Gradients that were reduced need no axes: a sum or mean of floats is infinite or NaN wherever
-    a summand is, whatever the algorithm and the packing, so all replicas find the same without
-    asking each other.
+    Reduced gradients need no axes: a sum or mean of floats is infinite or NaN if a summand is,
+    with every algorithm and packing, so all replicas get the same answer without communication.
 
     Args:
-      tree: a pytree of arrays of numbers; integers are finite.
-      axis_name: None where every replica holds the whole; otherwise the axes whose replicas must
-        agree: of gradients before their reduction, or of shards.
+      tree: a pytree of numeric arrays; integers are finite.
+      axis_name: None if every replica holds the whole tree. Otherwise the axes over which replicas
+        must agree, for shards or for gradients before their reduction.
       options: as in `all_reduce`, for the one scalar that travels.
 
     Returns:
@@ -119,8 +118,8 @@ def all_finite(
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a leaf holds no numbers, or is an `IndexedSlices`; or `Shards` are along an axis
-        that is mapped here and not named.
+      ValueError: a leaf is not numeric or is an `IndexedSlices`; or `Shards` are along an axis
+        that is mapped here but not in `axis_name`.
 
     Examples:
       >>> import jax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Private parts of JAX, which no other room touches: probes, not version numbers."""
+"""All uses of private parts of JAX. They test for features, not for version numbers."""
 
 from jaxcoll._compat.axes import as_varying as as_varying
 from jaxcoll._compat.axes import automatic_axes as automatic_axes

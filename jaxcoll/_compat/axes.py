@@ -1,4 +1,4 @@
-"""The axes that are mapped at this point of a trace, and over which of them types vary."""
+"""The axes that are mapped at this point of a trace, and those over which types vary."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from jax import lax
 from jax.extend.core import unsafe_get_axis_names_DO_NOT_USE as _axis_names
 
 _checks_types: Any = sys.modules[type(jax.config).__module__]._check_vma
-"""JAX's own setting of whether a `shard_map` around this point checks types."""
+"""JAX's setting that is true inside a `shard_map` that checks types."""
 
 
 def axes_in_scope() -> tuple[str, ...]:
-    """Names of the mapped axes at this point of the trace, outermost first."""
+    """Return the names of the mapped axes at this point of the trace, outermost first."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(dict.fromkeys([*manual, *(a for a in _axis_names() if isinstance(a, str))]))
 
 
 def obstacle(axis: str) -> Literal["unreachable", "shadowed"] | None:
-    """Return why no collective can run over a mapped axis.
+    """Return the reason why no collective can run over a mapped axis, or None if it can.
 
-    "unreachable": it belongs to a `vmap` inside a checked `shard_map`, where JAX 0.10 and 0.12 fail
-    on every collective, with an assertion that has no words. "shadowed": a `vmap` has taken the
-    name of an axis that the mesh maps as well, which its size shows; or, if that is the same, an
-    index that is being batched.
+    "unreachable": the axis belongs to a `vmap` inside a checked `shard_map`, where every collective
+    fails in JAX 0.10 and 0.12, with an assertion without a message. "shadowed": a `vmap` has the
+    same axis name as the mesh. Its size shows this; if the sizes are equal, a batched axis index.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.manual_axes:
@@ -39,7 +38,7 @@ def obstacle(axis: str) -> Literal["unreachable", "shadowed"] | None:
 
 
 def is_vmapped(axis: str) -> bool:
-    """True if `axis` belongs to a `vmap`: an array's own dimension, behind which is no device.
+    """Return True if `axis` belongs to a `vmap`: a dimension of an array, not of the devices.
 
     `pmap` is a `shard_map` since JAX 0.8.
     """
@@ -47,53 +46,53 @@ def is_vmapped(axis: str) -> bool:
 
 
 def in_mesh_order(axes: Sequence[str]) -> tuple[str, ...]:
-    """`axes` in the order in which `lax.ppermute` counts replicas: that of the mesh.
+    """Return `axes` in the order of the mesh, in which `lax.ppermute` counts replicas.
 
-    `lax.axis_index` and the gathers count in the order of the names they are given.
+    `lax.axis_index` and the gathers count in the order of their argument.
     """
     names = list(jax.sharding.get_abstract_mesh().axis_names)
     return tuple(sorted(axes, key=lambda a: names.index(a) if a in names else len(names)))
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Axes over which `x` is typed as varying; empty wherever types are not tracked."""
+    """Return the axes over which `x` is typed as varying; none where types are not tracked."""
     return varying_axes_of_type(jax.typeof(x))
 
 
 def varying_axes_of_type(aval: Any) -> frozenset[str]:
-    """The same of a type, as a traced program has them."""
+    """Return the axes over which a type varies."""
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset() if manual is None else frozenset(manual.varying)
 
 
 def zeros_like_aval(aval: Any, dtype: Any) -> jax.Array:
-    """Zeros of the shape of a traced program's result, varying as it does, to begin a loop with."""
+    """Return zeros with the shape and varying axes of a type, as the initial carry of a loop."""
     return as_varying(jnp.zeros(aval.shape, dtype), sorted(varying_axes_of_type(aval)))
 
 
 def types_tell() -> bool:
-    """True if types tell replicas apart here: a checked `shard_map` is around."""
+    """Return True if types tell replicas apart here, inside a checked `shard_map`."""
     return bool(_checks_types.value)
 
 
 def tracks_variance(axis: str) -> bool:
-    """True if types tell replicas apart along `axis` (a checked `shard_map` binds it).
+    """Return True if types tell replicas apart along `axis`, which a checked `shard_map` binds.
 
-    `pmap`, `vmap` and `shard_map(check_vma=False)` leave every type without marks, so an
-    empty set of varying axes means "the same everywhere" only where this is true.
+    `pmap`, `vmap` and `shard_map(check_vma=False)` do not mark types. So an empty set of varying
+    axes means "the same on every replica" only if this function returns True.
     """
-    # An index costs an equation, so it is made only where types tell at all.
+    # The index costs an equation, so it is made only if types tell anything here.
     return types_tell() and axis in varying_axes(lax.axis_index(axis))
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
-    """Axes over which `x` is, by its type, a sum that is still to be made."""
+    """Return the axes over which the type of `x` is an unfinished sum (`unreduced`)."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset(getattr(manual, "unreduced", ()))
 
 
 def same_axes(x: Any, axes: Iterable[str]) -> tuple[str, ...]:
-    """Return those of `axes` over which `x` is the same on all replicas by its type."""
+    """Return the `axes` over which the type of `x` shows it to be the same on all replicas."""
     if not types_tell():
         return ()
     differs = varying_axes(x) | unreduced_axes(x)
@@ -101,29 +100,29 @@ def same_axes(x: Any, axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def as_varying(x: Any, axes: Sequence[str]) -> Any:
-    """`x` typed as varying over `axes`: no data moves. Axes without tracked types are left out."""
+    """Return `x` typed as varying over `axes`, except axes without tracked types. Nothing moves."""
     missing = same_axes(x, axes)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def retyped(aval: Any, varying: frozenset[str]) -> Any:
-    """The same type, but for the axes it varies over."""
+    """Return the type with `varying` as the axes it varies over."""
     return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=varying))
 
 
 def is_partially_sharded(x: Any) -> bool:
-    """True if `x` is sharded, by its type, over a mesh axis that is not mapped here."""
+    """Return True if the type of `x` is sharded over a mesh axis that is not mapped here."""
     spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
     return [*spec].count(None) < len(spec)
 
 
 def must_keep_shape(x: Any) -> bool:
-    """True if `x` is split, or may be, over a mesh axis that is not mapped here."""
+    """Return True if `x` is or may be split over a mesh axis that is not mapped here."""
     return bool(automatic_axes()) or is_partially_sharded(x)
 
 
 def automatic_axes() -> tuple[str, ...]:
-    """Axes of the mesh around this point, longer than 1, that are left to the partitioner."""
+    """Return the axes of the current mesh, larger than 1, that are left to the partitioner."""
     mesh = jax.sharding.get_abstract_mesh()
     if len(mesh.manual_axes) in (0, len(mesh.axis_names)):
         return ()

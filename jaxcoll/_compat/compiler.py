@@ -1,9 +1,9 @@
-"""Private parts of JAX for compiling, and a process that compiles for another cluster.
+"""Private parts of JAX for compiling, and a program that compiles for another cluster.
 
     python -m jaxcoll._compat.compiler FOLDER
 
 reads `request.json` and `program.mlir` in the folder, writes `answer.json` and `compiled.txt`
-there, and ends. Whoever starts it ends it, so that it never outlives that process.
+there, and exits. The parent process kills it if the parent ends first.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ COMPILERS = {
     "gpu": ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
     "tpu": ("libtpu",),
 }
-"""For each platform the modules any of which brings its compiler."""
+"""For each platform, the modules that contain its compiler; one of them is enough."""
 
 
 def has_compiler(platform: str) -> bool:
-    """True if the compiler of a platform is installed for this Python."""
+    """Return True if the compiler of a platform is installed for this Python."""
     return not COMPILERS[platform] or any(map(_is_there, COMPILERS[platform]))
 
 
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # what it is a part of
+    except ModuleNotFoundError:  # its package is missing
         return False
 
 
 def answer(folder: Path) -> dict[str, Any]:
-    """Compile what lies in `folder`; the text of it is written there, the rest returned."""
+    """Compile the program in `folder`, write the compiled text there, and return its memory."""
     request = json.loads((folder / "request.json").read_text())
     if not has_compiler(request["platform"]):
         return {"missing": request["platform"]}
@@ -56,63 +56,63 @@ def answer(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Answer, or say what went wrong, in a file that is there only when it is whole."""
+    """Write the answer, or the error, to a file that appears only when it is complete."""
     try:
-        found = answer(folder)
+        reply = answer(folder)
     except Exception as error:
-        found = {"error": type(error).__name__, "message": str(error)}
-    (folder / "answer.part").write_text(json.dumps(found))
+        reply = {"error": type(error).__name__, "message": str(error)}
+    (folder / "answer.part").write_text(json.dumps(reply))
     (folder / "answer.part").rename(folder / "answer.json")
 
 
 def compiler_options(traced: Any) -> dict[str, Any]:
-    """The `compiler_options` that a function was jitted with, which JAX keeps to itself."""
+    """Return the `compiler_options` that a function was jitted with; JAX has no public way."""
     return dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
 
 
 def cluster_devices(request: dict[str, Any], mesh_sizes: Sequence[int]) -> list[Any]:
-    """Devices of a cluster that is not here, in the order of `jax.make_mesh` if it has one."""
+    """Return the devices of a cluster, in the order of `jax.make_mesh` if it supports the sizes."""
     from jax.experimental import topologies
 
     cluster = topologies.get_topology_desc(**request)
     names = tuple(f"axis{i}" for i in range(len(mesh_sizes)))
     try:
         mesh = topologies.make_mesh(cluster, tuple(mesh_sizes), names)
-    except (NotImplementedError, AssertionError, ValueError):  # it knows no order of this shape
+    except (NotImplementedError, AssertionError, ValueError):  # no order for these sizes
         return list(cluster.devices)
     return list(mesh.devices.flat)
 
 
 def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Compile StableHLO text for `devices`, as `jax.jit` compiles what it lowered.
+    """Compile StableHLO text for `devices`, as `jax.jit` compiles a lowered program.
 
-    JAX compiles ahead of time for what it has traced itself; a text of another process goes to
-    the client, by the same call that JAX makes. "text" of the result is the compiled program,
-    "memory" bytes by name.
+    JAX's ahead-of-time compilation needs a program traced in the same process. The text of another
+    process goes directly to the client, by the same call that JAX makes. In the result, "text" is
+    the compiled program and "memory" has bytes by name.
     """
     from jax.extend.mlir import ir
     from jax.interpreters.mlir import make_ir_context
     from jaxlib.xla_client import CompileOptions, DeviceAssignment, DeviceList
 
-    asked = CompileOptions()
-    asked.num_replicas, asked.num_partitions = 1, len(devices)
-    asked.device_assignment = DeviceAssignment.create(np.array([[d.id for d in devices]]))
-    build = asked.executable_build_options
+    settings = CompileOptions()
+    settings.num_replicas, settings.num_partitions = 1, len(devices)
+    settings.device_assignment = DeviceAssignment.create(np.array([[d.id for d in devices]]))
+    build = settings.executable_build_options
     build.use_spmd_partitioning = True
     build.use_shardy_partitioner = "sdy." in program
     for name in ("optimization_level", "memory_fitting_level"):
         if name in options:
             setattr(build, name, options[name])
-    asked.env_option_overrides = [(k, v) for k, v in options.items() if not hasattr(build, k)]
+    settings.env_option_overrides = [(k, v) for k, v in options.items() if not hasattr(build, k)]
     client = devices[0].client
-    # One of real devices compiles what it then loads, the other cannot load anything.
+    # A client of real devices compiles and loads; a client of a topology cannot load.
     run = client.compile_and_load if devices[0] in jax.devices() else client.compile
     with make_ir_context():
         module = ir.Module.parse(program)
         main: Any = next(f for f in module.body if str(f.attributes["sym_name"]) == '"main"')
         build.allow_spmd_sharding_propagation_to_parameters = _unsharded(main, "arg_attrs")
         build.allow_spmd_sharding_propagation_to_output = _unsharded(main, "res_attrs")
-        compiled = run(module, DeviceList(tuple(devices)), asked)
+        compiled = run(module, DeviceList(tuple(devices)), settings)
     return {
         "text": compiled.hlo_modules()[0].to_string(),
         "memory": memory_by_name(compiled.get_compiled_memory_stats()),
@@ -120,13 +120,13 @@ def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) 
 
 
 def memory_by_name(stats: Any) -> dict[str, int]:
-    """Bytes on one device, as a compiled program's statistics have them."""
+    """Return bytes on one device by name, from the statistics of a compiled program."""
     names = ("argument", "output", "alias", "temp", "generated_code")
     return {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
 
 
 def _unsharded(function: Any, which: str) -> list[bool]:
-    """Return, for each argument or result, whether the compiler chooses its sharding."""
+    """Return, for each argument or result, True if the compiler chooses its sharding."""
     if which not in function.attributes:
         return []
     return [

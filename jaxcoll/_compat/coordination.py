@@ -1,6 +1,6 @@
-"""The key-value store of `jax.distributed`, through the client that `initialize` made.
+"""The key-value store of `jax.distributed`, used through its client.
 
-JAX gives neither a public name. What is read is text, which is never run or unpickled.
+Neither has a public name in JAX. Values are text, and are never executed or unpickled.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import jax
 from jax.experimental import multihost_utils
 
 UNBOUNDED_SECONDS = 10**8
-"""Three years: JAX's client and service want a timeout, also where there is none."""
+"""Three years: JAX's client and service require a timeout even for unbounded waits."""
 
 
 class StoreUnreachableError(ConnectionError):
-    """The coordination service does not answer: its process has died, or cannot be reached."""
+    """The coordination service does not answer: its process died or cannot be reached."""
 
 
 class Store:
-    """The keys and values that all processes of one `jax.distributed` world share.
+    """The key-value store that all processes of a `jax.distributed` world share.
 
-    Every method may be called from any thread, lets other threads run while it waits, and costs
-    one message to the coordinator and back (about 0.3 ms on one host).
+    Methods may be called from any thread and let other threads run while they wait. Each costs one
+    round trip to the coordinator (about 0.3 ms on one host).
     """
 
     def __init__(self, client: Any, process: int, processes: int) -> None:
@@ -34,24 +34,24 @@ class Store:
         self.processes = processes
 
     def is_of(self, other: object) -> bool:
-        """True if both use one client: of one world, joined once."""
+        """Return True if both use the same client, of a world that was joined once."""
         return isinstance(other, Store) and self._client is other._client
 
     def is_current(self) -> bool:
-        """True if it is the store of the world that this process is in now."""
+        """Return True if it is the store of the world that this process is in now."""
         return self._state.client is self._client
 
     def set(self, key: str, value: str) -> None:
-        """Write a value, also over another one."""
+        """Write a value, overwriting any other."""
         self._ask("key_value_set", key, value, allow_overwrite=True)
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        """The value, waited for; TimeoutError: nobody wrote it in time."""
+        """Wait for the value of a key; raise TimeoutError if it is not written in time."""
         milliseconds = max(1, math.ceil(min(timeout_seconds, UNBOUNDED_SECONDS) * 1000))
         return self._ask("blocking_key_value_get", key, milliseconds)
 
     def agree(self, key: str, value: str) -> str:
-        """Write unless there is a value; the value then, which is the same for all."""
+        """Write a value unless the key has one, and return the key's value, the same for all."""
         try:
             self._ask("key_value_set", key, value)
         except jax.errors.JaxRuntimeError as error:
@@ -61,19 +61,19 @@ class Store:
         return value
 
     def try_get(self, key: str) -> str | None:
-        """The value, or None where there is none yet."""
+        """Return the value, or None if there is none yet."""
         try:
             return self._ask("key_value_try_get", key)
         except KeyError:
             return None
 
     def all(self, folder: str) -> dict[str, str]:
-        """Every value below `folder/`, by the rest of its key."""
-        found = self._ask("key_value_dir_get", folder)
-        return {key.removeprefix(folder).lstrip("/"): value for key, value in found}
+        """Return all values below `folder/`, by the rest of their keys."""
+        pairs = self._ask("key_value_dir_get", folder)
+        return {key.removeprefix(folder).lstrip("/"): value for key, value in pairs}
 
     def delete(self, key: str) -> None:
-        """Forget a key, and all below it."""
+        """Delete a key and all keys below it."""
         self._ask("key_value_delete", key)
 
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -91,12 +91,12 @@ class Store:
 
 
 def joined_state() -> Any:
-    """Return JAX's state of the world that this process has joined."""
+    """Return JAX's state of the world that this process joined."""
     return multihost_utils.distributed.global_state  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def store() -> Store | None:
-    """The store of the world that this process has joined; None: it is alone."""
+    """Return the store of the world that this process joined, or None if it joined none."""
     state = joined_state()
     if state.client is None:
         return None
@@ -104,15 +104,15 @@ def store() -> Store | None:
 
 
 def leave_coordinator(*, to_parent: bool = False) -> None:
-    """Forget a coordinator that has died: JAX would wait for it for minutes when Python ends.
+    """Drop the client of a dead coordinator, for which JAX would wait minutes when Python exits.
 
     Args:
-      to_parent: it lives, but belongs to the parent that forked this process, as the service may.
+      to_parent: drop the service too, as in a forked process, where both belong to the parent.
     """
     state = joined_state()
     for name in ("client", "preemption_sync_manager", *["service"] * to_parent):
-        left = getattr(state, name)
-        if left is not None:
-            # Its destructor would wait as well, so it is never destroyed.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+        dropped = getattr(state, name)
+        if dropped is not None:
+            # Its destructor would wait too, so this reference keeps it alive forever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(dropped))
             setattr(state, name, None)

@@ -1,8 +1,8 @@
-"""CPU clients whose devices connect over Gloo: JAX's own, and others with new connections.
+"""CPU clients that connect their devices over Gloo: JAX's own, and more for new connections.
 
-XLA keeps Gloo's connections, also broken ones, for as long as their CPU client lives, and JAX keeps
-its one client. So new connections need another client: with the same device numbers, and a
-key-value store of this process alone, because the coordination service's keys can be written once.
+XLA keeps Gloo's connections, even broken ones, as long as their CPU client lives, and JAX has only
+one client. New connections therefore need another client with the same device ids. It uses a
+key-value store inside this process, because keys of the coordination service can be written once.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ def let_gloo_listen_at(
     *,
     again: bool,
 ) -> None:
-    """Have Gloo listen at one address of this host, and not where the host's own name points.
+    """Make Gloo listen at a given address of this host instead of the address of its host name.
 
-    To be called when the processes are joined, and before there are devices.
+    Call it after the processes joined and before devices are created.
 
     Args:
       host: the address.
-      exchange: called with a function that makes the devices, waiting for all others; returns what
-        that returns. JAX raises its exceptions as a RuntimeError with their words.
-      make_folder: makes a folder for a Unix socket of a given name.
-      again: this process was restarted after all had met. It reads the devices that the others
-        published then, and nobody waits for it: its devices connect by `ClientAnew` only. With
-        another number of devices than before it is refused by JAX's RuntimeError.
+      exchange: a function that calls its argument, which makes the devices and waits for all other
+        processes, and returns the result. JAX raises its exceptions as RuntimeErrors with the same
+        message.
+      make_folder: a function that makes a folder for a Unix socket with a given name.
+      again: True if this process was restarted after the rendezvous. It then reads the devices that
+        the others published, and no process waits for it: its devices connect only by
+        `ClientAnew`. If its number of devices has changed, JAX raises a RuntimeError.
     """
     from jax.extend.backend import register_backend_factory
 
@@ -62,34 +63,33 @@ def let_gloo_listen_at(
         return client
 
     def client() -> Any:
-        # Without a client of the coordination service the processes have separated since.
+        # Without a client of the coordination service, the processes have left their world.
         return make_client() if state.client is None else exchange(make)
 
     register_backend_factory("cpu", client, priority=0, fail_quietly=False)
 
 
 def meets_over_gloo() -> bool:
-    """True if processes are joined, and their CPU devices meet over Gloo."""
+    """Return True if processes are joined and their CPU devices connect over Gloo."""
     is_gloo = configured("cpu_collectives_implementation") == "gloo"
     return is_gloo and joined_state().client is not None
 
 
 class ClientAnew:
-    """A client beside JAX's own, whose devices have the same numbers and are not connected yet.
+    """A second CPU client, with the device ids of JAX's client and no connections yet.
 
-    It has a coordination service of its own, of this process alone. To connect several processes,
-    each has to receive the addresses that Gloo wrote on the others, by `addresses` and `learn`: the
-    client by itself asks nobody.
+    It has a coordination service of its own, used only by this process. To connect several
+    processes, copy the addresses that Gloo wrote in each to all others, by `addresses` and `learn`.
 
     Attributes:
-      client: as JAX makes its own, by the same options; its devices are those of all processes.
+      client: a client with the options of JAX's own; it has the devices of all processes.
 
     Args:
-      host: the address at which Gloo listens; None: where the host's own name points.
+      host: the address at which Gloo listens; None: the address of the host name.
       make_folder: as in `let_gloo_listen_at`.
 
     Raises:
-      RuntimeError: JAX's own devices are not known to all processes yet.
+      RuntimeError: JAX's own devices are not yet known to all processes.
     """
 
     def __init__(self, host: str | None, make_folder: Callable[[str], str]) -> None:
@@ -119,65 +119,65 @@ class ClientAnew:
         self.client = _made_over(self._keys, state.process_id, state.num_processes, gloo)
 
     def addresses(self) -> dict[str, bytes]:
-        """The addresses that Gloo has written here, or received; after the end: none."""
+        """Return the addresses that Gloo wrote here or received; none after `close`."""
         with self._lock:
             return dict(self._keys.key_value_dir_get_bytes(_ADDRESSES)) if self._keys else {}
 
     def learn(self, key: str, value: bytes) -> None:
-        """Give Gloo an address that it wrote in another process; after the end: nothing."""
+        """Give Gloo an address that it wrote in another process; after `close`, do nothing."""
         with self._lock:
             if self._keys:
                 self._keys.key_value_set_bytes(key, value)
 
     def close(self) -> None:
-        """Make no more connections. Whatever waits for an address fails.
+        """Stop making connections. Everything that waits for an address fails.
 
-        The existing ones end with the client: when no array, program, device or cache holds it.
+        Existing connections end with the client: when no array, program, device or cache holds it.
         """
         with self._lock:
             keys, self._keys = self._keys, None
         self.client = None
         if keys is not None:
-            keys.shutdown()  # first: it ends the process if its service ends before
+            keys.shutdown()  # before its service, or it would end the process
             self._service.shutdown()
             shutil.rmtree(self._folder, ignore_errors=True)
             atexit.unregister(self.close)
 
 
 def _made_over(client: Any, process: int, processes: int, collectives: Any) -> Any:
-    """A CPU client with the options of JAX's own, but over another coordination service."""
-    # JAX's function reads a module-wide state, so a copy of it is given another module.
-    made, space = _bridge().make_cpu_client, types.SimpleNamespace
-    seen = space(client=client, process_id=process, num_processes=processes)
-    around = {**made.__globals__, "distributed": space(global_state=seen)}
-    alike = types.FunctionType(made.__code__, around, made.__name__, made.__defaults__)
-    return alike(collectives)
+    """Return a CPU client with the options of JAX's own, over another coordination service."""
+    # JAX's function reads a global state, so this calls a copy of it with other globals.
+    original, space = _bridge().make_cpu_client, types.SimpleNamespace
+    state = space(client=client, process_id=process, num_processes=processes)
+    others = {**original.__globals__, "distributed": space(global_state=state)}
+    make = types.FunctionType(original.__code__, others, original.__name__, original.__defaults__)
+    return make(collectives)
 
 
 def _check_count() -> None:
-    """Refuse to come back with another number of devices, for which XLA would end the process."""
+    """Refuse to restart with another number of devices, for which XLA would end the process."""
     state, count = joined_state(), _made_over(None, 0, 1, None).local_device_count()
     before = state.client.blocking_key_value_get(f"{_COUNTS}/{state.process_id}", 1000)
     if before != str(count):
         raise RuntimeError(
-            f"Process {state.process_id} was started again with {count} CPU devices and had "
-            f"{before} when the job began. Start it with as many: by JAX_NUM_CPU_DEVICES, or "
+            f"Process {state.process_id} was restarted with {count} CPU devices, but had {before} "
+            "when the job began. Start it with the same number, by JAX_NUM_CPU_DEVICES, or by "
             "--xla_force_host_platform_device_count in XLA_FLAGS."
         )
 
 
 def _devices_of_all() -> dict[str, bytes] | None:
-    """The devices that processes published when they first met; None: they have not yet.
+    """Return the devices that all processes published at the rendezvous; None before it.
 
-    Process 0 reads those of each process and writes them all, and the others read that.
+    Process 0 reads the local devices of each process and writes the list that the others read.
     """
     state = joined_state()
-    whole = dict(state.client.key_value_dir_get_bytes(_GLOBAL))
-    each = dict(state.client.key_value_dir_get_bytes(_LOCAL))
-    if not whole:
+    global_list = dict(state.client.key_value_dir_get_bytes(_GLOBAL))
+    local = dict(state.client.key_value_dir_get_bytes(_LOCAL))
+    if not global_list:
         return None
-    others = {k: v for k, v in each.items() if k.rpartition("/")[2] != str(state.process_id)}
-    return others if state.process_id == 0 else others | whole
+    others = {k: v for k, v in local.items() if k.rpartition("/")[2] != str(state.process_id)}
+    return others if state.process_id == 0 else others | global_list
 
 
 def _gloo_over(client: Any, host: str | None) -> Any:

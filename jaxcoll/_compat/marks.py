@@ -1,6 +1,6 @@
-"""Primitives that tell a reader of a traced program what its equations do not show.
+"""Primitives that record facts in a traced program which its other equations do not show.
 
-None of them computes anything forward, and nothing of them is left in a compiled program.
+They compute nothing in the forward pass and leave nothing in a compiled program.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ SAME = "same_everywhere"
 CHECKED = "checked_leaves"
 PARTS = "parts_of_sum"
 ALL = {SAME, CHECKED, PARTS}
-"""The names of these primitives, each of which has a parameter `axes`."""
+"""The names of these primitives. Each has a parameter `axes`."""
 
 THROUGH = "sync_in_backward"
-"""The name of the primitive of `through_backward`, whose result k is its operand k."""
+"""The name of the primitive of `through_backward`. Its result k is its operand k."""
 
 
 def same(
     results: Sequence[Any], axes: Sequence[str], before: Sequence[Any] = (), *, sums: bool = False
 ) -> list[Any]:
-    """`results`, marked as equal on every replica along `axes`; where types say so, unmarked.
+    """Mark `results` as the same on every replica along `axes`, unless types show that already.
 
     Args:
       results: arrays.
       axes: mapped axes.
-      before: for each result what was reduced, or gathered, to make it; empty: it is equal for a
-        reason of its own.
-      sums: whether the results are sums, in which what is the same everywhere counts repeatedly.
+      before: for each result the array that was reduced or gathered to make it; empty if the
+        results are the same for another reason.
+      sums: True if the results are sums, which count a value repeatedly if all replicas hold it.
     """
     if not results or not axes or types_tell():
         return list(results)
@@ -47,16 +47,16 @@ def same(
 def checked(
     x: Any, leaves: Mapping[str, Any], axes: Sequence[str], caller: str, *, rows: bool = False
 ) -> Any:
-    """`x`, beside leaves of `caller`, by name, that must be the same everywhere along `axes`.
+    """Return `x`, and record that `caller` needs named leaves to be the same along `axes`.
 
-    With `rows` they must not be: each replica holds its own rows.
+    With `rows` they must differ instead, as each replica holds its own rows.
     """
     params = {"axes": tuple(axes), "caller": caller, "leaves": tuple(leaves), "rows": rows}
     return _checked_p.bind(x, *map(jnp.asarray, leaves.values()), **params)
 
 
 def part_of_sum(x: Any, axes: Sequence[str]) -> Any:
-    """`x`, marked as this replica's part of what was reduced over `axes`."""
+    """Mark `x` as this replica's part of a value that was reduced over `axes`."""
     return _parts_p.bind(x, axes=tuple(axes))
 
 
@@ -76,7 +76,7 @@ def _same_jvp(
 
 
 def _same_transpose(cotangents: Sequence[Any], *args: Any, count: int, **_: Any) -> list[Any]:
-    # Under `pmap`'s meaning each replica has a cotangent of its own.
+    # With the semantics of `pmap`, each replica has its own cotangent.
     return [*cotangents, *[None] * (len(args) - count)]
 
 
@@ -99,15 +99,15 @@ _parts_p = unchanged(PARTS)
 def through_backward(
     arrays: Sequence[Any],
     through: Callable[[dict[int, Any], dict[int, frozenset[str]]], dict[int, Any]],
-    axes: Sequence[str],  # that the results vary over by their type, whatever the arrays do
+    axes: Sequence[str],  # the results vary over these by their types, even if the arrays do not
 ) -> list[Any]:
-    """Floating `arrays` themselves, whose cotangents go through a hashable function together.
+    """Return floating `arrays`, whose cotangents together go through a hashable function.
 
-    It is given the cotangents by their arrays' numbers, those that are moved to be zero left out,
-    and the axes that each array varies over by its type, which its result must vary over, too.
+    It gets the nonzero cotangents by the indices of their arrays, and the axes over which each
+    array varies by its type. Its results must vary over the same axes.
 
-    A custom derivative rule would say as much, but takes no forward mode, and sends the zeros of
-    arrays that nobody differentiates.
+    A custom derivative rule would not support forward mode, and would send zeros for arrays that
+    are not differentiated.
     """
     typed = tuple(a for a in axes if tracks_variance(a))
     which = tuple(range(len(arrays)))
@@ -117,7 +117,7 @@ def through_backward(
 def _through_avals(*avals: Any, axes: tuple[str, ...], **_: Any) -> list[Any]:
     if not axes:
         return list(avals)
-    # What was made outside of the mesh, a constant, does not know it yet.
+    # The type of a constant, made outside of the mesh, does not have the mesh yet.
     mesh = jax.sharding.get_abstract_mesh()
     avals = tuple(aval.update(sharding=aval.sharding.update(mesh=mesh)) for aval in avals)
     return [retyped(a, varying_axes_of_type(a).union(axes)) for a in avals]
@@ -163,18 +163,18 @@ ad.primitive_transposes[_through_p] = _through_transpose
 
 
 def in_backward(eqn: Any) -> bool:
-    """True if an equation was made by the transposition of a derivative.
+    """Return True if an equation was made by transposing a derivative.
 
-    Those of a program that it runs need not say so themselves. A scope of the user's may have any
-    name, so that the word "transpose" alone shows nothing.
+    Equations of an inner program may lack this mark. A user's scope may have any name, so the name
+    "transpose" is not enough.
     """
     return any(
-        type(each).__name__ == "Transform" and each.name == "transpose" for each in _scopes(eqn)
+        type(scope).__name__ == "Transform" and scope.name == "transpose" for scope in _scopes(eqn)
     )
 
 
 def is_our_reduction(eqn: Any) -> bool:
-    """True if an equation carries a pack of a reduction of ours."""
+    """Return True if an equation belongs to a pack of one of jaxcoll's reductions."""
     return any(re.fullmatch(r"all_reduce_[0-9a-f]{6}/pack\d+", x.name) for x in _scopes(eqn))
 
 

@@ -1,4 +1,4 @@
-"""Primitives of jaxcoll that move no data: types, order, cotangents, rounding; and calls apart."""
+"""Primitives that move no data (types, order, cotangents, rounding), and functions kept apart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxcoll._compat.axes import (
 
 
 def unchanged(name: str, lower: Any = None, transpose: Any = None) -> Primitive:
-    """A primitive whose result is its operand, differentiated as well, unless it says otherwise."""
+    """Make a primitive that returns its operand; `transpose` may change its cotangent."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(lambda x, **_: x)
@@ -34,7 +34,7 @@ def unchanged(name: str, lower: Any = None, transpose: Any = None) -> Primitive:
 
 
 def first_of(name: str, lower: Any = None) -> Primitive:
-    """A primitive whose result is the first of its operands, differentiated as well."""
+    """Make a primitive that returns the first of its operands; tangents likewise."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, *_, **__: x)
     primitive.def_abstract_eval(lambda x, *_, **__: x)
@@ -51,18 +51,18 @@ def first_of(name: str, lower: Any = None) -> Primitive:
 
 
 def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
-    """`x` typed as equal on every replica along `axes`: no data moves, nothing is checked.
+    """Return `x` typed as the same on every replica along `axes`. Nothing is sent or checked.
 
-    The caller vouches for the equality. JAX itself offers this step only together with a
-    collective (`psum`, or `all_gather(to="invarying")`), which an axis of size one, an empty
-    leaf, or an algorithm that ends with the same bits everywhere does not need.
+    The caller is responsible for the equality. JAX offers this type change only as a part of a
+    collective (`psum`, or `all_gather(to="invarying")`), which is not needed for an axis of size
+    one, an empty leaf, or an algorithm that ends with the same bits on all replicas.
 
     Args:
       x: an array.
       axes: mapped axes; those without tracked types are left out.
-      summed: `x` is the end of a hand-written sum over replicas. JAX hands back the cotangent
-        of an invariant value already totalled, so only the first replica sends it back through
-        the sum; otherwise each replica keeps it.
+      summed: True if `x` is the result of a hand-written sum over replicas. The cotangent of an
+        invariant value is already the total, so only the first replica sends it back through the
+        sum. If False, each replica keeps the cotangent.
     """
     varying = tuple(a for a in axes if a in varying_axes(x))
     return _as_invariant_p.bind(x, axes=varying, summed=summed) if varying else x
@@ -89,10 +89,9 @@ _as_invariant_p.def_abstract_eval(
 
 
 def terms_of_sum(x: Any, axes: Iterable[str]) -> Any:
-    """This replica's term of what is, by its type, a sum over `axes` that is still to be made.
+    """Return this replica's term of an unfinished sum over `axes` (type `unreduced`), as varying.
 
-    It is what the type `unreduced` stands for, typed as varying: no data moves. What is of another
-    type is left as it is.
+    No data moves. A value of another type is returned unchanged.
     """
     unsummed = tuple(a for a in axes if a in unreduced_axes(x))
     return _terms_p.bind(x, axes=unsummed) if unsummed else x
@@ -108,7 +107,7 @@ def _terms_aval(aval: Any, *, axes: tuple[str, ...]) -> Any:
 
 _terms_p = unchanged(
     "terms_of_sum",
-    # Each replica has the cotangent of the sum, which is of the type `reduced`.
+    # Each replica has the cotangent of the sum, with the type `reduced`.
     transpose=lambda cotangent, axes: [
         lax.pcast(as_invariant(cotangent, axes), axes, to="reduced")
     ],
@@ -117,28 +116,28 @@ _terms_p.def_abstract_eval(_terms_aval)
 
 
 def ordered(x: Any, after: Any) -> Any:
-    """`x` as it is, but not before `after` is there, as far as compilers keep the order.
+    """Return `x`, available only after `after`, as far as compilers keep the order.
 
-    JAX 0.10 types both results of a barrier as varying over what either does, so `after` is made
-    to vary over no more than `x`: nobody sees what comes of it.
+    JAX 0.10 types both results of a barrier as varying over the axes of either operand. So `after`
+    is retyped to vary over no more axes than `x`; that result is dropped.
     """
     more = varying_axes(after) - varying_axes(x)
     return lax.optimization_barrier((x, as_invariant(after, sorted(more))))[0]
 
 
 def needing(x: Any, after: Sequence[Any]) -> Any:
-    """`x` as it is, but computed from `after` as far as any compiler can see.
+    """Return `x`, but computed from `after` as far as any compiler can see.
 
     Nothing else orders a collective against those inside a loop: XLA's CPU compiler drops barriers.
-    Over Gloo a process then may meet another's gather where it expects the sum of a loss, which was
-    seen once (a message of 1048576 bytes for one of 4), and could not be made to happen again.
+    Over Gloo, a process may then get another's gather when it expects the sum of a loss. That was
+    seen once (a message of 1048576 bytes instead of 4) and could not be reproduced.
     """
     some = [y for y in after if y.size]
     return _needing_p.bind(x, *some) if some and x.size else x
 
 
 def at_once(arrays: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:
-    """`arrays`, each of which needs all of them and of `after`; see `needing`."""
+    """Return `arrays`, each computed from all of them and `after`; see `needing`."""
     first = next((k for k, x in enumerate(arrays) if x.size), None)
     if first is None:
         return list(arrays)
@@ -159,20 +158,19 @@ _needing_p = first_of("needing", mlir.lower_fun(_needed, multiple_results=False)
 
 
 def as_stored(x: Any, *, backward: bool = False) -> Any:
-    """`x` with the bits that it has once it is stored, whatever it is computed from or goes into.
+    """Return `x` with the bits that it has when it is stored in memory, in every program.
 
-    A compiler may compute `a * b + c` with one rounding for two, where both meet in one loop; if
-    they do depends on the program around them. Nothing is so joined across this step. It costs
-    no pass of its own where it is fused. `lax.optimization_barrier` is not enough: XLA's CPU
-    compiler of 2026 drops it before it decides what to compute in one loop. With `backward` it is
-    the cotangent that this is done to, and `x` is left alone.
+    A compiler that fuses `a * b + c` into one loop may round it once instead of twice; this depends
+    on the surrounding program. It cannot fuse arithmetic across this primitive, which adds no pass
+    over memory. `lax.optimization_barrier` is not enough: XLA's CPU compiler of 2026 drops it
+    before fusion. With `backward`, this is applied to the cotangent instead of `x`.
     """
     stored = jnp.issubdtype(x.dtype, jnp.inexact) and x.size
     return _as_stored_p.bind(x, backward=backward) if stored else x
 
 
 def _stored(x: jax.Array) -> jax.Array:
-    """The bits of `x`, changed by a number that is zero: but only number theory knows it."""
+    """Change the bits of `x` by a number that is zero, which no compiler can prove."""
     if jnp.iscomplexobj(x):
         return lax.complex(_stored(lax.real(x)), _stored(lax.imag(x)))
     bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
@@ -182,10 +180,10 @@ def _stored(x: jax.Array) -> jax.Array:
 
 
 def _is_never(bits: jax.Array) -> jax.Array:
-    """False, as only number theory knows: a cube leaves 0, 1 or 6 when it is divided by 7."""
+    """Return False, which no compiler can prove: a cube modulo 7 is 0, 1 or 6, never 3."""
     seven = lax.full_like(bits, 7)
-    some = bits % seven
-    return some * some * some % seven == lax.full_like(seven, 3)
+    rest = bits % seven
+    return rest * rest * rest % seven == lax.full_like(seven, 3)
 
 
 _as_stored_p = unchanged(
@@ -196,16 +194,16 @@ _as_stored_p = unchanged(
 
 
 def traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:
-    """The program of `fun(*args)`, and a function that calls this same trace."""
+    """Return the program of `fun(*args)`, and a function that calls it without another trace."""
     jitted = jax.jit(fun)
     return jitted.trace(*args).jaxpr, jitted
 
 
 def apart(function: Callable[..., Any], **parameters: Any) -> Callable[..., Any]:
-    """`function` with some arguments known, which no compiler joins with what is around it.
+    """Bind parameters to `function`, and keep compilers from fusing it with surrounding code.
 
-    Its arrays are stored before and after, and calls of the same shapes are compiled once. For
-    CPUs alone: other compilers make a call of it that waits.
+    Its arguments and results are stored in memory, and calls with the same shapes are compiled
+    once. Use it on CPUs only: other compilers turn it into a call that waits.
     """
     jitted = _jitted(function, tuple(parameters))
 
@@ -220,7 +218,7 @@ def apart(function: Callable[..., Any], **parameters: Any) -> Callable[..., Any]
 def _jitted(function: Callable[..., Any], names: tuple[str, ...]) -> Any:
     @functools.wraps(function)
     def inside(*arrays: Any, **parameters: Any) -> Any:
-        with set_xla_metadata(inlineable=None):  # of calls within it, which are joined
+        with set_xla_metadata(inlineable=None):  # calls inside it are inlined
             return function(*arrays, **parameters)
 
     return jax.jit(inside, static_argnames=names)

@@ -1,6 +1,6 @@
-"""The coordination service of `jax.distributed`, which JAX gives no public name.
+"""The coordination service of `jax.distributed`, which has no public name in JAX.
 
-Imports neither JAX nor jaxcoll: the coordinator's process loads this as a file.
+This imports neither JAX nor jaxcoll, because the coordinator's process loads it as a file.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def start_service(address: str, num_processes: int, **settings: Any) -> Any:
-    """Start the service on `address`, with the time limits and the end that `settings` name."""
+    """Start the service on `address`; `settings` are jaxlib's, such as its timeouts."""
     return _jax.get_distributed_runtime_service(address, num_processes, **settings)

@@ -1,4 +1,4 @@
-"""JAX's configuration, backends and tracebacks, as far as it tells; and options of compilers."""
+"""JAX's configuration, backends and tracebacks, and compiler options."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _NUMERICS = (
 
 
 def numerics() -> dict[str, Any]:
-    """The settings of JAX that change numbers, as far as this version has them, by name."""
-    # A thread may have its own of those that are attributes; the table has all.
+    """Return by name the settings that change numerical results, if this JAX has them."""
+    # Attributes have this thread's values; the table has all settings.
     table = jax.config.values
     return {name: getattr(jax.config, name, table[name]) for name in _NUMERICS if name in table}
 
 
 def configuration() -> Any:
-    """All of this thread's configuration that a trace depends on, as a hashable value."""
+    """Return all of this thread's configuration that a trace depends on, as a hashable value."""
     module: Any = sys.modules[type(jax.config).__module__]
     return module.trace_context()
 
 
 def has_backend() -> bool:
-    """True if JAX has begun to use devices, after which processes cannot be joined any more."""
+    """Return True if JAX has initialized its backends, after which processes cannot be joined."""
     from jax.experimental import multihost_utils
 
     bridge: Any = multihost_utils.xla_bridge  # pyright: ignore[reportAttributeAccessIssue]
@@ -47,12 +47,12 @@ def has_backend() -> bool:
 
 
 def configured(name: str) -> Any:
-    """The value of an option of JAX: `jax.config.jax_<name>`, unknown to type checkers."""
+    """Return the option `jax.config.jax_<name>`, which type checkers do not know."""
     return getattr(jax.config, f"jax_{name}")
 
 
 def checks_of_thread() -> Callable[[], contextlib.ExitStack] | None:
-    """The checks of results that this thread asks for, to be entered in another; None: none."""
+    """Return a context for other threads with this thread's NaN and Inf checks, or None."""
     config: Any = jax.config
     if not (config.jax_debug_nans or config.jax_debug_infs):
         return None
@@ -68,12 +68,12 @@ def checks_of_thread() -> Callable[[], contextlib.ExitStack] | None:
 
 
 def frames(eqn: Any) -> tuple[Any, ...]:
-    """The lines of Python behind an equation, innermost first."""
+    """Return the stack frames in which an equation was traced, innermost first."""
     return tuple(getattr(eqn.source_info.traceback, "frames", ()))
 
 
 def users_line(eqn: Any) -> str:
-    """The innermost line of Python behind an equation that is not a library's, as file:line."""
+    """Return the innermost line outside of libraries that traced an equation, as file:line."""
     for frame in frames(eqn):
         if not _LIBRARIES.search(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}"
@@ -81,7 +81,7 @@ def users_line(eqn: Any) -> str:
 
 
 def line_here() -> str:
-    """The innermost line of Python that is running now and is not a library's, as file:line."""
+    """Return the innermost running line outside of libraries, as file:line."""
     frame: Any = sys._getframe()
     while frame is not None and _LIBRARIES.search(frame.f_code.co_filename):
         frame = frame.f_back
@@ -89,7 +89,7 @@ def line_here() -> str:
 
 
 def warn(message: str, category: type[Warning] = UserWarning, line: str = "") -> None:
-    """Warn at a line of the user's, as file:line; "": at the innermost that is running now."""
+    """Warn at a user's line, as file:line; "": at the innermost one that is running."""
     file, _, number = (line or line_here()).rpartition(":")
     if file:
         warnings.warn_explicit(message, category, file, int(number))
@@ -98,14 +98,14 @@ def warn(message: str, category: type[Warning] = UserWarning, line: str = "") ->
 
 
 def line_of_gradient(eqn: Any) -> str:
-    """The user's line where JAX was asked for a gradient that an equation belongs to; "" if none.
+    """Return the user's line that called `jax.grad` for an equation, or "" if there is none.
 
-    The innermost line of an equation of a backward pass is one of the loss.
+    The innermost line of an equation in a backward pass is a line of the loss.
     """
-    asked = False
+    in_grad = False
     for frame in frames(eqn):
-        asked |= bool(_GRADIENT.search(frame.file_name)) and "grad" in frame.function_name
-        if asked and not _LIBRARIES.search(frame.file_name):
+        in_grad |= bool(_GRADIENT.search(frame.file_name)) and "grad" in frame.function_name
+        if in_grad and not _LIBRARIES.search(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}"
     return ""
 
@@ -117,26 +117,26 @@ _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]jaxcoll[/\\]_\w+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _filter: Any = sys.modules[jax.jit.__module__].traceback_util
-# JAX_TRACEBACK_FILTERING=off shows our frames as it shows JAX's.
+# JAX_TRACEBACK_FILTERING=off shows our frames too, like JAX's.
 _filter.register_exclusion(str(pathlib.Path(__file__).parent.parent))
 
 
 def boundary(fun: Function) -> Function:
-    """`fun`, whose errors have tracebacks without the frames of JAX and of this package."""
+    """Wrap `fun` so that its tracebacks leave out the frames of JAX and of this package."""
     return _filter.api_boundary(fun)
 
 
 def known_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
-    """The options among `wanted` that the compiler for `device` knows; it warns of the others.
+    """Return the options among `wanted` that the compiler for `device` knows; warn of the others.
 
-    Cost: the first time, the compilation of an empty program for each option.
+    Cost: on first use, compiling an empty program for each option.
     """
     unknown = [name for name, value in wanted.items() if not _is_known(name, value, device)]
     if unknown:
         warnings.warn(
-            f"the compiler for {device.platform} does not know {', '.join(unknown)}, by which "
-            "jaxcoll would keep packs apart (`overlap=True`): it may combine them. `jc.inspect` "
-            "shows what it does.",
+            f"the compiler for {device.platform} does not know {', '.join(unknown)}, with which "
+            "jaxcoll keeps packs apart (`overlap=True`), so it may combine them. `jc.inspect` "
+            "shows the result.",
             RuntimeWarning,
             stacklevel=2,
         )

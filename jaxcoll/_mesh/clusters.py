@@ -1,4 +1,4 @@
-"""Clusters by name: their hosts and chips, and how a compiler describes them."""
+"""Clusters by name: their hosts and chips, and their descriptions for compilers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FORM = re.compile(r"([a-z][a-z0-9]*):(\d+(?:x\d+)*)")
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU as XLA's compiler knows it, by the names that its `GpuDeviceInfoProto` has.
+    """A GPU for XLA's compiler, with the field names of its `GpuDeviceInfoProto`.
 
-    The numbers are those of XLA's own descriptions, `xla/backends/gpu/target_config/specs`.
+    Source of the numbers: XLA's own descriptions, `xla/backends/gpu/target_config/specs`.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Gpu:
     registers_per_block_limit: int = 65536
 
     def description(self) -> str:
-        """The `GpuTargetConfigProto` of it, as text."""
+        """Return its `GpuTargetConfigProto` as text."""
         ours = ("kind", "capability", "most_per_host")
         body = " ".join(f"{k}: {number}" for k, number in vars(self).items() if k not in ours)
         return (
@@ -58,7 +58,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Tpu:
-    """A TPU: how its chips are laid out. Four of them, 2 × 2, are on a host."""
+    """A TPU and the layout of its chips. A host has four of them, 2 × 2."""
 
     kind: str
     dimensions: int
@@ -84,19 +84,19 @@ CHIPS: dict[str, Gpu | Tpu | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A cluster to compile for, which need not be here."""
+    """A cluster to compile for, which this process need not reach."""
 
     name: str  # as the user wrote it
     chip: str  # the part of the name before the colon
-    platform: str  # "gpu", "tpu" or "cpu", as JAX calls it
-    kind: str  # what JAX calls `device_kind`
-    # The numbers of the name: hosts and GPUs of a host, or chips along each dimension
+    platform: str  # JAX's name: "gpu", "tpu" or "cpu"
+    kind: str  # JAX's `device_kind`
+    # The numbers in the name: hosts and GPUs per host, or chips along each dimension
     shape: tuple[int, ...]
-    hosts: int  # processes, one per host
-    size: int  # replicas it has room for, over all hosts
+    hosts: int  # number of hosts, with one process each
+    size: int  # number of devices, over all hosts
 
     def sizes(self, axes: int) -> tuple[int, ...]:
-        """Sizes of a mesh of so many axes, outer first, that it has by itself."""
+        """Return the default sizes of a mesh with this number of axes, outer first."""
         if axes > 2:
             raise ValueError(
                 f"The topology {self.name!r} does not say how its {self.size} replicas lie along "
@@ -112,7 +112,7 @@ class Topology:
             return {
                 "topology_name": self.chip,
                 "platform": "cuda",
-                # Domains of NVLink, hosts in each, GPUs in each of these.
+                # NVLink domains, hosts per domain, GPUs per host
                 "topology": f"{self.hosts}x1x{self.size // self.hosts}",
                 "target_config": chip.description(),
             }
@@ -124,41 +124,41 @@ class Topology:
 
 
 def topology_named(name: Any) -> Topology:
-    """The cluster of a name, a chip and its numbers, as docs/clusters.md lists them."""
+    """Return the cluster with this name, a chip and numbers as in docs/clusters.md."""
     if isinstance(name, Topology):
         return name
     match = _FORM.fullmatch(name.lower()) if isinstance(name, str) else None
     if match is None or match[1] not in CHIPS:
         raise ValueError(
-            f"There is no topology {name!r}. {_nearest(str(name))} The chips that can be compiled "
-            f"for: {', '.join(CHIPS)}."
+            f"There is no topology {name!r}. {_nearest(str(name))} Chips that can be compiled for: "
+            f"{', '.join(CHIPS)}."
         )
     shape = tuple(int(number) for number in match[2].split("x"))
-    found = _laid_out(match[1], shape)
-    if isinstance(found, str):
-        raise ValueError(f"There is no topology {name!r}: {found}. {_nearest(name)}")
-    return found
+    topology = _laid_out(match[1], shape)
+    if isinstance(topology, str):
+        raise ValueError(f"There is no topology {name!r}: {topology}. {_nearest(name)}")
+    return topology
 
 
 def _laid_out(name: str, shape: tuple[int, ...]) -> Topology | str:
-    """The cluster, or why there is none."""
+    """Return the cluster, or the reason why it does not exist."""
     text, total, chip = f"{name}:{'x'.join(map(str, shape))}", math.prod(shape), CHIPS[name]
     if not total:
         return "it would be empty"
     if chip is None:
         simulated = Topology(text, name, "cpu", "cpu", shape, 1, total)
-        return simulated if len(shape) == 1 else "a number of simulated CPUs is expected"
+        return simulated if len(shape) == 1 else "expected a number of simulated CPUs"
     if isinstance(chip, Gpu):
         if len(shape) > 2:
-            return "a number of GPUs is expected, or hosts x GPUs of a host"
+            return "expected a number of GPUs, or hosts x GPUs per host"
         per_host = shape[len(shape) - 1]
         if per_host > chip.most_per_host:
-            return f"a host has at most {chip.most_per_host} GPUs of the kind {name}"
+            return f"a host has at most {chip.most_per_host} GPUs of type {name}"
         return Topology(text, name, "gpu", chip.kind, shape, total // per_host, total)
     if len(shape) != chip.dimensions:
-        return f"chips of the kind {name} lie in {chip.dimensions} dimensions"
+        return f"{name} chips have {chip.dimensions} dimensions"
     if total > chip.most_chips:
-        return f"at most {chip.most_chips:,} chips of the kind {name} are connected"
+        return f"at most {chip.most_chips:,} {name} chips are connected"
     if total > 1 and (shape[0] % 2 or shape[1] % 2):
         return "a host has 2 x 2 chips, so the first two numbers must be even"
     hosts = max(1, total // 4)
@@ -166,22 +166,22 @@ def _laid_out(name: str, shape: tuple[int, ...]) -> Topology | str:
 
 
 def _nearest(name: str) -> str:
-    """A sentence with existing names that are like `name`, in letters first, then in size."""
+    """Return a sentence with the existing names closest to `name`, by chip first, then by size."""
     chip, _, rest = name.lower().partition(":")
     close = difflib.get_close_matches(chip, CHIPS, n=2, cutoff=0.5) or list(CHIPS)
-    asked = math.prod([int(number) for number in re.findall(r"\d+", rest)]) or 1
+    wanted = math.prod([int(number) for number in re.findall(r"\d+", rest)]) or 1
 
-    def distance(known: Topology) -> tuple[int, float, float]:
-        likeness = difflib.SequenceMatcher(None, name, known.name).ratio()
-        size = math.prod(known.shape)
-        return close.index(known.chip), abs(math.log2(size / max(asked, 1))), -likeness
+    def distance(topology: Topology) -> tuple[int, float, float]:
+        likeness = difflib.SequenceMatcher(None, name, topology.name).ratio()
+        ratio = math.prod(topology.shape) / wanted
+        return close.index(topology.chip), abs(math.log2(ratio)), -likeness
 
-    found = sorted((known for c in close for known in _usual(c)), key=distance)
-    return f"Nearest: {', '.join(repr(known.name) for known in found[:5])}."
+    nearest = sorted((topology for c in close for topology in _usual(c)), key=distance)
+    return f"Nearest: {', '.join(repr(topology.name) for topology in nearest[:5])}."
 
 
 def _usual(name: str) -> Iterator[Topology]:
-    """Clusters of a chip that are common, small to large."""
+    """Yield common clusters of a chip, from small to large."""
     chip = CHIPS[name]
     if chip is None or isinstance(chip, Gpu):
         shapes = [(1,), (2,), (4,), (8,)]
@@ -191,13 +191,13 @@ def _usual(name: str) -> Iterator[Topology]:
         deep = [(a, b, c) for a, b in flat for c in (1, 2, b)]
         shapes = flat if chip.dimensions == 2 else deep
     for shape in shapes:
-        known = _laid_out(name, shape)
-        if isinstance(known, Topology):
-            yield known
+        topology = _laid_out(name, shape)
+        if isinstance(topology, Topology):
+            yield topology
 
 
 def topology_world(topology: Topology, sizes: tuple[int, ...] = ()) -> World:
-    """Return the world of a reduction over a cluster, along one axis or several, outer first."""
+    """Return the world of a reduction over a cluster, along axes of these sizes, outer first."""
     return World(
         topology.platform,
         sizes or (topology.size,),
@@ -208,12 +208,12 @@ def topology_world(topology: Topology, sizes: tuple[int, ...] = ()) -> World:
 
 
 def abstract_mesh(topology: Topology, axes: tuple[str, ...]) -> AbstractMesh:
-    """The mesh that a topology has by itself: one axis, or hosts and what each has."""
+    """Return the default mesh of a topology: one axis, or hosts and devices per host."""
     return AbstractMesh(topology.sizes(len(axes)), axes, (AxisType.Auto,) * len(axes))
 
 
 def fitted_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
-    """`mesh` without its devices, and as large as the topology."""
+    """Return `mesh` without devices, enlarged to the topology's size if it has one axis."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(
             "`mesh` must be a jax.sharding.Mesh or AbstractMesh for a program that is compiled "
@@ -225,7 +225,7 @@ def fitted_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
         return AbstractMesh((topology.size,), mesh.axis_names, mesh.axis_types)
     had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     raise ValueError(
-        f"The mesh ({had}) does not fit {topology}, and which of its axes should grow is not "
-        f"known. Pass `mesh=jax.sharding.AbstractMesh(sizes, {tuple(mesh.axis_names)!r})` with "
-        f"sizes whose product is {topology.size}."
+        f"The mesh ({had}) does not fit {topology}, and it is unknown which of its axes to "
+        f"enlarge. Pass `mesh=jax.sharding.AbstractMesh(sizes, {tuple(mesh.axis_names)!r})` with "
+        f"sizes that multiply to {topology.size}."
     )

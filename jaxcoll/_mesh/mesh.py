@@ -1,4 +1,4 @@
-"""Meshes and device lists, checked before anything is compiled for them."""
+"""Meshes and device lists, and checks of them before anything is compiled."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
 def checked_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
-    """`devices` as a tuple: at least one, all of them devices, none twice."""
-    found = tuple(devices)
-    if not found:
+    """Return `devices` as a tuple, after a check that it has devices and none of them twice."""
+    result = tuple(devices)
+    if not result:
         raise ValueError(f"`{caller}` got no devices; it needs at least one.")
-    for device in found:
+    for device in result:
         if not isinstance(device, jax.Device):
             raise ValueError(
                 f"`{caller}` expects devices, as in `jax.devices()`; got {device!r} "
                 f"({type(device).__name__})."
             )
-    twice = [str(device) for device, times in Counter(found).items() if times > 1]
+    twice = [str(device) for device, times in Counter(result).items() if times > 1]
     if twice:
         raise ValueError(f"`{caller}` got a device twice: {', '.join(twice)}.")
-    return found
+    return result
 
 
 def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
-    """Positions in `devices` of those that this process can reach."""
+    """Return the positions in `devices` of this process's devices."""
     return [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
 
 
 def span_processes(devices: Sequence[jax.Device]) -> bool:
-    """True if some of `devices` belong to other processes than others do."""
+    """Return True if `devices` belong to more than one process."""
     return len({d.process_index for d in devices}) > 1
 
 
 def equal_shares(devices: Sequence[jax.Device]) -> int:
-    """Return the number of processes with `devices`; 0: some have more of them than others."""
+    """Return the number of processes with `devices`, or 0 if some have more devices than others."""
     counts = Counter(d.process_index for d in devices)
     return len(counts) if len(set(counts.values())) == 1 else 0
 
 
 def line_of(devices: Sequence[jax.Device], axis_name: str) -> Mesh:
-    """A mesh of one Auto axis over `devices`, in their order."""
+    """Return a mesh of one Auto axis over `devices`, in their order."""
     return Mesh(np.array(devices, dtype=object), (axis_name,), axis_types=(AxisType.Auto,))
 
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Leave the mesh of the caller's `jax.set_mesh`, so that arguments alone place a program.
+    """Leave the mesh of the caller's `jax.set_mesh`, so that only arguments place a program.
 
-    Under a mesh JAX refuses every program, eager operations among them, on other devices.
+    Under a mesh JAX refuses all programs on other devices, even eager operations.
 
     Raises:
-      RuntimeError: a program is being traced, which has its mesh for good.
+      RuntimeError: a program is being traced, and its mesh cannot be left.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return contextlib.nullcontext()
     if mesh.manual_axes:
         raise RuntimeError(
-            "This works on the values of several devices, between programs; here one is being "
-            f"traced that maps {', '.join(map(repr, mesh.manual_axes))}. Pass the value to it as "
-            "an argument, of which each replica sees its own part."
+            "This function works between programs, on the values of several devices, but a program "
+            f"that maps {', '.join(map(repr, mesh.manual_axes))} is being traced. Pass the value "
+            "to the program as an argument; each replica then gets its part."
         )
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
@@ -77,7 +77,7 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
 def ambient_mesh(axes: tuple[str, ...]) -> Mesh | AbstractMesh | None:
     """Return the mesh of the caller's `jax.set_mesh`, if it has these axes.
 
-    While a program is being traced JAX shows it without its devices.
+    While a program is being traced, JAX returns it without devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not {*axes} <= {*mesh.axis_names}:
@@ -88,15 +88,15 @@ def ambient_mesh(axes: tuple[str, ...]) -> Mesh | AbstractMesh | None:
 
 
 def axis_names(axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
-    """One name, or a tuple of them, as a tuple."""
+    """Return a name, or a tuple of names, as a tuple."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def mapped_axes(mesh: Any, axes: tuple[str, ...]) -> set[str]:
-    """The axes of a mesh that a step over `axes` maps; the others are left to the compiler.
+    """Return the mesh axes that a step over `axes` maps; the others are left to the compiler.
 
-    Nothing can be split over those of size 1. Explicit ones are mapped, too: a value from outside,
-    whose type names the whole mesh, could not be used where some are mapped and others not.
+    Nothing can be split over axes of size 1. Explicit axes must be mapped too: the type of a
+    captured value names the whole mesh, and could not be used if only some axes were mapped.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return {a for a in kinds if a in axes or mesh.shape[a] == 1 or kinds[a] == AxisType.Explicit}
@@ -105,19 +105,19 @@ def mapped_axes(mesh: Any, axes: tuple[str, ...]) -> set[str]:
 def checked_any_mesh(
     mesh: Mesh | AbstractMesh | None, axis_name: str | tuple[str, ...], caller: str
 ) -> Mesh | AbstractMesh:
-    """`mesh` if it is abstract, else as `checked_mesh` has it."""
+    """Check an abstract mesh for the axes, or any other by `checked_mesh`, and return it."""
     if isinstance(mesh, AbstractMesh):
         return has_axes(mesh, axis_names(axis_name), caller)
     return checked_mesh(mesh, axis_name, caller)
 
 
 def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str) -> Mesh:
-    """Return `mesh`, which must have devices, each once, and these axes.
+    """Return `mesh`, after a check that it has devices, each once, and these axes.
 
-    None: that of `jax.set_mesh`, if it has them; else a line of all devices.
+    None: the mesh of `jax.set_mesh`, if it has the axes; else one axis of all devices.
 
     Raises:
-      ValueError: an axis is no name or is missing, or it is no mesh of devices.
+      ValueError: `axis_name` is not made of strings, an axis is missing, or `mesh` is no `Mesh`.
     """
     axes = axis_names(axis_name)
     if not axes or not all(isinstance(a, str) for a in axes):
@@ -126,12 +126,12 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
             f"got {axis_name!r}."
         )
     if mesh is None:
-        if isinstance(around := ambient_mesh(axes), Mesh):
-            return around
+        if isinstance(ambient := ambient_mesh(axes), Mesh):
+            return ambient
         if len(axes) > 1:
             raise ValueError(
-                f"`{caller}` over the axes {axis_name!r} needs a `mesh` that has them; without "
-                "one, or one around of `jax.set_mesh`, it lays all devices on a single axis."
+                f"`{caller}` over the axes {axis_name!r} needs a `mesh` that has them, given or by "
+                "`jax.set_mesh`; without one it lays all devices on a single axis."
             )
         return line_of(jax.devices(), *axes)
     if not isinstance(mesh, Mesh):
@@ -144,7 +144,7 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
 
 
 def has_axes(mesh: AnyMesh, axes: Sequence[str], caller: str) -> AnyMesh:
-    """`mesh` itself, which must have all of `axes`."""
+    """Return `mesh`, after a check that it has all of `axes`."""
     missing = [a for a in axes if a not in mesh.axis_names]
     if missing:
         raise ValueError(
@@ -155,7 +155,7 @@ def has_axes(mesh: AnyMesh, axes: Sequence[str], caller: str) -> AnyMesh:
 
 
 def takes_mesh(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if `fun` cannot be called without a `mesh`, and the caller gives none."""
+    """Return True if `fun` has a required parameter `mesh` that is not in `kwargs`."""
     try:
         parameter = inspect.signature(fun).parameters.get("mesh")
     except (TypeError, ValueError):
@@ -164,6 +164,6 @@ def takes_mesh(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def given_mesh(fun: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
-    """`fun` with its `mesh`; what takes nothing else makes the function that is meant."""
+    """Bind `mesh` to `fun`; if that is its only parameter, call it to get the function."""
     only = len(inspect.signature(fun).parameters) == 1
     return fun(mesh) if only else functools.partial(fun, mesh=mesh)

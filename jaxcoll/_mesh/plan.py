@@ -1,4 +1,4 @@
-"""The plan of a reduction, made from shapes on the host, before anything is traced."""
+"""`plan`: the plan of a collective, made from shapes on the host without tracing."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def plan(
     topology: str | None = None,
     collective: str = "all_reduce",
 ) -> Plan:
-    """Return the plan of an `all_reduce`, or of a half of it, for a tree of these shapes.
+    """Return the plan of an `all_reduce`, or of one of its halves, for a tree of these shapes.
 
-    Guarantee: it is the plan that `all_reduce` carries out with the same options on the same world.
+    Guarantee: `all_reduce` with the same options on the same devices executes this plan.
 
     Args:
-      value: a pytree of arrays, `jax.ShapeDtypeStruct`s and IndexedSlices of either, as on one
-        replica.
-      axis_size: replicas, on devices of this process or of `topology`; for several axes their
-        sizes, from outer to inner; or
-      mesh: devices and axes. Neither: those of `jc.data_parallel` without a mesh.
-      axis_name: the axis of `mesh`, or axes from outer to inner, that is reduced over.
-      options: how to pack and what carries it.
+      value: a pytree of arrays, `jax.ShapeDtypeStruct`s and IndexedSlices of either, with the
+        shapes on one replica.
+      axis_size: number of replicas, on devices of this process or of `topology`; for several axes,
+        a tuple of sizes from outer to inner.
+      mesh: devices and axes, instead of `axis_size`. With neither, as in `jc.data_parallel`.
+      axis_name: the axis of `mesh` to reduce over, or axes from outer to inner.
+      options: how to pack and which collectives to use.
       reduce_op: SUM or MEAN.
-      topology: a cluster to plan for instead of the devices here, such as "h100:2x8" for two
-        hosts of eight GPUs or "v5p:8x8x8" for the chips of a TPU pod along each dimension. With
-        two axes and no `axis_size` they are its hosts and what each host has.
-      collective: "all_reduce", "reduce_scatter", or "all_gather", that of such a tree's `Shards`.
+      topology: a cluster to plan for instead of the local devices, such as "h100:2x8" for two hosts
+        of eight GPUs, or "v5p:8x8x8" for the chips of a TPU pod along each dimension. Two axes
+        without `axis_size` are its hosts and the devices of each host.
+      collective: "all_reduce", "reduce_scatter", or "all_gather" of the `Shards` of such a tree.
 
     Returns:
       A `Plan`: print it for a table; `to_json()` for machines. Cost: nothing is compiled.
@@ -88,13 +88,13 @@ def plan_in(
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     collective: str = "all_reduce",
 ) -> Plan:
-    """Return the plan in a world that is known; see `plan`."""
-    given, op = checked(options), ReduceOp.of(reduce_op)
+    """Return the plan in this world; see `plan`."""
+    options, op = checked(options), ReduceOp.of(reduce_op)
     if collective == "all_reduce":
         flat = flattened(value, is_sparse)[0]
-        leaves = [_leaf(path, leaf, op, world, given) for path, leaf in flat]
-        check_any_coded(given.compression, leaves)
-        return predict(make_plan(op, leaves, given, world))
+        leaves = [_leaf(path, leaf, op, world, options) for path, leaf in flat]
+        check_any_coded(options.compression, leaves)
+        return predict(make_plan(op, leaves, options, world))
     if collective not in get_args(Half):
         raise ValueError(
             "`collective` must be 'all_reduce', 'reduce_scatter' or 'all_gather'; got "
@@ -103,9 +103,10 @@ def plan_in(
     axes = {f"axis{i}": n for i, n in enumerate(world.sizes)}
     treedef, leaves = sharded_leaves(value, axes, "plan")
     if collective == "reduce_scatter":
-        return predict(plan_scatter(treedef, leaves, op, axes, world, given)[0])
-    layout = layout_of(treedef, leaves, world.replicas, given.bytes_per_pack)
-    return predict(plan_half("all_gather", ReduceOp.SUM, layout.packs, layout.leaves, given, world))
+        return predict(plan_scatter(treedef, leaves, op, axes, world, options)[0])
+    layout = layout_of(treedef, leaves, world.replicas, options.bytes_per_pack)
+    gather = "all_gather", ReduceOp.SUM, layout.packs, layout.leaves, options, world
+    return predict(plan_half(*gather))
 
 
 def _leaf(
@@ -126,7 +127,7 @@ def _leaf(
     if indices is not None:
         return Leaf(path, shape, dtype, dtype, world.sizes, indices=indices)
     wire, format = travels_as(dtype, shape, reduce_op, world, options)
-    # What comes back in another type is another kind, and has packs of its own.
+    # Leaves with another result dtype are of another kind, which has separate packs.
     return Leaf(path, shape, dtype, wire, world.sizes, kind=dtype.name, format=format)
 
 
@@ -141,8 +142,8 @@ def _world(
         other = "topology" if cluster else "axis_size"
         raise ValueError(f"`plan` takes `{other}` or `mesh`, not both.")
     if cluster is not None:
-        asked = axis_size is not None
-        sizes = _sizes(axis_size) if asked else cluster.sizes(len(axis_names(axis_name)))
+        axes = len(axis_names(axis_name))
+        sizes = cluster.sizes(axes) if axis_size is None else _sizes(axis_size)
         if math.prod(sizes) != cluster.size:
             raise ValueError(
                 f"`axis_size` {axis_size!r} makes {math.prod(sizes)} replicas, but {cluster} has "

@@ -1,4 +1,4 @@
-"""Trees with a row for each replica, of which every process holds its own rows alone."""
+"""Trees with a row for each replica, where each process holds only its replicas' rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxcoll._mesh.mesh import line_of, of_this_process
 from jaxcoll._mesh.placement import is_in_place, place, viewed
 
-_ROW = "jaxcoll_replica"  # not the user's axis: a step of one device that reduces is refused
+_ROW = "jaxcoll_replica"  # not the user's axis name, so that a step with reductions is refused
 
 
 class ReplicaRows:
-    """The rows that belong to a process's replicas, and how all processes see it together.
+    """Two views of trees with a row for each replica: of this process, and of all processes.
 
-    Guarantee: the two views share their memory, and nothing is sent. Each device of the mesh is a
-    replica, and they count in the order of its axes as given, outer first.
+    Guarantee: the two views share memory, and nothing is sent. Each device of the mesh is a
+    replica; replicas are numbered in the order of `axes`, outer first.
 
     Raises:
       ValueError: the mesh has other axes, or no device of this process.
@@ -27,61 +27,61 @@ class ReplicaRows:
         others = {a: n for a, n in mesh.shape.items() if a not in axes and n > 1}
         if others:
             raise ValueError(
-                f"`diloco`: each device is a replica, and the mesh has the axes {others} beside "
+                f"`diloco`: each device is a replica, but the mesh has the axes {others} beside "
                 f"{axes}. Name all of them in `axis_name`, or pass a mesh without them."
             )
         order = [mesh.axis_names.index(a) for a in axes]
         rest = [i for i in range(len(mesh.axis_names)) if i not in order]
-        every = list(mesh.devices.transpose(*order, *rest).flat)
-        self.replicas = of_this_process(every)  # their numbers
+        all_devices = list(mesh.devices.transpose(*order, *rest).flat)
+        self.replicas = of_this_process(all_devices)  # replica numbers
         if not self.replicas:
             raise ValueError(
                 f"`diloco`: no device of the mesh belongs to this process, number "
                 f"{jax.process_index()}. Only processes that have devices in a mesh train on it."
             )
-        self.devices = tuple(every[i] for i in self.replicas)  # in the same order
+        self.devices = tuple(all_devices[i] for i in self.replicas)  # in the same order
         self.mesh = line_of(self.devices, _ROW)
         self.rows = NamedSharding(self.mesh, PartitionSpec(_ROW))  # each row on its device
-        self.copies = NamedSharding(self.mesh, PartitionSpec())  # one on each device
+        self.copies = NamedSharding(self.mesh, PartitionSpec())  # a copy on each device
         self._all_rows = NamedSharding(mesh, PartitionSpec(axes))
         self._all_copies = NamedSharding(mesh, PartitionSpec())
-        self._count = len(every)
+        self._count = len(all_devices)
 
     def place_rows(self, tree: Any) -> Any:
-        """Rows of this process, or global arrays of which it has rows, where they belong."""
+        """Place rows of this process, or this process's rows of global arrays, on its devices."""
         if is_in_place(tree, self.rows):
             return tree
-        return place(jax.tree.map(self._own_rows, tree), self.rows)
+        return place(jax.tree.map(self._local_rows, tree), self.rows)
 
     def place_copies(self, tree: Any) -> Any:
-        """Values that are the same on all replicas, on each device of this process."""
-        return place(jax.tree.map(self._own_copies, tree), self.copies)
+        """Place values that are the same on all replicas on each device of this process."""
+        return place(jax.tree.map(self._local_copies, tree), self.copies)
 
     def all_rows(self, tree: Any) -> Any:
-        """Placed rows of this process as part of the global arrays of all replicas' rows."""
+        """Return global arrays of all replicas' rows, made of placed rows."""
         return jax.tree.map(lambda x: viewed(x, self._all_rows, (self._count, *x.shape[1:])), tree)
 
     def all_copies(self, tree: Any) -> Any:
-        """Placed copies as global arrays, of which every device holds one."""
+        """Return global arrays that are replicated on all devices, made of placed copies."""
         return jax.tree.map(lambda x: viewed(x, self._all_copies), tree)
 
-    def _own_rows(self, x: Any) -> Any:
+    def _local_rows(self, x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return x
         if not x.sharding.is_equivalent_to(self._all_rows, x.ndim):
-            raise ValueError(_NOT_OURS.format(x, "split by rows over the mesh"))
+            raise ValueError(_OTHER_SHARDING.format(x, "split by rows over the mesh"))
         rows = x.shape[0] * len(self.devices) // self._count
         return viewed(x, self.rows, (rows, *x.shape[1:]))
 
-    def _own_copies(self, x: Any) -> Any:
+    def _local_copies(self, x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return x
         if not x.is_fully_replicated or not x.sharding.device_set.issuperset(self.devices):
-            raise ValueError(_NOT_OURS.format(x, "the same on every device of the mesh"))
+            raise ValueError(_OTHER_SHARDING.format(x, "the same on every device of the mesh"))
         return viewed(x, self.copies)
 
 
-_NOT_OURS = (
-    "`diloco` expects arrays of this process alone, or arrays over several processes that "
-    "are {1}; got {0.dtype}{0.shape} with the sharding {0.sharding}."
+_OTHER_SHARDING = (
+    "`diloco` expects arrays of this process only, or arrays of several processes that are {1}; "
+    "got {0.dtype}{0.shape} with the sharding {0.sharding}."
 )

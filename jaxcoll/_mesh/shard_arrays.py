@@ -1,4 +1,4 @@
-"""Shards between programs: made of whole trees, and whole trees made of them."""
+"""Conversion between whole trees and `Shards`, between programs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def cut(
     axes: tuple[str, ...],
     stack: tuple[int, ...] = (),
 ) -> Shards:
-    """The parts of whole leaves, each on its device: no device ever holds more than its own.
+    """Split whole leaves into Shards on a mesh. No device ever holds more than its part.
 
-    The process must be able to read the leaves whole. Without a mesh they lie nowhere yet, as
-    numpy arrays. `stack` is (number of layers,) if every leaf has the layers first, and the layout
-    is one layer's. Cost: one pack at a time in host memory.
+    The process must be able to read the leaves whole. Without a mesh the parts are numpy arrays.
+    For stacked layers, `stack` is (number of layers,) and the layout is that of one layer. Cost:
+    host memory of one pack at a time.
     """
     parts = []
     for pack in layout.packs:
@@ -36,7 +36,7 @@ def cut(
         replicas = 1 if summed else layout.replicas
         whole = np.zeros((*stack, padded(pack.size, replicas)), pieces[0].dtype)
         np.concatenate(pieces, axis=-1, out=whole[..., : pack.size])
-        if summed:  # each replica has an equal summand
+        if summed:  # all replicas get the same summand
             whole = np.tile(whole / np.float32(layout.replicas), layout.replicas)
         rows = whole.reshape(*stack, -1, LANES)
         if mesh is not None:
@@ -47,7 +47,7 @@ def cut(
 
 
 def abstract(layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] = ()) -> Shards:
-    """The shapes of all replicas' parts together."""
+    """Return Shards of shapes, of all replicas' parts together."""
     n = layout.replicas
     shapes = [
         jax.ShapeDtypeStruct((*stack, n * layout.rows(p), LANES), p.dtype) for p in layout.packs
@@ -56,49 +56,49 @@ def abstract(layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] 
 
 
 def own_shapes(shards: Shards) -> Shards:
-    """The shapes of one replica's parts, from those of all."""
-    n, own = shards.layout.replicas, []
+    """Return the shapes of one replica's parts, given those of all replicas."""
+    n, parts = shards.layout.replicas, []
     for x in shards.parts:
         *stack, rows, lanes = x.shape
-        own.append(jax.ShapeDtypeStruct((*stack, rows // n, lanes), x.dtype))
-    return shards.replace(own)
+        parts.append(jax.ShapeDtypeStruct((*stack, rows // n, lanes), x.dtype))
+    return shards.replace(parts)
 
 
 def whole_shapes(shards: Shards) -> Any:
-    """The tree that shards are the parts of, as shapes, in the types of the parts."""
+    """Return the whole tree as shapes, with the dtypes of the parts."""
     shapes = [jax.ShapeDtypeStruct((*shards.stack, *x.shape), x.dtype) for x in shards.leaves]
     return jax.tree_util.tree_unflatten(shards.layout.treedef, shapes)  # pyright: ignore[reportArgumentType]
 
 
 def cut_like(leaves: Sequence[Any], shards: Shards) -> Shards:
-    """The parts of whole leaves, laid out and placed as those of `shards` are; or numpy arrays."""
+    """Split whole leaves with the layout and on the mesh of `shards`; numpy arrays without one."""
     part = shards.parts[0]
     mesh = getattr(part.sharding, "mesh", None) if isinstance(part, jax.Array) else None
     return shards.replace(cut(leaves, shards.layout, mesh, shards.axes, shards.stack).parts)
 
 
 def joined(shards: Shards) -> Any:
-    """The whole tree that global arrays are the parts of, as numpy arrays of the parts' types.
+    """Return the whole tree of Shards, as numpy arrays with the dtypes of the parts.
 
-    Cost: one pack at a time is brought here; where processes hold parts, every device gets a copy
-    of that pack on the way.
+    Cost: one pack at a time is copied to the host; if other processes hold parts, every device
+    temporarily holds a copy of that pack.
     """
     layout, stack = shards.layout, shards.stack
-    found = [np.zeros((*stack, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
+    leaves = [np.zeros((*stack, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
     for pack, part in zip(layout.packs, shards.parts, strict=True):
         flat, start = read(part).reshape(*stack, -1), 0
         if isinstance(layout, SummedLayout):
             flat = flat.reshape(layout.replicas, -1).sum(0, dtype=np.float64).astype(flat.dtype)
         for s in pack.segments:
-            # A copy, so that no leaf keeps a whole pack alive.
+            # A copy, so that no leaf keeps a whole pack alive
             piece = flat[..., start : start + s.size].copy()
-            found[s.leaf] = piece.reshape((*stack, *layout.leaves[s.leaf].shape))
+            leaves[s.leaf] = piece.reshape((*stack, *layout.leaves[s.leaf].shape))
             start += s.size
-    return jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
+    return jax.tree_util.tree_unflatten(layout.treedef, leaves)  # pyright: ignore[reportArgumentType]
 
 
 def read(x: Any) -> np.ndarray:
-    """`x` as a numpy array, wherever its parts are; all processes that hold some must call."""
+    """Return `x` as a numpy array; all processes that hold parts of it must call."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)

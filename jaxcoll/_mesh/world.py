@@ -1,4 +1,4 @@
-"""The world of a reduction, read from JAX once for each traced program or bare call."""
+"""The world of a reduction: the platform, processes and hosts behind its axes, read from JAX."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jaxcoll._spmd.scope import Scope, set_default_scope
 
 
 def ambient_world(axes: dict[str, int]) -> World:
-    """Return the world of a bare call inside somebody's own `shard_map`, `pmap` or `vmap`.
+    """Return the world of a call inside a user's own `shard_map`, `pmap` or `vmap`.
 
-    A trace knows its mesh without the devices. Which axes leave the process is then read off
-    the order that `jax.make_mesh` and `jax.devices()` use: processes one after another.
+    A trace has its mesh without devices. It is assumed to have the order of `jax.make_mesh` and
+    `jax.devices()`, one process after another, which shows the axes that span processes.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = str(getattr(device, "platform", None) or jax.default_backend())
     kind = getattr(device, "device_kind", None) or jax.local_devices()[0].device_kind
     hosts = ((0, 0),)
     if jax.process_count() > 1:
-        on = _hosts(jax.devices())
-        hosts = tuple((process, on.get(process, process)) for process in range(jax.process_count()))
+        host_of = _hosts(jax.devices())
+        hosts = tuple((p, host_of.get(p, p)) for p in range(jax.process_count()))
     return Worlds(*named(platform, kind), hosts)(axes)
 
 
@@ -49,12 +49,12 @@ def worlds_of(mesh: jax.sharding.Mesh) -> Worlds:
 
 @dataclasses.dataclass(frozen=True)
 class Worlds:
-    """The worlds of reductions over axes of one mesh, a function that is a value."""
+    """The worlds of reductions over axes of one mesh: a function that is hashable by value."""
 
     platform: str
     kind: str
-    host_of: tuple[tuple[int, int], ...]  # each process, and its host
-    # Without these, the mesh around a trace, whose devices are not there
+    host_of: tuple[tuple[int, int], ...]  # pairs of a process and its host
+    # Empty for the mesh of the current trace, which has no devices
     shape: tuple[tuple[str, int], ...] = ()
     owners: tuple[int, ...] = ()  # the process of each device, in the mesh's order
 
@@ -80,7 +80,7 @@ class Worlds:
 
 
 def _most(owners: np.ndarray, shape: dict[str, int], axes: Iterable[str]) -> int:
-    """Return the most owners of any group of devices that differ only along `axes` of a mesh."""
+    """Return the largest number of owners among devices that differ only along `axes`."""
     along = [k for k, axis in enumerate(shape) if axis in set(axes)]
     grid = np.moveaxis(owners.reshape(tuple(shape.values())), along, range(-len(along), 0))
     rows = grid.reshape(-1, math.prod(grid.shape[grid.ndim - len(along) :]))
@@ -88,7 +88,7 @@ def _most(owners: np.ndarray, shape: dict[str, int], axes: Iterable[str]) -> int
 
 
 def _hosts(devices: Iterable[jax.Device]) -> dict[int, int]:
-    """Return the host (TPU: slice) of each process, as far as JAX, or the job of CPUs, tells."""
+    """Return the host (TPU: slice) of each process, from JAX or, for CPUs, from the job."""
     of_processes = hosts_of_job()
     return {d.process_index: _host(d, of_processes) for d in devices}
 
@@ -101,7 +101,7 @@ def _host(device: jax.Device, of_processes: tuple[int, ...]) -> int:
 
 
 def named(platform: str, device_kind: str) -> tuple[str, str]:
-    """Return the platform in our words, and what JAX calls the devices, "" for CPUs."""
+    """Return "gpu" for "cuda" and "rocm", else the platform; and the device kind, "" for CPUs."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), device_kind * (platform != "cpu")
 
 

@@ -1,1 +1,1 @@
-"""One function to one compiled program: tracing, out specs, lowering, compiling ahead of time."""
+"""From a function to a compiled program: tracing, out specs, lowering, compiling ahead of time."""

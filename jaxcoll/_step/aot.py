@@ -1,4 +1,4 @@
-"""Programs for clusters that are not here: traced with their mesh, compiled by another process."""
+"""Ahead-of-time compilation for other clusters: trace with their mesh, compile in a subprocess."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from jaxcoll._step.data_parallel import DataParallel
 
 PYTHON = "JAXCOLL_AOT_PYTHON"
-"""Names the Python, of another environment, that has the compilers installed."""
+"""Environment variable with the path of a Python that has the compilers installed."""
 
 _MESH = re.compile(r"sdy\.mesh @\w+ = <\[(.*?)\]")
 _PARTITIONS = re.compile(r"mhlo\.num_partitions = (\d+)")
@@ -57,13 +57,13 @@ def compile_for(
     mesh: Mesh | AbstractMesh | None = None,
     timeout_seconds: float = 600,
 ) -> Texts:
-    """Compile a call of `fun` for a cluster that is not here.
+    """Compile a call of `fun` for a cluster that this process cannot reach.
 
-    Guarantee: the program is traced and lowered here, where its Python is; what another process is
-    given is its text, and what comes back is the text that JAX would get from that compiler
-    on that cluster. This process loads no other backend and keeps its own as it is.
+    Guarantee: the program is traced and lowered in this process. A subprocess gets its text and
+    returns the text that JAX would get from the compiler on that cluster. This process loads no
+    other backend, and its own is not changed.
 
-    Cost: about 3 s and the compiler's own time.
+    Cost: about 3 s plus the compiler's time.
 
     Raises:
       ImportError: the compiler is not installed; the message has the command that installs it.
@@ -76,7 +76,7 @@ def compile_for(
     traced = traced_over(fun, args, kwargs, where, mesh, plans.append)
     lowered = lowered_over(traced, where)
     program = lowered.as_text(debug_info=True)
-    # The sizes of the program's mesh, by which devices are put in order.
+    # Sizes of the program's mesh, which determine the order of the devices
     meshes = ([int(n) for n in re.findall(r"=(\d+)", axes)] for axes in _MESH.findall(program))
     request = {
         "platform": where.platform,
@@ -96,11 +96,11 @@ def compile_for(
 
 
 def _ask(folder: Path, python: str, topology: Topology, timeout: float) -> dict[str, int]:
-    """Let another process compile, whatever becomes of it: the memory that the program takes."""
+    """Compile in a subprocess, and return the program's memory in bytes by name."""
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",  # or it asks the network where it is
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or two at a time refuse each other
+        "TPU_SKIP_MDS_QUERY": "1",  # or it queries the network for its location
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or two processes exclude each other
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "XLA_FLAGS": _FORCED.sub("", os.environ.get("XLA_FLAGS", "")),
     }
@@ -113,33 +113,33 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float) -> dict[
             status = running.start(command, environment, **streams).wait(timeout)
         except subprocess.TimeoutExpired:
             raise DeadlineExceededError(
-                f"Compiling for {topology} did not finish within {timeout:g} s; it was ended. "
+                f"Compiling for {topology} did not finish within {timeout:g} s and was stopped. "
                 "Compile less of the model, such as a few of its layers."
             ) from None
     if not (folder / "answer.json").exists():
         last = (folder / "log").read_text(errors="replace")[-2000:].strip()
         raise jax.errors.JaxRuntimeError(
-            f"Compiling for {topology}: the compiler's process ({shlex.join(command[:3])}) ended "
+            f"Compiling for {topology}: the compiler's process ({shlex.join(command[:3])}) exited "
             f"with status {status} and no answer. The end of its output:\n{last}"
         )
-    found = json.loads((folder / "answer.json").read_text())
-    if "missing" in found:
+    answer = json.loads((folder / "answer.json").read_text())
+    if "missing" in answer:
         raise ImportError(_how_to_install(topology, python))
-    if "error" in found:
+    if "error" in answer:
         raise jax.errors.JaxRuntimeError(
-            f"Compiling for {topology}: {found['error']}: {found['message']}"
+            f"Compiling for {topology}: {answer['error']}: {answer['message']}"
         )
-    return found["memory"]
+    return answer["memory"]
 
 
 def _how_to_install(topology: Topology, python: str) -> str:
     extra = {"gpu": "cuda13-local", "tpu": "tpu"}[topology.platform]
     command = [python, "-m", "pip", "install", f"jax[{extra}]=={jax.__version__}"]
     return (
-        f"Compiling for {topology} needs the compiler of {topology.platform.upper()}s, which is "
+        f"Compiling for {topology} needs the compiler for {topology.platform.upper()}s, which is "
         f"not installed for {python}. Install it:\n\n    {shlex.join(command)}\n\n"
         f"(`pip install 'jaxcoll[{topology.platform}-aot]'` does the same.) No accelerator and no "
-        f"driver is needed. It may also be in another environment, whose Python {PYTHON} names."
+        f"driver is needed. To use the compiler of another environment, set {PYTHON} to its Python."
     )
 
 
@@ -153,11 +153,11 @@ def traced_over(
 ) -> jax.stages.Traced:
     """Trace `fun` as a program for `topology`.
 
-    Guarantee: nothing is placed, and no device is asked for but those that `fun` itself names.
+    Guarantee: no array is placed, and no devices are used except those that `fun` itself names.
 
-    It is a `jc.data_parallel` step; a function that takes a `mesh`; or any other function, jitted
-    or not, which uses the mesh of `jax.set_mesh` or one of as many devices. Arguments may be
-    static. Without a `mesh` the one that `fun` has counts, if it fits or has one axis only.
+    `fun` is a `jc.data_parallel` step; a function with a parameter `mesh`; or any other function,
+    jitted or not, which uses the mesh of `jax.set_mesh` or a mesh of the topology's size. Arguments
+    may be static. Without `mesh`, the mesh of `fun` is used if it fits or has only one axis.
     """
     fun, args, kwargs = called(fun, args, kwargs)
     if hasattr(fun, "trace_recorded"):  # a `data_parallel` step
@@ -171,13 +171,13 @@ def traced_over(
         mesh = context
     over = None if mesh is None else fitted_mesh(mesh, topology)
     shapes, keywords = jax.tree.map(functools.partial(_as_argument, mesh=over), (args, kwargs))
-    # What has no `trace` is a plain function, or jitted by another library.
+    # Without `trace`, it is a plain function or was jitted by another library.
     program: Any = fun
     if not hasattr(fun, "trace"):
         program, shapes, keywords = jitted(fun, shapes, keywords)
     scope = Scope(topology_worlds(topology), record=record)
     with contextlib.ExitStack() as around:
-        if over is not None:  # whatever mesh, of another size perhaps, is there now
+        if over is not None:  # leave the current mesh, which may have another size
             around.enter_context(no_mesh())
             around.enter_context(jax.sharding.use_abstract_mesh(over))
         around.enter_context(entered(scope))
@@ -189,13 +189,13 @@ def traced_over(
 def laid_over(
     step: DataParallel, topology: Topology, mesh: Mesh | AbstractMesh | None = None
 ) -> DataParallel:
-    """Return a step for `topology`, to be traced and lowered, not to be called.
+    """Return a step for `topology`, which can be traced and lowered but not called.
 
-    Without a `mesh` the step's own counts, if it fits or has other axes than `axis_name`.
+    Without `mesh`, the step's mesh is used if it fits or has axes beside `axis_name`.
     """
-    axes, own = axis_names(step.axis_name), step.chosen_mesh
-    mesh = own if mesh is None else mesh
-    if mesh is None or (mesh is own and set(mesh.axis_names) == set(axes)):
+    axes, mesh_of_step = axis_names(step.axis_name), step.chosen_mesh
+    mesh = mesh_of_step if mesh is None else mesh
+    if mesh is None or (mesh is mesh_of_step and set(mesh.axis_names) == set(axes)):
         fits = mesh is not None and mesh.size == topology.size
         mesh = mesh if fits else abstract_mesh(topology, axes)
     mesh = has_axes(fitted_mesh(mesh, topology), axes, "data_parallel")
@@ -203,8 +203,8 @@ def laid_over(
 
 
 def topology_worlds(topology: Topology) -> Worlds:
-    """Return the worlds of reductions in programs for a cluster that is not here."""
-    # Processes of one TPU slice, or of CPUs, count as one host: no network of another kind is
+    """Return the worlds of reductions in programs for a topology."""
+    # The processes of a TPU slice, or of CPUs, count as one host: there is no other kind of network
     # between them.
     hosts = tuple((k, k * (topology.platform == "gpu")) for k in range(topology.hosts))
     return Worlds(*named(topology.platform, topology.kind), hosts)
@@ -219,34 +219,34 @@ def lowered_over(traced: jax.stages.Traced, topology: Topology) -> jax.stages.Lo
     except ValueError as error:
         if "different from the lowering platform" in str(error):
             error.add_note(
-                "jaxcoll: what calls back into Python (`jax.debug.print`, `jax.pure_callback`) "
-                f"cannot be lowered for {topology.name!r} here; leave it out of what is inspected."
+                "jaxcoll: callbacks into Python (`jax.debug.print`, `jax.pure_callback`) cannot be "
+                f"lowered for {topology.name!r} on this machine; inspect the program without them."
             )
         raise
-    found = _PARTITIONS.search(lowered.as_text())
-    size = int(found[1]) if found else 1
+    match = _PARTITIONS.search(lowered.as_text())
+    size = int(match[1]) if match else 1
     if size != topology.size:
         raise ValueError(
-            f"The program runs on {size} of the {topology.size} devices of {topology}. A mesh in "
-            "it that was made of this machine's devices must have as many; or let the topology "
-            "make it: pass a `jc.data_parallel` step, a function that takes `mesh`, or the "
-            "argument `mesh=jax.sharding.AbstractMesh(sizes, names)`, under which the function "
+            f"The program runs on {size} of the {topology.size} devices of {topology}. If it has a "
+            "mesh of this machine's devices, that must have as many devices. Or let the topology "
+            "make the mesh: pass a `jc.data_parallel` step, a function with a parameter `mesh`, or "
+            "the argument `mesh=jax.sharding.AbstractMesh(sizes, names)`, under which the function "
             "is traced as under `jax.set_mesh`."
         )
     return lowered
 
 
 def _as_argument(x: Any, mesh: AbstractMesh | None) -> Any:
-    """The type of an array, sharded as before wherever that has a meaning on the topology."""
+    """Return the type of an array, with its sharding if that has a meaning on the topology."""
     if isinstance(x, bool | int | float | complex):
-        return x  # it may be static
+        return x  # a number may be a static argument
     shape, sharding = shape_of(x), getattr(x, "sharding", None)
     if not isinstance(shape, jax.ShapeDtypeStruct):
         return x
     if not isinstance(sharding, NamedSharding):
         if mesh is None:
             return shape
-        # The compiler's choice, unless types say it.
+        # The compiler chooses, unless the axis types are explicit.
         free = all(kind == AxisType.Auto for kind in mesh.axis_types)
         unknown = [PartitionSpec.UNCONSTRAINED] * (len(shape.shape) * free)
         return shape.update(sharding=NamedSharding(mesh, PartitionSpec(*unknown)))

@@ -1,4 +1,4 @@
-"""The arguments of a step that are the batch: by position, by name, by the step's signature."""
+"""Finds the batch among a step's arguments, by position, by name or from the signature."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 FLAGS = """\
-`data_parallel`: while a step is traced, all of its arguments are arrays, whose values are not \
-known, numbers and flags such as `train=True` as well. Bind what the step decides by before you \
-wrap it, `jc.data_parallel(functools.partial(step, train=True))`, one wrapped step for each value; \
-or decide in the program, by `jnp.where` or `lax.cond`."""
+`data_parallel`: while a step is traced, all of its arguments are arrays with unknown values, even \
+numbers and flags such as `train=True`. If the step branches on an argument, bind it before you \
+wrap the step, `jc.data_parallel(functools.partial(step, train=True))`, with one wrapped step for \
+each value; or branch in the program, by `jnp.where` or `lax.cond`."""
 
 Slot = int | str
 """An argument of a call: the position it was passed at, or the keyword."""
@@ -23,24 +23,24 @@ Slot = int | str
 class Call(NamedTuple):
     """The arguments of one call of a step."""
 
-    # Positional ones; those among them that were passed by keyword stand at their place
+    # Positional arguments, including those that were passed by keyword
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]  # the rest
-    batch: tuple[Slot, ...]  # which of them are split, in order
+    kwargs: dict[str, Any]  # keyword-only arguments
+    batch: tuple[Slot, ...]  # the arguments that are split, in order
 
     def at(self, slot: Slot) -> Any:
-        """One of the arguments."""
+        """Return one of the arguments."""
         return self.kwargs[slot] if isinstance(slot, str) else self.args[slot]
 
     def map(self, split: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Call:
-        """The same call with `split` of each batch and `whole` of everything else."""
+        """Return the call with `split` applied to each batch and `whole` to all other arguments."""
         args = tuple((split if i in self.batch else whole)(x) for i, x in enumerate(self.args))
         named = self.kwargs.items()
         kwargs = {name: (split if name in self.batch else whole)(x) for name, x in named}
         return Call(args, kwargs, self.batch)
 
     def misses(self, place: Slot, setting: str) -> str:
-        """Return what is wrong with a setting that names what this call does not have."""
+        """Return the message for a setting that names an argument which this call lacks."""
         return (
             f"`data_parallel`: argument {place!r} is named in `{setting}`, but the step was called "
             f"with {len(self.args)} positional arguments"
@@ -49,32 +49,32 @@ class Call(NamedTuple):
 
 
 def slots(argument: str, value: Any) -> tuple[Slot, ...]:
-    """The positions, or names, that `batch_argnums` or `donate_argnums` gives."""
+    """Return the positions or names in a value of `batch_argnums` or `donate_argnums`."""
     several = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     if not all(isinstance(p, int | str) and not isinstance(p, bool) for p in several):
-        what = "a position or a name of an argument, or a sequence of these"
-        raise ValueError(f"`{argument}` must be {what}; got {value!r}.")
+        expected = "a position or a name of an argument, or a sequence of these"
+        raise ValueError(f"`{argument}` must be {expected}; got {value!r}.")
     return tuple(several)
 
 
 _UNNAMED = """\
-`data_parallel`: which arguments of {step} are the batch, whose rows are split over the replicas? \
-A step of two parameters splits the second; of any other they are named, as in
+`data_parallel`: which arguments of {step} are the batch, to be split over the replicas by rows? \
+For a step with two parameters it is the second; otherwise name them:
     jc.data_parallel({name}, batch_argnums={example})
 All others are whole on every replica."""
 
 
 def _lacks(setting: str, place: str, names: Iterable[str]) -> str:
     return (
-        f"`data_parallel`: argument {place!r} is named in `{setting}`, and the step has "
+        f"`data_parallel`: argument {place!r} is named in `{setting}`, but the step has "
         f"{', '.join(map(repr, names)) or 'none'}"
     )
 
 
 class Signature:
-    """The batch among a call's arguments: those that `batch` names, or the second of two.
+    """Finds the batch among a call's arguments: those in `batch`, or the last of one or two.
 
-    Parameters with a default do not count; of a single one it is that one.
+    Parameters with a default do not count.
     """
 
     def __init__(self, step: Callable[..., Any], batch: tuple[Slot, ...] | None) -> None:
@@ -86,7 +86,7 @@ class Signature:
         name = getattr(self._step, "__name__", type(self._step).__name__)
         try:
             batch = repr(self._chosen)
-        except ValueError:  # none is named, and a call will say so
+        except ValueError:  # the batch is not named; a call will raise this
             batch = "None"
         return f"{name}{self._signature or '(...)'}, batch_argnums={batch}"
 
@@ -94,7 +94,7 @@ class Signature:
     def _signature(self) -> inspect.Signature | None:
         try:
             return inspect.signature(self._step)
-        except (TypeError, ValueError):  # one of C's has none
+        except (TypeError, ValueError):  # functions in C may have none
             return None
 
     @functools.cached_property
@@ -122,7 +122,7 @@ class Signature:
         return f"{getattr(self._step, '__name__', 'step')}{self._signature or '(...)'}"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments in their places."""
+        """Return the arguments in the order of the signature, and the batch among them."""
         if not kwargs and len(args) in self._usual:
             return Call(args, kwargs, self._usual[len(args)])
         by_name = bool(kwargs)
@@ -142,10 +142,10 @@ class Signature:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            given = ", ".join([*(type(x).__name__ for x in args), *(f"{n}=" for n in kwargs)])
+            passed = ", ".join([*(type(x).__name__ for x in args), *(f"{n}=" for n in kwargs)])
             raise TypeError(
-                f"`data_parallel`: {error}: the step is {self._named}, and was called with "
-                f"({given})."
+                f"`data_parallel`: {error}: the step is {self._named}, but was called with "
+                f"({passed})."
             ) from None
         return bound.args, bound.kwargs
 
@@ -167,10 +167,10 @@ class Signature:
         raise ValueError(call.misses(place, "batch_argnums"))
 
     def positions(self, places: Sequence[Slot]) -> tuple[int, ...]:
-        """Positions of parameters that may be passed so, from positions and names.
+        """Return the positions of parameters, given positions and names.
 
         Raises:
-          ValueError: there is no such parameter.
+          ValueError: a name is none of a parameter that can be passed by position.
         """
         for place in places:
             if isinstance(place, str) and place not in self._names:
@@ -178,32 +178,32 @@ class Signature:
         return tuple(self._names.index(p) if isinstance(p, str) else p for p in places)
 
     def name(self, slot: Slot) -> str:
-        """Name an argument in a message: by its parameter's name, as far as that is known."""
+        """Return the name of an argument in messages: its parameter's name, if that is known."""
         if isinstance(slot, str):
             return slot
         return self._names[slot] if slot < len(self._names) else f"args[{slot}]"
 
 
 def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
-    """A step that is a method, for one instance; or, of a `classmethod`, for one class.
+    """Bind a step that is a method to an instance, or a step that is a `classmethod` to a class.
 
     An instance that is a pytree of arrays is the step's first argument, replicated, as with
-    `jax.jit`. Any other is a constant of the program.
+    `jax.jit`. Any other instance is a constant of the program.
     """
     if not jax.tree_util.all_leaves([instance]):
         return functools.partial(step, instance)
     try:
-        held = vars(instance)
-    except TypeError:  # it has slots, and room for nothing else
+        attributes = vars(instance)
+    except TypeError:  # it has slots, and no room for another attribute
         return bind(instance)
     key = f"_data_parallel_{id(step)}"
-    found = held.get(key)
-    if found is None or found[0] is not instance or found[1] is not step:
-        # With the instance beside it, a copy of whose attributes has no step of its own yet; and
-        # with the step, whose number another one gets once nobody holds it.
-        found = (instance, step, bind(instance))
-        if isinstance(instance, type):  # whose attributes can be read as a dict, but not written
-            setattr(instance, key, found)
+    bound = attributes.get(key)
+    if bound is None or bound[0] is not instance or bound[1] is not step:
+        # Stored with the instance, as a copy of its attributes must not use this step; and with
+        # the step, as its id may be used again once it is garbage.
+        bound = (instance, step, bind(instance))
+        if isinstance(instance, type):  # the attributes of a class are a read-only view
+            setattr(instance, key, bound)
         else:
-            held[key] = found
-    return found[2]
+            attributes[key] = bound
+    return bound[2]

@@ -1,4 +1,4 @@
-"""The first call of each shape of a program with `jc.same` in it: the copies are compared."""
+"""Compares replicas on the first call of each shape of a program with `jc.same` in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxcoll._spmd.check_replicas import REPORTED, Claims, ReplicaCheck
 
 
 def are_new(claims: Claims, arguments: Any) -> bool:
-    """True if a program has claims that were not compared yet for arguments of these shapes."""
+    """Return True if claims of a program were not yet compared for arguments of these shapes."""
     if not claims.found:
         return False
     leaves, treedef = jax.tree.flatten(arguments)
@@ -26,12 +26,12 @@ def are_new(claims: Claims, arguments: Any) -> bool:
 
 
 def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any], Any]:
-    """A function of a call's result that returns it once all replicas are found to agree.
+    """Return a function that returns a call's result after it checked that all replicas agree.
 
     Every process of the mesh must call it.
     """
 
-    def of(result: Any) -> Any:
+    def checked_result(result: Any) -> Any:
         jax.block_until_ready(result)
         jax.effects_barrier()
         places = sorted({place for place, _ in claims.reported})
@@ -43,10 +43,10 @@ def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any]
         claims.reported.clear()
         with no_mesh():
             rows = NamedSharding(mesh, PartitionSpec(axes))
-            held = jax.make_array_from_callback(table.shape, rows, table.__getitem__)
+            sharded = jax.make_array_from_callback(table.shape, rows, table.__getitem__)
             whole = NamedSharding(mesh, PartitionSpec())
-            digests = np.asarray(jax.jit(lambda x: x, out_shardings=whole)(held))
+            digests = np.asarray(jax.jit(lambda x: x, out_shardings=whole)(sharded))
         ReplicaCheck(digests, tuple(places), tuple(map(str, range(len(table))))).raise_if_differs()
         return result
 
-    return of
+    return checked_result

@@ -1,4 +1,4 @@
-"""Wraps a train step: places its arguments, compiles it once a shape, proves what it returns."""
+"""`data_parallel`: place a step's arguments, compile it once per shape, check its outputs."""
 
 from __future__ import annotations
 
@@ -42,58 +42,57 @@ def data_parallel(
     varying_outputs: VaryingOutputs | Any = "error",
     check_vma: bool = False,
 ) -> Any:
-    """Run an ordinary step on every replica, each with its share of the batch.
+    """Run a train step on every replica, each with its share of the batch.
 
-    The step means what `jax.pmap` means: every value in it is one replica's own, `jax.grad` is the
-    gradient of this replica's loss, and what it returns must be the same on every replica, which
-    is proven from the traced program before it runs. The step sees its replica's rows of the
-    batch, its own part of `Shards` wherever they are, and whole copies of everything else. Can be
-    used as a decorator, with or without arguments, on functions and on methods of a class.
+    The step has the semantics of `jax.pmap`: every value in it is this replica's, and `jax.grad` is
+    the gradient of this replica's loss. Its outputs must be the same on every replica; this is
+    proven from the traced program before it runs. The step gets its replica's rows of the batch,
+    its part of any `Shards`, and whole copies of everything else. Use `data_parallel` as a
+    decorator or a function, with or without arguments, on functions and on methods.
 
-    Over several processes an array of the host (numpy, or a `jax.Array` of this process alone) is
-    this process's share: its rows of the batch, and the whole value of everything else. In one
-    process it is the whole batch. The first call compares across processes, by digests: state
-    that differs is an error, and rows that are the same everywhere are a warning.
+    In a job of several processes, a host array (numpy, or a `jax.Array` of this process only) is
+    this process's share: its rows of the batch, or the whole value of any other argument. In a
+    single process it is the whole batch. The first call compares digests across processes: state
+    that differs is an error, and a batch with the same rows everywhere is a warning.
 
     Args:
-      step: a function or method of pytrees of arrays, positional or by keyword; it reduces with
-        `jc.grad`, `jc.value_and_grad`, `jc.pmean` or `jax.lax` over `axis_name`. What it
-        reads of `self` or a closure is a constant of the program, as with `jax.jit`: a later
-        `self.lr = ...` changes nothing. What changes is an argument.
-      mesh: devices and axes; None: those of `jax.set_mesh` around a call, if they have the axis;
-        else all devices on one axis.
-      axis_name: the mesh axis, or axes from outer to inner, that the batch is split over, and that
-        reductions in the step are over unless they name others. Other axes of the mesh are left
-        to the compiler, which splits the work along them as arrays lie, and have no name inside;
-        beside them leaves are summed one by one. Those of type Explicit hold copies.
-      batch_argnums: positions in the step's signature, or names, of the arguments split along
-        their leading dimension, however they are passed; the rest is whole on every replica. A
-        step of two parameters splits the second, one of a single parameter that one (parameters
-        with a default do not count); of any other step the batch must be named.
+      step: a function or method of pytrees of arrays, positional or by keyword. It reduces with
+        `jc.grad`, `jc.value_and_grad`, `jc.pmean` or `jax.lax` over `axis_name`. Values that it
+        reads from `self` or a closure are constants of the program, as with `jax.jit`: setting
+        `self.lr = ...` later has no effect. Pass values that change as arguments.
+      mesh: devices and axes; None: the mesh of `jax.set_mesh` at the time of the call, if it has
+        the axis; else all devices on one axis.
+      axis_name: the mesh axis, or axes from outer to inner, that the batch is split over and that
+        reductions in the step use by default. Other axes of the mesh have no name in the step: the
+        compiler splits the work along them as the arrays are sharded, and leaves are then reduced
+        one by one. Over Explicit axes everything is replicated.
+      batch_argnums: positions in the step's signature, or names, of the arguments to split along
+        their leading dimension, however they are passed. All others are whole on every replica. By
+        default, of one or two parameters the last is split, not counting those with a default; for
+        any other step the batch must be named.
       donate_argnums: positions or names of the arguments whose memory may be reused for the
-        results. An array that is passed twice is given away once, and copied for its other places.
-      options: defaults for the reductions inside; `timeout_seconds` bounds each call.
-        Where they overlap, the compiler options that their plans need are set, for this program
-        alone, as its first call finds them.
-      varying_outputs: what to do with an output that differs between replicas. "error": refuse
-        it and name it. "concatenate": join the rows of every array along its leading dimension,
-        in replica order, as for the predictions of a batch; one that is the same everywhere
-        gives its rows once for each replica, and only scalars are returned as they are. Or a
-        tree of these words, one for each output or part of the output.
-      check_vma: as in `jax.shard_map`. True hands the step to JAX's types, as a `shard_map` of your
-        own would: nothing is proven here, and a gradient has their meaning.
+        results. An array that is passed twice is donated once, and copied for its other uses.
+      options: defaults for the reductions inside; `timeout_seconds` bounds each call. `overlap`
+        sets the compiler options that the plans need, for this program only, on its first call.
+      varying_outputs: how to treat an output that differs between replicas. "error": refuse it by
+        name. "concatenate": join every array of the output along its leading dimension in replica
+        order, as for the predictions of a batch; an array that is the same on all replicas is
+        repeated, and only scalars are returned unchanged. Or a tree of these strings, one for each
+        output or part of it.
+      check_vma: as in `jax.shard_map`. True: JAX's types check the step as in your own `shard_map`;
+        nothing is proven here, and gradients follow JAX's rules.
 
     Returns:
-      A `DataParallel`: call it with host numpy arrays or global `jax.Array`s; it places them
-      (without a copy where they are in place), compiles once for each shape and dtype, and
-      returns global arrays, replicated. Cost: that of the reductions inside.
+      A `DataParallel`: call it with host numpy arrays or global `jax.Array`s. It places them
+      (without a copy if they are already placed), compiles once for each shape and dtype, and
+      returns replicated global arrays. Cost: that of the reductions inside.
 
     Raises:
-      ValueError: an argument is invalid, the mesh is empty, lists a device twice or lacks the
-        axis; on a call, the batch is not named or does not divide, or has unequal numbers of
-        rows that would broadcast on one replica alone; an argument that is not an array
-        of numbers or is deleted; an output that varies; or a reduction that would hang or mix
-        values, such as one in a branch that each replica chooses for itself.
+      ValueError: an argument is invalid, or the mesh is empty, lists a device twice or lacks the
+        axis; on a call, the batch is not named, does not divide, or has unequal numbers of rows
+        that would broadcast only within a replica; an argument is deleted or not a numeric array;
+        an output varies; or a reduction would hang or mix values (in a branch that replicas choose
+        for themselves).
       AlreadyReducedError: on a call, `Shards` are reduced again.
       ReplicaDivergenceError: on a first call, processes pass different state, or replicas hold
         different values where `jc.same` was called.
@@ -101,7 +100,7 @@ def data_parallel(
 
     Warns:
       SameRowsWarning: on a first call, all processes pass the same rows.
-      RepeatedSumWarning: on a first call, a sum counts what was reduced before.
+      RepeatedSumWarning: on a first call, a sum repeats a value that was already reduced.
 
     Examples:
       >>> import numpy as np
@@ -132,10 +131,10 @@ def data_parallel(
 
 @dataclasses.dataclass(eq=False, repr=False)
 class DataParallel:
-    """A step that runs on every replica; made by `data_parallel`, called like the step.
+    """A step that runs on every replica; made by `data_parallel` and called like the step.
 
     Attributes:
-      signature: which arguments of a call are the batch.
+      signature: finds the batch among the arguments of a call.
     """
 
     _step: Callable[..., Any]
@@ -152,7 +151,7 @@ class DataParallel:
         self._axes = axis_names(self._axis_name)
         self.signature = Signature(self._step, self._batch_argnums)
         self._calls = 0
-        self._known: dict[Any, Any] = {}
+        self._programs: dict[Any, Any] = {}
         self._on_ambient: dict[Mesh, DataParallel] = {}
         self._inner = dispatched.InnerDeadlines()
 
@@ -161,22 +160,22 @@ class DataParallel:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh it runs on: without one given, that of `jax.set_mesh` or of all devices."""
-        return self._here()._own_mesh
+        """The mesh it runs on. By default that of `jax.set_mesh`, or one of all devices."""
+        return self._here()._fixed_mesh
 
     @property
     def chosen_mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh that was given, or that of `jax.set_mesh` if it has the axes; None: neither."""
+        """The `mesh` argument, or the mesh of `jax.set_mesh` if it has the axes; else None."""
         return ambient_mesh(self._axes) if self._mesh is None else self._mesh
 
     @functools.cached_property
-    def _own_mesh(self) -> Mesh:
+    def _fixed_mesh(self) -> Mesh:
         return checked_mesh(self._mesh, self._axis_name, "data_parallel")
 
     def _here(self) -> DataParallel:
-        """This step on the mesh of the caller's `jax.set_mesh`, if that is the one to take."""
+        """Return this step on the mesh of `jax.set_mesh`, if it has no mesh of its own."""
         mesh = self.chosen_mesh if self._mesh is None else None
-        if not isinstance(mesh, Mesh):  # what is called in a trace is refused for its arguments
+        if not isinstance(mesh, Mesh):  # abstract in a trace, where traced arguments are refused
             return self
         if mesh not in self._on_ambient:
             self._on_ambient[mesh] = self.on(mesh)
@@ -201,7 +200,7 @@ class DataParallel:
         return equal_shares(self._devices)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """This step as a method: see `bound_step`."""
+        """Return this step as a method; see `bound_step`."""
         instance = owner if isinstance(self._step, classmethod) else instance
         return self if instance is None else bound_step(self, instance, self._bind)
 
@@ -213,7 +212,7 @@ class DataParallel:
 
     @property
     def axis_name(self) -> str | tuple[str, ...]:
-        """The axis, or axes, that a batch is split over."""
+        """The axis or axes that the batch is split over."""
         return self._axis_name
 
     @property
@@ -228,12 +227,12 @@ class DataParallel:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that share a batch."""
+        """The number of replicas that share a batch."""
         return math.prod(self.mesh.shape[a] for a in self._axes)
 
     @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The step's result on the whole batch; see `data_parallel`."""
+        """Return the step's result on the whole batch; see `data_parallel`."""
         step = self._here()
         with no_mesh():
             call, checked = step._call(args, kwargs)
@@ -242,7 +241,7 @@ class DataParallel:
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dispatched.Call, Callable[[Any], Any]]:
-        """The call of a program, and what is to be done with its result."""
+        """Return the call of a program, and a function to apply to its result."""
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         call = self._arguments.ready(args, kwargs)
@@ -251,30 +250,30 @@ class DataParallel:
             claims = Claims(compares=True)
             program = self._jitted(remember, call, claims)
             checked = checked_claims(claims, self.mesh, self._axes)
-        given = program, call.args, self._devices, name, self._options, call.kwargs
-        return dispatched.Call(*given, rows=True, inner=self._inner), checked
+        of_call = program, call.args, self._devices, name, self._options, call.kwargs
+        return dispatched.Call(*of_call, rows=True, inner=self._inner), checked
 
     def over(self, mesh: AbstractMesh, worlds: Worlds, processes: int) -> DataParallel:
-        """This step on devices that are not here: to be traced and lowered, not to be called.
+        """Return this step for other devices, to be traced and lowered but not called.
 
         Args:
-          mesh: axes, those of `axis_name` among them.
-          worlds: of the reductions inside.
-          processes: equal shares of the devices.
+          mesh: a mesh with the axes of `axis_name`.
+          worlds: the worlds of the reductions inside.
+          processes: the number of processes, each with equally many devices.
 
         Returns:
-          A step of the same function and settings.
+          A step with the same function and settings.
         """
-        return self._twin(_mesh=mesh, _own_mesh=mesh, _worlds=worlds, _processes=processes)
+        return self._twin(_mesh=mesh, _fixed_mesh=mesh, _worlds=worlds, _processes=processes)
 
     def on(self, mesh: Mesh) -> DataParallel:
-        """This step on other devices.
+        """Return this step on other devices.
 
         Args:
-          mesh: devices and axes, `axis_name` among them.
+          mesh: devices and axes, including `axis_name`.
 
         Returns:
-          A step of the same function and settings.
+          A step with the same function and settings.
 
         Raises:
           ValueError: the mesh lacks the axis.
@@ -283,21 +282,22 @@ class DataParallel:
 
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
-        # What follows from the mesh is found anew, but for what `changed` says of it.
-        for cached in ("_own_mesh", "_worlds", "_devices", "_processes", "_arguments"):
+        # Properties that depend on the mesh are computed anew, unless they are in `changed`.
+        for cached in ("_fixed_mesh", "_worlds", "_devices", "_processes", "_arguments"):
             vars(twin).pop(cached, None)
-        vars(twin).update(changed, _known={}, _on_ambient={}, _inner=dispatched.InnerDeadlines())
+        inner = dispatched.InnerDeadlines()
+        vars(twin).update(changed, _programs={}, _on_ambient={}, _inner=inner)
         return twin
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The program for these arguments, traced and not yet lowered.
+        """Trace the program for these arguments.
 
         Args:
-          *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+          *args: arrays or `jax.ShapeDtypeStruct`s.
           **kwargs: likewise.
 
         Returns:
-          What `jax.jit(...).trace` returns.
+          A `jax.stages.Traced`, like `jax.jit(...).trace`.
         """
         step = self._here()
         with no_mesh():
@@ -305,14 +305,14 @@ class DataParallel:
             return step._compiled(call)[0].trace(*call.args, **call.kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The program for these arguments, lowered: `.as_text()` shows what is requested.
+        """Lower the program for these arguments: `.as_text()` shows what it requests.
 
         Args:
-          *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+          *args: arrays or `jax.ShapeDtypeStruct`s.
           **kwargs: likewise.
 
         Returns:
-          What `jax.jit(...).lower` returns; `.compile().as_text()` shows what was compiled.
+          A `jax.stages.Lowered`; its `.compile().as_text()` shows the compiled program.
         """
         traced = self.trace(*args, **kwargs)
         with no_mesh():
@@ -321,23 +321,23 @@ class DataParallel:
     def trace_recorded(
         self, record: Callable[[CollectivePlan], None], /, *args: Any, **kwargs: Any
     ) -> jax.stages.Traced:
-        """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
+        """Trace anew, like `trace`, and call `record` with the plan of each reduction."""
         step = self._here()
         with no_mesh():
             call = step._shapes(args, kwargs)
             return step._jitted(record, call, Claims()).trace(*call.args, **call.kwargs)
 
     def _compiled(self, call: Call) -> tuple[Any, Claims]:
-        """The jitted program, which its first arguments decide on, and its claims."""
-        if call.batch not in self._known:
+        """Return the jitted program and its claims; the first call decides on its options."""
+        if call.batch not in self._programs:
             claims = Claims()
-            self._known[call.batch] = self._jitted(remember, call, claims), claims
-        return self._known[call.batch]
+            self._programs[call.batch] = self._jitted(remember, call, claims), claims
+        return self._programs[call.batch]
 
     def _jitted(self, record: Callable[[CollectivePlan], None], call: Call, claims: Claims) -> Any:
-        """The program, with the compiler options that its plans need with these arguments.
+        """Return the program with the compiler options that its plans need for these arguments.
 
-        JAX keeps the trace that finds them, and compiles from it.
+        A trace finds these options. JAX caches the trace and compiles from it.
         """
         wanted: dict[str, Any] = {}
 
@@ -348,12 +348,12 @@ class DataParallel:
         program = functools.partial(self._program, noted, call.batch, claims)
         functools.update_wrapper(program, self._step, updated=())
         jitted = functools.partial(jax.jit, program, donate_argnums=self.donate_argnums)
-        bare = jitted()
-        bare.trace(*call.args, **call.kwargs)
+        without_options = jitted()
+        without_options.trace(*call.args, **call.kwargs)
         if not wanted:
-            return bare
-        here = isinstance(self.mesh, Mesh)
-        known = known_options(wanted, self.mesh.devices.flat[0]) if here else wanted
+            return without_options
+        has_devices = isinstance(self.mesh, Mesh)
+        known = known_options(wanted, self.mesh.devices.flat[0]) if has_devices else wanted
         return jitted(compiler_options=known)
 
     def _program(
@@ -365,7 +365,7 @@ class DataParallel:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Return the result of the step on every device of the mesh; this is traced."""
+        """Run the step on every device of the mesh; this function is traced."""
         rows = PartitionSpec(self._axis_name)
         in_specs = (
             *(rows if i in batch else specs_of(arg) for i, arg in enumerate(args)),
@@ -388,17 +388,18 @@ class DataParallel:
             error.add_note(FLAGS)
             raise
         except (TypeError, ValueError) as error:
-            if str(Shards) in str(error):  # JAX's, of trees that differ
+            if str(Shards) in str(error):  # JAX's message about trees that differ
                 error.add_note(_SHARDS_UPDATED)
             raise
 
     def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return self._arguments.shapes(self._arguments.asked(args, kwargs))
+        return self._arguments.shapes(self._arguments.checked(args, kwargs))
 
 
 _SHARDS_UPDATED = """\
-`Shards`, as `scatter=True` makes them of gradients, met a whole tree, as an optimizer's state is. \
-That of shards has a state of shards: `optimizer = jc.sharded_optimizer(optimizer, "data")`."""
+The step combines `Shards`, such as gradients with `scatter=True`, and a whole tree, such as an \
+optimizer's state. Keep the state in shards too: \
+`optimizer = jc.sharded_optimizer(optimizer, "data")`."""
 
 
 def _unchanged(result: Any) -> Any:

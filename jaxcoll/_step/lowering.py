@@ -1,4 +1,4 @@
-"""The texts of a program: what it requests, and what the compiler makes of it. Nothing runs."""
+"""The requested and the compiled text of a program, without running it."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from jaxcoll._spmd.scope import entered, scope_here
 Stage = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
 
 _HOLDING = ("traced", "lowered", "compiled")
-"""The attributes under which other libraries hold JAX's stage of a program. flax's `nnx.jit` and
-equinox's `filter_jit` hand out functions and programs of classes of their own."""
+"""Attributes in which flax's `nnx.jit` and equinox's `filter_jit`, which return functions and
+programs of their own classes, keep JAX's stage of a program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Texts of a program before it runs, and what a report needs beside them."""
+    """Texts of a program, and other input of a report."""
 
     compiled: str  # HLO
-    # HLO before any optimization, with its lines of Python; None if there is none any more
+    # HLO before any optimization, with lines of Python; None if the program is already compiled
     requested: str | None = None
-    plans: tuple[Plan, ...] = ()  # of the reductions that were traced for it
-    where: str = ""  # what it was compiled for; "" if for the devices that are here
-    rates: Rates | None = None  # what those devices cost; None if that is not known
-    # Bytes on one device by name, such as "argument" and "temp"; None if that is not known
+    plans: tuple[Plan, ...] = ()  # of the traced reductions
+    where: str = ""  # the topology it was compiled for; "": the local devices
+    rates: Rates | None = None  # prices of these devices, if known
+    # Bytes on one device by name, such as "argument" and "temp", if known
     memory: Mapping[str, int] | None = None
 
 
 def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str) -> Texts:
-    """Trace, lower and compile what is not compiled yet.
+    """Trace, lower and compile a program, as far as that is not done yet.
 
-    The program is a function, one that `jax.jit`, `jax.pmap` or another library's own `jit`
-    returned, a `data_parallel` step, a `functools.partial` or method of one; or, without
-    arguments, what `.trace`, `.lower` or `.compile` returned.
+    It is a function, a result of `jax.jit`, `jax.pmap` or another library's `jit`, a
+    `data_parallel` step, a `functools.partial` or method of one; or, without arguments, the result
+    of `.trace`, `.lower` or `.compile`.
 
     Raises:
-      ValueError: it is none of these, or arguments came with what has them already.
+      ValueError: it is none of these, or there are arguments for a traced program.
     """
     stage = stage_of(program)
     if stage is not None:
         if args or kwargs:
             raise ValueError(
-                f"`{caller}` got arguments for a program that was lowered with its own; pass the "
-                "function and its arguments, or the program alone."
+                f"`{caller}` got arguments with a program that was already traced with its own; "
+                "pass the function and its arguments, or the program alone."
             )
         return _texts_of(stage)
     plans: list[CollectivePlan] = []
@@ -63,7 +63,7 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
 
 
 def _texts_of(stage: Stage, plans: Sequence[CollectivePlan] = ()) -> Texts:
-    """The texts of what is traced, lowered or compiled already."""
+    """Return the texts of a traced, lowered or compiled program."""
     lowered = stage.lower() if isinstance(stage, jax.stages.Traced) else stage
     compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
     memory, mesh = compiled.memory_analysis(), line_of(jax.devices(), "data")
@@ -77,8 +77,8 @@ def _texts_of(stage: Stage, plans: Sequence[CollectivePlan] = ()) -> Texts:
 
 
 def requested_text(lowered: jax.stages.Lowered) -> str:
-    """Return the HLO that was requested, before any compiler has seen it, with source lines."""
-    # What `as_text("hlo")` returns, but without the numbers of large constants.
+    """Return the requested HLO, before any compiler pass, with source lines."""
+    # Like `as_text("hlo")`, but without the values of large constants
     program: Any = lowered.compiler_ir("hlo")
     return program.as_hlo_module().to_string()
 
@@ -90,19 +90,19 @@ def _traced(
     record: Callable[[CollectivePlan], None],
     caller: str,
 ) -> Stage:
-    """The program traced anew, so that every reduction in it says its plan."""
+    """Trace the program anew, and call `record` with the plan of each reduction."""
     program, args, kwargs = lowerable(program, args, kwargs, caller)
     if hasattr(program, "trace_recorded"):  # a `data_parallel` step
         return program.trace_recorded(record, *args, **kwargs)
-    # A scope of its own is part of the key of JAX's caches: no older trace is taken for this one.
+    # The new scope is part of the key of JAX's caches, so no older trace is used.
     with entered(dataclasses.replace(scope_here(), record=record)):
-        # What equinox jitted goes from the function to the lowered program in one step.
-        found = getattr(program, "trace", program.lower)(*args, **kwargs)
-    stage = stage_of(found)
+        # equinox's functions have no `trace`, only `lower`.
+        result = getattr(program, "trace", program.lower)(*args, **kwargs)
+    stage = stage_of(result)
     if stage is None:
         raise ValueError(
-            f"`{caller}`: {type(program).__name__} says that it can be lowered, and what it lowers "
-            f"to, {type(found).__name__}, holds no program of JAX. Pass the function that it wraps."
+            f"`{caller}`: {type(program).__name__} has a method to lower it, but the result, "
+            f"{type(result).__name__}, holds no JAX program. Pass the function that it wraps."
         )
     return stage
 
@@ -110,59 +110,60 @@ def _traced(
 def lowerable(
     program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return what can be lowered, jitted here if nobody has, and what it is called with.
+    """Return a jitted function and its arguments, jitting a plain function.
 
-    A function that takes a `mesh` is given one, of all devices on the axis "data".
+    A function with a required `mesh` gets one of all devices on the axis "data".
 
     Raises:
-      ValueError: it is no function.
+      ValueError: `program` is not a function.
     """
     if callable(program) and takes_mesh(program, kwargs):
         program = given_mesh(program, line_of(jax.devices(), "data"))
     program, args, kwargs = called(program, args, kwargs)
     if not callable(program):
         functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]
-        meant = f", whose functions are {' and '.join(f'`.{name}`' for name in functions)}"
+        hint = f"; its functions are {' and '.join(f'`.{name}`' for name in functions)}"
         raise ValueError(
-            f"`{caller}` expects a function and its arguments, a `data_parallel` step, what "
-            f"`.trace`, `.lower` or `.compile` returned, or HLO text; got "
-            f"{type(program).__name__}{meant if functions else ''}."
+            f"`{caller}` expects a function and its arguments, a `data_parallel` step, a result of "
+            f"`.trace`, `.lower` or `.compile`, or HLO text; got "
+            f"{type(program).__name__}{hint if functions else ''}."
         )
     is_ready: bool = hasattr(program, "lower")
     return (program, args, kwargs) if is_ready else jitted(program, args, kwargs)
 
 
 def stage_of(program: Any) -> Stage | None:
-    """The traced, lowered or compiled program of JAX that `program` is or holds; None if none."""
+    """Return the traced, lowered or compiled JAX program that `program` is or holds, or None."""
     if isinstance(program, Stage):
         return program
-    held = (vars(type(program)).keys() | getattr(program, "__dict__", {}).keys()) & {*_HOLDING}
-    found = (getattr(program, name, None) for name in sorted(held))
-    return next((x for x in found if isinstance(x, Stage)), None)
+    names = (vars(type(program)).keys() | getattr(program, "__dict__", {}).keys()) & {*_HOLDING}
+    values = (getattr(program, name, None) for name in sorted(names))
+    return next((x for x in values if isinstance(x, Stage)), None)
 
 
 def called(
     fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A function and what it is called with, if `fun` is one that some of that is bound to.
+    """Return the function inside of a `functools.partial` or method, with all of its arguments.
 
-    `functools.partial` and methods of what can be lowered by itself, as `jax.jit`, `jax.pmap` and
-    `jc.data_parallel` return it, are taken apart; anything else stays as it is.
+    This unwraps functions that have a `lower`, as `jax.jit`, `jax.pmap` and `jc.data_parallel`
+    return them. Any other `fun` is returned unchanged.
     """
-    inner, given, named = fun, tuple(args), dict(kwargs)
+    inner, positional, named = fun, tuple(args), dict(kwargs)
     while isinstance(inner, functools.partial | types.MethodType):
         if isinstance(inner, functools.partial):
-            given, named = (*inner.args, *given), {**inner.keywords, **named}
+            positional, named = (*inner.args, *positional), {**inner.keywords, **named}
             inner = inner.func
         else:
-            given, inner = (inner.__self__, *given), inner.__func__
-    return (inner, given, named) if hasattr(inner, "lower") else (fun, tuple(args), dict(kwargs))
+            positional, inner = (inner.__self__, *positional), inner.__func__
+    is_ready = hasattr(inner, "lower")
+    return (inner, positional, named) if is_ready else (fun, tuple(args), dict(kwargs))
 
 
 def jitted(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """`fun` as `jax.jit` takes it, and what it is called with then.
+    """Return `fun` jitted, and the arrays to call it with.
 
     Arguments that are not arrays, such as a name or a function in a module, are bound to it.
     """
@@ -171,10 +172,10 @@ def jitted(
 
     def of_arrays(*arrays: Any) -> Any:
         rest = iter(arrays)
-        given, named = treedef.unflatten(
+        positional, named = treedef.unflatten(
             next(rest) if is_dynamic else x for x, is_dynamic in zip(leaves, dynamic, strict=True)
         )
-        return fun(*given, **named)
+        return fun(*positional, **named)
 
     inner = fun.func if isinstance(fun, functools.partial) else fun
     of_arrays.__name__ = getattr(inner, "__name__", type(inner).__name__)

@@ -1,4 +1,4 @@
-"""The arguments of a step where its program wants them, or as types if nothing is to run."""
+"""Places the arguments of a step on its mesh, or computes their types if nothing is to run."""
 
 from __future__ import annotations
 
@@ -28,28 +28,25 @@ from jaxcoll._spmd.shards import is_shards, shards_in
 from jaxcoll._step.arguments import Call, Signature, Slot
 
 _BROADCAST = """\
-`data_parallel`: {one} has {rows} rows and {other} has {others}. As a whole they do not fit each \
-other, but their shares on one replica, {share} and {another}, broadcast, and would give numbers \
-that no one device gives. Pass equally many rows of both. If one row for each replica \
-is meant, as of a state, pass it as an argument of its own, named in `batch_argnums` as well."""
+`data_parallel`: {one} has {rows} rows and {other} has {others}. The whole arrays do not fit each \
+other, but their shares on one replica, {share} and {another}, broadcast, which would give other \
+numbers than one device does. Pass equally many rows of both. If you mean one row for each \
+replica, as for a state, pass it as a separate argument, also named in `batch_argnums`."""
 
 
 _SHARDS_AS_BATCH = """\
-`data_parallel`: {name} holds `Shards` and is taken for the batch, whose rows are split over the \
-replicas; Shards are split already. Name the arguments that are the batch in `batch_argnums`."""
+`data_parallel`: {name} holds `Shards`, but is taken for the batch, to be split over the replicas \
+by rows; Shards are already split. Name the arguments that are the batch in `batch_argnums`."""
 
 
 @dataclasses.dataclass
 class Arguments:
-    """The placement of a step's arguments on a mesh.
-
-    The rows of a batch are those of so many `processes`; 0: not all have as many devices.
-    """
+    """The placement of a step's arguments on a mesh."""
 
     _signature: Signature
     _mesh: Any
     _axis_name: str | tuple[str, ...]
-    _processes: int
+    _processes: int  # that have devices in the mesh; 0 if some have more devices than others
     _donated: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -61,20 +58,20 @@ class Arguments:
         self._last: tuple[InPlace | None, tuple[Slot, ...]] = None, ()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call as `asked` and `placed` make it; one like the last is looked at once."""
+        """Return the call with placed arguments. A call like the last one takes a shortcut."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         last, batch = self._last
         is_shared = self._donated and len({id(x) for x in leaves}) < len(leaves)
         if last is not None and not is_shared and last.is_like(leaves, tree):
             return Call(args, kwargs, batch)
-        call = self.placed(self.asked(args, kwargs))
+        call = self.placed(self.checked(args, kwargs))
         placed, same = jax.tree.flatten((call.args, call.kwargs))
         if same == tree and all(a is b for a, b in zip(placed, leaves, strict=True)):
             self._last = InPlace.of(leaves, tree), call.batch
         return call
 
-    def asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments in their places, and the batch among them, checked."""
+    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Return the call in the order of the signature, with its batch, after checks."""
         check_concrete(args, kwargs)
         call = self._signature.call(args, kwargs)
         for i in self._donated:
@@ -92,15 +89,15 @@ class Arguments:
         return call
 
     def placed(self, call: Call) -> Call:
-        """The same call of global arrays; what is in place is not copied."""
+        """Return the call with global arrays; arrays that are already placed are not copied."""
         call = self._unshared(call) if self._donated else call
         return call.map(lambda x: place(x, self._rows), self._replicated)
 
     def _unshared(self, call: Call) -> Call:
-        """The same call, in which an array that is passed twice is donated once.
+        """Copy arrays that are passed twice, such as weights and their initial average.
 
-        XLA refuses the second use, as of weights and their average before the first step, on each
-        device by itself; with several of them that ends the process.
+        XLA refuses to donate an array that has a second use. It does so on each device separately,
+        which ends the process if there are several.
         """
         leaves = jax.tree.leaves((call.args, call.kwargs))
         if len({*map(_memory, leaves)}) == len(leaves):
@@ -109,20 +106,20 @@ class Arguments:
         kept = [x for i, x in enumerate(call.args) if i not in donated]
         seen = {*map(_memory, jax.tree.leaves((kept, call.kwargs)))}
 
-        def own(leaf: Any) -> Any:
+        def unshared(leaf: Any) -> Any:
             shared = _memory(leaf) in seen and isinstance(leaf, jax.Array)
             seen.add(_memory(leaf))
             return leaf.copy() if shared else leaf
 
-        args = [jax.tree.map(own, x) if i in donated else x for i, x in enumerate(call.args)]
+        args = [jax.tree.map(unshared, x) if i in donated else x for i, x in enumerate(call.args)]
         return call._replace(args=tuple(args))
 
     def shapes(self, call: Call) -> Call:
-        """Return the types that `placed` would make: no array is read, so that deleted ones do."""
+        """Return the types that `placed` would make. Arrays are not read and may be deleted."""
         row = functools.partial(placed_shape, sharding=self._rows, processes=self._processes)
 
         def whole(x: Any) -> Any:
-            if is_shards(x):  # their parts are global arrays already
+            if is_shards(x):  # their parts are already global arrays
                 return place_shards(jax.tree.map(shape_of, x), self._mesh)
             return placed_shape(x, self._whole_of(x), 1)
 
@@ -132,7 +129,7 @@ class Arguments:
         )
 
     def _replicated(self, tree: Any) -> Any:
-        """Copies of everything on every device, but for `Shards`: each device has its own."""
+        """Replicate arrays over all devices; each device gets only its part of `Shards`."""
         if is_in_place(tree, self._whole):
             return tree
 
@@ -142,17 +139,17 @@ class Arguments:
         return jax.tree.map(placed, tree, is_leaf=is_shards)
 
     def _whole_of(self, x: Any) -> NamedSharding:
-        """Return the sharding of a replicated array, which keeps its place along other axes."""
-        at = getattr(x, "sharding", None)
-        if not self._has_others or not isinstance(at, NamedSharding):
+        """Return the sharding of a replicated array; it stays split along other axes."""
+        current = getattr(x, "sharding", None)
+        if not self._has_others or not isinstance(current, NamedSharding):
             return self._whole
-        split = {a for part in at.spec if part for a in axis_names(part)}
-        here = at.mesh == self._mesh and split.isdisjoint(axis_names(self._axis_name))
-        return at if here else self._whole
+        split = {a for part in current.spec if part for a in axis_names(part)}
+        fits = current.mesh == self._mesh and split.isdisjoint(axis_names(self._axis_name))
+        return current if fits else self._whole
 
 
 def _memory(leaf: Any) -> int:
-    """The same of one array, and of two that `jax.device_put` made of one where it lay already."""
+    """Return a key for an array's memory, which `jax.device_put` may share between two arrays."""
     is_one = isinstance(leaf, jax.Array) and not leaf.is_deleted()
     numbers = is_one and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
     on_one_device = numbers and len(leaf.sharding.device_set) == 1 and leaf.is_fully_addressable
@@ -160,12 +157,12 @@ def _memory(leaf: Any) -> int:
 
 
 def _check_apart(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int) -> None:
-    """Refuse leaves of one batch whose shares broadcast against each other, while they do not."""
+    """Refuse leaves of a batch if their shares broadcast, but the whole arrays do not."""
     for (a, one), (b, other) in itertools.combinations(shares.items(), 2):
         whole, others = ((share[0] * replicas, *share[1:]) for share in (a, b))
-        # A single row does, if not at once then after a product or a sum over columns.
-        meet = replicas > 1 and 1 in (a[0], b[0])
-        if a[0] != b[0] and (meet or (_broadcast(a, b) and not _broadcast(whole, others))):
+        # A single row broadcasts, perhaps after a product or a sum over columns.
+        single = replicas > 1 and 1 in (a[0], b[0])
+        if a[0] != b[0] and (single or (_broadcast(a, b) and not _broadcast(whole, others))):
             raise ValueError(
                 _BROADCAST.format(
                     one=one(), rows=whole[0], other=other(), others=others[0], share=a, another=b
@@ -174,5 +171,5 @@ def _check_apart(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int
 
 
 def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """True if arrays of these shapes can be added."""
+    """Return True if arrays of these shapes can be added."""
     return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))

@@ -1,7 +1,7 @@
-"""A function of one replica as one program of all: traced once, and read once.
+"""Makes one program of all replicas from a function of one, and checks its trace.
 
-It means what `jax.pmap` means: every value is one replica's own, and `jax.grad` is the gradient of
-this replica's loss. The axes of the mesh that the batch is not split over are left to the compiler.
+It has the semantics of `jax.pmap`: every value is one replica's, and `jax.grad` is the gradient of
+this replica's loss. Mesh axes that the batch is not split over are left to the compiler.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from jaxcoll.errors import RepeatedSumWarning
 VaryingOutputs = Literal["error", "concatenate"]
 
 _REPEATED = """\
-The sum over {axis!r}{at} of {like} is {n} times what every replica holds already: it was made \
-from {maker}. Sum it no more, or take the mean; if {n} times is meant, multiply by \
-`lax.axis_size({axis!r})`."""
+The sum over {axis!r}{at} of {like} is {n} times a value that every replica already holds: it was \
+made from {maker}. Do not sum it again, or take the mean; if you mean {n} times the value, \
+multiply by `lax.axis_size({axis!r})`."""
 
 _DIFFERS = """\
 `data_parallel`: {name} of the step differs between replicas (it varies over {axes}), so there is \
-no one value to return{at}. Reduce it, as with `jc.all_reduce("mean", ...)`; or pass \
-varying_outputs="concatenate" to get every replica's rows; or, if it is the same although nothing \
-shows it, mark it: `jc.same(...)`."""
+no single value to return{at}. Reduce it, as with `jc.all_reduce("mean", ...)`; or pass \
+varying_outputs="concatenate" to get every replica's rows; or, if it is the same on all replicas \
+although the program does not prove it, mark it: `jc.same(...)`."""
 
 _SCALAR = """\
 `data_parallel`: {name} of the step differs between replicas and is a scalar, which cannot be \
@@ -46,24 +46,23 @@ concatenated{at}. Reduce it, as with `jc.all_reduce("mean", ...)`, or return it 
 dimension, as in `x[None]`."""
 
 _OWN_GRADIENT = """ \
-It is made of the gradient that was taken at {line}: `jax.grad` gives each replica's own, also of \
-a loss that is averaged inside. Three ways to the gradient of the mean: take the mean of it, \
-`lax.pmean(grads, {axis!r})`; or take it by `jc.value_and_grad` or `jc.grad` of this replica's \
-own loss, or by `jax.grad` of `jc.mean_loss(loss)`; or pass check_vma=True, where JAX's types sum \
-the gradient of a loss that is averaged."""
+It depends on the gradient taken at {line}: `jax.grad` gives the gradient of each replica's own \
+loss, even if the loss is averaged inside. Three ways to get the gradient of the mean: average it, \
+`lax.pmean(grads, {axis!r})`; or compute it by `jc.value_and_grad` or `jc.grad` of this replica's \
+own loss, or by `jax.grad` of `jc.mean_loss(loss)`; or pass check_vma=True, so that JAX's types \
+sum the gradient of an averaged loss."""
 
 _LOST = """\
-`data_parallel`: the step changes {name} in place{others} and neither returns nor uses what it \
-becomes, so the change would be lost: as with `jax.jit`, a step works on copies of the objects \
-among its arguments. Return the object from the step, and go on with what it returns; or pass its \
-arrays, as of `graph, state = nnx.split(module)`, put it together in the step by \
+`data_parallel`: the step changes {name} in place{others} and neither returns nor uses the new \
+value, so the change would be lost: as with `jax.jit`, a step works on copies of the objects among \
+its arguments. Return the object from the step, and continue with the returned one; or pass its \
+arrays, as from `graph, state = nnx.split(module)`, rebuild it in the step by \
 `nnx.merge(graph, state)`, and return `nnx.state(module)`."""
 
 _AUTOMATIC = """\
-jaxcoll: the step runs over {axes}; the other axes of its mesh ({others}) are left to the \
-compiler, which splits the work along them by where arrays lie, and have no name inside. To \
-communicate over one of them, name it in `axis_name`, or in a `jax.shard_map` of your own inside \
-the step."""
+jaxcoll: the step runs over {axes}; the other axes of its mesh ({others}) have no name in it: the \
+compiler splits the work along them as the arrays are sharded. To communicate over one of them, \
+name it in `axis_name`, or in your own `jax.shard_map` inside the step."""
 
 
 def replicated(
@@ -82,15 +81,15 @@ def replicated(
     Args:
       replica: the function of one replica.
       mesh: devices and axes.
-      axes: those that replicas lie along; the others are left to the compiler.
-      scope: for the reductions inside.
-      in_specs: of the arguments, as in `jax.shard_map`.
-      out_specs: of the results, likewise.
-      arguments: of `replica`.
-      check_vma: as in `jax.shard_map`: JAX's types rule, and nothing is proven here.
+      axes: the axes of the replicas; the other axes are left to the compiler.
+      scope: the scope of the reductions inside.
+      in_specs: specs of the arguments, as in `jax.shard_map`.
+      out_specs: specs of the results, likewise.
+      arguments: arguments of `replica`.
+      check_vma: as in `jax.shard_map`; True: JAX's types check the program, and no proof is made.
 
     Returns:
-      The results, and what is proven of them in the order of their leaves.
+      The results, and a proof over which axes they vary, in the order of their leaves.
 
     Raises:
       NameError: the function names an axis that is not mapped.
@@ -115,7 +114,7 @@ def replicated(
                 error.add_note(_AUTOMATIC.format(axes=listed(axes), others=listed(others)))
             raise
         proven = None if check_vma else _proven(program, mesh, axes, bool(others))
-        # The call takes the trace that was read.
+        # The call uses the cached trace that the proof has read.
         return jitted(*arguments), proven
 
 
@@ -125,15 +124,16 @@ def _proven(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool)
     sizes = {axis: mesh.shape[axis] for axis in axes}
     aborts = beside_others and _platform(mesh) == "cpu"
     proven = prove(eqn.params["jaxpr"], inputs, sizes, narrow_sums_abort=aborts)
-    for each in proven.repeated:
-        words = _REPEATED.format(
-            axis=each.axis,
-            at=at_line(each.line),
-            like=each.like,
-            n=sizes[each.axis],
-            maker=f"the reduction at {each.maker}" if each.maker else "the result of a reduction",
+    for repeated in proven.repeated:
+        maker = f"the reduction at {repeated.maker}" if repeated.maker else "a reduced value"
+        message = _REPEATED.format(
+            axis=repeated.axis,
+            at=at_line(repeated.line),
+            like=repeated.like,
+            n=sizes[repeated.axis],
+            maker=maker,
         )
-        settings.warn(words, RepeatedSumWarning, each.line)
+        settings.warn(message, RepeatedSumWarning, repeated.line)
     return proven
 
 
@@ -142,22 +142,22 @@ def _platform(mesh: Any) -> str:
 
 
 def checked_rule(rule: Any) -> Any:
-    """The valid `varying_outputs`, a word or a tree of them."""
-    words = get_args(VaryingOutputs)
-    odd = [x for x in jax.tree.leaves(rule) if x not in words]
-    if odd:
+    """Return `varying_outputs`, which must be one of its values or a tree of them."""
+    values = get_args(VaryingOutputs)
+    invalid = [x for x in jax.tree.leaves(rule) if x not in values]
+    if invalid:
         raise ValueError(
-            f"`varying_outputs` must be one of {', '.join(map(repr, words))}, or a tree of them; "
-            f"got {odd[0]!r}."
+            f"`varying_outputs` must be one of {', '.join(map(repr, values))}, or a tree of them; "
+            f"got {invalid[0]!r}."
         )
     return rule
 
 
 class Outputs:
-    """Results of a step, grouped by specs that are known before it is traced."""
+    """The results of a step, grouped by specs that are known before it is traced."""
 
     def __init__(self, axes: tuple[str, ...], rule: Any) -> None:
-        """Arrays are copies of one value, or rows along `axes`, as `rule` says of each."""
+        """Make groups for arrays that are replicated or are rows along `axes`, as in `rule`."""
         self._rule, self._axes = rule, axes
         several = [c for k in range(len(axes)) for c in itertools.permutations(axes, k + 1)]
         shards = [spec_of(c, stack) for c in several for stack in ((), (1,))]
@@ -166,7 +166,7 @@ class Outputs:
     def of(
         self, step: Callable[..., Any], args: Any, kwargs: Any, names: Sequence[str]
     ) -> list[list[Any]]:
-        """The leaves of the step's result, in a list for each spec, and what it has changed."""
+        """Call the step; return its result's leaves in a list for each spec, and changed arrays."""
         named = {**dict(zip(names, args, strict=True)), **kwargs}
         before = _in_mutable_objects(named)
         result = step(*args, **kwargs)
@@ -177,44 +177,42 @@ class Outputs:
         }
         self._changed = [*changed]
         flat, self._tree = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_shards)
-        unfit = (
-            "`data_parallel`: `varying_outputs` is a tree that does not fit what the step returns"
-        )
-        words = broadcast_prefix(self._rule, result, unfit)
+        unfit = "`data_parallel`: `varying_outputs` is a tree that does not fit the step's result"
+        rules = broadcast_prefix(self._rule, result, unfit)
         groups: list[list[Any]] = [[] for _ in self.specs]
         self._order: list[int] = []
         places: list[tuple[int, Any, PartitionSpec, str]] = []
-        for word, (path, leaf) in zip(words, flat, strict=True):
+        for rule, (path, leaf) in zip(rules, flat, strict=True):
             if is_shards(leaf):
                 spec = spec_of(leaf.axes, leaf.stack)
                 if spec not in self.specs:
                     raise ValueError(
                         f"`data_parallel`: {_name(path)} of the step holds Shards along "
-                        f"{listed(leaf.axes)}, and the step runs over {listed(self._axes)}."
+                        f"{listed(leaf.axes)}, but the step runs over {listed(self._axes)}."
                     )
             else:
-                rows = word == "concatenate" and np.ndim(leaf)
+                rows = rule == "concatenate" and np.ndim(leaf)
                 spec = PartitionSpec(self._axes) if rows else PartitionSpec()
             k = self.specs.index(spec)
             groups[k].append(leaf)
             self._order.append(k)
             for part in jax.tree.leaves(leaf):
-                places.append((k, path, spec, word))
+                places.append((k, path, spec, rule))
                 if _compat.types_tell():
-                    self._check(path, spec, word, _compat.varying_axes(part))
-        # In the order of the program's outputs: path, spec and rule of each array.
+                    self._check(path, spec, rule, _compat.varying_axes(part))
+        # Path, spec and rule of each array, in the order of the program's outputs
         self._places = [place[1:] for place in sorted(places, key=lambda place: place[0])]
         return [*groups, [*changed.values()]]
 
     def joined(self, groups: list[list[Any]], proven: Proven | None) -> Any:
-        """The step's result again, each of whose arrays is what its spec says.
+        """Return the step's result from its groups, after a check that its arrays fit their specs.
 
         Raises:
-          ValueError: one is not, or a change of an object would be lost.
+          ValueError: an array does not fit, or a change of an object would be lost.
         """
         if proven is not None:
-            for k, (path, spec, word) in enumerate(self._places):
-                self._check(path, spec, word, proven.varying[k], proven, k)
+            for k, (path, spec, rule) in enumerate(self._places):
+                self._check(path, spec, rule, proven.varying[k], proven, k)
             self._check_changes(proven.jaxpr)
         leaves = [*map(iter, groups)]
         return jax.tree.unflatten(self._tree, [next(leaves[k]) for k in self._order])
@@ -223,7 +221,7 @@ class Outputs:
         self,
         path: Any,
         spec: PartitionSpec,
-        word: str,
+        rule: str,
         varying: frozenset[str],
         proven: Proven | None = None,
         k: int = 0,
@@ -231,7 +229,7 @@ class Outputs:
         wrong = sorted(varying.difference(jax.tree.leaves(tuple(spec))))
         if not wrong:
             return
-        message = _SCALAR if word == "concatenate" else _DIFFERS
+        message = _SCALAR if rule == "concatenate" else _DIFFERS
         at = at_line(proven.line(k)) if proven else ""
         text = message.format(name=_name(path), axes=listed(wrong), at=at)
         if proven and (line := proven.gradient_line(k)):
@@ -239,7 +237,7 @@ class Outputs:
         raise ValueError(text)
 
     def _check_changes(self, jaxpr: Any) -> None:
-        """Refuse a step that loses what it changes in an object, as in a module of flax's nnx."""
+        """Refuse a step that changes an object, such as a flax nnx module, and loses the change."""
         if not self._changed:
             return
         first = len(jaxpr.outvars) - len(self._changed)
@@ -264,20 +262,20 @@ def stepped(
     *,
     check_vma: bool,
 ) -> Any:
-    """The result of a step of `data_parallel`, called on every replica with its rows.
+    """Call a step of `data_parallel` on every replica with its rows, and return its result.
 
-    The last of the `arguments` are those by keyword, as a dict; of the others there are names.
+    The last of the `arguments` is a dict of those passed by keyword; `names` has the other names.
     """
     outputs = Outputs(axes, rule)
 
     @functools.wraps(step, updated=())
-    def replica(*given: Any) -> Any:
-        return outputs.of(step, given[:-1], given[-1], names)
+    def replica(*args: Any) -> Any:
+        return outputs.of(step, args[:-1], args[-1], names)
 
-    # For the messages of JAX: a name of an argument is no index into all of them.
-    words = dict.fromkeys(re.sub(r"\W+", "_", name).strip("_") for name in (*names, "kwargs"))
+    # So that JAX's messages name the arguments
+    parameters = dict.fromkeys(re.sub(r"\W+", "_", n).strip("_") for n in (*names, "kwargs"))
     replica.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in words]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in parameters]
     )
     specs = [*outputs.specs, PartitionSpec()]
     groups, proven = replicated(
@@ -287,12 +285,12 @@ def stepped(
 
 
 def _name(path: Any) -> str:
-    """Name a step's output in a message."""
+    """Return the name of a step's output in messages."""
     return f"output {jax.tree_util.keystr(path)}" if path else "the output"
 
 
 def _in_mutable_objects(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays of those arguments that have objects in them which a step may change, by name."""
+    """Return by name the arrays of arguments that contain mutable objects, such as modules."""
     return {
         name + jax.tree_util.keystr(path): leaf
         for name, tree in trees.items()
@@ -302,7 +300,7 @@ def _in_mutable_objects(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_mutable(structure: Any) -> bool:
-    """True if a tree has nodes that a function may change, other than dicts and lists."""
+    """Return True if a tree has mutable nodes other than dicts and lists."""
     node = structure.node_data()
     if node is None:  # a leaf
         return False

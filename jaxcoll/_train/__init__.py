@@ -1,4 +1,4 @@
-"""Optimizer state in shards, a link for optax, and a test for steps."""
+"""Sharded parameters and optimizer state, an optax transformation, and a test for steps."""
 
-from jaxcoll._compat import settings as settings  # it takes our frames out of errors
-from jaxcoll._mesh import world as world  # it has the scope of bare calls
+from jaxcoll._compat import settings as settings  # removes our frames from tracebacks
+from jaxcoll._mesh import world as world  # sets the scope of calls outside `data_parallel`

@@ -1,4 +1,4 @@
-"""Batches of rows that every process can read, placed on the devices."""
+"""Batches of a data set that every process can read, placed on the devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxcoll._plan.checks import is_integer, positive
 from jaxcoll._show.units import counted, some
 from jaxcoll.errors import ProgramMismatchError
 
-_counter = itertools.count()  # of the `Batches` that are split over processes
+_counter = itertools.count()  # numbers the `Batches` that are split over processes
 
 
 def batches(
@@ -33,33 +33,33 @@ def batches(
     mesh: Mesh | None = None,
     axis_name: str | tuple[str, ...] = "data",
 ) -> Batches:
-    """Return the batches of rows that every process can read, each reading its own share.
+    """Split a data set that every process can read into batches; each process reads its share.
 
-    The order of an epoch depends on `seed` and its number alone, and not on how many processes or
-    devices share a batch. Each row is read once in an epoch, by one process, and every replica has
+    The order of rows in an epoch depends only on `seed` and the epoch's number, not on the number
+    of processes or devices. Each row is read once per epoch, by one process, and every replica gets
     equally many rows of every batch.
 
     Args:
       source: all rows, the same on every process: a pytree of arrays with equally many rows
         (numpy, memory-mapped, or anything with `shape` and `[numbers]`); or an object with `len`
-        and `[i]`, whose items are pytrees of arrays and numbers.
-      batch_size: rows of a batch, over all processes.
-      seed: of the order, another one in every epoch; None: the order of the source.
-      uneven: what becomes of rows that do not fill a batch, or do not divide over the replicas.
-        "drop": the last rows of an epoch are left out, and `batch_size` must divide. "pad": each
-        item is a pair `(batch, weights)`, with float32 weights of 1 for rows and of 0 for padding
-        (copies of the batch's last row), as `jc.WeightedLoss` and `jc.WeightedMean` take them.
+        and `[i]` that returns pytrees of arrays and numbers.
+      batch_size: number of rows in a batch, over all processes.
+      seed: seed of the order, which is new in every epoch; None: the order of the source.
+      uneven: how to treat rows that do not fill a batch or do not divide over the replicas.
+        "drop": leave out the last rows of an epoch; `batch_size` must divide. "pad": each item is a
+        pair `(batch, weights)`, with float32 weights of 1 for rows and 0 for padding (copies of the
+        batch's last row), for `jc.WeightedLoss` and `jc.WeightedMean`.
       mesh: devices and axes; None: as in `jc.data_parallel`.
       axis_name: the mesh axis, or axes from outer to inner, that batches are split over.
 
     Returns:
-      `Batches`: each `for` over it is an epoch of global arrays, split over the replicas. Cost: one
-      batch in the devices' memory, and 8 bytes of the host's for each row.
+      `Batches`: each `for` over it is one epoch of global arrays, split over the replicas. Cost:
+      device memory of one batch, and 8 bytes of host memory per row.
 
     Raises:
-      ValueError: an argument is invalid, the source has no rows that can be read by number or
-        fewer than one batch; or, in a `for`, the batch does not divide over the replicas.
-      ProgramMismatchError: in a `for`, this process has another seed or source than the first.
+      ValueError: an argument is invalid, or the source cannot be indexed or has fewer rows than one
+        batch; or, in a `for`, the batch does not divide over the replicas.
+      ProgramMismatchError: in a `for`, this process's seed or source differs from the first's.
 
     Examples:
       >>> import numpy as np
@@ -92,8 +92,8 @@ def batches(
 class Batches:
     """Epochs of batches; made by `batches`.
 
-    Each `for` is one epoch: the next one if the last `for` came to its end, the same one from its
-    first row if not. It begins in the middle of an epoch where `state` was set.
+    Each `for` is one epoch: the next one if the last `for` was completed, else the same one again.
+    After `state` was set, the first `for` begins there, possibly in the middle of an epoch.
     """
 
     _rows: int
@@ -105,57 +105,57 @@ class Batches:
     _axis_name: str | tuple[str, ...]
 
     def __post_init__(self) -> None:
-        self._next = self._given = (0, 0)
+        self._next = self._position = (0, 0)
         self._is_compared = False
         self._about = {"rows": self._rows, "seed": -1 if self._seed is None else int(self._seed)}
-        # Behind the last row with which a batch can begin
+        # One more than the last row at which a batch can begin
         self._stop = self._rows if self._pads else self._rows - self._size + 1
         of_epoch = functools.partial(order, self._rows, self._seed)
         self._order = functools.lru_cache(maxsize=1)(of_epoch)
 
     def __repr__(self) -> str:
         seed = "in the source's order" if self._seed is None else f"seed {self._seed}"
-        epoch, row = self._given
+        epoch, row = self._position
         rows = f"{counted(self._rows, 'row')}, {counted(len(self), 'batch', 'batches')}"
         return f"Batches({rows} of {self._size:,} an epoch, {seed}; at epoch {epoch}, row {row:,})"
 
     def __len__(self) -> int:
-        """Return the number of batches of a complete epoch."""
+        """Return the number of batches in a complete epoch."""
         return -(-self._rows // self._size) if self._pads else self._rows // self._size
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what is left of the present epoch, as global arrays."""
+        """Yield the remaining batches of the current epoch, as global arrays."""
         epoch, row = self._next
         self._next = (epoch, 0)
         mesh = checked_mesh(self._mesh, self._axis_name, "batches")
         self._compare(mesh)
         sharding = NamedSharding(mesh, PartitionSpec(self._axis_name))
         size = self._padded(math.prod(mesh.shape[a] for a in axis_names(self._axis_name)))
-        # The places in a batch of the rows that this process's devices have.
-        spans = sharding.addressable_devices_indices_map((size,)).values()
-        own = sorted({span[0].indices(size) for span in spans if span is not None})
-        places = np.concatenate([np.arange(*span) for span in own])
+        # Positions in a batch of the rows on this process's devices
+        slices = sharding.addressable_devices_indices_map((size,)).values()
+        spans = sorted({x[0].indices(size) for x in slices if x is not None})
+        positions = np.concatenate([np.arange(*span) for span in spans])
         for first in range(row, self._stop, self._size):
             with no_mesh():
-                batch = place(self._part(epoch, first, places), sharding)
+                batch = place(self._part(epoch, first, positions), sharding)
             row = first + self._size
-            self._given = (epoch, row) if row < self._stop else (epoch + 1, 0)
+            self._position = (epoch, row) if row < self._stop else (epoch + 1, 0)
             yield batch
-        self._next = self._given = (epoch + 1, 0)
+        self._next = self._position = (epoch + 1, 0)
 
     @property
     def state(self) -> dict[str, int]:
-        """The position at which the next batch begins.
+        """The position of the next batch, to be saved in a checkpoint.
 
-        Four ints, to be kept in a checkpoint: "epoch", "row" (of the epoch's order), and "rows" and
-        "seed", by which another source is refused. Set it before a `for`, with the same source and
-        seed, on any number of processes and with any batch size: the epoch goes on with the rows
-        that it has not given.
+        It has four ints: "epoch"; "row", the position in the epoch's order; and "rows" and "seed",
+        which detect another source. Set it before a `for`, with the same source and seed; the
+        number of processes and the batch size may change. The epoch continues with the rows that
+        it has not yielded yet.
 
         Raises:
-          ValueError: it is not a state, or one of another source or seed.
+          ValueError: the value is not a state, or belongs to another source or seed.
         """
-        epoch, row = self._given
+        epoch, row = self._position
         return {"epoch": epoch, "row": row, **self._about}
 
     @state.setter
@@ -166,27 +166,27 @@ class Batches:
             epoch, row, about = -1, 0, []
         if epoch < 0 or not 0 <= row < self._rows or about != [*self._about.values()]:
             raise ValueError(
-                "`state` must be what `batches(...).state` was for these rows in this order (seed "
-                f"-1: that of the source), {self._about}; got {state!r}."
+                "`state` must be a `batches(...).state` for these rows in this order (seed -1: "
+                f"that of the source), {self._about}; got {state!r}."
             )
-        self._next = self._given = (epoch, row)
+        self._next = self._position = (epoch, row)
 
     @property
     def source(self) -> str:
-        """What has to be the same on every process, in words."""
+        """Description of the settings that must be the same on every process, as JSON."""
         return json.dumps({**self._about, "batch_size": self._size})
 
     def share(self, step: int, worker: int, workers: int) -> Any:
-        """Return one worker's rows of the batch of a step, as `jc.Elastic.run` takes them.
+        """Return one worker's rows of a step's batch, for `jc.Elastic.run`.
 
         Args:
-          step: counts batches from the first epoch on.
-          worker: this worker's place among them.
-          workers: how many there are, each with as many devices as this one.
+          step: number of the batch, counted from the first epoch on.
+          worker: index of this worker.
+          workers: number of workers, each with as many devices as this one.
 
         Returns:
-          Host arrays, and with `uneven="pad"` their weights; the same rows for any number of
-          workers together.
+          Host arrays, and with `uneven="pad"` their weights. All workers together get the same
+          rows for any number of workers.
 
         Raises:
           ValueError: the batch does not divide over the workers' devices.
@@ -195,13 +195,13 @@ class Batches:
         rows = self._padded(workers * jax.local_device_count()) // workers
         return self._part(epoch, batch * self._size, np.arange(worker * rows, (worker + 1) * rows))
 
-    def _part(self, epoch: int, row: int, places: np.ndarray) -> Any:
-        """Return the rows at these places of the batch that begins with a row."""
+    def _part(self, epoch: int, row: int, positions: np.ndarray) -> Any:
+        """Return the rows at these positions of the batch that begins at `row` of the epoch."""
         numbers = self._order(epoch)[row : row + self._size]
-        # The last row stands in for padding: a loss that is finite on all rows is finite on it, and
-        # NaN times the weight 0 would be NaN.
-        batch = self._read(numbers[np.minimum(places, len(numbers) - 1)])
-        return (batch, (places < len(numbers)).astype(np.float32)) if self._pads else batch
+        # Padding repeats the last row: a loss that is finite on all rows is finite on it. Zeros
+        # might give NaN, and NaN times the weight 0 is NaN.
+        batch = self._read(numbers[np.minimum(positions, len(numbers) - 1)])
+        return (batch, (positions < len(numbers)).astype(np.float32)) if self._pads else batch
 
     def _padded(self, replicas: int) -> int:
         size = self._size
@@ -214,35 +214,35 @@ class Batches:
         return -(-size // replicas) * replicas
 
     def _compare(self, mesh: Mesh) -> None:
-        """Refuse other rows than those of the process that came first. Nobody is waited for."""
+        """Refuse settings that differ from those of the first process, without waiting for any."""
         keys = store()
         if self._is_compared or keys is None:
             return
         self._is_compared = True
         if len({device.process_index for device in mesh.devices.flat}) == 1:
             return
-        own = self.source
-        first = keys.agree(f"jaxcoll/batches/{next(_counter)}", own)
-        if first != own:
+        here = self.source
+        first = keys.agree(f"jaxcoll/batches/{next(_counter)}", here)
+        if first != here:
             raise ProgramMismatchError(
-                f"`batches`: process {keys.process} splits {own}, and another one {first}: some "
-                "rows would be read several times and others never. Give all processes one source "
-                "and one seed, which is neither the time nor the number of the process."
+                f"`batches`: process {keys.process} splits {here}, but another one splits {first}: "
+                "some rows would be read several times and others never. Give all processes the "
+                "same source and the same seed, not one made from the time or the process id."
             )
 
 
 def order(rows: int, seed: int | None, epoch: int) -> np.ndarray:
-    """Return the numbers of all rows in the order of an epoch."""
+    """Return the indices of all rows in the order of an epoch."""
     if seed is None:
         return np.arange(rows)
-    # Every NumPy has the same raw bits, but `Generator.permutation` may change with its version,
-    # and processes would then read different rows.
+    # The raw bits are the same in every NumPy, but `Generator.permutation` may change with its
+    # version, and processes would then read different rows.
     return np.argsort(np.random.Philox(key=[seed, epoch]).random_raw(rows), kind="stable")
 
 
 def _rows(source: Any) -> tuple[int, Callable[[np.ndarray], Any]]:
-    """Return how many rows a source has, and a function that reads some of them as host arrays."""
-    # An iterator would be a leaf, with a warning of JAX's.
+    """Return the number of rows of a source, and a function that reads rows as host arrays."""
+    # `tree.leaves` would take an iterator for a leaf, with a warning.
     leaves = [source] if hasattr(source, "__next__") else jax.tree.leaves(source)
     counts = {x.shape[0] for x in leaves if getattr(x, "shape", ()) and hasattr(x, "__getitem__")}
     if len(counts) == 1 and all(getattr(x, "shape", ()) for x in leaves):
@@ -253,8 +253,8 @@ def _rows(source: Any) -> tuple[int, Callable[[np.ndarray], Any]]:
         shapes = [str(getattr(x, "shape", type(x).__name__)) for x in leaves]
         raise ValueError(
             "`batches` expects rows that it can read in any order: a pytree of arrays with equally "
-            "many rows (of a list: `np.asarray(rows)`), or one object with `len` and `[i]` that "
-            f"gives a row; got {type(source).__name__} of "
+            "many rows (for a list: `np.asarray(rows)`), or one object with `len` and `[i]` that "
+            f"returns a row; got {type(source).__name__} of "
             f"{', '.join(some(shapes, 4)) or 'nothing'}."
         )
 
@@ -267,5 +267,5 @@ def _rows(source: Any) -> tuple[int, Callable[[np.ndarray], Any]]:
 
 def _array(x: Any) -> np.ndarray:
     if isinstance(x, np.ma.MaskedArray):
-        jax.typeof(x)  # refuses it, where `np.asarray` drops the mask
+        jax.typeof(x)  # raises an error; `np.asarray` would drop the mask
     return np.asarray(x)

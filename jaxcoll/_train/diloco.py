@@ -1,4 +1,4 @@
-"""DiLoCo: replicas train by themselves, and exchange what they learnt once in a round of steps."""
+"""DiLoCo: replicas train independently and exchange parameters once in a round of steps."""
 
 from __future__ import annotations
 
@@ -31,32 +31,31 @@ def diloco(
     axis_name: str | tuple[str, ...] = "data",
     options: CommunicationOptions | None = None,
 ) -> DiLoCo:
-    """Train every replica by itself, and exchange what each has learnt once in `every` steps.
+    """Train each replica independently, and average what they learnt every `every` steps.
 
     Guarantee: n replicas compute what a simulation of them in one process computes, to rounding; a
-    local step sends nothing. After `every` steps, with x_i the parameters of replica i and y those
-    that all share, the mean of y - x_i is the gradient of which `outer` makes the update of y, and
-    each x_i becomes y. After as many steps the loss is higher than data-parallel training's.
+    local step sends nothing. Let x_i be the parameters of replica i, and y the shared parameters.
+    After `every` steps the mean of y - x_i is the gradient with which `outer` updates y, and each
+    x_i becomes y. The loss is higher than after as many steps of data-parallel training.
 
     Args:
-      step: of one device, `(params, opt_state, batch) -> (params, opt_state, metrics)`. It knows
-        nothing of other replicas and reduces nothing. Random keys belong in the batch, or all
-        replicas draw the same.
-      every: steps of a round, at whose end all parameters travel.
+      step: the step of one device, `(params, opt_state, batch) -> (params, opt_state, metrics)`. It
+        makes no reductions. Pass random keys in the batch, or all replicas draw the same numbers.
+      every: number of steps in a round. All parameters travel at its end.
       outer: an optax transformation for the shared parameters. None: they become the mean of the
-        replicas', as by `optax.sgd(1.0)`. DiLoCo's published choice, `optax.sgd(0.7, momentum=0.9,
-        nesterov=True)`, moves seven times as far while replicas agree.
-      mesh: devices, each a replica; None: all devices on one axis.
+        replicas' parameters, as with `optax.sgd(1.0)`. DiLoCo's published choice, `optax.sgd(0.7,
+        momentum=0.9, nesterov=True)`, moves seven times as far while replicas agree.
+      mesh: the devices, one replica on each; None: all devices on one axis.
       axis_name: the mesh axis, or all its axes from outer to inner.
-      options: as in `all_reduce`, of the exchange; `timeout_seconds` bounds it.
+      options: as in `all_reduce`, for the exchange; `timeout_seconds` bounds it.
 
     Returns:
       A `DiLoCo`: `state = train.init(params, opt_state)`; `state, metrics = train(state, batch)`;
-      `state.shared` are the parameters. Cost: their all-reduce in each round, and memory for them
-      and for the state of `outer` on each device, beside its own.
+      `state.shared` has the parameters. Cost: one all-reduce of the parameters per round, and on
+      each device, memory for the shared parameters and the state of `outer`.
 
     Raises:
-      ValueError: an argument is impossible.
+      ValueError: an argument is invalid.
 
     Source: Douillard et al., DiLoCo (arXiv 2311.08105).
 
@@ -83,12 +82,12 @@ def diloco(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DiLoCoState:
-    """The state of `DiLoCo` in one process: a pytree that `jc.save_checkpoint` takes.
+    """The state of `DiLoCo` in one process: a pytree that `jc.save_checkpoint` accepts.
 
     Attributes:
-      steps: that are finished; in host memory.
+      steps: number of finished steps; in host memory.
       replicas: `(params, opt_state)`, with a row for each replica of this process, *varying*.
-      shared: the parameters after the last exchange, *invariant*: what to evaluate and to keep.
+      shared: the parameters after the last exchange, *invariant*; evaluate and keep these.
       outer: the outer optimizer's state, *invariant*.
     """
 
@@ -100,14 +99,14 @@ class DiLoCoState:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DiLoCo:
-    """Replicas that train by themselves; made by `diloco`.
+    """A train step of independent replicas; made by `diloco`.
 
     Attributes:
-      step: the program of a local step, of `(state.replicas, batch)`.
-      sum: that of an exchange, of `arguments(state)`; a `DataParallel` step.
+      step: the program of a local step; its arguments are `state.replicas` and `batch`.
+      sum: the program of an exchange, a `DataParallel` step; its arguments are `arguments(state)`.
     """
 
-    _one: Callable[..., Any]
+    _device_step: Callable[..., Any]
     every: int
     _outer: Any
     _mesh: Mesh | None
@@ -115,12 +114,12 @@ class DiLoCo:
     _options: CommunicationOptions
 
     def on(self, mesh: Mesh) -> DiLoCo:
-        """The same training on other devices; the mesh has `axis_name`."""
+        """Return the same training on other devices; the mesh must have `axis_name`."""
         return dataclasses.replace(self, _mesh=mesh)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The devices it trains on; without one given, all at the time of the first use."""
+        """The mesh it trains on. By default it has all devices at the time of the first use."""
         return checked_mesh(self._mesh, self.axis_name, "diloco")
 
     @functools.cached_property
@@ -130,10 +129,10 @@ class DiLoCo:
     @functools.cached_property
     def step(self) -> Any:
         mesh, rows = self._places.mesh, self._places.rows.spec
-        step = functools.partial(_step_of_row, self._one)
-        # Without types: a gradient in here is this replica's own.
+        step = functools.partial(_step_of_row, self._device_step)
+        # Without types, so that a gradient is that of this replica's loss
         mapped = jax.shard_map(step, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
-        return jax.jit(functools.update_wrapper(mapped, self._one, updated=()))
+        return jax.jit(functools.update_wrapper(mapped, self._device_step, updated=()))
 
     @functools.cached_property
     def sum(self) -> DataParallel:
@@ -162,15 +161,15 @@ class DiLoCo:
         return jax.jit(spread, out_shardings=self._places.rows)
 
     def init(self, params: Any, opt_state: Any) -> DiLoCoState:
-        """The state before the first step.
+        """Return the state before the first step.
 
         Args:
-          params: the same on every process, which the first exchange verifies: arrays of
-            floating-point or complex numbers. What must not be averaged belongs to `opt_state`.
-          opt_state: any pytree of arrays; every replica begins with a copy and keeps its own.
+          params: a pytree of floating-point or complex arrays, the same on every process; the first
+            exchange verifies this. Values that must not be averaged belong in `opt_state`.
+          opt_state: any pytree of arrays. Every replica starts with a copy and keeps its own.
 
         Raises:
-          ValueError: a leaf is none that can be trained.
+          ValueError: a leaf is not an array, or one of `params` has another dtype.
         """
         for name, leaf in _named(params, opt_state):
             if not is_array(leaf):
@@ -178,8 +177,8 @@ class DiLoCo:
             dtype = jnp.result_type(leaf)
             if name.startswith("params") and not jnp.issubdtype(dtype, jnp.inexact):
                 raise ValueError(
-                    f"`diloco`: {name} is of {dtype}, whose mean has another type. Counters and "
-                    "the like belong to `opt_state`, which each replica keeps for itself."
+                    f"`diloco`: {name} has dtype {dtype}, and its mean another one. Put counters "
+                    "and the like into `opt_state`, of which each replica keeps its own copy."
                 )
         with no_mesh():
             shared, own = self._places.place_copies((params, opt_state))
@@ -188,22 +187,22 @@ class DiLoCo:
             return DiLoCoState(np.asarray(0), self._spread((shared, own)), shared, outer)
 
     def __call__(self, state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
-        """A local step of every replica, and the exchange if it ends a round.
+        """Run a local step of every replica, and the exchange if the step ends a round.
 
         Args:
-          state: what `init`, `restart` or the last call returned, or the same read from a file.
-          batch: of this process's replicas, or a global array split over all: equally many rows
-            for each, along the leading dimension of every leaf.
+          state: the result of `init`, `restart`, the last call or `jc.restore_checkpoint`.
+          batch: a pytree of arrays: rows for this process's replicas, or global arrays split over
+            all. Every replica gets equally many rows along the leading dimension of each leaf.
 
         Returns:
-          The state, and the metrics of each replica of this process, by rows, *varying*.
+          The state, and the metrics with a row for each replica of this process, *varying*.
 
         Raises:
           ValueError: the state has rows for another number of replicas, the batch does not divide,
-            or the step does not return what it was given.
+            or the step returns values of other types than it got.
           NameError: the step reduces over an axis.
-          ReplicaDivergenceError: of a first exchange, processes hold different shared parameters.
-          PeerLostError: of an exchange, as are the errors that `data_parallel` lists.
+          ReplicaDivergenceError: in a first exchange, processes hold different shared parameters.
+          PeerLostError: in an exchange; the errors that `data_parallel` lists are possible too.
         """
         check_state(state, len(self._places.devices))
         state, metrics = self.local(state, batch)
@@ -212,13 +211,13 @@ class DiLoCo:
         return state, metrics
 
     def local(self, state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
-        """A local step of every replica, before anything is exchanged."""
+        """Run a local step of every replica, without an exchange."""
         here = len(self._places.devices)
         for path, x in flattened(batch)[0]:
             if not np.ndim(x) or np.shape(x)[0] % here:
                 raise ValueError(
-                    f"`diloco`: batch{path} has the shape {np.shape(x)}, and its rows are to be "
-                    f"shared by {here} replicas of this process, equally."
+                    f"`diloco`: batch{path} has shape {np.shape(x)}, whose rows do not divide over "
+                    f"{here} replicas of this process."
                 )
         with no_mesh():
             replicas, metrics = self.step(*map(self._places.place_rows, (state.replicas, batch)))
@@ -226,25 +225,25 @@ class DiLoCo:
         return dataclasses.replace(state, replicas=replicas, steps=steps), metrics
 
     def arguments(self, state: DiLoCoState) -> tuple[Any, Any, Any]:
-        """Return arguments of `sum`, as for `jc.inspect(train.sum, *train.arguments(state))`."""
+        """Return the arguments of `sum`, as in `jc.inspect(train.sum, *train.arguments(state))`."""
         at = self._places
         with no_mesh():
             own, shared = at.place_rows(state.replicas[0]), (state.shared, state.steps)
             return at.all_rows(own), *at.all_copies(at.place_copies(shared))
 
     def applied(self, state: DiLoCoState, mean: Any) -> DiLoCoState:
-        """The state after an exchange, from what `sum` returned."""
+        """Return the state after an exchange, given the result of `sum`."""
         with no_mesh():
-            held = state.shared, state.outer, mean
-            shared, outer = self._update(*self._places.place_copies(held))
+            copies = self._places.place_copies((state.shared, state.outer, mean))
+            shared, outer = self._update(*copies)
             replicas = self._spread(shared), state.replicas[1]
         return dataclasses.replace(state, replicas=replicas, shared=shared, outer=outer)
 
     def restart(self, state: DiLoCoState) -> DiLoCoState:
-        """The same training for other replicas, which go on from the shared parameters.
+        """Return the state for another set of replicas, which continue from the shared parameters.
 
-        Replica i takes the optimizer state of row i of `state`, which may be another process's;
-        from the first row again where these end.
+        Replica i gets the optimizer state of row i of `state`, which may come from another process.
+        If there are more replicas than rows, rows are used again from the first on.
         """
         taken = np.asarray(self._places.replicas) % len(jax.tree.leaves(state.replicas)[0])
         with no_mesh():
@@ -255,38 +254,39 @@ class DiLoCo:
 
 
 def check_state(state: Any, here: int) -> None:
-    """Refuse a state that does not fit the replicas that are here."""
+    """Refuse a state that does not fit the replicas of this process."""
     if not isinstance(state, DiLoCoState):
         raise ValueError(f"`diloco` expects the state that `init` returned; got {kind_of(state)}.")
     if isinstance(state.steps, Tracer):
-        raise ValueError("`diloco` cannot be traced: for `jc.inspect` it has a `step` and a `sum`.")
+        raise ValueError("`diloco` cannot be traced: pass its `step` or its `sum` to `jc.inspect`.")
     if rows := {len(x) for x in jax.tree.leaves(state.replicas)} - {here}:
         raise ValueError(
             f"`diloco`: the state has rows for {max(rows)} replicas, and this process has {here}. "
-            "`restart(state)` makes one for these."
+            "`restart(state)` makes a state for these."
         )
 
 
 def _named(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
-    """Leaves of both, each with its name in messages."""
+    """Return the leaves of both trees with their names in messages."""
     trees = ("params", params), ("opt_state", opt_state)
     return [(name + path, leaf) for name, tree in trees for path, leaf in flattened(tree)[0]]
 
 
 def _step_of_row(step: Callable[..., Any], replica: tuple[Any, Any], batch: Any) -> Any:
-    """A step on the one row that a device has of its replica, and its rows of the batch."""
-    given = jax.tree.map(lambda x: x[0], replica)
+    """Run the step on this device's replica, which has one row, and its rows of the batch."""
+    arguments = jax.tree.map(lambda x: x[0], replica)
     try:
-        result = step(*given, batch)
+        result = step(*arguments, batch)
     except NameError as error:
-        error.add_note("`diloco`: a step is that of one device and reduces nothing, along no axis.")
+        error.add_note("`diloco` expects a step of one device, without reductions over any axis.")
         raise
     if not isinstance(result, tuple) or len(result) != 3:
         got = f"{len(result)} values" if isinstance(result, tuple) else kind_of(result)
         raise ValueError(f"`diloco`: a step returns (params, opt_state, metrics); got {got}.")
-    *kept, metrics = jax.tree.map(jnp.asarray, result)
-    was, became = ({f"{k} {x.dtype}{list(x.shape)}" for k, x in _named(*t)} for t in (given, kept))
-    if was != became:
-        first, now = (min(found, default="nothing") for found in (was - became, became - was))
-        raise ValueError(f"`diloco`: a step returns the types it was given; {first} became {now}.")
-    return jax.tree.map(lambda x: x[None], (tuple(kept), metrics))
+    *state, metrics = jax.tree.map(jnp.asarray, result)
+    trees = arguments, state
+    before, after = ({f"{k} {x.dtype}{list(x.shape)}" for k, x in _named(*t)} for t in trees)
+    if before != after:
+        old, new = (min(types, default="nothing") for types in (before - after, after - before))
+        raise ValueError(f"`diloco`: a step must return the types that it got; {old} became {new}.")
+    return jax.tree.map(lambda x: x[None], (tuple(state), metrics))

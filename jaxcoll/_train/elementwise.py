@@ -1,4 +1,4 @@
-"""The proof that an optimizer updates every element by itself, read off its programs."""
+"""Proof, from its traced programs, that an optimizer treats every element independently."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxcoll._plan.packs.leaves import flattened, is_array
 
 _REFUSED = "`sharded_optimizer` expects an elementwise optimizer"
 _ADVICE = (
-    "A sharded optimizer sees packs of elements, of each replica's part only, so it must treat "
-    "every element by itself. In place of `optax.clip_by_global_norm` pass `max_norm` to "
+    "A sharded optimizer sees only packs of one replica's elements, so it must treat every element "
+    "independently. Instead of `optax.clip_by_global_norm`, pass `max_norm` to "
     "`sharded_optimizer`. Masks and labels by leaf (`masked`, `multi_transform`, weight decay with "
-    "`mask`), norms of leaves (lamb, lars), factored moments (adafactor, shampoo), noise, flags of "
-    "NaNs (`zero_nans`) and what leaves out steps (`apply_if_finite`, `MultiSteps` with "
-    "`should_skip_update_fn`) are not elementwise: use that optimizer unsharded, with the "
+    "`mask`), norms of leaves (lamb, lars), factored moments (adafactor, shampoo), noise, NaN "
+    "flags (`zero_nans`) and skipped steps (`apply_if_finite`, `MultiSteps` with "
+    "`should_skip_update_fn`) are not elementwise: use such an optimizer unsharded, with the "
     "gradients of `jc.value_and_grad`."
 )
 _IDENTITIES = {"broadcast_in_dim", "copy", "copy_p", "optimization_barrier", "pcast", "pvary"}
@@ -38,12 +38,12 @@ _TABLE = "an array of numbers"
 
 
 class _Value(NamedTuple):
-    """A value of a program.
+    """A value of a program: which elements it depends on, and by which formula.
 
-    Its `owner` is the leaf of the parameters from whose elements it comes, each from the one at
-    its place; None for one number, repeated or not; `_TABLE` for other arrays of numbers; or the
-    operation that mixes elements. Values of equal `formula` are computed alike, whatever shapes
-    they have.
+    `owner` is the leaf of the parameters from which the value is computed element by element; None
+    for a single number, repeated or not; `_TABLE` for other arrays of numbers; or the name of the
+    operation that mixes elements. Values with equal `formula` are computed in the same way,
+    whatever their shapes.
     """
 
     owner: int | str | None
@@ -51,37 +51,37 @@ class _Value(NamedTuple):
 
 
 def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | None = None) -> None:
-    """Refuse `tx` unless it updates every element by itself, whole or packed, and all alike.
+    """Refuse `tx` unless it updates all elements independently and alike, whole and packed.
 
-    Its programs are read, and not run. An update must follow by one formula, for all leaves of a
-    dtype and for their packs, from one element of gradients, parameters and state, and from
-    numbers; and a number of the state from numbers alone.
+    Its programs are read, not run. The update of an element may depend on one element each of
+    gradients, parameters and state, and on single numbers, by the same formula for all leaves of a
+    dtype and for their packs. A single number in the state may depend only on single numbers.
 
     Args:
       tx: the optimizer.
       whole: the shapes of the parameters.
-      parts: the shapes of one replica's `Shards` of them.
+      parts: the shapes of one replica's `Shards` of the parameters.
       extra: further arguments of `tx.update`.
 
     Raises:
       ValueError: `tx` is not elementwise, or does not run on these shapes.
     """
     reader, formulas = _Reader(), dict[Hashable, int]()
-    # Without their types' axes, for which JAX would write conversions that mean nothing here.
+    # Without axes in their types, for which JAX would add conversions that mean nothing here
     whole, parts = jax.tree.map(_bare, (whole, parts))
     for params in (parts, whole):
         for path, owner, value in _results(tx, params, parts, extra or {}, reader):
-            what = "the update of" if path.startswith("[0]") else "its state at"
-            what = f"{what} {path[3:] or 'the value'}"
+            place = "the update of" if path.startswith("[0]") else "its state at"
+            place = f"{place} {path[3:] or 'the value'}"
             if value.owner not in (None, owner.leaf):
                 raise ValueError(
-                    f"{_REFUSED}, and in the program of this one {what} depends on several "
+                    f"{_REFUSED}, but in the program of this one {place} depends on several "
                     f"elements (by `{value.owner}`). {_ADVICE}"
                 )
             if formulas.setdefault((path[:3], owner.role), value.formula) != value.formula:
                 raise ValueError(
-                    f"{_REFUSED}, and this one goes by names, ranks or sizes of leaves, which "
-                    f"packs do not have: {what} is computed otherwise than others. {_ADVICE}"
+                    f"{_REFUSED}, but this one depends on names, ranks or sizes of leaves, which "
+                    f"packs do not have: {place} is computed differently from others. {_ADVICE}"
                 )
 
 
@@ -90,7 +90,7 @@ def _bare(x: Any) -> jax.ShapeDtypeStruct:
 
 
 class _Owner(NamedTuple):
-    """The leaf that an array belongs to, and what it has in common with arrays of other leaves."""
+    """The leaf that an array belongs to, and a key shared by arrays of the same role."""
 
     leaf: int | str | None
     role: Hashable
@@ -99,7 +99,7 @@ class _Owner(NamedTuple):
 def _results(
     tx: Any, params: Any, parts: Any, extra: dict[str, Any], reader: _Reader
 ) -> list[tuple[str, _Owner, _Value]]:
-    """The updates, the next state and the first one: of each leaf the path, owner and value."""
+    """Return path, owner and value of each leaf of the updates, the next state and the first."""
     more, treedef = jax.tree.flatten(extra)
     at = [i for i, x in enumerate(more) if is_array(x)]
     arrays = [_bare(jax.typeof(more[i])) for i in at]
@@ -115,20 +115,20 @@ def _results(
     def is_like_parts(tree: Any) -> bool:
         return jax.tree.structure(tree) == jax.tree.structure(parts)
 
-    def owners(tree: Any, own: bool) -> list[_Owner]:
+    def owners(tree: Any, is_like_params: bool) -> list[_Owner]:
         leaves, expected = jax.tree.leaves(tree), jax.tree.leaves(params)
-        if not own:
+        if not is_like_params:
             return [_Owner(_TABLE if x.shape else None, i) for i, x in enumerate(leaves)]
         shapes, wanted = ([x.shape for x in tree] for tree in (leaves, expected))
         if shapes != wanted:
-            raise ValueError(f"what belongs to leaves of shapes {wanted[:5]} has {shapes[:5]}")
-        # JAX writes other programs for leaves without elements, which nothing can compute wrongly.
+            raise ValueError(f"its state for leaves of shapes {wanted[:5]} has {shapes[:5]}")
+        # Empty leaves have roles of their own, as JAX traces other programs for them.
         return [_Owner(i, i if 0 in x.shape else str(x.dtype)) for i, x in enumerate(expected)]
 
     try:
         with _default_settings():
-            # A tree like the parameters and a number look alike where those are one array, but
-            # not in the state of parts.
+            # If the parameters are a single array, a tree like them looks like a number. In the
+            # state for parts it does not.
             of_parts = jax.eval_shape(tx.init, parts)
             nodes, nodes_def = jax.tree.flatten(of_parts, is_leaf=is_like_parts)
             state = jax.eval_shape(tx.init, params)
@@ -145,13 +145,13 @@ def _results(
                 raise ValueError("its state after `update` has another structure than before")
     except Exception as error:
         raise ValueError(
-            f"{_REFUSED}, whose state holds numbers and trees like the parameters, and this one "
+            f"{_REFUSED}, whose state holds numbers and trees like the parameters, but this one "
             f"does not run on such shapes ({type(error).__name__}: {error}). If its `update` needs "
-            "further arguments, or parameters of certain names, but treats every element by "
-            f"itself, say so with `assume_elementwise=True`. {_ADVICE}"
+            "further arguments, or parameters of certain names, but treats every element "
+            f"independently, pass `assume_elementwise=True`. {_ADVICE}"
         ) from error
-    own, of_extra = owners(params, True), owners(arrays, False)
-    groups = {"gradient": own, "state": of_state, "parameter": own, "extra": of_extra}
+    of_params, of_extra = owners(params, True), owners(arrays, False)
+    groups = {"gradient": of_params, "state": of_state, "parameter": of_params, "extra": of_extra}
     inputs = [
         reader.value(owner.leaf, name, owner.role)
         for name, group in groups.items()
@@ -159,23 +159,23 @@ def _results(
     ]
     values = reader.outputs(program.jaxpr, inputs, program.consts)
     paths = [path for path, _ in flattened(shapes)[0]]
-    return [*zip(paths, [*own, *of_state, *of_state], values, strict=True)]
+    return [*zip(paths, [*of_params, *of_state, *of_state], values, strict=True)]
 
 
 class _Reader:
-    """Gives the values of programs; formulas may be compared between all that it has read."""
+    """Reads programs into values. Formulas of all programs read by one reader are comparable."""
 
     def __init__(self) -> None:
         self._formulas: dict[Hashable, int] = {}
 
     def value(self, owner: int | str | None, *formula: Hashable) -> _Value:
-        """A value that is computed in that manner; `formula` has formulas of operands in it."""
+        """Return a value with this formula, which includes the formulas of its operands."""
         return _Value(owner, self._formulas.setdefault(formula, len(self._formulas)))
 
     def outputs(
         self, jaxpr: Jaxpr, inputs: Sequence[_Value], constants: Sequence[Any] = ()
     ) -> list[_Value]:
-        """The outputs of a program."""
+        """Return the outputs of a program, given its inputs."""
         values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         values.update(zip(jaxpr.constvars, map(self._constant, constants), strict=True))
 
@@ -231,12 +231,12 @@ class _Reader:
 
 
 def _owner(values: Sequence[_Value]) -> int | str | None:
-    """The owner of what is made of several values, place by place."""
+    """Return the owner of a value that is computed element by element from several values."""
     owners = {x.owner for x in values} - {None}
     mixed = sorted(x for x in owners - {_TABLE} if isinstance(x, str))
     if mixed or len(owners) < 2:
         return mixed[0] if mixed else next(iter(owners), None)
-    return "numbers that differ by place" if _TABLE in owners else "arrays that are put together"
+    return "numbers that differ by place" if _TABLE in owners else "a mixture of arrays"
 
 
 def _formulas(values: Sequence[_Value]) -> list[int]:
@@ -244,7 +244,7 @@ def _formulas(values: Sequence[_Value]) -> list[int]:
 
 
 def _keeps_dtype(eqn: JaxprEqn) -> bool:
-    """Say if a conversion changes nothing but how weak the type is."""
+    """Return True if an equation is a conversion that changes only the weakness of the type."""
     of_operand: Any = eqn.invars[0].aval if eqn.invars else None
     of_result: Any = eqn.outvars[0].aval if eqn.outvars else None
     return eqn.primitive.name == "convert_element_type" and of_operand.dtype == of_result.dtype
@@ -252,7 +252,7 @@ def _keeps_dtype(eqn: JaxprEqn) -> bool:
 
 @contextlib.contextmanager
 def _default_settings() -> Iterator[None]:
-    """Leave the caller's mesh, and the settings by which dtypes and ranks may mix."""
+    """Leave the caller's mesh and the caller's settings of dtype and rank promotion."""
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),

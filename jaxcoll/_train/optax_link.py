@@ -1,4 +1,4 @@
-"""The reduction as a link of an optax chain."""
+"""`all_reduce_updates`: the reduction as an optax transformation."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ def all_reduce_updates(
     feedback: bool = False,
     mesh: Mesh | None = None,
 ) -> Any:
-    """An optax transformation that reduces the gradients it is given, as `jc.all_reduce` does.
+    """Return an optax transformation that reduces its updates by `jc.all_reduce`.
 
-    Guarantee: `optax.chain(all_reduce_updates(axis), tx)` on each replica's own gradients updates
-    as `tx` does on the reduced ones. It belongs first in a chain: what clips or adapts to gradients
-    must see the reduced ones. Gradients of `jc.value_and_grad` are reduced already and need no such
-    link. Every update is reduced: what belongs to parameters that differ between replicas (experts,
-    parts of a sharded parameter) must not pass here (`optax.masked`); where the parameters are
-    given to the update and their types show it, they are refused.
+    Guarantee: `optax.chain(all_reduce_updates(axis), tx)` on each replica's own gradients has the
+    updates of `tx` on the reduced gradients. It must come first in a chain, because clipping and
+    adaptive methods must see reduced gradients. Gradients of `jc.value_and_grad` are already
+    reduced and do not need it. Every update is reduced. Use `optax.masked` to keep out parameters
+    that differ between replicas (experts, parts of a sharded parameter); they are refused if they
+    are passed to `update` and their types show it.
 
     Args:
       axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.
       reduce_op: MEAN or SUM, or their names in any case.
       options: as in `all_reduce`.
-      invariant: as in `all_reduce`: how to treat a gradient that is the same everywhere already,
-        such as one that autodiff has summed under a checked `shard_map`. "error" refuses it.
-      feedback: keep what a wire format rounds away as the state, and send it with the next updates.
-      mesh: with `feedback`, as in `jc.compression.residual`: where the state lies between programs.
+      invariant: as in `all_reduce`: how to treat a gradient that is already the same on every
+        replica, as autodiff sums it under a checked `shard_map`. "error" refuses it.
+      feedback: keep what a wire format rounds away as the state, and add it to the next updates.
+      mesh: with `feedback`, the mesh of the state between programs, as in `compression.residual`.
 
     Returns:
       An `optax.GradientTransformation` without state; with `feedback` its state is a
-      `jc.compression.residual` of the parameters. Updates come out *invariant* over the axes.
+      `jc.compression.residual` of the parameters. Updates are *invariant* over the axes.
 
     Raises:
       ImportError: optax is not installed.
-      ValueError: an argument is invalid; on an update, a parameter differs between replicas where
-        that is known, and as in `all_reduce`.
+      ValueError: an argument is invalid; on an update, a parameter is known to differ between
+        replicas, and as in `all_reduce`.
 
     Examples:
       >>> import jax, optax, jax.numpy as jnp

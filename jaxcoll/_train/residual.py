@@ -1,4 +1,4 @@
-"""The residual of error feedback, between programs and inside of one."""
+"""The residual of error feedback, inside a program and between programs."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ def residual(
     *,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Shards:
-    """Return what replicas owe to the sum of their gradients, at the beginning: nothing.
+    """Return a residual of zeros, to begin error feedback with.
 
-    Guarantee: with a residual, sum over replicas of (residual after - residual before) + the sum of
-    what arrived = the sum of the gradients, to rounding in float32, at every step and for every
-    format. What one step rounds away the next ones send. A step whose reduced gradients are not
-    finite leaves it as it was; for a step that is skipped for another reason (a loss or a metric
-    that is not finite, say), keep the residual that it was given.
+    Guarantee: at every step and for every format, the sum over replicas of (residual after -
+    residual before), plus the sum that arrived, is the sum of the gradients, to rounding in
+    float32. Later steps send what one step rounds away. If the reduced gradients of a step are not
+    finite, its residual is unchanged. If you skip a step for another reason (such as a loss that is
+    not finite), keep the residual from before it.
 
-    Only the sum over the replicas has a meaning. `jc.unshard` makes that tree, and
-    `jc.save_checkpoint` writes it; `jc.restore_checkpoint` with a residual of any number of
-    replicas deals it out in equal shares. A MEAN divides what is owed by the number of replicas
-    that there are when it is sent, the mean of a `WeightedLoss` by that step's weight; what this
-    last quotient loses in a type of 16 bits is not kept.
+    Only the sum over replicas has a meaning. `jc.unshard` returns that tree and
+    `jc.save_checkpoint` writes it. `jc.restore_checkpoint` splits it equally over the replicas of
+    the residual it is given, however many. When a residual is sent, a MEAN divides it by the
+    number of replicas at that time, and the mean of a `WeightedLoss` by the weight of that step.
+    What this division loses in a 16-bit dtype is not kept.
 
     Args:
-      params: a pytree like the gradients that are going to be reduced.
+      params: a pytree like the gradients to be reduced.
       axis_name: the mesh axis of the reduction, or a tuple, outer to inner.
       mesh: devices and axes; None: as in `jc.data_parallel`. With an `AbstractMesh` the result is
-        shapes. In a program that maps the axis it is not asked for.
+        shapes. It is not used in a program that maps the axis.
 
     Returns:
-      `Shards` in which every replica has a float32 for each element of `params`; *varying* in a
-      program, and between programs global arrays that `jc.data_parallel` takes and returns.
-      Give it to `jc.all_reduce(..., residual=)` or to what `jc.value_and_grad(..., feedback=True)`
-      returns. Cost: the memory of a gradient in float32 on each replica; nothing is sent.
+      `Shards` in which every replica has a float32 for each element of `params`. In a program they
+      are *varying*; between programs they are global arrays for `jc.data_parallel`. Pass them as
+      `residual` to `jc.all_reduce`, or to the function from `jc.value_and_grad(...,
+      feedback=True)`. Cost: memory of a float32 gradient on each replica; nothing is sent.
 
     Raises:
       ValueError: a leaf is not an array of numbers, or the mesh lacks the axis.
@@ -64,8 +64,8 @@ def residual(
       >>> float(abs(jax.vmap(step, axis_name="data")(g)[0] - g.sum(0)).max()) < 1e-6
       True
 
-    Source: error feedback of both roundings, the second in its owner's residual: Seide et al.,
-    "1-bit stochastic gradient descent" (2014); Tang et al., "DoubleSqueeze" (2019).
+    Source: error feedback for both roundings, the second in the residual of the part's owner: Seide
+    et al., "1-bit stochastic gradient descent" (2014); Tang et al., "DoubleSqueeze" (2019).
     """
     axes = axis_names(axis_name)
     if set(axes) <= set(_compat.axes_in_scope()):
@@ -75,7 +75,7 @@ def residual(
     shapes = Residual(abstract(layout, axes).parts, layout, axes)
     if isinstance(over, AbstractMesh):
         return shapes
-    # On the host a view of one zero: each device is given its own part of it.
-    nothing = [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in shapes.parts]
+    # Views of a single zero on the host, from which each device gets its part
+    host_zeros = [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in shapes.parts]
     with no_mesh():
-        return place_shards(shapes.replace(nothing), over)
+        return place_shards(shapes.replace(host_zeros), over)

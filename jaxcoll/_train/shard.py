@@ -1,4 +1,4 @@
-"""Parameters in shards between programs: made from a tree or a function, and the tree again."""
+"""`shard` and `unshard`: make `Shards` of a tree or a function, and the tree again."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ def shard(
     mesh: Mesh | AbstractMesh | None = None,
     options: CommunicationOptions | None = None,
 ) -> Shards:
-    """A tree of parameters as `Shards`, of which every device holds its own n-th.
+    """Split a tree of parameters into `Shards`, of which every device holds 1/n.
 
-    Guarantee: `jc.unshard(jc.shard(params, axis))` is `params`, to the bit. No device ever holds
-    more than its own part, and, of parameters that a function makes, one pack more.
+    Guarantee: `jc.unshard(jc.shard(params, axis))` is bitwise equal to `params`. No device ever
+    holds more than its part; if a function makes the parameters, one more pack.
 
-    What a step gathers by one call is one `Shards`: a whole model, or each layer of a list, or the
-    embedding. Of layers that a loop runs through, stacked in one tree, `stacked=True` makes Shards
-    of which each turn of `lax.scan` or `jc.scan_layers` sees its layer. Leaves may have any shape:
-    they are packed, so nothing needs to divide.
+    Make one `Shards` of what a step gathers in one call: a whole model, each layer of a list, or
+    the embedding. For layers stacked in one tree, `stacked=True` makes Shards of which each
+    iteration of `lax.scan` or `jc.scan_layers` gets its layer. Leaves are packed, so they may have
+    any shape.
 
     Args:
-      params: a pytree of arrays of numbers: numpy arrays (or memory maps), or `jax.Array`s that
-        this process can read; over several processes all pass the same. Or a function without
-        arguments that makes the tree, as `lambda: model.init(key, x)`, which is traced and run in
-        pieces, each on all devices. Or `jax.ShapeDtypeStruct`s, for shapes.
-      axis_name: the mesh axis that the parts are split over, or a tuple, outer to inner; along
-        other axes of the mesh there are copies.
-      stacked: every leaf has the layers first, as many in all.
+      params: a pytree of numeric arrays: numpy arrays (or memory maps), or `jax.Array`s that this
+        process can read; all processes pass the same. Or a function without arguments that makes
+        the tree, as `lambda: model.init(key, x)`; it is traced, and run for one pack at a time on
+        all devices. Or `jax.ShapeDtypeStruct`s, to get shapes.
+      axis_name: the mesh axis, or a tuple, outer to inner, that the parts are split over. They are
+        replicated over the other axes of the mesh.
+      stacked: True if the leading dimension of every leaf is the number of layers.
       mesh: devices and axes; None: as in `jc.data_parallel`. With an `AbstractMesh` the result is
         shapes, for `jc.inspect` with a topology.
       options: `bytes_per_pack` decides how leaves are packed, as in `reduce_scatter`.
 
     Returns:
-      `Shards` of global arrays, split over `axis_name`: (n * rows, 128) each, stacked (layers,
-      n * rows, 128). `jc.data_parallel` takes them as an argument, `jc.all_gather` makes the tree
-      of them inside the step, and `jc.sharded_optimizer` keeps their state. Cost: nothing is sent
-      between devices for arrays of the host.
+      `Shards` of global arrays, split over `axis_name`, with shapes (n * rows, 128) or, if stacked,
+      (layers, n * rows, 128). Pass them to a `jc.data_parallel` step, gather the tree in it by
+      `jc.all_gather`, and keep their optimizer state with `jc.sharded_optimizer`. Cost: for host
+      arrays, nothing is sent between devices.
 
     Raises:
-      ValueError: a leaf is not an array of numbers, or stacked leaves have different numbers of
-        layers (the paths are named); or the mesh lacks the axis.
+      ValueError: a leaf is not a numeric array, or stacked leaves have different numbers of layers
+        (the paths are named); or the mesh lacks the axis.
 
     Examples:
       >>> import jax, numpy as np
@@ -74,7 +74,7 @@ def shard(
       [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
     over, axes = checked_any_mesh(mesh, axis_name, _CALLER), axis_names(axis_name)
-    # A model that is a tree may be called as well.
+    # A model that is a pytree may be callable as well; it is not an initializer.
     init = traced(params) if callable(params) and jax.tree.leaves(params) == [params] else None
     tree = params if init is None else jax.eval_shape(init.evaluate)
     sizes = {a: over.shape[a] for a in axes}
@@ -82,15 +82,15 @@ def shard(
     stack = _layers([(leaf.path, leaf.shape) for leaf in leaves]) if stacked else ()
     leaves = tuple(dataclasses.replace(x, shape=x.shape[len(stack) :]) for x in leaves)
     layout = layout_of(treedef, leaves, count(sizes), checked(options).bytes_per_pack)
-    given = treedef.flatten_up_to(tree)
-    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in given) and init is None
+    values = treedef.flatten_up_to(tree)
+    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in values) and init is None
     if isinstance(over, AbstractMesh) or shapes:
         return abstract(layout, axes, stack)
     with no_mesh():
         if init is None:
-            return cut(given, layout, over, axes, stack)
+            return cut(values, layout, over, axes, stack)
         sharding = NamedSharding(over, spec_of(axes, stack))
-        # A program for each pack, from which the compiler drops all others.
+        # One program for each pack, from which the compiler drops the other packs
         part = jax.jit(
             lambda k: all_parts(init.evaluate(), layout, axes, stack).parts[k],
             static_argnums=0,
@@ -100,30 +100,29 @@ def shard(
 
 
 def unshard(tree: Any) -> Any:
-    """The tree again, with its whole leaves in the place of every `Shards`.
+    """Return the tree with every `Shards` replaced by its whole leaves. Call it between programs.
 
-    Guarantee: whatever the number of devices, the result is what one device would hold.
+    Guarantee: for any number of devices, the result is what one device would hold.
 
     Args:
-      tree: between programs: `Shards`, or a tree with Shards in it, such as the state of an
-        optimizer.
+      tree: `Shards`, or a tree with Shards in it, such as the state of an optimizer.
 
     Returns:
-      A tree of numpy arrays. Cost: all of it in host memory. Where several processes hold parts,
-      all of them must call, and every device holds a copy of one pack at a time on the way.
+      A tree of numpy arrays. Cost: host memory for all of it. If several processes hold parts, all
+      of them must call, and every device temporarily holds a copy of one pack at a time.
     """
     return jax.tree.map(lambda x: joined(x) if is_shards(x) else read(x), tree, is_leaf=is_shards)
 
 
 def _layers(leaves: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:
-    """The number of layers that all leaves have first."""
+    """Return (number of layers,), which must be the leading dimension of all leaves."""
     for path, shape in leaves:
         first, expected = leaves[0][0], leaves[0][1][:1]
         if shape[:1] != expected or not shape:
             raise ValueError(
-                f"`{_CALLER}` with stacked=True expects every leaf to have the layers first, as "
-                f"many in all: {where(path)} has shape {shape}, and {where(first)} "
+                f"`{_CALLER}` with stacked=True expects the layers as the leading dimension, "
+                f"equally many in every leaf: {where(path)} has shape {shape}, and {where(first)} "
                 f"{leaves[0][1]}. Stack the layers' trees with `jax.tree.map(lambda *x: "
-                "np.stack(x), *layers)`, and make Shards of their own of what no layer has."
+                "np.stack(x), *layers)`, and make separate Shards of leaves outside of the layers."
             )
     return leaves[0][1][:1] if leaves else ()

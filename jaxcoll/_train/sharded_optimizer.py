@@ -1,4 +1,4 @@
-"""An optimizer of which every replica keeps an n-th of the state (ZeRO, stages 1 and 2)."""
+"""An optimizer that keeps 1/n of its state on every replica (ZeRO, stages 1 and 2)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxcoll._train.elementwise import check_elementwise
 from jaxcoll._train.shard import unshard
 
 CALLER = "sharded_optimizer"
-# Large enough for moments to be factored, were they to be.
+# Large enough that an optimizer with factored moments would factor them
 _PROBE = {
     "matrix": jax.ShapeDtypeStruct((128, 256), "float32"),
     "vector": jax.ShapeDtypeStruct((130,), "float32"),
@@ -46,25 +46,25 @@ def sharded_optimizer(
     options: CommunicationOptions | None = None,
     assume_elementwise: bool = False,
 ) -> ShardedOptimizer:
-    """An elementwise optimizer whose state and work are divided over the replicas (ZeRO).
+    """Divide the state and work of an elementwise optimizer over the replicas (ZeRO).
 
     Guarantee: n devices equal one device. Updates are those of `tx` on whole gradients and
-    parameters, to rounding; each replica holds 1/n of the state's elements and of the gradients'
-    sum.
+    parameters, to rounding. Each replica holds 1/n of the elements of the state and of the reduced
+    gradients.
 
     Args:
-      tx: an optax transformation, or anything with its `init` and `update`, that treats every
-        element by itself: sgd, adam, adamw, lion, rmsprop ..., with schedules. Its program is
-        read; it is refused if updates depend on several elements, or differ between leaves.
+      tx: an optax transformation, or any object with such an `init` and `update`, that treats every
+        element independently: sgd, adam, adamw, lion, rmsprop ..., with schedules. Its traced
+        program is checked: updates may not depend on several elements or differ between leaves.
       axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.
-      mesh: where `init` and `shard` place a state between programs; None: as in
-        `jc.data_parallel`. An `AbstractMesh` makes shapes, for `jc.inspect` with a topology.
-      reduce_op: how `update` reduces gradients that come as a plain tree, each replica's own.
-      max_norm: clip the gradients so that their norm, over all replicas' shards together, is at
-        most this. `optax.clip_by_global_norm` would know its own shards alone.
-      options: as in `all_reduce`. The packs are those of `bytes_per_pack`, which gradients that
-        come as `Shards` must have been made with as well.
-      assume_elementwise: skip the checks; you know that `tx` is elementwise.
+      mesh: the mesh on which `init` and `shard` place a state between programs; None: as in
+        `jc.data_parallel`. An `AbstractMesh` gives shapes, for `jc.inspect` with a topology.
+      reduce_op: how `update` reduces each replica's own gradients, if they are a plain tree.
+      max_norm: largest norm of the gradients over all replicas' shards; larger ones are clipped.
+        `optax.clip_by_global_norm` would see only its replica's shards.
+      options: as in `all_reduce`. Gradients that come as `Shards` must have been made with the same
+        `bytes_per_pack`.
+      assume_elementwise: skip the checks, if you know that `tx` is elementwise.
 
     Returns:
       A `ShardedOptimizer`, with optax's `init` and `update`, and `unshard` and `shard` for
@@ -89,7 +89,7 @@ def sharded_optimizer(
     """
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise ValueError(
-            "`sharded_optimizer` expects an optax transformation, something with `init` and "
+            "`sharded_optimizer` expects an optax transformation, an object with `init` and "
             f"`update`; got {type(tx).__name__}."
         )
     if mesh is not None:
@@ -107,9 +107,9 @@ def sharded_optimizer(
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ShardedOptimizer:
-    """An optimizer whose state is divided over the replicas; made by `sharded_optimizer`.
+    """An optimizer with its state divided over the replicas; made by `sharded_optimizer`.
 
-    Its state is that of `tx`, with `Shards` in the place of every tree like the parameters.
+    Its state is that of `tx`, with `Shards` instead of every tree like the parameters.
     """
 
     _tx: Any
@@ -127,37 +127,37 @@ class ShardedOptimizer:
     @property
     def mesh(self) -> Mesh | AbstractMesh:
         """The mesh on which states are placed between programs."""
-        around = ambient_mesh(self._axes) if self._mesh is None else None
-        return around or checked_any_mesh(self._mesh, self._axis_name, CALLER)
+        ambient = ambient_mesh(self._axes) if self._mesh is None else None
+        return ambient or checked_any_mesh(self._mesh, self._axis_name, CALLER)
 
     def init(self, params: Any) -> Any:
-        """The state for parameters that are still to be trained.
+        """Return the state before the first update.
 
         Args:
-          params: the whole parameters. Between programs numpy arrays, `jax.Array`s that this
+          params: the whole parameters: between programs numpy arrays, `jax.Array`s that this
             process can read, or `jax.ShapeDtypeStruct`s; in a program that maps the axis, arrays
-            that all replicas hold. Or parameters in shards: `Shards` of `jc.shard`, or a tree of
-            them. `jax.jit` and `jax.eval_shape` take `init` as well.
+            that are the same on all replicas. Or parameters in shards: `Shards` made by
+            `jc.shard`, or a tree of them. `init` works under `jax.jit` and `jax.eval_shape` too.
 
         Returns:
           The state of `tx` with `Shards` in it. Between programs they are global arrays over the
-          mesh, each device given its own part alone; `jc.data_parallel` takes them as they are. In
+          mesh; each device gets only its part, and `jc.data_parallel` takes them without a copy. In
           a program they are this replica's part, *varying*. Cost: nothing is sent.
 
         Raises:
-          ValueError: a leaf cannot be cut, or differs between replicas where that is known; or `tx`
-            goes by names or ranks of leaves; or arrays stand beside Shards.
+          ValueError: a leaf cannot be split or is known to differ between replicas; or `tx`
+            depends on names or ranks of leaves; or `params` mixes arrays and Shards.
         """
-        own = set(self._axes) <= set(_compat.axes_in_scope())
+        mapped = set(self._axes) <= set(_compat.axes_in_scope())
         if shards_in(params):
             _check_all_in_shards(params)
         else:
-            params = self._in_shards(params, own)
+            params = self._in_shards(params, mapped)
         shapes = jax.eval_shape(lambda: params)
         if not self._assumed:
-            parts = jax.tree.map(lambda x: x if own else own_shapes(x), shapes, is_leaf=is_shards)
+            parts = shapes if mapped else jax.tree.map(own_shapes, shapes, is_leaf=is_shards)
             check_elementwise(self._tx, _whole(shapes), parts)
-        if own:
+        if mapped:
             return _varying(self._tx.init(params))
         leaves = jax.tree.leaves(params)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -172,9 +172,9 @@ class ShardedOptimizer:
             over = jax.tree.map(functools.partial(NamedSharding, mesh), specs_of(state))
             return jax.jit(self._tx.init, out_shardings=over)(params)
 
-    def _in_shards(self, params: Any, own: bool) -> Shards:
-        """Whole parameters in shards: this replica's `own` in a program, else those of all."""
-        if own:
+    def _in_shards(self, params: Any, mapped: bool) -> Shards:
+        """Return whole parameters in shards: this replica's if the axis is `mapped`, else all."""
+        if mapped:
             scope = scope_here().merged(self._options)
             return local_part(params, self._axis_name, CALLER, scope=scope)
         layout, leaves = self._layout(params)
@@ -189,37 +189,36 @@ class ShardedOptimizer:
     def update(
         self, grads: Any, state: Any, params: Any = None, *, reduced: bool = False, **extra: Any
     ) -> tuple[Any, Any]:
-        """Return the updates of the parameters, and the next state; inside a program.
+        """Return the updates of the parameters and the next state, inside a program.
 
         Args:
-          grads: `Shards` from `value_and_grad(..., scatter=True)` or `reduce_scatter`; or a tree
-            like the parameters, of each replica's own gradients, which is reduce-scattered first.
-            For parameters in shards the gradients that `value_and_grad` returns, in the same ones.
-          state: what `init`, `shard` or the last `update` returned.
-          params: the parameters as `init` was given them: whole, for optimizers that look at them;
-            or in shards, which are always needed.
-          reduced: `grads` is a plain tree that is the same on all replicas, as `value_and_grad`
-            returns it without `scatter`; it is not sent again.
-          **extra: given to `tx.update` as it is; the same on all replicas, as a reduced loss is.
+          grads: `Shards` from `value_and_grad(..., scatter=True)` or `reduce_scatter`; or a plain
+            tree of each replica's own gradients, which is reduce-scattered first. For parameters
+            in shards, the gradients that `value_and_grad` returns in the same shards.
+          state: the result of `init`, `shard` or the last `update`.
+          params: the parameters in the form that `init` got: whole, needed only if `tx` uses them;
+            or in shards, always needed.
+          reduced: True if `grads` is a plain tree that is the same on all replicas, as
+            `value_and_grad` returns it without `scatter`; it is not sent again.
+          **extra: passed on to `tx.update`; the same on all replicas, like a reduced loss.
 
         Returns:
-          `(updates, state)`: the updates a tree like the parameters, whole and *invariant*, or in
-          the same shards; the state's `Shards` *varying*. Cost: a reduce-scatter, unless `grads`
-          are shards, and an all-gather, unless the parameters are; with `max_norm` an all-reduce
-          of a number more.
+          `(updates, state)`. Updates are a tree like the parameters, whole and *invariant*, or in
+          the same shards; the `Shards` in the state are *varying*. Cost: a reduce-scatter, unless
+          `grads` are shards; an all-gather, unless the parameters are shards; with `max_norm`, an
+          all-reduce of one number.
 
         Raises:
           NameError: the axis is not mapped here.
-          ValueError: gradients or parameters are not those that the state was made for (the first
-            difference is named), or differ between replicas where that is known; the state is none
-            of this optimizer's; or what is in `extra` differs between replicas, or makes `tx`
-            depend on several elements.
-          AlreadyReducedError: a plain tree is the same on all replicas, and `reduced` is False.
+          ValueError: the state was made for other gradients or parameters (the first difference is
+            named) or by another optimizer; gradients, parameters or `extra` are known to differ
+            between replicas; or `extra` makes `tx` depend on several elements.
+          AlreadyReducedError: a plain tree is the same on all replicas and `reduced` is False.
         """
         axes = bound_axes(self._axis_name, f"{CALLER}.update")
         scope = scope_here().merged(self._options)
-        found, in_shards = shards_in(state), bool(shards_in(params))
-        layout = found[0].layout if found else None
+        state_shards, in_shards = shards_in(state), bool(shards_in(params))
+        layout = state_shards[0].layout if state_shards else None
         if in_shards:
             _check_gradients_in_shards(grads, params)
         elif is_shards(grads):
@@ -243,32 +242,32 @@ class ShardedOptimizer:
         if params is not None and not in_shards:
             params = local_part(params, self._axis_name, CALLER, scope=scope, layout=grads.layout)
         updates, state = self._tx.update(grads, state, params, **extra)
-        # Updates are gathered and not parameters: as many bytes, and rounded where optax rounds.
+        # Gathering updates, not parameters, sends as many bytes and rounds where optax rounds.
         if not in_shards:
             updates = halves.all_gather(updates, self._axis_name, scope=scope)
         return updates, _varying(state)
 
     def unshard(self, state: Any) -> Any:
-        """The state that the unsharded `tx` would have: for checkpoints, whatever n is.
+        """Return the state of the unsharded `tx`, for checkpoints that fit any number of replicas.
 
         Args:
-          state: between programs.
+          state: a state between programs.
 
         Returns:
-          The same tree with whole leaves in the place of `Shards`; numpy arrays all. Cost: the
-          state, in host memory; where several processes hold parts, all of them must call.
+          The same tree of numpy arrays, with whole leaves instead of `Shards`. Cost: host memory
+          for the whole state. If several processes hold parts, all of them must call.
         """
         return unshard(state)
 
     def shard(self, state: Any, params: Any) -> Any:
-        """The inverse of `unshard`, for the replicas of this optimizer's mesh.
+        """Invert `unshard` for the replicas of this optimizer's mesh.
 
         Args:
-          state: of the unsharded `tx`, with arrays that this process can read whole.
+          state: a state of the unsharded `tx`, in arrays that this process can read whole.
           params: the parameters, or their shapes; whole or in shards.
 
         Returns:
-          What `init` returns, with these values.
+          A state like that of `init`, with these values.
 
         Raises:
           ValueError: the state is not that of `tx` for such parameters.
@@ -283,8 +282,8 @@ class ShardedOptimizer:
             values = treedef.flatten_up_to(state)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                "`shard` expects the state that `unshard` returned, or that the unsharded "
-                f"optimizer has for these parameters; this one has another structure: {error}"
+                "`shard` expects a state that `unshard` returned, or a state of the unsharded "
+                f"optimizer for these parameters; this one has another structure: {error}"
             ) from error
         mesh = self.mesh
         assert isinstance(mesh, Mesh), "an abstract mesh holds no values"
@@ -304,20 +303,20 @@ class ShardedOptimizer:
         if treedef != layout.treedef or shapes != list(wanted.values()):
             raise ValueError(
                 "`shard`: a part of the state is not like the parameters. It has leaves of shapes "
-                f"{shapes[:5]}, and the parameters {list(wanted.items())[:5]}."
+                f"{shapes[:5]}; the parameters have {list(wanted.items())[:5]}."
             )
         return cut(leaves, layout, mesh, self._axes, stack)
 
     def _laid_out(self, state: Any) -> Any:
-        """A state that is being traced, each part of it bound for its device."""
+        """Return a traced state with the sharding of each part."""
         if isinstance(self._mesh, AbstractMesh):
             return state
         mesh = self.mesh
         over = jax.tree.map(functools.partial(NamedSharding, mesh), specs_of(state))
-        # Each is without effect, or refused, on axes of the other kind.
+        # Each of the two is refused, or has no effect, on axes of the other type.
         explicit = AxisType.Explicit in mesh.axis_types
-        bound = jax.device_put if explicit else jax.lax.with_sharding_constraint
-        return jax.tree.map(lambda sharding, node: bound(node, sharding), over, state)
+        constrain = jax.device_put if explicit else jax.lax.with_sharding_constraint
+        return jax.tree.map(lambda sharding, node: constrain(node, sharding), over, state)
 
     def _layout(self, params: Any) -> tuple[ShardLayout, list[Any]]:
         axes = {a: self.mesh.shape[a] for a in self._axes}
@@ -326,14 +325,14 @@ class ShardedOptimizer:
         return layout, treedef.flatten_up_to(params)
 
     def _check_state(self, grads: Shards, state: Any) -> None:
-        """Refuse a state of another structure than `tx` has for such gradients."""
+        """Refuse a state whose structure is not that of `tx` for such gradients."""
         expected = jax.eval_shape(self._tx.init, grads)
         if jax.tree.structure(expected) == jax.tree.structure(state):
             return
         if shards_in(expected) and not shards_in(state):
             raise ValueError(
-                f"`{CALLER}.update` expects a state with Shards in it, and this one has none: "
-                "make it with this optimizer's `init`, or `shard` the state of the unsharded one."
+                f"`{CALLER}.update` expects a state with Shards in it, but this one has none: make "
+                "it with this optimizer's `init`, or `shard` the state of the unsharded optimizer."
             )
         raise ValueError(
             f"`{CALLER}.update` expects a state like {jax.tree.structure(expected)}; got "
@@ -342,7 +341,7 @@ class ShardedOptimizer:
 
 
 def _varying(state: Any) -> Any:
-    """Every shard typed as what it is, also where it is a constant now."""
+    """Return the state with all shards typed as varying, even those that are constants."""
 
     def typed(x: Any) -> Any:
         if not is_shards(x):
@@ -357,25 +356,25 @@ def _whole(tree: Any) -> Any:
 
 
 def _check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> None:
-    """Refuse shards that are laid out otherwise than the state's."""
+    """Refuse gradient shards with another layout than the state's."""
     if layout is None or grads.layout == layout:
         return
     check_fits(layout, grads.layout.treedef, grads.layout.leaves, replicas, f"{CALLER}.update")
     raise ValueError(
-        f"`{CALLER}.update`: the gradients' shards are packed otherwise than the state's "
-        f"({grads.layout} and {layout}). Give `bytes_per_pack` to both, in the options of "
-        "`sharded_optimizer` and of `data_parallel` or `value_and_grad`, or to none."
+        f"`{CALLER}.update`: the shards of the gradients are packed differently from those of the "
+        f"state ({grads.layout} and {layout}). Set the same `bytes_per_pack` in the options of "
+        "`sharded_optimizer` and of `data_parallel` or `value_and_grad`, or in neither."
     )
 
 
 def _check_all_in_shards(params: Any) -> None:
-    """Refuse a tree with arrays beside `Shards`, of which it would not be known who holds what."""
+    """Refuse a tree of `Shards` and arrays: it is unknown which replica holds the arrays."""
     for path, x in flattened(params, is_shards)[0]:
         if not is_shards(x):
             raise ValueError(
-                f"`{CALLER}`: {where(path)} of the parameters is an array "
-                "beside `Shards`. Make Shards of it as well, by `jc.shard`, which takes any "
-                "shapes; or use another optimizer for what every replica holds whole."
+                f"`{CALLER}`: {where(path)} of the parameters is an array, while others are "
+                "`Shards`. Make Shards of it too, by `jc.shard`, which takes any shapes; or use "
+                "another optimizer for parameters that every replica holds whole."
             )
 
 
@@ -386,9 +385,9 @@ def _check_gradients_in_shards(grads: Any, params: Any) -> None:
         return
     if not shards_in(grads):
         raise ValueError(
-            f"`{CALLER}.update` got parameters in `Shards` and whole gradients, which belong to "
-            "the tree that was gathered. Differentiate the Shards: `jc.value_and_grad(loss, axis)"
-            "(shards, ...)`, whose loss calls `jc.all_gather` or `jc.scan_layers` itself."
+            f"`{CALLER}.update` got parameters in `Shards` and whole gradients, which are those of "
+            "the gathered tree. Differentiate the Shards: `jc.value_and_grad(loss, axis)"
+            "(shards, ...)`, where the loss calls `jc.all_gather` or `jc.scan_layers`."
         )
     raise ValueError(
         f"`{CALLER}.update`: the gradients are not in the shards of the parameters: "

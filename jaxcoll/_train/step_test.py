@@ -1,4 +1,4 @@
-"""`assert_same_as_one_device`, a test for a user's step."""
+"""`assert_same_as_one_device`: a test for a user's step."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from jaxcoll._spmd.shards import is_shards
 from jaxcoll._step.arguments import Signature, slots
 from jaxcoll._step.data_parallel import DataParallel
 
-_ORDERS, _ROUNDINGS = 3, 12  # runs with reordered rows; and, at most, with arguments moved
-_TIMES = 4  # rounding on many devices may be so much more than the most in these runs
-_BY_ORDER = "moves on one device, too, when the rows of the batch are reordered"
+_ORDERS, _ROUNDINGS = 3, 12  # runs with reordered rows; most runs with perturbed arguments
+_TIMES = 4  # rounding on many devices may be this many times the largest seen in those runs
+_BY_ORDER = "changes on one device too when the rows of the batch are reordered"
 _BY_ROUNDING = (
-    "is moved by other rows no more than by rounding, and nothing else can be compared; take other "
+    "changes with other rows no more than by rounding, and nothing else can be compared; use other "
     "arguments"
 )
 _ADVICE = """
-What goes by the order of the rows cannot be compared: dropout by position, shuffling, `x[0]`. \
-Take it out for this test, as with `deterministic=True`; give each row its own random key, as a \
-part of the batch; or leave the output out with `ignore`."""
+Results that depend on the order of the rows cannot be compared: dropout by position, shuffling, \
+`x[0]`. Turn that off for this test, as with `deterministic=True`; give each row its own random \
+key, as a part of the batch; or leave out the output with `ignore`."""
 _POWERS = {
     1: "it is summed where a mean is expected, or a sum is reduced again",
-    -1: "it is divided by the number of replicas once too often, or a mean taken where a sum is "
+    -1: "it is divided by the number of replicas once too often, or averaged where a sum is "
     "expected",
-    2: "{n} squared: summed twice where a mean is expected, or the square of what is summed",
-    -2: "one part in {n} squared: divided twice too often, or the square of what is divided",
+    2: "{n} squared: summed twice where a mean is expected, or the square of a sum",
+    -2: "1/{n} squared: divided twice too often, or the square of a quotient",
 }
 
-Pair = tuple[np.ndarray, np.ndarray]  # a leaf of two results: of the batch, and of other rows
+Pair = tuple[np.ndarray, np.ndarray]  # a leaf of two results: with the batch, with other rows
 
 
 def assert_same_as_one_device(
@@ -52,37 +52,37 @@ def assert_same_as_one_device(
     ignore: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> None:
-    """Run a step on all devices and on one, with the same whole batch, and compare.
+    """Run a step on all devices and on one, with the same whole batch, and compare the outputs.
 
-    A step that is right does not know on how many devices it runs. A sum that should be a mean, or
-    a gradient that is reduced or divided twice, shows as a power of the number of devices.
+    The results of a correct step do not depend on the number of devices. A sum that should be a
+    mean, or a gradient that is reduced or divided twice, shows as a power of that number.
 
-    Both run it with some of the rows in the place of others, too: what that changes of an output is
-    compared, however small it is. One device runs it with other orders of the rows. An output that
-    moves by more than rounding cannot be compared, and is an error. Where outputs differ, it runs
-    again with arguments that are moved by rounding: what moves as far is equal, as the gradient of
-    a bias before a batch norm is, and what Adam makes of it. Cost: 7 runs, 31 of a wrong step, and
-    three programs.
+    Both also run the step with some rows replaced by others; the change of an output is compared,
+    however small it is. One device also runs it with other orders of the rows. If that moves an
+    output by more than rounding, the output cannot be compared, which is an error. If outputs
+    differ, one device runs the step with arguments perturbed by rounding. Outputs that this moves
+    as far count as equal, such as the gradient of a bias before a batch norm and what Adam makes
+    of it. Cost: 7 runs, 31 for a wrong step, and three compiled programs.
 
     Args:
-      step: a `jc.data_parallel` step; or a function that takes `mesh`, and maps itself over it.
-      *args: its arguments, with the whole batch. They are copied first, so that donated ones live
-        on. `Shards` are cut anew for one device, and compared as the tree that they are parts of.
-      mesh: the devices and axes to compare one device with; None: the step's own, or all devices
+      step: a `jc.data_parallel` step; or a function that takes a `mesh` and maps itself over it.
+      *args: arguments of the step, with the whole batch. They are copied, so donation does not
+        delete them. `Shards` are split anew for one device, and compared as whole trees.
+      mesh: the devices and axes to compare with one device; None: the step's mesh, or all devices
         on an axis named "data".
-      batch_argnums: the batch of a function that takes `mesh`, as in `jc.data_parallel`.
-      tolerance: the largest norm of a leaf's error, relative to the norm of the leaf, or of its
-        change by other rows if that is less. None: the square root of the precision of the leaf's
-        dtype, 0.0003 of float32; or, if more, 8 times the precision of the narrowest dtype that
-        the step computes in, 0.06 of bfloat16. Whole numbers must be equal.
+      batch_argnums: the batch of a function with a parameter `mesh`, as in `jc.data_parallel`.
+      tolerance: largest norm of a leaf's error, relative to the norm of the leaf, or of its change
+        with other rows if that is smaller. None: the square root of the precision of the leaf's
+        dtype (0.0003 for float32) or 8 times the precision of the narrowest dtype in the step's
+        program (0.06 for bfloat16), whichever is larger. Integers must be equal.
       ignore: outputs to leave out, by the beginning or the end of their paths: "[1]", or
         `"['key']['bias']"`.
-      **kwargs: likewise.
+      **kwargs: keyword arguments of the step, likewise.
 
     Raises:
-      AssertionError: outputs differ, or cannot be compared; a table names them and their factors.
-      ValueError: `step` does not say how to run it on another mesh, there is one device only, the
-        batch is not named, or `ignore` fits no output.
+      AssertionError: outputs differ or cannot be compared; a table lists them with their factors.
+      ValueError: the step cannot be run on another mesh, there is only one device, the batch is
+        not named, or `ignore` fits no output.
 
     Examples:
       >>> import jax, numpy as np
@@ -96,7 +96,7 @@ def assert_same_as_one_device(
         the output: its change by other rows is 8.0 times too large
     """
     on, mesh = _runner(step, mesh, batch_argnums, kwargs)
-    args, kwargs = jax.tree.map(_on_host, (args, kwargs))  # where nothing is donated
+    args, kwargs = jax.tree.map(_on_host, (args, kwargs))  # host arrays cannot be donated
     first = mesh.devices[(slice(1),) * mesh.devices.ndim]
     together, alone = on(mesh), on(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types))
     batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
@@ -104,17 +104,18 @@ def assert_same_as_one_device(
     call, narrowest = signature.call(args, kwargs), _narrowest(together, args, kwargs)
     rows = [len(x) for x in jax.tree.leaves([*map(call.at, call.batch)]) if np.ndim(x)]
     rng, blocks = np.random.default_rng(0), math.gcd(*rows) or 1
-    others = rng.integers(blocks, size=blocks)  # some twice, and others not at all
+    others = rng.integers(blocks, size=blocks)  # some repeat, others are missing
 
     def run(step: Any, order: np.ndarray | None = None, seed: int | None = None) -> Any:
-        moved = call
+        changed = call
         if order is not None:
-            moved = moved.map(functools.partial(_taken, blocks=order), lambda tree: tree)
+            changed = changed.map(functools.partial(_reordered, blocks=order), lambda tree: tree)
         if seed is not None:
-            moved = moved.map(*[functools.partial(_shaken, eps=narrowest, seed=seed)] * 2)
+            changed = changed.map(*[functools.partial(_perturbed, eps=narrowest, seed=seed)] * 2)
         if step is alone:
-            moved = moved.map(*[functools.partial(jax.tree.map, _for_one, is_leaf=is_shards)] * 2)
-        return _leaves(step(*moved.args, **moved.kwargs))
+            for_one = functools.partial(jax.tree.map, _for_one_device, is_leaf=is_shards)
+            changed = changed.map(for_one, for_one)
+        return _leaves(step(*changed.args, **changed.kwargs))
 
     def pairs(step: Any, seed: int | None = None) -> dict[str, Pair]:
         results, by_others = run(step, None, seed), run(step, others, seed)
@@ -124,7 +125,7 @@ def assert_same_as_one_device(
     if [*one] != [*many]:
         raise AssertionError(
             f"on {mesh.size} devices the step returns {counted(len(many), 'output')}, "
-            f"{', '.join(many)}, and on one {counted(len(one), 'output')}, {', '.join(one)}"
+            f"{', '.join(many)}; on one it returns {counted(len(one), 'output')}, {', '.join(one)}"
         )
     outputs = [
         _Output(path, one[path], many[path], tolerance, narrowest)
@@ -137,17 +138,17 @@ def assert_same_as_one_device(
     for seed in range(_ROUNDINGS):
         if not any(x.is_wrong for x in outputs):
             break
-        shaken = pairs(alone, seed)
+        perturbed = pairs(alone, seed)
         for x in outputs:
-            x.rounding = max(x.rounding, _size(_minus(_change(shaken[x.path]), x.change)))
+            x.rounding = max(x.rounding, _size(_minus(_change(perturbed[x.path]), x.change)))
     _raise_if_off(outputs, mesh.size)
 
 
 class _Output:
-    """A leaf of the result, on one device and on many, and what other rows change of it."""
+    """A leaf of the result on one device and on many, and how other rows change it."""
 
-    moved = 0.0  # the norm of the most that it moves by when rows are reordered
-    rounding = 0.0  # and when arguments are moved by rounding
+    moved = 0.0  # norm of the largest change when rows are reordered
+    rounding = 0.0  # norm of the largest change when arguments are perturbed by rounding
 
     def __init__(
         self, path: str, on_one: Pair, on_many: Pair, tolerance: float | None, narrowest: float
@@ -155,12 +156,12 @@ class _Output:
         self.path, self.one, self.many = path, on_one[0], on_many[0]
         self.change, self.change_on_many = _change(on_one), _change(on_many)
         one, eps = self.one, _eps(self.one.dtype)
-        # Less than what half or twice a number is off by
-        usual = min(max(eps**0.5, 8 * narrowest), 0.25)
-        part = usual if tolerance is None else tolerance
+        # At most 0.25, so that half or twice a number is an error
+        default = min(max(eps**0.5, 8 * narrowest), 0.25)
+        relative = default if tolerance is None else tolerance
         change, self.ulps = min(_norm(self.change), _norm(one)), 2 * eps * _norm(one)
-        self.allowed = part * change + self.ulps if eps else 0.0
-        self.is_new = self.ulps < change if eps else bool(one.size)
+        self.allowed = relative * change + self.ulps if eps else 0.0
+        self.is_changed = self.ulps < change if eps else bool(one.size)
         off = max(_size(_minus(a, b)) for a, b in zip(on_one, on_many, strict=True))
         self.off = math.inf if one.size and np.isnan(_wide(one)).all() else off
 
@@ -174,16 +175,16 @@ class _Output:
 
     def moved_by(self, other: np.ndarray, order: np.ndarray) -> float:
         by_rows = np.ndim(self.one) and len(self.one) % len(order) == 0
-        rows = [_taken(self.one, order)] if by_rows else []
+        rows = [_reordered(self.one, order)] if by_rows else []
         return min(_size(_minus(x, other)) for x in (self.one, *rows))
 
     def complaint(self, n: int) -> str:
-        """Return by which factor it differs, and what that means."""
+        """Return the factor by which it differs, and the probable cause."""
         if self.one.shape != self.many.shape:
-            shapes = f"{self.many.shape}, and {self.one.shape} on one device"
+            shapes = f"{self.many.shape}, but {self.one.shape} on one device"
             return f"has shape {shapes}; is it a value per replica?"
         if self.off == math.inf:
-            return "is infinite or no number; does a sum overflow?"
+            return "is infinite or NaN; does a sum overflow?"
         change = self.change, self.change_on_many
         for name, (one, many) in {
             "": (self.one, self.many),
@@ -195,8 +196,8 @@ class _Output:
                 if error <= 0.02 * _norm(many) + self.rounding + self.ulps < _norm(many):
                     return f"{name}is {round(times, 4)} times too large: {meaning.format(n=n)}"
         return (
-            f"is not the same, nor by a power of the {n} devices: off by {self.off:.3g} of "
-            f"{_norm(self.one):.3g} in norm; is it of parts of the batch, as a batch norm is?"
+            f"differs, and not by a power of the {n} devices: off by {self.off:.3g} of "
+            f"{_norm(self.one):.3g} in norm; is it computed per share, like a batch norm?"
         )
 
 
@@ -204,7 +205,7 @@ def _raise_if_off(outputs: Sequence[_Output], n: int) -> None:
     wrong = [x for x in outputs if x.is_wrong]
     by_order = [x for x in wrong if x.moved > x.limit]
     lines = {x.path: _BY_ORDER if x in by_order else x.complaint(n) for x in wrong}
-    if not wrong and not any(x.is_new and max(x.off, x.moved) <= x.allowed for x in outputs):
+    if not wrong and not any(x.is_changed and max(x.off, x.moved) <= x.allowed for x in outputs):
         lines = {x.path: _BY_ROUNDING for x in outputs}
     if lines:
         verb = "gives other results than on" if wrong != by_order else "cannot be compared with"
@@ -218,7 +219,7 @@ def _raise_if_off(outputs: Sequence[_Output], n: int) -> None:
 def _runner(
     step: Any, mesh: Mesh | None, batch_argnums: Any, kwargs: dict[str, Any]
 ) -> tuple[Callable[[Mesh], Callable[..., Any]], Mesh]:
-    """Return what makes the step for a mesh, and the mesh of many devices."""
+    """Return a function that makes the step for a mesh, and the mesh of many devices."""
     if isinstance(step, DataParallel):
         mesh, on = mesh or step.mesh, step.on
         if batch_argnums is not None:
@@ -231,14 +232,14 @@ def _runner(
     else:
         raise ValueError(
             "`assert_same_as_one_device` expects a `jc.data_parallel` step, or a function with a "
-            "parameter `mesh` that maps itself over it; what was mapped before over a mesh of "
-            "its own cannot be run on one device."
+            "parameter `mesh` that maps itself over it; a function that is already mapped over a "
+            "mesh cannot be run on one device."
         )
     if mesh.size < 2:
         raise ValueError(
-            "`assert_same_as_one_device` compares one device with more, and there is one only. "
-            'Simulated ones are made by `jax.config.update("jax_num_cpu_devices", n)` at the '
-            "start of a program."
+            "`assert_same_as_one_device` compares one device with several, but there is only one. "
+            'Simulate devices by `jax.config.update("jax_num_cpu_devices", n)` at the start of the '
+            "program."
         )
     return on, mesh
 
@@ -248,8 +249,8 @@ def _without(paths: list[str], ignore: Sequence[str]) -> list[str]:
         rest = [path for path in paths if not path.startswith(part) and not path.endswith(part)]
         if not part or rest == paths:
             raise ValueError(
-                f"`assert_same_as_one_device`: `ignore` names no output by {part!r}; there are "
-                f"{', '.join(paths)}."
+                f"`assert_same_as_one_device`: no output's path begins or ends with {part!r}, "
+                f"which is in `ignore`; there are {', '.join(paths)}."
             )
         paths = rest
     return paths
@@ -267,7 +268,7 @@ def _on_host(x: Any) -> Any:
 
 
 def _leaves(tree: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of a tree by their paths; of shards, those that they are parts of."""
+    """Return the arrays of a tree by their paths, with shards replaced by whole leaves."""
     whole = jax.tree.map(lambda x: joined(x) if is_shards(x) else x, tree, is_leaf=is_shards)
     return {
         jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if _is_key(x) else x)
@@ -276,8 +277,8 @@ def _leaves(tree: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _for_one(x: Any) -> Any:
-    """Cut shards for one device."""
+def _for_one_device(x: Any) -> Any:
+    """Split shards anew for one device."""
     if not is_shards(x):
         return x
     layout = laid_over(x.layout, (1,) * len(x.axes))
@@ -285,36 +286,36 @@ def _for_one(x: Any) -> Any:
 
 
 def _narrowest(run: Any, args: Any, kwargs: Any) -> float:
-    """Return the precision of the narrowest dtype that a step computes in."""
+    """Return the precision (eps) of the narrowest dtype in a step's program."""
     try:
         trace = run.trace if isinstance(run, DataParallel) else jax.jit(run).trace
         program = trace(*args, **kwargs).jaxpr
-    except (TypeError, ValueError, RuntimeError):  # It decides by values, so is no one program.
+    except (TypeError, ValueError, RuntimeError):  # it depends on values and cannot be traced
         return 0.0
     atoms = (atom for eqn in equations(program) for atom in (*eqn.invars, *eqn.outvars))
     return max((_eps(getattr(atom.aval, "dtype", int)) for atom in atoms), default=0.0)
 
 
-def _taken(tree: Any, blocks: np.ndarray) -> Any:
-    """Take blocks of rows, by their numbers among as many as there are."""
+def _reordered(tree: Any, blocks: np.ndarray) -> Any:
+    """Split the rows of each leaf into `len(blocks)` blocks, and take those with these indices."""
 
-    def taken(x: Any) -> Any:
+    def reordered(x: Any) -> Any:
         return x[np.arange(len(x)).reshape(len(blocks), -1)[blocks].ravel()] if np.ndim(x) else x
 
-    return jax.tree.map(taken, tree)
+    return jax.tree.map(reordered, tree)
 
 
-def _shaken(tree: Any, eps: float, seed: int) -> Any:
-    """Move the numbers of a tree up or down by their rounding; whole ones may be flags."""
+def _perturbed(tree: Any, eps: float, seed: int) -> Any:
+    """Move the numbers of a tree up or down by rounding, but not whole numbers, maybe flags."""
     rng = np.random.default_rng(seed)
 
-    def moved(x: Any) -> Any:
+    def perturbed(x: Any) -> Any:
         if not isinstance(x, np.ndarray) or not _eps(x.dtype):
             return x
         factor = np.where(_wide(x) == np.round(_wide(x)), 0, max(eps, _eps(x.dtype)))
         return (_wide(x) * (1 + factor * rng.choice([-1, 1], x.shape))).astype(x.dtype)
 
-    return jax.tree.map(moved, tree)
+    return jax.tree.map(perturbed, tree)
 
 
 def _eps(dtype: Any) -> float:
@@ -327,7 +328,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the difference: none where both are no number, infinite for other shapes."""
+    """Return the difference: zero where both are NaN, infinite if the shapes differ."""
     if a.shape != b.shape:
         return np.array(np.inf)
     a, b = _wide(a), _wide(b)
@@ -336,7 +337,7 @@ def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _change(pair: Pair) -> np.ndarray:
-    """Return what other rows change; of whole numbers, which are compared exactly, the number."""
+    """Return the change by other rows; for integers, which are compared exactly, the value."""
     return _minus(*pair) if _eps(pair[0].dtype) else _wide(pair[0])
 
 

@@ -503,7 +503,7 @@ def test_a_distributed_value_that_was_captured_is_refused():
             ):
                 PAIR.run(fn)
         with pytest.raises(
-            RuntimeError, match="is being traced that maps 'replica'. Pass the value"
+            RuntimeError, match="a program that maps 'replica' is being traced. Pass the value"
         ):
             PAIR.run(lambda: captured[0])  # noqa: B023
 

@@ -67,12 +67,12 @@ def test_what_is_no_program_or_none_for_a_cluster_is_refused():
     cluster = {"topology": "h101:8"}
     for program, given, words, where in (
         (3, (), "`inspect` expects a function and its arguments.*got int", {}),
-        (lowered, (1,), "got arguments for a program that was lowered with its own", {}),
-        (PACKS, (1,), "got arguments or a topology for a text", {}),
+        (lowered, (1,), "got arguments with a program that was already traced with its own", {}),
+        (PACKS, (1,), "got arguments or a topology with HLO text", {}),
         (lowered.as_text(), (), "begins with 'HloModule'.*only lowered, pass it", {}),
-        (lowered, (), "compiles functions for a topology, and got Lowered", cluster),
-        (lowered.compile(), (), "and got Compiled", cluster),
-        (PACKS, (), "got arguments or a topology for a text", cluster),
+        (lowered, (), "compiles functions for a topology; got Lowered", cluster),
+        (lowered.compile(), (), "; got Compiled", cluster),
+        (PACKS, (), "got arguments or a topology with HLO text", cluster),
         (step, (TREE, X), "There is no topology 'h101:8'. Nearest: 'h100:8'", cluster),
     ):
         with pytest.raises(ValueError, match=words):

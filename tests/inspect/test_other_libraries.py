@@ -128,7 +128,7 @@ def test_donated_arguments_still_have_shapes(name):
 
 
 def test_what_has_functions_but_is_none_is_told_which():
-    words = "got Transformed, whose functions are `.apply` and `.init`"
+    words = "got Transformed; its functions are `.apply` and `.init`"
     with pytest.raises(ValueError, match=words):
         jc.inspect(HAIKU, {}, X)
 
@@ -139,6 +139,6 @@ def test_what_has_functions_but_is_none_is_told_which():
         def lower(self):
             return "text"
 
-    words = "Lowers says that it can be lowered.*str, holds no program"
+    words = "Lowers has a method to lower it.*str, holds no JAX program"
     with pytest.raises(ValueError, match=words):
         jc.inspect(Lowers())

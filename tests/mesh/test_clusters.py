@@ -45,18 +45,18 @@ def test_a_gpu_is_described_in_full_and_asked_for_by_its_hosts():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("h100:16", r"a host has at most 8 GPUs of the kind h100\. Nearest: 'h100:2x8'"),
-        ("h1000:8", r"There is no topology 'h1000:8'\. Nearest: 'h100:8'.*The chips that can be"),
+        ("h100:16", r"a host has at most 8 GPUs of type h100\. Nearest: 'h100:2x8'"),
+        ("h1000:8", r"There is no topology 'h1000:8'\. Nearest: 'h100:8'.*Chips that can be"),
         ("h10:2x8", "Nearest: 'h100:2x8'"),
         ("v5:4x4", "Nearest: 'v5"),
         ("gpu", "There is no topology 'gpu'"),
         (8, "There is no topology 8"),
-        ("b200:3x2x8", "a number of GPUs is expected, or hosts x GPUs of a host"),
+        ("b200:3x2x8", "expected a number of GPUs, or hosts x GPUs per host"),
         ("h100:0", "it would be empty"),
-        ("v5e:2x2x1", r"chips of the kind v5e lie in 2 dimensions\. Nearest: 'v5e:2x2'"),
+        ("v5e:2x2x1", r"v5e chips have 2 dimensions\. Nearest: 'v5e:2x2'"),
         ("v5e:2x3", "the first two numbers must be even. Nearest: 'v5e:2x"),
-        ("v6e:32x32", "at most 256 chips of the kind v6e are connected"),
-        ("cpu:2x4", r"a number of simulated CPUs is expected\. Nearest: 'cpu:8'"),
+        ("v6e:32x32", "at most 256 v6e chips are connected"),
+        ("cpu:2x4", r"expected a number of simulated CPUs\. Nearest: 'cpu:8'"),
     ],
 )
 def test_what_does_not_exist_is_refused_and_the_nearest_are_listed(name, words):

@@ -164,7 +164,7 @@ class TestInPython:
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            ((jax.ShapeDtypeStruct((8,), "float32"),), "arrays that are here"),
+            ((jax.ShapeDtypeStruct((8,), "float32"),), "arrays as its arguments"),
             ((np.ones(8, "f"), "h100:8"), "without a topology"),
         ],
         ids=["shapes", "topology"],

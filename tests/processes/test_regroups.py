@@ -54,7 +54,7 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(workers, tmp_pat
     assert [joined for _, _, joined in changes if joined] == [[turn] for turn in turns]
     refused, _ = (json.loads(text) for rank, text in found if rank == "0")
     assert refused["error"] == "RuntimeError", refused
-    assert "Process 0 was started again with 2 CPU devices and had 1 when" in refused["message"]
+    assert "Process 0 was restarted with 2 CPU devices, but had 1 when" in refused["message"]
 
 
 def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that_is_missing(

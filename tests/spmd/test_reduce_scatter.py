@@ -202,7 +202,7 @@ def bad(leaf, **asked):
         (lambda: jc.plan(np.ones(3), axis_size=2, collective="psum"),
          r"`collective` must be 'all_reduce', 'reduce_scatter' or"),
         (of_rows(lambda v: jc.all_gather(jc.reduce_scatter("sum", v, "data"), "data", axis=1)),
-         r"`all_gather` of Shards gives the tree .* `axis` \(1\)"),
+         r"`all_gather` of Shards returns the whole tree, .* `axis` \(1\)"),
         (of_rows(lambda v: jc.reduce_scatter("mean", {"w": jnp.ones(3), "v": v}, "data")),
          r"leaf \['w'\] is already the same .* count it 2 times.*reduced=True.*scatter=True"),
     ],

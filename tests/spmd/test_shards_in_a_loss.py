@@ -240,13 +240,13 @@ def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
     for words, step, args in (
         (r"Shards of 3 stacked layers, too large to gather at once",
          mine(lambda s, x: jc.all_gather(s, "data")), (shards, X)),
-        (r"`Shards` and with arrays beside them, which would become n",
+        (r"`Shards` and arrays, and the arrays would become n",
          mine(lambda s, x: jc.all_gather((s["embedding"], x), "data")), (shards, X)),
         (r"scatter=True: .* `Shards` along 'data'. The gradient of Shards is Shards without",
          jc.data_parallel(scattered, batch_argnums=(1, 2)), (shards, X, MASK)),
         (r"Shards of 8 replicas along 'data' do not fit the mesh \(data=4\)",
          jc.data_parallel(lambda s, x: x.sum(), mesh=mesh_of(4)), (shards, X)),
-        (r"s holds `Shards` and is taken for the batch, whose",
+        (r"s holds `Shards`, but is taken for the batch, to be",
          jc.data_parallel(lambda x, s: x.sum(), batch_argnums=(0, 1)), (X, shards)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):

@@ -173,7 +173,7 @@ def test_a_program_that_calls_back_says_why_it_cannot_be_lowered():
 
     with pytest.raises(ValueError, match="different from the lowering platform") as caught:
         requested(jc.data_parallel(noisy))
-    assert "calls back into Python" in caught.value.__notes__[0]
+    assert "callbacks into Python" in caught.value.__notes__[0]
 
 
 def without_names(text):
@@ -263,7 +263,7 @@ def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkey
         time.sleep(600)
     """)  # fmt: skip
     with pytest.raises(
-        jc.errors.DeadlineExceededError, match="did not finish within 1.5 s; it was ended.*few of"
+        jc.errors.DeadlineExceededError, match="did not finish within 1.5 s and was stopped.*few of"
     ):
         compile_for(jc.data_parallel(step), (W, X), {}, "h100:8", timeout_seconds=1.5)
     for pid in (tmp_path / "pids").read_text().split():

@@ -63,12 +63,12 @@ def test_what_is_in_place_is_not_copied():
     params = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec()))
     rows = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec("data")))
     for given in (params, step(params, rows)):
-        (placed, batch), *_ = step._arguments.placed(step._arguments.asked((given, rows), {}))
+        (placed, batch), *_ = step._arguments.placed(step._arguments.checked((given, rows), {}))
         assert placed is given
         assert batch is rows
     other = Mesh(step.mesh.devices, ("elsewhere",))
     elsewhere = jax.device_put(X, NamedSharding(other, PartitionSpec()))
-    (relabelled, _), *_ = step._arguments.placed(step._arguments.asked((elsewhere, rows), {}))
+    (relabelled, _), *_ = step._arguments.placed(step._arguments.checked((elsewhere, rows), {}))
 
     def pointers(x):
         return [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
@@ -169,8 +169,8 @@ def test_arrays_of_a_batch_that_fit_each_other_only_in_their_shares_are_refused(
         (one, np.ones((16, 8), "f")),  # as columns on one device, as one number on a replica
     ):
         a, b = len(x), len(y)
-        with pytest.raises(ValueError, match=rf"batch\['x'\] has {a} rows and .*\['y'\] has {b}. As a "
-                           r"whole they do not fit.*\(\d,.* broadcast.*equally many rows"):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"batch\['x'\] has {a} rows and .*\['y'\] has {b}. The "
+                           r"whole arrays do not fit.*\(\d,.* broadcast.*equally many rows"):  # fmt: skip
             within.trace({"x": x, "y": y})
     # What cannot meet by accident may have as many rows as it needs: tokens, and keys for rows.
     apart = jc.data_parallel(
@@ -343,10 +343,10 @@ def test_a_batch_that_only_a_keyword_can_name_and_one_before_other_arguments():
     )
     np.testing.assert_allclose(optional(2.0, batch=X), 2 * X.sum(), rtol=1e-4)
     with pytest.raises(
-        ValueError, match="argument 'rows' is named in `batch_argnums`, and the step has "
+        ValueError, match="argument 'rows' is named in `batch_argnums`, but the step has "
     ):
         jc.data_parallel(sums, batch_argnums="rows")(2.0, X)
-    lacks = r"missing a required argument: 'batch': .* sums\(.*batch.*\), and was called with "
+    lacks = r"missing a required argument: 'batch': .* sums\(.*batch.*\), but was called with "
     for args, names, given in (
         ((2.0,), {"butch": X}, r"\(float, butch="),
         ((2.0,), {}, r"\(float\)"),

@@ -30,8 +30,8 @@ def train(w, x):
 @pytest.fixture
 def asked(monkeypatch):
     """How often a call was looked at closely."""
-    calls, close = [], Arguments.asked
-    monkeypatch.setattr(Arguments, "asked", lambda *a: calls.append(a) or close(*a))
+    calls, close = [], Arguments.checked
+    monkeypatch.setattr(Arguments, "checked", lambda *a: calls.append(a) or close(*a))
     return calls
 
 
@@ -81,7 +81,7 @@ def test_a_call_unlike_the_last_is_looked_at_closely_and_refused_however_often_i
     with pytest.raises(ValueError, match="is being traced"):
         jax.jit(step)(w, rows(np.ones(4)))
     w["b"].delete()
-    with pytest.raises(ValueError, match=r"float32\[2\] of the arguments is deleted"):
+    with pytest.raises(ValueError, match=r"float32\[2\] in the arguments is deleted"):
         step(w, rows(np.ones(4)))
 
 

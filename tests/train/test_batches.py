@@ -137,7 +137,7 @@ def test_a_mesh_of_two_axes(names):
     )
     for batch in jc.batches(SOURCE, 16, mesh=mesh, axis_name=axis):
         assert total(batch) == np.asarray(batch["id"]).sum()
-        assert total._arguments.placed(total._arguments.asked((batch,), {})).args[0] is batch
+        assert total._arguments.placed(total._arguments.checked((batch,), {})).args[0] is batch
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -180,7 +180,7 @@ def test_elastic_trains_on_them():
         (lambda: jc.batches(SOURCE, 8, uneven="keep"), "`uneven` to be 'drop' or 'pad'; got 'keep'"),
         (lambda: jc.batches(SOURCE, 64), "the source has 53 rows, fewer than one batch of 64"),
         (lambda: jc.batches(np.ones((0, 3)), 8, uneven="pad"), "the source has 0 rows, fewer than one batch of 8. Give it rows"),
-        (lambda: jc.batches([], 8), "`len` and `\\[i\\]` that gives a row; got list of nothing"),
+        (lambda: jc.batches([], 8), "`len` and `\\[i\\]` that returns a row; got list of nothing"),
         (lambda: jc.batches([1, 2], 8), "got list of int, int"),
         (lambda: jc.batches(iter([1]), 8), "got list_iterator of list_iterator"),
         (lambda: jc.batches({"x": np.ones(8), "y": np.ones(9)}, 8),
@@ -188,11 +188,11 @@ def test_elastic_trains_on_them():
         (lambda: list(jc.batches(SOURCE, 12)), r"12 rows does not divide over 8 replicas \(12 = 8 × 1 \+ 4\)"),
         (lambda: jc.batches(SOURCE, 8, axis_name="model", mesh=jax.make_mesh((8,), ("data",))),
          "`batches` over axis 'model': the mesh has no such axis"),
-        (lambda: setattr(jc.batches(SOURCE, 8), "state", {"epoch": 0}), r"must be what `batches\(...\).state` was"),
+        (lambda: setattr(jc.batches(SOURCE, 8), "state", {"epoch": 0}), r"must be a `batches\(...\).state` for"),
         (lambda: setattr(jc.batches(SOURCE, 8), "state", jc.batches(SOURCE, 8, seed=4).state),
          r"\{'rows': 53, 'seed': -1\}; got \{'epoch': 0, 'row': 0, 'rows': 53, 'seed': 4\}"),
         (lambda: setattr(b := jc.batches(SOURCE, 8), "state", {**b.state, "row": -8}),
-         r"must be what `batches\(...\).state` was .*'row': -8"),
+         r"must be a `batches\(...\).state` for .*'row': -8"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip

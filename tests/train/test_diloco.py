@@ -148,27 +148,27 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs():
     state = train.init(np.ones(3, "f"), ())
     batch = np.ones(4, "f")
     refused = {
-        r"params\['n'\] is of int32, whose mean has another type": lambda: train.init(
+        r"params\['n'\] has dtype int32, and its mean another": lambda: train.init(
             {"n": np.arange(3), "w": np.ones(3)}, ()
         ),
         "params is no array of numbers; got str": lambda: train.init("w", ()),
         r"opt_state\[0\] is no array of numbers; got str": lambda: train.init(np.ones(3), ["s"]),
         "expects the state that `init` returned; got float64": lambda: train(np.ones(3), batch),
-        r"batch\['x'\] has the shape \(3,\), .* shared by 2 replicas": lambda: train(
+        r"batch\['x'\] has shape \(3,\), .* divide over 2 replicas": lambda: train(
             state, {"x": np.ones(3)}
         ),
-        r"batch has the shape \(\)": lambda: train(state, np.float32(1)),
-        "cannot be traced: .* a `step` and a `sum`": lambda: jax.jit(train)(state, batch),
-        "each device is a replica, and the mesh has the axes {'node': 2} beside": lambda: jc.diloco(
+        r"batch has shape \(\)": lambda: train(state, np.float32(1)),
+        "cannot be traced: .* `step` or its `sum`": lambda: jax.jit(train)(state, batch),
+        "each device is a replica, but the mesh has the axes {'node': 2} beside": lambda: jc.diloco(
             descent, mesh=grid(2, 2)
         ).init(np.ones(3), ()),
         r"returns \(params, opt_state, metrics\); got 2 values": lambda: jc.diloco(
             lambda w, s, x: (w, s), mesh=mesh_of(2)
         )(state, batch),
-        r"the types it was given; params float32\[3\] became params float16\[3\]": lambda: (
-            jc.diloco(lambda w, s, x: (w.astype("e"), s, x), mesh=mesh_of(2))(state, batch)
-        ),
-        r"given; nothing became opt_state\['n'\] float32\[\]": lambda: jc.diloco(
+        r"the types that it got; params float32\[3\] became params float16\[3\]": lambda: jc.diloco(
+            lambda w, s, x: (w.astype("e"), s, x), mesh=mesh_of(2)
+        )(state, batch),
+        r"got; nothing became opt_state\['n'\] float32\[\]": lambda: jc.diloco(
             lambda w, s, x: (w, {"n": x[0]}, x), mesh=mesh_of(2)
         )(state, batch),
     }
@@ -184,4 +184,4 @@ def test_a_step_that_reduces_is_refused():
     train = jc.diloco(step, mesh=mesh_of(2))
     with pytest.raises(NameError, match="data") as found:
         train(train.init(np.ones(3, "f"), ()), np.ones(4, "f"))
-    assert "is that of one device and reduces nothing" in found.value.__notes__[0]
+    assert "a step of one device, without reductions" in found.value.__notes__[0]

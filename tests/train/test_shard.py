@@ -221,18 +221,18 @@ def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
         grads = jc.value_and_grad(loss, "data", scatter=True)(params, x)[1]
         return ADAM.update(grads, ADAM.init(PARAMS), params)
 
-    beside = r"leaf \['rest'\]\['in'\] of the parameters is an array beside `Shards`"
+    beside = r"leaf \['rest'\]\['in'\] of the parameters is an array, while others"
     for words, call in (
-        (r"parameters in `Shards` and whole gradients, which belong to the tree that",
+        (r"parameters in `Shards` and whole gradients, which are those of the gathered tree",
          lambda: update(shards, PARAMS)),
         (r"are not in the shards of the parameters: .*", lambda: update(shards, shards["rest"])),
         (beside, lambda: update(mixed, mixed)),
         (beside, lambda: optimizer.init(mixed)),
-        (r"`sharded_optimizer.update` expects a state with Shards in it, and",
+        (r"`sharded_optimizer.update` expects a state with Shards in it, but",
          lambda: update(shards, shards, optax.sgd(1.0).init(0))),
         ("Masks and labels by leaf", lambda: jc.sharded_optimizer(masked, "data").init(shards)),
         (r"a part of the state is not like the parameters", lambda: optimizer.shard(other, shards)),
-        (r"(?s)Shards.*met a whole tree.* `optimizer = jc.sharded_optimizer\(optimizer, ",
+        (r"(?s)combines `Shards`.* and a whole tree.* `optimizer = jc.sharded_optimizer\(optimizer, ",
          lambda: jc.data_parallel(unsharded)(PARAMS, BATCHES[0])),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
@@ -249,7 +249,7 @@ def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
         (lambda: jc.shard({"a": np.zeros((3, 2)), "b": np.zeros((4, 2))}, "data", stacked=True),
          r"leaf \['b'\] has shape \(4, 2\), and leaf \['a'\] \(3, 2\)\. Stack"),
         (lambda: jc.shard({"a": np.float32(1)}, "data", stacked=True),
-         r"every leaf to have the layers first.* leaf \['a'\] has shape \(\)"),
+         r"the layers as the leading dimension.* leaf \['a'\] has shape \(\)"),
         (lambda: jc.shard({"a": "w"}, "data"), r"`shard` cannot cut leaf \['a'\] in shards: .* got str"),
         (lambda: jc.shard(REST, "model", mesh=mesh_of(4)),
          r"`shard` over axis 'model': the mesh has no such axis"),

@@ -254,7 +254,7 @@ def test_a_program_that_mixes_only_at_the_size_of_the_parameters_is_found_by_the
     with pytest.raises(ValueError, match=r"the update of \['w'\] depends on several.*`reduce_max`"):
         optimizer.init({"w": np.ones(1000, "f")})
     with pytest.raises(
-        ValueError, match=r"what belongs to leaves of shapes .*\(\d+, 128\).* has .*\(1,\)"
+        ValueError, match=r"its state for leaves of shapes .*\(\d+, 128\).* has .*\(1,\)"
     ):
         jc.sharded_optimizer(tx, "data")
     by_size = jc.sharded_optimizer(
@@ -335,7 +335,7 @@ def test_masks_by_name_are_found_out_by_the_parameters():
         1e-3, mask=lambda p: jax.tree_util.tree_map_with_path(lambda at, x: "'b'" not in str(at), p)
     )
     optimizer = jc.sharded_optimizer(named, "data")
-    with pytest.raises(ValueError, match=r"the update of \['in'\]\['b'\] is computed otherwise"):
+    with pytest.raises(ValueError, match=r"the update of \['in'\]\['b'\] is computed differently"):
         optimizer.init(PARAMS)
     broken = optax.GradientTransformation(SGD.init, lambda g, s, p=None: (jnp.zeros(3), s))
     with pytest.raises(
@@ -357,7 +357,7 @@ def test_masks_by_name_are_found_out_by_the_parameters():
     ("error", "call", "words"),
     [
         (ValueError, lambda: jc.sharded_optimizer(0.1, "data"),
-         r"something with `init` and `update`; got float"),
+         r"an object with `init` and `update`; got float"),
         (ValueError, lambda: jc.sharded_optimizer(SGD, "data", max_norm=0),
          r"`max_norm` must be None or a positive number; got 0"),
         *((ValueError, lambda mesh=mesh: jc.sharded_optimizer(SGD, "x", mesh=mesh),
@@ -411,7 +411,7 @@ def test_a_state_that_does_not_belong_is_refused():
          lambda: step(PARAMS, state[0], BATCHES[0])),
         (r"Shards of 8 replicas along 'data' do not fit the mesh \(data=3\).*`unshard`",
          lambda: train_step(optimizer, 3)(PARAMS, state, BATCHES[0])),
-        (r"packed otherwise.*5 leaves in 3 packs.*Give `bytes_per_pack` to both",
+        (r"packed differently.*5 leaves in 3 packs.*Set the same `bytes_per_pack`",
          lambda: step(PARAMS, packed.init(PARAMS), BATCHES[0])),
         (r"this one has another structure", lambda: optimizer.shard((1, 2, 3), PARAMS)),
         (r"not like the parameters. It has leaves of shapes \[\(49,\)",
