@@ -116,7 +116,7 @@ class ClientAnew:
         self.client: Any = None
         atexit.register(self.close)
         gloo = _gloo_over(self._keys, host)
-        self.client = _made_over(self._keys, state.process_id, state.num_processes, gloo)
+        self.client = _make_client(self._keys, state.process_id, state.num_processes, gloo)
 
     def addresses(self) -> dict[str, bytes]:
         """Return the addresses that Gloo wrote here or received; none after `close`."""
@@ -144,7 +144,7 @@ class ClientAnew:
             atexit.unregister(self.close)
 
 
-def _made_over(client: Any, process: int, processes: int, collectives: Any) -> Any:
+def _make_client(client: Any, process: int, processes: int, collectives: Any) -> Any:
     """Return a CPU client with the options of JAX's own, over another coordination service."""
     # JAX's function reads a global state, so this calls a copy of it with other globals.
     original, space = _bridge().make_cpu_client, types.SimpleNamespace
@@ -156,7 +156,7 @@ def _made_over(client: Any, process: int, processes: int, collectives: Any) -> A
 
 def _check_count() -> None:
     """Refuse to restart with another number of devices, for which XLA would end the process."""
-    state, count = joined_state(), _made_over(None, 0, 1, None).local_device_count()
+    state, count = joined_state(), _make_client(None, 0, 1, None).local_device_count()
     before = state.client.blocking_key_value_get(f"{_COUNTS}/{state.process_id}", 1000)
     if before != str(count):
         raise RuntimeError(

@@ -163,7 +163,7 @@ def takes_mesh(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     return parameter is not None and parameter.default is parameter.empty and "mesh" not in kwargs
 
 
-def given_mesh(fun: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+def with_mesh(fun: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
     """Bind `mesh` to `fun`; if that is its only parameter, call it to get the function."""
     only = len(inspect.signature(fun).parameters) == 1
     return fun(mesh) if only else functools.partial(fun, mesh=mesh)

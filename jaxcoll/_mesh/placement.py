@@ -198,8 +198,8 @@ def place_shards(shards: Shards, mesh: Mesh) -> Shards:
         if np.shape(part) != (*shards.stack, *expected):
             raise ValueError(
                 "`data_parallel`: the parts of Shards between programs are global arrays, here of "
-                f"shape {expected}; got {np.shape(part)}. Stacked layers come before that shape. Use "
-                "a result of `pmap` only with `pmap`."
+                f"shape {expected}; got {np.shape(part)}. Stacked layers come before that shape. A "
+                "result of `pmap` is only for `pmap`."
             )
     sharding = NamedSharding(mesh, spec_of(shards.axes, shards.stack))
     return shards.replace([_placed(part, sharding) for part in shards.parts])

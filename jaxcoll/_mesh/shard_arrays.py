@@ -55,7 +55,7 @@ def abstract(layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] 
     return Shards(tuple(shapes), layout, axes)
 
 
-def own_shapes(shards: Shards) -> Shards:
+def part_shapes(shards: Shards) -> Shards:
     """Return the shapes of one replica's parts, given those of all replicas."""
     n, parts = shards.layout.replicas, []
     for x in shards.parts:

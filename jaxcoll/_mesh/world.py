@@ -28,7 +28,7 @@ def ambient_world(axes: dict[str, int]) -> World:
     if jax.process_count() > 1:
         host_of = _hosts(jax.devices())
         hosts = tuple((p, host_of.get(p, p)) for p in range(jax.process_count()))
-    return Worlds(*named(platform, kind), hosts)(axes)
+    return Worlds(*platform_and_kind(platform, kind), hosts)(axes)
 
 
 def mesh_world(mesh: jax.sharding.Mesh, axes: dict[str, int]) -> World:
@@ -40,7 +40,7 @@ def worlds_of(mesh: jax.sharding.Mesh) -> Worlds:
     """Return the worlds of reductions in programs for `mesh`; axes that it lacks are local."""
     devices = list(mesh.devices.flat)
     return Worlds(
-        *named(str(devices[0].platform), devices[0].device_kind),
+        *platform_and_kind(str(devices[0].platform), devices[0].device_kind),
         tuple(_hosts(devices).items()),
         tuple(zip(mesh.axis_names, mesh.devices.shape, strict=True)),
         tuple(d.process_index for d in devices),
@@ -100,7 +100,7 @@ def _host(device: jax.Device, of_processes: tuple[int, ...]) -> int:
     return device.process_index if index is None else index
 
 
-def named(platform: str, device_kind: str) -> tuple[str, str]:
+def platform_and_kind(platform: str, device_kind: str) -> tuple[str, str]:
     """Return "gpu" for "cuda" and "rocm", else the platform; and the device kind, "" for CPUs."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), device_kind * (platform != "cpu")
 

@@ -27,14 +27,14 @@ from jaxcoll._mesh.clusters import (
     topology_named,
     topology_world,
 )
-from jaxcoll._mesh.mesh import axis_names, given_mesh, has_axes, no_mesh, takes_mesh
-from jaxcoll._mesh.world import Worlds, named
+from jaxcoll._mesh.mesh import axis_names, has_axes, no_mesh, takes_mesh, with_mesh
+from jaxcoll._mesh.world import Worlds, platform_and_kind
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import shape_of
 from jaxcoll._plan.plan import Plan
 from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.scope import Scope, entered
-from jaxcoll._step.lowering import Texts, called, jitted, requested_text, stage_of
+from jaxcoll._step.lowering import Texts, jitted, requested_text, stage_of, unwrapped
 from jaxcoll.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ def compile_for(
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "program.mlir").write_text(program)
-        memory = _ask(folder, python, where, timeout_seconds)
+        memory = _compile(folder, python, where, timeout_seconds)
         compiled = (folder / "compiled.txt").read_text()
     requested, rates = requested_text(lowered), rates_of(topology_world(where))
     return Texts(compiled, requested, tuple(map(Plan.of, plans)), str(where), rates, memory)
 
 
-def _ask(folder: Path, python: str, topology: Topology, timeout: float) -> dict[str, int]:
+def _compile(folder: Path, python: str, topology: Topology, timeout: float) -> dict[str, int]:
     """Compile in a subprocess, and return the program's memory in bytes by name."""
     environment = {
         "JAX_PLATFORMS": "cpu",
@@ -159,14 +159,14 @@ def traced_over(
     jitted or not, which uses the mesh of `jax.set_mesh` or a mesh of the topology's size. Arguments
     may be static. Without `mesh`, the mesh of `fun` is used if it fits or has only one axis.
     """
-    fun, args, kwargs = called(fun, args, kwargs)
+    fun, args, kwargs = unwrapped(fun, args, kwargs)
     if hasattr(fun, "trace_recorded"):  # a `data_parallel` step
         shapes, keywords = jax.tree.map(shape_of, (args, kwargs))
         return laid_over(fun, topology, mesh).trace_recorded(record, *shapes, **keywords)
     context = jax.sharding.get_abstract_mesh()
     if takes_mesh(fun, kwargs):
         over = abstract_mesh(topology, ("data",)) if mesh is None else fitted_mesh(mesh, topology)
-        return traced_over(given_mesh(fun, over), args, kwargs, topology, over, record)
+        return traced_over(with_mesh(fun, over), args, kwargs, topology, over, record)
     if mesh is None and not context.empty and context.size != topology.size:
         mesh = context
     over = None if mesh is None else fitted_mesh(mesh, topology)
@@ -207,7 +207,7 @@ def topology_worlds(topology: Topology) -> Worlds:
     # The processes of a TPU slice, or of CPUs, count as one host: there is no other kind of network
     # between them.
     hosts = tuple((k, k * (topology.platform == "gpu")) for k in range(topology.hosts))
-    return Worlds(*named(topology.platform, topology.kind), hosts)
+    return Worlds(*platform_and_kind(topology.platform, topology.kind), hosts)
 
 
 def lowered_over(traced: jax.stages.Traced, topology: Topology) -> jax.stages.Lowered:

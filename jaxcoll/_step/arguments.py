@@ -39,7 +39,7 @@ class Call(NamedTuple):
         kwargs = {name: (split if name in self.batch else whole)(x) for name, x in named}
         return Call(args, kwargs, self.batch)
 
-    def misses(self, place: Slot, setting: str) -> str:
+    def missing_message(self, place: Slot, setting: str) -> str:
         """Return the message for a setting that names an argument which this call lacks."""
         return (
             f"`data_parallel`: argument {place!r} is named in `{setting}`, but the step was called "
@@ -80,7 +80,7 @@ class Signature:
     def __init__(self, step: Callable[..., Any], batch: tuple[Slot, ...] | None) -> None:
         self._step = step
         self._batch = batch
-        self._usual: dict[int, tuple[Slot, ...]] = {}
+        self._batch_by_count: dict[int, tuple[Slot, ...]] = {}
 
     def __str__(self) -> str:
         name = getattr(self._step, "__name__", type(self._step).__name__)
@@ -123,8 +123,8 @@ class Signature:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the arguments in the order of the signature, and the batch among them."""
-        if not kwargs and len(args) in self._usual:
-            return Call(args, kwargs, self._usual[len(args)])
+        if not kwargs and len(args) in self._batch_by_count:
+            return Call(args, kwargs, self._batch_by_count[len(args)])
         by_name = bool(kwargs)
         if self._signature is not None:
             args, kwargs = self._bound(self._signature, args, kwargs)
@@ -133,7 +133,7 @@ class Signature:
         batch = dict.fromkeys(self._slot(place, slots, call) for place in self._chosen)
         call = call._replace(batch=tuple(batch))
         if not by_name:
-            self._usual[len(args)] = call.batch
+            self._batch_by_count[len(args)] = call.batch
         return call
 
     def _bound(
@@ -164,7 +164,7 @@ class Signature:
             return place
         elif len(args) <= place < len(self._names) and self._names[place] in kwargs:
             return self._names[place]
-        raise ValueError(call.misses(place, "batch_argnums"))
+        raise ValueError(call.missing_message(place, "batch_argnums"))
 
     def positions(self, places: Sequence[Slot]) -> tuple[int, ...]:
         """Return the positions of parameters, given positions and names.

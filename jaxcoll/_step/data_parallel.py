@@ -28,7 +28,7 @@ from jaxcoll._step.arguments import FLAGS, Call, Signature, Slot, bound_step, sl
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import checked as checked_claims
 from jaxcoll._step.placed_arguments import Arguments
-from jaxcoll._step.replicated_program import VaryingOutputs, checked_rule, stepped
+from jaxcoll._step.replicated_program import VaryingOutputs, call_step, checked_rule
 
 
 def data_parallel(
@@ -161,7 +161,7 @@ class DataParallel:
     @property
     def mesh(self) -> Mesh:
         """The mesh it runs on. By default that of `jax.set_mesh`, or one of all devices."""
-        return self._here()._fixed_mesh
+        return self._on_current_mesh()._fixed_mesh
 
     @property
     def chosen_mesh(self) -> Mesh | AbstractMesh | None:
@@ -172,7 +172,7 @@ class DataParallel:
     def _fixed_mesh(self) -> Mesh:
         return checked_mesh(self._mesh, self._axis_name, "data_parallel")
 
-    def _here(self) -> DataParallel:
+    def _on_current_mesh(self) -> DataParallel:
         """Return this step on the mesh of `jax.set_mesh`, if it has no mesh of its own."""
         mesh = self.chosen_mesh if self._mesh is None else None
         if not isinstance(mesh, Mesh):  # abstract in a trace, where traced arguments are refused
@@ -208,7 +208,7 @@ class DataParallel:
         step: Any = self._step
         of = (None, instance) if isinstance(step, classmethod) else (instance,)
         step = step.__get__(*of)
-        return self._twin(_step=step, signature=Signature(step, self._batch_argnums))
+        return self._copy_with(_step=step, signature=Signature(step, self._batch_argnums))
 
     @property
     def axis_name(self) -> str | tuple[str, ...]:
@@ -233,7 +233,7 @@ class DataParallel:
     @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the step's result on the whole batch; see `data_parallel`."""
-        step = self._here()
+        step = self._on_current_mesh()
         with no_mesh():
             call, checked = step._call(args, kwargs)
             return checked(run(call))
@@ -264,7 +264,7 @@ class DataParallel:
         Returns:
           A step with the same function and settings.
         """
-        return self._twin(_mesh=mesh, _fixed_mesh=mesh, _worlds=worlds, _processes=processes)
+        return self._copy_with(_mesh=mesh, _fixed_mesh=mesh, _worlds=worlds, _processes=processes)
 
     def on(self, mesh: Mesh) -> DataParallel:
         """Return this step on other devices.
@@ -278,16 +278,16 @@ class DataParallel:
         Raises:
           ValueError: the mesh lacks the axis.
         """
-        return self._twin(_mesh=checked_mesh(mesh, self._axis_name, "data_parallel"))
+        return self._copy_with(_mesh=checked_mesh(mesh, self._axis_name, "data_parallel"))
 
-    def _twin(self, **changed: Any) -> DataParallel:
-        twin = copy.copy(self)
+    def _copy_with(self, **changed: Any) -> DataParallel:
+        step = copy.copy(self)
         # Properties that depend on the mesh are computed anew, unless they are in `changed`.
         for cached in ("_fixed_mesh", "_worlds", "_devices", "_processes", "_arguments"):
-            vars(twin).pop(cached, None)
+            vars(step).pop(cached, None)
         inner = dispatched.InnerDeadlines()
-        vars(twin).update(changed, _programs={}, _on_ambient={}, _inner=inner)
-        return twin
+        vars(step).update(changed, _programs={}, _on_ambient={}, _inner=inner)
+        return step
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace the program for these arguments.
@@ -299,7 +299,7 @@ class DataParallel:
         Returns:
           A `jax.stages.Traced`, like `jax.jit(...).trace`.
         """
-        step = self._here()
+        step = self._on_current_mesh()
         with no_mesh():
             call = step._shapes(args, kwargs)
             return step._compiled(call)[0].trace(*call.args, **call.kwargs)
@@ -322,7 +322,7 @@ class DataParallel:
         self, record: Callable[[CollectivePlan], None], /, *args: Any, **kwargs: Any
     ) -> jax.stages.Traced:
         """Trace anew, like `trace`, and call `record` with the plan of each reduction."""
-        step = self._here()
+        step = self._on_current_mesh()
         with no_mesh():
             call = step._shapes(args, kwargs)
             return step._jitted(record, call, Claims()).trace(*call.args, **call.kwargs)
@@ -373,7 +373,7 @@ class DataParallel:
         )
         scope = Scope(self._worlds, self._options, record, self._inner.ask, self._axes, claims)
         try:
-            return stepped(
+            return call_step(
                 self._step,
                 self.mesh,
                 self._axes,

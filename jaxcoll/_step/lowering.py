@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxcoll._compat.compiler import memory_by_name
-from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
+from jaxcoll._mesh.mesh import line_of, takes_mesh, with_mesh
 from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import is_array
@@ -118,8 +118,8 @@ def lowerable(
       ValueError: `program` is not a function.
     """
     if callable(program) and takes_mesh(program, kwargs):
-        program = given_mesh(program, line_of(jax.devices(), "data"))
-    program, args, kwargs = called(program, args, kwargs)
+        program = with_mesh(program, line_of(jax.devices(), "data"))
+    program, args, kwargs = unwrapped(program, args, kwargs)
     if not callable(program):
         functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]
         hint = f"; its functions are {' and '.join(f'`.{name}`' for name in functions)}"
@@ -141,7 +141,7 @@ def stage_of(program: Any) -> Stage | None:
     return next((x for x in values if isinstance(x, Stage)), None)
 
 
-def called(
+def unwrapped(
     fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return the function inside of a `functools.partial` or method, with all of its arguments.

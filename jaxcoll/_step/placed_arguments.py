@@ -76,7 +76,7 @@ class Arguments:
         call = self._signature.call(args, kwargs)
         for i in self._donated:
             if not -len(call.args) <= i < len(call.args):
-                raise ValueError(call.misses(i, "donate_argnums"))
+                raise ValueError(call.missing_message(i, "donate_argnums"))
         for slot in call.batch:
             name = self._signature.name(slot)
             if shards_in(call.at(slot)):

@@ -163,7 +163,7 @@ class Outputs:
         shards = [spec_of(c, stack) for c in several for stack in ((), (1,))]
         self.specs = [*dict.fromkeys([PartitionSpec(), PartitionSpec(axes), *shards])]
 
-    def of(
+    def call(
         self, step: Callable[..., Any], args: Any, kwargs: Any, names: Sequence[str]
     ) -> list[list[Any]]:
         """Call the step; return its result's leaves in a list for each spec, and changed arrays."""
@@ -250,7 +250,7 @@ class Outputs:
             raise ValueError(_LOST.format(name=lost[0], others=others))
 
 
-def stepped(
+def call_step(
     step: Callable[..., Any],
     mesh: Any,
     axes: tuple[str, ...],
@@ -270,7 +270,7 @@ def stepped(
 
     @functools.wraps(step, updated=())
     def replica(*args: Any) -> Any:
-        return outputs.of(step, args[:-1], args[-1], names)
+        return outputs.call(step, args[:-1], args[-1], names)
 
     # So that JAX's messages name the arguments
     parameters = dict.fromkeys(re.sub(r"\W+", "_", n).strip("_") for n in (*names, "kwargs"))

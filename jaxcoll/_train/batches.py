@@ -107,7 +107,7 @@ class Batches:
     def __post_init__(self) -> None:
         self._next = self._position = (0, 0)
         self._is_compared = False
-        self._about = {"rows": self._rows, "seed": -1 if self._seed is None else int(self._seed)}
+        self._identity = {"rows": self._rows, "seed": -1 if self._seed is None else int(self._seed)}
         # One more than the last row at which a batch can begin
         self._stop = self._rows if self._pads else self._rows - self._size + 1
         of_epoch = functools.partial(order, self._rows, self._seed)
@@ -156,25 +156,25 @@ class Batches:
           ValueError: the value is not a state, or belongs to another source or seed.
         """
         epoch, row = self._position
-        return {"epoch": epoch, "row": row, **self._about}
+        return {"epoch": epoch, "row": row, **self._identity}
 
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
         try:
-            epoch, row, *about = (int(state[name]) for name in ("epoch", "row", *self._about))
+            epoch, row, *identity = (int(state[name]) for name in ("epoch", "row", *self._identity))
         except (KeyError, TypeError, ValueError):
-            epoch, row, about = -1, 0, []
-        if epoch < 0 or not 0 <= row < self._rows or about != [*self._about.values()]:
+            epoch, row, identity = -1, 0, []
+        if epoch < 0 or not 0 <= row < self._rows or identity != [*self._identity.values()]:
             raise ValueError(
                 "`state` must be a `batches(...).state` for these rows in this order (seed -1: "
-                f"that of the source), {self._about}; got {state!r}."
+                f"that of the source), {self._identity}; got {state!r}."
             )
         self._next = self._position = (epoch, row)
 
     @property
     def source(self) -> str:
         """Description of the settings that must be the same on every process, as JSON."""
-        return json.dumps({**self._about, "batch_size": self._size})
+        return json.dumps({**self._identity, "batch_size": self._size})
 
     def share(self, step: int, worker: int, workers: int) -> Any:
         """Return one worker's rows of a step's batch, for `jc.Elastic.run`.

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxcoll import _compat
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place, specs_of
-from jaxcoll._mesh.shard_arrays import abstract, cut, own_shapes, whole_shapes
+from jaxcoll._mesh.shard_arrays import abstract, cut, part_shapes, whole_shapes
 from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import flattened, where
@@ -98,7 +98,7 @@ def sharded_optimizer(
         raise ValueError(f"`max_norm` must be None or a positive number; got {max_norm!r}.")
     if not assume_elementwise:
         treedef, leaves = sharded_leaves(_PROBE, {"probe": 2}, CALLER)
-        parts = own_shapes(abstract(layout_of(treedef, leaves, 2), ("probe",)))
+        parts = part_shapes(abstract(layout_of(treedef, leaves, 2), ("probe",)))
         check_elementwise(tx, _PROBE, parts)
     return ShardedOptimizer(
         tx, axis_name, mesh, ReduceOp.of(reduce_op), max_norm, checked(options), assume_elementwise
@@ -155,7 +155,7 @@ class ShardedOptimizer:
             params = self._in_shards(params, mapped)
         shapes = jax.eval_shape(lambda: params)
         if not self._assumed:
-            parts = shapes if mapped else jax.tree.map(own_shapes, shapes, is_leaf=is_shards)
+            parts = shapes if mapped else jax.tree.map(part_shapes, shapes, is_leaf=is_shards)
             check_elementwise(self._tx, _whole(shapes), parts)
         if mapped:
             return _varying(self._tx.init(params))

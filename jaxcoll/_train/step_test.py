@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxcoll._jaxpr.subjaxprs import equations
-from jaxcoll._mesh.mesh import checked_mesh, given_mesh, takes_mesh
+from jaxcoll._mesh.mesh import checked_mesh, takes_mesh, with_mesh
 from jaxcoll._mesh.shard_arrays import cut, joined
 from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._plan.packs.shard_layout import laid_over
@@ -228,7 +228,7 @@ def _runner(
             )
     elif takes_mesh(step, kwargs):
         mesh = checked_mesh(mesh, mesh.axis_names if mesh else "data", "assert_same_as_one_device")
-        on = functools.partial(given_mesh, step)
+        on = functools.partial(with_mesh, step)
     else:
         raise ValueError(
             "`assert_same_as_one_device` expects a `jc.data_parallel` step, or a function with a "
