@@ -1,4 +1,4 @@
-"""Cross-device ops that all-reduce: one compiled program for everything that shares devices."""
+"""Cross-device ops that all-reduce, in one compiled program for all values on the same devices."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jax.sharding import AxisType, Mesh
 from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.arguments import devices_named
 from jaxcoll._distribute.cross_device_ops import Batch, CrossDeviceOps, Reduction
-from jaxcoll._distribute.replica_axis import AXIS, replicating
+from jaxcoll._distribute.replica_axis import AXIS, replicating, without_deadline
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical, check_fits
 from jaxcoll._plan.checks import count, is_integer, refuse
-from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import UNPACKED, PackingRule, Segment, alike, cut_evenly, whole
 from jaxcoll._plan.world import World
@@ -33,34 +33,34 @@ HIERARCHICAL_COPY = "hierarchical_copy"
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The algorithm and the packing of the arrays up to some size."""
+    """The algorithm and the packing of arrays up to some size."""
 
-    options: CommunicationOptions  # what carries them, and how they are packed without a rule
-    packing: PackingRule | None  # a rule that stands whatever the options say
-    limit: int = -1  # bytes of the largest array it is for; -1: any
+    options: CommunicationOptions  # choose the algorithm, and the packing if there is no rule
+    packing: PackingRule | None  # a rule that replaces the one of the options
+    limit: int = -1  # bytes of the largest array that takes this route; -1: any
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
-    """All-reduces in one compiled program, with the algorithm and the packing it is given.
+    """All-reduces in one compiled program, with a given algorithm and packing.
 
-    All values of a batch that share a set of devices travel in one program, one dtype per pack,
-    and come back in their order. To other destinations than a value's own devices a copy is taken
-    from there.
+    All values of a batch that share a set of devices are reduced in one program, one dtype per
+    pack, and come back in their order. Results are copied to destinations other than a value's own
+    devices.
 
-    The packing is the first of these that is asked for: `num_packs`; the grouping of small
-    arrays; none.
+    `num_packs` takes precedence over the grouping of small arrays; without either, nothing is
+    packed.
 
     Args:
       all_reduce_alg: "nccl", the backend's own all-reduce; "hierarchical_copy", as in
         `HierarchicalCopyAllReduce`; or an algorithm of `CommunicationOptions`, such as "ring".
-      num_packs: packs of near-equal bytes to make of all the values together, one for each of
-        their dtypes at least; 0: not this packing.
+      num_packs: the number of packs, of near-equal bytes, for all values together; at least one
+        for each dtype. 0: no such packs.
       agg_small_grads_max_bytes: bytes up to which an array is small: neighbouring small arrays
         of one dtype travel in groups. 0: no grouping.
-      agg_small_grads_max_group: arrays in a group at most. 0: no grouping.
+      agg_small_grads_max_group: the most arrays in a group. 0: no grouping.
 
-    Of the options, `bytes_per_pack` replaces the packing for its call, unless it is 0;
-    `algorithm` or `implementation` replaces the algorithm; `timeout_seconds` bounds the call.
+    In the options of a call, `bytes_per_pack` replaces the packing, unless it is 0; `algorithm` or
+    `implementation` replaces the algorithm; `timeout_seconds` bounds the call.
 
     Raises:
       ValueError: `all_reduce_alg` names no algorithm; a number is not an integer, or negative.
@@ -93,12 +93,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self._arguments = {"all_reduce_alg": all_reduce_alg, **sizes}
         self._program = functools.lru_cache(maxsize=256)(self._program_for)
 
-    def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
+    def _mesh_and_routes(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
         """Return the mesh that an all-reduce over `devices` runs on, and its arrays' routes."""
         devices = self._group if set(devices) == set(self._group) else devices
         mesh, algorithm = line_of(devices, AXIS), self._algorithm
         if algorithm == HIERARCHICAL_COPY:
-            halves = len(devices) % 2 == 0  # of one device each, they are the line again
+            halves = len(devices) % 2 == 0  # with one device in each, it is one level again
             mesh = grid_of(devices, 2) if halves else mesh
             algorithm = "native/native" if halves else None
         options = CommunicationOptions(algorithm=algorithm) if algorithm else CommunicationOptions()
@@ -111,15 +111,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
         replicated: tuple[bool, ...],
     ) -> tuple[Any, tuple[jax.Device, ...], tuple[Route, ...]]:
-        """Return the all-reduce of values over `devices`, in its order of them, and its routes.
+        """Return an all-reduce of values over `devices`, its order of devices, and its routes.
 
-        The options of a call take precedence over the routes'; a deadline is no part of a program.
+        The options of a call take precedence over those of the routes.
         """
-        mesh, routes = self._arranged(devices)
-        carried = options.replace(timeout_seconds=UNSET)
-        packed = bool(options.bytes_per_pack)
+        mesh, routes = self._mesh_and_routes(devices)
+        options, repacked = without_deadline(options), bool(options.bytes_per_pack)
         routes = tuple(
-            Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
+            Route(r.options.merge(options), None if repacked else r.packing, r.limit)
+            for r in routes
         )
         program = replicating("batch_reduce", mesh, batch_reduced, replicated, reduce_op, routes)
         return program, tuple(mesh.devices.flat), routes
@@ -131,12 +131,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return [(self._call(batch, rs), rs) for rs in together.values()]
 
     def _call(self, batch: Batch, reductions: Sequence[Reduction]) -> Call:
-        """Describe the all-reduce of values over the same devices, to a list of them."""
+        """Return the call that all-reduces values on the same devices."""
         replicated = tuple([not r.value._rows for r in reductions])
         program, devices, routes = self._program(
             reductions[0].value.devices, batch.reduce_op, batch.options, replicated
         )
-        # One program has one order of devices, and a sum does not care in which it is made.
+        # A program has one order of devices, and all values may be brought into that order.
         values = [r.value for r in reductions]
         values = [v if v.devices == devices else v._reordered(devices) for v in values]
         settings = (batch.reduce_op, routes, batch.structure)
@@ -147,8 +147,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 class NcclAllReduce(AllReduceCrossDeviceOps):
     """All-reduces in one compiled program, packed; NCCL carries it on NVIDIA GPUs.
 
-    It is an `AllReduceCrossDeviceOps` with the algorithm "nccl": its `num_packs`, and its errors.
-    On other platforms their own all-reduce carries it.
+    It is an `AllReduceCrossDeviceOps` with the algorithm "nccl", and the same `num_packs` and
+    errors. Other platforms use their own all-reduce.
 
     Examples:
       >>> grads = PerReplica([{"w": [1.0, 2.0], "b": 3.0}, {"w": [5.0, 6.0], "b": 7.0}])
@@ -164,11 +164,11 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """All-reduces within each half of the devices, then between the halves.
 
-    Every device counts. An even number of devices, from four on, is reduced in two halves of
-    neighbours: a reduce-scatter within, an all-reduce of each shard between them, an all-gather
-    within. Two devices, and an odd number, take one all-reduce over all. (TensorFlow's own, made
-    for the links of a DGX-1, loses the last of an odd number.) It is an `AllReduceCrossDeviceOps`
-    otherwise: its `num_packs`, and its errors.
+    An even number of devices, at least four, is reduced in two halves of neighbours: a
+    reduce-scatter within each half, an all-reduce of each shard between the halves, an all-gather
+    within each half. Two devices, or an odd number, take one all-reduce over all. No device is left
+    out. (TensorFlow's op, made for the links of a DGX-1, loses the last of an odd number.)
+    Otherwise it is an `AllReduceCrossDeviceOps`, with the same `num_packs` and errors.
 
     Examples:
       >>> value = PerReplica([1.0, 10.0, 100.0])
@@ -182,11 +182,11 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
 
 class CollectiveAllReduce(AllReduceCrossDeviceOps):
-    """All-reduces over the devices of a group, as its options say.
+    """All-reduces over a fixed group of devices.
 
-    It is an `AllReduceCrossDeviceOps` for the group's devices only, packed, carried and bounded
-    as `options` say; a call's own options take precedence. With several processes each passes
-    what it holds, and gets the reduction of what all hold: see `CrossDeviceOps`.
+    It is an `AllReduceCrossDeviceOps` for the group's devices only. `options` choose the packing,
+    the algorithm and the timeout; the options of a call take precedence. With several processes,
+    each passes what it holds, and gets the reduction over all: see `CrossDeviceOps`.
 
     Args:
       devices: this worker's devices, or device strings.
@@ -196,7 +196,7 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
 
     Raises:
       ValueError: `devices` is empty or has one twice; `group_size` is not a multiple of their
-        number, or takes more workers than there are. On a call: a value that lies on other devices.
+        number, or needs more workers than there are. On a call: a value lies on other devices.
 
     Examples:
       >>> import jax
@@ -215,58 +215,58 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
     ) -> None:
         super().__init__(num_packs=0)
         name = type(self).__name__
-        self._group = own = devices_named(devices, name)
-        if not is_integer(group_size) or group_size < 1 or group_size % len(own):
-            multiple = f"a positive multiple of the number of devices, {len(own)}"
+        self._group = worker = devices_named(devices, name)
+        if not is_integer(group_size) or group_size < 1 or group_size % len(worker):
+            multiple = f"a positive multiple of the number of devices, {len(worker)}"
             refuse("group_size", f"{multiple}, so that every worker has as many", group_size)
-        if group_size > len(own):
+        if group_size > len(worker):
             every = jax.devices()
-            if set(own) != set(jax.local_devices()) or group_size != len(every):
+            if set(worker) != set(jax.local_devices()) or group_size != len(every):
                 raise ValueError(
-                    f"`group_size` {group_size} takes {group_size // len(own)} workers of "
-                    f"{len(own)} devices; there {'is' if jax.process_count() == 1 else 'are'} "
-                    f"{jax.process_count()}, with {len(every)} devices together, "
-                    f"{len(jax.local_devices())} of them here. Pass group_size={len(own)}, or "
+                    f"`group_size` {group_size} needs {group_size // len(worker)} workers of "
+                    f"{len(worker)} devices; there {'is' if jax.process_count() == 1 else 'are'} "
+                    f"{jax.process_count()}, with {len(every)} devices in total, "
+                    f"{len(jax.local_devices())} of them here. Pass group_size={len(worker)}, or "
                     f"this process's devices and group_size={len(every)}."
                 )
             self._group = tuple(sorted(every, key=lambda device: (device.process_index, device.id)))
         self._options, self._packing = checked(options), None
-        self._arguments = {"devices": list(map(str, own)), "group_size": int(group_size)}
+        self._arguments = {"devices": list(map(str, worker)), "group_size": int(group_size)}
         self._arguments |= {"options": self._options} if options else {}
 
 
 class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
-    """All-reduces over workers with several devices each, by an algorithm for each size.
+    """All-reduces over workers with several devices each; array sizes choose the algorithm.
 
     It is an `AllReduceCrossDeviceOps` for the workers' devices only. Each array takes the first
-    tuple of the specification whose limit it does not exceed.
+    tuple of `all_reduce_spec` whose limit it does not exceed.
 
     Algorithms, in TensorFlow's names: "nccl", "xring", "pscpu", "psgpu" run over all devices;
     "nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu" reduce-scatter within each worker,
-    all-reduce each shard between the workers, and all-gather within. nccl is the backend's own,
-    xring a ring, rechd halving and doubling, pscpu and psgpu a shuffle in which each shard is
-    summed by an owner. Any two of them may be put together by "/", for any number of workers
-    and devices.
+    all-reduce each shard between the workers, and all-gather within each worker. nccl is the
+    backend's own, xring a ring, rechd halving and doubling, pscpu and psgpu a shuffle, in which
+    each shard has an owner that sums it. Any two of them may be joined by "/", for any number of
+    workers and devices.
 
     Args:
       worker_devices: one device string for each worker, such as "/job:worker/task:0": the workers
-        take `jax.devices()` in their order, `num_gpus_per_worker` each, whatever they are called,
-        so that simulated CPU devices stand for workers too. Or one list of devices, or of device
-        strings, for each worker.
-      num_gpus_per_worker: devices of each worker; 0: one, as of a worker without GPUs.
-      all_reduce_spec: an algorithm's name; a tuple (name, shards, limit) of which shards (1) and
-        limit (-1) may be left out; or a list of such tuples. Each array, after packing, is cut
-        in `shards` parts, which are reduced side by side; of a shuffle (of "…/pscpu": the one
-        between workers) it is the number of owners, at most as many as replicas it runs over.
-        `limit` is a size in bytes, inclusive, increasing from tuple to tuple, and -1, for any
-        size, in the last.
-      num_packs: as in `AllReduceCrossDeviceOps`, for the arrays of each tuple by themselves.
+        get `jax.devices()` in order, `num_gpus_per_worker` each, whatever their names, so
+        simulated CPU devices work too. Or one list of devices, or of device strings, for each
+        worker.
+      num_gpus_per_worker: devices of each worker; 0: one, as for a worker without GPUs.
+      all_reduce_spec: an algorithm's name; a tuple (name, shards, limit) with optional shards
+        (default 1) and limit (default -1); or a list of such tuples. Each array, after packing,
+        is cut into `shards` parts, which are reduced side by side; in a shuffle (in "…/pscpu":
+        the one between workers) `shards` is the number of owners, at most one for each replica
+        that it runs over. `limit` is a size in bytes, inclusive; it increases from tuple to tuple,
+        and is -1 (any size) in the last.
+      num_packs: as in `AllReduceCrossDeviceOps`, separately for the arrays of each tuple.
       agg_small_grads_max_bytes: likewise.
       agg_small_grads_max_group: likewise.
 
     Raises:
-      ValueError: an argument is invalid; there are not enough devices, or too
-        many shards. On a call: a value over other devices than the workers'.
+      ValueError: an argument is invalid; there are too few devices, or too many shards. On a call:
+        a value lies on devices other than the workers'.
 
     Examples:
       >>> workers = ["/job:worker/task:0", "/job:worker/task:1"]
@@ -302,10 +302,10 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
             **self._arguments,
         }
 
-    def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
+    def _mesh_and_routes(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
         if set(devices) == set(self._group):
             return self._mesh, self._routes
-        return super()._arranged(devices)  # one value of each process: there are no two levels
+        return super()._mesh_and_routes(devices)  # one value of each process has only one level
 
 
 def batch_reduced(
@@ -313,8 +313,8 @@ def batch_reduced(
 ) -> list[Any]:
     """Return the all-reduce of trees, in their order and structure.
 
-    Every array takes the first route whose limit it does not exceed (the last one has none); those
-    of one route are packed together.
+    Every array takes the first route whose limit it does not exceed (the last one has none); the
+    arrays of one route are packed together.
     """
 
     def route_of(leaf: Any) -> int:
@@ -333,7 +333,7 @@ def batch_reduced(
         ]
         sums = reduce.all_reduce(
             reduce_op,
-            treedef.unflatten(mine),  # so that messages have the leaves' own names
+            treedef.unflatten(mine),  # the whole tree, so that messages have the leaves' paths
             scope.axes,
             scope=dataclasses.replace(scope, options=route.options),
             invariant="replicated",
@@ -351,7 +351,7 @@ def grid_of(devices: Sequence[jax.Device], groups: int) -> Mesh:
 
 
 def _algorithm(name: Any) -> str | None:
-    """Return a canonical name, or that of the hierarchical copy; None: as the options say."""
+    """Return a canonical name, or "hierarchical_copy"; None for "native", the options' default."""
     if name == HIERARCHICAL_COPY:
         return name
     try:
@@ -367,7 +367,7 @@ def _algorithm(name: Any) -> str | None:
 def _workers_of(
     workers: Any, num_gpus_per_worker: Any, caller: str
 ) -> tuple[tuple[jax.Device, ...], ...]:
-    """Return the devices of each worker: equally many for all, none of them twice."""
+    """Return the devices of each worker: equally many for all, no device twice."""
     meaning = " (0: workers without GPUs, of one device each)"
     per_worker = count("num_gpus_per_worker", meaning, num_gpus_per_worker) or 1
     expected = "a list with one name, or one list of devices, for each worker"
@@ -381,8 +381,8 @@ def _workers_of(
         if wanted > len(every):
             raise ValueError(
                 f"`{caller}` needs {wanted} devices for {len(workers)} workers of {per_worker} "
-                f"each; there are {len(every)}: {', '.join(map(str, every))}. Simulated ones are "
-                'made by `jax.config.update("jax_num_cpu_devices", n)` at the start of a program.'
+                f"each; there are {len(every)}: {', '.join(map(str, every))}. To simulate more, "
+                'begin the program with `jax.config.update("jax_num_cpu_devices", n)`.'
             )
         devices = tuple(every[:wanted])
     elif all(isinstance(worker, list | tuple) for worker in workers):
@@ -402,16 +402,16 @@ def routes_of(spec: Any, packing: PackingRule | None, world: World) -> tuple[Rou
     """Return a route for each tuple of a specification in any of its forms.
 
     Raises:
-      ValueError: it has no such form; a tuple does not fit the workers and devices of `world`; the
-        limits do not rise, or do not end in -1.
+      ValueError: it has another form; a tuple does not fit the workers and devices of `world`; the
+        limits do not increase, or do not end in -1.
     """
     if isinstance(spec, str):
         spec = (spec,)
     tuples = [spec] if isinstance(spec, tuple) else spec
     if not isinstance(tuples, list) or not tuples or not all(map(_may_be_route, tuples)):
         expected = (
-            'a name such as "nccl/xring", a tuple (name, shards, limit in bytes) of which the last '
-            "two may be left out, or a list of such tuples"
+            'a name such as "nccl/xring", a tuple (name, shards, limit in bytes) whose last two '
+            "items are optional, or a list of such tuples"
         )
         refuse("all_reduce_spec", expected, spec)
     routes = []
@@ -430,7 +430,7 @@ def routes_of(spec: Any, packing: PackingRule | None, world: World) -> tuple[Rou
     if last != -1 or not integers or sorted(set(limits)) != limits:
         raise ValueError(
             "the limits of `all_reduce_spec` must be numbers of bytes that increase from tuple to "
-            f"tuple, and end in -1, any size; got {[*limits, last]} in {spec!r}."
+            f"tuple, and end in -1 (any size); got {[*limits, last]} in {spec!r}."
         )
     return tuple(routes)
 
@@ -446,7 +446,7 @@ class NumPacks(PackingRule):
     count: int
 
     def runs(self, leaves: Sequence[Leaf]) -> Iterator[list[Segment]]:
-        """Yield one pack for each group of leaves that are alike, and the rest to the largest."""
+        """Yield at least one pack for each group of alike leaves, more for the largest groups."""
         groups = alike(leaves)
         sizes = [sum(leaves[i].size for i in members) for members in groups]
         widths = [leaves[members[0]].wire.itemsize for members in groups]
@@ -466,10 +466,9 @@ class NumPacks(PackingRule):
 
 @dataclasses.dataclass(frozen=True)
 class GroupSmall(PackingRule):
-    """Runs of neighbouring leaves of at most `max_bytes` each travel in groups; others alone.
+    """Groups of neighbouring leaves of at most `max_bytes` each; other leaves travel alone.
 
-    A run is of one dtype and kind, and a larger leaf ends it; a group has at most `max_group`
-    leaves.
+    A group has one dtype and kind, and at most `max_group` leaves; a larger leaf ends it.
     """
 
     max_bytes: int

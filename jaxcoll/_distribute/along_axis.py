@@ -1,4 +1,4 @@
-"""Reductions and gathers over the replicas and along dimensions of each one's value."""
+"""Reductions and gathers over the replicas and along dimensions of each replica's value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._distribute.arguments import delivered, taken
+from jaxcoll._distribute.arguments import as_distributed, delivered
 from jaxcoll._distribute.assemble import check_alike, described
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven, is_distributed
@@ -39,10 +39,10 @@ _SPARSE = {
 
 
 class _Parts(NamedTuple):
-    """A value whose parts have the dimensions that a call names."""
+    """A value, and the dimensions along which a call reduces or joins it."""
 
     value: DistributedValues  # shorter parts are padded with zeros along these dimensions
-    axes: list[tuple[int, ...]]  # the dimensions of each array, from the first
+    axes: list[tuple[int, ...]]  # the dimensions of each array, none of them negative
     shapes: list[Mapping[int, Shape]]  # of each array on every replica, without the padding
 
 
@@ -55,10 +55,10 @@ def _parts_of(
     first: jax.Device,
     timeout_seconds: float | None,
 ) -> _Parts:
-    """Return the value that a strategy is given, checked on all processes alike."""
+    """Return a strategy's argument, after the same checks on all processes."""
     tree = value.tree if is_distributed(value) else value
     check_dense(tree, _SPARSE[caller], NotImplementedError if caller == "gather" else ValueError)
-    whole = taken(caller, type(ops).__name__, value, ops._group, first)
+    whole = as_distributed(caller, type(ops).__name__, value, ops._group, first)
     shapes: list[Mapping[int, Shape]]
     if isinstance(whole, Uneven):
         like, shift = next(iter(whole.tree.values())), 0
@@ -82,20 +82,20 @@ def _parts_of(
                 "`jax.random.key_data`."
             )
         named = axis if caller == "reduce" and isinstance(axis, tuple | list) else [axis]
-        own = tuple(gather.dimension(k, of_leaf[min(of_leaf)].shape, what) for k in named)
-        if len(set(own)) < len(own) or not own:
+        dimensions = tuple(gather.dimension(k, of_leaf[min(of_leaf)].shape, what) for k in named)
+        if len(set(dimensions)) < len(dimensions) or not dimensions:
             raise ValueError(f"{what}: expected different axes, at least one; got {axis!r}.")
-        check_alike(caller, name, of_leaf, own)
+        check_alike(caller, name, of_leaf, dimensions)
         if caller == "reduce":
             check_reducible(name, leaf.dtype)
-        axes.append(own)
+        axes.append(dimensions)
     if isinstance(whole, Uneven):
         whole = _padded(whole, shapes)
     return _Parts(whole, axes, shapes)
 
 
 def _padded(value: Uneven, shapes: Sequence[Mapping[int, Shape]]) -> DistributedValues:
-    """Return uneven parts as rows of one shape, each dimension the longest there is."""
+    """Return uneven parts as rows of one shape, padded to the longest along each dimension."""
     longest = [np.max([shape.shape for shape in of_leaf.values()], axis=0) for of_leaf in shapes]
 
     def padded(array: Any, sizes: np.ndarray) -> Any:
@@ -120,16 +120,16 @@ def reduce_along(
     options: CommunicationOptions,
     structure: str,
 ) -> list[Any]:
-    """Reduce the parts of each value along `axis`, and by `ops` the results over the replicas.
+    """Reduce the parts of each value along `axis`, then the results over the replicas with `ops`.
 
-    Values, with their paths, are those of `Strategy.reduce`; results lie on `first`.
+    `values` are pairs of a path and a value from `Strategy.reduce`; results lie on `first`.
     """
     with no_mesh():
         parts = [
             _parts_of(ops, "reduce", path, value, axis, first, options.timeout_seconds)
             for path, value in values
         ]
-        # A mean of means would weigh small parts like large ones: one sum, and one division.
+        # A mean of means would weigh small parts like large ones, so divide only the total.
         pairs = [(_sums(reduce_op, of_value), first) for of_value in parts]
         totals = ops._reduced("reduce", ReduceOp.SUM, pairs, options, structure)
         if reduce_op is ReduceOp.SUM:
@@ -138,13 +138,13 @@ def reduce_along(
 
 
 def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
-    """Return each replica's sums, where its part lies, in the type in which a mean is made."""
+    """Return each replica's sums, on its device, in the dtype that a mean is computed in."""
     value, shift = parts.value, int(parts.value._rows)
     leaves, treedef = jax.tree.flatten(value.tree)
     sums = treedef.unflatten(
-        # Of rows, the first dimension is that of the replicas.
-        jnp.sum(x, tuple(k + shift for k in own), _wide(x) if reduce_op is ReduceOp.MEAN else None)
-        for x, own in zip(leaves, parts.axes, strict=True)
+        # The first dimension of rows is that of the replicas.
+        jnp.sum(x, tuple(k + shift for k in axes), _wide(x) if reduce_op is ReduceOp.MEAN else None)
+        for x, axes in zip(leaves, parts.axes, strict=True)
     )
     if not shift and len(value) == 1 and isinstance(value.tree, jax.Array):
         return sums  # of a plain value, which belongs to no group of devices
@@ -152,10 +152,10 @@ def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
 
 
 def _mean(total: Any, parts: _Parts) -> Any:
-    """Return the mean of all elements that have this sum."""
+    """Return the mean of all elements, from their sum."""
     counts = [
-        sum(math.prod(shape.shape[k] for k in own) for shape in of_leaf.values())
-        for of_leaf, own in zip(parts.shapes, parts.axes, strict=True)
+        sum(math.prod(shape.shape[k] for k in axes) for shape in of_leaf.values())
+        for of_leaf, axes in zip(parts.shapes, parts.axes, strict=True)
     ]
     leaves, treedef = jax.tree.flatten(total)
     arrays = jax.tree.leaves(parts.value.tree)
@@ -166,13 +166,13 @@ def _mean(total: Any, parts: _Parts) -> Any:
 
 
 def _mean_dtype(array: Any) -> np.dtype:
-    """Return the type of a mean of `array`: its own, or of integers JAX's default float."""
+    """Return the dtype of a mean of `array`: its own, or for integers JAX's default float."""
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
 def _wide(array: Any) -> np.dtype:
-    """Return the type of a sum whose mean is wanted: that of 16-bit floats must not overflow."""
+    """Return the dtype to sum in for a mean: the sum of 16-bit floats must not overflow."""
     return np.promote_types(_mean_dtype(array), np.float32)
 
 
@@ -185,13 +185,13 @@ def gather_along(
     first: jax.Device,
     options: CommunicationOptions,
 ) -> Any:
-    """Join the parts of one value of `Strategy.gather`, with its path, along `axis` on `first`."""
+    """Join the parts of one value along `axis`, on `first`; `path` is that in `Strategy.gather`."""
     with no_mesh():
         parts = _parts_of(ops, "gather", path, value, axis, first, options.timeout_seconds)
-        whole, carried = parts.value, without_deadline(options)
+        whole, compiled_with = parts.value, without_deadline(options)
         mesh, replicated = line_of(whole.devices, AXIS), (not whole._rows,)
-        program = replicating("gathered", mesh, _gathered, replicated, axis, options=carried)
-        settings = (path, axis, carried)
+        program = replicating("gathered", mesh, _gathered, replicated, axis, options=compiled_with)
+        settings = (path, axis, compiled_with)
         call = Call(
             program, (whole.tree,), whole.devices, f"`{name}.gather`", options, settings=settings
         )
@@ -207,7 +207,7 @@ def _gathered(trees: Sequence[Any], scope: Scope, axis: int) -> Any:
 def _without_padding(
     array: jax.Array, axes: tuple[int, ...], shapes: Mapping[int, Shape]
 ) -> jax.Array:
-    """Take the padding out of parts that stand side by side along the first of `axes`."""
+    """Remove the padding between parts that are joined along the only one of `axes`."""
     (axis,) = axes
     sizes = [shapes[i].shape[axis] for i in range(len(shapes))]
     longest = max(sizes)

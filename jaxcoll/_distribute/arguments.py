@@ -1,4 +1,4 @@
-"""Values, destinations and options as users pass them to an op or a strategy; and copies."""
+"""Values, destinations and options that users pass to an op or a strategy; and copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxcoll._spmd.gather import broadcast
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import check_slices, is_sparse
 
-# "localhost" is what TensorFlow calls the only task of a program that is not distributed.
+# TensorFlow calls the only task of a program that is not distributed "localhost".
 _SPELLING = re.compile(
     r"(?:/job:(?P<job>worker|localhost)(?:/replica:\d+)?/task:(?P<task>\d+)(?=/|$))?"
     r"(?:/?(?:device:)?(?P<platform>(?!job|task|replica)[a-z]+):(?P<number>\d+))?",
@@ -32,19 +32,19 @@ _SPELLING = re.compile(
 )
 
 
-def taken(
+def as_distributed(
     caller: str,
     name: str,
     value: Any,
     group: tuple[jax.Device, ...],
     device: jax.Device,
 ) -> DistributedValues:
-    """Return a value of all replicas, or this process's parts of one, from what a user passes.
+    """Convert what a user passes into a value of all replicas, or this process's parts of one.
 
-    That is a `PerReplica`, `Mirrored` or `Uneven` over the devices of the `group` (one for each
-    replica; (): any), over this process's of them, or over the first of each process; or a plain
-    value, which is that of one replica, and over several processes one of each. It goes to `device`
-    if it lies on none. `caller` and `name`, of the op or strategy, are for messages.
+    `value` is a `PerReplica`, `Mirrored` or `Uneven` over the devices of `group` (one for each
+    replica; (): any), over this process's devices of the group, or over the first of each process.
+    Or it is a plain value: that of one replica, or, with several processes, one of each process. A
+    plain value goes to `device` if it lies on none. Messages name `caller`, and `name` of the op.
 
     Raises:
       ValueError: it is something else, or lies on other devices.
@@ -62,9 +62,9 @@ def taken(
         )
     elif isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
         raise ValueError(
-            f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which "
-            "does not say what it is: `PerReplica.from_global` takes it for one row for each "
-            "replica, `Mirrored.from_global` for one copy for each."
+            f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which may "
+            "hold rows or copies: pass `PerReplica.from_global(value)` if every replica has a row "
+            "of it, or `Mirrored.from_global(value)` if every replica has a copy."
         )
     if span_processes(group):
         firsts = first_of_each_process(group)
@@ -72,7 +72,7 @@ def taken(
         return Uneven._of({replica: value if is_sparse(value) else host_array(value)}, firsts)
     if isinstance(value, jax.Array):
         return Mirrored.from_global(value)
-    if device.process_index != jax.process_index():  # the op refuses it, or has a use for it
+    if device.process_index != jax.process_index():  # the op refuses or handles this device later
         device = jax.local_devices()[0]
     return Mirrored([value], devices=own_devices([value]) or [device])
 
@@ -80,10 +80,10 @@ def taken(
 def over_group(
     name: str, value: DistributedValues, group: tuple[jax.Device, ...]
 ) -> DistributedValues:
-    """Return `value` if it lies over all of `group`; else this process's parts of one that does.
+    """Return `value` if it lies over all of `group`; else make it this process's parts of one.
 
-    TensorFlow's workers pass what is theirs, and get the result of all. A `Mirrored` of one process
-    counts as a row for each replica: the copies of other processes may differ from it.
+    As in TensorFlow, each worker passes its own part, and gets the result over all. A `Mirrored` of
+    one process counts as one row per replica: the copies of other processes may differ from it.
 
     Raises:
       ValueError: it lies on other devices.
@@ -95,11 +95,11 @@ def over_group(
     lies_on, spans = set(devices), span_processes(group)
     if lies_on == set(group) or (spans and lies_on == set(first_of_each_process(group))):
         return value
-    own = of_this_process(group)
-    if spans and lies_on == {group[i] for i in own}:
+    here = of_this_process(group)
+    if spans and lies_on == {group[i] for i in here}:
         part_on = dict(zip(devices, value, strict=True))
-        return Uneven._of({i: part_on[group[i]] for i in own}, group)
-    hint = " Or pass a value over this process's share of them, as every process then does."
+        return Uneven._of({i: part_on[group[i]] for i in here}, group)
+    hint = " Or let every process pass a value over its own share of these devices."
     raise ValueError(
         f"`{name}` reduces over its own {len(group)} devices, {', '.join(map(str, group))}; got a "
         f"value over {', '.join(map(str, devices))}." + hint * spans
@@ -113,7 +113,7 @@ def first_of_each_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ..
 
 
 def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...]:
-    """Return the devices that a result is wanted on, in the order of the replicas."""
+    """Return the devices of a result, in the order of the replicas."""
     if isinstance(destinations, DistributedValues):
         return destinations.devices
     if isinstance(destinations, jax.Array) and not isinstance(destinations, Tracer):
@@ -131,17 +131,17 @@ def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...
 
 
 def devices_named(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
-    """Return devices, or those of device strings in their place, none twice."""
+    """Return devices, looking up device strings; refuse a device that is listed twice."""
     named = [device_named(d, caller) if isinstance(d, str) else d for d in devices]
     return checked_devices(named, caller)
 
 
 def device_named(name: str, caller: str) -> jax.Device:
-    """Return the device of this name, of whichever process.
+    """Return the device with this name, in any process.
 
-    A name is `str(device)`, by which JAX tells the devices of all processes apart; or platform and
-    number, in any case, in TensorFlow's spellings: "/gpu:1", "/device:GPU:1" of this process,
-    "/job:worker/task:2/device:GPU:1" of process 2. Without a device it is the task's first.
+    A name is `str(device)`, which is unique among all processes; or a platform and a number, in
+    any case, in TensorFlow's spellings: "/gpu:1", "/device:GPU:1" of this process,
+    "/job:worker/task:2/device:GPU:1" of process 2. A task alone means its first device.
 
     Raises:
       ValueError: no device has that name; the message lists those there are.
@@ -160,22 +160,22 @@ def device_named(name: str, caller: str) -> jax.Device:
         devices = jax.devices(platform or None)
     except RuntimeError:
         devices = []
-    # TensorFlow counts the devices of each task from 0, JAX's ids go on from process to process.
-    named = (spelled["job"] or "").lower() == "worker"
-    process = int(spelled["task"]) if named else jax.process_index()
+    # TensorFlow counts the devices of each task from 0; JAX's ids continue across processes.
+    is_worker = (spelled["job"] or "").lower() == "worker"
+    process = int(spelled["task"]) if is_worker else jax.process_index()
     of_task = [device for device in devices if device.process_index == process]
     if number < len(of_task):
         return of_task[number]
-    there = ", ".join(map(str, of_task or devices or jax.devices()))
-    raise ValueError(f"`{caller}` got {name!r}, but there is no such device. There are: {there}.")
+    listed = ", ".join(map(str, of_task or devices or jax.devices()))
+    raise ValueError(f"`{caller}` got {name!r}, but there is no such device. There are: {listed}.")
 
 
 def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """Return a result on `devices`: a `Mirrored` over several, plain on one.
+    """Return a result on `devices`: a `Mirrored` over several, a plain value on one.
 
-    A result that lies there already is not copied. Of another `Mirrored`, or of a plain result of
-    this process, each process copies what it has to those devices that it owns; a process without
-    any of them keeps its copy.
+    A result that already lies there is not copied. Otherwise each process copies the `Mirrored` or
+    plain result that it has to those of `devices` that it owns; a process that owns none keeps its
+    copy.
     """
     if isinstance(result, Mirrored):
         if len(devices) > 1 and set(devices) == set(result.devices):
@@ -198,11 +198,11 @@ def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
 def broadcast_to(
     tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | None = None
 ) -> Any:
-    """Return a plain tree on `devices`; over several processes what the first device's passes."""
+    """Copy a plain tree to `devices`; of several processes, the first device's passes the tree."""
     if not span_processes(devices):
         check_here(devices[0])
         return delivered(tree, devices)
-    # Processes may hold different values, which is no error here: hence rows, not copies.
+    # Rows, not copies, because processes may pass different values here.
     rows = Uneven._of(dict.fromkeys(of_this_process(devices), tree), devices)._assembled()
     program = replicating("broadcast", line_of(devices, AXIS), _from_the_first, (False,))
     options = CommunicationOptions(timeout_seconds=timeout_seconds)
@@ -215,7 +215,7 @@ def _from_the_first(trees: Sequence[Any], scope: Scope) -> Any:
 
 
 def check_here(device: jax.Device) -> None:
-    """Refuse a device on which this process can put nothing."""
+    """Refuse a device of another process, where this one can place nothing."""
     if device.process_index != jax.process_index():
         raise ValueError(
             f"{device} belongs to process {device.process_index}, and this is process "
@@ -225,13 +225,13 @@ def check_here(device: jax.Device) -> None:
 
 
 def copy_near(value: DistributedValues, devices: tuple[jax.Device, ...]) -> Any:
-    """Return the copy of `value` that lies on one of `devices`, or any, of this process."""
+    """Return this process's copy of `value` on one of `devices`, or else any copy that it has."""
     here = of_this_process(value.devices)
     return value[next((i for i in here if value.devices[i] in devices), here[0])]
 
 
-def given(options: Any, experimental_hints: Any) -> CommunicationOptions:
-    """The options of a call that also takes them under their older name."""
+def call_options(options: Any, experimental_hints: Any) -> CommunicationOptions:
+    """Return the options of a call, which may be passed under either name."""
     if experimental_hints is None:
         return checked(options)
     if options is not None:
@@ -248,7 +248,7 @@ def given(options: Any, experimental_hints: Any) -> CommunicationOptions:
 class CollectiveHints(CommunicationOptions):
     """Deprecated spelling of `CommunicationOptions`, without `implementation`.
 
-    It is one, with both options set: equal to it, with its errors, and taken wherever one is.
+    It is one, with both options set: it compares equal, raises alike, and works wherever one does.
 
     Warns:
       DeprecationWarning: always.

@@ -1,4 +1,4 @@
-"""Global arrays made of one part on each device."""
+"""Global arrays, assembled from one part on each device."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def assembled(
     exchange: bool = True,
     uneven: Callable[[dict[int, Any], tuple[jax.Device, ...]], Any] | None = None,
 ) -> Any:
-    """Return the replicas' tree, each leaf a global array whose part on device i is replica i's.
+    """Return a tree of global arrays; the part of each on device i is replica i's leaf.
 
-    `value_of` gives it, and is called for this process's replicas. The parts are `rows` of the
-    result, those of IndexedSlices padded to the longest; or else copies, which are compared. Over
-    several processes shapes are exchanged, so that all refuse what disagrees; without `exchange`
-    only those of IndexedSlices are, and the program that takes the rows compares the rest. A leaf
-    whose shapes differ is what `uneven` makes of this process's parts, if it is given.
+    `value_of(i)` returns the tree of replica i, and is called for this process's replicas. With
+    `rows`, parts are rows of the result, and IndexedSlices are padded to the longest; otherwise
+    parts are copies, and are compared. Processes exchange shapes, so that all of them refuse parts
+    that disagree; without `exchange` only shapes of IndexedSlices, as the program that takes the
+    rows compares the rest. If `uneven` is set, it makes leaves of differing shapes from the parts.
 
     Raises:
       ValueError: a part is no array, or the parts disagree; or no device is of this process.
@@ -78,17 +78,17 @@ def assembled(
                 for of_leaf, free in zip(shapes, ragged, strict=True)
                 if free
             ]
-            # The values and the indices of an IndexedSlices follow on one another.
+            # The values and the indices of an IndexedSlices are neighbours, of one length.
             padded = {i: _padded(value, lengths[::2]) for i, value in values.items()}
             arrays = {i: _arrays(name, i, value) for i, value in padded.items()}
         sharding = rows_over(devices) if rows else copies_over(devices)
         leaves = []
-        for own_shape, *column in zip(differs, *arrays.values(), strict=True):
-            parts = [x[None] for x in column] if rows and not own_shape else column
+        for is_uneven, *column in zip(differs, *arrays.values(), strict=True):
+            parts = [x[None] for x in column] if rows and not is_uneven else column
             placed = jax.device_put(parts, [devices[i] for i in here])
             if isinstance(placed[0], Tracer):
                 refuse_traced(f"A `{name}`")
-            if uneven is not None and own_shape:
+            if uneven is not None and is_uneven:
                 leaves.append(uneven(dict(zip(here, placed, strict=True)), devices))
                 continue
             shape = (len(devices), *placed[0].shape[1:]) if rows else placed[0].shape
@@ -97,7 +97,7 @@ def assembled(
 
 
 def own_devices(values: Sequence[Any]) -> tuple[jax.Device, ...] | None:
-    """The device of each value, if each is made of arrays that lie on one device of its own."""
+    """Return the device of each value, if each lies on one device, different from all others."""
     devices: list[jax.Device] = []
     for value in values:
         leaves = jax.tree.leaves(value)
@@ -111,10 +111,10 @@ def own_devices(values: Sequence[Any]) -> tuple[jax.Device, ...] | None:
 
 
 def described(tree: Any) -> str:
-    """Return what processes must have in common of a tree, in words.
+    """Return a text of what must agree between processes about a tree.
 
-    They are its paths, and the shapes of the arrays that IndexedSlices are rows of: a tree
-    definition may show addresses.
+    It has the paths, and the dense shapes of IndexedSlices. A tree definition may show addresses,
+    which differ between processes.
     """
     flat, _ = flattened(tree, is_sparse)
     return repr([(path, getattr(leaf, "dense_shape", None)) for path, leaf in flat])
@@ -133,7 +133,7 @@ def _check_structures(name: str, values: Mapping[int, Any]) -> None:
 
 
 def _array_of(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
-    """One leaf of a replica's value, which must be an array on one device or of the host."""
+    """Return one leaf of a replica's value: a host array, or an array on one device."""
     leaf = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
     if isinstance(value, Tracer):
         refuse_traced(leaf)
@@ -156,11 +156,11 @@ def _array_of(name: str, replica: int, path: str, value: Any) -> np.ndarray | ja
 def check_alike(
     name: str, path: str, shapes: Mapping[int, Shape], axes: Sequence[int] = ()
 ) -> None:
-    """Refuse a leaf whose parts differ in dtype or bits, or in shape but along `axes`."""
+    """Refuse a leaf whose parts differ in dtype or bits, or in shape except along `axes`."""
     first = min(shapes)
     expected = shapes[first]
     along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {', '.join(map(str, axes))}"
-    but = f" but along {along}" if axes else ""
+    but = f" (except along {along})" if axes else ""
     for i, shape in shapes.items():
         if _without(shape.shape, axes) != _without(expected.shape, axes):
             what, mine, theirs = "shape", shape.shape, expected.shape
@@ -169,7 +169,7 @@ def check_alike(
         elif shape.digest != expected.digest:
             raise ValueError(
                 f"`{name}` expects equal copies; {where(path)} of replica {i} differs from that "
-                f"of replica {first}. If they are meant to differ, they are a `PerReplica`."
+                f"of replica {first}. Use a `PerReplica` for values that should differ."
             )
         else:
             continue
@@ -188,7 +188,7 @@ def _arrays(name: str, replica: int, value: Any) -> list[np.ndarray | jax.Array]
 
 
 def _padded(value: Any, lengths: Sequence[int]) -> Any:
-    """Pad each IndexedSlices of a tree to a length of its own."""
+    """Pad each IndexedSlices of a tree to its length in `lengths`."""
     remaining = iter(lengths)
     return jax.tree.map(
         lambda leaf: leaf.padded(next(remaining)) if is_sparse(leaf) else leaf,

@@ -1,4 +1,4 @@
-"""`check_replicas`: compare what replicas hold, inside a program or between programs."""
+"""Comparison of the values that replicas hold, inside a program or between programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxcoll._distribute.per_replica import PerReplica
-from jaxcoll._distribute.replica_axis import known_to_all
+from jaxcoll._distribute.replica_axis import exchanged
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd import check_replicas as _check
@@ -23,25 +23,25 @@ from jaxcoll._spmd.scope import Scope, bound_axes, count, scope_here
 
 
 def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) -> ReplicaCheck:
-    """Compare what the replicas hold, bit by bit, by digests of a few bytes.
+    """Compare the values that replicas hold bit by bit, through digests of a few bytes.
 
-    Guarantees: equal bits are never reported, and one element that differs always is; of other
-    differences one in 2⁶⁴ escapes. That a type says "the same everywhere" is a claim like any
-    other: the copies are read. A leaf without a second copy is refused, never passed.
+    Guarantees: equal bits are never reported, and a leaf that differs in one element always is;
+    one in 2⁶⁴ of all other differences escapes. The copies are read even if a type claims that they
+    are the same everywhere. A leaf without a second copy is refused, and never passes the check.
 
     Args:
-      tree: any pytree of arrays, equal on all replicas in structure and shape.
+      tree: any pytree of arrays, with the same structure and shapes on all replicas.
       axis_name: inside a program, the mapped axis or axes. None: between programs. There, copies
-        of one part of a global array are compared with one another, those of other processes
-        included; of a `PerReplica` the rows are. What `jax.pmap` returned looks like a batch:
-        pass it as `PerReplica.from_global(tree)`. Numbers, numpy arrays and arrays on one device
-        are compared with those that the other processes pass.
+        of the same part of a global array are compared, including those of other processes, and
+        the rows of a `PerReplica`. The result of `jax.pmap` looks like a batch: pass it as
+        `PerReplica.from_global(tree)`. Numbers, numpy arrays and arrays on one device are
+        compared with those that the other processes pass.
 
     Returns:
       A `ReplicaCheck`, *invariant*: `differs` has a boolean per leaf, and `raise_if_differs()`
       names leaves and replicas on the host. Cost: the tree is read once, and 8 bytes per leaf go
-      from each replica to every other in one collective. Between programs there is one only
-      where a leaf lies over several processes; all of these must call, then.
+      from each replica to every other in one collective. Between programs there is a collective
+      only if a leaf lies over several processes; all of these must then call.
 
     Raises:
       NameError: an axis is not mapped here.
@@ -79,9 +79,9 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
 class _Leaf(NamedTuple):
     """The copies of one leaf that are compared."""
 
-    path: str  # where it stands
-    array: jax.Array  # what this process has of it
-    # Which part of it each device holds; devices that hold equal parts are compared
+    path: str  # its path in the tree
+    array: jax.Array  # this process's shards of it
+    # The part of it that each device holds; devices with the same part are compared
     part: Mapping[jax.Device, str]
 
 
@@ -92,14 +92,14 @@ def _in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaCheck:
     names = tuple(map(str, range(count(axes))))
     if not leaves:
         return ReplicaCheck(jnp.zeros((len(names), 0, WORDS), jnp.uint32), (), names)
-    own = jnp.stack([digest(leaf) for leaf in leaves])[None]
-    # Digests travel as they are, whatever was asked for the gradients.
-    rows = all_gather(own, axis_name, axis=0, scope=Scope(scope_here().world))
+    digests = jnp.stack([digest(leaf) for leaf in leaves])[None]
+    # Digests travel exactly, whatever options the gradients have.
+    rows = all_gather(digests, axis_name, axis=0, scope=Scope(scope_here().world))
     return ReplicaCheck(rows, paths, names)
 
 
 def _parts(path: str, array: jax.Array, stacked: bool) -> dict[jax.Device, str]:
-    """Return which part of a leaf each device holds, as its type has it."""
+    """Return the part of a leaf that each device holds, according to its sharding."""
     if isinstance(array, Tracer):
         raise ValueError(
             f"`check_replicas`: {where(path)} is being traced, so there are no copies to read. "
@@ -115,32 +115,32 @@ def _parts(path: str, array: jax.Array, stacked: bool) -> dict[jax.Device, str]:
 
 
 def _check_copies(leaves: Sequence[_Leaf], passed: Sequence[Any]) -> None:
-    """Refuse leaves of which there is one copy only, unless there is one replica."""
+    """Refuse leaves with only one copy, unless there is only one replica."""
     lines = [
-        f"  {where(leaf.path)}: {_whose(given)}"
-        for leaf, given in zip(leaves, passed, strict=True)
-        if min(Counter(leaf.part.values()).values()) < 2 and not _is_of_one_device(given)
+        f"  {where(leaf.path)}: {_only_copy(value)}"
+        for leaf, value in zip(leaves, passed, strict=True)
+        if min(Counter(leaf.part.values()).values()) < 2 and not _is_of_one_device(value)
     ]
     if not lines or jax.device_count() == 1:
         return
     raise ValueError(
-        "`check_replicas` compares copies, and of these leaves there is one copy only:\n"
+        "`check_replicas` compares copies, and these leaves have only one copy:\n"
         + "\n".join(lines[:10])
         + (f"\n  and {len(lines) - 10} more" if len(lines) > 10 else "")
-        + "\nPass what the replicas hold, as `jc.data_parallel` returns it. Of what `jax.pmap` "
-        "returned, the rows are the replicas' values: pass `jc.PerReplica.from_global(tree)`. "
-        "Leave out what is meant to be cut, as a batch and a sharded optimizer's `Shards` are."
+        + "\nPass values that every replica holds, as `jc.data_parallel` returns them, and the "
+        "result of `jax.pmap`, whose rows are the replicas' values, as `jc.PerReplica.from_global("
+        "tree)`. Leave out what is sharded on purpose, as a batch or an optimizer's `Shards`."
     )
 
 
 def _is_of_one_device(leaf: Any) -> bool:
-    """True if a leaf lies on a mesh of one device, which is all replicas there are."""
+    """Return whether a leaf lies on a mesh of one device, so that it has one replica."""
     is_placed = isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)
     return is_placed and len(leaf.sharding.device_set) == 1
 
 
-def _whose(leaf: Any) -> str:
-    """Say where the only copy of a leaf is."""
+def _only_copy(leaf: Any) -> str:
+    """Describe where the only copy of a leaf is."""
     if not isinstance(leaf, jax.Array):
         return f"a {type(leaf).__name__} of this process"
     devices = leaf.sharding.device_set
@@ -150,14 +150,14 @@ def _whose(leaf: Any) -> str:
 
 
 def _compared(leaves: Sequence[_Leaf]) -> ReplicaCheck:
-    """Return the digests as differences from what most copies of the same part have."""
+    """Return the digests, each as its difference from that of most copies of the same part."""
     holders = sorted({device for leaf in leaves for device in leaf.part}, key=lambda d: d.id)
     row = {device: i for i, device in enumerate(holders)}
     table = np.zeros((len(holders), len(leaves), WORDS), np.uint32)
     for k, leaf in enumerate(leaves):
         for shard in leaf.array.addressable_shards:
             is_whole = leaf.part.keys() == leaf.array.sharding.device_set
-            # One value of this process stands for all of its devices.
+            # A value on one device stands for all devices of this process.
             rows = [row[d] for d in ([shard.device] if is_whole else jax.local_devices())]
             table[rows, k] = np.asarray(_digest(shard.data))
     _exchange(leaves, row, table)
@@ -166,7 +166,7 @@ def _compared(leaves: Sequence[_Leaf]) -> ReplicaCheck:
         for device, part in leaf.part.items():
             copies.setdefault(part, []).append(row[device])
         for rows in copies.values():
-            table[rows, k] -= _usual(table[rows, k])  # 0 for the majority
+            table[rows, k] -= _majority(table[rows, k])
     several = jax.process_count() > 1
     return ReplicaCheck(
         table,
@@ -177,7 +177,7 @@ def _compared(leaves: Sequence[_Leaf]) -> ReplicaCheck:
 
 
 def _exchange(leaves: Sequence[_Leaf], row: Mapping[jax.Device, int], table: np.ndarray) -> None:
-    """Write into the table what other processes have of the leaves that lie over several."""
+    """Write other processes' digests of leaves that lie over several processes into `table`."""
     shared = [
         k for k, leaf in enumerate(leaves) if len(of_this_process([*leaf.part])) < len(leaf.part)
     ]
@@ -186,21 +186,21 @@ def _exchange(leaves: Sequence[_Leaf], row: Mapping[jax.Device, int], table: np.
     devices = tuple(sorted({d for k in shared for d in leaves[k].part}, key=lambda d: d.id))
     if not of_this_process(devices):
         raise ValueError(
-            "`check_replicas`: all copies of these leaves lie in other processes, which alone can "
-            f"compare them: {', '.join(map(str, devices[:4]))}."
+            "`check_replicas`: all copies of these leaves lie in other processes, and only these "
+            f"can compare them. The copies are on {', '.join(map(str, devices[:4]))}."
         )
     cells = np.ix_([row[device] for device in devices], shared)
-    own = dict(enumerate(table[cells].view(np.int32)))
+    digests = dict(enumerate(table[cells].view(np.int32)))
     arrays = [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
-    every = known_to_all(own, devices, "check_replicas", settings=repr(arrays))
-    table[cells] = every.view(np.uint32)
+    all_digests = exchanged(digests, devices, "check_replicas", settings=repr(arrays))
+    table[cells] = all_digests.view(np.uint32)
 
 
 _digest = jax.jit(digest)
 
 
-def _usual(words: np.ndarray) -> np.ndarray:
-    """The words of most copies; zeros without a majority, so that every copy then differs."""
-    kinds, times = np.unique(words, axis=0, return_counts=True)
-    most = kinds[times == times.max()]
+def _majority(digests: np.ndarray) -> np.ndarray:
+    """Return the digest of most copies; if there is a tie, zeros, from which every copy differs."""
+    distinct, times = np.unique(digests, axis=0, return_counts=True)
+    most = distinct[times == times.max()]
     return most[0] if len(most) == 1 else np.zeros(WORDS, np.uint32)

@@ -1,4 +1,4 @@
-"""Reductions between programs: what every cross-device op checks, and the simplest of them."""
+"""Reductions between programs: the base class of cross-device ops, and the simplest op."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run_all
 from jaxcoll._dispatch.executable import remember
 from jaxcoll._distribute.arguments import (
+    as_distributed,
     broadcast_to,
+    call_options,
     copy_near,
     delivered,
     destination_devices,
     device_named,
-    given,
-    taken,
 )
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven, is_distributed
 from jaxcoll._distribute.replica_axis import AXIS, check_cross_replica, refuse_traced, without_row
@@ -44,57 +44,57 @@ INSTEAD = "`jc.get_replica_context()` reduces and gathers"
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Reduction:
-    """One value on its way to its destinations, both checked."""
+    """One value and its destinations, both checked, and the result."""
 
     value: DistributedValues
     destinations: tuple[jax.Device, ...]
-    # What it comes to, once that is known: from the beginning of a value that is its own reduction
+    # None until it is computed; a value of one replica has its result from the start
     result: Any = None
 
 
 class Batch(NamedTuple):
-    """Reductions that are made together; none of them has its result already."""
+    """Reductions to make together; none of them has a result yet."""
 
     reduce_op: ReduceOp
     reductions: Sequence[Reduction]
-    options: CommunicationOptions  # those of the call, over those of the object
-    name: str  # of their calls, for messages
-    structure: str = ""  # of the tree whose leaves they are, which all processes compare
+    options: CommunicationOptions  # the op's options, overridden by those of the call
+    name: str  # the name of the calls in messages
+    structure: str = ""  # a text about the values' tree that must be equal on all processes
 
 
 class CrossDeviceOps(abc.ABC):
     """Reductions and broadcasts across devices, between programs.
 
     Guarantees: `reduce` sums a value over its replicas, or takes their mean, with the arithmetic of
-    `jc.all_reduce`, and leaves the result on the destinations. A value of one replica is its own
-    reduction, and comes back as it is if it lies on its destination: what is in place stays.
+    `jc.all_reduce`, and places the result on the destinations. A value of one replica is its own
+    reduction, and is returned without a copy if it already lies on its destination.
 
-    Values: a `PerReplica` is reduced over its replicas. So is a `Mirrored`: each device holds
-    one copy, so a SUM multiplies it by their number and a MEAN leaves it. An array on one
-    device, a numpy array (which goes straight to the destination) or a number is a value of
+    Values: a `PerReplica` is reduced over its replicas. So is a `Mirrored`: each device holds one
+    copy, so a SUM multiplies it by the number of devices, and a MEAN does not change it. An array
+    on one device, a numpy array (which goes straight to the destination) or a number is a value of
     one replica.
 
-    An `IndexedSlices`, and each one in the tree of a `PerReplica`, is reduced by gathering the
-    replicas' rows, duplicates kept; it comes back as one, with the padding that made the lengths
-    equal (`without_padding` takes it off).
+    An `IndexedSlices`, also one in the tree of a `PerReplica`, is reduced by gathering the
+    replicas' rows, including duplicates. The result is an `IndexedSlices` with the padding that
+    made the lengths equal; `without_padding` removes it.
 
     Destinations: the devices of a `PerReplica`, `Mirrored` or `jax.Array`; a device; or a
-    device string such as "cpu:0" or "/device:GPU:1". Where they are several the result is a
-    `Mirrored`, else plain arrays on the one.
+    device string such as "cpu:0" or "/device:GPU:1". The result is a `Mirrored` on several devices,
+    and plain arrays on one.
 
-    Several processes: all of them make the same calls. A class that is for a group of devices
-    takes what this process holds: a value over its own devices of the group is its share of one
-    over all of the group, and a plain value is one value of each process. Each process gets the
-    result on those destinations that are its own; where none is, a copy on one of its devices of
-    the value.
+    Several processes: all of them make the same calls. An op for a group of devices takes what
+    this process holds: a value over this process's devices of the group is its share of a value
+    over the whole group, and a plain value is one value of each process. Each process gets the
+    result on its own destinations; a process without any gets a copy on one of its devices that
+    hold the value.
 
-    All raise `RuntimeError` in a replica function, and `DeadlineExceededError` once the
-    `timeout_seconds` of their options passed. A subclass prepares its calls in `_prepare`.
+    All methods raise `RuntimeError` in a replica function, and `DeadlineExceededError` after the
+    `timeout_seconds` of their options. Subclasses implement `_prepare`.
     """
 
-    _options = CommunicationOptions()  # those under the options of every call
-    _group: tuple[jax.Device, ...] = ()  # those of every value; (): any
-    _arguments: dict[str, Any]  # what it was made of, as it shows itself
+    _options = CommunicationOptions()  # defaults for the options of every call
+    _group: tuple[jax.Device, ...] = ()  # the devices of every value; (): any
+    _arguments: dict[str, Any]  # constructor arguments, for `repr`
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
@@ -113,10 +113,10 @@ class CrossDeviceOps(abc.ABC):
 
         Args:
           reduce_op: SUM or MEAN, or their names in any case. The mean of integers has JAX's
-            default float type; that of float16 does not overflow where it can be represented.
-          per_replica_value: what to reduce; pytrees of arrays stand inside a `PerReplica` or
-            `Mirrored`.
-          destinations: where the result is wanted.
+            default float type; the mean of float16 does not overflow if it can be represented.
+          per_replica_value: the value to reduce; a pytree of arrays must be inside a `PerReplica`
+            or `Mirrored`.
+          destinations: where to place the result.
           options: how to communicate; `timeout_seconds` bounds the call.
           experimental_hints: the older name of `options`.
 
@@ -134,8 +134,8 @@ class CrossDeviceOps(abc.ABC):
           4.0
         """
         check_cross_replica("reduce", INSTEAD)
-        pairs = [(per_replica_value, destinations)]
-        return self._reduced("reduce", reduce_op, pairs, given(options, experimental_hints))[0]
+        options = call_options(options, experimental_hints)
+        return self._reduced("reduce", reduce_op, [(per_replica_value, destinations)], options)[0]
 
     @final
     def batch_reduce(
@@ -147,9 +147,9 @@ class CrossDeviceOps(abc.ABC):
     ) -> list[Any]:
         """Reduce many values at once, so that they can travel together.
 
-        It takes any iterable of tuples of a value and its destinations, and returns one result for
-        each, in their order. The rest is as in `reduce`: errors name the pair, `timeout_seconds`
-        bounds the entire call.
+        It takes any iterable of tuples (value, destinations), and returns one result for each, in
+        order. Otherwise it is like `reduce`: errors name the pair, and `timeout_seconds` bounds the
+        entire call.
 
         Examples:
           >>> x, y = PerReplica([1.0, 3.0]), PerReplica([2, 4])
@@ -158,15 +158,16 @@ class CrossDeviceOps(abc.ABC):
         """
         check_cross_replica("batch_reduce", INSTEAD)
         pairs = checked_pairs(value_destination_pairs)
-        return self._reduced("batch_reduce", reduce_op, pairs, given(options, experimental_hints))
+        options = call_options(options, experimental_hints)
+        return self._reduced("batch_reduce", reduce_op, pairs, options)
 
     @final
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copy one value to every destination; destinations and results are as in `reduce`.
 
-        The value is a number, an array, or a pytree of them; or a `Mirrored`. Copies that are in
-        place are kept. To devices of several processes, all of them call it, and what the process
-        of the first device passes is copied; alone, none can copy to a device of another.
+        The value is a number, an array, a pytree of these, or a `Mirrored`. Copies that already lie
+        on a destination are kept. If destinations lie in several processes, all of these call it,
+        since none can copy to another's devices; the value of the first device's process is copied.
 
         Examples:
           >>> NcclAllReduce().broadcast(1.0, PerReplica([0, 0, 0]))
@@ -179,7 +180,7 @@ class CrossDeviceOps(abc.ABC):
     def _broadcast(self, tensor: Any, destinations: Any, options: CommunicationOptions) -> Any:
         devices = destination_devices(destinations, "broadcast")
         with no_mesh():
-            if isinstance(tensor, Mirrored):  # each process has a copy of its own already
+            if isinstance(tensor, Mirrored):  # each process already has a copy
                 return delivered(tensor._settled(), devices)
             for path, leaf in flattened(tensor, is_distributed)[0]:
                 if isinstance(leaf, Tracer):
@@ -194,10 +195,10 @@ class CrossDeviceOps(abc.ABC):
 
     @abc.abstractmethod
     def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
-        """Return the calls to make, in this order.
+        """Return the calls to make, in this order, each with its reductions.
 
-        Each has beside it the reductions whose results it returns as a list of trees, on its one
-        device, or replicated over all of its devices.
+        A call returns a list with a tree for each of its reductions, on its only device or
+        replicated over all of its devices.
         """
 
     @final
@@ -209,7 +210,7 @@ class CrossDeviceOps(abc.ABC):
         options: CommunicationOptions,
         structure: str = "",
     ) -> list[Any]:
-        """Reduce pairs of values and destinations; `structure` is of the tree that they make up."""
+        """Reduce pairs of values and destinations; `structure` describes the values' tree."""
         op, merged = ReduceOp.of(reduce_op), self._options.merge(options)
         reductions: list[Reduction] = []
         with no_mesh():
@@ -236,17 +237,18 @@ class CrossDeviceOps(abc.ABC):
         wanted = destination_devices(destinations, caller)
         if isinstance(value, Uneven):
             raise ValueError(
-                f"`{caller}` got parts of unequal shapes, which `strategy.reduce` along an axis "
-                "and `strategy.gather` take. Pad them to equal ones for this."
+                f"`{caller}` got parts of unequal shapes, which only `strategy.reduce` along an "
+                "axis and `strategy.gather` accept. Pad them to equal shapes."
             )
-        whole = taken(caller, type(self).__name__, value, self._group, wanted[0])._assembled()
+        name = type(self).__name__
+        whole = as_distributed(caller, name, value, self._group, wanted[0])._assembled()
         devices = whole.devices
         if not all(map(is_reducible, {leaf.dtype for leaf in jax.tree.leaves(whole.tree)})):
             for path, leaf in flattened(whole.tree)[0]:
                 check_reducible(number + path, leaf.dtype)
         if not span_processes(devices):
             check_own_devices(wanted)
-        # The mean of integers is a float, for one replica as for many.
+        # The mean of integers is a float, even of one replica.
         if len(devices) > 1 or (op is ReduceOp.MEAN and _has_integers(whole.tree)):
             return Reduction(whole, wanted)
         return Reduction(whole, wanted, delivered(whole[0], wanted))
@@ -270,43 +272,43 @@ def _has_integers(tree: Any) -> bool:
 
 
 def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    """Return values with their destinations, as `batch_reduce` takes them."""
+    """Return the pairs of a value and its destinations that `batch_reduce` gets, as a list."""
     expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
     try:
         iterator = iter(pairs)
     except TypeError:
         raise ValueError(f"{expected}; got {pairs!r}.") from None
-    checked_ones = list(iterator)
-    for i, pair in enumerate(checked_ones):
+    items = list(iterator)
+    for i, pair in enumerate(items):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
                 f"{expected}; item {i} is a {type(pair).__name__}"
                 + (f" of {len(pair)}." if isinstance(pair, tuple) else ".")
             )
-    return checked_ones
+    return items
 
 
 Accumulation = Callable[[list[jax.Array]], jax.Array]
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Copies every replica's value to one device, reduces there, copies the result onwards.
+    """Copies every replica's value to one device, reduces there, and copies the result onwards.
 
-    Any destinations will do: more, fewer or other devices than the value lies on. The sum
-    is made in one order every time, by one program compiled once for each shape.
+    Destinations may be more, fewer or other devices than those of the value. The order of summation
+    is always the same. The program is compiled once for each shape.
 
-    Of the options only `timeout_seconds` and `reproducible` have a meaning: nothing is packed, and
-    copies and one addition leave no choice of implementation.
+    Only the options `timeout_seconds` and `reproducible` have an effect: nothing is packed, and
+    there is only one algorithm.
 
     Args:
-      reduce_to_device: where to add: a device or a device string. None: the first destination.
-      accumulation_fn: from the list of the replicas' arrays, leaf by leaf, to one of their
-        shape and dtype; it is traced. None: their sum. A MEAN divides what it returns by the
-        number of replicas, a SUM returns it.
+      reduce_to_device: the device to reduce on, or its device string. None: the first destination.
+      accumulation_fn: a function from a list of the replicas' arrays, of one leaf, to an array of
+        the same shape and dtype; it is traced. None: the sum. A MEAN divides its result by the
+        number of replicas, a SUM does not.
 
     Raises:
       ValueError: `reduce_to_device` names no device; `accumulation_fn` is not callable. On a
-        call, also: it returns another shape or dtype, or meets an IndexedSlices; a replica
+        call, also: it returns another shape or dtype, or a leaf is an IndexedSlices; a replica
         belongs to another process.
 
     Examples:
@@ -344,9 +346,9 @@ class ReductionToOneDevice(CrossDeviceOps):
             parts = [value._part(d) for d in value.devices]
         else:
             parts = [copy_near(value, (device,))] * len(value.devices)
-        carried = CommunicationOptions(reproducible=batch.options.reproducible)
+        options = CommunicationOptions(reproducible=batch.options.reproducible)
         program = one_device_program(
-            device, batch.reduce_op, self._accumulation_fn, value._rows, carried
+            device, batch.reduce_op, self._accumulation_fn, value._rows, options
         )
         placed = (jax.device_put(parts, device),)
         return Call(program, placed, (device,), batch.name, batch.options)
@@ -360,12 +362,12 @@ def one_device_program(
     rows: bool,
     options: CommunicationOptions,
 ) -> Callable[[list[Any]], list[Any]]:
-    """The reduction of a list of components on one device, compiled once for each shape."""
+    """Return a program that reduces a list of components on one device, compiled once per shape."""
     scope = Scope(worlds_of(line_of((device,), "device")), record=remember).merged(options)
 
     def summed(components: list[Any]) -> Any:
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)
-        # Replicas of a `vmap` share a device; so the arithmetic is that of every other reduction.
+        # Replicas of a `vmap` share a device, and their arithmetic is that of all reductions.
         replicas = jax.vmap(
             lambda x: reduce.all_reduce(reduce_op, x, AXIS, scope=scope, packing=UNPACKED),
             axis_name=AXIS,
@@ -395,7 +397,7 @@ def _accumulated(reduce_op: ReduceOp, accumulate: Accumulation, *arrays: jax.Arr
     shape, dtype = getattr(total, "shape", None), getattr(total, "dtype", None)
     if (shape, dtype) != (expected.shape, expected.dtype):
         raise ValueError(
-            "`accumulation_fn` must return an array like each of those it is given, "
+            "`accumulation_fn` must return an array like each of its arguments, "
             f"{expected.str_short()}; got {total!r}."
         )
     return total if reduce_op is ReduceOp.SUM else jnp.true_divide(total, len(arrays))

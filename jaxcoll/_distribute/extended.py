@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoll._distribute.arguments import given
+from jaxcoll._distribute.arguments import call_options
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps, checked_pairs
 from jaxcoll._distribute.per_replica import DistributedValues, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica
@@ -24,8 +24,8 @@ from jaxcoll._spmd.sparse import is_sparse
 class StrategyExtended:
     """Reductions, broadcasts and updates with explicit destinations, as `strategy.extended`.
 
-    Arguments, results and errors are those of the methods of `CrossDeviceOps`, under the options of
-    the strategy. None of them can be called in a replica function.
+    Arguments, results and errors are those of `CrossDeviceOps`; the strategy's options are the
+    defaults. No method can be called in a replica function.
     """
 
     _name: str
@@ -43,11 +43,11 @@ class StrategyExtended:
     ) -> Any:
         """Reduce one value to its destinations, as `CrossDeviceOps.reduce` does.
 
-        A plain value has a MEAN, itself, but no SUM, unless it is 0. With several processes it is
-        one of each process, and is reduced over these.
+        The MEAN of a plain value is itself; its SUM is refused, unless it is 0. With several
+        processes a plain value is one of each process, and is reduced over these.
         """
-        pairs = [(value, destinations)]
-        return self._reduced("reduce", reduce_op, pairs, given(options, experimental_hints))[0]
+        options = call_options(options, experimental_hints)
+        return self._reduced("reduce", reduce_op, [(value, destinations)], options)[0]
 
     def batch_reduce_to(
         self,
@@ -58,7 +58,8 @@ class StrategyExtended:
     ) -> list[Any]:
         """Reduce many values at once, as `CrossDeviceOps.batch_reduce` does; see `reduce_to`."""
         pairs = checked_pairs(value_destination_pairs)
-        return self._reduced("batch_reduce", reduce_op, pairs, given(options, experimental_hints))
+        options = call_options(options, experimental_hints)
+        return self._reduced("batch_reduce", reduce_op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copy one value to every destination, as `CrossDeviceOps.broadcast` does."""
@@ -72,21 +73,21 @@ class StrategyExtended:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return the value that `fn` makes of each component of `value`, where it lies.
+        """Apply `fn` to each component of `value`, on its device.
 
-        Guarantees: component i is `fn(value[i], *args[i], **kwargs[i])`. There are no variables:
-        nothing is assigned, the caller keeps what is returned.
+        Guarantees: component i of the result is `fn(value[i], *args[i], **kwargs[i])`. Nothing is
+        assigned, because there are no variables: keep the result.
 
         Args:
           value: a `Mirrored` or `PerReplica`, or a pytree of them over the same devices.
-          fn: what is done to one component; it is traced, and compiled once for each shape.
-          args: more arguments: of a `Mirrored` or `PerReplica` each component gets its own.
+          fn: a function of one component; it is traced, and compiled once for each shape.
+          args: more arguments; `fn` gets the same component of every `Mirrored` or `PerReplica`.
           kwargs: likewise.
 
         Returns:
-          What `fn` returns: as one `Mirrored` or `PerReplica` where `value` was one, else with
-          one in the place of each array. It is `Mirrored` where it is proven the same on every
-          device, as it is when only `Mirrored`s and shared values went in.
+          The results of `fn`: one `Mirrored` or `PerReplica` if `value` is one, else a tree with
+          one for each array. A result is a `Mirrored` if it is proven the same on every device, as
+          it is if only `Mirrored`s and shared values went in.
 
         Raises:
           ValueError: `value` holds a leaf that is not distributed, or an argument is invalid.
@@ -135,8 +136,8 @@ class StrategyExtended:
 
 
 def check_has_sum(caller: str, value: Any, devices: tuple[jax.Device, ...]) -> None:
-    """Refuse the SUM over several replicas of a value that does not say how many hold it."""
-    # Over several processes a value is one of each.
+    """Refuse the SUM of a plain value over several replicas: it may be held by one, or by all."""
+    # Over several processes a plain value is one of each.
     if isinstance(value, DistributedValues) or len(devices) == 1 or span_processes(devices):
         return
     # Reading a value that lies on a device would wait for it.
@@ -145,6 +146,6 @@ def check_has_sum(caller: str, value: Any, devices: tuple[jax.Device, ...]) -> N
     if is_sparse(value) or (is_array(value) and not is_zero):
         raise ValueError(
             f"`{caller}` got the plain value {value!r}, whose SUM over {len(devices)} replicas "
-            "could be itself or that many times it. Say which: a value that every replica holds "
-            "is a `Mirrored`, parts of a sum are a `PerReplica`."
+            "could be itself or that many times it. Pass a `Mirrored` for a value that every "
+            "replica holds, or a `PerReplica` for the parts of a sum."
         )

@@ -16,20 +16,20 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Replicas on all devices of all processes, worker by worker.
 
     Every process makes the same calls in the same order, and passes what it holds: its own rows of
-    a batch, its own value of a plain number. What all replicas share must be equal on all;
-    `extended.broadcast_to` makes it so, from the first worker's. Results are global, and
-    `experimental_local_results` has those of this process's replicas.
+    a batch, its own value of a plain number. Values that all replicas share must be equal on all
+    processes; `extended.broadcast_to` copies them from the first worker. Results are global;
+    `experimental_local_results` returns those of this process's replicas.
 
     Args:
-      cluster_resolver: says which processes there are, as for `jc.initialize`, which is called.
-        None: the environment says so (TF_CONFIG, Slurm, ...), unless `jc.initialize` was called
-        or JAX was used before.
+      cluster_resolver: lists the processes of the job, for `jc.initialize`, which is called with
+        it. None: the environment lists them (TF_CONFIG, Slurm, ...), unless `jc.initialize` was
+        called or JAX was used before.
       communication_options: defaults for every reduction and gather, inside `run` and between
         programs.
 
     Raises:
       ValueError: `cluster_resolver` is not a `ClusterResolver`, or `communication_options` is not
-        a `CommunicationOptions`; and, like all other errors, from `jc.initialize`.
+        a `CommunicationOptions`. `jc.initialize` raises this and other errors.
 
     Examples:
       >>> options = CommunicationOptions(bytes_per_pack=1 << 20)

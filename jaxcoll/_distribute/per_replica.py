@@ -23,29 +23,29 @@ from jaxcoll._show.units import counted
 class DistributedValues:
     """A value on several replicas: a `PerReplica`, one for each, or a `Mirrored`, the same on all.
 
-    It is a pytree of global arrays that lie over a line of devices, one for each replica; `tree`
-    has them in the structure of one replica's value, without a copy. Over several processes every
-    process holds its own replicas' parts, and all of them make the value: they exchange shapes
-    (and digests of copies), in one round trip, and all refuse what disagrees.
+    It is a pytree of global arrays over a line of devices, one for each replica; `tree` has them in
+    the structure of one replica's value, without a copy. With several processes, each holds the
+    parts of its own replicas, and all of them construct the value: they exchange shapes (and
+    digests of copies) in one round trip, and all refuse values that disagree.
 
     Args:
       values: a list or tuple with one value for each replica: numbers, numpy arrays,
         single-device arrays, or pytrees of these, all of one structure, shape and dtype.
-      devices: one for each value. None: the devices on which the values lie, if each lies on
-        its own; else all devices, if there are as many; else the first ones of this process.
+      devices: one for each value. None: the devices of the values, if each lies on a different
+        one; else all devices, if there are as many; else the first ones of this process.
 
     Raises:
-      ValueError: the values disagree (replica and leaf are named), or one is not an array; the
-        devices do not match.
+      ValueError: the values disagree (the message names replica and leaf), or one is not an array;
+        the devices do not match.
     """
 
     tree: Any
     """The global arrays, in the structure of one replica's value."""
-    _rows: ClassVar[bool]  # each device holds a row of the arrays, and not a copy of all
+    _rows: ClassVar[bool]  # true if each device holds one row of the arrays, false if all of them
 
     def __init_subclass__(cls, *, rows: bool, of_parts: bool = False) -> None:
         cls._rows = rows
-        # Global arrays say themselves what they lie on, after a transformation as before.
+        # Global arrays know their devices, even after a transformation; parts do not.
         jax.tree_util.register_pytree_with_keys(
             cls,
             lambda value: (
@@ -59,8 +59,8 @@ class DistributedValues:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is DistributedValues:
             raise TypeError(
-                "`DistributedValues` is what `PerReplica` and `Mirrored` have in common; make one "
-                "of these."
+                "`DistributedValues` is the base class of `PerReplica` and `Mirrored`; make one of "
+                "these."
             )
         return object.__new__(cls)
 
@@ -78,8 +78,8 @@ class DistributedValues:
             raise ValueError(f"`{name}` got no values; it needs at least one replica.")
         if devices is None:
             count, every = len(values), jax.devices()
-            usual = every if len(every) == count else jax.local_devices()[:count]
-            devices = own_devices(values) or usual
+            default = every if len(every) == count else jax.local_devices()[:count]
+            devices = own_devices(values) or default
         line = checked_devices(devices, name)
         if len(line) != len(values):
             raise ValueError(
@@ -94,10 +94,10 @@ class DistributedValues:
     def from_function(
         cls, fun: Callable[[int], Any], *, devices: Sequence[jax.Device] | None = None
     ) -> Self:
-        """Make a value from what `fun` gives for the replica ids 0, 1, ...
+        """Make a value from `fun(0)`, `fun(1)`, ..., one for each replica.
 
-        It is called for the replicas of this process. `devices` has one for each; None: all. Errors
-        are those of the constructor.
+        `fun` is called for the replicas of this process. `devices` has one for each replica; None:
+        all devices. Errors are those of the constructor.
 
         Examples:
           >>> PerReplica.from_function(lambda i: 10.0 * i)[3].tolist()
@@ -109,13 +109,13 @@ class DistributedValues:
     @final
     @classmethod
     def from_global(cls, tree: Any) -> Self:
-        """View arrays that lie over the devices already, a replica on each: nothing is copied.
+        """Wrap arrays that already lie over the devices, one replica on each; nothing is copied.
 
         Args:
           tree: a global `jax.Array`, or a pytree of them over the same devices.
 
         Raises:
-          ValueError: there is no leaf, one is not a global array, or lies differently.
+          ValueError: there is no leaf; a leaf is not a global array, or has another layout.
         """
         return cls._of(tree)._settled()
 
@@ -147,7 +147,7 @@ class DistributedValues:
     @final
     @property
     def values(self) -> tuple[Any, ...]:
-        """The value of every replica, as `value[i]` gives it."""
+        """The tuple of `value[i]` for every replica."""
         return tuple(self)
 
     def __len__(self) -> int:
@@ -177,7 +177,7 @@ class DistributedValues:
             return without_row(part) if self._rows else part
 
     def _part(self, device: jax.Device) -> Any:
-        """Return what lies on `device`, of which a row has its leading dimension still."""
+        """Return the part on `device`; a row still has its leading dimension."""
 
         def here(leaf: jax.Array) -> jax.Array:
             return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
@@ -199,18 +199,18 @@ class DistributedValues:
     def __repr__(self) -> str:
         try:
             devices = [str(device) for device in self.devices]
-        except ValueError:  # a transformation holds it, or its leaves have moved
+        except ValueError:  # inside a transformation, or with leaves that were moved
             return f"{type(self).__name__}({self.tree!r})"
         shown = devices if len(devices) < 5 else [devices[0], devices[1], "…", devices[-1]]
         tree = _shown(self.tree, int(self._rows))
         return f"{type(self).__name__}({tree} on {len(devices)}: {', '.join(shown)})"
 
     def _assembled(self) -> DistributedValues:
-        """Return it as global arrays, which it is, unless it is `Uneven`."""
+        """Return the value as global arrays; only an `Uneven` has to be converted."""
         return self
 
     def _settled(self) -> Self:
-        """Return a view of it, each leaf checked, and typed by the one mesh of its devices."""
+        """Return a view of the value: every leaf checked, and typed by one mesh of the devices."""
         devices = self.devices
         sharding = self._over(devices)
         for leaf in jax.tree.leaves(self.tree):
@@ -235,7 +235,7 @@ class DistributedValues:
 
     @final
     def _reordered(self, devices: tuple[jax.Device, ...]) -> Self:
-        """Return a view whose replicas are counted in the order of `devices`: nothing is copied."""
+        """Return a view with the replicas in the order of `devices`; nothing is copied."""
         sharding = self._over(devices)
         return self._of(jax.tree.map(lambda leaf: viewed(leaf, sharding), self.tree), devices)
 
@@ -245,7 +245,7 @@ class DistributedValues:
 
     @final
     def _devices_of(self, path: Any, leaf: Any) -> tuple[jax.Device, ...]:
-        # Results of programs come this way: one comparison, not an index for each device.
+        # The fast path for results of programs: one comparison, not an index for each device.
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if isinstance(mesh, Mesh) and not isinstance(leaf, Tracer):
             devices = tuple(mesh.devices.flat)
@@ -285,9 +285,9 @@ class PerReplica(DistributedValues, rows=True):
     """One value for each replica: a pytree of arrays, a row on each device.
 
     Guarantees: a leaf of `tree` is a global array of shape (n, *shape) with row i on device i,
-    which is what `jax.pmap` returns and takes: wrapping one, and taking `tree` out, copies
-    nothing. It passes through `jax.jit`; `value[i]` is replica i's part, on its device. Arguments
-    and errors are those of `DistributedValues`; IndexedSlices are padded to the longest.
+    which is the layout of `jax.pmap`: wrapping its result, and passing `tree` to it, copies
+    nothing. A `PerReplica` passes through `jax.jit`; `value[i]` is replica i's part, on its device.
+    Arguments and errors are those of `DistributedValues`; IndexedSlices are padded to the longest.
 
     Examples:
       >>> value = PerReplica([{"w": 1.0}, {"w": 2.0}])
@@ -302,9 +302,9 @@ class PerReplica(DistributedValues, rows=True):
 class Mirrored(DistributedValues, rows=False):
     """One value with a copy on every replica's device: a pytree of replicated arrays.
 
-    Guarantees: the copies are equal to the bit. The constructor compares them; `from_global` takes
-    JAX's word for it. `value[i]` is the copy on replica i's device. Arguments and errors are
-    those of `DistributedValues`; copies that differ are refused.
+    Guarantees: the copies are equal bit for bit. The constructor compares them; `from_global`
+    trusts the sharding of its arrays. `value[i]` is the copy on replica i's device. Arguments and
+    errors are those of `DistributedValues`; copies that differ are refused.
 
     Examples:
       >>> Mirrored.from_function(lambda i: [1, 2.5])
@@ -314,10 +314,10 @@ class Mirrored(DistributedValues, rows=False):
 
 @final
 class Uneven(DistributedValues, rows=False, of_parts=True):
-    """One value for each replica whose shapes may differ, so that no global array holds it.
+    """One value for each replica; their shapes may differ, so no global array can hold them.
 
-    `tree` has the parts of this process's replicas, by their numbers. `strategy.gather` takes it,
-    and `strategy.reduce` along an axis.
+    `tree` has the parts of this process's replicas, by replica number. `strategy.gather` accepts
+    an `Uneven`, and so does `strategy.reduce` along an axis.
     """
 
     def _part(self, device: jax.Device) -> Any:
@@ -336,12 +336,12 @@ class Uneven(DistributedValues, rows=False, of_parts=True):
 
 
 def is_distributed(value: Any) -> bool:
-    """Return true for a value with a part on every replica: one argument, not a tree."""
+    """Return whether `value` has a part for every replica, and is one argument, not a tree."""
     return isinstance(value, DistributedValues)
 
 
 def _shown(tree: Any, skipped: int = 0) -> str:
-    """Return the arrays of a tree, without their first `skipped` dimensions; of many the number."""
+    """Describe the arrays of a tree, without the first `skipped` dimensions; or count many."""
     count = len(jax.tree.leaves(tree))
     if count > 16:
         return f"{count} arrays"
@@ -351,7 +351,7 @@ def _shown(tree: Any, skipped: int = 0) -> str:
 
 
 class _Plain(str):
-    """Text that stands in a `repr` as it is."""
+    """Text whose `repr` has no quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__

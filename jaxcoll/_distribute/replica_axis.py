@@ -1,4 +1,4 @@
-"""The mesh axis of the replicas: how values lie along it, and programs that exchange along it."""
+"""The mesh axis of the replicas: shardings along it, and programs that exchange along it."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from jaxcoll._spmd.gather import all_gather
 from jaxcoll._spmd.scope import Scope
 
 AXIS = "replica"
-"""The mesh axis along which every distributed value lies."""
+"""The name of the mesh axis of the replicas."""
 
-# The context of the replica function that is being traced. It is part of JAX's trace-cache key, so
-# that a function jitted by the user, and traced inside one replica function, is traced anew for
-# another strategy and outside.
+# The context of the replica function that is being traced. It is part of the key of JAX's trace
+# cache: a function that the user jits, and that was traced inside a replica function, is traced
+# again for another strategy, and outside.
 context_in_trace: Any = jax.make_user_context(default_value=None)
 
-_TEXT_BYTES = 512  # more than the shape and the dtype of any array take in words
+_TEXT_BYTES = 512  # enough for a text of the shape and the dtype of any array
 
 
 @functools.lru_cache(maxsize=1024)
 def rows_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
-    """One row of the leading dimension on each device."""
+    """Return the sharding with one row of the leading dimension on each device."""
     return NamedSharding(line_of(devices, AXIS), PartitionSpec(AXIS))
 
 
 @functools.lru_cache(maxsize=1024)
 def copies_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
-    """One complete copy on each device."""
+    """Return the sharding with one complete copy on each device."""
     return NamedSharding(line_of(devices, AXIS), PartitionSpec())
 
 
 @functools.lru_cache(maxsize=256)
 def without_deadline(options: CommunicationOptions) -> CommunicationOptions:
-    """Return the options that a program is made with: a deadline is no part of it."""
+    """Return the options that a program is compiled with, which do not include a deadline."""
     return options.replace(timeout_seconds=UNSET)
 
 
@@ -61,10 +61,10 @@ def check_cross_replica(caller: str, instead: str) -> None:
 
 
 def refuse_traced(what: str) -> NoReturn:
-    """Raise the ValueError of a value that is being traced, where one between programs is meant."""
+    """Raise the ValueError for a traced value, in a call that belongs between programs."""
     raise ValueError(
         f"{what} is being traced, so it lies on no device. Call this between programs; inside one, "
-        "`jc.all_reduce` and its like deal with the value that the replica holds."
+        "`jc.all_reduce` and the other collectives work on the value of one replica."
     )
 
 
@@ -82,10 +82,10 @@ def replicating(
     *more: Hashable,
     options: CommunicationOptions = CommunicationOptions(),
 ) -> Callable[..., Any]:
-    """Return a program of values over `mesh` that leaves one result on all of its devices.
+    """Return a program that computes one result from values over `mesh`, on all of its devices.
 
-    A value has a row on each device, or copies where it is `replicated`. `body` goes from the
-    values of one replica, a scope, and `more`, to an *invariant* tree. The program is compiled once
+    A value has a row on each device, or a copy if it is `replicated`. `body` takes the values of
+    one replica, a scope, and `more`, and returns an *invariant* tree. The program is compiled once
     for each shape.
     """
     scope = Scope(worlds_of(mesh), options, remember, axes=tuple(mesh.axis_names))
@@ -103,18 +103,18 @@ def replicating(
     return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()))
 
 
-def known_to_all(
+def exchanged(
     facts: Mapping[int, Sequence[Any] | np.ndarray],
     devices: tuple[jax.Device, ...],
     what: str,
     timeout_seconds: float | None = None,
     settings: str = "",
 ) -> np.ndarray:
-    """Return a table of integers for each replica; each process brings those of its replicas.
+    """Return the table of integers of every replica; each process sends those of its replicas.
 
-    A program depends on such facts (lengths, say) before all processes can compile the same one.
-    If all devices belong to this process, nothing is sent. All tables have one shape, and integers
-    of 32 bits. `settings` is a text that all processes must have in common; "": `what`.
+    Processes need such facts (lengths, say) before they can all compile the same program. If all
+    devices belong to this process, nothing is sent. All tables have one shape, and integers of 32
+    bits. `settings` is a text that must be equal on all processes; "": `what`.
     """
     here = of_this_process(devices)
     rows = [np.asarray(facts[i], np.int32)[None] for i in here]
@@ -151,18 +151,17 @@ def shapes_of_all(
     timeout_seconds: float | None = None,
     digests: bool = False,
 ) -> list[dict[int, Shape]]:
-    """Return for each array of a replica's value its shape on every replica of `devices`.
+    """Return, for each array of a replica's value, its shape on every replica of `devices`.
 
-    `parts` are the arrays of each replica of this process, equally many for all; `structure` is
-    what processes must have in common of the value. Over several processes it is one round trip,
-    whatever the number of arrays. What a shape decides is checked after this, so that all raise
-    the same.
+    `parts` are the arrays of this process's replicas, equally many for each; `structure` is a text
+    that must be equal on all processes. With several processes this is one round trip for any
+    number of arrays. Check shapes only afterwards, so that all processes raise the same error.
     """
     shapes = {i: [_shape(array, digests) for array in arrays] for i, arrays in parts.items()}
     if len(shapes) < len(devices) and any(shapes.values()):
         facts = {i: [_text(shape) for shape in row] for i, row in shapes.items()}
         settings = f"{caller} {structure} {digests}"
-        table = known_to_all(facts, devices, caller, timeout_seconds, settings)
+        table = exchanged(facts, devices, caller, timeout_seconds, settings)
         rows = ([json.loads(text.tobytes()) for text in row] for row in table)
         shapes = {i: [Shape(tuple(x), *more) for x, *more in row] for i, row in enumerate(rows)}
     return [dict(zip(shapes, column, strict=True)) for column in zip(*shapes.values(), strict=True)]
@@ -180,5 +179,5 @@ def _shape(array: Any, digest: bool) -> Shape:
 
 
 def _text(shape: Shape) -> np.ndarray:
-    """Return as many integers for every array: nobody knows yet whether they agree."""
+    """Return a shape as integers, equally many for all shapes, as processes may disagree."""
     return np.frombuffer(json.dumps(shape).encode().ljust(_TEXT_BYTES), np.int32)

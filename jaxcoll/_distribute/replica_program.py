@@ -1,4 +1,4 @@
-"""A function of one replica, its context, and the compiled program that it becomes for all."""
+"""Replica functions: the context inside one, and the program that runs it on all replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxcoll._compat import settings
 from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._dispatch.executable import remember
-from jaxcoll._distribute.arguments import copy_near, given, over_group
+from jaxcoll._distribute.arguments import call_options, copy_near, over_group
 from jaxcoll._distribute.per_replica import (
     DistributedValues,
     Mirrored,
@@ -50,16 +50,16 @@ from jaxcoll._step.replicated_program import replicated
 
 
 class ReplicaContext:
-    """The replica that runs a function of `strategy.run`, as `jc.get_replica_context()` gives it.
+    """The replica that runs the function of `strategy.run`; see `jc.get_replica_context()`.
 
-    Every replica computes with values that are its own. A constant made inside, an array captured
-    from outside and an argument that all replicas share each count once per replica, so that a
-    SUM of one is R times it and a MEAN is itself; and a gradient taken inside is the gradient of
-    this replica's own result, until it is reduced.
+    Every replica computes with its own values. A constant made inside, an array captured from
+    outside and an argument that all replicas share each count once per replica: with R replicas,
+    the SUM of such a value is R times the value, and its MEAN is the value itself. A gradient taken
+    inside is that of this replica's own result, until it is reduced.
 
     The replicas lie along the mapped axis "replica", which is the `axis_name` of
-    `jc.value_and_grad`, `jc.all_reduce` and `jax.lax` here. Once the function has returned, what
-    needs a replica is a `RuntimeError`.
+    `jc.value_and_grad`, `jc.all_reduce` and `jax.lax` here. After the function has returned,
+    methods that need a replica raise `RuntimeError`.
     """
 
     __slots__ = ("_strategy",)
@@ -92,24 +92,24 @@ class ReplicaContext:
     ) -> Any:
         """Reduce every leaf of a pytree over the replicas, as `jc.all_reduce` does.
 
-        The options are over those of the strategy and of `run`; `timeout_seconds` bounds the call
-        of `run` that this is a part of. `experimental_hints` is their older name. The cotangent is
-        the `all_reduce` of the replicas' cotangents with the same op.
+        `options` override those of the strategy and of `run`; `timeout_seconds` bounds the
+        enclosing call of `run`. `experimental_hints` is the older name of `options`. The cotangent
+        is the `all_reduce` of the replicas' cotangents with the same op.
 
         Returns:
-          A pytree like `value`, *invariant*: as a result of the function it is a `Mirrored`.
+          A pytree like `value`, *invariant*, which `run` returns as a `Mirrored`.
         """
         self._check_here()
         check_own("all_reduce", value)
-        options = given(options, experimental_hints)
+        options = call_options(options, experimental_hints)
         return all_reduce(reduce_op, value, AXIS, options=options, invariant="replicated")
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Join every leaf of a pytree with those of the other replicas, as `jc.all_gather` does.
 
-        The arrays are alike on all replicas: what a compiled program holds has one shape. Parts of
-        unequal sizes are gathered between programs, with `strategy.gather`. The options are as in
-        `all_reduce`. The cotangent is this replica's slice of the summed cotangents.
+        The arrays have the same shapes on all replicas, as in any compiled program. Gather parts of
+        unequal sizes between programs, with `strategy.gather`. `options` are as in `all_reduce`.
+        The cotangent is this replica's slice of the summed cotangents.
 
         Returns:
           A pytree like `value`, with R times the size along `axis`, *invariant*.
@@ -125,9 +125,9 @@ class ReplicaContext:
         if get_replica_context() is not self:
             raise RuntimeError(
                 "This ReplicaContext was used outside the function that `strategy.run` called, "
-                "where it has no replica: inside call `jc.get_replica_context()`, between programs "
-                "`strategy.reduce` and `strategy.gather`, in any other mapped function "
-                "`jc.all_reduce`."
+                "where it has no replica. Inside that function, call `jc.get_replica_context()`; "
+                "between programs, `strategy.reduce` or `strategy.gather`; in any other mapped "
+                "function, `jc.all_reduce`."
             )
 
 
@@ -136,8 +136,8 @@ def get_replica_context() -> ReplicaContext | None:
 
     Returns:
       A `ReplicaContext` inside a function that `strategy.run` calls; None elsewhere, where
-      `strategy.run`, `reduce` and `gather` may be called. An error that `'NoneType' object has no
-      attribute 'all_reduce'` comes of a call there: `strategy.reduce` is meant.
+      `strategy.run`, `reduce` and `gather` may be called. The error `'NoneType' object has no
+      attribute 'all_reduce'` comes from a call elsewhere: use `strategy.reduce` there.
 
     Examples:
       >>> get_replica_context() is None
@@ -147,13 +147,13 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def check_own(caller: str, value: Any) -> None:
-    """Refuse a value of all replicas where a replica's own is meant."""
+    """Refuse a value of all replicas where the value of one is expected."""
     for leaf in jax.tree.leaves(value, is_leaf=is_distributed):
         if is_distributed(leaf):
             raise ValueError(
-                f"`{caller}` deals with what one replica holds; it has a {type(leaf).__name__}, "
-                "which holds the values of all. If the function has it from outside, pass it to "
-                "`run` in `args`: each replica then sees its own part."
+                f"`{caller}` works on the value of one replica; it has a {type(leaf).__name__}, "
+                "which holds the values of all. If the function captures it from outside, pass it "
+                "to `run` in `args` instead: each replica then gets its own part."
             )
 
 
@@ -170,7 +170,7 @@ def run_on_replicas(
 ) -> Any:
     """Call `function` once on every device, and wait for it if there is a deadline.
 
-    What it returns is a value for each array, or all of it `as_one`.
+    The result has a distributed value for each array, or is a single one if `as_one`.
     """
     settings = (without_deadline(options), context, as_one)
     program = replica_program(devices, function, *settings)
@@ -190,23 +190,23 @@ def run_on_replicas(
 class ReplicaProgram:
     """A program that runs a function on every device, compiled once for each shape."""
 
-    jitted: Any  # of placed arguments
-    inner: InnerDeadlines  # those that its traces ask for
-    claims: Claims  # what `jc.same` vouches for in it, which is reported if the program compares
-    # The arguments of its last call, the structure they got, and JAX's settings
+    jitted: Any  # takes placed arguments
+    inner: InnerDeadlines  # the deadlines of reductions inside, from its traces
+    claims: Claims  # the values in it that `jc.same` claims are equal, for a program that compares
+    # The arguments of its last call, their structure once placed, and JAX's settings
     last: tuple[InPlace | None, Any, Any] = (None, None, None)
 
     def ready(
         self, caller: str, arguments: tuple[Any, Any], devices: tuple[jax.Device, ...]
     ) -> Any:
-        """Return the arguments as it wants them; like those of the last call, they are so."""
+        """Return the arguments placed for the program; those like the last call's already are."""
         leaves, tree = jax.tree.flatten(arguments)
         configuration = settings.configuration()
         last, structure, before = self.last
         if last is not None and configuration == before and last.is_like(leaves, tree):
             return structure.unflatten(leaves)
         placed = placed_arguments(caller, arguments, devices)
-        # A trace finds the deadlines inside, so shapes are traced before their first call.
+        # Tracing finds the deadlines inside, so new shapes are traced before their first call.
         self.inner.traced(self.jitted, placed)
         placed_leaves, structure = jax.tree.flatten(placed)
         if len(placed_leaves) == len(leaves):
@@ -215,28 +215,28 @@ class ReplicaProgram:
         return placed
 
 
-_MOST = 16  # programs of one function, for other devices, options or strategies
+_MOST_PROGRAMS = 16  # cached for one function, with different devices, options or strategies
 
 
 def per_function(make: Callable[..., Any]) -> Callable[..., Any]:
     """Cache `make(devices, function, ...)` by its arguments, for as long as `function` lives.
 
-    A program kept by its function must not keep the function, nor the weights that it closes over:
-    `make` gets one that refers to it weakly. Who calls the program has the function.
+    A cached program must not keep the function alive, nor the weights that it closes over. So
+    `make` gets a wrapper with a weak reference; the caller of the program holds the function.
     """
     made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-    strongly = functools.lru_cache(maxsize=_MOST)(make)
+    make_strongly = functools.lru_cache(maxsize=_MOST_PROGRAMS)(make)
 
     @functools.wraps(make)
     def cached(devices: Any, function: Callable[..., Any], *more: Any) -> Any:
-        # A bound method is made anew whenever it is named: its owner lives.
-        lives, method = function, None
+        # Every access creates a new bound method, so its programs belong to the instance.
+        owner, method = function, None
         if isinstance(function, types.MethodType):
-            lives, method = function.__self__, function.__func__
+            owner, method = function.__self__, function.__func__
         try:
-            programs = made.setdefault(lives, {})
-        except TypeError:  # nothing refers to it weakly, or it has no hash
-            return strongly(devices, function, *more)
+            programs = made.setdefault(owner, {})
+        except TypeError:  # it has no weak references, or no hash
+            return make_strongly(devices, function, *more)
         key = (method, devices, *more)
         if key not in programs:
             reference: Any = (weakref.WeakMethod if method else weakref.ref)(function)
@@ -247,7 +247,7 @@ def per_function(make: Callable[..., Any]) -> Callable[..., Any]:
 
             weakly.__name__ = name
             programs[key] = make(devices, weakly, *more)
-            if len(programs) > _MOST:
+            if len(programs) > _MOST_PROGRAMS:
                 del programs[next(iter(programs))]
         return programs[key]
 
@@ -283,7 +283,7 @@ def replica_program(
             check_own(name, result)
             leaves, structure = jax.tree.flatten(result)
             arrays = [*map(jnp.asarray, leaves)]
-            # What varies is read off the trace, so each array is handed on both ways.
+            # Only the trace shows which arrays vary, so each one is returned both ways.
             return arrays, [x[None] for x in arrays]
 
         replica.__name__ = name
@@ -316,10 +316,10 @@ def replica_program(
 
 
 def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """The arguments of a replica function where its program wants them.
+    """Place the arguments of a replica function on the devices of its program.
 
-    Global arrays are in the place of all but the `PerReplica`s, so that one program takes shared
-    values however they were passed; values that are in place are not copied.
+    All but the `PerReplica`s become global arrays, so that one program takes shared values however
+    they were passed. Values that already lie there are not copied.
     """
     copies = copies_over(devices)
 
@@ -331,7 +331,7 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
             return _over(name, value._settled(), devices)
         if isinstance(value, Mirrored):
             value = value._settled()
-            # Where this process's replicas alone run, its own copy is the one it can reach.
+            # If only this process's replicas run, use its own copy, the only one that it can reach.
             inside = span_processes(value.devices) and not span_processes(devices)
             tree = copy_near(value, devices) if inside else value.tree
             return place(tree, copies)
@@ -339,15 +339,15 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
             refuse_traced(name())
         if isinstance(value, Uneven):
             raise ValueError(
-                f"{name()} has parts of unequal shapes, and one compiled program has one shape for "
-                "all. Pad them to equal ones, or use `strategy.reduce` or `strategy.gather`."
+                f"{name()} has parts of unequal shapes, but one compiled program has one shape for "
+                "all. Pad them to equal shapes, or use `strategy.reduce` or `strategy.gather`."
             )
         if not is_array(value):
             raise ValueError(
                 f"{name()} is {value!r} ({type(value).__name__}); expected a PerReplica, a "
                 "Mirrored, an array or a number, or a pytree of these. Bind anything else to the "
-                "function with `functools.partial`, once, so that it is not compiled anew on each "
-                "call."
+                "function with `functools.partial`, only once, because each new function is "
+                "compiled again."
             )
         return place(value, copies)
 
@@ -357,11 +357,10 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
 
 
 def _of_one_replica(values: Any) -> list[Any]:
-    """Return the shapes of a replica's own values; without any, of those that all share."""
+    """Return the shapes of one replica's part of each `PerReplica`; without any, all leaves."""
     leaves = jax.tree.leaves(values, is_leaf=is_distributed)
-    own = [leaf.tree for leaf in leaves if isinstance(leaf, PerReplica)]
-    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
-    return own or leaves
+    trees = [leaf.tree for leaf in leaves if isinstance(leaf, PerReplica)]
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees) or leaves
 
 
 def _over(

@@ -1,4 +1,4 @@
-"""Strategies: a set of devices, how they communicate, and a function run on all of them."""
+"""Strategies: run a function on a set of devices, and communicate between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxcoll._distribute.all_reduce_ops import NcclAllReduce
 from jaxcoll._distribute.along_axis import gather_along, reduce_along
-from jaxcoll._distribute.arguments import check_here, devices_named, given
+from jaxcoll._distribute.arguments import call_options, check_here, devices_named
 from jaxcoll._distribute.assemble import assembled
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps
 from jaxcoll._distribute.extended import StrategyExtended, check_has_sum
@@ -38,7 +38,7 @@ _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """The replica that a value is made for: its number, from 0, and how many there are."""
+    """The replica that a value is made for: its number, from 0, and the number of replicas."""
 
     replica_id_in_sync_group: int
     num_replicas_in_sync: int
@@ -47,12 +47,12 @@ class ValueContext:
 class Strategy:
     """The methods of `MirroredStrategy` and `MultiWorkerMirroredStrategy`.
 
-    State is an ordinary pytree: it goes into `run` as a `Mirrored` and comes out as one. There
-    are no variable objects, and nothing needs to be made under `scope`.
+    State is an ordinary pytree: `run` takes it as a `Mirrored` and returns it as one. There are no
+    variable objects, and nothing has to be created under `scope`.
 
     The methods that work on the values of all replicas raise `RuntimeError` in a replica function
-    and under the scope of another strategy, and `DeadlineExceededError` once the
-    `timeout_seconds` of their options passed.
+    and under the scope of another strategy, and `DeadlineExceededError` after the
+    `timeout_seconds` of their options.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Strategy:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Self]:
-        """Enter this strategy: until it is left, calls of another one are refused.
+        """Enter this strategy: until it is left, calls of any other strategy are refused.
 
-        Nothing else happens: values are placed when they are passed, wherever they were made.
+        Nothing else happens: values are placed when they are passed, wherever they were created.
 
         Yields:
           The strategy.
@@ -112,23 +112,23 @@ class Strategy:
     ) -> Any:
         """Call a function once on every replica, in one compiled program.
 
-        Replica i computes with component i of what is a `PerReplica` and with its copy of
-        everything else. The function is traced and compiled once for each shape; so a function
-        made anew for each call (a lambda in a loop) is compiled for each.
+        Replica i gets component i of every `PerReplica`, and a copy of everything else. The
+        function is traced and compiled once for each shape; so a function that is created anew for
+        each call (a lambda in a loop) is compiled on each call.
 
         Args:
-          fn: of arrays to a pytree of arrays; inside, `jc.get_replica_context()` reduces and
-            gathers over the replicas, and gradients are each replica's own.
-          args: positional arguments, trees of `PerReplica`s over the strategy's devices, and of
-            `Mirrored`s, arrays and numbers, of which every replica gets a copy.
+          fn: a function from arrays to a pytree of arrays; inside, `jc.get_replica_context()`
+            reduces and gathers over the replicas, and gradients are each replica's own.
+          args: positional arguments: trees of `PerReplica`s over the strategy's devices, and of
+            `Mirrored`s, arrays and numbers, which are copied to every replica.
           kwargs: likewise.
-          options: over those of the strategy, for the reductions inside; `timeout_seconds`
-            bounds the call, as does the shortest one that a reduction inside is given.
+          options: override those of the strategy, for the reductions inside; `timeout_seconds`
+            bounds the call, and so does the shortest timeout of a reduction inside.
 
         Returns:
-          What `fn` returns, with a `Mirrored` in the place of each array that is proven to be
-          the same on every replica (it was reduced or gathered, or made of such values and of
-          shared ones), and a `PerReplica` in the place of each other.
+          The result of `fn`, with a `Mirrored` for each array that is proven to be the same on
+          every replica (it was reduced or gathered, or computed from such values and shared ones),
+          and a `PerReplica` for every other array.
 
         Raises:
           ValueError: an argument is invalid, or lies on other devices.
@@ -151,8 +151,8 @@ class Strategy:
             hash(fn)
         except TypeError:
             raise ValueError(
-                f"`{caller}` keeps the program of each function, so that it is compiled once, and "
-                f"a {type(fn).__name__} cannot be a key: it has no hash. Wrap it in a function."
+                f"`{caller}` caches the program of each function, and a {type(fn).__name__} cannot "
+                "be a key: it has no hash. Wrap it in a function."
             ) from None
         merged = self._options.merge(checked(options))
         what = f"`{caller}` of `{getattr(fn, '__name__', type(fn).__name__)}`"
@@ -167,21 +167,21 @@ class Strategy:
         options: CommunicationOptions | None = None,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduce over the replicas, and along dimensions of each one's value.
+        """Reduce over the replicas, and along dimensions of each replica's value.
 
-        Guarantees: with an axis, a mean is the sum of all elements over their number, so that a
-        replica with a smaller share counts for less. With several processes all of them call
-        it, each with what it holds, and each gets the result of all.
+        Guarantees: with an axis, a mean is the sum of all elements divided by their number, so a
+        replica with a smaller share counts for less. With several processes, each calls it with
+        what it holds, and gets the result over all.
 
         Args:
           reduce_op: SUM or MEAN, or their names in any case.
           value: a `PerReplica` or `Mirrored`, or a pytree of them; with an axis also uneven parts.
-            A plain value has a MEAN, itself, but no SUM, unless it is 0. With several processes a
-            value may lie over this process's replicas only, which is its share; a plain value is
-            one of each process.
-          axis: None: over the replicas only. A dimension, or a tuple or list of them: along
-            these too; negative ones count from the last.
-          options: over those of the strategy; `timeout_seconds` bounds the call.
+            The MEAN of a plain value is itself; its SUM is refused, unless it is 0. With several
+            processes, a value may lie over only this process's replicas, as its share; a plain
+            value is one of each process.
+          axis: None: reduce over the replicas only. A dimension, or a tuple or list of them: reduce
+            along these too; negative ones count from the last.
+          options: override those of the strategy; `timeout_seconds` bounds the call.
           experimental_hints: the older name of `options`.
 
         Returns:
@@ -200,13 +200,13 @@ class Strategy:
           3.0
         """
         caller = self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
-        op, options = ReduceOp.of(reduce_op), given(options, experimental_hints)
+        op, options = ReduceOp.of(reduce_op), call_options(options, experimental_hints)
         merged = self._options.merge(options)
         flat, treedef = flattened(value, _is_one_value)
         for _, leaf in flat:
             if op is ReduceOp.SUM:
                 check_has_sum(caller, leaf, self._devices)
-        # Processes that pass other trees would add each other's leaves by position.
+        # Without a comparison, processes that pass different trees would add leaves by position.
         paths = [path for path, _ in flat]
         structure = f"{op.name} of {paths} along {axis}" * (len(self._here) < len(self._devices))
         if axis is not None:
@@ -223,7 +223,7 @@ class Strategy:
           value: a `PerReplica` or `Mirrored`, or a pytree of them, over all replicas or over
             those of this process, as in `reduce`; or uneven parts.
           axis: the dimension; negative ones count from the last.
-          options: as in `reduce`, as is the result.
+          options: as in `reduce`, and so is the result.
 
         Raises:
           NotImplementedError: a leaf is an `IndexedSlices`.
@@ -245,21 +245,21 @@ class Strategy:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
                 raise ValueError(
                     f"`{caller}` got the plain value {leaf!r}, which belongs to no replica and has "
-                    "no parts to join. `Mirrored` is one that every replica holds, `PerReplica` "
-                    "one with parts."
+                    "no parts to join. Pass a `Mirrored` for a value that every replica holds, or "
+                    "a `PerReplica` for parts."
                 )
             results.append(gather_along(self._ops, name, path, leaf, axis, self._first, merged))
         return treedef.unflatten(results)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the value of each replica of this process, in their order, as a tuple.
+        """Return the values of this process's replicas, in the order of replicas, as a tuple.
 
         Args:
-          value: a `PerReplica` or `Mirrored`, or a pytree of them, such as `run` returns; of a
-            plain one the tuple has itself. What lies on other devices is counted in its own order.
+          value: a `PerReplica` or `Mirrored`, or a pytree of them, such as `run` returns. A plain
+            value is the only item of the tuple. A value on other devices keeps its own order.
 
         Raises:
-          ValueError: it has another number of replicas in this process.
+          ValueError: the value has another number of replicas in this process.
 
         Examples:
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
@@ -271,11 +271,11 @@ class Strategy:
         if not any(map(is_distributed, parts)):
             return (value,)
 
-        def of(k: int, part: Any) -> Any:
+        def component(k: int, part: Any) -> Any:
             return part[self._replicas_here(part)[k]] if is_distributed(part) else part
 
         return tuple(
-            jax.tree.map(functools.partial(of, k), value, is_leaf=is_distributed)
+            jax.tree.map(functools.partial(component, k), value, is_leaf=is_distributed)
             for k in range(len(self._here))
         )
 
@@ -289,25 +289,25 @@ class Strategy:
             raise ValueError(
                 f"`{type(self).__name__}.experimental_local_results` has "
                 f"{counted(len(own), 'replica')} in this process, and got {value!r}, which has "
-                f"{len(here)} there, on other devices. Take them with `value[i]`."
+                f"{len(here)} here, on other devices. Read these with `value[i]`."
             )
         return here
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """Return the values that a function gives for each replica.
+        """Return distributed values made by a function that is called for each replica.
 
         Args:
-          value_fn: from a `ValueContext`, which has `replica_id_in_sync_group` and
-            `num_replicas_in_sync`, to a pytree of numbers and arrays; called for the replicas of
-            this process.
+          value_fn: a function from a `ValueContext`, with `replica_id_in_sync_group` and
+            `num_replicas_in_sync`, to a pytree of numbers and arrays; it is called for the replicas
+            of this process.
 
         Returns:
-          That tree with a `PerReplica` in the place of each leaf; where the replicas' shapes
-          differ, on any process, uneven parts for `gather` and for `reduce` along an axis, of
-          which `value[i]` is replica i's. Over several processes all of them call it, and
-          exchange shapes in one round trip.
+          That tree with a `PerReplica` for each leaf. If the replicas' shapes of a leaf differ, on
+          any process, the leaf is uneven parts, for `gather` and for `reduce` along an axis;
+          `value[i]` is that of replica i. With several processes all of them call it, and exchange
+          shapes in one round trip.
 
         Raises:
           ValueError: the replicas' values disagree in structure or dtype, or hold no arrays.
@@ -328,14 +328,14 @@ class Strategy:
 
         Args:
           dataset: pytrees of arrays, whose leading dimension is the global batch; with several
-            processes, this process's rows of it, which follow on those of the process before.
+            processes, this process's rows of it, which follow those of the previous process.
 
         Returns:
-          An iterable of the same trees with a `PerReplica` in the place of each array: the
-          replicas (of this process) have equal, consecutive shares. Where the first ones have a row
-          more, on any process, they are uneven parts, which `run` refuses and `gather` and `reduce`
-          along an axis take. Nothing is read ahead. Processes exchange the shapes of each batch in
-          one round trip; arrays over all of them need none.
+          An iterable of the same trees with a `PerReplica` for each array: the replicas (of this
+          process) get equal, consecutive shares. If rows do not divide evenly, on any process, the
+          first replicas get one row more, and shares are uneven parts, which `run` refuses, and
+          `gather` and `reduce` along an axis accept. Nothing is read ahead. Processes exchange the
+          shapes of each batch in one round trip, unless its arrays already lie over all of them.
 
         Raises:
           ValueError: `dataset` is not an iterable; while iterating, a leaf of a batch has no rows.
@@ -378,8 +378,8 @@ class MirroredStrategy(Strategy):
     Args:
       devices: devices or device strings, a replica on each, in this order. None: all of this
         process.
-      cross_device_ops: what reduces and gathers between programs; None: `NcclAllReduce()`. A
-        reduction inside `run` is compiled into its program, and follows options instead.
+      cross_device_ops: the op that reduces and gathers between programs; None: `NcclAllReduce()`.
+        A reduction inside `run` is compiled into its program, and follows options instead.
 
     Raises:
       ValueError: there is no device, one is listed twice or is not a device, they belong to several
@@ -409,14 +409,14 @@ class MirroredStrategy(Strategy):
         if span_processes(line):
             raise ValueError(
                 "`MirroredStrategy` has its replicas in one process; these devices belong to "
-                f"several: {', '.join(map(str, line))}. `MultiWorkerMirroredStrategy` spans them."
+                f"several: {', '.join(map(str, line))}. Use `MultiWorkerMirroredStrategy` instead."
             )
         check_here(line[0])
         super().__init__(line, cross_device_ops or NcclAllReduce(), CommunicationOptions())
 
 
 class DistributedDataset:
-    """The batches of an iterable, each split over the replicas; iterate over it.
+    """An iterable of batches, each split over the replicas.
 
     See `MirroredStrategy.experimental_distribute_dataset`. Iterating again iterates over the source
     again.
@@ -467,9 +467,9 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
         if not leaf.ndim:
             raise ValueError(
                 f"{name} is a scalar and has no rows to split over {len(here)} replicas; pass what "
-                "all replicas share to `run` beside the batch."
+                "all replicas share to `run` as a separate argument."
             )
-        # A global array has the rows of all processes, any other those of this one.
+        # A global array has the rows of all processes, any other array those of this process.
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
         if is_global or (len(here) == len(devices) and not leaf.shape[0] % len(here)):
             split = leaf.reshape(len(devices), -1, *leaf.shape[1:])

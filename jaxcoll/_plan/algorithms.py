@@ -1,9 +1,9 @@
-"""The algorithms: their names, and the steps and bytes of a composition of them.
+"""Names of algorithms, and the steps and bytes of a composition of them.
 
-An algorithm is known here by its name and its arithmetic alone; `_spmd` holds the programs.
-The costs are the standard ones, per device and for n replicas: Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH" (2005); Patarasuk and Yuan
-(2009) for the ring; Träff (2024) for halving and doubling with any n.
+This file has only names and arithmetic; the programs are in `_spmd`. The costs are the standard
+ones, per device and for n replicas: Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH" (2005); Patarasuk and Yuan (2009) for the ring; Träff (2024)
+for halving and doubling with any n.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ IN_TREE_ORDER: dict[str, Callable[[int], bool]] = {
     "halving_doubling": _is_power_of_two,
     "shuffle": lambda n: True,
 }
-"""True of an algorithm that sums every element over n replicas as ((0+1)+(2+3))+((4+5)+(6+7))."""
+"""Tests of n: true if an algorithm sums over n replicas as ((0+1)+(2+3))+((4+5)+(6+7))."""
 
 
-def exchange(replicas: int) -> str:
-    """The exchange of our own that is fastest over so many CPU devices."""
+def fastest_exchange(replicas: int) -> str:
+    """Return the fastest of jaxcoll's own algorithms over `replicas` CPU devices."""
     return "halving_doubling" if _is_power_of_two(replicas) else "shuffle"
 
 
-def exchange_within(replicas: int, world: World) -> str:
-    """The same along an inner axis; devices of one process wait least often in a shuffle."""
-    return exchange(replicas) if world.processes == world.replicas else "shuffle"
+def fastest_inner_exchange(replicas: int, world: World) -> str:
+    """Return the same for an inner axis; devices of one process wait least often in a shuffle."""
+    return fastest_exchange(replicas) if world.processes == world.replicas else "shuffle"
 
 
 def canonical(name: str) -> str:
-    """The name of an algorithm, or of several with "/" between, in our words; TensorFlow's too."""
+    """Return jaxcoll's name of an algorithm, or of several joined by "/"; it knows TensorFlow's."""
     parts = [TENSORFLOW.get(part.lower(), part.lower()) for part in name.split("/")]
     if not set(parts) <= set(DESCRIPTIONS):
         raise ValueError(
@@ -70,20 +70,20 @@ def canonical(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One algorithm of a composition, at work along its own axes."""
+    """One algorithm of a composition, and the axes that it runs along."""
 
     algorithm: str  # its name
     axes: tuple[int, ...]  # positions of its axes among those of the reduction, outer first
     replicas: int  # replicas along those axes together
-    shards: int  # how many parts it cuts its array into; part j is summed by replica j
-    format: WireFormat | None = None  # what its parts travel in; None: exactly
+    shards: int  # number of parts that it cuts its array into; replica j sums part j
+    format: WireFormat | None = None  # wire format of the parts; None: they travel exactly
 
 
 def coded_by(algorithm: str) -> str:
     """Return the algorithm that carries codes where `algorithm` would carry numbers.
 
-    Codes cannot be added on the way, so that each part goes to its owner at once: the outermost
-    one is a shuffle.
+    Codes cannot be added on the way, so each part goes straight to its owner: the outermost
+    algorithm becomes a shuffle.
     """
     return "/".join([*algorithm.split("/")[:-1], "shuffle"])
 
@@ -96,8 +96,8 @@ def stages(
 
     Every stage but the last reduce-scatters, hands its shard to the next, and all-gathers what
     comes back; the last one all-reduces. An axis of size 1 has no stage. The first part of a name
-    with "/" takes the innermost axis, the next the one around it, and the last part all those that
-    remain; it has the wire format, and if it is a shuffle the `shards` (0: one for each replica).
+    with "/" takes the innermost axis, the next one the axis around it, and the last one all that
+    remain. Only the last uses `format` and, if it is a shuffle, `shards` (0: one for each replica).
 
     Examples:
       >>> [(s.algorithm, s.axes, s.replicas) for s in stages("native/ring", 0, (2, 4))]
@@ -119,12 +119,12 @@ def stages(
 
 
 def owns_shards(algorithm: str) -> bool:
-    """Return whether `shards` counts owners, rather than parts that travel alone."""
+    """Return whether `shards` is a number of owners, and not of separate reductions."""
     return algorithm.split("/")[-1] == "shuffle"
 
 
 def check_fits(algorithm: str, shards: int, world: World) -> None:
-    """Refuse more parts of a name than `world` has axes, or more shards than replicas own them."""
+    """Refuse a name with more parts than `world` has axes, and more shards than replicas."""
     names, axes = algorithm.split("/"), len(world.sizes)
     if len(names) > axes:
         raise ValueError(
@@ -136,18 +136,18 @@ def check_fits(algorithm: str, shards: int, world: World) -> None:
     if owns_shards(algorithm) and shards > owners:
         raise ValueError(
             f"`shards` is {shards}, but the shuffle of {algorithm!r} runs over "
-            f"{counted(owners, 'replica')}, and each shard needs an owner of its own: pass at most "
-            f"{owners}, or 0 for one each."
+            f"{counted(owners, 'replica')}, and each shard needs its own owner: pass at most "
+            f"{owners}, or 0 for one shard per replica."
         )
 
 
 def in_tree_order(stages: Sequence[Stage]) -> bool:
-    """Return whether the stages sum every element in the order of the one tree over replicas.
+    """Return whether the stages sum every element in the order of one binary tree over replicas.
 
-    That tree is of pairs, over the replicas as the axes count them, outer first; a missing leaf
-    is passed over. An owner of a shuffle without as many others as replicas adds what comes as it
-    comes. Trees within and between groups are that tree if the groups are whole
-    branches of it: if all but the outermost are of a power of two.
+    The tree has the replicas as leaves, in the order of the axes, outer first; a missing leaf is
+    skipped. A shuffle with fewer owners than replicas adds parts one after another. Trees within
+    and between groups make up that tree if every group is a whole branch of it: if all group
+    sizes but the outermost are powers of two.
 
     Examples:
       >>> [in_tree_order(stages("shuffle/shuffle", 0, over)) for over in ((3, 4), (4, 3))]
@@ -160,7 +160,7 @@ def in_tree_order(stages: Sequence[Stage]) -> bool:
 
 
 def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
-    """Refuse an algorithm whose sums depend on where an element stands, and list others."""
+    """Refuse an algorithm whose sums depend on the position of an element, and suggest others."""
     if in_tree_order(stages(algorithm, shards, world.sizes)):
         return
     n = world.replicas
@@ -171,14 +171,14 @@ def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
     pairs = ", or 'inner/outer' of these over groups of a power of two"
     raise ValueError(
         f"`reproducible` asks for one order of summation, and {what} has none over "
-        f"{' × '.join(map(str, world.sizes))} replicas: its bits depend on the packing, or are the "
-        f"backend's affair. Leave `algorithm` and `implementation` unset, or ask for {fixed}"
+        f"{' × '.join(map(str, world.sizes))} replicas: its bits depend on the packing or on the "
+        f"backend. Leave `algorithm` and `implementation` unset, or ask for {fixed}"
         f"{pairs if len(world.sizes) > 1 else ''}."
     )
 
 
 def steps(stages: Sequence[Stage]) -> int:
-    """Collectives that are requested for one array, one after another.
+    """Return the number of collectives requested for one array, one after another.
 
     Examples:
       >>> [steps(stages(name, 0, (6,))) for name in DESCRIPTIONS]
@@ -193,18 +193,18 @@ _STEPS: dict[str, Callable[[Stage, bool], int]] = {
     "halving_doubling": lambda stage, is_last: 2 * (stage.replicas - 1).bit_length(),
     "shuffle": lambda s, is_last: 2 if s.shards == s.replicas else 2 * (s.replicas - 1),
 }
-"""Collectives of one stage of a composition; the last one all-reduces."""
+"""Numbers of collectives in one stage of a composition; the last stage all-reduces."""
 
 
 def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
-    """Bytes of an array of `size` that leave the device that sends most, padding included.
+    """Return the bytes of an array of `size` sent by the device that sends most, with padding.
 
-    Guarantee: over n replicas with a shard for each it is 2(n-1)/n of the array, rounded up to
-    whole shards, since the programs here pad it to that, and so do the halves of a composition; the
-    stages of one come to the same for all its replicas together. The backend's own all-reduce pads
-    nothing: its shares may differ by an element, and a device sends all but one of them, twice.
-    With m < n shards an owner sends m-1 of them to others and its own to n-1. Shards of a stage
-    with a wire format are whole blocks, coded; `itemsize` is of an element that travels exactly.
+    Guarantee: over n replicas with one shard each, this is 2(n-1)/n of the array, padded to whole
+    shards as the programs here pad it. The stages of a composition add up to the same, for all of
+    its replicas together. The backend's own all-reduce does not pad: its shards may differ by one
+    element, and a device sends all but one of them, twice. With m < n shards, an owner sends m-1
+    shards to other owners and its own to n-1 replicas. Shards of a stage with a wire format are
+    whole blocks of codes; `itemsize` is that of an element that travels exactly.
 
     Examples:
       >>> from jaxcoll.compression import Int8
@@ -222,7 +222,7 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
 
 
 def format_of(stages: Sequence[Stage]) -> WireFormat | None:
-    """Return the format of the last stage; an axis of size 1 has no stage."""
+    """Return the wire format of the last stage; None without stages, as over axes of size 1."""
     return stages[-1].format if stages else None
 
 

@@ -1,4 +1,4 @@
-"""The plan of one collective on a tree, as a trace carries it out: packs, and what carries each."""
+"""The plan that a trace carries out for one collective on a tree: packs and their algorithms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THE_VALUE = "(the value)"
 class CollectivePlan:
     """The plan of one `all_reduce`, or of one half of it, decided from shapes alone.
 
-    Its attributes are those of `Plan`, which adds what is shown.
+    `Plan` documents the attributes, and adds the text and the prediction.
     """
 
     reduce_op: ReduceOp
@@ -43,12 +43,12 @@ class CollectivePlan:
 
     @property
     def reproducible(self) -> bool:
-        """True if every element has the same bits in every other plan that is."""
+        """True if every element gets the same bits from any other reproducible plan."""
         return self.options.reproducible
 
     @property
     def algorithm(self) -> str:
-        """The algorithm of the packs, by name; several joined by " and " where they differ."""
+        """The names of the packs' algorithms, joined by " and "."""
         return " and ".join(dict.fromkeys(pack.algorithm for pack in self.packs)) or "native"
 
     @functools.cached_property
@@ -57,7 +57,7 @@ class CollectivePlan:
 
         `jc.inspect` and profilers find packs by it: pack 3 travels as `<name>/pack3`.
         """
-        # Not a counter, which would differ between processes; and JAX does not number scopes.
+        # Not a counter: it would differ between processes. And JAX does not number scopes.
         packs = [(p.shown_type, p.algorithm, p.over, *map(tuple, p.segments)) for p in self.packs]
         identity = repr((self.reduce_op.name, *map(_PATH, self.leaves), packs))
         return f"{self.collective}_{zlib.crc32(identity.encode()) & 0xFFFFFF:06x}"
@@ -69,7 +69,7 @@ class CollectivePlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that leave the device that sends most, padding included."""
+        """Bytes sent by the device that sends most, padding included."""
         n = self.world.replicas
         if self.collective != "all_reduce":
             return sum(
@@ -83,20 +83,20 @@ class CollectivePlan:
 
     @property
     def steps(self) -> int:
-        """Collectives that are requested; the compiler may combine those of its own kind."""
+        """Number of collectives requested; the compiler may combine native ones."""
         of_packs = sum(steps(self.stages(pack)) for pack in self.packs)
         if self.collective != "all_reduce":
-            # The compiler's own all-reduce, at the end, is one step and would be two halves.
+            # A native all-reduce in the last stage is one step, but its two halves are two.
             last = [self.stages(pack)[-1:] for pack in self.packs]
             return (of_packs + sum(s.algorithm == "native" for at in last for s in at)) // 2
         return of_packs + 2 * len(self.gathers)
 
     def stages(self, pack: Pack) -> tuple[Stage, ...]:
-        """Return the stages along each axis that sum `pack`, inner first."""
+        """Return the stages that sum `pack`, inner axes first."""
         return stages(pack.algorithm, self.owners, pack.over, pack.format)
 
     def elements(self, pack: Pack) -> int:
-        """Elements of the array that is summed: in a wire format whole blocks for each replica."""
+        """Return the elements of the summed array; a wire format needs whole blocks per replica."""
         if not pack.format:
             return pack.size
         return aligned(self.stages(pack), sum(pack.lengths))
@@ -105,21 +105,21 @@ class CollectivePlan:
     def chained(self) -> bool:
         """True if each pack waits for the sum of the one before.
 
-        It keeps packs apart in any program on GPUs; on TPUs it would cost most of what overlaps,
-        and where gradients appear one after another it would only hold them up.
+        This keeps the compiler from combining packs in any program on GPUs. On TPUs it would lose
+        most of the overlap, and in a backward pass it would only delay gradients.
         """
         ordered = self.overlap and not self.in_backward and self.world.platform != "tpu"
         return ordered and self.collective == "all_reduce"
 
     def compiler_options(self, platform: str | None = None) -> dict[str, Any]:
-        """Return compiler options that keep the packs of a program with this plan apart.
+        """Return compiler options that keep XLA from combining the packs of this plan.
 
         Args:
           platform: "cpu", "gpu" or "tpu"; None: that of the plan.
 
         Returns:
-          Options for `jax.jit(..., compiler_options=...)`, which hold for one program and not for
-          the process; {} if none are needed.
+          Options for `jax.jit(..., compiler_options=...)`, which affect only that program; {} if
+          none are needed.
         """
         platform = platform or self.world.platform
         kind = self.collective.replace("_", "-")
@@ -129,7 +129,7 @@ class CollectivePlan:
         return dict(KEEP_APART.get((platform, kind), {}) if self.overlap and not chained else {})
 
     def carried(self, pack: int) -> str:
-        """Return the first and the last leaf that a pack carries, with the part where it is cut."""
+        """Return the first and last leaf of a pack, with the range of elements of a cut leaf."""
 
         def name(segment: Segment) -> str:
             leaf = self.leaves[segment.leaf]

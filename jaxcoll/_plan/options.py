@@ -1,4 +1,4 @@
-"""Options of communication: frozen values, validated once, merged explicitly."""
+"""Communication options: frozen values, validated once, merged explicitly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxcoll._wire.format import checked as checked_format
 
 
 class ReduceOp(enum.Enum):
-    """The operation that combines replicas' values. Strings in any case stand for it everywhere.
+    """The operation that combines the replicas' values; its name, in any case, works everywhere.
 
     Examples:
       >>> ReduceOp.of("Mean") is ReduceOp.MEAN
@@ -28,7 +28,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, value: ReduceOp | str) -> ReduceOp:
-        """`value` itself, or the member a string names, in any case.
+        """Return `value`, or the member that a string names, in any case.
 
         Raises:
           ValueError: for anything else; the message names the value.
@@ -39,9 +39,9 @@ class ReduceOp(enum.Enum):
 class CommunicationImplementation(enum.Enum):
     """The implementation that carries the reduction.
 
-    AUTO leaves it to jaxcoll and the compiler. RING asks for a ring of neighbour exchanges
+    AUTO leaves the choice to jaxcoll and the compiler. RING asks for a ring of neighbour exchanges
     written out in the program. NCCL asks for the backend's own all-reduce, which is NCCL on
-    NVIDIA GPUs; a plan made for another backend says what carries it there.
+    NVIDIA GPUs; a plan for another backend says what it uses instead.
     """
 
     AUTO = "AUTO"
@@ -64,7 +64,7 @@ def _member(kind: type[enum.Enum], argument: str, value: Any) -> Any:
 
 @final
 class _Unset:
-    """The one value that means "not given", so that giving the default can override."""
+    """A sentinel for "not given", so that passing a default explicitly can override."""
 
     def __repr__(self) -> str:
         return "UNSET"
@@ -75,8 +75,8 @@ class _Unset:
 
 UNSET: Any = _Unset()
 
-# Both name what carries a reduction, so an override that gives either replaces both.
-_CARRIER = ("implementation", "algorithm")
+# Both choose the algorithm, so an override that gives either replaces both.
+_ALGORITHM_OPTIONS = ("implementation", "algorithm")
 
 _ALGORITHM_OF = {
     CommunicationImplementation.RING: "ring",
@@ -98,11 +98,11 @@ def _algorithm(value: Any) -> str | None:
         return None
     if isinstance(value, str):
         return canonical(value)
-    refuse("algorithm", "None or the name of one", value)
+    refuse("algorithm", "None or the name of an algorithm", value)
 
 
 def _switch(argument: str, value: Any, or_none: str = "") -> bool | None:
-    """True or False; or None, which the message then lists as `or_none` says."""
+    """Return a bool, or None if `or_none` describes all three values for the message."""
     if isinstance(value, bool) or (value is None and or_none):
         return value
     refuse(argument, or_none or "True or False", value)
@@ -119,7 +119,7 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         lambda v: _member(CommunicationImplementation, "implementation", v),
     ),
     "algorithm": (None, _algorithm),
-    "shards": (0, lambda v: count("shards", " (0: as many as the algorithm has by itself)", v)),
+    "shards": (0, lambda v: count("shards", " (0: the algorithm's default)", v)),
     "reproducible": (False, lambda v: _switch("reproducible", v)),
     "overlap": (
         None,
@@ -132,55 +132,55 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 @jax.tree_util.register_static
 class CommunicationOptions:
-    """Options of an exchange of tensors: a frozen, hashable value.
+    """Options for collectives: a frozen, hashable value.
 
-    Guarantee: options are honoured or refused. What they ask is visible in the plan and in the
-    compiled program; where a backend cannot do it the plan says what happens instead.
+    Guarantee: an option is honoured or refused. Its effect is visible in the plan and in the
+    compiled program; if a backend cannot do it, the plan says what happens instead.
 
-    An option that is not given is *unset*: it reads as its default, and in `merge` it yields to
-    the other side. An option given as its default overrides, which `CommunicationOptions()`
-    and `CommunicationOptions(bytes_per_pack=0)` show by being different values.
+    An option that is not given is *unset*: it reads as its default, and in `merge` the other side
+    wins. An option that is given overrides, even with its default value:
+    `CommunicationOptions()` and `CommunicationOptions(bytes_per_pack=0)` are different values.
 
     Args:
-      bytes_per_pack: a pack is closed before it would exceed this many bytes; a larger leaf
-        travels alone, unsplit. 0: the planner decides.
-      timeout_seconds: seconds after which a host-level call or a wrapped step gives up. Given to
-        a reduction inside `jc.data_parallel` or `strategy.run`, it bounds the call that this is
-        a part of; in a program that is called without them it is refused. None and 0: no
-        deadline.
+      bytes_per_pack: the most bytes in a pack; a larger leaf travels alone and whole. 0: the
+        planner decides.
+      timeout_seconds: seconds before a host-level call or a wrapped step gives up. On a reduction
+        inside `jc.data_parallel` or `strategy.run`, it bounds the enclosing call; in any other
+        compiled program it is refused. None and 0: no deadline.
       implementation: a `CommunicationImplementation`, or its name in any case.
       algorithm: "native", "ring", "halving_doubling" or "shuffle"; or "inner/outer" made of two
-        of them, for a reduction over a tuple of axes (outer, inner): a reduce-scatter within,
-        an all-reduce of each shard between, an all-gather within. TensorFlow's names are taken
-        too: "nccl" is native, "xring" ring, "rechd" halving_doubling, "pscpu" and "psgpu"
-        shuffle. None: what `implementation` says.
-      shards: how many parts a pack is cut in, which travel in as many reductions side by side.
-        With a shuffle (of "inner/outer": an outer one), how many replicas own a part and sum
-        it: at most all of them. 0: one part; with a shuffle, one for each replica.
-      reproducible: every sum has the same bits for every packing, order of leaves, placement of
-        the same replicas on processes and devices, and algorithm. Each element is then summed
-        over the replicas as ((0+1)+(2+3))+((4+5)+(6+7)); where `algorithm` and `implementation`
-        leave the choice, by halving_doubling for a power of two of replicas, else by shuffle. An
-        algorithm that has another order is refused where it meets more than one replica.
-        docs/sharp_bits.md lists what this cannot promise.
-      overlap: the exchange is to run while the backward pass still computes. Leaves are packed in
-        the order in which their gradients become ready, which `jc.value_and_grad` and `jc.grad`
-        read from the backward pass (`jc.all_reduce` takes leaves from last to first); packs get
-        smaller towards the end, and the compiler is kept from combining them; in
-        `jc.sync_in_backward` they travel as they appear. None: where that pays, which is on GPUs
-        in these three.
-      compression: what the elements of a sum travel as: "bf16", "int8" or "int4", or a class of
-        `jc.compression` with its arguments. Every replica sends each other one its share as
-        codes, these are added in float32, and the sum is coded once more: two roundings for any
-        number of replicas. Coded are floats of 16 and 32 bits in leaves that fill a block (64 of
-        bf16); other leaves travel exactly. Of "inner/outer" only the outer part is coded. Refused
-        with `shards`, and an outermost ring or halving_doubling. "auto": bf16 for float32 leaves
-        of 64 KiB or more over Gloo, and exact sums elsewhere and beside these options. None:
+        of them, for a reduction over a tuple of axes (outer, inner): a reduce-scatter along the
+        inner axis, an all-reduce of each shard along the outer one, and an all-gather along the
+        inner one. TensorFlow's names work too: "nccl" is native, "xring" ring, "rechd"
+        halving_doubling, "pscpu" and "psgpu" shuffle. None: `implementation` decides.
+      shards: the number of parts that each pack is cut into, and of reductions that carry them
+        side by side. With a shuffle (in "inner/outer": an outer one), the number of replicas that
+        own a part and sum it, at most all. 0: one part; with a shuffle, one for each replica.
+      reproducible: every sum has the same bits, whatever the packing, the order of leaves, the
+        algorithm, and the placement of the same replicas on processes and devices. Each element
+        is summed over the replicas as ((0+1)+(2+3))+((4+5)+(6+7)). If `algorithm` and
+        `implementation` leave the choice, halving_doubling does this for a power of two of
+        replicas, and shuffle for any other number. An algorithm with another order is refused
+        for more than one replica. docs/sharp_bits.md lists the limits of this promise.
+      overlap: run collectives while the backward pass still computes. Leaves are packed in the
+        order in which their gradients become ready: `jc.value_and_grad` and `jc.grad` read it
+        from the backward pass, `jc.all_reduce` assumes last to first, and `jc.sync_in_backward`
+        sends gradients as they appear. Packs get smaller towards the end, and the compiler is
+        kept from combining them. None: where that pays, which is on GPUs in
+        `jc.value_and_grad`, `jc.grad` and `jc.sync_in_backward`.
+      compression: the wire format of sums: "bf16", "int8" or "int4", or an instance of a class
+        of `jc.compression`. Every replica sends each other replica its shard as
+        codes; the owner of a shard adds them in float32, and codes the sum once more: two
+        roundings for any number of replicas. Only 16- and 32-bit floats are coded, in leaves of
+        at least one block (64 elements for bf16); other leaves travel exactly. In "inner/outer"
+        only the outer part is coded. Refused with `shards`, and with an outermost ring or
+        halving_doubling. "auto": bf16 for float32 leaves of 64 KiB or more over Gloo; exact sums
+        elsewhere, and if `algorithm`, `implementation`, `shards` or `reproducible` is set. None:
         exact sums; bfloat16 leaves still travel as 16 bits over Gloo, where XLA would widen them.
         See docs/compression.md.
 
     Raises:
-      ValueError: an argument has an impossible value, which the message names with it; or
+      ValueError: an argument has an impossible value (the message names both), or
         `implementation` and `algorithm` ask for different things.
 
     Examples:
@@ -237,7 +237,7 @@ class CommunicationOptions:
             )
 
     def replace(self, **changes: Any) -> CommunicationOptions:
-        """These options with some changed; `UNSET` takes an option back to "not given"."""
+        """Return these options with some changed; `UNSET` makes an option unset again."""
         given = dict(self._given)
         if all(given.get(name, UNSET) is value for name, value in changes.items()):
             return self
@@ -246,15 +246,15 @@ class CommunicationOptions:
     __replace__ = replace  # for `copy.replace` of Python 3.13
 
     def merge(self, override: CommunicationOptions | None) -> CommunicationOptions:
-        """These options, with everything `override` has set taken from it.
+        """Return these options, overridden by all options that are set in `override`.
 
-        `implementation` and `algorithm` answer one question: an override that gives either
-        takes the place of both.
+        `implementation` and `algorithm` both choose the algorithm: an override that sets either
+        replaces both.
         """
         if override is None or not override._given:
             return self
         given = dict(override._given)
-        replaced = _CARRIER if any(name in given for name in _CARRIER) else ()
+        replaced = _ALGORITHM_OPTIONS if any(x in given for x in _ALGORITHM_OPTIONS) else ()
         return self.replace(**{**dict.fromkeys(replaced, UNSET), **given})
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -282,7 +282,7 @@ _NOTHING_GIVEN = CommunicationOptions()
 
 
 def checked(options: Any, exactly: str = "") -> CommunicationOptions:
-    """`options`, or those of which none is given; `exactly` names a caller without wire formats."""
+    """Return `options`, all unset for None; `exactly` names a caller without compression."""
     if options is None:
         return _NOTHING_GIVEN
     if isinstance(options, CommunicationOptions):

@@ -1,4 +1,4 @@
-"""A plan as it is shown: its reasons in sentences, a table, JSON."""
+"""A plan as users see it: reasons in sentences, a table, JSON."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+from jaxcoll._plan import planner
 from jaxcoll._plan.algorithms import DESCRIPTIONS
 from jaxcoll._plan.collective_plan import THE_VALUE, CollectivePlan
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
 from jaxcoll._plan.packs.packing import KEEP_APART, LANES, UNPACKED, ReadyOrder
-from jaxcoll._plan.planner import CODES, PACKED, asked_algorithm, choose, half_algorithm, is_asked
 from jaxcoll._plan.world import World
 from jaxcoll._show.table import Shown, Table
 from jaxcoll._show.units import binary_size, counted, fold
@@ -22,20 +22,24 @@ COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
 MOST_ROWS = 20
 """Rows that `str(plan)` shows; the rest are counted."""
 
+GLOO_REDUCE_SCATTER = (
+    "Gloo's own reduce-scatter sends more than necessary and has a reported bug (jax#40830)"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """Predicted seconds, by what they are spent on."""
 
     latency: float = 0.0  # starting collectives, and waiting for first bytes
-    bandwidth: float = 0.0  # bytes on links; for a measured curve all that grows with the size
-    reduction: float = 0.0  # adding, where the backend does not do it on the way
-    copy: float = 0.0  # into packs and out of them
-    source: str = ""  # the rates that it is predicted from
+    bandwidth: float = 0.0  # bytes on links; in a measured curve, all that grows with the size
+    reduction: float = 0.0  # adding, unless the backend adds on the way
+    copy: float = 0.0  # copies into packs and out of them
+    source: str = ""  # the rates behind the prediction
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """The total."""
         return sum(self._parts)
 
     @property
@@ -53,38 +57,38 @@ class Cost:
 class Plan(Shown, CollectivePlan):
     """The plan of one `all_reduce`, or of one half of it, decided from shapes alone.
 
-    `str(plan)` is a table, of which `plan.text()` shows all rows; `plan.to_json()` is the same for
+    `str(plan)` is a table; `plan.text()` shows all of its rows, and `plan.to_json()` is for
     machines.
 
     Attributes:
       reduce_op: SUM or MEAN.
       leaves: the leaves of the tree, in its order.
       packs: the arrays that travel; see `jaxcoll._plan.packs.packing`.
-      world: where it runs.
-      options: what was asked.
-      packing: the rule by which leaves travel together.
+      world: the replicas, processes and hosts of the collective.
+      options: the options that it was planned with.
+      packing: the rule that groups leaves into packs.
       owners: replicas that sum a shard each, in a shuffle; 0: all of them.
-      overlap: whether packs travel one after another, in their order, and are not to be combined.
-      in_backward: whether it stands where gradients appear (`sync_in_backward`, `scan_layers`),
-        perhaps in a loop, so that the program orders its packs and nothing else does.
+      overlap: whether packs travel one after another, in order and not combined.
+      in_backward: whether it is inside the backward pass (`sync_in_backward`, `scan_layers`),
+        perhaps in a loop, so that only the program orders its packs.
       collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
-        are padded to as many rows of `lanes` elements on each replica.
-      lanes: elements of a row of a half's packs; 1 where leaves are cut along their own rows.
-      notes: sentences of whoever made it.
-      predicted: the seconds that it is predicted to take (docs/clusters.md), if `jc.plan` made
-        it; a program that is traced predicts nothing.
+        are padded to equally many rows of `lanes` elements on each replica.
+      lanes: elements in a row of a half's packs; 1 if leaves are cut along their first dimension.
+      notes: sentences from the function that made the plan.
+      predicted: the predicted seconds (docs/clusters.md), if `jc.plan` made the plan; None in a
+        traced program.
     """
 
     predicted: Cost | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def of(cls, plan: CollectivePlan) -> Plan:
-        """Return a plan that a trace carries out as one that can be shown."""
+        """Convert the plan that a trace carries out into one that can be shown."""
         return cls(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})
 
     @functools.cached_property
     def reasons(self) -> tuple[str, ...]:
-        """One sentence for each decision, what was asked and not done included."""
+        """One sentence for each decision, including requests that were not followed."""
         if self.collective == "all_reduce":
             return (*_of_reduction(self), *self.notes)
         return (*self.notes, *_of_half(self))
@@ -96,11 +100,11 @@ class Plan(Shown, CollectivePlan):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one replica puts into all packs and gathers together."""
+        """Bytes that one replica contributes to all packs and gathers together."""
         return sum(p.nbytes for p in self.packs) + sum(leaf.gathers for leaf in self.gathers)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in plain numbers and strings, bytes and elements counted on one replica."""
+        """Return the plan as plain numbers and strings; bytes and elements are one replica's."""
         cost = self.predicted
         return {
             "format": "jaxcoll plan",
@@ -150,7 +154,7 @@ class Plan(Shown, CollectivePlan):
         }
 
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
-        """The table's cells: pack or "rows", dtype, algorithm, leaves, bytes, what it carries."""
+        """Return the table's cells: pack or "rows", dtype, algorithm, leaves, bytes, carries."""
         packs = [
             (str(k), p.shown_type, p.algorithm, str(len(p.segments)), f"{p.nbytes:,}", carries)
             for k, p in enumerate(self.packs)
@@ -175,7 +179,7 @@ class Plan(Shown, CollectivePlan):
 
     @property
     def prediction(self) -> str:
-        """The predicted time and its source, in one sentence; "" if nobody predicted."""
+        """The predicted time and its source, in one sentence; "" without a prediction."""
         if (cost := self.predicted) is None:
             return ""
         return (
@@ -188,8 +192,8 @@ class Plan(Shown, CollectivePlan):
         """Return the text of `str(plan)`, with all rows of the table.
 
         Args:
-          rows: of the table at most; None: all.
-          width: of a line at most: sentences are folded, and rows cut; None: any.
+          rows: the most rows of the table; None: all.
+          width: the most characters in a line: sentences are folded, rows cut; None: any number.
         """
         cells = self.rows()
         shown = cells if rows is None or len(cells) <= rows else cells[: rows - 1]
@@ -208,34 +212,34 @@ def _of_reduction(plan: CollectivePlan) -> Iterator[str]:
     leaves, packs, world, options = plan.leaves, plan.packs, plan.world, plan.options
     if not plan.overlap or not isinstance(plan.packing, ReadyOrder):
         yield f"packs: {plan.packing}{_why_packed(plan)}"
-    yield _why_algorithm(asked_algorithm(options, world), options, world)
-    yield from _asked(options, world)
+    yield _why_algorithm(planner.requested_algorithm(options, world), options, world)
+    yield from _of_options(options, world)
     exact = [pack for pack in packs if not pack.solid and not pack.format]
-    if not is_asked(options):
+    if not planner.fixes_algorithm(options):
         if any("/" in pack.algorithm for pack in packs):
             yield (
-                f"two levels: summed within each of the {world.hosts} hosts first, so that less "
-                "crosses between them"
+                f"two levels: summed within each of the {world.hosts} hosts first, so that fewer "
+                "bytes cross between them"
             )
         elif any(pack.algorithm != "native" for pack in exact):
-            most = binary_size(choose(options, world).limit)
-            yield f"packs of at most {most}: by exchanges of our own, which start sooner"
+            most = binary_size(planner.choose(options, world).limit)
+            yield f"packs of at most {most}: by jaxcoll's own exchanges, which start sooner"
     if plan.overlap:
         yield from _of_overlap(plan)
     elif any(pack.algorithm == "native" and not pack.is_leaf(leaves) for pack in exact):
-        yield "compiled: the compiler may combine packs further; packs are what is asked"
+        yield "compiled: the compiler may combine these packs further"
     yield from _of_formats(plan)
-    others = [x for x in leaves if x.wire != x.dtype and not x.format]
-    widened = {f"{x.dtype.name} as {x.wire.name}" for x in others}
+    uncoded = [x for x in leaves if x.wire != x.dtype and not x.format]
+    widened = {f"{x.dtype.name} as {x.wire.name}" for x in uncoded}
     if widened:
         yield f"dtypes: {', '.join(sorted(widened))}"
     if any(pack.solid for pack in packs) and any(pack.algorithm != "native" for pack in packs):
         yield (
-            "leaves that are sharded over another axis: by the compiler's own all-reduce, which "
-            "alone leaves them in their shape"
+            "leaves that are sharded over another axis: by the compiler's own all-reduce, the only "
+            "one that keeps their shape"
         )
     if any(leaf.gathers for leaf in leaves):
-        yield "sparse leaves: their rows and indices, by the compiler's own all-gather, in no pack"
+        yield "sparse leaves: rows and indices by the compiler's own all-gather, outside the packs"
 
 
 def _of_half(plan: CollectivePlan) -> Iterator[str]:
@@ -243,57 +247,54 @@ def _of_half(plan: CollectivePlan) -> Iterator[str]:
     packs, world, options, in_layers = plan.packs, plan.world, plan.options, plan.lanes == 1
     if not in_layers:
         yield (
-            f"packs: {len(packs)}, laid out in rows of {LANES}, as many on each of "
+            f"packs: {len(packs)}, laid out in rows of {LANES}, equally many on each of "
             f"{counted(world.replicas, 'replica')}"
         )
-    algorithm, carried = asked_algorithm(options, world), half_algorithm(options, world)
-    if carried != algorithm:
-        yield (
-            f"algorithm: {carried}, because Gloo's own reduce-scatter sends more than it has to, "
-            "and is reported to go wrong (jax#40830)"
-        )
+    algorithm = planner.half_algorithm(options, world)
+    if algorithm != planner.requested_algorithm(options, world):
+        yield f"algorithm: {algorithm}, because {GLOO_REDUCE_SCATTER}"
     else:
         why = _why_algorithm(algorithm, options, world)
         yield why.replace("own all-reduce", "own reduce-scatter and all-gather")
-    yield from _asked(options, world)
+    yield from _of_options(options, world)
     if in_layers and world.platform == "cpu":
         if any(pack.algorithm == "native" and pack.dtype.name == "bfloat16" for pack in packs):
-            yield "dtypes: bfloat16, which the compiler for CPUs widens to float32 on the wire"
+            yield "dtypes: bfloat16, which XLA's CPU compiler widens to float32 on the wire"
     if plan.overlap:
         kind = "loop" if in_layers else plan.collective.replace("_", "-")
         yield _by_options(world.platform, kind)
 
 
 def _by_options(platform: str, kind: str = "all-reduce") -> str:
-    """Return the compiler options that keep packs apart, in a sentence."""
+    """Describe the compiler options that keep packs apart, in a sentence."""
     options, in_loops = KEEP_APART.get((platform, kind), {}), kind == "loop"
     listed = " and ".join(f"{name}={value}" for name, value in options.items())
     if listed:
         return (
             f"{'overlap' if in_loops else 'apart'}: by the compiler "
             f"option{'s' * (len(options) > 1)} {listed}, which `jc.data_parallel` sets for its own "
-            "program; give it to a `jax.jit` of your own (`Plan.compiler_options`)"
+            "program; pass `Plan.compiler_options()` to your own `jax.jit`"
         )
     if in_loops:
-        return f"overlap: as the compiler for {platform} places it; `jc.inspect` shows what it does"
+        return f"overlap: left to the compiler for {platform}; `jc.inspect` shows the result"
     return (
-        f"apart: no way is known to keep packs of {kind}s apart on {platform}; `jc.inspect` "
-        "shows what became of them"
+        f"apart: jaxcoll knows no option that keeps {kind}s apart on {platform}; `jc.inspect` "
+        "shows the result"
     )
 
 
 def _why_packed(plan: CollectivePlan) -> str:
     options, world, packing = plan.options, plan.world, plan.packing
     if plan.overlap and not options.bytes_per_pack:
-        return ", each sent when its gradients are there, in no other order"
-    if packing not in (UNPACKED, PACKED, CODES) or options.bytes_per_pack:
-        return ", as asked"
+        return ", each sent as soon as its gradients are ready"
+    if packing not in (UNPACKED, planner.PACKED, planner.CODES) or options.bytes_per_pack:
+        return ", as requested"
     if packing != UNPACKED and world.over_gloo:
-        return ": over Gloo an array takes long to start, and a large one longer to copy"
+        return ": over Gloo every array takes long to start, and a large one even longer to copy"
     if packing != UNPACKED:
         return ", because no compiler combines exchanges of codes"
     if world.over_gloo:
-        return ", as asked"
+        return ", as requested"
     return (
         ", because inside one process and on accelerators the compiler combines all-reduces itself "
         "and a copy would only cost time"
@@ -308,27 +309,26 @@ def _why_algorithm(algorithm: str, options: CommunicationOptions, world: World) 
     }.get(world.platform, f"the {world.platform} backend")
     if algorithm == "native":
         if options.implementation is CommunicationImplementation.NCCL and world.platform != "gpu":
-            return f"algorithm: NCCL was asked for, but {carrier} carries it here"
+            return f"algorithm: NCCL was requested, but {carrier} carries it here"
         return f"algorithm: the compiler's own all-reduce, carried by {carrier}"
     described = ", then, from group to group, ".join(DESCRIPTIONS[x] for x in algorithm.split("/"))
     if options.algorithm in (None, algorithm):
-        return f"algorithm: {described}, as asked"
+        return f"algorithm: {described}, as requested"
     return (
-        f"algorithm: {described}; the compiler's own reduce-scatter was asked for within, but "
-        "Gloo's sends more than it has to, and is reported to go wrong (jax#40830)"
+        f"algorithm: {described}; native was requested for an inner axis, but {GLOO_REDUCE_SCATTER}"
     )
 
 
-def _asked(options: CommunicationOptions, world: World) -> Iterator[str]:
+def _of_options(options: CommunicationOptions, world: World) -> Iterator[str]:
     if options.reproducible:
         yield (
             "order: every element is summed in pairs of replicas, then pairs of pairs, so that its "
-            "bits are the same however it is packed, placed and carried"
+            "bits do not depend on packing, placement or algorithm"
         )
-    if options.shards and (owners := choose(options, world).owners):
-        yield f"shards: {owners} for each pack, each with an owner, as asked"
+    if options.shards and (owners := planner.choose(options, world).owners):
+        yield f"shards: {owners} for each pack, each with an owner, as requested"
     elif options.shards:
-        yield f"shards: each pack is cut in {options.shards}, reduced side by side, as asked"
+        yield f"shards: each pack is cut into {options.shards}, reduced side by side, as requested"
 
 
 def _of_overlap(plan: CollectivePlan) -> Iterator[str]:
@@ -336,19 +336,19 @@ def _of_overlap(plan: CollectivePlan) -> Iterator[str]:
     if isinstance(rule, ReadyOrder):
         last = packs[-1].nbytes if packs else 0
         yield (
-            f"packs: smaller ones towards the end, the last of {last:,} bytes; leaves of more than "
+            f"packs: smaller towards the end, the last of {last:,} bytes; leaves of more than "
             f"{rule.limit:,} bytes alone"
         )
         yield (
-            "order: that in which the gradients become ready in the backward pass"
+            "order: as the gradients become ready in the backward pass"
             if any(leaf.ready is not None for leaf in plan.leaves)
-            else "order: leaves from last to first, for it is not known here when each is ready; "
-            "`jc.value_and_grad` and `jc.grad` read it from the backward pass"
+            else "order: leaves from last to first, because it is not known here when each is "
+            "ready; `jc.value_and_grad` and `jc.grad` read it from the backward pass"
         )
     if platform == "cpu":
         yield (
-            "overlap: packs keep their order and stay apart as asked, but XLA's CPU runtime waits "
-            "for each collective, so that nothing is computed meanwhile"
+            "overlap: packs stay in order and apart as requested, but XLA's CPU runtime waits for "
+            "each collective, so nothing is computed meanwhile"
         )
     if platform == "gpu" and not plan.in_backward:
         yield "apart: each pack waits for the one before, so that the compiler cannot combine them"
@@ -357,23 +357,23 @@ def _of_overlap(plan: CollectivePlan) -> Iterator[str]:
 
 
 def _of_formats(plan: CollectivePlan) -> Iterator[str]:
-    """Yield what travels in a wire format, and what does not although it was asked."""
+    """Yield which leaves travel in a wire format, and which cannot although it was requested."""
     leaves, options = plan.leaves, plan.options
     for format in dict.fromkeys(x.format for x in leaves if x.format):
         count = sum(x.format == format for x in leaves)
         blocks = f" in blocks of {format.block}" if format.block > 1 else ""
         between = any("/" in pack.algorithm and pack.format == format for pack in plan.packs)
-        why = "as asked" if options.compression else "because XLA would widen them for Gloo"
+        why = "as requested" if options.compression else "because XLA would widen them for Gloo"
         why = "which is faster over Gloo" if options.compression == "auto" else why
         yield (
             f"format: {format}{blocks} for {counted(count, 'leaf', 'leaves')}, {why}: codes go to "
-            "the owner of each shard, who adds them in float32 and sends the sum as codes"
+            "the owner of each shard, which adds them in float32 and sends the sum as codes"
             + ", between groups only"
             * between
         )
     exact = [x for x in leaves if x.travels and not x.format]
     if named(options.compression) and exact:
         yield (
-            f"exactly: {counted(len(exact), 'leaf', 'leaves')}, under a block of "
-            f"{options.compression} or of types that it does not code"
+            f"exactly: {counted(len(exact), 'leaf', 'leaves')}, smaller than a block of "
+            f"{options.compression} or of a type that it does not code"
         )

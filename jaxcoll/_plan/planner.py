@@ -1,8 +1,8 @@
-"""From options, shapes and the world to a plan: every decision is made here, once.
+"""Make a plan from options, shapes and the world: every decision is made here, once.
 
-Options that are given stand. What they leave open follows from the constants below; nothing is
-searched, measured or read while a program is traced, so all processes of a job choose alike.
-`python -m benchmarks.regret` compares the rule with the best choice.
+Options that are set are followed. What they leave open follows from the constants below. Nothing
+is searched, measured or read while a program is traced, so all processes of a job choose alike.
+`python -m benchmarks.regret` compares these rules with the best choice.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxcoll._plan.algorithms import (
     check_fits,
     check_in_tree_order,
     coded_by,
-    exchange,
-    exchange_within,
+    fastest_exchange,
+    fastest_inner_exchange,
     owns_shards,
 )
 from jaxcoll._plan.collective_plan import CollectivePlan
@@ -39,42 +39,42 @@ from jaxcoll._wire.format import named
 
 KiB, MiB = 1 << 10, 1 << 20
 
-# The constants, each with its command; `bench` is `python -m benchmarks.all_reduce`.
+# Constants, each with the command that measures it; `bench` is `python -m benchmarks.all_reduce`.
 
 PACKED = BytesPerPack(16 * MiB, alone=2 * MiB)
-"""Packs over Gloo, and packs of codes on accelerators. A larger leaf takes longer to copy into a
-pack and out of it than Gloo takes to start: `bench --processes N --tree resnet50 --algorithms
-native@all,native@16MiB,native@2MiB,per-leaf`, N = 2, 4 and 8."""
+"""Packs over Gloo, and packs of codes on accelerators. A leaf of more than 2 MiB takes longer to
+copy into a pack and out of it than Gloo takes to start: `bench --processes N --tree resnet50
+--algorithms native@all,native@16MiB,native@2MiB,per-leaf`, N = 2, 4 and 8."""
 
 CODES = BytesPerPack(64 * MiB)
-"""Packs of codes between simulated devices, where copies do not count and each pack of another size
+"""Packs of codes between simulated devices, where copies cost nothing and each new pack size
 compiles 18 kernels: build times of `bench --devices 4 --tree resnet50 --algorithms
 native+int8@16MiB,native+int8@64MiB`."""
 
 EXCHANGED, MOST_PROCESSES = 512 * KiB, 8
-"""Bytes, for each of at most so many processes on one host, of the largest pack that exchanges of
-our own sum: up to there they save a quarter of Gloo's time, for they compile a dozen kernels.
+"""Bytes per process, for at most so many processes on one host, of the largest pack that jaxcoll's
+exchanges sum. They save a quarter of Gloo's time there, enough to compile a dozen kernels for it:
 `bench --processes N --sizes 512KiB:8MiB --algorithms native,halving_doubling`, N = 2, 4 and 8."""
 
 BETWEEN_HOSTS = 8
-"""The part of that where they cross between hosts, on whose links pairs that both send take half as
-long again: `bench --rate 1gbit --hosts 2 --per-host 2 --sizes 64KiB:2MiB --algorithms
-shuffle/native,shuffle/halving_doubling`."""
+"""Divisor of that limit for exchanges between hosts, on whose links two processes that send to each
+other take half as long again: `bench --rate 1gbit --hosts 2 --per-host 2 --sizes 64KiB:2MiB
+--algorithms shuffle/native,shuffle/halving_doubling`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """The algorithms of one reduction, by canonical names."""
 
-    algorithm: str  # of packs over `limit` bytes
-    small: str  # of packs up to it
+    algorithm: str  # for packs of more than `limit` bytes
+    small: str  # for packs of at most `limit` bytes
     limit: int
-    coded: str  # of packs in a wire format
-    parts: int = 1  # arrays that each pack is cut in
+    coded: str  # for packs in a wire format
+    parts: int = 1  # arrays that each pack is cut into
     owners: int = 0  # shards of an outermost shuffle; 0: one for each replica
 
     def of(self, pack: Pack) -> str:
-        """Return what sums a pack; a leaf that must keep its shape has the compiler's own."""
+        """Return the algorithm of a pack; a leaf that must keep its shape is summed natively."""
         if pack.solid:
             return "native"
         if pack.format:
@@ -86,21 +86,21 @@ _NATIVE = Choice("native", "native", 0, "shuffle")
 
 
 def choose(options: CommunicationOptions, world: World) -> Choice:
-    """Return the algorithms that are asked for, or else those that suit the world.
+    """Return the algorithms that options request, or else those that suit the world.
 
     Raises:
-      ValueError: options ask for what does not fit the world, or one another.
+      ValueError: options do not fit the world, or one another.
     """
-    if not is_asked(options):
+    if not fixes_algorithm(options):
         return _automatic(world)
-    algorithm = asked_algorithm(options, world)
+    algorithm = requested_algorithm(options, world)
     owned = owns_shards(algorithm)
     parts, owners = (1, options.shards) if owned else (options.shards or 1, 0)
     return Choice(algorithm, algorithm, 0, coded_by(algorithm), parts, owners)
 
 
-def is_asked(options: CommunicationOptions) -> bool:
-    """Return whether options fix the algorithm, so that no other may stand in for it."""
+def fixes_algorithm(options: CommunicationOptions) -> bool:
+    """Return whether options fix the algorithm, so that the planner may not choose another."""
     return bool(options.algorithm or options.reproducible or options.shards) or (
         options.implementation is not CommunicationImplementation.AUTO
     )
@@ -109,11 +109,11 @@ def is_asked(options: CommunicationOptions) -> bool:
 def _automatic(world: World) -> Choice:
     """Return the algorithms that suit a world, where options leave the choice.
 
-    Exchanges of our own are for CPU processes, where halving and doubling in pairs was never
+    jaxcoll's own exchanges are for CPU processes, where halving and doubling in pairs was never
     slower than a shuffle, nor a shuffle than a ring (docs/performance.md); elsewhere the
     backend's library chooses among its own. They need all axes mapped. Inner axes that stay within
-    a host are summed first, whatever is small or large, so that less crosses between hosts: which
-    network joins them is not known, and on a slow one that gains more than it costs on a fast one.
+    a host are summed first, for packs of every size, so that fewer bytes cross between hosts: on a
+    slow network that gains more than it costs on a fast one, and which of them it is, is not known.
     """
     if not world.over_gloo or world.partly_mapped:
         return _NATIVE
@@ -122,21 +122,21 @@ def _automatic(world: World) -> Choice:
         limit //= BETWEEN_HOSTS
     if 0 < world.inner < len(world.sizes):
         outer, inner = world.sizes[: -world.inner], world.sizes[-world.inner :]
-        within = "".join(f"{exchange_within(size, world)}/" for size in reversed(inner))
-        pairs = exchange(math.prod(outer))
-        return Choice(f"{within}native", f"{within}{pairs}", limit, f"{within}shuffle")
+        within = "".join(f"{fastest_inner_exchange(size, world)}/" for size in reversed(inner))
+        between = fastest_exchange(math.prod(outer))
+        return Choice(f"{within}native", f"{within}{between}", limit, f"{within}shuffle")
     if len(world.sizes) == 1 and world.processes == world.replicas:
-        return Choice("native", exchange(world.replicas), limit, "shuffle")
+        return Choice("native", fastest_exchange(world.replicas), limit, "shuffle")
     return _NATIVE
 
 
 def packing_for(
     options: CommunicationOptions, world: World, leaves: Sequence[Leaf] = ()
 ) -> PackingRule:
-    """Return which leaves travel together.
+    """Return the rule that groups leaves into packs.
 
-    Within one process, and on accelerators, the compiler combines all-reduces by itself, and a
-    copy of ours would be a second one. It combines no exchanges of codes.
+    Within one process, and on accelerators, the compiler combines all-reduces by itself, so a
+    copy made here would be a second one. It does not combine exchanges of codes.
     """
     if options.bytes_per_pack:
         return BytesPerPack(options.bytes_per_pack)
@@ -148,20 +148,20 @@ def packing_for(
 
 
 def wants_order(options: CommunicationOptions, world: World) -> bool:
-    """Return whether it matters in which order leaves become ready.
+    """Return whether packs should follow the order in which leaves become ready.
 
-    Without being asked on GPUs, whose compiler starts collectives early and computes meanwhile;
-    not on CPUs, which wait for each, nor on TPUs, where most generations do.
+    By default they do on GPUs, where the compiler starts collectives early and computes meanwhile;
+    not on CPUs, which wait for each collective, nor on TPUs, as most generations wait too.
     """
     if options.overlap is None:
         return world.platform == "gpu" and world.replicas > 1
     return options.overlap
 
 
-def asked_algorithm(options: CommunicationOptions, world: World) -> str:
+def requested_algorithm(options: CommunicationOptions, world: World) -> str:
     """Return the algorithm that options name or imply, with Gloo's own reduce-scatter replaced.
 
-    Gloo has a reduce-scatter, but not a good one, so an exchange of ours does that part within.
+    Gloo's sends more than necessary, so one of jaxcoll's exchanges replaces it on inner axes.
 
     Raises:
       ValueError: it does not fit the world, or does not go with another option.
@@ -176,13 +176,13 @@ def asked_algorithm(options: CommunicationOptions, world: World) -> str:
     if "native" not in inner or not world.over_gloo:
         return algorithm
     within = zip(inner, reversed(world.sizes), strict=False)
-    ours = (exchange_within(n, world) if name == "native" else name for name, n in within)
+    ours = (fastest_inner_exchange(n, world) if name == "native" else name for name, n in within)
     return "/".join([*ours, outermost])
 
 
 def half_algorithm(options: CommunicationOptions, world: World) -> str:
-    """Return what carries a reduce-scatter or an all-gather alone, without Gloo's own."""
-    algorithm = asked_algorithm(options, world)
+    """Return the algorithm of a separate reduce-scatter or all-gather, which is never Gloo's."""
+    algorithm = requested_algorithm(options, world)
     if not world.over_gloo or "native" not in algorithm.split("/"):
         return algorithm
     in_pairs = algorithm == "native" and world.replicas.bit_count() == 1
@@ -190,7 +190,7 @@ def half_algorithm(options: CommunicationOptions, world: World) -> str:
 
 
 def _implied(options: CommunicationOptions, world: World) -> str:
-    """Return the algorithm where none is named."""
+    """Return the algorithm of options that name none."""
     if options.implementation is CommunicationImplementation.RING:
         return "ring"
     if options.implementation is CommunicationImplementation.NCCL or not options.reproducible:
@@ -199,13 +199,13 @@ def _implied(options: CommunicationOptions, world: World) -> str:
 
 
 def _check_carries_codes(algorithm: str, options: CommunicationOptions) -> None:
-    """Refuse what codes cannot be summed by, or what cannot hold of them."""
+    """Refuse algorithms that cannot sum codes, and options that cannot go with them."""
     format, outermost = str(options.compression), algorithm.split("/")[-1]
     is_named = options.algorithm or options.implementation is CommunicationImplementation.RING
     if is_named and outermost not in ("native", "shuffle"):
         raise ValueError(
             f"`compression` {format!r} does not go with {algorithm!r}: {DESCRIPTIONS[outermost]} "
-            "adds numbers on the way, and each of its steps would round once more. Leave "
+            "adds numbers on the way, and each of its steps would round again. Leave "
             "`algorithm` and `implementation` unset, or ask for 'shuffle', or 'inner/shuffle' over "
             "two axes."
         )
@@ -216,7 +216,7 @@ def _check_carries_codes(algorithm: str, options: CommunicationOptions) -> None:
         )
     if options.reproducible and "/" in algorithm:
         raise ValueError(
-            f"`reproducible` asks for bits that do not depend on the algorithm, and {algorithm!r} "
+            f"`reproducible` needs bits that do not depend on the algorithm, and {algorithm!r} "
             f"with `compression` {format!r} codes sums of groups, which 'shuffle' does not: leave "
             "`algorithm` unset."
         )
@@ -232,15 +232,15 @@ def make_plan(
     in_backward: bool = False,
     notes: tuple[str, ...] = (),
 ) -> CollectivePlan:
-    """Return the plan of one reduction, with a `packing` that was asked for by other means."""
+    """Return the plan of one reduction; `packing` replaces the rule that options imply."""
     choice = choose(options, world)
-    apart = wants_order(options, world)
-    if apart and options.overlap is None:
-        # Not without being asked for exchanges of our own, of what is small, or in a guessed order.
-        known = in_backward or any(leaf.ready is not None for leaf in leaves)
+    overlap = wants_order(options, world)
+    if overlap and options.overlap is None:
+        # By default only for native all-reduces of large trees, in an order that is not guessed.
+        order_is_known = in_backward or any(leaf.ready is not None for leaf in leaves)
         large = sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * LAST
-        apart = choice.algorithm == "native" and known and large
-    if packing is None and apart:
+        overlap = choice.algorithm == "native" and order_is_known and large
+    if packing is None and overlap:
         packing = packing_in_order(leaves, options.bytes_per_pack, world, in_backward)
     elif packing is None:
         packing = packing_for(options, world, leaves)
@@ -251,20 +251,20 @@ def make_plan(
         _check_mapped(leaves, packs)
         _check_uncut(leaves, packs)
     return CollectivePlan(
-        reduce_op, tuple(leaves), packs, world, options, packing, choice.owners, apart, in_backward,
-        notes=notes,
+        reduce_op, tuple(leaves), packs, world, options, packing, choice.owners, overlap,
+        in_backward, notes=notes,
     )  # fmt: skip
 
 
 def _check_uncut(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
-    """Refuse a packing that cuts a leaf inside of a block where bits must not depend on it."""
+    """Refuse packs that end inside a block of codes: its bits would depend on the packing."""
     for pack in packs:
         block = pack.format.block if pack.format else 1
         if any(s.start % block for s in pack.segments):
             leaf = where(leaves[pack.segments[0].leaf].path)
             raise ValueError(
                 f"`reproducible` with `compression` {str(pack.format)!r}: packs end inside {leaf}, "
-                "which would have other blocks than alone. Leave `overlap` and `num_packs` unset."
+                "so its bits would depend on them. Leave `overlap` and `num_packs` unset."
             )
 
 
@@ -275,7 +275,7 @@ def _check_mapped(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
             leaf = where(leaves[pack.segments[0].leaf].path)
             raise ValueError(
                 f"`reproducible` cannot hold for {leaf}: it is sharded over another axis of the "
-                "mesh, so that only the compiler's own all-reduce can sum it, in an order of its "
-                "own. Map that axis, too, in `jax.shard_map`, or reduce this leaf in a call of its "
-                "own without `reproducible`."
+                "mesh, so only the compiler's own all-reduce can sum it, in an order that the "
+                "compiler chooses. Map that axis too in `jax.shard_map`, or reduce this leaf in a "
+                "separate call without `reproducible`."
             )

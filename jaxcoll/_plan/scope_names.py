@@ -1,4 +1,4 @@
-"""Names that survive compilation: scopes of Python, and the packs of jaxcoll among them."""
+"""Parsers of names that survive compilation: JAX's scope paths, and jaxcoll's packs in them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _PACK = re.compile(
 
 
 def op_name_of(attributes: str) -> str:
-    """The `op_name` among an instruction's attributes; "" for none."""
-    found = _OP_NAME.search(attributes)
-    return found[1] if found else ""
+    """Return the `op_name` among an instruction's attributes; "" for none."""
+    match = _OP_NAME.search(attributes)
+    return match[1] if match else ""
 
 
 def names(op_name: str) -> tuple[str, ...]:
-    """The paths of scopes of an instruction; several where several were combined.
+    """Return the scope paths of an instruction; several if it combines several.
 
-    XLA writes what paths share once, and the rest as a list: `jit(f)/(a/psum:b/psum)`.
+    XLA writes what the paths share once, and the rest as a list: `jit(f)/(a/psum:b/psum)`.
 
     Examples:
       >>> names("jit(f)/transpose(jvp())/(pack0/psum:pack1/psum)/x")
@@ -30,13 +30,13 @@ def names(op_name: str) -> tuple[str, ...]:
     """
     if not op_name:
         return ()
-    cuts: list[list[int]] = []  # of each open bracket its place, and those of its colons
+    cuts: list[list[int]] = []  # positions of each open bracket and of the colons inside it
     for at, character in enumerate(op_name):
         if character == "(":
             cuts.append([at])
         elif character == ")" and cuts:
             start, *_ = cut = cuts.pop()
-            # A list follows a slash; the brackets of jit(...) hold something else.
+            # A list follows a slash; brackets as in jit(...) are no list.
             if len(cut) > 1 and (start == 0 or op_name[start - 1] == "/"):
                 head, tail = op_name[:start], op_name[at + 1 :]
                 inner = [op_name[a + 1 : b] for a, b in zip(cut, [*cut[1:], at], strict=True)]
@@ -47,11 +47,11 @@ def names(op_name: str) -> tuple[str, ...]:
 
 
 def pack_of(name: str) -> str:
-    """The pack of jaxcoll that a path of scopes belongs to, as reduction/pack; "" for none.
+    """Return the jaxcoll pack in a scope path, as reduction/pack; "" for none.
 
     Examples:
       >>> pack_of("jit(f)/transpose(jvp(all_reduce_5f3a1c/pack3))/psum")
       'all_reduce_5f3a1c/pack3'
     """
-    found = _PACK.search(name)
-    return f"{found[1]}/{found[2]}" if found else ""
+    match = _PACK.search(name)
+    return f"{match[1]}/{match[2]}" if match else ""

@@ -1,4 +1,4 @@
-"""The world of a reduction, as far as a plan needs to know it."""
+"""The replicas, processes and hosts of a reduction, as a plan describes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """A frozen description, read once above the traced program and handed down."""
+    """The replicas, processes and hosts of a reduction, read once outside the traced program."""
 
     platform: str = "cpu"  # "cpu", "gpu" or "tpu"
     sizes: tuple[int, ...] = (1,)  # replicas along each of the reduced axes, outer first
@@ -17,8 +17,8 @@ class World:
     # What JAX calls the devices ("NVIDIA H100 80GB HBM3"); "" where it is not known
     device_kind: str = ""
     hosts: int = 1  # hosts (TPU: slices) that those devices belong to
-    # How many of the axes, counted from the last, stay within a host each; 0 where there is one
-    # host, or where that is not known
+    # Number of axes, counted from the last, that stay within a host; 0 if there is one host, or
+    # if that is not known
     inner: int = 0
 
     @property

@@ -1,1 +1,1 @@
-"""Predicted seconds: a table of rates, and the arithmetic on it. No choice is made by them."""
+"""Predicted seconds: a table of rates, and arithmetic on it. No decision depends on them."""

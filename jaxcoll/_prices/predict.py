@@ -1,9 +1,9 @@
-"""Seconds of a reduction: from shapes, a composition of algorithms, and rates.
+"""Predicted seconds of a reduction, from shapes, a composition of algorithms, and rates.
 
-The formulas are the standard ones (see `_plan/algorithms.py`), with one addition for an all-reduce
-that the backend carries out flat over several islands: its bytes cross by the links of all p
-devices of an island at once. Sent round a ring, 2(n-1)/n of the array crosses; between two islands
-only one array each way, since a tree does as well. NCCL's own model makes the same exception.
+The formulas are the standard ones (see `_plan/algorithms.py`), with one addition for a backend's
+own all-reduce over several islands: its bytes cross the links of all p devices of an island at
+once. In a ring, 2(n-1)/n of the array crosses; between two islands only one array each way, because
+there a tree does as well. NCCL's own model makes the same exception.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jaxcoll._plan.plan import Cost, Plan
 from jaxcoll._prices.rates import Curve, Rates, rates_of
 
 OPERANDS = 256
-"""Most arrays that XLA's combiners make one collective of (xla/service/collective_utils.h)."""
+"""Most arrays that XLA combines into one collective (xla/service/collective_utils.h)."""
 
 
 Load = tuple[tuple[Stage, ...], int, int]
-"""Stages that sum an array, its bytes, and the pieces of leaves copied into it and out again; 0: it
-is a leaf itself."""
+"""Stages that sum an array, its bytes, and the number of pieces of leaves copied into it and out of
+it; 0: it is a leaf, and needs no copy."""
 
 
 def predict(plan: CollectivePlan) -> Plan:
-    """Return the plan with the seconds that it is predicted to take, packs one after another."""
+    """Return the plan with its predicted seconds, packs running one after another."""
     shown, rates = Plan.of(plan), rates_of(plan.world)
     if rates is None:
         return shown
@@ -39,7 +39,7 @@ def predict(plan: CollectivePlan) -> Plan:
         for pack in plan.packs
     )
     cost = cost_of_loads(loads, plan.world.sizes, rates)
-    if plan.collective != "all_reduce":  # half of the steps and bytes; only one of the halves adds
+    if plan.collective != "all_reduce":  # half of the steps and bytes; only one half adds
         adds = plan.collective == "reduce_scatter"
         halves = (cost.latency / 2, cost.bandwidth / 2, cost.reduction * adds, cost.copy / 2)
         cost = Cost(*halves)
@@ -47,9 +47,9 @@ def predict(plan: CollectivePlan) -> Plan:
 
 
 def cost_of_loads(loads: Mapping[Load, int], sizes: tuple[int, ...], rates: Rates) -> Cost:
-    """Return the cost of so many arrays of each kind, copies and handing over included.
+    """Return the cost of `loads`, each as often as its count, with copies and `Rates.array`.
 
-    Arrays that the compiler sums by its own all-reduce are taken together as it combines them
+    Arrays summed by the compiler's own all-reduce are combined as the compiler combines them
     (`Rates.combine`).
     """
     total = Cost()
@@ -58,16 +58,16 @@ def cost_of_loads(loads: Mapping[Load, int], sizes: tuple[int, ...], rates: Rate
         copies = 2 * nbytes * rates.copy if pieces else 0.0
         total += Cost(copy=times * (pieces * rates.slice + copies))
         native = len(stages) == 1 and stages[0].algorithm == "native"
-        # The combiner leaves alone what is larger than the threshold, and what is not its own.
+        # The compiler combines neither arrays above the threshold nor jaxcoll's own exchanges.
         if native and nbytes < rates.combine:
             combined.setdefault(stages, []).append((nbytes, times))
         else:
-            handed = Cost(latency=rates.array * native)
-            total += times * (cost_of(stages, nbytes, sizes, rates) + handed)
-    for stages, together in combined.items():
-        count = sum(times for _, times in together)
-        nbytes = sum(times * each for each, times in together)
-        # A combined collective ends at the threshold, or at so many operands.
+            hand_over = Cost(latency=rates.array * native)
+            total += times * (cost_of(stages, nbytes, sizes, rates) + hand_over)
+    for stages, arrays in combined.items():
+        count = sum(times for _, times in arrays)
+        nbytes = sum(times * nbytes_of_one for nbytes_of_one, times in arrays)
+        # A combined collective is full at the threshold, or at the limit of operands.
         calls = max(-(-nbytes // rates.combine), -(-count // OPERANDS))
         total += calls * cost_of(stages, nbytes // calls, sizes, rates)
         total += Cost(latency=count * rates.array)
@@ -75,10 +75,10 @@ def cost_of_loads(loads: Mapping[Load, int], sizes: tuple[int, ...], rates: Rate
 
 
 def cost_of(stages: Sequence[Stage], nbytes: int, sizes: tuple[int, ...], rates: Rates) -> Cost:
-    """Return the cost of summing one array, its copies and its handing over apart.
+    """Return the cost of summing one array, without copies and `Rates.array`.
 
-    `sizes` are replicas along each of the reduction's axes, outer first, islands one after another
-    along the outer ones.
+    `sizes` are the replicas along each axis of the reduction, outer first; islands follow one
+    another along the outer axes.
     """
     cost, shard = Cost(), float(nbytes)
     for stage in stages:
@@ -89,7 +89,7 @@ def cost_of(stages: Sequence[Stage], nbytes: int, sizes: tuple[int, ...], rates:
 
 
 class Group(NamedTuple):
-    """Replicas that reduce together, `p` at most of them on each of `k` islands."""
+    """A group of `n` replicas that reduce together, at most `p` on each of `k` islands."""
 
     n: int
     p: int
@@ -97,11 +97,11 @@ class Group(NamedTuple):
 
 
 def collective(kind: str, nbytes: int, group: Group, rates: Rates) -> Cost:
-    """Return the cost of one collective of a compiled program, alone.
+    """Return the cost of a single collective of a compiled program.
 
-    A reduce-scatter and an all-gather are the halves of an all-reduce without a curve. Of an
-    all-to-all each device keeps an n-th; parts for its own island go by its links. Of a permute or
-    a broadcast the whole array takes the slowest link between any two of the group.
+    A reduce-scatter or an all-gather costs half of an all-reduce without a curve. In an all-to-all
+    each device keeps an n-th, and sends parts for its own island over the links within. In a
+    permute or a broadcast the whole array crosses the slowest link between any two of the group.
     """
     n, p, k = group
     match kind:
@@ -122,7 +122,7 @@ def collective(kind: str, nbytes: int, group: Group, rates: Rates) -> Cost:
 
 
 def _group(stage: Stage, sizes: tuple[int, ...], rates: Rates) -> Group:
-    """Return where the replicas of a stage are, islands one after another in the order of ranks."""
+    """Return how the replicas of a stage spread over islands, which have consecutive ranks."""
     stride = math.prod(sizes[max(stage.axes) + 1 :])
     p = min(max(rates.per_island // stride, 1), stage.replicas)
     return Group(stage.replicas, p, -(-stage.replicas // p))
@@ -134,13 +134,13 @@ def _stage(stage: Stage, nbytes: float, last: bool, rates: Rates, group: Group) 
     if stage.algorithm == "native":
         if last:
             return _native(nbytes, rates, group)
-        # A reduce-scatter and, later, an all-gather. Switches that sum on the way (NVLS) do so in
-        # all-reduces alone, so no curve stands for these.
+        # A reduce-scatter and, later, an all-gather. Switches that sum on the way (NVLS) do so only
+        # in all-reduces, so no measured curve applies here.
         latency = _latency(rates, group) + rates.call
         return Cost(latency, nbytes * _per_byte(rates, group), added)
     link = rates.between if group.k > 1 else rates.within
     exchanges = steps([stage])
-    # The parts of an all-to-all are under way together, and arrive as those of halving do.
+    # The parts of an all-to-all travel at once; their latency is that of halving and doubling.
     waits = 2 * (n - 1).bit_length() if exchanges == 2 else exchanges
     sent = (stage.shards - 1 + n - 1) * nbytes / stage.shards
     far = sent * _share_between(stage.algorithm, group)
@@ -149,19 +149,19 @@ def _stage(stage: Stage, nbytes: float, last: bool, rates: Rates, group: Group) 
     if not stage.format:
         return Cost(latency, bandwidth, added)
     format = stage.format
-    narrow = format.nbytes(format.block) / (4 * format.block)  # what is coded is float32
-    return Cost(latency, bandwidth * narrow, added, format.passes * nbytes * rates.copy)
+    ratio = format.nbytes(format.block) / (4 * format.block)  # of codes to the float32 they code
+    return Cost(latency, bandwidth * ratio, added, format.passes * nbytes * rates.copy)
 
 
 def _share_between(algorithm: str, group: Group) -> float:
-    """Return the part of what a device sends in exchanges that goes to other islands.
+    """Return the fraction of a device's sent bytes that goes to other islands in exchanges.
 
-    In a ring all wait at each step for the devices whose neighbour is on another island.
+    In a ring all devices wait at each step for those whose neighbour is on another island.
     """
     n, p, k = group
     if k == 1 or algorithm == "ring":
         return float(k > 1)
-    # In pairs, neighbours come first, and what is left for the others is smaller.
+    # Halving in pairs begins with neighbours, and less is left to send to other islands.
     in_pairs = algorithm == "halving_doubling" and n.bit_count() == 1
     return (k - 1 if in_pairs else n - p) / (n - 1)
 
@@ -169,8 +169,8 @@ def _share_between(algorithm: str, group: Group) -> float:
 def _native(nbytes: float, rates: Rates, group: Group) -> Cost:
     """Return the cost of the backend's own all-reduce, from the nearest curve.
 
-    The time of the smallest size is latency, and grows by steps; the rest grows as the bytes that
-    the slowest link carries.
+    The time of the smallest size is latency, and scales with the steps; the rest scales with the
+    bytes on the slowest link.
     """
     curve = _nearest(rates.native, group)
     if curve is None:
@@ -179,21 +179,21 @@ def _native(nbytes: float, rates: Rates, group: Group) -> Cost:
     measured = Group(curve.replicas, curve.replicas // curve.islands, curve.islands)
     latency = curve.latency + _latency(rates, group) - _latency(rates, measured)
     rest = curve.seconds(nbytes) - curve.latency
-    # Bytes scale by the slopes of the model; where only one of the two has several islands, by the
-    # slope that was measured.
+    # Bytes scale by the slopes of the model; if only one of the two groups has several islands, by
+    # the measured slope.
     if measured != group:
         alike = (measured.k > 1) == (group.k > 1)
         slope = _per_byte(rates, measured) if alike else curve.per_byte
         rest *= _per_byte(rates, group) / slope if slope else 1.0
-    # A curve of a larger world, brought to a small one, must not promise less than a bare call.
+    # A curve scaled down from a larger world must not promise less than an empty call.
     return Cost(max(latency, rates.call), rest)
 
 
 def _nearest(curves: Sequence[Curve], group: Group) -> Curve | None:
-    """Return the curve of the smallest world that is not smaller, else of the largest.
+    """Return the curve of the smallest world that is at least as large, else of the largest.
 
-    Between islands a curve within one serves where there is none, if several devices of each take
-    part: transports then do the same on more links.
+    Without a curve between islands, one within an island serves, if several devices of each island
+    take part: transports then do the same on more links.
     """
     across = [c for c in curves if c.islands > 1 and (c.replicas > c.islands) == (group.p > 1)]
     inside = [c for c in curves if c.islands == 1]
@@ -207,7 +207,7 @@ def _nearest(curves: Sequence[Curve], group: Group) -> Curve | None:
 
 
 def _latency(rates: Rates, group: Group) -> float:
-    """Return the seconds of an empty all-reduce: to one and back, or to all, islands first."""
+    """Return the seconds of an empty all-reduce: there and back, within and between islands."""
     near = rates.within.steps(group.p) * rates.within.step
     far = rates.between.steps(group.k) * rates.between.step if group.k > 1 else 0.0
     return rates.call + 2 * (near + far)

@@ -1,7 +1,7 @@
-"""The table of rates: what links, calls and copies of accelerators cost, as published.
+"""A table of rates: the published cost of accelerators' links, calls and copies.
 
-Times are in seconds and sizes in bytes, but for the table itself, whose units its fields name. Two
-kinds of link are told apart: within an island and between islands. An island is a host, or a slice
+Times are in seconds and sizes in bytes, except in the table itself, whose fields name their units.
+There are two kinds of link: within an island and between islands. An island is a host, or a slice
 of TPUs. docs/clusters.md has the sources.
 """
 
@@ -22,7 +22,7 @@ MICRO, GIGA, TERA = 1e-6, 1e9, 1e12
 class Link:
     """The cost of one exchange between neighbours."""
 
-    step: float  # seconds from one device to the next before the first byte is there
+    step: float  # seconds until the first byte of one device arrives at the next
     per_byte: float  # seconds per byte that leaves a device, while all devices of its island send
     torus: int = 0  # dimensions of the torus that joins the devices; 0: a switch joins them all
 
@@ -42,10 +42,10 @@ class Link:
 class Curve:
     """Measured seconds of the backend's own all-reduce of one array, at a few rising sizes.
 
-    A latency and a bandwidth miss published curves by up to a third, since transports change their
-    protocol with the size. Between two points a concave curve lies above the chord in bytes and
-    below the chord in logarithms; the geometric mean of the two is read. Above the largest size the
-    last slope goes on, and below the smallest only latency is left.
+    One latency and one bandwidth miss published curves by up to a third, because transports change
+    their protocol with the size. Between two points a concave curve lies above the chord in bytes
+    and below the chord in logarithms, so `seconds` returns the geometric mean of the two. Above the
+    largest size the last slope continues; below the smallest only latency is left.
 
     Examples:
       >>> curve = Curve(((1 << 20, 1e-3), (1 << 22, 3e-3)), replicas=8)
@@ -55,11 +55,11 @@ class Curve:
 
     points: tuple[tuple[int, float], ...]  # bytes and seconds; both rise
     replicas: int  # devices it was measured over
-    islands: int = 1  # hosts (TPU: slices) that those belonged to
+    islands: int = 1  # hosts (TPU: slices) that these devices belonged to
 
     @property
     def latency(self) -> float:
-        """Seconds of the smallest size, which stand for all smaller ones."""
+        """Seconds of the smallest size, and of all sizes below it."""
         return self.points[0][1]
 
     @property
@@ -86,25 +86,25 @@ class Curve:
 class Rates:
     """The rates of one kind of world."""
 
-    source: str  # where they are from, for those who read a prediction
+    source: str  # the origin of the rates, which a prediction shows
     per_island: int  # replicas of one island
     within: Link  # between devices of one island
     between: Link  # between devices of different islands
     call: float  # seconds that one collective costs before anything moves
     array: float  # seconds for each array handed to the backend's own all-reduce, beyond `call`
-    reduce: float  # seconds per byte that a device adds to another
+    reduce: float  # seconds for each byte that a device adds to another
     copy: float  # seconds per byte copied into a pack, and again per byte copied out of it
     slice: float  # seconds for each piece of a leaf that is copied into a pack and out of it
-    # Bytes up to which the compiler makes one collective of several of its own all-reduces; 0: they
-    # are kept apart
+    # Bytes up to which the compiler combines its own all-reduces into one collective; 0: it does
+    # not combine them
     combine: int
-    native: tuple[Curve, ...] = ()  # of the backend's own all-reduce
-    # For element types, as HLO spells them ("f8" for all of 8 bits), operations a second that
-    # matrix products reach; () where that is not known
+    native: tuple[Curve, ...] = ()  # measured on the backend's own all-reduce
+    # Operations per second that matrix products reach, by element type as HLO spells it ("f8" for
+    # all 8-bit floats); () if that is not known
     products: tuple[tuple[str, float], ...] = ()
 
     def product_rate(self, dtype: str) -> float | None:
-        """Return the operations a second of products of an element type; None if not known."""
+        """Return the operations per second of products of an element type; None if not known."""
         return dict(self.products).get("f8" if dtype.startswith("f8") else dtype)
 
 
@@ -112,18 +112,18 @@ NETWORKS = {
     "infiniband-400": (14, 47.5),  # NCCL's model (tuning.cc); nccl-tests#290
     "efa-400": (14, 47.5),
     "infiniband-200": (14, 23.75),
-    # DCN of TPU slices: 6.4 Tbit/s a pod of 256 v5e, 50 Gbit/s a v5p chip, 100 a chip of two TPU7x
-    # devices (docs.cloud.google.com); v6e with 4 × 200 Gbit/s a host of 8, and all hops: assumed.
+    # DCN of TPU slices: 6.4 Tbit/s per pod of 256 v5e, 50 Gbit/s per v5p chip, 100 per chip of two
+    # TPU7x devices (docs.cloud.google.com); assumed: 4 × 200 Gbit/s per host of 8 v6e, all hops.
     "dcn-v5e": (50, 3.1),
     "dcn-v5p": (50, 6.25),
     "dcn-v6e": (50, 12.5),
     "dcn-tpu7x": (50, 6.25),
 }
-"""Microseconds of a hop between hosts, and GB/s of a device."""
+"""Microseconds of a hop between hosts, and GB/s for each device."""
 
 
 class Accelerator(NamedTuple):
-    """One kind of accelerator, as JAX names it, and the host it is usually in."""
+    """One kind of accelerator, by JAX's names for it, and the host that it usually belongs to."""
 
     kinds: tuple[str, ...]
     source: str
@@ -139,7 +139,7 @@ class Accelerator(NamedTuple):
     torus: int = 0
     # Microseconds of the backend's all-reduce: replicas, hosts, and pairs of bytes and time
     curves: tuple[tuple[int, int, tuple[tuple[int, float], ...]], ...] = ()
-    # Devices, and GB/s on the bus, of a ring of fewer devices, which get no sums in the switch
+    # Devices, and GB/s on the bus, of a ring of fewer devices, for which the switch does not sum
     ring: tuple[int, float] | None = None
 
 
@@ -206,9 +206,9 @@ ACCELERATORS = (
 
 
 def rates_of(world: World) -> Rates | None:
-    """Return the rates of a world; None of CPUs, which differ from machine to machine.
+    """Return the rates of a world; None for CPUs, which differ from machine to machine.
 
-    An unknown kind of GPU is taken for an H100, of TPU for a v5e.
+    An unknown GPU has the rates of an H100, an unknown TPU those of a v5e.
 
     Examples:
       >>> rates_of(World("gpu", (8,), device_kind="NVIDIA H200")).source
@@ -216,9 +216,9 @@ def rates_of(world: World) -> Rates | None:
     """
     if world.platform == "cpu":
         return None
-    kind, usual = world.device_kind.lower(), "v5e" if world.platform == "tpu" else "h100"
-    alike = [a for a in ACCELERATORS if any(name in kind for name in a.kinds)]
-    chip = [*alike, *(a for a in ACCELERATORS if usual in a.kinds)][0]
+    kind, default = world.device_kind.lower(), "v5e" if world.platform == "tpu" else "h100"
+    matches = [a for a in ACCELERATORS if any(name in kind for name in a.kinds)]
+    chip = [*matches, *(a for a in ACCELERATORS if default in a.kinds)][0]
     memory, (hop_us, gb_per_s) = 0.9 * chip.memory_tb_per_s * TERA, NETWORKS[chip.network]
     return Rates(
         f"{chip.source}; between hosts {chip.network}",
@@ -237,18 +237,18 @@ def rates_of(world: World) -> Rates | None:
 
 
 def _curves(chip: Accelerator) -> list[Curve]:
-    """Return the curves as measured, and a ring's."""
+    """Return the measured curves, and one that is estimated for a ring."""
     curves = [
         Curve(tuple((size, us * MICRO) for size, us in points), replicas, hosts)
         for replicas, hosts, points in chip.curves
     ]
     if chip.ring:
-        # The curve in the switch, stretched to what the ring reaches with the largest array.
+        # The switch's curve, stretched to the time of a ring for the largest array.
         n, busbw = chip.ring
-        whole = curves[0]
-        most, longest = whole.points[-1]
-        wanted = most * 2 * (n - 1) / n / (busbw * GIGA)
-        factor = (wanted - whole.latency) / (longest - whole.latency)
-        points = ((size, whole.latency + factor * (t - whole.latency)) for size, t in whole.points)
+        switch = curves[0]
+        first, (nbytes, seconds) = switch.latency, switch.points[-1]
+        on_ring = nbytes * 2 * (n - 1) / n / (busbw * GIGA)
+        factor = (on_ring - first) / (seconds - first)
+        points = ((size, first + factor * (t - first)) for size, t in switch.points)
         curves.insert(1, Curve(tuple(points), n))
     return curves

@@ -17,7 +17,7 @@ from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, flattened, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
-from jaxcoll._plan.planner import asked_algorithm, packing_for
+from jaxcoll._plan.planner import packing_for, requested_algorithm
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.pipeline import carry_out, pack, received, sent, unpack
 from jaxcoll._spmd.reduce import all_reduce
@@ -78,7 +78,7 @@ def _rows(
     # `shards` is an option of sums.
     world = scope.world(axes)
     options = scope.exactly.options.replace(shards=UNSET)
-    algorithm = asked_algorithm(options, world)
+    algorithm = requested_algorithm(options, world)
     packs = plan_packs(leaves, packing_for(options, world), lambda pack: algorithm)
     plan = CollectivePlan(
         ReduceOp.SUM, tuple(leaves), packs, world, options, collective="all_gather"

@@ -123,7 +123,7 @@ def test_they_are_one_family_and_say_what_they_are():
         ((["cpu:0"], 0), "must be a positive multiple .*; got 0"),
         ((["cpu:0"], 1.0), "must be a positive multiple .*; got 1.0"),
         ((["cpu:0"], True), "must be a positive multiple .*; got True"),
-        ((["cpu:0", "cpu:1"], 4), "`group_size` 4 takes 2 workers of 2 devices; there is 1, with 8 devices together, 8 of them here"),
+        ((["cpu:0", "cpu:1"], 4), "`group_size` 4 needs 2 workers of 2 devices; there is 1, with 8 devices in total, 8 of them here"),
         ((["cpu:0"], 1, "ring"), "`options` must be a CommunicationOptions, as in .*, or None; got 'ring'"),
     ],
 )  # fmt: skip

@@ -238,7 +238,7 @@ def test_a_value_that_is_none_is_refused():
         with pytest.raises(ValueError, match=words):
             NCCL.reduce("sum", bad, "cpu:0")
     wide = jax.pmap(lambda x: x)(np.arange(8.0))
-    with pytest.raises(ValueError, match="got an array over 8 devices, which does not say"):
+    with pytest.raises(ValueError, match="got an array over 8 devices, which may hold"):
         NCCL.reduce("sum", wide, wide)
     assert NCCL.reduce("sum", PerReplica.from_global(wide), wide)[7].item() == 28.0
     expected = "`broadcast` expects arrays or numbers, or a Mirrored; "
@@ -254,7 +254,7 @@ def test_a_value_that_is_none_is_refused():
         ((3,), "`reduce_to_device` must be a device, a device string or N"),
         (("cpu:9",), "`reduce_to_device` got 'cpu:9', but there is no such device"),
         ((None, "sum"), "`accumulation_fn` must be a function from a list of arrays"),
-        *((( None, fn), r"must return an array like each of those it is given, float32\[3\]; got")
+        *((( None, fn), r"must return an array like each of its arguments, float32\[3\]; got")
           for fn in (lambda xs: jnp.stack(xs), lambda xs: xs[0].astype(int), lambda xs: xs)),
     ],
 )  # fmt: skip

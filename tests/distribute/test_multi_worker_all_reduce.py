@@ -167,7 +167,7 @@ def test_workers_are_neighbours_or_lists_of_devices_in_any_order(programs):
         ((["a", "b"], -1), "`num_gpus_per_worker` must be a non-negative integer .*; got -1"),
         (([["cpu:0"], ["cpu:1", "cpu:2"]], 1), "`num_gpus_per_worker` devices, which is 1; worker 1 has 2"),
         (([["cpu:0"], ["cpu:0"]], 1), "got a device twice: cpu:0"),
-        ((["a", "b"], 2, ("pscpu", 5)), "runs over 4 replicas, and each shard needs an owner"),
+        ((["a", "b"], 2, ("pscpu", 5)), "runs over 4 replicas, and each shard needs its own owner"),
         ((["a", "b"], 1, "nccl", -1), "`num_packs` must be a non-negative integer"),
     ],
 )  # fmt: skip

@@ -127,7 +127,7 @@ def test_more_shards_than_owners_are_refused():
         ValueError, match="`shards` is 3, but .* runs over 2 replicas.* at most 2, o"
     ):
         choose(Options(algorithm="nccl/pscpu", shards=3), World("cpu", (2, 8)))
-    with pytest.raises(ValueError, match="runs over 1 replica, and each shard needs an owner"):
+    with pytest.raises(ValueError, match="runs over 1 replica, and each shard needs its own owner"):
         jc.plan(jnp.zeros(4), axis_size=1, options=Options(algorithm="pscpu", shards=2))
     assert choose(Options(algorithm="pscpu/nccl", shards=3), World("cpu", (2, 8))).parts == 3
 
@@ -143,7 +143,7 @@ def test_gloo_is_spared_its_reduce_scatter():
         assert choose(options, world).algorithm == f"{within}/native"
     leaf = Leaf("", (9,), np.dtype("f"), np.dtype("f"), (2, 4))
     plan = Plan.of(make_plan(jc.ReduceOp.SUM, [leaf], options, there))
-    assert "Gloo's sends more than it has to" in plan.reasons[1]
+    assert "Gloo's own reduce-scatter sends more than necessary" in plan.reasons[1]
 
 
 def test_the_plan_says_what_was_asked_and_what_it_costs():
@@ -155,9 +155,9 @@ def test_the_plan_says_what_was_asked_and_what_it_costs():
     text = str(plan)
     assert "over 4 × 8 × cpu, one process: 2 arrays, 12 steps, 4,960 wire bytes a device" in text
     assert "the compiler's own collectives, then, from group to group, halving and doubling" in text
-    assert "each pack is cut in 2, reduced side by side, as asked" in text
+    assert "each pack is cut into 2, reduced side by side, as requested" in text
     data = json.loads(plan.to_json())
     assert (data["axis_sizes"], data["steps"]) == ([4, 8], 12)
     owners = jc.plan(np.zeros(64, "f"), axis_size=4, options=Options(algorithm="pscpu", shards=2))
-    assert "2 for each pack, each with an owner, as asked" in str(owners)
+    assert "2 for each pack, each with an owner, as requested" in str(owners)
     assert (len(owners.packs), owners.owners) == (1, 2)

@@ -32,7 +32,7 @@ BAD = {
                        [-1, 1.5, 4.0, True, "4", None, math.nan, [1]]),
     "timeout_seconds": ("must be None or a finite, non-neg", [-3, math.nan, math.inf, True, "1", [1.0]]),
     "implementation": ("must be .* AUTO, RING, NCCL", [3, None, "mpi", Implementation]),
-    "algorithm": ("must be None or the name of one; got", [1, True, ["ring"]]),
+    "algorithm": ("must be None or the name of an algorithm; got", [1, True, ["ring"]]),
     "shards": ("must be a non-negative integer .*got ", [-1, 1.5, True, "2", None]),
     "reproducible": ("must be True or False; got 1", [1]),
     "overlap": ("must be True, False or None", [1]),

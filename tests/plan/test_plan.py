@@ -33,7 +33,7 @@ def test_shows_itself_as_a_table_and_as_json():
     text = str(plan)
     assert "all_reduce MEAN of 3 leaves, 444 bytes a replica, over 4 × cpu, one process" in text
     assert "['b'] … ['s']" in text
-    assert "packs: at most 100 bytes, as asked" in text
+    assert "packs: at most 100 bytes, as requested" in text
     data = json.loads(plan.to_json())
     assert data["packs"][0]["leaves"][1] == {"path": "['s']", "start": 0, "elements": 1}
     assert data["wire_bytes_per_device"] == plan.wire_bytes
@@ -75,7 +75,7 @@ def test_leaves_of_all_types_share_packs_as_they_do_in_a_step(given, op):
 
 def test_says_what_the_backend_will_not_honour():
     plan = jc.plan(TREE, axis_size=4, options=jc.CommunicationOptions(implementation="nccl"))
-    assert "NCCL was asked for, but memory shared by the devices of this process" in str(plan)
+    assert "NCCL was requested, but memory shared by the devices of this process" in str(plan)
 
 
 def test_shows_what_travels_wider():

@@ -96,7 +96,7 @@ def test_a_pack_is_exchanged_up_to_the_limit_whoever_made_it():
     plan = plan_of([FEW // 4, FEW // 4 + 1], bytes_per_pack=1 << 10)
     assert [pack.algorithm for pack in plan.packs] == ["halving_doubling", "native"]
     assert plan.algorithm == "halving_doubling and native"
-    assert "packs of at most 2 MiB: by exchanges of our own" in str(plan)
+    assert "packs of at most 2 MiB: by jaxcoll's own exchanges" in str(plan)
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_the_plan_shows_the_rows_and_is_the_one_carried_out():
     ]
     plan = jc.plan(shapes, axis_size=8)
     assert "rows  float16     native       1     40  [0]" in str(plan)
-    assert "sparse leaves: their rows and indices, by the compiler's own all-gather" in str(plan)
+    assert "sparse leaves: rows and indices by the compiler's own all-gather" in str(plan)
     assert plan.to_dict()["gathers"] == [
         {"path": "[0]", "dtype": "float16", "indices": "int32", "rows": 4, "bytes": 40}
     ]

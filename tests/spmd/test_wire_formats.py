@@ -388,7 +388,7 @@ def test_bfloat16_leaves_travel_as_16_bits_over_gloo_unless_something_else_is_as
     [
         *((getattr(jc, name), f"`{name}` sends every value exactly")
           for name in ("all_gather", "broadcast", "global_norm")),
-        (functools.partial(jc.reduce_scatter, "sum"), "`reduce_scatter` travels exactly"),
+        (functools.partial(jc.reduce_scatter, "sum"), "`reduce_scatter` sends values exactly"),
         (lambda x, *_, options: jc.all_reduce("sum", x.astype(int), "data", options=options),
          "reduces only int32, which travel exactly"),
         (lambda x, *_, options: jc.plan(x.astype(int), axis_size=2, options=options),

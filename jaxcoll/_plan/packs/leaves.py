@@ -1,4 +1,4 @@
-"""A leaf as a plan knows it: its place in the tree, its shape, and the type it travels in."""
+"""A leaf as a plan describes it: its path, its shape, and the type that it travels in."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from jaxcoll._plan.options import CommunicationImplementation, CommunicationOpti
 from jaxcoll._plan.world import World
 from jaxcoll._wire.format import AUTOMATIC, FORMATS, WireFormat, named
 
-CODED_BY_ITSELF = 64 << 10
+LEAST_CODED = 64 << 10
 """Bytes of the smallest leaf that `compression="auto"` codes over Gloo."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a tree, by its shape."""
+    """One array of a tree, without its values."""
 
-    path: str  # where it stands, as `jax.tree_util.keystr` writes it ("" for a bare array)
+    path: str  # its path, as `jax.tree_util.keystr` writes it ("" if the tree is one array)
     shape: tuple[int, ...]  # its shape on one replica
     dtype: np.dtype  # the type it has in the tree
     wire: np.dtype  # the type it travels and is summed in
     # Sizes of the reduction's axes, outer first; 1 along those it is not summed over
     over: tuple[int, ...]
     kind: Hashable = ()  # whatever else must agree before two leaves may share a pack
-    solid: bool = False  # it must keep its shape, so it shares no pack at all
-    # Of rows by their indices, the indices' type: they are gathered, in no pack
+    solid: bool = False  # it must keep its shape, so it shares no pack
+    # The dtype of the indices of sparse rows, which are gathered outside the packs; None: dense
     indices: np.dtype | None = None
-    # Its place in the order in which leaves become ready; None: not known
+    # Its position in the order in which leaves become ready; None: not known
     ready: int | None = None
-    format: WireFormat | None = None  # what it travels in; None: exactly
+    format: WireFormat | None = None  # its wire format; None: it travels exactly
 
     @functools.cached_property
     def size(self) -> int:
@@ -44,12 +44,12 @@ class Leaf:
 
     @property
     def travels(self) -> bool:
-        """True if a pack carries it: it holds something, and is summed over some axis."""
+        """True if a pack carries it: it has elements, and is summed over some axis."""
         return self.size > 0 and math.prod(self.over) > 1 and self.indices is None
 
     @property
     def gathers(self) -> int:
-        """Bytes of the rows and indices that one replica has every other gather; 0 if dense."""
+        """Bytes of rows and indices that every other replica gathers from one; 0 if dense."""
         if self.indices is None or math.prod(self.over) == 1:
             return 0
         return self.nbytes + self.shape[0] * self.indices.itemsize
@@ -61,20 +61,20 @@ class Leaf:
 
 
 class Whole:
-    """A node of a tree, a pytree to JAX, that a reduction takes as one leaf and asks how.
+    """A pytree node that a reduction treats as one leaf, and that reduces itself.
 
-    A subclass stands in a file of its own, which is read where somebody has such a value.
+    Each subclass has a separate file, which is imported only where such values exist.
     """
 
     values: Any  # rows, the array that a plan describes
-    indices: Any  # which rows they are
+    indices: Any  # the numbers of these rows
 
     def _is_whole(self, axes: Iterable[str]) -> bool:
-        """Return whether a reduction over `axes` takes it so, and not its arrays by themselves."""
+        """Return whether a reduction over `axes` treats it as one leaf, not as two arrays."""
         return True
 
     def _taken(self, path: str, caller: str) -> Whole:
-        """Return it as it is reduced, or raise an error that names its place in the tree."""
+        """Return the node to reduce, or raise an error that names its path."""
         raise NotImplementedError
 
     def _reduced(self, recipe: Any) -> Whole:
@@ -83,20 +83,20 @@ class Whole:
 
 
 def is_whole(node: Any, axes: Iterable[str]) -> bool:
-    """Return whether a reduction over `axes` takes a node of a tree as one leaf."""
+    """Return whether a reduction over `axes` treats a node of a tree as one leaf."""
     return isinstance(node, Whole) and node._is_whole(axes)
 
 
 def flattened(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], jax.tree_util.PyTreeDef]:
-    """The leaves of a tree with their paths, as plans and messages have them; and its structure."""
+    """Return the leaves of a tree with their paths as messages write them, and its structure."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], treedef
 
 
 def check_not_empty(caller: str, batch: Any) -> None:
-    """Refuse a batch all of whose arrays have no rows: the mean over them is NaN."""
+    """Refuse a batch without any row: the mean over none is NaN."""
     shapes = [shape for x in jax.tree.leaves(batch) if (shape := getattr(x, "shape", ()))]
     if shapes and not any(shape[0] for shape in shapes):
         raise ValueError(
@@ -107,14 +107,14 @@ def check_not_empty(caller: str, batch: Any) -> None:
 
 
 def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
-    """The type in which a leaf of `dtype` travels and is summed.
+    """Return the type in which a leaf of `dtype` travels and is summed.
 
-    Its own, with four exceptions, each of them wider:
+    It is `dtype`, with four exceptions, all of them wider:
     - integers of 4 bits travel as `carried_dtype` says.
     - 8-bit floats travel as float32: they cannot hold a sum, and few backends add them.
     - the MEAN of 8- and 16-bit integers travels as 32-bit integers, where the sum is exact.
-    - bfloat16 on a CPU whose mesh is only partly mapped travels as float32: XLA's CPU
-      compiler aborts the process on the narrow one (and would widen it by itself elsewhere).
+    - bfloat16 on CPUs with a partly mapped mesh travels as float32: there XLA's CPU compiler
+      aborts the process on bfloat16 (elsewhere it widens it by itself).
     """
     if jax.dtypes.issubdtype(dtype, np.floating):
         aborts = world.platform == "cpu" and world.partly_mapped and dtype.name == "bfloat16"
@@ -139,27 +139,27 @@ def travels_as(
         return wire_dtype(dtype, reduce_op, world), None
     format = named(options.compression)
     auto = options.compression == "auto" and dtype.name == "float32"
-    # Devices of one process would each code as much, and small leaves would be arrays of their own.
+    # Several devices of a process would all code, and small leaves would travel as extra arrays.
     auto = auto and (world.processes == world.replicas or world.inner > 0)
-    auto = auto and math.prod(shape) * dtype.itemsize >= CODED_BY_ITSELF
-    if format is None and (auto or dtype.name == "bfloat16") and _is_free(world, options):
+    auto = auto and math.prod(shape) * dtype.itemsize >= LEAST_CODED
+    if format is None and (auto or dtype.name == "bfloat16") and _may_use_bf16(world, options):
         format = FORMATS[AUTOMATIC]()
     if format is not None and format.codes(shape, dtype):
         return np.dtype(np.float32), format
     return wire_dtype(dtype, reduce_op, world), None
 
 
-def _is_free(world: World, options: CommunicationOptions) -> bool:
-    """Return whether Gloo carries the sum, and no option is against 16 bits."""
-    asked = options.algorithm or options.shards or options.reproducible
+def _may_use_bf16(world: World, options: CommunicationOptions) -> bool:
+    """Return whether Gloo carries the sum, and no option rules out 16 bits."""
+    fixed = options.algorithm or options.shards or options.reproducible
     automatic = options.implementation is CommunicationImplementation.AUTO
-    return world.over_gloo and not world.partly_mapped and automatic and not asked
+    return world.over_gloo and not world.partly_mapped and automatic and not fixed
 
 
 def carried_dtype(dtype: np.dtype) -> np.dtype:
-    """The type in which numbers of `dtype` travel unchanged: their own, or a whole byte for each.
+    """Return the type in which numbers of `dtype` travel unchanged: `dtype`, or a byte for each.
 
-    Integers of 2 bits are summed by no backend, and XLA's CPU compiler gathers them wrongly.
+    No backend sums integers of 2 bits, and XLA's CPU compiler gathers them wrongly.
     """
     return np.dtype(_WHOLE_BYTES.get(dtype.name, dtype))
 
@@ -168,7 +168,7 @@ _WHOLE_BYTES = {"int2": np.int8, "int4": np.int8, "uint2": np.uint8, "uint4": np
 
 
 def check_reducible(path: str, dtype: np.dtype, caller: str = "all_reduce") -> None:
-    """Refuse what has no sum over replicas; say why, and what to do."""
+    """Refuse a leaf whose dtype has no sum; the message gives the reason and a remedy."""
     reason = _why_not_reducible(dtype)
     if reason:
         raise ValueError(f"`{caller}` cannot reduce {where(path)}: {reason}.")
@@ -185,34 +185,34 @@ def is_array(value: Any) -> bool:
 
 
 def shape_of(x: Any) -> Any:
-    """The type of an array or a number, wherever it lies or lay; anything else as it is."""
+    """Return the `ShapeDtypeStruct` of an array, deleted or not, or number; or `x` unchanged."""
     if not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
         return x
-    known = jax.typeof(x)
-    return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=known.weak_type)
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def no_array(value: Any) -> str | None:
-    """Return the kind of a value that is no array and no number, for a message; else None."""
+    """Describe a value that is neither an array nor a number, for a message; None if it is."""
     if isinstance(value, bool | int | float | complex):
         return None
     dtype = getattr(value, "dtype", None)
     if dtype is None or isinstance(value, jax.ShapeDtypeStruct):
         return type(value).__name__
     kinds = (np.number, np.bool_, jax.dtypes.extended)
-    known = any(jax.dtypes.issubdtype(dtype, kind) for kind in kinds)
-    return None if known or dtype == jax.dtypes.float0 else f"an array of {dtype}"
+    is_jax_type = any(jax.dtypes.issubdtype(dtype, kind) for kind in kinds)
+    return None if is_jax_type or dtype == jax.dtypes.float0 else f"an array of {dtype}"
 
 
 def dtype_of(value: Any) -> Any:
-    """The type of an array, or of a number as an array; None of anything else."""
+    """Return the dtype of an array, or of a number as an array; None for anything else."""
     if isinstance(value, bool | int | float | complex):
         return np.result_type(value)
     return getattr(value, "dtype", None)
 
 
 def where(path: str) -> str:
-    """Return the words of a message for the leaf at `path`."""
+    """Return how a message names the leaf at `path`."""
     return f"leaf {path}" if path else "the value"
 
 

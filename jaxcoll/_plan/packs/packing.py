@@ -1,7 +1,7 @@
-"""From shapes to packs, and nothing else: which elements travel together.
+"""Packs: the elements of leaves that travel together, chosen from shapes alone.
 
-A plan is a frozen, hashable value. It is made of segments (runs of elements of one leaf), so
-its inverse needs no state: reading the packs in order gives back every leaf, to the bit.
+Packs are frozen, hashable values made of segments (runs of elements of one leaf). So unpacking
+needs no state: reading the packs in order gives back every leaf, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jaxcoll._show.units import binary_size
 from jaxcoll._wire.format import WireFormat
 
 LANES = 128
-"""Elements of a row. TPUs hold rows of 128; of a flat buffer they make no reduce-scatter."""
+"""Elements in a row. TPUs store rows of 128, and compile no reduce-scatter of a flat buffer."""
 
 
 def padded(size: int, replicas: int, lanes: int = LANES) -> int:
-    """Elements of a whole pack of `size` with the zeros behind it, in rows of `lanes`.
+    """Return `size` plus the zeros that give each replica equally many rows of `lanes` elements.
 
     Examples:
       >>> padded(1000, 4), padded(1000, 4, 1)
@@ -48,14 +48,14 @@ _SIZE = operator.attrgetter("size")
 
 
 class PackingRule(abc.ABC):
-    """A rule by which leaves travel together: a hashable value, whose `str` says it in words."""
+    """A rule that groups leaves into packs: a hashable value; `str` describes it."""
 
     @abc.abstractmethod
     def runs(self, leaves: Sequence[Leaf]) -> Iterator[list[Segment]]:
-        """Yield the segments of each pack that leaves may share; `alike` says which may."""
+        """Yield the segments of each pack; only leaves that `alike` groups may share one."""
 
-    def place(self, leaves: Sequence[Leaf], segments: Sequence[Segment]) -> Any:
-        """Return what packs are sorted by: the first leaf that they carry."""
+    def sort_key(self, leaves: Sequence[Leaf], segments: Sequence[Segment]) -> Any:
+        """Return the key that packs are sorted by: their first leaf."""
         return segments[0].leaf, segments[0].start
 
 
@@ -63,8 +63,8 @@ class PackingRule(abc.ABC):
 class BytesPerPack(PackingRule):
     """Close a pack before it would exceed `limit` bytes; a larger leaf travels alone.
 
-    With `alone`, leaves of more than so many bytes do: a copy in and out can cost more than an
-    array of their own.
+    With `alone`, leaves of more than that many bytes travel alone too: copying them in and out can
+    cost more than another array.
 
     Examples:
       >>> str(BytesPerPack(16 << 20, alone=2 << 20))
@@ -76,8 +76,8 @@ class BytesPerPack(PackingRule):
 
     def runs(self, leaves: Sequence[Leaf]) -> Iterator[list[Segment]]:
         """Yield packs, greedily and in order."""
-        # A leaf that travels alone is passed over, so that the small leaves between large ones (a
-        # bias after every matrix) still meet.
+        # A leaf that travels alone does not close the pack, so that the small leaves between large
+        # ones (a bias after every matrix) still share one.
         largest = self.limit if self.alone is None else min(self.limit, self.alone)
         for members in alike(leaves):
             pack: list[Segment] = []
@@ -113,14 +113,14 @@ UNPACKED = BytesPerPack(0)
 class Pack:
     """One array that travels: segments of one dtype, in order."""
 
-    dtype: np.dtype  # the type it is summed in, and travels in where no format is named
+    dtype: np.dtype  # the type it is summed in, and travels in without a format
     # Sizes of the reduction's axes, outer first; 1 along those it is not summed over
     over: tuple[int, ...]
-    kind: Hashable  # what its leaves agree in beside
+    kind: Hashable  # the `kind` that all of its leaves share
     segments: tuple[Segment, ...]  # what it carries
     solid: bool = False  # it is one whole leaf, which must keep its shape
-    algorithm: str = "native"  # what sums it, a canonical name; "inner/outer" for one of two parts
-    format: WireFormat | None = None  # what it travels in; of two parts the outer one does
+    algorithm: str = "native"  # canonical name of what sums it; "inner/outer" for two levels
+    format: WireFormat | None = None  # its wire format; of two levels, that of the outer one
 
     @functools.cached_property
     def size(self) -> int:
@@ -129,7 +129,7 @@ class Pack:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Elements that each segment takes: in a wire format those of its last block, too."""
+        """Elements of each segment, padded to whole blocks in a wire format."""
         padded = self.format.padded if self.format else int
         return tuple(padded(s.size) for s in self.segments)
 
@@ -140,11 +140,11 @@ class Pack:
 
     @property
     def shown_type(self) -> str:
-        """The type it is summed in, and the format it travels in, as tables have it."""
+        """The type it is summed in, and its wire format, as tables show them."""
         return f"{self.dtype.name} as {self.format}" if self.format else self.dtype.name
 
     def is_leaf(self, leaves: Sequence[Any]) -> bool:
-        """Return whether it is one whole leaf, which is not copied."""
+        """Return whether it is one whole leaf, which needs no copy."""
         return len(self.segments) == 1 and self.size == leaves[self.segments[0].leaf].size
 
 
@@ -153,10 +153,10 @@ def plan_packs(
     rule: PackingRule,
     algorithm: Callable[[Pack], str] = lambda pack: "native",
 ) -> tuple[Pack, ...]:
-    """Assign every element of every leaf to exactly one pack, and to each its algorithm.
+    """Assign every element of every leaf to exactly one pack, and an algorithm to each pack.
 
     Guarantee: a pack holds one dtype and one kind, summed over the same axes; leaves keep their
-    order inside a pack; leaves that do not travel are in none. Packs are in the order of the rule.
+    order inside a pack; leaves that do not travel are in none. The rule sorts the packs.
     """
     alone = [
         i for i, leaf in enumerate(leaves) if leaf.travels and (leaf.solid or rule == UNPACKED)
@@ -164,7 +164,7 @@ def plan_packs(
     runs = [[Segment(i, 0, leaves[i].size)] for i in alone]
     if rule != UNPACKED:
         runs += rule.runs(leaves)
-        runs.sort(key=lambda run: rule.place(leaves, run))
+        runs.sort(key=lambda run: rule.sort_key(leaves, run))
     packs = []
     for run in runs:
         leaf = leaves[run[0].leaf]
@@ -175,7 +175,7 @@ def plan_packs(
 
 
 def alike(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Return the indices of leaves that may share a pack, those of each agreement in order."""
+    """Return groups of indices of leaves that may share a pack, in order within each group."""
     groups: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.travels and not leaf.solid:
@@ -184,12 +184,12 @@ def alike(leaves: Sequence[Leaf]) -> list[list[int]]:
 
 
 def whole(leaves: Sequence[Leaf], i: int) -> Segment:
-    """Return all of leaf number `i`."""
+    """Return the segment that is all of leaf number `i`."""
     return Segment(i, 0, leaves[i].size)
 
 
 def cut(packs: Sequence[Pack], parts: int) -> tuple[Pack, ...]:
-    """Return each pack in `parts` of near-equal size, in the same order; solid ones stay whole."""
+    """Cut each pack into `parts` of near-equal size, in the same order; solid ones stay whole."""
     return tuple(
         dataclasses.replace(pack, segments=tuple(segments))
         for pack in packs
@@ -200,10 +200,10 @@ def cut(packs: Sequence[Pack], parts: int) -> tuple[Pack, ...]:
 
 
 def cut_evenly(segments: Sequence[Segment], count: int) -> Iterator[list[Segment]]:
-    """Yield the same elements in `count` runs whose sizes differ by one at most."""
+    """Yield the same elements in `count` runs; their sizes differ by at most one."""
     ends = list(itertools.accumulate(s.size for s in segments))
-    each, more = divmod(ends[-1], count)
-    bounds = [k * each + min(k, more) for k in range(count + 1)]
+    size, remainder = divmod(ends[-1], count)
+    bounds = [k * size + min(k, remainder) for k in range(count + 1)]
     for low, high in itertools.pairwise(bounds):
         pack: list[Segment] = []
         for k in range(bisect.bisect(ends, low), bisect.bisect_left(ends, high) + 1):
@@ -216,51 +216,52 @@ def cut_evenly(segments: Sequence[Segment], count: int) -> Iterator[list[Segment
 KiB, MiB = 1 << 10, 1 << 20
 
 FULL, FULL_BETWEEN_HOSTS = 18 * MiB, 36 * MiB
-"""Bytes of a pack that takes about 1.8 times what its bytes would need at full bandwidth, on one
-host of H100s and on several (docs/overlap.md): smaller ones waste the network, larger ones hide
-less."""
+"""Bytes of a pack that takes about 1.8 times as long as its bytes would need at full bandwidth, on
+one host of H100s and on several (docs/overlap.md): smaller packs waste the network, larger ones
+hide less."""
 
 LAST, LEAST = MiB, 256 * KiB
-"""Bytes of the last packs, whose exchange nothing is left to hide: of a large tree as many as
-PyTorch's smallest bucket has, of others a `PARTS`-th, but not so few that they are all latency."""
+"""Most and fewest bytes of the last packs, with no computation left to hide them. A large tree has
+`LAST`, as PyTorch's smallest bucket; a smaller tree has a `PARTS`-th of its bytes, but at least
+`LEAST`, below which a pack is all latency."""
 
 PARTS = 24
 
 MOST = 48
-"""Packs of a tree that is not tiny, those at the end apart: no more than XLA was seen to place well
-(docs/decisions.md)."""
+"""Packs of a tree at most, without the small ones at the end: as many as XLA was seen to schedule
+well (docs/decisions.md)."""
 
-ALONE = 64 * KiB
-"""Bytes of leaves that are too small to be worth their place in the order."""
+SMALL = 64 * KiB
+"""Bytes below which a leaf is too small to be worth its place in the order."""
 
 _AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
-"""Collectives that XLA's scheduler for GPUs may have under way. It plans for one at a time, so that
-in a loop, which is scheduled as a program of its own, those of one turn stand behind each other."""
+"""Number of collectives that XLA's GPU scheduler may run at once. By default it plans for one, so
+in a loop, which is scheduled separately, the collectives of an iteration wait for each other."""
 
 KEEP_APART: dict[tuple[str, str], dict[str, Any]] = {
     ("cpu", "all-reduce"): {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"},
-    # Where packs are chained nothing is left to combine; these are for a loop's, which are not.
+    # Chained packs cannot be combined anyway; these options are for a loop, which has no chain.
     ("gpu", "all-reduce"): {"xla_gpu_all_reduce_combine_threshold_bytes": 1, _AT_ONCE: 8},
     ("gpu", "loop"): {_AT_ONCE: 8},
-    # Counted in bytes of the shard that a device ends with, so that no size of a pack would do.
+    # XLA counts bytes of one device's shard here, so a threshold chosen by pack size would not do.
     ("gpu", "reduce-scatter"): {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1},
     ("gpu", "all-gather"): {"xla_gpu_all_gather_combine_threshold_bytes": 1},
-    # Packs are larger than this, metrics are not, which then still travel together.
-    ("tpu", "all-reduce"): {"xla_jf_crs_combiner_threshold_in_bytes": ALONE},
+    # Packs are larger than this; metrics are smaller, so they still travel together.
+    ("tpu", "all-reduce"): {"xla_jf_crs_combiner_threshold_in_bytes": SMALL},
 }
-"""Compiler options that keep packs apart, by platform and collective; of the kind "loop" those
-that let a gather and a scatter of other layers be under way in one turn."""
+"""Compiler options that keep packs apart, by platform and collective. Those of the kind "loop" let
+the gather and the scatter of different layers run at once in one iteration."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadyOrder(PackingRule):
     """Packs in the order in which leaves become ready, small ones at the end.
 
-    A pack holds at most `limit` bytes, and at most a quarter of what is still to come with it; but
-    `last` bytes in any case. So what is left when nothing is computed any more is small. Leaves
-    of more than `limit` bytes travel alone and whole; only towards the end leaves are cut. Those
-    of less than `small` bytes, `last` bytes of them at most, wait for the last pack, so that they
-    cost the large ones between them no copy.
+    A pack holds at most `limit` bytes, and at most a quarter of the bytes that are still to be
+    packed; but it may always hold `last` bytes. So little is left to send when the computation
+    ends. Leaves of more than `limit` bytes travel alone and whole; leaves are cut only towards the
+    end. Leaves of less than `small` bytes, at most `last` bytes of them, wait for the last pack, so
+    that large leaves between them need no copy.
     """
 
     limit: int
@@ -272,17 +273,16 @@ class ReadyOrder(PackingRule):
         for members in alike(leaves):
             yield from self._tapering(leaves, sorted(members, key=lambda i: _ready(leaves, i)))
 
-    def place(self, leaves: Sequence[Leaf], segments: Sequence[Segment]) -> Any:
+    def sort_key(self, leaves: Sequence[Leaf], segments: Sequence[Segment]) -> Any:
         """Return when the last of the leaves is ready."""
         return max(_ready(leaves, s.leaf) for s in segments)
 
     def _tapering(self, leaves: Sequence[Leaf], members: Sequence[int]) -> Iterator[list[Segment]]:
-        # Small leaves wait for the last pack: copied into those between, they would have these
-        # copied.
+        # In an earlier pack, a small leaf would force a copy of the large leaves beside it.
         waiting: set[int] = set()
         for i in members:
-            with_it = sum(leaves[k].nbytes for k in waiting) + leaves[i].nbytes
-            if leaves[i].nbytes < self.small and with_it <= self.last:
+            nbytes_waiting = sum(leaves[k].nbytes for k in waiting) + leaves[i].nbytes
+            if leaves[i].nbytes < self.small and nbytes_waiting <= self.last:
                 waiting.add(i)
         rest = sum(leaves[i].nbytes for i in members if i not in waiting)
         pack: list[Segment] = []
@@ -291,8 +291,8 @@ class ReadyOrder(PackingRule):
             start = leaves[i].size if i in waiting else 0
             while start < leaves[i].size:
                 if not pack:
-                    # XLA places the last collectives beside the optimizer, behind no matrix
-                    # product, so what is left for the end has to be little (docs/decisions.md).
+                    # XLA runs the last collectives beside the optimizer, where no matrix product
+                    # hides them, so little must be left for the end (docs/decisions.md).
                     room = max(self.last, min(self.limit, rest // 4))
                 left = leaves[i].size - start
                 width = leaves[i].wire.itemsize
@@ -314,7 +314,7 @@ class ReadyOrder(PackingRule):
 
 
 def _ready(leaves: Sequence[Leaf], i: int) -> int:
-    # Parameters are mostly listed in the order of use, and a backward pass goes the other way.
+    # Parameters are mostly listed in the order of use, and a backward pass runs the other way.
     ready = leaves[i].ready
     return -i if ready is None else ready
 
@@ -322,11 +322,11 @@ def _ready(leaves: Sequence[Leaf], i: int) -> int:
 def packing_in_order(
     leaves: Sequence[Leaf], limit: int, world: World, in_backward: bool
 ) -> ReadyOrder | BytesPerPack:
-    """Return packs of at most `limit` bytes, or where that is 0 of what suits the world."""
-    if in_backward:  # whatever is not small travels as soon as it is there, and is not copied
+    """Return the rule for packs of at most `limit` bytes; 0: of as many as suit the world."""
+    if in_backward:  # leaves that are not small travel as soon as they are ready, without a copy
         return BytesPerPack(limit) if limit else BytesPerPack(LAST, LAST)
     if limit:
-        return ReadyOrder(limit, min(limit, LAST), min(limit, ALONE))
+        return ReadyOrder(limit, min(limit, LAST), min(limit, SMALL))
     total = sum(leaf.nbytes for leaf in leaves if leaf.travels)
     full = FULL if world.hosts == 1 else FULL_BETWEEN_HOSTS
-    return ReadyOrder(max(full, total // MOST), max(LEAST, min(LAST, total // PARTS)), ALONE)
+    return ReadyOrder(max(full, total // MOST), max(LEAST, min(LAST, total // PARTS)), SMALL)

@@ -1,6 +1,6 @@
 """The layout of a tree in shards, and the plans of the two halves of an all-reduce over it.
 
-Packs are padded so that every replica has as much of each.
+Packs are padded so that all replicas have equal shards of each.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 from jaxcoll._wire.format import named
 
-USUAL = BytesPerPack(16 << 20, 2 << 20)
-"""Packs where nothing is asked. The same in every world, so that what is laid out outside a
-program fits the one inside."""
+DEFAULT_PACKING = BytesPerPack(16 << 20, 2 << 20)
+"""The rule for packs without options. It is the same in every world, so that a layout made outside
+a program fits the one inside."""
 
 
 class ShardedLeaf(Leaf):
@@ -41,25 +41,25 @@ class ShardedLeaf(Leaf):
 
     @property
     def travels(self) -> bool:
-        """True if a pack carries it: it holds something."""
+        """True if a pack carries it: it has elements."""
         return self.size > 0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShardLayout:
-    """The place of every element of a tree among the shards of n replicas, a hashable value.
+    """The position of every element of a tree in the shards of n replicas: a hashable value.
 
-    A pack's elements, in the order of its leaves and followed by zeros, make n × rows × 128; the
-    first rows are the first replica's, and so on. The zeros are fewer than 128 n.
+    A pack's elements, in the order of its leaves and followed by fewer than 128 n zeros, make n ×
+    rows × 128 elements; the first `rows` belong to the first replica, and so on.
     """
 
     treedef: Hashable  # the tree's structure
-    leaves: tuple[Leaf, ...]  # its leaves, in order; what they vary over beside is their `kind`
-    packs: tuple[Pack, ...]  # which leaves lie one after another, of one dtype each
+    leaves: tuple[Leaf, ...]  # its leaves, in order; their `kind`: other axes they vary over
+    packs: tuple[Pack, ...]  # leaves that lie one after another, of one dtype in each pack
     replicas: int  # n
 
     def rows(self, pack: Pack) -> int:
-        """Rows of 128 elements that one replica has of `pack`."""
+        """Return the rows of 128 elements that one replica has of `pack`."""
         return padded(pack.size, self.replicas) // (self.replicas * LANES)
 
     @property
@@ -82,15 +82,15 @@ class ShardLayout:
 
 
 class SummedLayout(ShardLayout):
-    """The layout of a tree of which every replica holds a summand, in an array for each leaf."""
+    """The layout of a tree of summands: every replica has all of it, in one array per leaf."""
 
     def rows(self, pack: Pack) -> int:
-        """Rows of 128 elements that one replica has of `pack`: those of all of it."""
+        """Return the rows of 128 elements of `pack`, all of which every replica has."""
         return padded(pack.size, 1) // LANES
 
 
 def summed_layout(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -> SummedLayout:
-    """The layout of float32 summands of a tree, one on each of `replicas`."""
+    """Return the layout of a tree of float32 summands on each of `replicas`."""
     f32 = np.dtype(np.float32)
     alike = tuple(dataclasses.replace(x, dtype=f32, wire=f32, kind=()) for x in leaves)
     return SummedLayout(treedef, alike, plan_packs(alike, UNPACKED), replicas)
@@ -100,17 +100,17 @@ def summed_layout(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -> S
 def layout_of(
     treedef: Hashable, leaves: tuple[Leaf, ...], replicas: int, bytes_per_pack: int = 0
 ) -> ShardLayout:
-    """The layout of a tree over `replicas`, of its `ShardedLeaf`s before anything is cut.
+    """Return the layout over `replicas` of a tree, from its `ShardedLeaf`s before they are cut.
 
-    `bytes_per_pack` is the largest pack, but for a leaf that is larger; 0: 16 MiB, leaves over
-    2 MiB alone.
+    A pack has at most `bytes_per_pack`, unless it is one larger leaf; 0: 16 MiB, and leaves of
+    more than 2 MiB alone.
     """
-    rule = BytesPerPack(bytes_per_pack) if bytes_per_pack else USUAL
+    rule = BytesPerPack(bytes_per_pack) if bytes_per_pack else DEFAULT_PACKING
     return ShardLayout(treedef, leaves, plan_packs(leaves, rule), replicas)
 
 
 def laid_over(layout: ShardLayout, sizes: tuple[int, ...]) -> ShardLayout:
-    """The same leaves in the same packs, over axes of other sizes."""
+    """Return the same leaves in the same packs, over axes of other sizes."""
     return dataclasses.replace(
         layout,
         leaves=tuple(dataclasses.replace(leaf, over=sizes) for leaf in layout.leaves),
@@ -120,7 +120,7 @@ def laid_over(layout: ShardLayout, sizes: tuple[int, ...]) -> ShardLayout:
 
 
 def first_difference(found: Sequence[Leaf], expected: Sequence[Leaf]) -> str:
-    """In words, the first leaf in which two trees differ; "" if they have the same leaves."""
+    """Describe the first leaf in which two trees differ; "" if they have the same leaves."""
     before, now = {x.path: x for x in expected}, {x.path: x for x in found}
     for leaf in expected:
         if leaf.path not in now:
@@ -146,7 +146,7 @@ def plan_half(
     options: CommunicationOptions,
     world: World,
 ) -> CollectivePlan:
-    """Return the plan of packs of which every replica has as many rows."""
+    """Return the plan of one half, over packs with equally many rows on every replica."""
     if options.shards:
         raise ValueError(
             f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
@@ -154,7 +154,7 @@ def plan_half(
         )
     if named(options.compression) is not None:
         raise ValueError(
-            f"`{half}` travels exactly, and `compression` {str(options.compression)!r} is for "
+            f"`{half}` sends values exactly, and `compression` {str(options.compression)!r} is for "
             "`all_reduce`: leave `compression` unset here."
         )
     shared = {"over": world.sizes, "kind": (), "algorithm": half_algorithm(options, world)}
@@ -178,18 +178,18 @@ def plan_rows(
     packs: Sequence[Pack],
     options: CommunicationOptions,
     world: World,
-    turns: int,
+    times: int,
     when: str,
 ) -> CollectivePlan:
-    """Return the plan of one layer's leaves, each cut along its first dimension, `turns` times."""
+    """Return the plan of one layer's leaves, cut along their first dimension, for all `times`."""
     n = world.replicas
     spans = [tuple(Segment(s.leaf, s.start * n, s.size * n) for s in p.segments) for p in packs]
     whole = [dataclasses.replace(p, segments=s) for p, s in zip(packs, spans, strict=True)]
     apart = world.platform == "gpu" if options.overlap is None else options.overlap
     plan = plan_half(half, reduce_op, whole, leaves, options.replace(overlap=UNSET), world)
     plan = dataclasses.replace(plan, lanes=1, overlap=apart, in_backward=True)
-    times = (
-        f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "
-        f"{counted(turns * plan.wire_bytes, 'wire byte')} a device in all"
+    note = (
+        f"layers: one at a time, {when}: {counted(times, 'time')}, "
+        f"{counted(times * plan.wire_bytes, 'wire byte')} a device in total"
     )
-    return dataclasses.replace(plan, notes=(times,))
+    return dataclasses.replace(plan, notes=(note,))
