@@ -136,7 +136,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         program, devices, routes = self._program(
             reductions[0].value.devices, batch.reduce_op, batch.options, replicated
         )
-        # A program has one order of devices, and all values may be brought into that order.
+        # A program has one order of devices, which does not matter to a sum.
         values = [r.value for r in reductions]
         values = [v if v.devices == devices else v._reordered(devices) for v in values]
         settings = (batch.reduce_op, routes, batch.structure)
@@ -218,7 +218,7 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
         self._group = worker = devices_named(devices, name)
         if not is_integer(group_size) or group_size < 1 or group_size % len(worker):
             multiple = f"a positive multiple of the number of devices, {len(worker)}"
-            refuse("group_size", f"{multiple}, so that every worker has as many", group_size)
+            refuse("group_size", f"{multiple}, so that all workers have equally many", group_size)
         if group_size > len(worker):
             every = jax.devices()
             if set(worker) != set(jax.local_devices()) or group_size != len(every):

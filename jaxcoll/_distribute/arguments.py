@@ -198,7 +198,7 @@ def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
 def broadcast_to(
     tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | None = None
 ) -> Any:
-    """Copy a plain tree to `devices`; of several processes, the first device's passes the tree."""
+    """Copy a plain tree to `devices`, from the process of the first if there are several."""
     if not span_processes(devices):
         check_here(devices[0])
         return delivered(tree, devices)

@@ -192,7 +192,7 @@ class ReplicaProgram:
 
     jitted: Any  # takes placed arguments
     inner: InnerDeadlines  # the deadlines of reductions inside, from its traces
-    claims: Claims  # the values in it that `jc.same` claims are equal, for a program that compares
+    claims: Claims  # values that `jc.same` claims are equal, and what a comparing program reports
     # The arguments of its last call, their structure once placed, and JAX's settings
     last: tuple[InPlace | None, Any, Any] = (None, None, None)
 

@@ -168,16 +168,15 @@ class CommunicationOptions:
         sends gradients as they appear. Packs get smaller towards the end, and the compiler is
         kept from combining them. None: where that pays, which is on GPUs in
         `jc.value_and_grad`, `jc.grad` and `jc.sync_in_backward`.
-      compression: the wire format of sums: "bf16", "int8" or "int4", or an instance of a class
-        of `jc.compression`. Every replica sends each other replica its shard as
-        codes; the owner of a shard adds them in float32, and codes the sum once more: two
-        roundings for any number of replicas. Only 16- and 32-bit floats are coded, in leaves of
-        at least one block (64 elements for bf16); other leaves travel exactly. In "inner/outer"
-        only the outer part is coded. Refused with `shards`, and with an outermost ring or
-        halving_doubling. "auto": bf16 for float32 leaves of 64 KiB or more over Gloo; exact sums
-        elsewhere, and if `algorithm`, `implementation`, `shards` or `reproducible` is set. None:
-        exact sums; bfloat16 leaves still travel as 16 bits over Gloo, where XLA would widen them.
-        See docs/compression.md.
+      compression: the wire format of sums: "bf16", "int8" or "int4", or an instance of a class of
+        `jc.compression`. Replicas send each other their shards as codes; the owner of a shard
+        adds these in float32, and codes the sum again: two roundings for any number of replicas.
+        Only 16- and 32-bit floats are coded, in leaves of at least one block (64 elements for
+        bf16); other leaves travel exactly. In "inner/outer" only the outer part is coded. Refused
+        with `shards`, and with an outermost ring or halving_doubling. "auto": bf16 for float32
+        leaves of 64 KiB or more over Gloo; exact sums elsewhere, and if `algorithm`,
+        `implementation`, `shards` or `reproducible` is set. None: exact sums; bfloat16 leaves
+        still travel as 16 bits over Gloo, where XLA would widen them. See docs/compression.md.
 
     Raises:
       ValueError: an argument has an impossible value (the message names both), or

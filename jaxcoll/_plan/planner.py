@@ -52,13 +52,13 @@ compiles 18 kernels: build times of `bench --devices 4 --tree resnet50 --algorit
 native+int8@16MiB,native+int8@64MiB`."""
 
 EXCHANGED, MOST_PROCESSES = 512 * KiB, 8
-"""Bytes per process, for at most so many processes on one host, of the largest pack that jaxcoll's
-exchanges sum. They save a quarter of Gloo's time there, enough to compile a dozen kernels for it:
+"""Largest pack that jaxcoll's exchanges sum on one host: `EXCHANGED` bytes for each process, up to
+`MOST_PROCESSES`. They save at least a quarter of Gloo's time, the price of a dozen more kernels:
 `bench --processes N --sizes 512KiB:8MiB --algorithms native,halving_doubling`, N = 2, 4 and 8."""
 
 BETWEEN_HOSTS = 8
-"""Divisor of that limit for exchanges between hosts, on whose links two processes that send to each
-other take half as long again: `bench --rate 1gbit --hosts 2 --per-host 2 --sizes 64KiB:2MiB
+"""Divisor of that limit for exchanges between hosts, where both sides send over the same links,
+which takes half as long again: `bench --rate 1gbit --hosts 2 --per-host 2 --sizes 64KiB:2MiB
 --algorithms shuffle/native,shuffle/halving_doubling`."""
 
 
@@ -112,8 +112,8 @@ def _automatic(world: World) -> Choice:
     jaxcoll's own exchanges are for CPU processes, where halving and doubling in pairs was never
     slower than a shuffle, nor a shuffle than a ring (docs/performance.md); elsewhere the
     backend's library chooses among its own. They need all axes mapped. Inner axes that stay within
-    a host are summed first, for packs of every size, so that fewer bytes cross between hosts: on a
-    slow network that gains more than it costs on a fast one, and which of them it is, is not known.
+    a host are summed first, for packs of every size, so that fewer bytes cross between hosts. The
+    network is not known, but this gains more on a slow one than it costs on a fast one.
     """
     if not world.over_gloo or world.partly_mapped:
         return _NATIVE
@@ -151,7 +151,7 @@ def wants_order(options: CommunicationOptions, world: World) -> bool:
     """Return whether packs should follow the order in which leaves become ready.
 
     By default they do on GPUs, where the compiler starts collectives early and computes meanwhile;
-    not on CPUs, which wait for each collective, nor on TPUs, as most generations wait too.
+    not on CPUs, which wait for each collective, nor on TPUs, most generations of which wait too.
     """
     if options.overlap is None:
         return world.platform == "gpu" and world.replicas > 1

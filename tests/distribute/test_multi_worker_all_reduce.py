@@ -163,7 +163,7 @@ def test_workers_are_neighbours_or_lists_of_devices_in_any_order(programs):
           for arguments in (([], 1), ("/job:worker/task:0", 1), ([""], 1), (["a", ["cpu:0"]], 1),
                             (jax.devices()[:2], 1))),
         ((["a", "b", "a"], 1), "got a worker twice: a"),
-        ((["a", "b", "c"], 3), "needs 9 devices for 3 workers of 3 each; there are 8: cpu:0, .* Simulated"),
+        ((["a", "b", "c"], 3), "needs 9 devices for 3 workers of 3 each; there are 8: cpu:0, .* To simulate more"),
         ((["a", "b"], -1), "`num_gpus_per_worker` must be a non-negative integer .*; got -1"),
         (([["cpu:0"], ["cpu:1", "cpu:2"]], 1), "`num_gpus_per_worker` devices, which is 1; worker 1 has 2"),
         (([["cpu:0"], ["cpu:0"]], 1), "got a device twice: cpu:0"),

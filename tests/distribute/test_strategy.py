@@ -121,7 +121,7 @@ def test_local_results_that_lie_elsewhere_are_counted_in_their_own_order_and_non
     values = {(two, one): [2.0, 1.0], (two, three): [1.0, 2.0], (four, one): [1.0, 2.0]}
     for places, want in values.items():
         assert local(PAIR, PerReplica([1.0, 2.0], devices=places)) == want
-    with pytest.raises(ValueError, match="has 2 replicas in this process, .* which has 3 there"):
+    with pytest.raises(ValueError, match="has 2 replicas in this process, .* which has 3 here"):
         local(PAIR, PerReplica([1.0, 2.0, 3.0], devices=[two, three, four]))
 
 

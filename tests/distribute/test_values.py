@@ -279,7 +279,9 @@ def test_A5_a_value_is_taken_apart_copied_in_place_and_shown_and_not_pickled():
         assert [float(x) for x in copied] == [1.0, 2.0, 3.0]
     with pytest.raises(TypeError, match="A PerReplica lies on devices and cannot be pickled"):
         pickle.dumps(value)
-    with pytest.raises(TypeError, match="`DistributedValues` is the base class of `PerReplica` and `Mirrored`"):
+    with pytest.raises(
+        TypeError, match="`DistributedValues` is the base class of `PerReplica` and `Mirrored`"
+    ):
         jc.DistributedValues([1.0])
     assert repr(value) == "PerReplica(float32[] on 3: cpu:0, cpu:1, cpu:2)"
     tree = {"b": [np.ones(3, "f")], "w": np.ones((2, 3), "i4")}

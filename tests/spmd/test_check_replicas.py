@@ -214,7 +214,9 @@ ALONE = {
 def test_what_there_is_one_copy_of_is_refused_and_never_called_fine(kind):
     make, words = ALONE[kind]
     whole = jax.device_put(ROWS, NamedSharding(mesh_of(8), P()))
-    words = rf"(?s)these leaves have only one copy:\n  leaf \['x'\]: {words}\n.*PerReplica.from_global"
+    words = (
+        rf"(?s)these leaves have only one copy:\n  leaf \['x'\]: {words}\n.*PerReplica.from_global"
+    )
     with pytest.raises(ValueError, match=words):
         jc.check_replicas({"whole": whole, "x": make()})
     with pytest.raises(ValueError, match=r"\n  and 2 more\nPass"):

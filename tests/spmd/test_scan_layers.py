@@ -329,7 +329,7 @@ def test_two_gathers_and_one_scatter_of_every_layer(ahead):
     assert (gather.wire_bytes, scatter.wire_bytes) == (whole * 7 // 8, moved * 7 // 8)
     turns = 2 * layers - ahead
     assert report.wire_bytes == turns * gather.wire_bytes + layers * scatter.wire_bytes
-    assert f"{turns} times, and so" in gather.reasons[0]
+    assert f"{turns} times, " in gather.reasons[0]
     assert f"{layers * scatter.wire_bytes:,} wire bytes a device in total" in scatter.reasons[0]
     assert report.rows[0].leaves == ("['w']",)
     assert gather.compiler_options("gpu") == {}  # of a plan for CPUs, unless it is asked to overlap

@@ -228,7 +228,7 @@ LAST, LEAST = MiB, 256 * KiB
 PARTS = 24
 
 MOST = 48
-"""Packs of a tree at most, without the small ones at the end: as many as XLA was seen to schedule
+"""Most packs of a tree, apart from the small ones at the end: as many as XLA was seen to schedule
 well (docs/decisions.md)."""
 
 SMALL = 64 * KiB
@@ -322,7 +322,7 @@ def _ready(leaves: Sequence[Leaf], i: int) -> int:
 def packing_in_order(
     leaves: Sequence[Leaf], limit: int, world: World, in_backward: bool
 ) -> ReadyOrder | BytesPerPack:
-    """Return the rule for packs of at most `limit` bytes; 0: of as many as suit the world."""
+    """Return the rule for packs of at most `limit` bytes; 0: of the size that suits the world."""
     if in_backward:  # leaves that are not small travel as soon as they are ready, without a copy
         return BytesPerPack(limit) if limit else BytesPerPack(LAST, LAST)
     if limit:
