@@ -35,8 +35,8 @@ _OTHER_WORLD = """\
 `jc.compression.residual` spreads it over the replicas here."""
 
 _WRONG_SHAPE = """\
-`{caller}`: expected each replica's part of a residual to have shape {expected} here; got {got}. \
-Each replica has its own part. `jc.data_parallel` passes it that way; for `jax.shard_map` put \
+`{caller}`: expected a residual with an array of shape {expected} on each replica; got {got}. Each \
+replica has its own: `jc.data_parallel` passes it that way; for `jax.shard_map` put \
 PartitionSpec({axes!r}) in `in_specs`."""
 
 _OTHER_TREE = """\
