@@ -75,7 +75,7 @@ def _rows(
         dtype, kind = np.dtype(array.dtype), _compat.varying_axes(array)
         solid = _compat.must_keep_shape(array)
         leaves.append(Leaf(path, array.shape, dtype, dtype, over, kind, solid))
-    # `shards` is an option of sums.
+    # The option `shards` is for sums only.
     world = scope.world(axes)
     options = scope.exactly.options.replace(shards=UNSET)
     algorithm = requested_algorithm(options, world)

@@ -131,8 +131,8 @@ class IndexedSlices(Whole):
         unused = np.iinfo(self.indices.dtype).max
         if self.dense_shape is not None and unused < self.dense_shape[0]:
             raise ValueError(
-                f"`padded` needs an index outside of the {self.dense_shape[0]} rows, and every "
-                f"{self.indices.dtype} is inside; make `indices` wider, as in `.astype('int32')`."
+                f"`padded` needs an index outside of the {self.dense_shape[0]} rows, and no "
+                f"{self.indices.dtype} is; make `indices` wider, as in `.astype('int32')`."
             )
         widths = ((0, added), *[(0, 0)] * (len(self.values.shape) - 1))
         return IndexedSlices(
