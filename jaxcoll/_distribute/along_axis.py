@@ -74,7 +74,7 @@ def _parts_of(
             for leaf in jax.tree.leaves(like)
         ]
     axes = []
-    for (name, leaf), of_leaf in zip(flattened(like)[0], shapes, strict=True):
+    for (name, leaf), by_replica in zip(flattened(like)[0], shapes, strict=True):
         what = f"`{caller}`: {where(name)}"
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) and caller == "gather":
             raise ValueError(
@@ -82,10 +82,11 @@ def _parts_of(
                 "`jax.random.key_data`."
             )
         named = axis if caller == "reduce" and isinstance(axis, tuple | list) else [axis]
-        dimensions = tuple(gather.dimension(k, of_leaf[min(of_leaf)].shape, what) for k in named)
+        shape = by_replica[min(by_replica)].shape
+        dimensions = tuple(gather.dimension(k, shape, what) for k in named)
         if len(set(dimensions)) < len(dimensions) or not dimensions:
             raise ValueError(f"{what}: expected different axes, at least one; got {axis!r}.")
-        check_alike(caller, name, of_leaf, dimensions)
+        check_alike(caller, name, by_replica, dimensions)
         if caller == "reduce":
             check_reducible(name, leaf.dtype)
         axes.append(dimensions)
@@ -96,7 +97,7 @@ def _parts_of(
 
 def _padded(value: Uneven, shapes: Sequence[Mapping[int, Shape]]) -> DistributedValues:
     """Return uneven parts as rows of one shape, padded to the longest along each dimension."""
-    longest = [np.max([shape.shape for shape in of_leaf.values()], axis=0) for of_leaf in shapes]
+    longest = [np.max([x.shape for x in by_replica.values()], axis=0) for by_replica in shapes]
 
     def padded(array: Any, sizes: np.ndarray) -> Any:
         widths = [(0, int(size)) for size in sizes - array.shape]
@@ -108,7 +109,7 @@ def _padded(value: Uneven, shapes: Sequence[Mapping[int, Shape]]) -> Distributed
     for i, part in value.tree.items():
         leaves, treedef = jax.tree.flatten(part)
         rows[i] = treedef.unflatten(map(padded, leaves, longest))
-    return Uneven._of(rows, value.devices)._assembled()
+    return Uneven._of(rows, value.devices)._as_global()
 
 
 def reduce_along(
@@ -130,7 +131,7 @@ def reduce_along(
             for path, value in values
         ]
         # A mean of means would weigh small parts like large ones, so divide only the total.
-        pairs = [(_sums(reduce_op, of_value), first) for of_value in parts]
+        pairs = [(_sums(reduce_op, parts_of_one), first) for parts_of_one in parts]
         totals = ops._reduced("reduce", ReduceOp.SUM, pairs, options, structure)
         if reduce_op is ReduceOp.SUM:
             return totals
@@ -154,8 +155,8 @@ def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
 def _mean(total: Any, parts: _Parts) -> Any:
     """Return the mean of all elements, from their sum."""
     counts = [
-        sum(math.prod(shape.shape[k] for k in axes) for shape in of_leaf.values())
-        for of_leaf, axes in zip(parts.shapes, parts.axes, strict=True)
+        sum(math.prod(x.shape[k] for k in axes) for x in by_replica.values())
+        for by_replica, axes in zip(parts.shapes, parts.axes, strict=True)
     ]
     leaves, treedef = jax.tree.flatten(total)
     arrays = jax.tree.leaves(parts.value.tree)

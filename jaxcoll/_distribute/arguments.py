@@ -88,7 +88,7 @@ def over_group(
     Raises:
       ValueError: it lies on other devices.
     """
-    value = value._settled()
+    value = value._validated()
     devices = value.devices
     if not group or devices == group:
         return value
@@ -203,7 +203,7 @@ def broadcast_to(
         check_here(devices[0])
         return delivered(tree, devices)
     # Rows, not copies, because processes may pass different values here.
-    rows = Uneven._of(dict.fromkeys(of_this_process(devices), tree), devices)._assembled()
+    rows = Uneven._of(dict.fromkeys(of_this_process(devices), tree), devices)._as_global()
     program = replicating("broadcast", line_of(devices, AXIS), _from_the_first, (False,))
     options = CommunicationOptions(timeout_seconds=timeout_seconds)
     call = Call(program, (rows.tree,), devices, "`broadcast`", options)
@@ -220,7 +220,7 @@ def check_here(device: jax.Device) -> None:
         raise ValueError(
             f"{device} belongs to process {device.process_index}, and this is process "
             f"{jax.process_index()}, whose devices are {', '.join(map(str, jax.local_devices()))}. "
-            "Name one of these, or a value that lies on the devices of all processes."
+            "Pass one of these, or a value that lies on the devices of all processes."
         )
 
 
@@ -236,7 +236,7 @@ def call_options(options: Any, experimental_hints: Any) -> CommunicationOptions:
         return checked(options)
     if options is not None:
         raise ValueError(
-            "`experimental_hints` is the older name of `options`: give one of the two."
+            "`experimental_hints` is the older name of `options`: pass only one of them."
         )
     if isinstance(experimental_hints, CommunicationOptions):
         return experimental_hints

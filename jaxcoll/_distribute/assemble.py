@@ -58,29 +58,29 @@ def assembled(
                 f"`{name}` got values without leaves; each needs an array or a number."
             )
         _check_structures(name, values)
-        ragged = [
+        to_pad = [
             rows and is_sparse(leaf)
             for leaf in jax.tree.leaves(first, is_leaf=is_sparse)
             for _ in jax.tree.leaves(leaf)
         ]
         arrays = {i: _arrays(name, i, value) for i, value in values.items()}
-        over = devices if exchange or any(ragged) else ()
+        over = devices if exchange or any(to_pad) else ()
         shapes = shapes_of_all(name, arrays, over, described(first), digests=not rows)
         differs = []
-        for (path, _), of_leaf, free in zip(flat, shapes, ragged, strict=True):
-            shapes_there = {shape.shape for shape in of_leaf.values()}
-            differs.append(uneven is not None and not free and len(shapes_there) > 1)
+        for (path, _), by_replica, padded in zip(flat, shapes, to_pad, strict=True):
+            distinct = {shape.shape for shape in by_replica.values()}
+            differs.append(uneven is not None and not padded and len(distinct) > 1)
             if not differs[-1]:
-                check_alike(name, path, of_leaf, axes=(0,) * free)
-        if any(ragged):
+                check_alike(name, path, by_replica, axes=(0,) * padded)
+        if any(to_pad):
             lengths = [
-                max(shape.shape[0] for shape in of_leaf.values())
-                for of_leaf, free in zip(shapes, ragged, strict=True)
-                if free
+                max(shape.shape[0] for shape in by_replica.values())
+                for by_replica, padded in zip(shapes, to_pad, strict=True)
+                if padded
             ]
             # The values and the indices of an IndexedSlices are neighbours, of one length.
-            padded = {i: _padded(value, lengths[::2]) for i, value in values.items()}
-            arrays = {i: _arrays(name, i, value) for i, value in padded.items()}
+            values = {i: _padded(value, lengths[::2]) for i, value in values.items()}
+            arrays = {i: _arrays(name, i, value) for i, value in values.items()}
         sharding = rows_over(devices) if rows else copies_over(devices)
         leaves = []
         for is_uneven, *column in zip(differs, *arrays.values(), strict=True):
@@ -103,10 +103,10 @@ def own_devices(values: Sequence[Any]) -> tuple[jax.Device, ...] | None:
         leaves = jax.tree.leaves(value)
         if any(not isinstance(x, jax.Array) or isinstance(x, Tracer) for x in leaves):
             return None
-        of_value = {device for x in leaves for device in x.sharding.device_set}
-        if len(of_value) != 1:
+        of_one_value = {device for x in leaves for device in x.sharding.device_set}
+        if len(of_one_value) != 1:
             return None
-        devices += of_value
+        devices += of_one_value
     return tuple(devices) if len(set(devices)) == len(devices) else None
 
 

@@ -129,7 +129,7 @@ def _check_copies(leaves: Sequence[_Leaf], passed: Sequence[Any]) -> None:
         + (f"\n  and {len(lines) - 10} more" if len(lines) > 10 else "")
         + "\nPass values that every replica holds, as `jc.data_parallel` returns them, and the "
         "result of `jax.pmap`, whose rows are the replicas' values, as `jc.PerReplica.from_global("
-        "tree)`. Leave out what is sharded on purpose, as a batch or an optimizer's `Shards`."
+        "tree)`. Leave out what is sharded on purpose, such as a batch or an optimizer's `Shards`."
     )
 
 

@@ -181,7 +181,7 @@ class CrossDeviceOps(abc.ABC):
         devices = destination_devices(destinations, "broadcast")
         with no_mesh():
             if isinstance(tensor, Mirrored):  # each process already has a copy
-                return delivered(tensor._settled(), devices)
+                return delivered(tensor._validated(), devices)
             for path, leaf in flattened(tensor, is_distributed)[0]:
                 if isinstance(leaf, Tracer):
                     refuse_traced(f"`broadcast`: {where(path)}")
@@ -241,7 +241,7 @@ class CrossDeviceOps(abc.ABC):
                 "axis and `strategy.gather` accept. Pad them to equal shapes."
             )
         name = type(self).__name__
-        whole = as_distributed(caller, name, value, self._group, wanted[0])._assembled()
+        whole = as_distributed(caller, name, value, self._group, wanted[0])._as_global()
         devices = whole.devices
         if not all(map(is_reducible, {leaf.dtype for leaf in jax.tree.leaves(whole.tree)})):
             for path, leaf in flattened(whole.tree)[0]:

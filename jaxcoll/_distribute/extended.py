@@ -103,7 +103,7 @@ class StrategyExtended:
         if not parts or not all(map(is_distributed, parts)):
             raise ValueError(
                 f"`{caller}` expects a Mirrored or a PerReplica, or a pytree of them; got "
-                f"{value!r}. A function of plain values can simply be called."
+                f"{value!r}. For plain values, call the function itself."
             )
         devices = parts[0].devices
         arguments = ((value, *args), dict(kwargs or {}))

@@ -117,7 +117,7 @@ class DistributedValues:
         Raises:
           ValueError: there is no leaf; a leaf is not a global array, or has another layout.
         """
-        return cls._of(tree)._settled()
+        return cls._of(tree)._validated()
 
     @final
     @classmethod
@@ -205,11 +205,11 @@ class DistributedValues:
         tree = _shown(self.tree, int(self._rows))
         return f"{type(self).__name__}({tree} on {len(devices)}: {', '.join(shown)})"
 
-    def _assembled(self) -> DistributedValues:
+    def _as_global(self) -> DistributedValues:
         """Return the value as global arrays; only an `Uneven` has to be converted."""
         return self
 
-    def _settled(self) -> Self:
+    def _validated(self) -> Self:
         """Return a view of the value: every leaf checked, and typed by one mesh of the devices."""
         devices = self.devices
         sharding = self._over(devices)
@@ -227,7 +227,7 @@ class DistributedValues:
                 raise ValueError(
                     f"`{type(self).__name__}`: leaf {jax.tree_util.keystr(path)} lies on "
                     f"{', '.join(map(str, of_leaf))}, but the first leaf on "
-                    f"{', '.join(map(str, devices))}; all must lie on the same, in one order."
+                    f"{', '.join(map(str, devices))}; all must lie on the same, in the same order."
                 )
             return viewed(leaf, sharding)
 
@@ -323,10 +323,10 @@ class Uneven(DistributedValues, rows=False, of_parts=True):
     def _part(self, device: jax.Device) -> Any:
         return self.tree[self.devices.index(device)]
 
-    def _settled(self) -> Self:
+    def _validated(self) -> Self:
         return self
 
-    def _assembled(self) -> PerReplica:
+    def _as_global(self) -> PerReplica:
         """Return the value of all replicas; the program that takes it compares the shapes."""
         name, part_of = PerReplica.__name__, self.tree.__getitem__
         return PerReplica._of(assembled(name, self.devices, part_of, rows=True, exchange=False))

@@ -56,7 +56,7 @@ def check_cross_replica(caller: str, instead: str) -> None:
     if context_in_trace.value is not None:
         raise RuntimeError(
             f"`{caller}` was called inside a function that `strategy.run` runs on every replica; "
-            f"it works on the values of all of them, between programs. Inside, {instead}."
+            f"it works on the values of all replicas, between programs. Inside, {instead}."
         )
 
 

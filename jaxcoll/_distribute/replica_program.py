@@ -100,7 +100,7 @@ class ReplicaContext:
           A pytree like `value`, *invariant*, which `run` returns as a `Mirrored`.
         """
         self._check_here()
-        check_own("all_reduce", value)
+        check_one_replica("all_reduce", value)
         options = call_options(options, experimental_hints)
         return all_reduce(reduce_op, value, AXIS, options=options, invariant="replicated")
 
@@ -115,7 +115,7 @@ class ReplicaContext:
           A pytree like `value`, with R times the size along `axis`, *invariant*.
         """
         self._check_here()
-        check_own("all_gather", value)
+        check_one_replica("all_gather", value)
         return all_gather(value, AXIS, axis=axis, options=options)
 
     def __repr__(self) -> str:
@@ -146,7 +146,7 @@ def get_replica_context() -> ReplicaContext | None:
     return context_in_trace.value
 
 
-def check_own(caller: str, value: Any) -> None:
+def check_one_replica(caller: str, value: Any) -> None:
     """Refuse a value of all replicas where the value of one is expected."""
     for leaf in jax.tree.leaves(value, is_leaf=is_distributed):
         if is_distributed(leaf):
@@ -280,7 +280,7 @@ def replica_program(
                 is_leaf=is_distributed,
             )
             result = function(*args, **kwargs)
-            check_own(name, result)
+            check_one_replica(name, result)
             leaves, structure = jax.tree.flatten(result)
             arrays = [*map(jnp.asarray, leaves)]
             # Only the trace shows which arrays vary, so each one is returned both ways.
@@ -328,9 +328,9 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
             return f"`{caller}`: {('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
 
         if isinstance(value, PerReplica):
-            return _over(name, value._settled(), devices)
+            return _over(name, value._validated(), devices)
         if isinstance(value, Mirrored):
-            value = value._settled()
+            value = value._validated()
             # If only this process's replicas run, use its own copy, the only one that it can reach.
             inside = span_processes(value.devices) and not span_processes(devices)
             tree = copy_near(value, devices) if inside else value.tree
@@ -369,7 +369,7 @@ def _over(
     if value.devices == devices:
         return value
     if value.devices == tuple(devices[i] for i in of_this_process(devices)):  # this one's share
-        return over_group(name(), value, devices)._assembled()
+        return over_group(name(), value, devices)._as_global()
     raise ValueError(
         f"{name()} is a PerReplica over {', '.join(map(str, value.devices))}; the replicas are "
         f"on {', '.join(map(str, devices))}, in this order. Make it with "

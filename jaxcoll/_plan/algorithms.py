@@ -62,7 +62,7 @@ def canonical(name: str) -> str:
     if not set(parts) <= set(DESCRIPTIONS):
         raise ValueError(
             f"`algorithm` must be None or one of {', '.join(DESCRIPTIONS)} (TensorFlow's "
-            f"{', '.join(TENSORFLOW)} are taken too), or 'inner/outer' made of two of them for a "
+            f"{', '.join(TENSORFLOW)} work too), or 'inner/outer' made of two of them for a "
             f"pair of axes; got {name!r}."
         )
     return "/".join(parts)

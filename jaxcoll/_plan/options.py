@@ -57,8 +57,8 @@ def _member(kind: type[enum.Enum], argument: str, value: Any) -> Any:
         return value
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
-    known = ", ".join(kind.__members__)
-    what = f"a {kind.__name__} or one of the strings {known} (in any case)"
+    names = ", ".join(kind.__members__)
+    what = f"a {kind.__name__} or one of the strings {names} (in any case)"
     refuse(argument, what, value)
 
 
@@ -232,7 +232,7 @@ class CommunicationOptions:
         if means and self.algorithm not in (None, means):
             raise ValueError(
                 f"`implementation` {self.implementation.name} means the algorithm {means!r}, but "
-                f"`algorithm` asks for {self.algorithm!r}: give one of the two."
+                f"`algorithm` asks for {self.algorithm!r}: pass only one of them."
             )
 
     def replace(self, **changes: Any) -> CommunicationOptions:

@@ -54,7 +54,7 @@ def test_an_unknown_algorithm_is_named_with_those_there_are(bad):
     with pytest.raises(
         ValueError,
         match="`algorithm` must be None or one of native, ring, halving_doubling, shuffle "
-        r"\(TensorFlow's nccl, xring, rechd, pscpu, psgpu are taken too\).*got",
+        r"\(TensorFlow's nccl, xring, rechd, pscpu, psgpu work too\).*got",
     ):
         Options(algorithm=bad)
 

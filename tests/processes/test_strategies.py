@@ -102,7 +102,7 @@ def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results():
         assert found["host rows"] == pytest.approx(np.mean(np.concatenate(rows)))
         assert found["uneven gather"] == np.concatenate(uneven).tolist()
         assert f"shape (2, 3) on replica {devices}, (2, 2) on replica 0" in found["refused gather"]
-        assert "`MultiWorkerMirroredStrategy` spans them" in found["refused strategy"]
+        assert "Use `MultiWorkerMirroredStrategy` instead" in found["refused strategy"]
         assert all("whose devices are cpu:" in words for words in found["refused elsewhere"])
         assert "between the devices of one process; cpu:" in found["refused reduction to all"]
         assert found["local strategy"] == devices

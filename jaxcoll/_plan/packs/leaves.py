@@ -101,8 +101,8 @@ def check_not_empty(caller: str, batch: Any) -> None:
     if shapes and not any(shape[0] for shape in shapes):
         raise ValueError(
             f"`{caller}`: the batch has no rows (its shape is {list(shapes[0])}), and the mean "
-            "over none is NaN. Leave such a batch out; where replicas have unequal numbers of "
-            "rows, pad them and give the padding weight 0 with `jc.WeightedLoss`."
+            "over none is NaN. Skip such a batch. If replicas have unequal numbers of rows, pad "
+            "these and give the padding weight 0 with `jc.WeightedLoss`."
         )
 
 

@@ -227,7 +227,7 @@ LAST, LEAST = MiB, 256 * KiB
 
 PARTS = 24
 
-MOST = 48
+MOST_PACKS = 48
 """Most packs of a tree, apart from the small ones at the end: as many as XLA was seen to schedule
 well (docs/decisions.md)."""
 
@@ -329,4 +329,4 @@ def packing_in_order(
         return ReadyOrder(limit, min(limit, LAST), min(limit, SMALL))
     total = sum(leaf.nbytes for leaf in leaves if leaf.travels)
     full = FULL if world.hosts == 1 else FULL_BETWEEN_HOSTS
-    return ReadyOrder(max(full, total // MOST), max(LEAST, min(LAST, total // PARTS)), SMALL)
+    return ReadyOrder(max(full, total // MOST_PACKS), max(LEAST, min(LAST, total // PARTS)), SMALL)
