@@ -9,10 +9,10 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._jaxpr.subjaxprs import called, carry_of, opened, root_solver
+from jaxcoll._jaxpr.subjaxprs import called, carry_of, jaxpr_of, root_solver
 
 
-def joined(facts: Iterable[int]) -> int:
+def union(facts: Iterable[int]) -> int:
     """Return the union of facts: of a value that is one of several, or computed from them."""
     return functools.reduce(operator.or_, facts, 0)
 
@@ -32,7 +32,7 @@ class Dataflow:
 
     def outputs(self, program: Any, inputs: Sequence[int]) -> list[int]:
         """Return the facts of a program's outputs."""
-        jaxpr: Jaxpr = opened(program)
+        jaxpr: Jaxpr = jaxpr_of(program)
         key = id(jaxpr), tuple(inputs)
         if key not in self._read:
             facts: dict[Any, int] = {var: self.captured(var) for var in jaxpr.constvars}
@@ -74,10 +74,10 @@ class Dataflow:
             return self._while(eqn, ins)
         if name == "cond":
             by, *operands = ins
-            branches = [*map(opened, eqn.params["branches"])]
+            branches = [*map(jaxpr_of, eqn.params["branches"])]
             self.decided(by, branches, eqn)
             outs = zip(*(self.outputs(branch, operands) for branch in branches), strict=True)
-            facts = [*map(joined, outs)]
+            facts = [*map(union, outs)]
             return [
                 fact if _hands_on(branches, k) else self.chosen(by, fact, eqn)
                 for k, fact in enumerate(facts)
@@ -98,7 +98,7 @@ class Dataflow:
         end = first + carried
         while True:
             outs = self.outputs(body, ins)
-            carry = [*map(joined, zip(ins[first:end], outs, strict=False))]
+            carry = [*map(union, zip(ins[first:end], outs, strict=False))]
             if carry == ins[first:end]:
                 return [*carry, *outs[carried:]]
             ins = [*ins[:first], *carry, *ins[end:]]
@@ -107,7 +107,7 @@ class Dataflow:
         count, condition = eqn.params["cond_nconsts"], eqn.params["cond_jaxpr"]
         body, first, carried = carry_of(eqn)
         of_condition, ins = ins[:count], ins[count:]
-        pairs = zip(opened(body).invars[first:], opened(body).outvars, strict=True)
+        pairs = zip(jaxpr_of(body).invars[first:], jaxpr_of(body).outvars, strict=True)
         changes = [a is not b for a, b in pairs]
         while True:
             carry = self._loop(body, ins, first, carried)

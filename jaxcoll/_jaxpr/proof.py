@@ -30,8 +30,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, primitives
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks, settings
-from jaxcoll._jaxpr.dataflow import Dataflow, joined
-from jaxcoll._jaxpr.subjaxprs import at_line, called, equations, is_ref, like, opened, programs
+from jaxcoll._jaxpr.dataflow import Dataflow, union
+from jaxcoll._jaxpr.subjaxprs import at_line, called, equations, is_ref, jaxpr_of, programs, type_of
 
 _VARIES, _REDUCED, _PART, _MOVED, _LOCAL = (1 << k for k in range(5))
 _BITS = 5
@@ -158,7 +158,7 @@ def prove(
       ValueError: a collective would hang or mix unrelated values; see the module's docstring.
     """
     proof = _Proof(axes, narrow_sums_abort=narrow_sums_abort)
-    jaxpr = opened(program)
+    jaxpr = jaxpr_of(program)
     facts = [sum(bit for axis, bit in proof.bit.items() if axis in along) for along in inputs]
     facts = proof.outputs(jaxpr, facts)
     # An empty array cannot differ.
@@ -172,7 +172,7 @@ def prove(
 
 def same_outputs(program: Any, axes: Mapping[str, int]) -> list[frozenset[str]]:
     """Return the axes along which each output of a program is the same for any inputs."""
-    jaxpr = opened(program)
+    jaxpr = jaxpr_of(program)
     proof = _Proof(axes, refuses=False, varying={*jaxpr.constvars})
     facts = proof.outputs(jaxpr, [proof.all] * len(jaxpr.invars))
     return [frozenset(a for a, bit in proof.bit.items() if not fact & bit) for fact in facts]
@@ -218,8 +218,8 @@ class _Proof(Dataflow):
             if named := self._axes_in(eqn.params):
                 return self._exchange(eqn, ins, named, jaxpr)
             if not self._is_function(eqn):
-                return [joined(ins) | self.all] * count
-        fact = joined(ins)
+                return [union(ins) | self.all] * count
+        fact = union(ins)
         return [self._of_parts(eqn, fact) if fact & self.all * (_PART | _LOCAL) else fact] * count
 
     def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
@@ -231,7 +231,7 @@ class _Proof(Dataflow):
         on_refs = set() if any(map(is_ref, eqn.invars)) else _ON_REFS
         nested = (e for body in bodies for e in equations(body))
         known = all(e.primitive.name in on_refs or self._is_function(e) for e in nested)
-        return [joined(ins) | self.all * (not known)] * len(eqn.outvars)
+        return [union(ins) | self.all * (not known)] * len(eqn.outvars)
 
     def _axes_in(self, params: Mapping[str, Any]) -> int:
         """Return the axes that an equation's parameters name, as bits."""
@@ -301,7 +301,7 @@ class _Proof(Dataflow):
                 self._note_sums(eqn, ins, jaxpr)
             return [(fact | (0 if gathers else (fact & named) << 1)) & clear for fact in ins]
         reduced = named * _REDUCED if name == "reduce_scatter" else 0
-        return [joined(ins) & clear | named | reduced] * len(eqn.outvars)
+        return [union(ins) & clear | named | reduced] * len(eqn.outvars)
 
     def _note_sums(self, eqn: JaxprEqn, ins: Sequence[int], jaxpr: Jaxpr) -> None:
         seen = self._sums.setdefault(id(eqn), (eqn, jaxpr, [0] * len(ins)))[2]
@@ -312,14 +312,14 @@ class _Proof(Dataflow):
             if getattr(x.aval, "dtype", None) == "bfloat16":
                 at = at_line(settings.users_line(eqn))
                 fields = {"name": eqn.primitive.name, "axis": self._axis(named), "at": at}
-                raise ValueError(_NARROW.format(like=like(x.aval), **fields))
+                raise ValueError(_NARROW.format(like=type_of(x.aval), **fields))
 
     def _check_parts(self, eqn: JaxprEqn, ins: Sequence[int], named: int) -> None:
         for x, fact in zip(eqn.invars, ins, strict=True):
             if moved := fact // _MOVED & named & self._checked:
                 axis = self._axis(moved)
                 at = at_line(settings.users_line(eqn))
-                raise ValueError(_PARTS_SUMMED.format(axis=axis, at=at, like=like(x.aval)))
+                raise ValueError(_PARTS_SUMMED.format(axis=axis, at=at, like=type_of(x.aval)))
 
     def _of_parts(self, eqn: JaxprEqn, fact: int) -> int:
         """Return the fact of a function of shards, or of numbers that come from one shard."""
@@ -342,7 +342,7 @@ class _Proof(Dataflow):
             return
         where, line = "branch", settings.users_line(eqn)
         if eqn.primitive.name == "while":
-            condition = opened(bodies[-1])
+            condition = jaxpr_of(bodies[-1])
             where, line = "loop", _line_behind(condition, condition.outvars[0])
         for inner in (e for body in bodies for e in equations(body)):
             name = inner.primitive.name
@@ -368,7 +368,7 @@ class _Proof(Dataflow):
                 axis = self._axis(bits)
                 if not _is_divided(out, jaxpr, self.sizes[axis]):
                     maker = _line_behind(jaxpr, atom, {*_EQUALIZING, marks.SAME})
-                    yield RepeatedSum(axis, like(atom.aval), settings.users_line(eqn), maker)
+                    yield RepeatedSum(axis, type_of(atom.aval), settings.users_line(eqn), maker)
 
 
 def _is_divided(out: Any, jaxpr: Jaxpr, n: int) -> bool:

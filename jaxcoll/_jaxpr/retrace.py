@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxcoll import _compat
-from jaxcoll._jaxpr.subjaxprs import called, opened, programs
+from jaxcoll._jaxpr.subjaxprs import called, jaxpr_of, programs
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul"}
 
@@ -156,7 +156,7 @@ def _moments(jaxpr: Jaxpr, inputs: Sequence[Moment], numbers: itertools.count[in
         ]
         body = called(eqn)
         if body is not None:
-            ready.update(zip(eqn.outvars, _moments(opened(body), operands, numbers), strict=True))
+            ready.update(zip(eqn.outvars, _moments(jaxpr_of(body), operands, numbers), strict=True))
             continue
         now = next(numbers)
         is_product = eqn.primitive.name in _PRODUCTS or programs(eqn)

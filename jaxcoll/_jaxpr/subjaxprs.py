@@ -12,7 +12,7 @@ _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
 """Primitives that run one program, once, on the equation's operands."""
 
 
-def opened(program: Any) -> Any:
+def jaxpr_of(program: Any) -> Any:
     """Return a jaxpr without the values of its constants."""
     return getattr(program, "jaxpr", program)
 
@@ -22,7 +22,7 @@ def programs(eqn: JaxprEqn) -> list[Jaxpr]:
     # JAX 0.12 has primitives, such as that of `lax.custom_root`, with parameters of their own.
     nested = getattr(eqn.params.get("_prim"), "params", {})
     params = [p if isinstance(p, tuple | list) else [p] for p in (eqn.params | nested).values()]
-    return [opened(p) for several in params for p in several if hasattr(opened(p), "eqns")]
+    return [jaxpr_of(p) for several in params for p in several if hasattr(jaxpr_of(p), "eqns")]
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
@@ -35,7 +35,7 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 def root_solver(eqn: JaxprEqn) -> Jaxpr | None:
     """Return the solver of a JAX 0.12 `lax.custom_root`, run on the first operands; or None."""
     nested = getattr(eqn.params.get("_prim"), "params", {})
-    return opened(nested["solve_jaxpr"]) if "solve_jaxpr" in nested else None
+    return jaxpr_of(nested["solve_jaxpr"]) if "solve_jaxpr" in nested else None
 
 
 def carry_of(eqn: JaxprEqn) -> tuple[Any, int, int]:
@@ -43,7 +43,7 @@ def carry_of(eqn: JaxprEqn) -> tuple[Any, int, int]:
     if eqn.primitive.name == "while":
         first = eqn.params["body_nconsts"]
         return eqn.params["body_jaxpr"], first, len(eqn.outvars)
-    body = opened(eqn.params["jaxpr"])
+    body = jaxpr_of(eqn.params["jaxpr"])
     # JAX versions name a scan's parameters differently, but in all of them, values that are sliced
     # or stacked have one more dimension outside the body.
     sliced = sum(map(_grows, eqn.invars, body.invars))
@@ -57,7 +57,7 @@ def _grows(outer: Any, inner: Any) -> bool:
 
 def equations(program: Any) -> Iterator[JaxprEqn]:
     """Yield all equations, including those of nested programs."""
-    for eqn in opened(program).eqns:
+    for eqn in jaxpr_of(program).eqns:
         yield eqn
         for body in programs(eqn):
             yield from equations(body)
@@ -83,6 +83,6 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
 
 
-def like(array: Any) -> str:
+def type_of(array: Any) -> str:
     """Format the type of an array or an abstract value for a message: float32[3, 5]."""
     return f"{array.dtype.name}{[*array.shape]}"

@@ -161,39 +161,39 @@ def _origins(requested: Sequence[Collective], compiled: Sequence[Collective]) ->
     by_name: dict[str, list[int]] = {}
     for i, r in enumerate(requested):
         by_name.setdefault(r.op_name, []).append(i)
-    named = [_named(c, by_name) for c in compiled]
-    left = [_size(r) for r in requested]  # elements not matched yet
+    same_name = [_same_name(c, by_name) for c in compiled]
+    unmatched = [_size(r) for r in requested]  # elements not matched yet
     origins = [Origin() for _ in compiled]
     phases = ((fits, in_loop) for fits in (_is_alike, _is_other) for in_loop in (True, False))
     for fits, in_loop in phases:
         for k, c in enumerate(compiled):
             if origins[k].requested:
                 continue
-            free = [
+            candidates = [
                 i
-                for i in named[k]
-                if left[i]
+                for i in same_name[k]
+                if unmatched[i]
                 and fits(requested[i], c)
                 and (not in_loop or bool(requested[i].loops) == bool(c.loops))
             ]
-            taken, is_certain = _chosen(free, c, requested, left)
-            if taken:
-                origins[k] = Origin(tuple(sorted(taken)), "name" if is_certain else "order")
-            spending = _size(c)
-            for i in taken:
-                spent = min(left[i], spending)
-                left[i] -= spent
-                spending -= spent
+            chosen, is_certain = _choose(candidates, c, requested, unmatched)
+            if chosen:
+                origins[k] = Origin(tuple(sorted(chosen)), "name" if is_certain else "order")
+            needed = _size(c)
+            for i in chosen:
+                spent = min(unmatched[i], needed)
+                unmatched[i] -= spent
+                needed -= spent
     # An unmatched collective whose name is already matched is a copy.
     for k, c in enumerate(compiled):
-        copied = [i for i in named[k] if requested[i].kind == c.kind]
+        copied = [i for i in same_name[k] if requested[i].kind == c.kind]
         if not origins[k].requested and copied:
             if sum(_size(requested[i]) for i in copied) >= _size(c):
                 origins[k] = Origin(tuple(copied), "name", repeats=True)
     return origins
 
 
-def _named(c: Collective, by_name: Mapping[str, list[int]]) -> list[int]:
+def _same_name(c: Collective, by_name: Mapping[str, list[int]]) -> list[int]:
     """Return the requested collectives that share a name with a compiled one."""
     named: set[int] = set()
     for name in dict.fromkeys(names(c.op_name)):
@@ -204,36 +204,36 @@ def _named(c: Collective, by_name: Mapping[str, list[int]]) -> list[int]:
     return sorted(named)
 
 
-def _chosen(
-    free: Sequence[int], c: Collective, requested: Sequence[Collective], left: Sequence[int]
+def _choose(
+    candidates: Sequence[int], c: Collective, requested: Sequence[Collective], left: Sequence[int]
 ) -> tuple[list[int], bool]:
-    """Choose those of `free` that add up to the elements of `c`; False if others might, too."""
+    """Choose candidates whose unmatched elements add up to `c`'s; False if others fit as well."""
     total = _size(c)
     # All of them together have exactly as many elements: no other choice is possible.
-    if sum(left[i] for i in free) == total:
-        return list(free), True
+    if sum(left[i] for i in candidates) == total:
+        return list(candidates), True
     by_size: dict[int, list[int]] = {}
-    for i in free:
+    for i in candidates:
         by_size.setdefault(left[i], []).append(i)
     wanted = Counter(operand.size for operand in c.operands)
-    taken = [i for size, n in wanted.items() for i in by_size.get(size, [])[:n]]
-    if sum(left[i] for i in taken) == total:
-        return taken, all(
-            len(alike) == n or len({(r.op_name, r.source, r.operands) for r in alike}) == 1
+    chosen = [i for size, n in wanted.items() for i in by_size.get(size, [])[:n]]
+    if sum(left[i] for i in chosen) == total:
+        return chosen, all(
+            len(equal) == n or len({(r.op_name, r.source, r.operands) for r in equal}) == 1
             for size, n in wanted.items()
-            for alike in [[requested[i] for i in by_size.get(size, [])]]
+            for equal in [[requested[i] for i in by_size.get(size, [])]]
         )
     # The compiler combines neighbours, which are neighbours in the requested program, too. All
     # sizes are above 0, so a sliding window finds every range that adds up to `total`.
     start = spent = 0
-    for end, i in enumerate(free):
+    for end, i in enumerate(candidates):
         spent += left[i]
         while spent > total:
-            spent -= left[free[start]]
+            spent -= left[candidates[start]]
             start += 1
         if spent == total:
-            return list(free[start : end + 1]), False
-    larger = [i for i in free if left[i] > total]  # `c` may be a part of one of these
+            return list(candidates[start : end + 1]), False
+    larger = [i for i in candidates if left[i] > total]  # `c` may be a part of one of these
     return larger[:1], len(larger) == 1
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._jaxpr.subjaxprs import called, is_ref, opened, shape_of
+from jaxcoll._jaxpr.subjaxprs import called, is_ref, jaxpr_of, shape_of
 from jaxcoll._plan.packs.leaves import flattened, is_array
 
 _REFUSED = "`sharded_optimizer` expects an elementwise optimizer"
@@ -204,7 +204,7 @@ class _Reader:
         if name == "cond":
             by, *operands = operands
             branches = eqn.params["branches"]
-            outs = [self.outputs(opened(x), operands, getattr(x, "consts", ())) for x in branches]
+            outs = [self.outputs(jaxpr_of(x), operands, getattr(x, "consts", ())) for x in branches]
             return [
                 results[0]
                 if len(set(results)) == 1

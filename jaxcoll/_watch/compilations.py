@@ -144,7 +144,7 @@ class Calls:
         counts = [n for (function, _), n in self._counts.items() if f"jit({function})" == name]
         return counts[0] if len(counts) == 1 else None
 
-    def before(self, function: Any, then: Callable[[], None]) -> None:
+    def on_enter(self, function: Any, then: Callable[[], None]) -> None:
         """Call `then` whenever a Python function is entered, from Python 3.12 on."""
         if self._tool is not None:
             start = self._monitoring.events.PY_START

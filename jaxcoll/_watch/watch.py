@@ -75,7 +75,7 @@ class Watch:
         if self._most and reports and not any(row["times"] for row in rows["programs"].values()):
             rows["notes"].append(window.note or ABSENT)
         quiet = self.compilations.quiet
-        return _together(reports, rows, f"{self._name}/rows", quiet, everywhere=everywhere)
+        return _merged(reports, rows, f"{self._name}/rows", quiet, everywhere=everywhere)
 
 
 def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
@@ -97,12 +97,12 @@ def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> R
             row["times"]["unprofiled"] = 1e9 * unprofiled
     if not profile:
         rows["notes"].append(BUSY)
-    programs = _together(reports, rows, f"jaxcoll/watch/{next(_numbers)}/rows", 0, everywhere=True)
+    programs = _merged(reports, rows, f"jaxcoll/watch/{next(_numbers)}/rows", 0, everywhere=True)
     times = programs.reports[0].measured
     return dataclasses.replace(report, measured=times, notes=(*report.notes, *programs.notes))
 
 
-def _together(
+def _merged(
     reports: dict[str, Report], rows: dict[str, Any], name: str, quiet: int, *, everywhere: bool
 ) -> Programs:
     """Return the programs of this process, with the measurements of all ranks."""
@@ -113,18 +113,18 @@ def _together(
     return dataclasses.replace(programs, notes=(*programs.notes, *filter(None, [note])))
 
 
-def gathered(own: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
-    """Return the `own` values of all ranks, by rank, and a note on ranks that did not answer.
+def gathered(values: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
+    """Return the `values` of all ranks, by rank, and a note on ranks that did not answer.
 
     Values must be JSON, and each call needs a new `name`. Unless `everywhere`, ranks other than
     rank 0 get their own values only.
     """
     keys = store()
     if keys is None or keys.processes == 1:
-        return {0: own}, ""
-    ranks: dict[int, Any] = {keys.process: own}
+        return {0: values}, ""
+    ranks: dict[int, Any] = {keys.process: values}
     try:
-        packed = zlib.compress(json.dumps(own).encode(), 6)
+        packed = zlib.compress(json.dumps(values).encode(), 6)
         keys.set(f"{name}/{keys.process}", base64.b85encode(packed).decode())
         if keys.process and not everywhere:
             return ranks, ""

@@ -47,7 +47,7 @@ class Window(threading.Thread):
 
     def start(self) -> None:
         """Start the thread."""
-        self._compilations.calls.before(jax.profiler.start_trace, lambda: self.close(BUSY))
+        self._compilations.calls.on_enter(jax.profiler.start_trace, lambda: self.close(BUSY))
         super().start()
 
     def close(self, note: str = "") -> None:

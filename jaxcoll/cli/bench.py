@@ -216,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     flags.add_tree(parser, action="append", default=[])
     add = parser.add_argument
-    text = "one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (powers of 4)"
+    text = "one array of each size: 1MiB, 1KiB:256MiB (each doubled), 1KiB:1GiB:4 (times 4)"
     add("--sizes", metavar="RANGE", help=text)
     add(
         "--algorithms",

@@ -165,7 +165,7 @@ def add_tree(parser: argparse.ArgumentParser, **settings: Any) -> None:
     add = parser.add_argument
     text = f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype, name}}, ...]"
     add("--tree", metavar="NAME", help=f"{text} (default: resnet50)", **settings)
-    add("--dtype", default="float32", help="of arrays without a dtype (default: float32)")
+    add("--dtype", default="float32", help="for arrays without a dtype (default: float32)")
     add("--reduce-op", choices=["mean", "sum"], default="mean", help="(default: mean)")
 
 

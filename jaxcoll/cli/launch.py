@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.usage = "jaxcoll launch [-n N] [flags] (script.py | -m module) [arguments ...]"
     add = parser.add_argument
-    add("-n", "--processes", type=int, default=2, metavar="N", help="number (default: 2)")
+    add("-n", "--processes", type=int, default=2, metavar="N", help="processes (default: 2)")
     text = "simulated CPU devices, or GPUs, per process (default: 1)"
     add("--devices-per-process", type=int, metavar="K", help=text)
     text = "simulated CPU devices over Gloo (default), or this host's GPUs, K for each process"

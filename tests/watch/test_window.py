@@ -14,7 +14,7 @@ class Compilations:
     """One program that communicates, compiled long ago."""
 
     modules, at = {"jit_step"}, 0.0
-    calls = types.SimpleNamespace(before=lambda *_: None)
+    calls = types.SimpleNamespace(on_enter=lambda *_: None)
 
 
 @pytest.fixture

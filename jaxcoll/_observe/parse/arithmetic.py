@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxcoll._observe.parse.calls import Bodies, Call, Item, busy_among
+from jaxcoll._observe.parse.calls import Bodies, Call, Item, containing
 from jaxcoll._observe.parse.collective import Collective, Matmul, Meanwhile, Operand
 from jaxcoll._observe.parse.hlo_text import (
     Computation,
@@ -55,7 +55,7 @@ class Work(NamedTuple):
         return Work(self.matmuls + times * other.matmuls, self.flops + more, dtype)
 
 
-def _together(works: Iterable[Work]) -> Work:
+def _total(works: Iterable[Work]) -> Work:
     return functools.reduce(Work.plus, works, Work())
 
 
@@ -64,7 +64,7 @@ class Arithmetic:
 
     def __init__(self, module: Module, bodies: Bodies) -> None:
         self._module, self._bodies = module, bodies
-        self._busy = busy_among(bodies, (Collective,))
+        self._communicating = containing(bodies, (Collective,))
         # The work at each line of a computation, without and with the computations it calls
         self._known: dict[str, tuple[dict[int, Work], dict[int, Work]]] = {}
         self.unread: list[str] = []  # custom calls that may communicate
@@ -88,7 +88,7 @@ class Arithmetic:
             if isinstance(item, Call):
                 if self._is_arithmetic(item):
                     continue
-                if item.is_loop and item.trips is None and item.callee in self._busy:
+                if item.is_loop and item.trips is None and item.callee in self._communicating:
                     self.unbounded.append(item.site)
             items.append(self._scheduled(name, item, ends))
         return sorted(items, key=lambda item: item.at)
@@ -97,12 +97,12 @@ class Arithmetic:
         """Add to an asynchronous item the lines of its start and end, and the work between them."""
         if isinstance(item, Matmul) or not item.is_async:
             return item
-        if isinstance(item, Call) and item.callee not in self._busy:
+        if isinstance(item, Call) and item.callee not in self._communicating:
             return item
         name = item.site if isinstance(item, Call) else item.name
         at, until = ends.get(name, (item.at, item.at))
         _, whole = self._work(computation)
-        work = _together(whole[line] for line in range(at + 1, until) if line in whole)
+        work = _total(whole[line] for line in range(at + 1, until) if line in whole)
         # Constants, tuples and the ends of other pairs take no time.
         between = self._module.computations[computation][at + 1 : until]
         count = sum(not _IDLE.search(line) for line in between)
@@ -110,7 +110,7 @@ class Arithmetic:
         return dataclasses.replace(item, at=at, until=until, meanwhile=meanwhile)
 
     def _is_arithmetic(self, call: Call) -> bool:
-        return call.is_part and call.callee not in self._busy
+        return call.is_part and call.callee not in self._communicating
 
     def _work(self, name: str) -> tuple[dict[int, Work], dict[int, Work]]:
         """Return the work at each line, without and with the computations called there.
@@ -120,12 +120,12 @@ class Arithmetic:
         if name not in self._known:
             # Empty while it is computed, in case a computation calls itself.
             self._known[name] = {}, {}
-            own, called = self._own_work(name), {}
+            own, called = self._direct_work(name), {}
             for call in self._bodies[name]:
                 if not isinstance(call, Call):
                     continue
                 turns = 1 if call.trips is None else call.trips
-                work = Work().plus(_together(self._work(call.callee)[1].values()), turns)
+                work = Work().plus(_total(self._work(call.callee)[1].values()), turns)
                 others = called.get(call.at, Work())
                 if self._is_arithmetic(call):
                     if work.matmuls:
@@ -138,7 +138,7 @@ class Arithmetic:
             self._known[name] = own, {**own, **both}
         return self._known[name]
 
-    def _own_work(self, name: str) -> dict[int, Work]:
+    def _direct_work(self, name: str) -> dict[int, Work]:
         works: dict[int, Work] = {}
         lines, inside = self._module.computations[name], None
         for at, line in enumerate(lines):

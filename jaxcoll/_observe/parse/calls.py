@@ -35,7 +35,7 @@ Event = Collective | Matmul | Loop
 """An entry in the list of what one run executes."""
 
 
-def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple[Event, ...]:
+def flattened(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple[Event, ...]:
     """List what one run of `entry` executes, each with the loops and branches around it.
 
     A computation with two callers is listed twice, because both send. Positions count the program's
@@ -44,7 +44,7 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
     Raises:
       ValueError: a computation is missing or calls itself, or no call reaches a collective.
     """
-    busy = busy_among(bodies, (Collective, Matmul))
+    relevant = containing(bodies, (Collective, Matmul))
     reached: set[str] = set()
     extents: dict[str, int] = {}
 
@@ -52,14 +52,14 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
         """Count the instructions of a computation with its calls inlined."""
         if name not in extents:
             extents[name] = lengths.get(name, 0)  # ends the recursion if it calls itself
-            extents[name] += sum(extent(call.callee) for call in _calls(bodies[name], busy))
+            extents[name] += sum(extent(call.callee) for call in _calls(bodies[name], relevant))
         return extents[name]
 
     def within(name: str, path: tuple[Call, ...], base: int) -> Iterator[Event]:
         if any(name == call.callee for call in path[:-1]):
             raise ValueError(f"{name!r} calls itself, which HLO does not allow: damaged text.")
         reached.add(name)
-        calls = _calls(bodies[name], busy)
+        calls = _calls(bodies[name], relevant)
         lines = [call.at for call in calls]
         grown = [0, *itertools.accumulate(extent(call.callee) for call in calls)]
 
@@ -69,10 +69,10 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
         callees = iter(grown)
         for item in bodies[name]:
             if isinstance(item, Collective):
-                yield _reached(item, path, place(item.at), place(item.until))
+                yield _placed(item, path, place(item.at), place(item.until))
             elif isinstance(item, Matmul):
                 yield dataclasses.replace(item, trips=_trips(item.trips, path), at=place(item.at))
-            elif item.callee in busy:
+            elif item.callee in relevant:
                 # The calls of one line, such as a loop's condition and body, follow one another.
                 start = base + item.at + next(callees)
                 call = dataclasses.replace(item, at=place(item.at), until=place(item.until))
@@ -83,7 +83,7 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
 
     events = tuple(within(entry, (), 0))
     # A collective that no call reaches would be missing from the report, which would mislead.
-    for name in sorted(busy - reached):
+    for name in sorted(relevant - reached):
         lost = next((x for x in bodies[name] if isinstance(x, Collective)), None)
         if lost is not None:
             raise ValueError(
@@ -93,7 +93,7 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
     return events
 
 
-def busy_among(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
+def containing(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
     """Return names of the computations that contain one of `kinds`, directly or through calls."""
     callers: dict[str, list[str]] = {}
     for name, body in bodies.items():
@@ -106,17 +106,17 @@ def busy_among(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
                     )
                 callers.setdefault(item.callee, []).append(name)
     waiting = [name for name, body in bodies.items() if any(isinstance(x, kinds) for x in body)]
-    busy: set[str] = set()
+    names: set[str] = set()
     while waiting:
         name = waiting.pop()
-        if name not in busy:
-            busy.add(name)
+        if name not in names:
+            names.add(name)
             waiting += callers.get(name, [])
-    return busy
+    return names
 
 
-def _calls(body: Sequence[Item], busy: set[str]) -> list[Call]:
-    return [item for item in body if isinstance(item, Call) and item.callee in busy]
+def _calls(body: Sequence[Item], relevant: set[str]) -> list[Call]:
+    return [item for item in body if isinstance(item, Call) and item.callee in relevant]
 
 
 def _trips(trips: int | None, path: Sequence[Call]) -> int | None:
@@ -125,7 +125,7 @@ def _trips(trips: int | None, path: Sequence[Call]) -> int | None:
     return trips
 
 
-def _reached(collective: Collective, path: Sequence[Call], at: int, until: int) -> Collective:
+def _placed(collective: Collective, path: Sequence[Call], at: int, until: int) -> Collective:
     """Return `collective` with the trip count, loops and branches of the calls that lead to it."""
     branches = tuple(
         ("/".join(c.site for c in path[: k + 1]), call.branch)

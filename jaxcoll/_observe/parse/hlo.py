@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.arithmetic import Arithmetic
-from jaxcoll._observe.parse.calls import Call, Item, carried_out
+from jaxcoll._observe.parse.calls import Call, Item, flattened
 from jaxcoll._observe.parse.collective import KINDS, Collective, Loop, Matmul
 from jaxcoll._observe.parse.hlo_text import (
     Computation,
@@ -72,7 +72,7 @@ def read_hlo(text: str, devices: int = 1) -> Program:
     reader = _Reader(module)
     arithmetic = Arithmetic(module, {name: reader.body(name) for name in module.computations})
     lengths = {name: len(lines) for name, lines in module.computations.items()}
-    events = carried_out(arithmetic.bodies(), module.entry, lengths)
+    events = flattened(arithmetic.bodies(), module.entry, lengths)
     ends = (event.at if isinstance(event, Matmul) else event.until for event in events)
     return Program(
         name=module.name,
