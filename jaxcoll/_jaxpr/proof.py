@@ -6,7 +6,7 @@ is an integer with a few bits for each mapped axis:
 - VARIES: it may differ between the replicas along the axis;
 - REDUCED: it comes from a reduction over the axis;
 - PART: it is this replica's shard of a reduced sum, such as a gradient in `Shards`;
-- MOVED: it is such a shard, and was only moved, cast or scaled since the reduction;
+- MOVED: it is a shard that was only moved, cast or scaled since the reduction;
 - LOCAL: it is a number computed from one shard alone, such as its norm.
 
 A value varies if an operand varies, unless its equation sums, compares or gathers over the whole

@@ -127,7 +127,7 @@ def _changes(
         yield f"was {', '.join(kinds)}"
     wanted, made = _elements(before), _elements([c])
     if wanted.total() == made.total() and wanted != made:
-        # The dtypes of which there are fewer elements than requested, and those with more.
+        # The dtypes with fewer elements than requested, and those with more.
         wanted, made = wanted - made, made - wanted
         yield f"{', '.join(sorted(wanted))} → {', '.join(sorted(made))}"
     elif not set(made) <= set(wanted):

@@ -18,7 +18,7 @@ from jaxcoll._compat.running import COMPILED, FROM_CACHE, is_tracing, live_execu
 from jaxcoll._observe.profile import Compiled, sends
 
 _SEEN_IN_A_ROW = 16
-"""The search for new executables ends after so many known ones in a row."""
+"""The search for new executables ends after this many known ones in a row."""
 
 
 class Compilations:

@@ -35,7 +35,7 @@ _PROFILE = "rank{}.xplane.pb"
 class Watch:
     """Records the programs that are compiled and run between `start` and `stop`.
 
-    It makes one profile of about `measure` runs (0: none), with the programs in it if asked.
+    It makes one profile of about `measure` runs (0: none); `with_programs` adds their HLO to it.
     """
 
     def __init__(self, measure: int = 0, *, with_programs: bool = False) -> None:

@@ -153,10 +153,10 @@ def _compared(args: argparse.Namespace) -> int:
         return 0
     with jax.default_device(devices[0]):
         reference, _, _ = trained(jax.jit(partial(step, jax.value_and_grad(loss))), 1, 0)
-        read = np.argmax(np.asarray(jax.jit(scores)(params, data.test_images)), axis=1)
+        predicted = np.argmax(np.asarray(jax.jit(scores)(params, data.test_images)), axis=1)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(reference), strict=True)
     difference = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
-    accuracy = float(np.mean(read == data.test_labels))
+    accuracy = float(np.mean(predicted == data.test_labels))
     where = f"{len(devices)} devices in {processes} process{'es' * (processes > 1)}"
     print(f"{where}, {args.steps} steps of {size} images of handwritten digits")
     print(f"loss {losses[0]:.4f} … {losses[-1]:.4f}; test accuracy {accuracy:.4f}")

@@ -1,1 +1,1 @@
-"""Reads the texts of programs: HLO, StableHLO, and what stands in them."""
+"""Reads the HLO text of programs: collectives, matrix products, loops, and lines of Python."""

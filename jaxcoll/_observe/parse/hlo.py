@@ -204,7 +204,7 @@ class _Reader:
 
 
 def _ties(lines: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Map each instruction to those that use its result, and to those that make its operands."""
+    """Map each instruction to the users of its result, and to the makers of its operands."""
     users: dict[str, list[str]] = {}
     makers: dict[str, list[str]] = {}
     for line in lines:
@@ -243,7 +243,7 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def _counted_turns(module: Module, loop: Instruction, caller: Computation) -> int | None:
-    """Count iterations of a `while` whose text has no trip count; LookupError if parts are lost.
+    """Count iterations of a `while` without a trip count; LookupError if a part of it is missing.
 
     The count is known if a counter begins at a constant, grows by one in each iteration, and the
     loop continues while it is less than another constant; otherwise None.
