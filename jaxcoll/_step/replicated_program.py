@@ -31,8 +31,8 @@ VaryingOutputs = Literal["error", "concatenate"]
 
 _REPEATED = """\
 The sum over {axis!r}{at} of {like} is {n} times a value that every replica already holds: it was \
-made from {maker}. Do not sum it again, or take the mean; if you mean {n} times the value, \
-multiply by `lax.axis_size({axis!r})`."""
+made from {maker}. Do not sum it again, or take the mean. For {n} times the value, multiply by \
+`lax.axis_size({axis!r})`."""
 
 _DIFFERS = """\
 `data_parallel`: {name} of the step differs between replicas (it varies over {axes}), so there is \
@@ -89,7 +89,7 @@ def replicated(
       check_vma: as in `jax.shard_map`; True: JAX's types check the program, and no proof is made.
 
     Returns:
-      The results, and a proof over which axes they vary, in the order of their leaves.
+      The results, and the proof of the axes over which each of their leaves varies.
 
     Raises:
       NameError: the function names an axis that is not mapped.

@@ -92,8 +92,8 @@ def assert_same_as_one_device(
       >>> try:
       ...     assert_same_as_one_device(step, np.ones(3, "f"), np.eye(8, 3))
       ... except AssertionError as error:
-      ...     print(str(error).splitlines()[1][:61])
-        the output: its change by other rows is 8.0 times too large
+      ...     print(str(error).splitlines()[1][:60])
+        the output: its change by other rows is 8.0 times as large
     """
     on, mesh = _runner(step, mesh, batch_argnums, kwargs)
     args, kwargs = jax.tree.map(_on_host, (args, kwargs))  # host arrays cannot be donated
@@ -185,18 +185,18 @@ class _Output:
             return f"has shape {shapes}; is it a value per replica?"
         if self.off == math.inf:
             return "is infinite or NaN; does a sum overflow?"
-        change = self.change, self.change_on_many
         for name, (one, many) in {
             "": (self.one, self.many),
-            "its change by other rows ": change,
+            "its change by other rows ": (self.change, self.change_on_many),
         }.items():
             for power, meaning in _POWERS.items():
                 times = float(n) ** power
                 error = _size(_minus(many, times * _wide(one)))
                 if error <= 0.02 * _norm(many) + self.rounding + self.ulps < _norm(many):
-                    return f"{name}is {round(times, 4)} times too large: {meaning.format(n=n)}"
+                    factor = f"{name}is {round(times, 4)} times as large as on one device"
+                    return f"{factor}: {meaning.format(n=n)}"
         return (
-            f"differs, and not by a power of the {n} devices: off by {self.off:.3g} of "
+            f"differs, but not by a power of {n}, the number of devices: off by {self.off:.3g} of "
             f"{_norm(self.one):.3g} in norm; is it computed per share, like a batch norm?"
         )
 
