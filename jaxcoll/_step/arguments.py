@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
     # Positional arguments, including those that were passed by keyword
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]  # keyword-only arguments
+    kwargs: dict[str, Any]  # all others
     batch: tuple[Slot, ...]  # the arguments that are split, in order
 
     def at(self, slot: Slot) -> Any:

@@ -33,7 +33,7 @@ class Texts:
     compiled: str  # HLO
     # HLO before any optimization, with lines of Python; None if the program is already compiled
     requested: str | None = None
-    plans: tuple[Plan, ...] = ()  # of the traced reductions
+    plans: tuple[Plan, ...] = ()  # plans of the traced reductions
     where: str = ""  # the topology it was compiled for; "": the local devices
     rates: Rates | None = None  # prices of these devices, if known
     # Bytes on one device by name, such as "argument" and "temp", if known

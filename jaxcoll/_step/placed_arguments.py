@@ -46,7 +46,7 @@ class Arguments:
     _signature: Signature
     _mesh: Any
     _axis_name: str | tuple[str, ...]
-    _processes: int  # that have devices in the mesh; 0 if some have more devices than others
+    _processes: int  # processes in the mesh; 0 if some have more devices than others
     _donated: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Arguments:
                 call.at(slot), name, self._replicas, self._processes, self._axis_name
             )
             if len({share[0] for share in shares}) > 1:
-                _check_apart(shares, self._replicas)
+                _check_no_broadcast(shares, self._replicas)
         return call
 
     def placed(self, call: Call) -> Call:
@@ -96,19 +96,19 @@ class Arguments:
     def _unshared(self, call: Call) -> Call:
         """Copy arrays that are passed twice, such as weights and their initial average.
 
-        XLA refuses to donate an array that has a second use. It does so on each device separately,
-        which ends the process if there are several.
+        XLA refuses to donate an array that has a second use. With several devices it does so on
+        each of them separately, which ends the process.
         """
         leaves = jax.tree.leaves((call.args, call.kwargs))
-        if len({*map(_memory, leaves)}) == len(leaves):
+        if len({*map(_memory_key, leaves)}) == len(leaves):
             return call
         donated = {i % len(call.args) for i in self._donated}
         kept = [x for i, x in enumerate(call.args) if i not in donated]
-        seen = {*map(_memory, jax.tree.leaves((kept, call.kwargs)))}
+        seen = {*map(_memory_key, jax.tree.leaves((kept, call.kwargs)))}
 
         def unshared(leaf: Any) -> Any:
-            shared = _memory(leaf) in seen and isinstance(leaf, jax.Array)
-            seen.add(_memory(leaf))
+            shared = _memory_key(leaf) in seen and isinstance(leaf, jax.Array)
+            seen.add(_memory_key(leaf))
             return leaf.copy() if shared else leaf
 
         args = [jax.tree.map(unshared, x) if i in donated else x for i, x in enumerate(call.args)]
@@ -148,7 +148,7 @@ class Arguments:
         return current if fits else self._whole
 
 
-def _memory(leaf: Any) -> int:
+def _memory_key(leaf: Any) -> int:
     """Return a key for an array's memory, which `jax.device_put` may share between two arrays."""
     is_one = isinstance(leaf, jax.Array) and not leaf.is_deleted()
     numbers = is_one and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -156,7 +156,7 @@ def _memory(leaf: Any) -> int:
     return leaf.unsafe_buffer_pointer() if on_one_device else id(leaf)
 
 
-def _check_apart(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int) -> None:
+def _check_no_broadcast(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int) -> None:
     """Refuse leaves of a batch if their shares broadcast, but the whole arrays do not."""
     for (a, one), (b, other) in itertools.combinations(shares.items(), 2):
         whole, others = ((share[0] * replicas, *share[1:]) for share in (a, b))
