@@ -67,7 +67,7 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
       >>> report.rows[0].leaves, report.rows[0].changes
       (('',), ())
     """
-    runs = _call(fun, args, kwargs, topology) if measure else None
+    runs = _repeatable_call(fun, args, kwargs, topology) if measure else None
     if measure < 0:
         raise ValueError(f"`inspect`: measure must be at least 0; got {measure}.")
     if isinstance(fun, str):
@@ -91,7 +91,7 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
     return measured(report, texts.compiled, runs, measure) if runs else report
 
 
-def _call(
+def _repeatable_call(
     fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], topology: Any
 ) -> Callable[[], Any]:
     """Return a call of `fun` that can be repeated even if `fun` donates its arguments."""

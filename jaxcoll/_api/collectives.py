@@ -116,7 +116,7 @@ def psum(
       >>> jax.vmap(lambda v: psum(v, "data"), axis_name="data")(jnp.arange(3.0)).tolist()
       [3.0, 3.0, 3.0]
     """
-    return _in_laxs_order(ReduceOp.SUM, value, axis_name, options, invariant)
+    return _reduce_like_lax(ReduceOp.SUM, value, axis_name, options, invariant)
 
 
 def pmean(
@@ -147,10 +147,10 @@ def pmean(
       >>> jax.vmap(lambda v: pmean(v, "data"), axis_name="data")(jnp.arange(3.0)).tolist()
       [1.0, 1.0, 1.0]
     """
-    return _in_laxs_order(ReduceOp.MEAN, value, axis_name, options, invariant)
+    return _reduce_like_lax(ReduceOp.MEAN, value, axis_name, options, invariant)
 
 
-def _in_laxs_order(
+def _reduce_like_lax(
     op: ReduceOp, value: Any, axis_name: Any, options: Any, invariant: reduce.Invariant
 ) -> Any:
     caller = "jc.psum" if op is ReduceOp.SUM else "jc.pmean"

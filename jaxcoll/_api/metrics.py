@@ -60,7 +60,7 @@ def global_norm(
     *,
     options: CommunicationOptions | None = None,
 ) -> Any:
-    """Return the Euclidean norm of all leaves together, as for clipping; of shards, over replicas.
+    """Return the Euclidean norm of all leaves, as for clipping; for shards, over all replicas.
 
     Guarantee: the result is the sqrt of the sum of |x|² over every element, computed in float32. It
     is finite if and only if every element is and no square overflows (elements up to 1.8·10¹⁹). So

@@ -52,11 +52,10 @@ def let_gloo_listen_at(
 
     def make() -> Any:
         if not again or _devices_of_all() is None:
-            made = make_client(_gloo_over(state.client, host))
-            state.client.key_value_set(
-                f"{_COUNTS}/{state.process_id}", str(made.local_device_count())
-            )
-            return made
+            created = make_client(_gloo_over(state.client, host))
+            count = str(created.local_device_count())
+            state.client.key_value_set(f"{_COUNTS}/{state.process_id}", count)
+            return created
         _check_count()
         anew = ClientAnew(host, make_folder)
         client, anew.client = anew.client, None  # JAX alone decides how long it lives

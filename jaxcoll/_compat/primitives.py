@@ -132,8 +132,8 @@ def needing(x: Any, after: Sequence[Any]) -> Any:
     Over Gloo, a process may then get another's gather when it expects the sum of a loss. That was
     seen once (a message of 1048576 bytes instead of 4) and could not be reproduced.
     """
-    some = [y for y in after if y.size]
-    return _needing_p.bind(x, *some) if some and x.size else x
+    nonempty = [y for y in after if y.size]
+    return _needing_p.bind(x, *nonempty) if nonempty and x.size else x
 
 
 def at_once(arrays: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:

@@ -31,7 +31,7 @@ def diloco(
     axis_name: str | tuple[str, ...] = "data",
     options: CommunicationOptions | None = None,
 ) -> DiLoCo:
-    """Train each replica independently, and average what they learnt every `every` steps.
+    """Train each replica independently, and exchange parameters every `every` steps.
 
     Guarantee: n replicas compute what a simulation of them in one process computes, to rounding; a
     local step sends nothing. Let x_i be the parameters of replica i, and y the shared parameters.
@@ -181,10 +181,10 @@ class DiLoCo:
                     "and the like into `opt_state`, of which each replica keeps its own copy."
                 )
         with no_mesh():
-            shared, own = self._places.place_copies((params, opt_state))
+            shared, opt_state = self._places.place_copies((params, opt_state))
             begin = (lambda _: ()) if self._outer is None else self._outer.init
             outer = jax.jit(begin, out_shardings=self._places.copies)(shared)
-            return DiLoCoState(np.asarray(0), self._spread((shared, own)), shared, outer)
+            return DiLoCoState(np.asarray(0), self._spread((shared, opt_state)), shared, outer)
 
     def __call__(self, state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
         """Run a local step of every replica, and the exchange if the step ends a round.
@@ -228,8 +228,8 @@ class DiLoCo:
         """Return the arguments of `sum`, as in `jc.inspect(train.sum, *train.arguments(state))`."""
         at = self._places
         with no_mesh():
-            own, shared = at.place_rows(state.replicas[0]), (state.shared, state.steps)
-            return at.all_rows(own), *at.all_copies(at.place_copies(shared))
+            params, shared = at.place_rows(state.replicas[0]), (state.shared, state.steps)
+            return at.all_rows(params), *at.all_copies(at.place_copies(shared))
 
     def applied(self, state: DiLoCoState, mean: Any) -> DiLoCoState:
         """Return the state after an exchange, given the result of `sum`."""

@@ -68,7 +68,7 @@ def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | N
     """
     reader, formulas = _Reader(), dict[Hashable, int]()
     # Without axes in their types, for which JAX would add conversions that mean nothing here
-    whole, parts = jax.tree.map(_bare, (whole, parts))
+    whole, parts = jax.tree.map(_without_axes, (whole, parts))
     for params in (parts, whole):
         for path, owner, value in _results(tx, params, parts, extra or {}, reader):
             place = "the update of" if path.startswith("[0]") else "its state at"
@@ -85,7 +85,7 @@ def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | N
                 )
 
 
-def _bare(x: Any) -> jax.ShapeDtypeStruct:
+def _without_axes(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -102,7 +102,7 @@ def _results(
     """Return path, owner and value of each leaf of the updates, the next state and the first."""
     more, treedef = jax.tree.flatten(extra)
     at = [i for i, x in enumerate(more) if is_array(x)]
-    arrays = [_bare(jax.typeof(more[i])) for i in at]
+    arrays = [_without_axes(jax.typeof(more[i])) for i in at]
 
     def programs(grads: Any, state: Any, params: Any, arrays: Any) -> Any:
         traced = dict(zip(at, arrays, strict=True))
