@@ -337,10 +337,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure every section, print and write the results; returns the figures."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--sections", default=",".join(SECTIONS), help=f"(default: {','.join(SECTIONS)})")
+    add(
+        "--sections",
+        default=",".join(SECTIONS),
+        help=f"to measure (default: {','.join(SECTIONS)})",
+    )
     add("--tiny", action="store_true", help="small arrays and few rounds, for a trial")
-    add("--json", default="one_gpu.json", metavar="FILE", help="output (default: one_gpu.json)")
-    add("--compile", nargs=3, metavar=("NAME", "TOPOLOGY", "LAYERS"), help="for subprocesses")
+    add(
+        "--json",
+        default="one_gpu.json",
+        metavar="FILE",
+        help="file to write (default: one_gpu.json)",
+    )
+    add("--compile", nargs=3, metavar=("NAME", "TOPOLOGY", "LAYERS"), help="used by subprocesses")
     args = parser.parse_args(argv)
     if args.compile:
         name, topology, layers = args.compile

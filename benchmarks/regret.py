@@ -253,9 +253,9 @@ def main(argv: Sequence[str] | None = None) -> list[Regret]:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--cases", type=at_least(1), default=40, help="number of cases (default: 40)")
-    add("--seed", type=at_least(0), default=0, help="of the random cases (default: 0)")
-    add("--rounds", type=at_least(FEWEST), default=20, help="per case, at most (default: 20)")
-    add("--timeout", type=float, default=600, help="seconds for any single step (default: 600)")
+    add("--seed", type=at_least(0), default=0, help="random seed (default: 0)")
+    add("--rounds", type=at_least(FEWEST), default=20, help="maximum per case (default: 20)")
+    add("--timeout", type=float, default=600, help="seconds that a request may take (default: 600)")
     add("--json", type=Path, metavar="FILE", help="one line per case; also read at the start")
     args = parser.parse_args(argv)
     text = args.json.read_text() if args.json and args.json.exists() else ""

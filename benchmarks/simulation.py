@@ -99,8 +99,13 @@ def main(argv: Sequence[str] | None = None) -> Lines:
     parser = parser_of(__doc__)
     flags.add_tree(parser, default="resnet50")
     add = parser.add_argument
-    add("--chip", default="h100", metavar="NAME", help="as in a topology (default: h100)")
-    add("--algorithms", default=ALGORITHMS, metavar="LIST", help=f"(default: {ALGORITHMS})")
+    add("--chip", default="h100", metavar="NAME", help="GPU, as in a topology (default: h100)")
+    add(
+        "--algorithms",
+        default=ALGORITHMS,
+        metavar="LIST",
+        help=f"to compare (default: {ALGORITHMS})",
+    )
     add("--json", metavar="FILE", help="write the seconds to FILE; - for standard output")
     add("--plot", type=Path, metavar="FILE.png", help="plot the seconds")
     args = parser.parse_args(argv)

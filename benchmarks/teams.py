@@ -29,17 +29,35 @@ _SAFE = {"PYTHONSAFEPATH": "1"}
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that describe the ranks of JAX."""
     add = parser.add_argument
-    add("--processes", type=int, default=2, metavar="N", help="on this host (default: 2)")
-    add("--devices", type=int, default=1, metavar="N", help="simulated, per process (default: 1)")
+    add("--processes", type=int, default=2, metavar="N", help="processes on this host (default: 2)")
+    add(
+        "--devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="simulated devices per process (default: 1)",
+    )
     add(
         "--rate",
         metavar="RATE",
         help="start the processes on simulated hosts (network namespaces here), and limit their "
         "links to RATE each way: 200mbit, 1gbit, or none for no limit",
     )
-    add("--hosts", type=int, default=2, metavar="H", help="with --rate (default: 2)")
-    add("--per-host", type=int, default=1, metavar="P", help="processes, with --rate (default: 1)")
-    add("--timeout", type=float, default=600, help="seconds for any single step (default: 600)")
+    add(
+        "--hosts",
+        type=int,
+        default=2,
+        metavar="H",
+        help="simulated hosts, with --rate (default: 2)",
+    )
+    add(
+        "--per-host",
+        type=int,
+        default=1,
+        metavar="P",
+        help="processes per simulated host (default: 1)",
+    )
+    add("--timeout", type=float, default=600, help="seconds that a request may take (default: 600)")
 
 
 @contextlib.contextmanager
