@@ -39,7 +39,7 @@ version of JAX, its settings and `XLA_FLAGS`, on the same kind of processor."""
 _DIFFERENT = """\
 {name}: processes pass different values for {n} of {of} leaves that must be equal on every \
 replica. The first is {leaf}: processes {groups}. Nothing was run. Make them from one seed, or \
-read them from one file, on every process. Pass values that differ in a batch or a `PerReplica`."""
+read them from one file, on every process. Put values that differ into a batch or a `PerReplica`."""
 
 _SAME_ROWS = """\
 {name}: all {n} processes pass the same rows in {leaf}. Each process should pass its own share of \
@@ -70,7 +70,7 @@ class Agreement:
         """Wait until all processes are about to run the same program.
 
         Returns:
-          None if they are, or the error that all of them raise; and whether a process runs already.
+          None if they are, or the error that all of them raise; and whether one is already running.
 
         Raises:
           PeerLostError: a process is lost.

@@ -171,10 +171,10 @@ class ProcessGroup:
 
     def _loss(self, lost: Iterable[int], position: int, how: str, why: str = "") -> PeerLostError:
         who = "; ".join(f"process {p} {self._peers.describe_silence(p)}" for p in sorted(lost))
-        cause = why and f" Cause: {why}"
+        source = why and f" Noticed because {why}"
         return PeerLostError(
             f"Call {position} among {len(self.processes)} processes{how}: {who}. The surviving "
-            f"processes can go on over a mesh of their own devices.{cause}",
+            f"processes can go on over a mesh of their own devices.{source}",
             ranks=sorted(lost),
         )
 
@@ -268,7 +268,7 @@ class ProcessGroup:
     def beat(self) -> None:
         """Give up waiting in a call for processes that were already gone at the previous heartbeat.
 
-        One heartbeat is left for a call that needs only this process's own part to finish.
+        A call gets one more heartbeat, because it may need only this process's part to finish.
         """
         missing = self.position, self._gone_before(self.position)
         if missing[1] and missing == self._missing_at_beat:
