@@ -28,7 +28,7 @@ from jaxcoll._cluster.coordinator_proxy import through_proxy
 from jaxcoll._cluster.hosts import publish_host
 from jaxcoll._cluster.launch.subprocesses import REJOIN
 from jaxcoll._cluster.launchers import JAX_BIND, JAX_COORDINATOR, member_of
-from jaxcoll._cluster.liveness import CoordinatorConnection, follow
+from jaxcoll._cluster.liveness import CoordinatorConnection, use_connection
 from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._cluster.specs import Member, host_and_port, is_loopback
@@ -91,9 +91,9 @@ def initialize(
 
     Guarantee: the job begins when all processes have arrived. Otherwise every process that arrived
     raises an error, within its `initialization_timeout_seconds`, that says who is missing or what
-    does not agree. Process 0 starts the coordinator as a separate process, so that any of them may
-    end or die; the coordinator ends after the last one. It listens at `coordinator_address` and
-    nowhere else. Gloo listens at the address from which this host connects to the coordinator.
+    does not agree. Process 0 starts the coordinator as a separate process, so that any process of
+    the job may end or die; the coordinator ends after the last one. It listens only at
+    `coordinator_address`, and Gloo at the address from which this host connects to it.
     A second call, with the same arguments or none, does nothing.
 
     Args:
@@ -104,8 +104,8 @@ def initialize(
         says that it put several processes on this host, the one with this process's local number.
       cluster_resolver: replaces the environment.
       initialization_timeout_seconds: timeout for all processes to arrive, and again, over CPUs, for
-        all to use their devices after the first one does. Timeouts, here and below, are cut to 23
-        days.
+        all to use their devices after the first one does. Here and below, longer timeouts than 23
+        days count as 23 days.
       heartbeat_timeout_seconds: a process counts as dead if its host does not answer for so long,
         or, if `recoverable` is False, if the process itself is stopped for so long.
       shutdown_timeout_seconds: timeout for processes to wait for each other when they end, if
@@ -203,19 +203,19 @@ def _enter_jax(
         **limits | {"heartbeat_timeout_seconds": heartbeat},
     )
     # The coordinator sends no reports to a process that was restarted.
-    followed = None if rejoin else joined.connection
+    reporting = None if rejoin else joined.connection
     try:
-        connect_clients(join, followed, max(until - time.monotonic(), _CONNECTS))
+        connect_clients(join, reporting, max(until - time.monotonic(), _CONNECTS))
         publish_host()
     except BaseException:
         proxy.close()
         joined.connection.close()
         raise
-    exchange = functools.partial(exchange_devices, connection=followed, timeout=timeout)
+    exchange = functools.partial(exchange_devices, connection=reporting, timeout=timeout)
     let_gloo_listen_at(joined.address, exchange, make_socket_folder, again=rejoin)
     with _leaving:
         _joined = joined
-        follow(followed)
+        use_connection(reporting)
 
 
 def _leave(job: _Joined) -> None:
@@ -225,7 +225,7 @@ def _leave(job: _Joined) -> None:
         if _joined is not job:
             return
         _joined = None
-        follow(None)
+        use_connection(None)
     job.connection.close()
     if job.coordinator is not None:
         job.coordinator.release()

@@ -1,4 +1,4 @@
-"""A key-value store for a process that is alone, and a client of one whose server may have died."""
+"""A key-value store for a process that is alone, and a client for a coordinator that may die."""
 
 from __future__ import annotations
 

@@ -78,13 +78,13 @@ class CoordinatorConnection:
 _connection: CoordinatorConnection | None = None
 
 
-def follow(connection: CoordinatorConnection | None) -> None:
+def use_connection(connection: CoordinatorConnection | None) -> None:
     """Make `ended` read this connection."""
     global _connection
     _connection = connection
 
 
-def followed() -> CoordinatorConnection | None:
+def coordinator_connection() -> CoordinatorConnection | None:
     """Return the connection that `ended` reads.
 
     It is None if this process was restarted, or joined its job without jaxcoll's coordinator. Then
@@ -108,4 +108,4 @@ def _leave_to_parent() -> None:
     """Close a forked child's copy, which would keep the connection open after its parent died."""
     if _connection is not None:
         _connection.close()
-        follow(None)
+        use_connection(None)

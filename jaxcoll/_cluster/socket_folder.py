@@ -1,4 +1,4 @@
-"""A folder for a Unix socket, whose path the system keeps short."""
+"""A folder for a Unix socket, with a path short enough for the operating system."""
 
 from __future__ import annotations
 

@@ -66,14 +66,14 @@ def host_and_port(address: Any) -> tuple[str, int]:
       (('node1', 1234), ('::1', 1234))
     """
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    bare = host.removeprefix("[").removesuffix("]")
-    closed = host == bare if ":" not in bare else host == f"[{bare}]"
-    if not (colon and bare and closed and port.isdecimal() and int(port) <= HIGHEST_PORT):
+    name = host.removeprefix("[").removesuffix("]")
+    closed = host == name if ":" not in name else host == f"[{name}]"
+    if not (colon and name and closed and port.isdecimal() and int(port) <= HIGHEST_PORT):
         raise ValueError(
             "an address must be 'host:port', or '[host]:port' for an IPv6 host, with a port of at "
             f"most {HIGHEST_PORT}; got {address!r}."
         )
-    return bare, int(port)
+    return name, int(port)
 
 
 def is_loopback(address: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 HEARTBEAT_SECONDS = 0.5
 """Time between two heartbeats. At each, a process publishes its progress in calls and elastic runs,
-and reads that of the others and which have ended. Survivors of a failure wait for up to four."""
+reads the others' and who has ended. Survivors of a failure wait for up to four heartbeats."""
 
 REPLY_SECONDS = 0.75
 """Timeout of a status query to another process's watchdog; a reply takes a few milliseconds."""

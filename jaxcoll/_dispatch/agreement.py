@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxcoll._cluster.liveness import followed
+from jaxcoll._cluster.liveness import coordinator_connection
 from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_CALLER_SECONDS
 from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.fingerprint import FirstValues, first_difference, unpacked
@@ -171,7 +171,8 @@ class Agreement:
     def _is_lost(self, process: int, now: float) -> bool:
         state = self.peers.state_of(process)
         silent = now - self._silent_since.setdefault(process, now) >= SILENT_CALLER_SECONDS
-        return state in ("ended", "dead") or (state == "here" and silent and followed() is None)
+        no_reports = coordinator_connection() is None
+        return state in ("ended", "dead") or (state == "here" and silent and no_reports)
 
     def _mismatch(self, other: int, ran: Sequence[int]) -> dict[str, Any]:
         """Return the verdict that this process and another have different programs."""

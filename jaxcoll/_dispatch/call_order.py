@@ -66,6 +66,6 @@ class CallOrder:
         letters = self._history[1]
         last = len(letters) - 1
         for length in CONTEXTS:
-            if (found := letters.find(letters[-length:], 0, last)) >= 0:
-                return found + length
+            if (start := letters.find(letters[-length:], 0, last)) >= 0:
+                return start + length
         return last  # the program is new: expect it again

@@ -108,7 +108,7 @@ def first_difference(sides: Mapping[int, Sequence[str]]) -> str:
 
 
 def environment(device: jax.Device) -> tuple[str, ...]:
-    """Return everything beside its text that a program for `device` depends on, one line each."""
+    """Return what a program's numbers depend on besides its text, one line each, for `device`."""
     version = " ".join(str(device.client.platform_version).split())
     kind = _processor() if device.platform == "cpu" else f"{device.device_kind}, {version}"
     return (
@@ -153,7 +153,7 @@ class FirstValues:
     """Digests of one process's arguments."""
 
     replicated: dict[str, str]  # of each replicated leaf, by its path
-    # Of each leaf of which this process has its share of rows. Leaves that repeat one number are
+    # Of each leaf that is split by rows, this process's share. Leaves that repeat one number are
     # left out, because they may be equal by chance
     rows: dict[str, str]
 
@@ -166,7 +166,7 @@ class FirstValues:
 def shared_program(
     lowered: jax.stages.Lowered, name: str, leaves: Sequence[Any], settings: str
 ) -> Program:
-    """Compile a program that several processes run; they compare `settings` beside its text."""
+    """Compile a program that several processes run; they compare its text and `settings`."""
     meshes = (getattr(x.sharding, "mesh", None) for x in leaves)
     mesh = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
     # Device ids in the program's order, which is that of the first array's mesh.

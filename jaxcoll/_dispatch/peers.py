@@ -1,8 +1,8 @@
 """Messages between processes outside their collectives, as keys of the coordination service.
 
-Every process has an inbox there, and a bell: a key whose writing wakes its watchdog. The watchdog
-replies to every question at once, even while the process computes, sleeps or is stuck in a
-collective. So a process that does not reply is dead, stopped or cut off. Messages are JSON.
+Every process has an inbox there, and a bell, a key that wakes its watchdog when written. The
+watchdog replies to every question at once, even while the process computes, sleeps or is stuck in
+a collective. So a process that does not reply is dead, stopped or cut off. Messages are JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxcoll._cluster.key_value import CoordinatorClient, Keys
-from jaxcoll._cluster.liveness import ended, followed
+from jaxcoll._cluster.liveness import coordinator_connection, ended
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, REPLY_SECONDS
 
 _EACH_SECONDS = 0.02  # extra time for each process that is asked
@@ -103,7 +103,7 @@ class Peers:
     def describe_silence(self, process: int) -> str:
         """Describe the state of a silent process for messages."""
         here = "it is dead, stopped or cut off"
-        if followed() is not None:
+        if coordinator_connection() is not None:
             here = "it is stopped, cut off, or in native code that holds the interpreter lock"
         return {
             "": "has made no call yet",

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll._cluster.liveness import followed
+from jaxcoll._cluster.liveness import coordinator_connection
 from jaxcoll._cluster.timing import REPLY_SECONDS, RETRY_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.agreement import Agreement
@@ -192,7 +192,7 @@ class ProcessGroup:
                 return dead
             silent -= peers.gone.keys()  # these had done their part
             silent -= set(peers.ask(self.name, self.position, sorted(silent), patience))
-            if not silent or (len(silent) == 1 and followed() is None):
+            if not silent or (len(silent) == 1 and coordinator_connection() is None):
                 break
         return silent
 

@@ -18,7 +18,7 @@ import jax
 from jaxcoll._cluster.coordinator import message
 from jaxcoll._cluster.coordinator_proxy import current_proxy, give_up_coordinator
 from jaxcoll._cluster.key_value import CoordinatorClient, Keys
-from jaxcoll._cluster.liveness import followed
+from jaxcoll._cluster.liveness import coordinator_connection
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS
 from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
 from jaxcoll._dispatch.peers import Peers
@@ -44,7 +44,7 @@ class Watchdog:
 
     def __init__(self, keys: Keys) -> None:
         self.peers = Peers(CoordinatorClient(keys))
-        self._proxy, self._connection = current_proxy(), followed()  # of this watchdog's job
+        self._proxy, self._connection = current_proxy(), coordinator_connection()  # of its job
         self.groups: dict[tuple[int, ...], ProcessGroup] = {}  # by their processes
         # Everything it serves, by names that are the same on all processes
         self.watched: dict[str, Watched] = {}

@@ -287,7 +287,7 @@ def _named(tree: Any, whole: Callable[[Shards], Any]) -> dict[str, Any]:
 
 
 def _whole(shards: Shards) -> Any:
-    """Return the whole tree of shards, all of which this process must hold."""
+    """Gather the tree of `Shards`; this process must hold all of them."""
     if not all(x.is_fully_addressable for x in shards.parts if isinstance(x, jax.Array)):
         raise ValueError(
             "`save_checkpoint`: other processes hold parts of the `Shards` in the tree. Call "

@@ -106,18 +106,18 @@ class Connections:
         """
         client, folder = self._client, "connect"
         assert client is not None
-        known: set[str] = set()
+        copied: set[str] = set()
         with contextlib.suppress(StoreUnreachableError, RuntimeError):
             while not self._ended.wait(_OFTEN if time.monotonic() < self._until else _SELDOM):
                 for key, value in client.addresses().items():
-                    if key not in known:
-                        known.add(key)
+                    if key not in copied:
+                        copied.add(key)
                         self._until = time.monotonic() + _CONNECTS
                         text = base64.b64encode(value).decode()
                         self._membership.share(self._number, f"{folder}/{key}", text)
-                if not known or time.monotonic() > self._until:
+                if not copied or time.monotonic() > self._until:
                     continue
                 for key, text in self._membership.shared(self._number, folder).items():
-                    if key not in known:
-                        known.add(key)
+                    if key not in copied:
+                        copied.add(key)
                         client.learn(key, base64.b64decode(text))

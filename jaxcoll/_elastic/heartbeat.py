@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxcoll._cluster.liveness import ended, followed
+from jaxcoll._cluster.liveness import coordinator_connection, ended
 from jaxcoll._cluster.timing import SILENT_WORKER_SECONDS
 from jaxcoll._elastic.generation import rank_of
 
@@ -38,7 +38,7 @@ class StepStatus(NamedTuple):
 
 def new_name(process: int) -> str:
     """Return a name for this worker: its number, and a part that changes with a restart."""
-    return f"{process}.{os.urandom(4).hex()}{'' if followed() else _UNREPORTED}"
+    return f"{process}.{os.urandom(4).hex()}{'' if coordinator_connection() else _UNREPORTED}"
 
 
 def has_ended(name: str) -> bool:
@@ -48,7 +48,7 @@ def has_ended(name: str) -> bool:
 
 def is_reported(name: str) -> bool:
     """Return whether the coordinator would report that worker's end to this process."""
-    return followed() is not None and not name.endswith(_UNREPORTED)
+    return coordinator_connection() is not None and not name.endswith(_UNREPORTED)
 
 
 class Heartbeats:
@@ -84,12 +84,12 @@ class Heartbeats:
         return not (self.is_silent(name) or self.is_late(name))
 
     def is_settled(self, name: str) -> bool:
-        """Return whether it is known if a worker lives; its first heartbeat may be an old one."""
+        """Return whether a worker's state is certain: its first heartbeat may be an old one."""
         settled = name not in self._seen or self._seen[name][2] or self.is_late(name)
         return settled or self.is_silent(name)
 
     def differing(
-        self, members: tuple[str, ...], joined: Sequence[str], known: Mapping[str, StepStatus]
+        self, members: tuple[str, ...], joined: Sequence[str], offered: Mapping[str, StepStatus]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return members with different programs, and the members that must end for it.
 
@@ -97,19 +97,19 @@ class Heartbeats:
         who is right, and all end.
         """
         staying = [m for m in members if m not in joined]
-        if pair := self.contradicting(staying or members, known):
+        if pair := self.contradicting(staying or members, offered):
             return pair, members
-        pairs = {m: self.contradicting([*staying, m], known) for m in joined}
+        pairs = {m: self.contradicting([*staying, m], offered) for m in joined}
         odd = tuple(m for m in joined if pairs[m])
         first = [m for m in pairs[odd[0]] if m != odd[0]] if odd else []
         return (*first, *odd), odd
 
     def contradicting(
-        self, members: Iterable[str], known: Mapping[str, StepStatus]
+        self, members: Iterable[str], offered: Mapping[str, StepStatus]
     ) -> tuple[str, ...]:
         """Return the first two members, by number, that contradict each other, or ()."""
         members = sorted(members, key=rank_of)
-        statuses = self.statuses(members) | {m: known[m] for m in members if m in known}
+        statuses = self.statuses(members) | {m: offered[m] for m in members if m in offered}
         firsts: dict[tuple[int, int], str] = {}
         for name in (m for m in members if m in statuses):
             now = statuses[name]

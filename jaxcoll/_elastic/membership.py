@@ -98,7 +98,7 @@ class Membership:
           Whether the first reason, here or elsewhere, was a deadline; it causes later failures.
         """
         request = json.dumps({"why": why, "late": late, "by": self.name})
-        first = self._keys.agree(self._key(self.generation.number + 1, "asked"), request)
+        first = self._keys.agree(self._key(self.generation.number + 1, "request"), request)
         self._is_over = True
         if first == request:
             self._watchdog.peers.alarm(self._root, map(rank_of, self.generation.members), {})
@@ -236,8 +236,8 @@ class Membership:
         if odd == self.generation.members:
             return True
         missing = [m for m in self.generation.members if m not in ready and m not in odd]
-        asked = self._keys.try_get(self._key(number, "asked"))
-        patience = HEARTBEAT_SECONDS if asked and json.loads(asked)["late"] else self._patience
+        request = self._keys.try_get(self._key(number, "request"))
+        patience = HEARTBEAT_SECONDS if request and json.loads(request)["late"] else self._patience
         if any(not self._heartbeats.is_silent(m) for m in missing) and waited < patience:
             return False
         # Waiting workers become members, so it must be known whether they live.
@@ -245,12 +245,12 @@ class Membership:
 
     def _differ(self, ready: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return members with different programs for a step, and those that must end for it."""
-        known = {m: StepStatus(*offer["status"]) for m, offer in ready.items()}
-        return self._heartbeats.differing(self.generation.members, self.generation.joined, known)
+        offered = {m: StepStatus(*offer["status"]) for m, offer in ready.items()}
+        return self._heartbeats.differing(self.generation.members, self.generation.joined, offered)
 
     def _proposal(self, number: int, ready: Mapping[str, Any]) -> Generation:
-        asked = self._keys.try_get(self._key(number, "asked"))
-        why = json.loads(asked)["why"] if asked else "a worker joined" if number else ""
+        request = self._keys.try_get(self._key(number, "request"))
+        why = json.loads(request)["why"] if request else "a worker joined" if number else ""
         last = self.generation
         before = last.members if number else sorted(ready, key=rank_of)
         differ, odd = self._differ(ready)
@@ -336,12 +336,12 @@ class Membership:
         self.beat()
 
     def beat(self) -> None:
-        """Check for a request for a new generation, whose alarm may be lost, and write."""
+        """Check for a request for a new generation, as its alarm may be lost, and write."""
         with self._lock:
             if self._ended:
                 return
-            asked = self._keys.try_get(self._key(self.generation.number + 1, "asked"))
-            if asked and self.generation.number >= 0:
+            request = self._keys.try_get(self._key(self.generation.number + 1, "request"))
+            if request and self.generation.number >= 0:
                 self._is_over = True
                 self.woken.set()
             self._write_heartbeat()

@@ -39,14 +39,14 @@ def without_residuals(state: Any) -> Any:
 
 def own_rows(residual: Shards) -> Shards:
     """Return the residual of this worker's replicas only, in host memory."""
-    return _with_parts([_rows_here(part) for part in residual.parts], residual)
+    return _like([_rows_here(part) for part in residual.parts], residual)
 
 
 def summed(residual: Shards) -> Shards:
     """Return the sum over this worker's replicas, as one replica's residual, in host memory."""
     rows = own_rows(residual)
     parts = [x.reshape(rows.layout.replicas, -1, LANES) for x in rows.parts]
-    return _with_parts([x.sum(0, dtype=np.float64).astype(x.dtype) for x in parts], residual)
+    return _like([x.sum(0, dtype=np.float64).astype(x.dtype) for x in parts], residual)
 
 
 def at_start(name: str, residual: Shards) -> Shards:
@@ -64,17 +64,16 @@ def at_start(name: str, residual: Shards) -> Shards:
 def divided(total: Shards, workers: int, replicas: int) -> Shards:
     """Divide a sum equally among `workers`, and return this one's rows; zeros for 0 workers."""
     if not workers:
-        zeros = [np.zeros((replicas * len(x), LANES), x.dtype) for x in total.parts]
-        return _with_parts(zeros, total)
+        return _like([np.zeros((replicas * len(x), LANES), x.dtype) for x in total.parts], total)
     n = np.float32(workers * replicas)
-    return _with_parts([np.tile(x / n, (replicas, 1)) for x in total.parts], total)
+    return _like([np.tile(x / n, (replicas, 1)) for x in total.parts], total)
 
 
 def placed(rows: Shards, mesh: Mesh) -> Shards:
     """Return the residual of all workers' replicas on a mesh, from this worker's rows."""
     with no_mesh():
         parts = place(rows.parts, NamedSharding(mesh, spec_of(rows.axes, ())))
-    return _with_parts(parts, rows)
+    return _like(parts, rows)
 
 
 def adder(residuals: Sequence[Shards]) -> Callable[..., list[Any]]:
@@ -87,7 +86,7 @@ def adder(residuals: Sequence[Shards]) -> Callable[..., list[Any]]:
 
 def in_host_memory(sums: Sequence[Any], residual: Shards) -> Shards:
     """Return a sum from the program of `adder` as a residual in host memory."""
-    return _with_parts([on_host("", part) for part in sums], residual)
+    return _like([on_host("", part) for part in sums], residual)
 
 
 def norm(residuals: Iterable[Shards]) -> float:
@@ -96,8 +95,8 @@ def norm(residuals: Iterable[Shards]) -> float:
     return float(np.sqrt(sum(np.vdot(x, x) for x in parts)))
 
 
-def _with_parts(parts: Sequence[Any], like: Shards) -> Shards:
-    """Return a residual with other parts. Their number of rows gives the number of replicas."""
+def _like(parts: Sequence[Any], like: Shards) -> Shards:
+    """Return a residual like another, with these parts; their rows give the number of replicas."""
     packs = like.layout.packs
     replicas = len(parts[0]) // like.layout.rows(packs[0]) if packs else 1
     layout = laid_over(like.layout, (replicas,))

@@ -66,7 +66,7 @@ class Run:
         self._failed: Exception | None = None  # this worker's error in the last attempt
         self._failing: Exception | None = None  # this worker's error in the present attempt
         self._began = 0.0
-        self._changes: list[tuple[float, WorldChange]] = []  # whose durations are not known yet
+        self._changes: list[tuple[float, WorldChange]] = []  # still without durations
         self._writers: tuple[str, ...] = ()
         self._every = 0  # steps between two checkpoints, if there are writers
         # Writes checkpoints during the next steps, because one may take longer than a step

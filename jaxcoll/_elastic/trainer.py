@@ -50,7 +50,7 @@ class Elastic:
     A residual (`jc.compression.residual`) in the state is divided among workers by replica.
     Survivors keep their part, a newcomer starts with zeros, and a checkpoint holds the sum, which a
     restored run divides again. So the sum of all gradients is what has been exchanged, plus the
-    residuals of all workers, plus what was lost with lost workers; `changes` estimates the latter.
+    residuals of all workers, plus the residuals of lost workers, which `changes` estimates.
 
     Args:
       step: a `jc.data_parallel` step of `(state, batch)` that returns `(state, metrics)`, over one

@@ -16,9 +16,9 @@ from jaxcoll._elastic.heartbeat import Heartbeats, new_name
 def coordinator():
     here, there = socket.socketpair()
     connection = liveness.CoordinatorConnection(here.detach())
-    liveness.follow(connection)
+    liveness.use_connection(connection)
     yield there
-    liveness.follow(None)
+    liveness.use_connection(None)
     connection.close()
     there.close()
 
@@ -45,7 +45,7 @@ from jaxcoll._cluster import liveness
 
 there, here = socket.socketpair()
 connection = liveness.CoordinatorConnection(here.detach())
-liveness.follow(connection)
+liveness.use_connection(connection)
 child = os.fork()
 if child:
     os.waitpid(child, 0)
@@ -61,14 +61,14 @@ os._exit(0)
 
 def test_who_was_not_told_of_anybody_knows_of_nobody():
     assert liveness.ended() == {}
-    assert liveness.followed() is None
+    assert liveness.coordinator_connection() is None
 
 
 def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator):
-    old, other, connection = new_name(1), new_name(2), liveness.followed()
-    liveness.follow(None)  # as in a process that was started again
+    old, other, connection = new_name(1), new_name(2), liveness.coordinator_connection()
+    liveness.use_connection(None)  # as in a process that was started again
     new = new_name(1)
-    liveness.follow(connection)
+    liveness.use_connection(connection)
     seen = Heartbeats()
     seen.observe({name: json.dumps([1, heartbeat.StepStatus(0, 1)]) for name in (old, new, other)})
     assert not any(map(seen.is_silent, (old, new, other)))
@@ -80,21 +80,21 @@ def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator)
 
 def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinator, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENT_WORKER_SECONDS", 0.0)
-    followed, seen = new_name(1), Heartbeats()
-    connection = liveness.followed()
-    liveness.follow(None)
-    unfollowed = new_name(2)
-    liveness.follow(connection)
-    texts = {name: json.dumps([1, heartbeat.StepStatus(0, 1)]) for name in (followed, unfollowed)}
+    reported, seen = new_name(1), Heartbeats()
+    connection = liveness.coordinator_connection()
+    liveness.use_connection(None)
+    unreported = new_name(2)
+    liveness.use_connection(connection)
+    texts = {name: json.dumps([1, heartbeat.StepStatus(0, 1)]) for name in (reported, unreported)}
     seen.observe(texts)
     time.sleep(0.01)
     seen.observe(texts)
     assert all(map(seen.is_late, texts))  # so neither is taken in
     assert all(map(seen.is_settled, texts))
     assert [seen.is_silent(name) for name in texts] == [False, True]
-    assert set(seen.statuses(texts)) == {followed}
-    liveness.follow(None)  # to a worker that was started again nobody tells anything
+    assert set(seen.statuses(texts)) == {reported}
+    liveness.use_connection(None)  # to a worker that was started again nobody tells anything
     assert all(map(seen.is_silent, texts))
-    liveness.follow(connection)
+    liveness.use_connection(connection)
     coordinator.sendall(b'{"ended": 1}\n')
     assert all(map(seen.is_silent, texts))
