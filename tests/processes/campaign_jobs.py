@@ -182,7 +182,7 @@ class Odd(Elastic):
             jc.Elastic(step, {"w": state})
         except ValueError as error:
             found = str(error)
-        assert "state['w'] is sharded over processes, so that no other" in found, found
+        assert "state['w'] is sharded over processes, so no other" in found, found
 
     def batches(self, at, rank, world):
         if self.odd and at == self.since:
