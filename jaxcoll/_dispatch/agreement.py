@@ -37,7 +37,7 @@ the same structure, names, shapes and dtypes, the same constants and options, un
 version of JAX, its settings and `XLA_FLAGS`, on the same kind of processor."""
 
 _DIFFERENT = """\
-{name}: processes pass different values for {n} of {of} leaves that must be equal on every \
+{name}: processes pass different values in {n} of {of} leaves that must be equal on every \
 replica. The first is {leaf}: processes {groups}. Nothing was run. Make them from one seed, or \
 read them from one file, on every process. Put values that differ into a batch or a `PerReplica`."""
 

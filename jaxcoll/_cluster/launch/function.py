@@ -165,7 +165,7 @@ def _pickled(fn: Any) -> bytes:
         raise ImportError(
             "`launch` needs cloudpickle to send this function to other processes, because it was "
             "defined in a notebook, in the main program, or inside another function. `pip install "
-            "'jaxcoll[notebook]'`, or move the function to a module that can be imported."
+            "'jaxcoll[notebook]'`, or move it to a module that can be imported."
         ) from None
     return cloudpickle.dumps(fn)
 
