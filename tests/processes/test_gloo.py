@@ -88,7 +88,7 @@ def test_what_processes_bring_to_a_first_run_is_compared(pair):
         assert found["own rows"]["warned"] == found["ones"]["warned"] == []
         error, groups = found["other state"]["error"], [["0"], ["1"]]
         assert "different values in 2 of 3 leaves" in error
-        assert "args[0]['key'] first: processes 0 | 1. Nothing was run." in error
+        assert "The first is args[0]['key']: processes 0 | 1. Nothing was run." in error
         leaves = {f"args[0]['{k}']": groups for k in ("key", "w")}
         assert found["other state"]["divergent"] == leaves
         assert "args[0][0] first" in found["strategy"]["error"]
