@@ -70,7 +70,7 @@ def zeros_like_aval(aval: Any, dtype: Any) -> jax.Array:
     return as_varying(jnp.zeros(aval.shape, dtype), sorted(varying_axes_of_type(aval)))
 
 
-def types_tell() -> bool:
+def types_tracked() -> bool:
     """Return True if types tell replicas apart here, inside a checked `shard_map`."""
     return bool(_checks_types.value)
 
@@ -82,7 +82,7 @@ def tracks_variance(axis: str) -> bool:
     axes means "the same on every replica" only if this function returns True.
     """
     # The index costs an equation, so it is made only if types tell anything here.
-    return types_tell() and axis in varying_axes(lax.axis_index(axis))
+    return types_tracked() and axis in varying_axes(lax.axis_index(axis))
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
@@ -93,7 +93,7 @@ def unreduced_axes(x: Any) -> frozenset[str]:
 
 def same_axes(x: Any, axes: Iterable[str]) -> tuple[str, ...]:
     """Return the `axes` over which the type of `x` shows it to be the same on all replicas."""
-    if not types_tell():
+    if not types_tracked():
         return ()
     differs = varying_axes(x) | unreduced_axes(x)
     return tuple(a for a in axes if a not in differs and tracks_variance(a))

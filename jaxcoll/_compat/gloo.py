@@ -42,7 +42,7 @@ def let_gloo_listen_at(
       make_folder: a function that makes a folder for a Unix socket with a given name.
       again: True if this process was restarted after the rendezvous. It then reads the devices that
         the others published, and no process waits for it: its devices connect only by
-        `ClientAnew`. If its number of devices has changed, JAX raises a RuntimeError.
+        `SecondClient`. If its number of devices has changed, JAX raises a RuntimeError.
     """
     from jax.extend.backend import register_backend_factory
 
@@ -57,8 +57,8 @@ def let_gloo_listen_at(
             state.client.key_value_set(f"{_COUNTS}/{state.process_id}", count)
             return created
         _check_count()
-        anew = ClientAnew(host, make_folder)
-        client, anew.client = anew.client, None  # JAX alone decides how long it lives
+        second = SecondClient(host, make_folder)
+        client, second.client = second.client, None  # JAX alone decides how long it lives
         return client
 
     def client() -> Any:
@@ -74,7 +74,7 @@ def meets_over_gloo() -> bool:
     return is_gloo and joined_state().client is not None
 
 
-class ClientAnew:
+class SecondClient:
     """A second CPU client, with the device ids of JAX's client and no connections yet.
 
     It has a coordination service of its own, used only by this process. To connect several

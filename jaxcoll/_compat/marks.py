@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxcoll._compat.axes import retyped, tracks_variance, types_tell, varying_axes_of_type
+from jaxcoll._compat.axes import retyped, tracks_variance, types_tracked, varying_axes_of_type
 from jaxcoll._compat.primitives import first_of, unchanged
 
 SAME = "same_everywhere"
@@ -39,7 +39,7 @@ def same(
         results are the same for another reason.
       sums: True if the results are sums, which count a value repeatedly if all replicas hold it.
     """
-    if not results or not axes or types_tell():
+    if not results or not axes or types_tracked():
         return list(results)
     return _same_p.bind(*results, *before, axes=tuple(axes), sums=sums, count=len(results))
 

@@ -1,4 +1,4 @@
-"""Primitives that move no data (types, order, cotangents, rounding), and functions kept apart."""
+"""Primitives that move no data (types, order, cotangents, rounding), and unfused functions."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def ordered(x: Any, after: Any) -> Any:
     return lax.optimization_barrier((x, as_invariant(after, sorted(more))))[0]
 
 
-def needing(x: Any, after: Sequence[Any]) -> Any:
+def depending_on(x: Any, after: Sequence[Any]) -> Any:
     """Return `x`, but computed from `after` as far as any compiler can see.
 
     Nothing else orders a collective against those inside a loop: XLA's CPU compiler drops barriers.
@@ -133,16 +133,16 @@ def needing(x: Any, after: Sequence[Any]) -> Any:
     seen once (a message of 1048576 bytes instead of 4) and could not be reproduced.
     """
     nonempty = [y for y in after if y.size]
-    return _needing_p.bind(x, *nonempty) if nonempty and x.size else x
+    return _depending_on_p.bind(x, *nonempty) if nonempty and x.size else x
 
 
-def at_once(arrays: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:
-    """Return `arrays`, each computed from all of them and `after`; see `needing`."""
+def all_depending_on(arrays: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:
+    """Return `arrays`, each computed from all of them and `after`; see `depending_on`."""
     first = next((k for k, x in enumerate(arrays) if x.size), None)
     if first is None:
         return list(arrays)
-    one = needing(arrays[first], [*arrays[:first], *arrays[first + 1 :], *after])
-    return [one if k == first else needing(x, [one]) for k, x in enumerate(arrays)]
+    one = depending_on(arrays[first], [*arrays[:first], *arrays[first + 1 :], *after])
+    return [one if k == first else depending_on(x, [one]) for k, x in enumerate(arrays)]
 
 
 def _needed(x: jax.Array, *after: jax.Array) -> jax.Array:
@@ -154,7 +154,7 @@ def _needed(x: jax.Array, *after: jax.Array) -> jax.Array:
     return lax.select(lax.broadcast(never, x.shape), lax.full_like(x, 0), x)
 
 
-_needing_p = first_of("needing", mlir.lower_fun(_needed, multiple_results=False))
+_depending_on_p = first_of("depending_on", mlir.lower_fun(_needed, multiple_results=False))
 
 
 def as_stored(x: Any, *, backward: bool = False) -> Any:
@@ -199,7 +199,7 @@ def traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Any, Callable[...,
     return jitted.trace(*args).jaxpr, jitted
 
 
-def apart(function: Callable[..., Any], **parameters: Any) -> Callable[..., Any]:
+def unfused(function: Callable[..., Any], **parameters: Any) -> Callable[..., Any]:
     """Bind parameters to `function`, and keep compilers from fusing it with surrounding code.
 
     Its arguments and results are stored in memory, and calls with the same shapes are compiled

@@ -16,7 +16,7 @@ from jaxcoll._cluster import gloo_sockets
 from jaxcoll._cluster.initialize import own_address
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._compat.gloo import ClientAnew, meets_over_gloo
+from jaxcoll._compat.gloo import SecondClient, meets_over_gloo
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._threads import any_blocked
 
@@ -49,11 +49,11 @@ class Connections:
         self._made: set[gloo_sockets.Connection] | None = None
         self._until = float("inf")  # when to stop checking often for others' addresses
         self._ended = threading.Event()
-        self._client: ClientAnew | None = None
+        self._client: SecondClient | None = None
         self._thread: threading.Thread | None = None
         self.devices: list[jax.Device] = jax.devices()  # of all processes
         if generation.reconnects and meets_over_gloo():
-            self._client = ClientAnew(own_address(), make_socket_folder)
+            self._client = SecondClient(own_address(), make_socket_folder)
             self.devices = self._client.client.devices()
             self._thread = threading.Thread(
                 target=self._exchange, name="jaxcoll-connect", daemon=True

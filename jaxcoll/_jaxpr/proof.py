@@ -39,7 +39,7 @@ _BITS = 5
 _SUMS = {"psum", "psum_invariant"}
 _EQUALIZING = {*_SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced"}
 _ABORTING = {*_SUMS, "pmax", "pmin", "reduce_scatter"}
-_FIRST = {_compat.AS_INVARIANT, "pvary", "pcast", "as_stored", "reshard", "needing"}
+_FIRST = {_compat.AS_INVARIANT, "pvary", "pcast", "as_stored", "reshard", "depending_on"}
 """The result has the facts of the first operand, whatever the parameters are."""
 _SAME_PLACE = {"optimization_barrier", marks.THROUGH}
 """Result k has the facts of operand k."""

@@ -82,7 +82,7 @@ def all_reduce(
     """
     axes = bound_axes(axis_name, "all_reduce")
     world = scope.world(axes)
-    typed, automatic = _compat.types_tell(), _compat.automatic_axes()
+    typed, automatic = _compat.types_tracked(), _compat.automatic_axes()
     context = _Context(reduce_op, axes, world, invariant, typed, automatic)
     flat, treedef = flattened(value, functools.partial(is_whole, axes=axes))
     exactly = scope.exactly.options if exact else scope.options

@@ -182,7 +182,7 @@ def _gather_of(
 
     def gathered(parts: list[jax.Array]) -> list[jax.Array]:
         wholes = carry_out(plan, parts, carry, enter=enter, leave=leave)
-        wholes = _compat.at_once(wholes) if world.over_gloo else wholes
+        wholes = _compat.all_depending_on(wholes) if world.over_gloo else wholes
         return leaves_of(wholes, layout, tuple(axes) if world.platform == "cpu" else ())
 
     def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
@@ -190,7 +190,7 @@ def _gather_of(
         sent = wired(leaves, recipes)
         back = plan_half("reduce_scatter", ReduceOp.SUM, layout.packs, sent, *context)
         scope.record(back)
-        cotangents = _compat.at_once(cotangents) if world.over_gloo else cotangents
+        cotangents = _compat.all_depending_on(cotangents) if world.over_gloo else cotangents
         parts = _scattered(cotangents, back, layout, recipes, axes)
         return ([marks.part_of_sum(part, tuple(axes)) for part in parts],)
 

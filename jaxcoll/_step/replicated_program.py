@@ -198,7 +198,7 @@ class Outputs:
             self._order.append(k)
             for part in jax.tree.leaves(leaf):
                 places.append((k, path, spec, rule))
-                if _compat.types_tell():
+                if _compat.types_tracked():
                     self._check(path, spec, rule, _compat.varying_axes(part))
         # Path, spec and rule of each array, in the order of the program's outputs
         self._places = [place[1:] for place in sorted(places, key=lambda place: place[0])]

@@ -29,7 +29,7 @@ class Coding(NamedTuple):
 
         Fused with code of other shapes, it would load the bytes of a block one by one there.
         """
-        wrap = _compat.apart if self.platform == "cpu" and format.block > 1 else functools.partial
+        wrap = _compat.unfused if self.platform == "cpu" and format.block > 1 else functools.partial
         return wrap(function, format=format, feedback=self.feedback, **parameters)
 
 

@@ -229,7 +229,7 @@ class Differentiator:
         if any(sharded) and scope.world(dict(axes)).over_gloo:
             parts = [x for x, a in zip(jax.tree.leaves(local.grads), sharded, strict=True) if a]
             leaves, treedef = jax.tree.flatten(common)
-            common = treedef.unflatten(_compat.at_once(leaves, parts))
+            common = treedef.unflatten(_compat.all_depending_on(leaves, parts))
         ends = " … ".join(dict.fromkeys([*[*same][:1], *[*same][-1:]]))
         synced = _SYNCED.format(what=counted(len(same), "leaf", "leaves"), paths=ends)
         feedback = None

@@ -109,7 +109,7 @@ def value_and_local_grad(
     """
     chosen = {argnums} if isinstance(argnums, int) else set(argnums)
     chosen = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
-    if _compat.types_tell():
+    if _compat.types_tracked():
         args = tuple(
             _vary(jax.tree.map(jnp.asarray, a), differentiation.axes) if i in chosen else a
             for i, a in enumerate(args)

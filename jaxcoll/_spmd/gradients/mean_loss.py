@@ -53,7 +53,7 @@ def mean_loss(
             return jnp.asarray(value), weight
 
         def varying(tree: Any) -> Any:
-            if not _compat.types_tell():
+            if not _compat.types_tracked():
                 return tree
             return jax.tree.map(lambda x: _compat.as_varying(jnp.asarray(x), axes), tree)
 

@@ -27,7 +27,7 @@ def checked_same(x: Any, leaves: Mapping[str, Any], axes: Iterable[str], caller:
     """Return `x`; raise an error if one of `leaves` differs between replicas by its type."""
     if not leaves:
         return x
-    if not _compat.types_tell():  # leave the check to the proof that reads the whole program
+    if not _compat.types_tracked():  # leave the check to the proof that reads the whole program
         return marks.checked(x, {where(name): y for name, y in leaves.items()}, tuple(axes), caller)
     typed = frozenset(axes) - retyped()
     for name, leaf in leaves.items():
