@@ -30,7 +30,7 @@ class Table:
     more: str = ""  # a last line that says how much is left out; "" for none
 
     def text(self, width: int | None = None) -> str:
-        """Return the aligned table; lines longer than `width` end in "…", never amid a number."""
+        """Return the aligned table; lines longer than `width` end in "…", never inside a number."""
         table = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         for k in range(1, len(widths)):

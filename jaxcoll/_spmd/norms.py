@@ -1,4 +1,4 @@
-"""Properties of a whole gradient: its norm, clipping by the norm, and a check for NaN."""
+"""Properties of a whole gradient: its norm, clipping by the norm, and whether it is finite."""
 
 from __future__ import annotations
 

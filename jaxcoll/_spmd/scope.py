@@ -213,7 +213,7 @@ def already_reduced(
     value: str,
     gradient: str,
 ) -> AlreadyReducedError:
-    """Return the error for a leaf that is equal on all replicas, with advice for both its kinds."""
+    """Return the error for a leaf equal on all replicas; `value` and `gradient` are its advice."""
     n = count(same)
     message = (
         f"`{caller}` over {named(axes)}: {where(path)} is already the same on every replica along "

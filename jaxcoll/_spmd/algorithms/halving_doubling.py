@@ -28,7 +28,7 @@ from jaxcoll._spmd.algorithms.exchange import passed_on, rotated, swapped
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return row `rank` of the sum of (n, k) rows, in ⌈log2 n⌉ steps; sends (n-1)/n of them."""
+    """Return row `rank` of the sum of (n, k) rows in ⌈log2 n⌉ steps; sends (n-1)/n of the bytes."""
     rank, bits = lax.axis_index(axes), _bits(len(shards))
     if bits is None:
         # Rotate so that row i is for the replica i further, and all slices are static.
