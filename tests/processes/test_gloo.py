@@ -91,9 +91,9 @@ def test_what_processes_bring_to_a_first_run_is_compared(pair):
         assert "The first is args[0]['key']: processes 0 | 1. Nothing was run." in error
         leaves = {f"args[0]['{k}']": groups for k in ("key", "w")}
         assert found["other state"]["divergent"] == leaves
-        assert "args[0][0] first" in found["strategy"]["error"]
+        assert "The first is args[0][0]:" in found["strategy"]["error"]
         for name in ("anew", "refused 0", "refused 1"):  # a mark that ran before
-            assert "args[0]['w'] first: processes 0 | 1" in found[name]["error"]
+            assert "The first is args[0]['w']: processes 0 | 1" in found[name]["error"]
         for name in ("mended", "anew on 0", "anew on 1"):
             assert found[name]["result"] == found["own rows"]["result"]
     assert first["after"] == second["after"]  # both can go on
