@@ -1,4 +1,4 @@
-"""Which processes of a job share a host; all processes get the same answer.
+"""Hosts of a job's processes. All processes get the same answer to who shares a host.
 
 Two processes share a host if they can connect on its loopback interface: they have the same host
 name, boot of the kernel and network namespace. Each process publishes these once, as a key of the

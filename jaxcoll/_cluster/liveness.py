@@ -1,4 +1,4 @@
-"""Which processes have ended: the coordinator sees their connections close, and reports it.
+"""Reports of processes that have ended: the coordinator sees their connections close.
 
 The operating system closes a process's connections at once, however the process ends. Silence says
 less: a process that is stopped, or holds the interpreter lock, is silent and keeps its connections.

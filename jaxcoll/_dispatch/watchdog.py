@@ -33,7 +33,7 @@ in the coordinator for each read that timed out, until its key is written."""
 
 
 class Watched(Protocol):
-    """What a watchdog serves: a process group, or this process's part in an elastic run."""
+    """An object that a watchdog serves: a process group, or this process's elastic run."""
 
     def alarmed(self, alarm: dict[str, Any]) -> None: ...
     def beat(self) -> None: ...

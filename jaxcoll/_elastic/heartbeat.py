@@ -21,7 +21,7 @@ _UNREPORTED = ".unreported"
 
 
 class StepStatus(NamedTuple):
-    """The step that a worker is in. It never changes for one step of one generation."""
+    """The step that a worker is in. A status stays true after its step."""
 
     generation: int  # its number
     step: int  # number of finished steps before this one
