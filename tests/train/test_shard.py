@@ -254,7 +254,7 @@ def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
         (lambda: jc.shard(REST, "model", mesh=mesh_of(4)),
          r"`shard` over axis 'model': the mesh has no such axis"),
         (lambda: jc.Elastic(jc.data_parallel(lambda s, x: (s, x)), in_shards(8)),
-         r"`Elastic`: state\['layers'\] is `Shards`\. .* holds a part that no"),
+         r"`Elastic`: state\['layers'\] is `Shards`, of which each device has a part that no"),
         (lambda: jc.sharded_optimizer(optax.flatten(optax.sgd(0.1, momentum=0.9)), "data"),
          "expects an elementwise optimizer.*depends on several elements"),
     ],
