@@ -59,9 +59,9 @@ class Shown:
         """Return `to_dict()` as JSON text."""
         return json.dumps(self.to_dict(), indent=1)
 
-    def _repr_html_(self) -> str:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        # Not `_repr_pretty_`: IPython prefers the `__repr__` of a dataclass that inherits it.
+        text = str(self)
         # Scroll long lines: a notebook would break them.
-        return f"<pre style='white-space:pre;overflow-x:auto'>{escape(str(self))}</pre>"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("…" if cycle else str(self))
+        html = f"<pre style='white-space:pre;overflow-x:auto'>{escape(text)}</pre>"
+        return {"text/plain": text, "text/html": html}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import plans_of
+from IPython.core.formatters import DisplayFormatter
 
 import jaxcoll as jc
 from jaxcoll._plan.options import ReduceOp
@@ -153,7 +154,9 @@ def test_a_notebook_shows_the_text_and_nothing_of_a_tree_is_markup():
     plan = jc.plan({"<b>&": [np.zeros(k + 1, "f") for k in range(50)]}, axis_size=8)
     assert "… and 31 more" in str(plan)
     assert "more" not in plan.text()
-    shown = plan._repr_html_()
+    texts, _ = DisplayFormatter().format(plan)
+    assert texts["text/plain"] == str(plan)
+    shown = texts["text/html"]
     assert shown.startswith("<pre style=")
     assert html.unescape(shown.partition(">")[2]) == f"{plan}</pre>"
     assert "<b>&" not in shown
