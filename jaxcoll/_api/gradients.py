@@ -132,14 +132,15 @@ def mean_loss(
 
     Returns:
       A function with `fun`'s arguments that returns a scalar, *invariant* over the axes. It has
-      forward- and reverse-mode derivatives with respect to all that is the same on every replica,
-      arguments and captured values. Cost: an `all_reduce` of one number; differentiated, one
-      `all_reduce` of value and gradients together.
+      forward- and reverse-mode derivatives with respect to all that is the same on every replica:
+      arguments and, except in a checked `shard_map`, captured values. Cost: an `all_reduce` of one
+      number; differentiated, one `all_reduce` of value and gradients together.
 
     Raises:
       NameError: an axis is not mapped here.
       TypeError: the loss is not a scalar.
-      ValueError: it is differentiated with respect to a value that differs between replicas.
+      ValueError: it is differentiated with respect to a value that differs between replicas, or to
+        a captured one in a checked `shard_map`.
 
     Examples:
       >>> import jax, jax.numpy as jnp

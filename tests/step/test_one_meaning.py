@@ -398,6 +398,19 @@ def test_the_mean_loss_is_differentiated_by_whatever_is_the_same(mean):
     refused(jax.grad(mean, 1), "the same on every replica")
 
 
+@pytest.mark.parametrize("how", MEANS)
+def test_the_mean_loss_is_differentiated_by_arguments_where_types_are_checked(how):
+    step = jc.data_parallel(jax.value_and_grad(MEANS[how]), check_vma=True)
+    words = "pass it as an argument" if "captured" in how else "already the same"
+    if "captured" in how or how == "a mean of its own":
+        with pytest.raises(ValueError, match=words):
+            step(W, X)
+    else:
+        close(step(W, X), (loss(W, X), WANT))
+    if "captured" in how:
+        close(jc.data_parallel(MEANS[how], check_vma=True)(W, X), loss(W, X))
+
+
 def test_modes_that_debug_work_as_they_do_without_us():
     nan = lambda x: lax.pmean(jnp.log(x - 100).mean(), "data")
     with jax.debug_nans(True), pytest.raises(FloatingPointError):

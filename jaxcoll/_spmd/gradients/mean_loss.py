@@ -25,6 +25,10 @@ from jaxcoll._spmd.scope import Differentiation, Scope, bound_axes, differentiat
 
 CALLER = "jc.mean_loss"
 
+_CAPTURED = f"""\
+`{CALLER}`: the loss captures a value with respect to which it is differentiated. In a checked \
+`shard_map` (check_vma=True), pass it as an argument of the loss."""
+
 
 def mean_loss(
     fun: Callable[..., Any],
@@ -52,10 +56,11 @@ def mean_loss(
             value, weight = value_and_weight(fun(*args, **kwargs), CALLER)
             return jnp.asarray(value), weight
 
-        def varying(tree: Any) -> Any:
-            if not _compat.types_tracked():
-                return tree
-            return jax.tree.map(lambda x: _compat.as_varying(jnp.asarray(x), axes), tree)
+        def varying(operands: Sequence[Any]) -> list[Any]:
+            # What is captured keeps the type that the trace met.
+            passed = operands[: len(inputs)] if _compat.types_tracked() else ()
+            cast = jax.tree.map(lambda x: _compat.as_varying(jnp.asarray(x), axes), [*passed])
+            return [*cast, *operands[len(cast) :]]
 
         # JAX may trace a custom derivative after the function around it has returned. So every
         # array that the loss uses must be an operand, also those that it captures.
@@ -63,7 +68,7 @@ def mean_loss(
             program, captured = with_captured(traced(loss, *varying(inputs)))
 
         def local(*operands: Any) -> Any:
-            value, weight = program.result(program.outputs(*operands))
+            value, weight = program.result(program.outputs(*varying(operands)))
             return value if weight is None else WeightedLoss(value, weight)
 
         local.__signature__ = _signature(fun, len(args), [*arrays[1]], len(captured))  # pyright: ignore[reportFunctionMemberAccess]
@@ -86,10 +91,10 @@ def mean_loss(
             if not argnums:
                 value = of_operands(*primals)
                 return value, jnp.zeros_like(value)
+            if _compat.types_tracked() and argnums[-1] >= len(inputs):
+                raise ValueError(_CAPTURED)
             gradient = Differentiator(local, CALLER, ReduceOp.MEAN, argnums, False, False, False)
-            value, grads = reduced_gradient(gradient, axes, lambda: here, options)(
-                *varying(primals)
-            )
+            value, grads = reduced_gradient(gradient, axes, lambda: here, options)(*primals)
             products = jax.tree.map(
                 lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
                 grads,
