@@ -274,7 +274,7 @@ def side_by_side(reports: Mapping[str, Report]) -> str:
             has_ratio = is_pair and numbers[0] is not None and numbers[1]
             ratio = f"{numbers[0] / numbers[1]:.2f}" if has_ratio else ""
             lines.append((figure, *(cell or "–" for cell in cells), *[ratio] * is_pair))
-    names = ["", *(shortened(name, 30) for name in reports), *["ratio"] * is_pair]
+    names = ["", *reports, *["ratio"] * is_pair]
     return Table(tuple(names), "<" + ">" * (len(names) - 1), lines).text()
 
 

@@ -69,6 +69,10 @@ TREES = {
 def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
     """Return one of `TREES`, or read a file of `[{"shape": .., "dtype": .., "name": ..}, ..]`."""
     try:
+        dtype_of(dtype)
+    except ValueError as error:
+        raise ValueError(f"--dtype: {error}") from None
+    try:
         if name in TREES:
             rows = [(k, tuple(shape), dtype) for k, shape in TREES[name]().items()]
         else:
@@ -81,9 +85,10 @@ def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
             raise ValueError("no leaves, or an invalid shape")
         return OrderedDict(leaves)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}".rstrip(".")
         raise ValueError(
             f"--tree {name}: expected one of {', '.join(TREES)}, or a file of "
-            f'[{{"shape": [..], "dtype": ".."}}, ..] ({type(error).__name__}: {error}).'
+            f'[{{"shape": [..], "dtype": ".."}}, ..] ({why}).'
         ) from None
 
 
@@ -170,12 +175,24 @@ def add_tree(parser: argparse.ArgumentParser, **settings: Any) -> None:
 
 
 def choose_platform(platform: str | None, count: int | None) -> None:
-    """Set JAX's platform, or simulated CPU devices; call it before JAX looks for devices."""
+    """Set JAX's platform, or simulated CPU devices; call it before JAX looks for devices.
+
+    Raises:
+      ValueError: this machine has no device of that platform.
+    """
     if platform in (None, "cpu"):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count or SIMULATED)
-    elif platform != "auto":
+        return
+    if platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX may fail an assertion without a message
+        raise ValueError(
+            f"--platform {platform}: JAX finds no such device ({str(error) or 'no reason given'}). "
+            f"Install JAX for {platform}, or leave --platform out for simulated CPU devices."
+        ) from error
 
 
 def devices_of(platform: str | None, count: int | None) -> list[jax.Device]:
@@ -185,13 +202,7 @@ def devices_of(platform: str | None, count: int | None) -> list[jax.Device]:
     if jax.distributed.is_initialized():
         return jax.devices()
     choose_platform(platform, count)
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        raise ValueError(
-            f"--platform {platform}: JAX finds no such device ({error}). Install JAX for "
-            f"{platform}, or leave --platform out for simulated CPU devices."
-        ) from error
+    devices = jax.devices()
     if count is not None and count > len(devices):
         here = f"{len(devices)} {devices[0].platform} devices"
         raise ValueError(f"--devices {count}: this machine has {here}.")

@@ -86,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
     if other:
         from jaxcoll._observe.report import side_by_side
 
-        print(side_by_side({_short(args.target): report, _short(args.against): other}))
+        targets = args.target, args.against
+        names = tuple(map(_short, targets))
+        names = targets if names[0] == names[1] else names
+        print(side_by_side(dict(zip(names, (report, other), strict=True))))
     else:
         print(report.text(_width(sys.stdout)))
     return 0
@@ -164,8 +167,9 @@ def _width(stream: TextIO) -> int:
 def _short(target: str) -> str:
     """Return a target without its folders or packages."""
     module, colon, name = target.rpartition(":")
-    is_file = Path(target).is_file() or not colon
-    return PurePath(target).name if is_file else f"{module.rpartition('.')[2]}:{name}"
+    if Path(target).is_file() or not colon:
+        return PurePath(target).name
+    return f"{PurePath(module.removesuffix('.py')).name.rpartition('.')[2]}:{name}"
 
 
 def _report(target: str, args: argparse.Namespace) -> Report:
@@ -180,7 +184,8 @@ def _report(target: str, args: argparse.Namespace) -> Report:
             f"{target} is not a file of HLO text. Name a function after its file or module, as in "
             f"{script}:step; --run {script} runs a whole script."
         )
-    flags.choose_platform(args.platform, args.devices)
+    # To compile for a cluster, no device of its platform is needed.
+    flags.choose_platform(None if args.topology else args.platform, args.devices)
     fun, arguments, named = _program(module, name, args.topology)
     # The user's function and the compiler may raise any error.
     with _explained(f"{target} cannot be compiled"):
@@ -194,6 +199,9 @@ def _program(
     path = Path(module)
     is_file = path.suffix == ".py"
     sys.path.insert(0, str(path.parent.absolute()) if is_file else "")
+    loaded = getattr(sys.modules.get(path.stem), "__file__", None)
+    if is_file and loaded and os.path.realpath(loaded) != os.path.realpath(path):
+        del sys.modules[path.stem]  # the target of --against may be a file of the same name
     # Importing runs the user's file, which may raise any error.
     with _explained(f"no {name!r} in {module!r}"):
         target = getattr(importlib.import_module(path.stem if is_file else module), name)

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import forks
+import pytest
 
+import jaxcoll as jc
+from jaxcoll.cli import inspect
 from jaxcoll.cli.main import main
 
 GOLDEN = Path(__file__).parents[1] / "observe" / "golden"
@@ -42,6 +45,21 @@ def test_a_file(capsys, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        (("ins.py:step", "a/ins.py:byhand"), ["ins:step", "ins:byhand"]),
+        (("ins.py:step", "a/ins.py:step"), ["ins.py:step", "a/ins.py:step"]),
+        (("a.ins:step", "other.py:step"), ["ins:step", "other:step"]),
+    ],
+)
+def test_columns_are_named_after_their_targets(targets, names, monkeypatch, capsys):
+    report = jc.inspect((GOLDEN / "gpu-0.12.0.1-packs.hlo").read_text())
+    monkeypatch.setattr(inspect, "_report", lambda *_: report)
+    assert main(["inspect", targets[0], "--against", targets[1]]) == 0
+    assert capsys.readouterr().out.split("\n")[0].split() == [*names, "ratio"]
+
+
 def test_two_files_side_by_side(capsys):
     files = [str(GOLDEN / f"gpu-0.12.0.1-{name}.hlo") for name in ("overlapped", "packs")]
     assert main(["inspect", files[0], "--against", files[1]]) == 0
@@ -57,12 +75,14 @@ def test_two_files_side_by_side(capsys):
 
 def test_modules(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.py").write_text("number = 'a string'")
     script = (
         "import sys; from jaxcoll.cli.main import main\n"
         "for target in sys.argv[1:]: print(main(['inspect', target, '--json', '-']), flush=True)"
     )
     targets = [f"mine:{n}" for n in ("example", "broken", "needs", "number", "nothing")]
-    targets = ["./mine.py:step", *targets]
+    targets = ["./mine.py:step", *targets, "other/mine.py:number"]
     done = forks.with_commands().run(script, "", *targets, cwd=tmp_path)
     decoder, rest = json.JSONDecoder(), done.stdout
     for _ in range(2):
@@ -70,14 +90,15 @@ def test_modules(tmp_path):
         assert report["count"] == 1
         assert report["rows"][0]["leaves"] == [""]
         rest = rest[end:].lstrip().removeprefix("0").lstrip()
-    assert rest.split() == ["2"] * 4
+    assert rest.split() == ["2"] * 5
     lines = [line for line in done.stderr.splitlines() if line.startswith("jaxcoll inspect")]
     for line, words in zip(
         lines,
         ("mine:broken cannot be compiled: TypeError",
          "'x'. Set its arguments, as in `needs.example_args = (jax.ShapeDtypeStruct((8, 3), "
          '"float32"),)`, or run the script: jaxcoll inspect --run -m mine.',
-         "mine:number is not a function; it is int", "no 'nothing' in 'mine'"),
+         "mine:number is not a function; it is int", "no 'nothing' in 'mine'",
+         "other/mine.py:number is not a function; it is str"),
         strict=True,
     ):  # fmt: skip
         assert words in line

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxcoll.cli.main import main
@@ -11,8 +12,12 @@ HLO = str(Path(__file__).parents[1] / "observe" / "golden" / "gpu-0.12.0.1-packs
 REFUSED = {
     "plan": [
         ("--tree resnet51", "--tree resnet51: expected one of resnet50"),
-        ("--dtype float33", "no dtype 'float33'"),
+        ("--dtype float33", "plan: --dtype: no dtype 'float33'"),
         ("--dtype float64", "JAX converts float64 to float32: use that, or set JAX_ENABLE"),
+        (
+            "--tree types.json",
+            "(ValueError: no dtype 'float33': expected one such as float32 or bfloat16).",
+        ),
         ("--topology h101:8", "There is no topology 'h101:8'. Nearest: 'h100:8'"),
         ("--algorithm rnig", "no algorithm 'rnig': choose auto, reproducible, native, ring"),
         ("--algorithm ring/ring", "is hierarchical"),
@@ -65,7 +70,7 @@ def test_what_cannot_be_done_is_one_line(command, words, error, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "empty").mkdir()
-    texts = {"bad.py": "def (:", "good.py": "print('ran')", "hello.hlo": "hello",
+    texts = {"types.json": '[{"shape": [1], "dtype": "float33"}]', "bad.py": "def (:", "good.py": "print('ran')", "hello.hlo": "hello",
              "cut.hlo": "HloModule jit_f\n\nENTRY %main (x: f32[2]) -> f32[2] {\n  %x = f32[2]"}  # fmt: skip
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -74,4 +79,18 @@ def test_what_cannot_be_done_is_one_line(command, words, error, tmp_path, monkey
     assert "ran" not in out
     assert error in printed
     assert printed.startswith(f"jaxcoll {command}: ")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no such backend")])
+@pytest.mark.parametrize("command", ["bench", "demo", "inspect json:dumps"])
+def test_a_missing_platform_is_one_line(command, error, monkeypatch, capsys):
+    def devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert main([*command.split(), "--platform", "auto"]) == 2
+    refused = f"jaxcoll {command.split()[0]}: --platform auto: JAX finds no such device ("
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"{refused}{str(error) or 'no reason given'}). Install JAX for ")
     assert printed.count("\n") == 1
