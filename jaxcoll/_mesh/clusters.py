@@ -188,7 +188,7 @@ def _usual(name: str) -> Iterator[Topology]:
         shapes += [(2**k, 8) for k in range(1, 11)] if chip else [(16,), (32,), (64,)]
     else:
         flat = [(2**a, 2**b) for a in range(1, 5) for b in (a, a + 1)]
-        deep = [(a, b, c) for a, b in flat for c in (1, 2, b)]
+        deep = [(a, b, c) for a, b in flat for c in sorted({1, 2, b})]
         shapes = flat if chip.dimensions == 2 else deep
     for shape in shapes:
         topology = _laid_out(name, shape)

@@ -212,7 +212,14 @@ def _of_reduction(plan: CollectivePlan) -> Iterator[str]:
     leaves, packs, world, options = plan.leaves, plan.packs, plan.world, plan.options
     if not plan.overlap or not isinstance(plan.packing, ReadyOrder):
         yield f"packs: {plan.packing}{_why_packed(plan)}"
-    yield _why_algorithm(planner.requested_algorithm(options, world), options, world)
+    algorithm = planner.requested_algorithm(options, world)
+    others = [pack.algorithm for pack in packs if pack.algorithm != algorithm]
+    names = ", ".join(sorted({*others}))
+    if others and len(others) == len(packs) and not planner.fixes_algorithm(options):
+        yield f"algorithm: {names}"
+    else:
+        exceptions = f"; {names} for {len(others)} of {counted(len(packs), 'pack')}"
+        yield _why_algorithm(algorithm, options, world) + exceptions * bool(others)
     yield from _of_options(options, world)
     exact = [pack for pack in packs if not pack.solid and not pack.format]
     if not planner.fixes_algorithm(options):
@@ -313,7 +320,9 @@ def _why_algorithm(algorithm: str, options: CommunicationOptions, world: World) 
         return f"algorithm: the compiler's own all-reduce, carried by {carrier}"
     described = ", then, from group to group, ".join(DESCRIPTIONS[x] for x in algorithm.split("/"))
     if options.algorithm in (None, algorithm):
-        return f"algorithm: {described}, as requested"
+        is_implied = options.reproducible and not options.algorithm
+        why = "because `reproducible` is set" if is_implied else "as requested"
+        return f"algorithm: {described}, {why}"
     return (
         f"algorithm: {described}; native was requested for an inner axis, but {GLOO_REDUCE_SCATTER}"
     )

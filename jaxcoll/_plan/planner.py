@@ -30,6 +30,7 @@ from jaxcoll._plan.packs.packing import (
     BytesPerPack,
     Pack,
     PackingRule,
+    ReadyOrder,
     cut,
     packing_in_order,
     plan_packs,
@@ -249,22 +250,23 @@ def make_plan(
         packs = cut(packs, choice.parts)
     if options.reproducible:
         _check_mapped(leaves, packs)
-        _check_uncut(leaves, packs)
+        _check_uncut(leaves, packs, packing)
     return CollectivePlan(
         reduce_op, tuple(leaves), packs, world, options, packing, choice.owners, overlap,
         in_backward, notes=notes,
     )  # fmt: skip
 
 
-def _check_uncut(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
+def _check_uncut(leaves: Sequence[Leaf], packs: Sequence[Pack], packing: PackingRule) -> None:
     """Refuse packs that end inside a block of codes: its bits would depend on the packing."""
     for pack in packs:
         block = pack.format.block if pack.format else 1
         if any(s.start % block for s in pack.segments):
             leaf = where(leaves[pack.segments[0].leaf].path)
+            setting = "overlap" if isinstance(packing, ReadyOrder) else "num_packs"
             raise ValueError(
                 f"`reproducible` with `compression` {str(pack.format)!r}: packs end inside {leaf}, "
-                "so its bits would depend on them. Leave `overlap` and `num_packs` unset."
+                f"so its bits would depend on them. Leave `{setting}` unset."
             )
 
 

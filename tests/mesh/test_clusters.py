@@ -54,6 +54,7 @@ def test_a_gpu_is_described_in_full_and_asked_for_by_its_hosts():
         ("b200:3x2x8", "expected a number of GPUs, or hosts x GPUs per host"),
         ("h100:0", "it would be empty"),
         ("v5e:2x2x1", r"v5e chips have 2 dimensions\. Nearest: 'v5e:2x2'"),
+        ("v5p:2x2", "Nearest: 'v5p:2x2x1', 'v5p:2x2x2', 'v5p:2x4x1', 'v5p:2x4x2', 'v5p:4x4x1'"),
         ("v5e:2x3", "the first two numbers must be even. Nearest: 'v5e:2x"),
         ("v6e:32x32", "at most 256 v6e chips are connected"),
         ("cpu:2x4", r"expected a number of simulated CPUs\. Nearest: 'cpu:8'"),

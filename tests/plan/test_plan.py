@@ -79,6 +79,22 @@ def test_says_what_the_backend_will_not_honour():
     assert "NCCL was requested, but memory shared by the devices of this process" in str(plan)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reproducible": True}, "halving and doubling, because `reproducible` is set"),
+        ({"algorithm": "rechd"}, "halving and doubling, as requested"),
+        ({"compression": "int4"},
+         "the compiler's own all-reduce, carried by memory shared by the devices of this process; "
+         "shuffle for 1 of 2 packs"),
+    ],
+)  # fmt: skip
+def test_names_the_algorithm_and_why(options, words):
+    tree = {"w": np.zeros(4096, "f"), "b": np.zeros(3, "f")}
+    plan = jc.plan(tree, axis_size=8, options=jc.CommunicationOptions(**options))
+    assert f"algorithm: {words}" in plan.reasons
+
+
 def test_shows_what_travels_wider():
     tree = {"f": jnp.zeros(3, jnp.float8_e4m3fn), "i": np.zeros(3, np.int8)}
     plan = jc.plan(tree, axis_size=2)
