@@ -87,7 +87,7 @@ class Measured:
         """Return a sentence for each late rank."""
         return [
             f"rank {last.rank} arrives late: last at {rows[k].compiled.kind} #{k} in "
-            f"{last.share:.0%} of {self.runs} runs, by {milliseconds(last.seconds)} "
+            f"{percent(last.share, 1)} of {self.runs} runs, by {milliseconds(last.seconds)} "
             f"(90th percentile {milliseconds(last.seconds_90)}) in a step of "
             f"{milliseconds(self.step_seconds)}; the other ranks wait for it."
             for last, k in self.late

@@ -163,8 +163,8 @@ def _hidden(axes: Axes, report: Report) -> None:
     above = {"size": 11, "weight": "bold", "va": "bottom"}
     axes.add_patch(Rectangle((0, 0.0), share, 0.62, color=COLOURS[0], linewidth=0))
     axes.add_patch(Rectangle((share, 0.0), 1 - share, 0.62, color=COLOURS[1], linewidth=0))
-    axes.text(0, 0.8, f"hidden by matrix products  {share:.0%}", color=COLOURS[0], **above)
-    axes.text(1, 0.8, f"exposed  {1 - share:.0%}", color=COLOURS[1], ha="right", **above)
+    axes.text(0, 0.8, f"hidden by matrix products  {percent(share, 1)}", color=COLOURS[0], **above)
+    axes.text(1, 0.8, f"exposed  {percent(exposed, total)}", color=COLOURS[1], ha="right", **above)
     caption = f"of {amount}.\nA collective {rule}: the compiler's plan, not a measurement."
     axes.text(0, -0.28, caption, size=9.5, color=FAINT, va="top", linespacing=1.5)
 
@@ -188,7 +188,8 @@ def _step(report: Report, measured: Measured) -> Figure:
     devices = counted(report.devices, "device")
     exposed = percent(measured.exposed_seconds, measured.step_seconds)
     names = [
-        f"Rank {last.rank} is late in {last.share:.0%} of runs, by {milliseconds(last.seconds)}."
+        f"Rank {last.rank} is late in {percent(last.share, 1)} of runs, by "
+        f"{milliseconds(last.seconds)}."
         for last, _ in measured.late[:3]
     ]
     figure = page(

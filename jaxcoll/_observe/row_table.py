@@ -12,7 +12,7 @@ from jaxcoll._observe.measured import Measured, Times
 from jaxcoll._observe.parse.collective import Collective, Meanwhile
 from jaxcoll._observe.rows import Row
 from jaxcoll._show.table import Table
-from jaxcoll._show.units import WIDTH, counted, milliseconds, scaled, shortened, size, some
+from jaxcoll._show.units import WIDTH, counted, milliseconds, percent, scaled, shortened, size, some
 
 MOST = 40
 """The most lines that the table shows; the rest are counted."""
@@ -56,16 +56,17 @@ def _waiting(times: Times) -> str:
     return f"{', '.join(ms)} ms"
 
 
-def _last(times: Times) -> str:
-    last = times.last
-    return f"rank {last.rank}: {last.share:.0%}, {milliseconds(last.seconds)}" if last else "–"
+def _last(times: Times | None) -> str:
+    if times is None or (last := times.last) is None:
+        return ""
+    share, late = percent(last.share, 1), milliseconds(last.seconds)
+    return f"last to arrive: rank {last.rank} in {share} of runs, by {late}"
 
 
 MEASURED_COLUMNS: tuple[tuple[str, str, Callable[[Times], str]], ...] = (
     ("transfer", ">", _transfer),
     ("busbw", ">", lambda times: f"{scaled(round(times.busbw))}B/s"),
     ("waiting, by rank", ">", _waiting),
-    ("last to arrive", "<", _last),
 )
 """Columns of measured times, which replace those of the compiler's schedule."""
 
@@ -82,16 +83,20 @@ def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
         of_row = [cell(rows[k], n) for _, _, cell in compiled]
         return of_row + [cell(t) if (t := times[k]) else "–" for _, _, cell in timed]
 
+    def below(k: int) -> str:
+        last = _last(times[k]) if measured else ""
+        return "  ".join(filter(None, [last, carried(rows[k])]))
+
     equal: dict[tuple[str, ...], list[int]] = {}
-    for k, row in enumerate(rows):
-        equal.setdefault((*cells(k, 1), carried(row)), []).append(k)
+    for k in range(len(rows)):
+        equal.setdefault((*cells(k, 1), below(k)), []).append(k)
     lines = [(places[0], len(places)) for places in equal.values()]
     left = sum(n for _, n in lines[MOST:])
     return Table(
         ("#", *(name for name, _, _ in columns)),
         ">" + "".join(side for _, side, _ in columns),
         [(str(k), *cells(k, n)) for k, n in lines[:MOST]],
-        [shortened(carried(rows[k]), 2 * WIDTH) for k, _ in lines[:MOST]],
+        [shortened(below(k), 2 * WIDTH) for k, _ in lines[:MOST]],
         f"… and {left} more, in `report.rows`" if left else "",
     )
 

@@ -12,7 +12,9 @@ from jaxcoll._observe.parse.collective import Collective, Operand
 from jaxcoll._observe.profile import Compiled, Event, read_events
 from jaxcoll._observe.programs import Programs, programs_from, read_rank
 from jaxcoll._observe.rank_times import times_of
+from jaxcoll._observe.row_table import table
 from jaxcoll._observe.rows import Row
+from jaxcoll._show.units import WIDTH
 
 MS = 1_000_000
 GRADIENT = (Operand("f32", (1000,)),)
@@ -68,7 +70,9 @@ def test_a_rank_that_comes_late_is_named_and_no_other(lateness, who, ms, seed):
     assert times.busbw == pytest.approx(6000 / times.transfer)
     assert times.algbw == pytest.approx(4000 / times.transfer)
     (sentence,) = measured.sentences([row()])
-    assert sentence.startswith(f"rank {who} arrives late: last at all-reduce #0 in 100% of 20 runs")
+    assert sentence.startswith(
+        f"rank {who} arrives late: last at all-reduce #0 in 100 % of 20 runs"
+    )
 
 
 def test_nobody_is_named_for_a_little_or_for_few_runs_or_alone():
@@ -86,6 +90,21 @@ def test_permutes_of_a_pack_are_compared_together_and_others_alone():
     assert folds_of(rows) == [[0, 1, 2], [3], [4]]
     measured = compare(rows[:3], late_by([0, 20]))
     assert {times.rows for times in measured.times} == {(0, 1, 2)}
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "collective-permute"])
+@pytest.mark.parametrize("width", [80, WIDTH])
+def test_the_table_says_who_is_last_and_how_late(kind, width):
+    rows = [row(kind, f"p{k}") for k in range(2)]
+    lateness = late_by([0, 20.3, 0.123, 0.123])
+    if kind == "all-reduce":  # each is measured alone
+        for times in lateness.values():
+            times["times"] = [turns * 2 for turns in times["times"]]
+    text = table(rows, compare(rows, lateness)).text(width)
+    assert f"\n0  2 × {kind}" in text
+    assert re.search(r"\n   last to arrive: rank 1 in 100 % of runs, by 20\.\d ms$", text)
+    assert max(map(len, text.splitlines())) <= width
+    assert ("waiting, by rank" in text) == (width == WIDTH)
 
 
 def test_turns_of_a_loop_are_compared_one_by_one():

@@ -103,7 +103,7 @@ def test_profiles_of_two_hosts_name_the_one_that_comes_late(platform, tmp_path):
     assert report.measured.step_seconds == pytest.approx(20e-3)
     assert report.measured.exposed_seconds == pytest.approx(7e-3)
     assert programs.late[0].startswith(
-        "jit_step: rank 1 arrives late: last at all-reduce #0 in 100%"
+        "jit_step: rank 1 arrives late: last at all-reduce #0 in 100 %"
     )
 
 
