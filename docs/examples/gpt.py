@@ -30,7 +30,7 @@ Params = dict[str, Any]
 AXIS = "data"
 LAYERS, WIDTH, HEADS, LENGTH = 4, 64, 4, 64
 VOCABULARY = 256  # a token is a byte
-TEXTS, MICRO_BATCHES = 32, 2
+TEXTS, MICROBATCHES = 32, 2
 WARMUP, PEAK = 20, 3e-3
 TEXT_BYTES = 1 << 20
 TOLERANCE = 1e-4
@@ -145,7 +145,7 @@ MODES = {
         "each layer's gradient inside the backward loop", jc.value_and_grad(_synced, AXIS)
     ),
     "accumulate": Mode(
-        f"{MICRO_BATCHES} micro-batches, one reduction", jc.accumulate(loss, AXIS, MICRO_BATCHES)
+        f"{MICROBATCHES} microbatches, one reduction", jc.accumulate(loss, AXIS, MICROBATCHES)
     ),
     "sharded": Mode(
         "each device keeps its part of the optimizer state",
@@ -210,8 +210,8 @@ def _bytes_on(device: jax.Device, tree: Any) -> int:
 
 
 def batch_size(replicas: int) -> int:
-    """Return about `TEXTS`, rounded to a whole number per replica and micro-batch."""
-    share = MICRO_BATCHES * replicas
+    """Return about `TEXTS`, rounded to a whole number per replica and microbatch."""
+    share = MICROBATCHES * replicas
     return share * max(1, round(TEXTS / share))
 
 

@@ -225,20 +225,20 @@ def accumulate(
     feedback: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
-    """Accumulate `value_and_grad` over micro-batches: one reduction per step, not per micro-batch.
+    """Accumulate `value_and_grad` over microbatches: one reduction per step, not per microbatch.
 
     Guarantee: the result is that of `jc.value_and_grad(fun, axis_name)` on the whole batch, to
-    rounding: for MEAN, as micro-batches are equally large; for SUM; and for a `WeightedLoss`, with
-    weights spread in any way over micro-batches and replicas. The loop over micro-batches has no
+    rounding: for MEAN, as microbatches are equally large; for SUM; and for a `WeightedLoss`, with
+    weights spread in any way over microbatches and replicas. The loop over microbatches has no
     collectives but those of `fun`.
 
     Args:
-      fun: the loss of one micro-batch, as in `value_and_grad`.
+      fun: the loss of one microbatch, as in `value_and_grad`.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
-      num_microbatches: number of micro-batches, of consecutive rows, in each replica's share.
+      num_microbatches: number of microbatches, of consecutive rows, in each replica's share.
       batch_argnums: positions of the arguments to split along their leading dimension; other
-        arguments, and keyword arguments, are whole in every micro-batch. Default: the last one, as
-        in `data_parallel`. For new random numbers in each micro-batch, split an array of keys too.
+        arguments, and keyword arguments, are whole in every microbatch. Default: the last one, as
+        in `data_parallel`. For new random numbers in each microbatch, split an array of keys too.
       reduce_op: as in `value_and_grad`.
       argnums: as in `value_and_grad`.
       has_aux: as in `value_and_grad`.
@@ -248,14 +248,14 @@ def accumulate(
 
     Returns:
       A function with the arguments and results of `value_and_grad`'s. Each `WeightedMean` and
-      `Total` in `aux` becomes one number over micro-batches and replicas. Other arrays and numbers
-      in `aux` are this replica's (*varying*), stacked over micro-batches along a new leading
+      `Total` in `aux` becomes one number over microbatches and replicas. Other arrays and numbers
+      in `aux` are this replica's (*varying*), stacked over microbatches along a new leading
       dimension; anything else is unchanged. Gradients narrower than 32 bits are added up in float32
-      and travel in their own dtype. Cost: the memory of one micro-batch and one more gradient (in
+      and travel in their own dtype. Cost: the memory of one microbatch and one more gradient (in
       float32); one `all_reduce` for all.
 
     Raises:
-      ValueError: a share does not divide into the micro-batches, a leaf of the batch is a scalar,
+      ValueError: a share does not divide into the microbatches, a leaf of the batch is a scalar,
         an argument is both split and differentiated, or `num_microbatches` is not a positive
         integer; and as in `value_and_grad`.
 
@@ -269,7 +269,7 @@ def accumulate(
     """
     if num_microbatches is None:
         raise ValueError(
-            "`jc.accumulate` needs a number of micro-batches after the axis, as in "
+            "`jc.accumulate` needs a number of microbatches after the axis, as in "
             '`jc.accumulate(loss, "data", 4)` or `jc.accumulate(loss, num_microbatches=4)`.'
         )
     count = positive("jc.accumulate", "num_microbatches", num_microbatches)

@@ -19,7 +19,7 @@ def reduce_metrics(
 
     Guarantee: each `Total` becomes the sum and each `WeightedMean` the mean that one device would
     compute of all rows. All travel in one pack, whatever packing `options` say. Metrics stacked by
-    a scan are added up first, so a scan over micro-batches or layers needs one call, after it.
+    a scan are added up first, so a scan over microbatches or layers needs one call, after it.
     Metrics that the loss of `value_and_grad` or `accumulate` returns in its `aux` need no call:
     they travel with the gradients.
 

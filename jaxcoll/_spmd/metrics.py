@@ -32,7 +32,7 @@ them. If every replica's copy does count, pass \
 class WeightedMean:
     """A metric that is a mean: a loss, an accuracy, a gradient's norm.
 
-    Guarantee: over micro-batches and replicas it becomes sum(total) / sum(weight), the mean that
+    Guarantee: over microbatches and replicas it becomes sum(total) / sum(weight), the mean that
     one device would compute from all the data.
 
     Attributes:
@@ -56,7 +56,7 @@ class WeightedMean:
 class Total:
     """A metric that is a sum: a number of tokens, of examples, of overflows.
 
-    Guarantee: over micro-batches and replicas it becomes the sum of all elements of all `value`s.
+    Guarantee: over microbatches and replicas it becomes the sum of all elements of all `value`s.
 
     Attributes:
       value: this replica's number, or an array whose elements are added.

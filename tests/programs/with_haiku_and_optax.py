@@ -29,7 +29,7 @@ def accumulated_plain():
     found = []
     for _ in range(STEPS):
         values = []
-        for k in range(4):  # rows k, k + 4, ...: one micro-batch
+        for k in range(4):  # rows k, k + 4, ...: one microbatch
             params, state, value = step(params, state, jax.tree.map(lambda x, k=k: x[k::4], BATCH))
             values.append(value)
         found.append(sum(values) / 4)

@@ -12,7 +12,7 @@ import jaxcoll as jc
 
 P = jax.sharding.PartitionSpec
 RNG = np.random.default_rng(3)
-# Uneven: micro-batches and, of eight replicas, two of all padding.
+# Uneven: microbatches and, of eight replicas, two of all padding.
 REAL = (RNG.random(64) < 0.6).astype("f")
 REAL[8:24] = 0
 BATCH = {
@@ -356,7 +356,7 @@ def test_other_random_numbers_in_every_piece():
     np.testing.assert_allclose(run("checked", f, 2, ones, seeds)[0], np.mean(drawn), rtol=1e-6)
 
 
-def test_eight_micro_batches_send_an_eighth():
+def test_eight_microbatches_send_an_eighth():
     """Read from the compiled programs: one reduction after the loop, and one in every turn."""
     once = jc.data_parallel(jc.accumulate(mean_loss, "data", 8))
 

@@ -149,7 +149,7 @@ def test_a_wrapped_step_sends_two_gathers_and_one_reduce_scatter():
     assert kinds == ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter", "all_reduce"]
 
 
-def test_micro_batches_are_added_up_in_shards():
+def test_microbatches_are_added_up_in_shards():
     """Each piece's gradients are reduce-scattered: whole ones would have no room."""
     ring, losses = OPTIONS["ring"], (mean, weighted)
     more = {"batch_argnums": (1, 2), "options": ring}

@@ -84,8 +84,8 @@ class Differentiator:
     scatter: bool
     feedback: bool
     with_value: bool = True
-    pieces: int | None = None  # the number of micro-batches
-    batch_argnums: tuple[int, ...] = ()  # positions of the arguments to split into micro-batches
+    pieces: int | None = None  # the number of microbatches
+    batch_argnums: tuple[int, ...] = ()  # positions of the arguments to split into microbatches
 
     def __post_init__(self) -> None:
         if not callable(self.fun):

@@ -1,6 +1,6 @@
-"""A replica's loss: what it may return, and its derivative, if need be in micro-batches.
+"""A replica's loss: what it may return, and its derivative, if need be in microbatches.
 
-Nothing is reduced here. Micro-batches give the same result as one pass over the whole share.
+Nothing is reduced here. Microbatches give the same result as one pass over the whole share.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WeightedLoss:
 
     Attributes:
       total: scalar; the sum of weight times loss over this replica's share. In float16 this sum
-        must fit; the sums over micro-batches and replicas need not.
+        must fit; the sums over microbatches and replicas need not.
       weight: scalar of any real type; the sum of the weights over this replica's share, converted
         to float32 or wider. Differentiation treats it as a constant.
 
@@ -161,7 +161,7 @@ def accumulated(
     mean: bool,
     halvings: int,  # a power of two
 ) -> Differentiated:
-    """Call `differentiate(args, kwargs)` for each of `count` micro-batches; combine the results.
+    """Call `differentiate(args, kwargs)` for each of `count` microbatches; combine the results.
 
     Value, weight and gradients are summed; for a mean without weights, value and gradients are
     averaged. `aux` is stacked along a new leading dimension. Sums are taken in float32: adding
@@ -217,7 +217,7 @@ def _in_pieces(
     if both := {*chosen}.intersection(learned):
         raise ValueError(
             f"`jc.accumulate`: argument {min(both)} is in `argnums` and in `batch_argnums`; a "
-            "differentiated argument cannot be split into micro-batches."
+            "differentiated argument cannot be split into microbatches."
         )
     return {
         i: jax.tree_util.tree_map_with_path(functools.partial(_cut, i, count), args[i])
@@ -229,13 +229,13 @@ def _cut(i: int, count: int, path: Any, leaf: Any) -> Any:
     name, shape = f"args[{i}]{jax.tree_util.keystr(path)}", np.shape(leaf)
     if not shape:
         raise ValueError(
-            f"`jc.accumulate`: {name} is a scalar and cannot be split into {count} micro-batches; "
-            "leave its argument out of `batch_argnums` to pass every micro-batch the same value."
+            f"`jc.accumulate`: {name} is a scalar and cannot be split into {count} microbatches; "
+            "leave its argument out of `batch_argnums` to pass every microbatch the same value."
         )
     if shape[0] % count:
         raise ValueError(
             f"`jc.accumulate`: {name} has {shape[0]} rows on each replica, which do not divide "
-            f"into {count} micro-batches ({shape[0]} = {count} × {shape[0] // count} + "
+            f"into {count} microbatches ({shape[0]} = {count} × {shape[0] // count} + "
             f"{shape[0] % count}); take a number that divides {shape[0]}, or pad the batch and "
             "return a `jc.WeightedLoss`."
         )
