@@ -77,4 +77,5 @@ class SameRowsWarning(UserWarning):
     """All processes passed the same rows of a batch, as if each held the whole batch.
 
     In a job of several processes, a host array is this process's share. The message names the leaf.
+    Arrays that repeat one number are not compared, because they may be equal by chance.
     """

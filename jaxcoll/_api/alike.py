@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._spmd import check_replicas, gather
 from jaxcoll._spmd.scope import scope_here
@@ -44,6 +45,7 @@ def broadcast(
       >>> jax.vmap(lambda v: broadcast(v, "data", source=1), axis_name="data")(x).tolist()
       [2.0, 2.0, 2.0]
     """
+    check_value_first("jc.broadcast", value)
     scope = scope_here().merged(checked(options, exactly="broadcast"))
     axes = scope.over(axis_name, "jc.broadcast")
     check_no_shards(value, axes, "broadcast")
@@ -78,5 +80,6 @@ def same(value: Any, axis_name: str | tuple[str, ...] | None = None) -> Any:
       >>> step(np.ones(8)).tolist()
       [4.0]
     """
+    check_value_first("jc.same", value)
     scope = scope_here()
     return check_replicas.same(value, scope.over(axis_name, "jc.same"), scope.claims)

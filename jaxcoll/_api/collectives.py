@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import jax
 
-from jaxcoll._plan.checks import kind_of
+from jaxcoll._plan.checks import check_value_first, kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import reduce
 from jaxcoll._spmd.scope import bound_axes, count, scope_here
@@ -154,11 +154,7 @@ def _reduce_like_lax(
     op: ReduceOp, value: Any, axis_name: Any, options: Any, invariant: reduce.Invariant
 ) -> Any:
     caller = "jc.psum" if op is ReduceOp.SUM else "jc.pmean"
-    if isinstance(value, str | ReduceOp):
-        raise ValueError(
-            f"`{caller}` takes the value first and then the axis, as `jax.lax` does: "
-            f'`{caller}(value, "data")`; got {value!r} for the value.'
-        )
+    check_value_first(caller, value)
     axes = scope_here().over(axis_name, caller)
     n = count(bound_axes(axes, caller))
     leaves, treedef = jax.tree.flatten(value)

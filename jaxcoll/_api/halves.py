@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxcoll._api.collectives import check_order
+from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import gather
 from jaxcoll._spmd import reduce_scatter as _halves
@@ -61,6 +62,7 @@ def all_gather(
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
     scope, checked_options = scope_here(), checked(options, exactly="all_gather")
+    check_value_first("jc.all_gather", value)
     axes = scope.over(axis_name, "jc.all_gather")
     if not shards_in(value):
         scope = scope.merged(checked_options)

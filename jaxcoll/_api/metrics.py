@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._spmd import metrics, norms
 from jaxcoll._spmd.scope import scope_here
@@ -49,6 +50,7 @@ def reduce_metrics(
       >>> round(float(values["accuracy"][0]), 6), int(values["tokens"][0])
       (0.7, 10)
     """
+    check_value_first("jc.reduce_metrics", value)
     scope = scope_here().merged(checked(options, exactly="reduce_metrics"))
     axis_name = scope.over(axis_name, "jc.reduce_metrics")
     return metrics.reduce_metrics(value, axis_name, scope=scope)

@@ -21,6 +21,7 @@ from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_CALLER_SECONDS
 from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.fingerprint import FirstValues, first_difference, unpacked
 from jaxcoll._dispatch.peers import Peers
+from jaxcoll._show.units import counted
 from jaxcoll._spmd.check_replicas import ReplicaCheck
 from jaxcoll.errors import PeerLostError, ProgramMismatchError, ReplicaDivergenceError
 
@@ -37,7 +38,7 @@ the same structure, names, shapes and dtypes, the same constants and options, un
 version of JAX, its settings and `XLA_FLAGS`, on the same kind of processor."""
 
 _DIFFERENT = """\
-{name}: processes pass different values in {n} of {of} leaves that must be equal on every \
+{name}: processes pass different values in {n} of {of} that must be equal on every \
 replica. The first is {leaf}: processes {groups}. Nothing was run. Make them from one seed, or \
 read them from one file, on every process. Put values that differ into a batch or a `PerReplica`."""
 
@@ -136,7 +137,7 @@ class Agreement:
             text = _DIFFERENT.format(
                 name=self.program.name,
                 n=len(differing),
-                of=len(next(iter(values.values()))),
+                of=counted(len(next(iter(values.values()))), "leaf", "leaves"),
                 leaf=leaf,
                 groups=" | ".join(map(", ".join, groups)),
             )

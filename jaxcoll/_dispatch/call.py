@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +60,8 @@ class Call:
     settings: Any = None
     # Whether sharded arrays are a batch, of which each process has its own rows
     rows: bool = False
+    # The name of an argument in messages, given its position or its keyword
+    name_of: Callable[[int | str], str] = "args[{}]".format
     inner: InnerDeadlines | None = None  # deadlines of reductions inside the program
     # Texts of `SameRowsWarning`s; the thread that waits for the call warns, at the user's line
     same_rows: list[str] = dataclasses.field(default_factory=list)

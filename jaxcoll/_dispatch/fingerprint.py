@@ -31,6 +31,7 @@ from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Program, name_of, plans, type_of
 from jaxcoll._observe.parse.hlo import read_hlo
 from jaxcoll._plan.collective_plan import THE_VALUE
+from jaxcoll._plan.packs.leaves import argument_name
 from jaxcoll._plan.scope_names import names, pack_of
 
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
@@ -212,14 +213,14 @@ def _leaves(packs: Iterable[str]) -> str:
 def first_values(call: Call) -> FirstValues:
     """Return digests of this process's part of a call's arguments. Cost: one read of it."""
     replicated, rows = {}, {}
-    for tree, name in ((tuple(call.args), "args"), (dict(call.kwargs), "kwargs")):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            shards = [_bytes(shard.data) for shard in leaf.addressable_shards]
-            place = name + jax.tree_util.keystr(path)
-            if shards and leaf.is_fully_replicated:
-                replicated[place] = _digest_bytes(shards[0])
-            elif shards and call.rows and any(np.any(x != x[:1]) for x in shards):
-                rows[place] = _digest_bytes(b"".join(x.tobytes() for x in shards))
+    arguments = tuple(call.args), dict(call.kwargs)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        shards = [_bytes(shard.data) for shard in leaf.addressable_shards]
+        name = argument_name(path, call.name_of)
+        if shards and leaf.is_fully_replicated:
+            replicated[name] = _digest_bytes(shards[0])
+        elif shards and call.rows and any(np.any(x != x[:1]) for x in shards):
+            rows[name] = _digest_bytes(b"".join(x.tobytes() for x in shards))
     return FirstValues(replicated, rows)
 
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jaxcoll._distribute.per_replica import PerReplica
 from jaxcoll._distribute.replica_axis import exchanged
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
+from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd import check_replicas as _check
 from jaxcoll._spmd.check_replicas import WORDS, ReplicaCheck, digest
@@ -59,6 +60,7 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
       >>> f(held).divergent()
       {"['w']": (('0', '1'), ('2',))}
     """
+    check_value_first("jc.check_replicas", tree)
     if axis_name is not None:
         return _in_program(tree, axis_name)
     passed = [
@@ -142,7 +144,7 @@ def _is_of_one_device(leaf: Any) -> bool:
 def _only_copy(leaf: Any) -> str:
     """Describe where the only copy of a leaf is."""
     if not isinstance(leaf, jax.Array):
-        return f"a {type(leaf).__name__} of this process"
+        return f"{type(leaf).__name__} of this process"
     devices = leaf.sharding.device_set
     if len(devices) == 1:
         return f"on {next(iter(devices))} only"

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxcoll._plan.checks import refuse_axes
+
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
@@ -121,10 +123,7 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
     """
     axes = axis_names(axis_name)
     if not axes or not all(isinstance(a, str) for a in axes):
-        raise ValueError(
-            f"`{caller}` expects `axis_name` to be a string or a non-empty tuple of strings; "
-            f"got {axis_name!r}."
-        )
+        refuse_axes(caller, axis_name)
     if mesh is None:
         if isinstance(ambient := ambient_mesh(axes), Mesh):
             return ambient

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._plan.packs.leaves import is_array, shape_of
+from jaxcoll._plan.packs.leaves import argument_name, is_array, shape_of
 from jaxcoll._plan.packs.packing import LANES
 from jaxcoll._spmd.scope import listed
 from jaxcoll._spmd.shards import Shards, is_shards
@@ -261,7 +261,7 @@ def check_rows(
     return shares
 
 
-def check_concrete(args: Any, kwargs: Any) -> None:
+def check_concrete(args: Any, kwargs: Any, name_of: Callable[[int | str], str]) -> None:
     """Refuse arguments of a step that are being traced or are not arrays, naming the first."""
     leaves = jax.tree.leaves((args, kwargs))
     kinds = {type(x): x for x in leaves}
@@ -273,8 +273,7 @@ def check_concrete(args: Any, kwargs: Any) -> None:
     i = next(at, None)
     if i is None:
         return
-    n = len(jax.tree.leaves(args))
-    name = f"args{_path(args, i)}" if i < n else f"kwargs{_path(kwargs, i - n)}"
+    name = argument_name(jax.tree_util.tree_leaves_with_path((args, kwargs))[i][0], name_of)
     if isinstance(leaves[i], Tracer):
         raise ValueError(
             f"`data_parallel`: {name} is being traced. A wrapped step is a program of its own and "

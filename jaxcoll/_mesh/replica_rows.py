@@ -9,8 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.mesh import line_of, of_this_process
 from jaxcoll._mesh.placement import is_in_place, place, viewed
-
-_ROW = "jaxcoll_replica"  # not the user's axis name, so that a step with reductions is refused
+from jaxcoll._spmd.scope import DILOCO_AXIS
 
 
 class ReplicaRows:
@@ -40,8 +39,8 @@ class ReplicaRows:
                 f"{jax.process_index()}. Only processes that have devices in a mesh train on it."
             )
         self.devices = tuple(all_devices[i] for i in self.replicas)  # in the same order
-        self.mesh = line_of(self.devices, _ROW)
-        self.rows = NamedSharding(self.mesh, PartitionSpec(_ROW))  # each row on its device
+        self.mesh = line_of(self.devices, DILOCO_AXIS)
+        self.rows = NamedSharding(self.mesh, PartitionSpec(DILOCO_AXIS))  # each row on its device
         self.copies = NamedSharding(self.mesh, PartitionSpec())  # a copy on each device
         self._all_rows = NamedSharding(mesh, PartitionSpec(axes))
         self._all_copies = NamedSharding(mesh, PartitionSpec())

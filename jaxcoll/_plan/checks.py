@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import numbers
 from typing import Any, NoReturn
 
+import jax
 from jax.core import Tracer
 
 
@@ -59,7 +61,25 @@ def kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return `repr(value)`, or for an array its dtype and shape; for a tracer also advice."""
+    """Return `repr(value)`, or the type of an array or a tree with arrays; advise on tracers."""
     if isinstance(value, Tracer):
         return f"the traced value {value}, which is not known here: make this argument static"
-    return kind_of(value) if getattr(value, "shape", ()) else repr(value)
+    has_array = any(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(value))
+    return kind_of(value) if has_array else repr(value)
+
+
+def refuse_axes(caller: str, axis_name: Any) -> NoReturn:
+    """Raise a ValueError: `axis_name` is neither a name nor names of axes."""
+    raise ValueError(
+        f"`{caller}` expects `axis_name` to be a string or a non-empty tuple of strings; got "
+        f"{shown(axis_name)}."
+    )
+
+
+def check_value_first(caller: str, value: Any) -> None:
+    """Refuse a string or an operation in the place of a value: arguments are probably swapped."""
+    if isinstance(value, str | enum.Enum):
+        raise ValueError(
+            f"`{caller}` takes the value first and then the axis: "
+            f'`{caller}(value, "data")`; got {value!r} for the value.'
+        )

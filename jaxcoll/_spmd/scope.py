@@ -17,11 +17,15 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcoll import _compat
+from jaxcoll._plan.checks import refuse_axes
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import no_array, where
 from jaxcoll._plan.world import World
 from jaxcoll.errors import AlreadyReducedError
+
+DILOCO_AXIS = "jaxcoll_replica"
+"""The axis that a step of `diloco` is mapped over; reductions over it are refused."""
 
 
 class _Hashed:
@@ -154,18 +158,17 @@ def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
             raise ValueError(f"`{caller}` got an axis twice in `axis_name`: {axis_name!r}.")
         axes[name] = _size(name, caller)
     if len(axes) < max(1, len(names)):
-        raise ValueError(
-            f"`{caller}` expects `axis_name` to be a string or a non-empty tuple of strings; "
-            f"got {axis_name!r}."
-        )
+        refuse_axes(caller, axis_name)
     return axes
 
 
 def _size(name: str, caller: str) -> int:
     try:
+        if name == DILOCO_AXIS:
+            raise NameError(name)
         size = lax.axis_size(name)
     except NameError:
-        scope = " or ".join(map(repr, _compat.axes_in_scope()))
+        scope = " or ".join(repr(a) for a in _compat.axes_in_scope() if a != DILOCO_AXIS)
         call = f"Did you mean {scope}? If not, call it" if scope else "Call it"
         raise NameError(
             f"`{caller}` over axis {name!r}: no such axis here. {call} inside `jax.shard_map`, "

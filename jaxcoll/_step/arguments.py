@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxcoll._plan.checks import kind_of
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 FLAGS = """\
 `data_parallel`: while a step is traced, all of its arguments are arrays with unknown values, even \
@@ -142,7 +144,7 @@ class Signature:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            passed = ", ".join([*(type(x).__name__ for x in args), *(f"{n}=" for n in kwargs)])
+            passed = ", ".join([*map(kind_of, args), *(f"{n}=" for n in kwargs)])
             raise TypeError(
                 f"`data_parallel`: {error}: the step is {self._named}, but was called with "
                 f"({passed})."

@@ -251,7 +251,8 @@ class DataParallel:
             program = self._jitted(remember, call, claims)
             checked = checked_claims(claims, self.mesh, self._axes)
         of_call = program, call.args, self._devices, name, self._options, call.kwargs
-        return dispatched.Call(*of_call, rows=True, inner=self._inner), checked
+        names = self.signature.name
+        return dispatched.Call(*of_call, rows=True, inner=self._inner, name_of=names), checked
 
     def over(self, mesh: AbstractMesh, worlds: Worlds, processes: int) -> DataParallel:
         """Return this step for other devices, to be traced and lowered but not called.

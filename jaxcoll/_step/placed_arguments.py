@@ -72,7 +72,7 @@ class Arguments:
 
     def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call in the order of the signature, with its batch, after checks."""
-        check_concrete(args, kwargs)
+        check_concrete(args, kwargs, self._signature.name)
         call = self._signature.call(args, kwargs)
         for i in self._donated:
             if not -len(call.args) <= i < len(call.args):

@@ -41,8 +41,8 @@ class _Value(NamedTuple):
     """A value of a program: which elements it depends on, and by which formula.
 
     `owner` is the leaf of the parameters from which the value is computed element by element; None
-    for a single number, repeated or not; `_TABLE` for other arrays of numbers; or the name of the
-    operation that mixes elements. Values with equal `formula` are computed in the same way,
+    for a single number, repeated or not; `_TABLE` for other arrays of numbers; or words for
+    what mixes elements. Values with equal `formula` are computed in the same way,
     whatever their shapes.
     """
 
@@ -76,7 +76,7 @@ def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | N
             if value.owner not in (None, owner.leaf):
                 raise ValueError(
                     f"{_REFUSED}, but in the program of this one {place} depends on several "
-                    f"elements (by `{value.owner}`). {_ADVICE}"
+                    f"elements (by {value.owner}). {_ADVICE}"
                 )
             if formulas.setdefault((path[:3], owner.role), value.formula) != value.formula:
                 raise ValueError(
@@ -121,7 +121,7 @@ def _results(
             return [_Owner(_TABLE if x.shape else None, i) for i, x in enumerate(leaves)]
         shapes, wanted = ([x.shape for x in tree] for tree in (leaves, expected))
         if shapes != wanted:
-            raise ValueError(f"its state for leaves of shapes {wanted[:5]} has {shapes[:5]}")
+            raise ValueError(f"its state for leaves of shapes {wanted[:5]} has shapes {shapes[:5]}")
         # Empty leaves have roles of their own, as JAX traces other programs for them.
         return [_Owner(i, i if 0 in x.shape else str(x.dtype)) for i, x in enumerate(expected)]
 
@@ -221,7 +221,7 @@ class _Reader:
             if any(map(is_ref, eqn.invars)) or (
                 isinstance(owner, int) and name not in _ELEMENTWISE
             ):
-                of = name
+                of = f"`{name}`"
             elif owner in (None, _TABLE) and name not in _ELEMENTWISE:
                 of = _TABLE if shape_of(var) else None
             else:

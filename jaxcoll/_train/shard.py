@@ -13,6 +13,7 @@ from jaxcoll._jaxpr.retrace import traced
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import spec_of
 from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read
+from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.shard_layout import layout_of
@@ -73,6 +74,7 @@ def shard(
       >>> unshard(shards)["w"].tolist()
       [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
+    check_value_first("jc.shard", params)
     over, axes = checked_any_mesh(mesh, axis_name, _CALLER), axis_names(axis_name)
     # A model that is a pytree may be callable as well; it is not an initializer.
     init = traced(params) if callable(params) and jax.tree.leaves(params) == [params] else None

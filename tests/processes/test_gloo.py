@@ -83,17 +83,18 @@ def test_what_processes_bring_to_a_first_run_is_compared(pair):
     first, second = (found["first_values"] for found in pair)
     for found in (first, second):
         (warned,) = found["same rows"]["warned"]
-        assert "all 2 processes pass the same rows in args[1]" in warned
+        assert "all 2 processes pass the same rows in x." in warned
         assert found["again"]["warned"] == []
         assert found["own rows"]["warned"] == found["ones"]["warned"] == []
         error, groups = found["other state"]["error"], [["0"], ["1"]]
         assert "different values in 2 of 3 leaves" in error
-        assert "The first is args[0]['key']: processes 0 | 1. Nothing was run." in error
-        leaves = {f"args[0]['{k}']": groups for k in ("key", "w")}
+        assert "The first is p['key']: processes 0 | 1. Nothing was run." in error
+        leaves = {f"p['{k}']": groups for k in ("key", "w")}
         assert found["other state"]["divergent"] == leaves
         assert "The first is args[0][0]:" in found["strategy"]["error"]
+        assert "in 1 of 1 leaf that must be equal" in found["strategy"]["error"]
         for name in ("anew", "refused 0", "refused 1"):  # a mark that ran before
-            assert "The first is args[0]['w']: processes 0 | 1" in found[name]["error"]
+            assert "The first is p['w']: processes 0 | 1" in found[name]["error"]
         for name in ("mended", "anew on 0", "anew on 1"):
             assert found[name]["result"] == found["own rows"]["result"]
     assert first["after"] == second["after"]  # both can go on
@@ -107,7 +108,7 @@ def test_diloco_is_its_simulation(pair):
         assert found["difference"] <= 1e-5
         errors = found["errors"]
         assert "pass different values in 1 of 5 leaves" in errors["differ"]
-        assert "The first is args[1]['w']: processes 0 | 1. Nothing was run." in errors["differ"]
+        assert "The first is shared['w']: processes 0 | 1. Nothing was run." in errors["differ"]
         assert "that are split by rows over the mesh; got float32(4, 4)" in errors["batch"]
         assert "the same on every device of the mesh; got float32(2, 2)" in errors["params"]
         assert "no device of the mesh belongs to this process, number" in errors["absent"]

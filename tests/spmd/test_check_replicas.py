@@ -191,8 +191,8 @@ def test_of_values_per_replica_the_rows_are_compared(kind):
 
 ROWS = np.arange(8.0, dtype="f")
 ALONE = {
-    "numpy": (lambda: ROWS, "a ndarray of this process"),
-    "number": (lambda: 2.0, "a float of this process"),
+    "numpy": (lambda: ROWS, "ndarray of this process"),
+    "number": (lambda: 2, "int of this process"),
     "one device": (lambda: jnp.ones(3), "on cpu:0 only"),
     "another device": (lambda: jax.device_put(ROWS, jax.devices()[3]), "on cpu:3 only"),
     "batch": (

@@ -376,8 +376,8 @@ def test_eight_microbatches_send_an_eighth():
 @pytest.mark.parametrize(
     ("asked", "args", "message"),
     [
-        ({}, (1.0, np.ones((6, 2), "f")), r"args\[1\] has 6 rows.*\(6 = 4 × 1 \+ 2\)"),
-        ({}, (1.0, {"x": np.ones(8, "f"), "t": 2.0}), r"args\[1\]\['t'\] is a scalar"),
+        ({}, (1.0, np.ones((6, 2), "f")), r"x has 6 rows.*\(6 = 4 × 1 \+ 2\)"),
+        ({}, (1.0, {"x": np.ones(8, "f"), "t": 2.0}), r"x\['t'\] is a scalar"),
         ({"batch_argnums": 2}, (1.0, np.ones(8, "f")), "argument 2 is named in `batch_argnums`"),
         ({"argnums": (0, 1)}, (1.0, np.ones(8, "f")), "argument 1 is in `argnums` and in"),
     ],

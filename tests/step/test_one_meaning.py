@@ -290,6 +290,8 @@ def test_psum_and_pmean_are_those_of_lax_with_options():
         assert plan.algorithm == "ring"
         assert number == (24 if ours is jc.psum else 3)
         refused(lambda w, x, f=ours: f("mean", x), "takes the value first and then the axis")
+    for f in (jc.all_gather, jc.broadcast, jc.same, jc.reduce_metrics, jc.check_replicas):
+        refused(lambda w, x, f=f: f("data", w), f"`jc.{f.__name__}` takes the value first")
     refused(
         lambda w, x: jc.all_reduce(x, "data"), r'first: `jc.all_reduce\("mean", value, "data"\)`'
     )

@@ -177,11 +177,12 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs():
             call()
 
 
-def test_a_step_that_reduces_is_refused():
+@pytest.mark.parametrize("axis", ["data", "jaxcoll_replica"])
+def test_a_step_that_reduces_is_refused(axis):
     def step(w, state, batch):
-        return w - jc.grad(lambda w, x: (w * x.mean()).sum(), "data")(w, batch), state, 0
+        return w - jc.grad(lambda w, x: (w * x.mean()).sum(), axis)(w, batch), state, 0
 
     train = jc.diloco(step, mesh=mesh_of(2))
-    with pytest.raises(NameError, match="data") as found:
+    with pytest.raises(NameError, match=f"over axis '{axis}': no such axis here. Call") as found:
         train(train.init(np.ones(3, "f"), ()), np.ones(4, "f"))
     assert "a step of one device, without reductions" in found.value.__notes__[0]

@@ -253,6 +253,8 @@ def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
         (lambda: jc.shard({"a": "w"}, "data"), r"`shard` cannot cut leaf \['a'\] in shards: .* got str"),
         (lambda: jc.shard(REST, "model", mesh=mesh_of(4)),
          r"`shard` over axis 'model': the mesh has no such axis"),
+        (lambda: jc.shard("data", REST), "`jc.shard` takes the value first .*; got 'data' for the value"),
+        (lambda: jc.shard(REST, REST), "to be a string or a non-empty tuple of strings; got dict"),
         (lambda: jc.Elastic(jc.data_parallel(lambda s, x: (s, x)), in_shards(8)),
          r"`Elastic`: state\['layers'\] is `Shards`, of which each device has a part that no"),
         (lambda: jc.sharded_optimizer(optax.flatten(optax.sgd(0.1, momentum=0.9)), "data"),

@@ -254,9 +254,12 @@ def test_a_program_that_mixes_only_at_the_size_of_the_parameters_is_found_by_the
     with pytest.raises(ValueError, match=r"the update of \['w'\] depends on several.*`reduce_max`"):
         optimizer.init({"w": np.ones(1000, "f")})
     with pytest.raises(
-        ValueError, match=r"its state for leaves of shapes .*\(\d+, 128\).* has .*\(1,\)"
+        ValueError, match=r"its state for leaves of shapes .*\(\d+, 128\).* has shapes .*\(1,\)"
     ):
         jc.sharded_optimizer(tx, "data")
+    by_place = optax.stateless_with_tree_map(lambda g, p: g * np.arange(g.size).reshape(g.shape))
+    with pytest.raises(ValueError, match=r"several elements \(by numbers that differ by place\)"):
+        jc.sharded_optimizer(by_place, "data")
     by_size = jc.sharded_optimizer(
         optax.masked(ADAM, lambda p: jax.tree.map(lambda x: x.size != 1000, p)), "data"
     )

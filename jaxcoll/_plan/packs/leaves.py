@@ -95,6 +95,16 @@ def flattened(
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], treedef
 
 
+def argument_name(path: tuple[Any, ...], name_of: Callable[[int | str], str]) -> str:
+    """Return the name in messages of a leaf, given its path in a call's `(args, kwargs)`.
+
+    `name_of` returns the name of an argument, given its position or its keyword.
+    """
+    argument = getattr(path[1], "idx", None)
+    name = name_of(path[1].key if argument is None else argument)
+    return name + jax.tree_util.keystr(path[2:])
+
+
 def check_not_empty(caller: str, batch: Any) -> None:
     """Refuse a batch without any row: the mean over none is NaN."""
     shapes = [shape for x in jax.tree.leaves(batch) if (shape := getattr(x, "shape", ()))]

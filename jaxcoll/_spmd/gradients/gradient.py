@@ -112,12 +112,14 @@ class Differentiator:
 
     def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """Return the differentiated leaves by name, in the order of the gradients' leaves."""
-        names = self._names
         return {
-            f"{names[i] if i < len(names) else f'args[{i}]'}{path}": leaf
+            f"{self._name(i)}{path}": leaf
             for i in self.positions(args)
             for path, leaf in flattened(args[i])[0]
         }
+
+    def _name(self, i: int) -> str:
+        return self._names[i] if i < len(self._names) else f"args[{i}]"
 
     @functools.cached_property
     def _names(self) -> list[str]:
@@ -157,6 +159,7 @@ class Differentiator:
                 kwargs,
                 self.pieces,
                 batch_argnums=self.batch_argnums,
+                name_of=self._name,
                 learned=self.positions(args),
                 mean=self.reduce_op is ReduceOp.MEAN,
                 halvings=self.halvings(axes),

@@ -157,6 +157,7 @@ def accumulated(
     count: int,
     *,
     batch_argnums: Sequence[int],  # positions of the arguments to split
+    name_of: Callable[[int], str],  # the name of an argument in messages
     learned: Sequence[int],  # positions of the differentiated arguments
     mean: bool,
     halvings: int,  # a power of two
@@ -168,7 +169,7 @@ def accumulated(
     eight numbers in bfloat16 may cost three of its eight bits. In a weighted mean, a float16 value
     and its gradients are divided by 2^`halvings`, so that the sums over replicas fit.
     """
-    pieces = _in_pieces(args, count, batch_argnums, learned)
+    pieces = _in_pieces(args, count, batch_argnums, learned, name_of)
 
     def one(piece: dict[int, Any]) -> tuple[Any, Any]:
         arguments = tuple(piece.get(i, arg) for i, arg in enumerate(args))
@@ -204,7 +205,11 @@ def accumulated(
 
 
 def _in_pieces(
-    args: tuple[Any, ...], count: int, batch_argnums: Sequence[int], learned: Sequence[int]
+    args: tuple[Any, ...],
+    count: int,
+    batch_argnums: Sequence[int],
+    learned: Sequence[int],
+    name_of: Callable[[int], str],
 ) -> dict[int, Any]:
     """Return the arguments to split, by position: each leaf of shape (count, rows / count, ...)."""
     for i in batch_argnums:
@@ -220,13 +225,13 @@ def _in_pieces(
             "differentiated argument cannot be split into microbatches."
         )
     return {
-        i: jax.tree_util.tree_map_with_path(functools.partial(_cut, i, count), args[i])
+        i: jax.tree_util.tree_map_with_path(functools.partial(_cut, name_of(i), count), args[i])
         for i in chosen
     }
 
 
-def _cut(i: int, count: int, path: Any, leaf: Any) -> Any:
-    name, shape = f"args[{i}]{jax.tree_util.keystr(path)}", np.shape(leaf)
+def _cut(name: str, count: int, path: Any, leaf: Any) -> Any:
+    name, shape = name + jax.tree_util.keystr(path), np.shape(leaf)
     if not shape:
         raise ValueError(
             f"`jc.accumulate`: {name} is a scalar and cannot be split into {count} microbatches; "
