@@ -227,9 +227,9 @@ def await_all(timeout: float, check: Callable[[], None] | None = None) -> None:
                 "all must begin before any can. A larger `initialization_timeout_seconds` waits "
                 "longer."
                 if absent
-                else "This process began to use devices after process "
-                f"{', '.join(map(str, left))} had stopped waiting for it. A larger "
-                "`initialization_timeout_seconds` waits longer.",
+                else "This process began to use devices after "
+                f"process{'es' * (len(left) > 1)} {', '.join(map(str, left))} had stopped waiting "
+                "for it. A larger `initialization_timeout_seconds` waits longer.",
                 ranks=absent or left,
             )
         if check is not None:

@@ -151,7 +151,7 @@ def check_one_replica(caller: str, value: Any) -> None:
     for leaf in jax.tree.leaves(value, is_leaf=is_distributed):
         if is_distributed(leaf):
             raise ValueError(
-                f"`{caller}` works on the value of one replica; it has a {type(leaf).__name__}, "
+                f"`{caller}` works on the value of one replica; it got a {type(leaf).__name__}, "
                 "which holds the values of all. If the function captures it from outside, pass it "
                 "to `run` in `args` instead: each replica then gets its own part."
             )

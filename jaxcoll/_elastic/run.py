@@ -172,8 +172,9 @@ class Run:
         if few:
             self._give_up(
                 PeerLostError(
-                    f"Too few workers are left ({listed(generation.ranks)}; `min_workers` is "
-                    f"{job.fewest}): {generation.why}.",
+                    f"Too few workers are left: {len(generation.ranks)} (rank "
+                    f"{listed(generation.ranks)}); `min_workers` is {job.fewest}: "
+                    f"{generation.why}.",
                     ranks=tuple(map(rank_of, generation.lost)),
                 )
             )

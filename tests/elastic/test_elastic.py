@@ -299,9 +299,7 @@ def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path,
 
 def test_too_few_workers_save_the_state(tmp_path):
     path = tmp_path / "last.npz"
-    words = (
-        r"Too few workers are left \(0; `min_workers` is 2\): .*The state after step 0 is saved in"
-    )
+    words = r"Too few workers are left: 1 \(rank 0\); `min_workers` is 2: .*The state after step 0 is saved in"
     with pytest.raises(jc.errors.PeerLostError, match=words):
         jc.Elastic(step, START, min_workers=2, checkpoint=path).run(rows, 9)
     assert jc.restore_checkpoint(path, START)[1] == 0

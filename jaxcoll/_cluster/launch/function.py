@@ -137,8 +137,9 @@ def _results(
             how = f"was killed by {signal_name(-status)}"
         else:
             how = f"ended with status {status}" + " before the function returned" * (status == 0)
+        its = "their" if len(wrong) > 1 else "its"
         text = f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} of {n} {how}"
-        raise LaunchError(f"{text}; see its output above.", ranks=wrong)
+        raise LaunchError(f"{text}; see {its} output above.", ranks=wrong)
     results = []
     for rank, (_, result) in enumerate(filter(None, outcomes)):
         try:
