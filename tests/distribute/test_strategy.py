@@ -499,7 +499,7 @@ def test_a_distributed_value_that_was_captured_is_refused():
             lambda: captured,  # noqa: B023
         ):
             with pytest.raises(
-                ValueError, match=r"works on the value of one .* has a (Mirr|PerR).*in `args`"
+                ValueError, match=r"works on the value of one .* got a (Mirr|PerR).*in `args`"
             ):
                 PAIR.run(fn)
         with pytest.raises(
