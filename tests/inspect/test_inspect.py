@@ -282,6 +282,9 @@ def test_the_words_of_a_picture_lie_apart_and_on_the_page(program):
     figure.draw(renderer)
     words = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
     boxes = [text.get_window_extent(renderer) for text in words]
+    shares = [text.get_text() for text in words if "%" in text.get_text()]
+    assert len(shares) == 2
+    assert all(share.endswith(" %") for share in shares)
     for k, (word, box) in enumerate(zip(words, boxes, strict=True)):
         assert box.x0 >= 0, word.get_text()
         assert box.x1 <= figure.bbox.x1, word.get_text()
