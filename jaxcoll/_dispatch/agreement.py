@@ -190,7 +190,7 @@ class Agreement:
 
 
 def divergent(digests: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return, for each leaf whose digests differ, the groups of parties that agree."""
+    """Return the groups of parties that agree on each leaf that differs, as the first names it."""
     paths = tuple(next(iter(digests.values())))
-    numbers = [[[int(leaves[path], 16)] for path in paths] for leaves in digests.values()]
+    numbers = [[[int(digest, 16)] for digest in leaves.values()] for leaves in digests.values()]
     return ReplicaCheck(np.array(numbers, np.uint64), paths, tuple(digests)).divergent()

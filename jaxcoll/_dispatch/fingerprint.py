@@ -160,7 +160,9 @@ class FirstValues:
 
     def short(self) -> tuple[str, str]:
         """Return one digest of the replicated leaves and one of the rows ("" if there are none)."""
-        whole, rows = (json.dumps(digests).encode() for digests in (self.replicated, self.rows))
+        # Without names: a step's parameters may have other names in another process
+        values = self.replicated.values(), self.rows.values()
+        whole, rows = (json.dumps([*digests]).encode() for digests in values)
         return _digest_bytes(whole), _digest_bytes(rows) if self.rows else ""
 
 

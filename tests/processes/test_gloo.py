@@ -95,7 +95,7 @@ def test_what_processes_bring_to_a_first_run_is_compared(pair):
         assert "in 1 of 1 leaf that must be equal" in found["strategy"]["error"]
         for name in ("anew", "refused 0", "refused 1"):  # a mark that ran before
             assert "The first is p['w']: processes 0 | 1" in found[name]["error"]
-        for name in ("mended", "anew on 0", "anew on 1"):
+        for name in ("mended", "anew on 0", "anew on 1", "other names"):
             assert found[name]["result"] == found["own rows"]["result"]
     assert first["after"] == second["after"]  # both can go on
     assert first["after"]["result"] == pytest.approx(first["own rows"]["result"])

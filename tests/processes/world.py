@@ -262,6 +262,15 @@ def first_values():
         found = [str(w.message) for w in ours]
         return {"result": float(result.addressable_data(0)), "warned": found}
 
+    if rank:  # another name for a parameter
+
+        def named(w, x):
+            return mean(w, x)
+    else:
+
+        def named(p, x):
+            return mean(p, x)
+
     differ = params | {"w": x[rank]}
     step, refused = jc.data_parallel(mean), jc.data_parallel(mean)
     strategy = jc.MultiWorkerMirroredStrategy()
@@ -269,6 +278,7 @@ def first_values():
         "same rows": attempt(lambda: step(params, x)),
         "again": attempt(lambda: step(params, x)),
         "own rows": attempt(lambda: jc.data_parallel(mean)(params, x + rank)),
+        "other names": attempt(lambda: jc.data_parallel(named)(params, x + rank)),
         "ones": attempt(lambda: jc.data_parallel(mean)(params, np.ones_like(x))),
         "anew": attempt(lambda: jc.data_parallel(mean)(differ, x + rank)),
         **{f"refused {k}": attempt(lambda: refused(differ, x + rank)) for k in range(2)},
