@@ -44,6 +44,24 @@ def test_operands_typed_in_place():
     assert found.groups == ((0, 1, 2, 3),)
 
 
+@pytest.mark.parametrize(
+    ("ends", "names"),
+    [
+        ({"a": "jit(f)/pack0/psum", "b": "jit(f)/pack1/psum"}, "(jit(f)/pack0/psum:jit(f)/pack1/psum)"),
+        ({"a": "jit(f)/pack0/psum", "b": "jit(f)/pack0/psum"}, "jit(f)/pack0/psum"),
+        ({"a": "jit(f)/add", "b": "jit(f)/reduce_sum"}, ""),
+    ],
+)  # fmt: skip
+def test_a_merged_collective_without_a_name_has_those_of_the_slices_of_its_result(ends, names):
+    slices = [
+        f'%{name} = f32[8,4] fusion(%done), kind=kLoop, calls=%add, metadata={{op_name="{of}"}}'
+        for name, of in ends.items()
+    ]
+    start = "%ar = f32[16,4] all-reduce-start(%x), replica_groups={}, to_apply=%add"
+    done = '%done = f32[16,4] all-reduce-done(%ar), metadata={scheduling_name="done"}'
+    assert only(module(ADD, entry(start, done, *slices))).op_name == names
+
+
 def test_a_text_that_is_not_compiled_yet_is_for_as_many_devices_as_is_said():
     mark = "channel_id=1, use_global_device_ids=true, to_apply=%add"
     text = module(

@@ -39,6 +39,7 @@ _LOOP = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
 _NAMES = re.compile(r"%([\w.\-]+)")
 _NEAR = 50
 """The most instructions to visit in search of the nearest line of Python."""
+_NAMES_COLLECTIVE = re.compile(r"/(psum|all_gather|reduce_scatter|all_to_all|ppermute)[^/]*$")
 _NUMBER = re.compile(r"-?\d+")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _IS_SYNC = re.compile(r'is_sync\\?":\s*true')
@@ -194,13 +195,27 @@ class _Reader:
         return Source()
 
     def _op_name(self, computation: str, instruction: Instruction, operands: int) -> str:
-        """Return its scope names, from the users of its results if it has only one of several."""
+        """Return its scope names, from the users of its results if it lacks some."""
         op_name = op_name_of(instruction.attributes)
+        if not op_name:
+            return self._users_names(computation, instruction.name)
         if operands < 2 or len(names(op_name)) > 1:
             return op_name
         elements = self._elements(computation).get(instruction.name, {})
         parts = [elements.get(k, "") for k in range(operands)]
         return f"({':'.join(parts)})" if all(parts) and len(set(parts)) > 1 else op_name
+
+    def _users_names(self, computation: str, name: str) -> str:
+        """Return the names of collectives that the users of a nameless one bear.
+
+        A compiler for GPUs (JAX 0.10) concatenates operands, merges the collectives without a name,
+        and gives each slice of the result the name of the collective that it stands for.
+        """
+        lines, (users, _) = self._opened(computation).lines, self._ties(computation)
+        ends = [x for x in users.get(name, ()) if "-done(" in lines.get(x, "")]
+        found = [op_name_of(lines.get(x, "")) for end in [name, *ends] for x in users.get(end, ())]
+        parts = dict.fromkeys(filter(_NAMES_COLLECTIVE.search, found))
+        return f"({':'.join(parts)})" if len(parts) > 1 else "".join(parts)
 
 
 def _ties(lines: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
