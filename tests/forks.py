@@ -258,7 +258,7 @@ def _with_commands() -> Python:
 
 
 def gone(pids: Iterable[int | str]) -> bool:
-    """Whether no process of these is left, at the latest after 20 s.
+    """Return True once none of these processes is left; False after 20 s.
 
     A zombie has ended: only whoever inherited it has not looked yet.
     """

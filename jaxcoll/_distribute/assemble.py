@@ -40,7 +40,7 @@ def assembled(
     rows compares the rest. If `uneven` is set, it makes leaves of differing shapes from the parts.
 
     Raises:
-      ValueError: a part is no array, or the parts disagree; or no device is of this process.
+      ValueError: a part is not an array, or the parts disagree; or no device is of this process.
     """
     here = of_this_process(devices)
     if not here:

@@ -229,7 +229,7 @@ def check_rows(
                 f"`data_parallel`: {argument}{_path(tree, i)} is a scalar and cannot be split over "
                 f"{replicas} replicas along {axis!r}; "
                 + (
-                    f"a list of numbers is no array: pass `np.asarray({argument})`."
+                    f"a list of numbers is not an array: pass `np.asarray({argument})`."
                     if is_listed
                     else "leave its argument out of `batch_argnums` to give every replica the same "
                     "value."
@@ -292,7 +292,7 @@ def check_concrete(args: Any, kwargs: Any, name_of: Callable[[int | str], str]) 
             "Pass the array in it, `ref[...]`, return the new value, and write that back."
         )
     raise ValueError(
-        f"`data_parallel`: {name} is no array or number; got {type(leaves[i]).__name__}. If it is "
+        f"`data_parallel`: {name} is not an array or a number; got {type(leaves[i]).__name__}. If it is "
         "a setting of the step, bind it with `functools.partial` before you wrap the step. If it "
         "is in a module, pass only the module's arrays, as from `eqx.partition(module, "
         "eqx.is_array)` or `nnx.split(module)`, and rebuild the module in the step."

@@ -26,7 +26,7 @@ Span = tuple[int, int]
 def programs_of(
     reports: Mapping[str, Report], numbers: Mapping[str, set[int]], events: Iterable[Event]
 ) -> tuple[dict[str, list[Event]], list[str]]:
-    """Group events by program, and return notes on programs that could not be told apart.
+    """Group events by program, and return notes on programs that are ambiguous.
 
     A program is identified by its name and its collectives. If several match, its number decides,
     unless one of that name has an unknown number: one from the persistent cache has another's.

@@ -173,7 +173,9 @@ class DiLoCo:
         """
         for name, leaf in _named(params, opt_state):
             if not is_array(leaf):
-                raise ValueError(f"`diloco`: {name} is no array of numbers; got {kind_of(leaf)}.")
+                raise ValueError(
+                    f"`diloco`: {name} is not an array of numbers; got {kind_of(leaf)}."
+                )
             dtype = jnp.result_type(leaf)
             if name.startswith("params") and not jnp.issubdtype(dtype, jnp.inexact):
                 raise ValueError(

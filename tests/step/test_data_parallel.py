@@ -224,7 +224,7 @@ REFUSED = [  # a step, how it is wrapped, its arguments, and the words
     (lambda p, x: x, {"batch_argnums": 2}, (1.0, X),
      "argument 2 is named in `batch_argnums`, .* called with 2 positional"),
     (sums, {}, (1.0, X[:0]), r"batch has no rows \(its shape is \[0, 5\]\); pass at least 8"),
-    (sums, {}, ({"act": "relu"}, X), r"p\['act'\] is no array or number; got str"),
+    (sums, {}, ({"act": "relu"}, X), r"p\['act'\] is not an array or a number; got str"),
     (sums, {}, ({"w": jax.new_ref(X)}, X), r"p\['w'\] is a `jax.Ref`, .* Pass the array"),
 
     *((sums, {}, (1.0, {"x": X, "y": words}), r"batch\['y'\] has elements of dtype .*expected num")
@@ -354,7 +354,7 @@ def test_a_batch_that_only_a_keyword_can_name_and_one_before_other_arguments():
     ):
         with pytest.raises(TypeError, match=lacks + given):
             jc.data_parallel(sums)(*args, **names)
-    with pytest.raises(ValueError, match=r"`: mode is no array .* `functools.partial`"):
+    with pytest.raises(ValueError, match=r"`: mode is not an array .* `functools.partial`"):
         jc.data_parallel(sums)(1.0, X, mode=jnp.tanh)
 
 

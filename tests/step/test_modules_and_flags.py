@@ -125,7 +125,7 @@ def test_what_becomes_no_array_needs_no_return():
 def test_modules_with_leaves_that_are_not_arrays_are_refused_by_their_name():
     module = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0))
     step = jc.data_parallel(lambda m, batch: jc.value_and_grad(loss, "data")(m, batch))
-    with pytest.raises(ValueError, match=r"m\.activation is no array .* `eqx.partition"):
+    with pytest.raises(ValueError, match=r"m\.activation is not an array .* `eqx.partition"):
         step(module, BATCH)
     inside = jc.data_parallel(lambda batch: jc.value_and_grad(loss, "data")(module, batch))
     with pytest.raises(TypeError, match=r"module\.activation is .*custom_jvp.* `eqx.partition"):

@@ -61,7 +61,7 @@ def test_a_loop_is_looked_at_until_all_is_in_place(step, asked):
         (lambda w, x: ({**w, "a": jax.device_put(w["a"], jax.devices()[1])}, x), None),
         (lambda w, x: ({"a": w["a"], "b": w["a"]}, x), None),
         (lambda w, x: (w, copies(np.ones(3))), "3 rows, which do not divide"),
-        (lambda w, x: (w, "x"), "is no array or number; got str"),
+        (lambda w, x: (w, "x"), "is not an array or a number; got str"),
     ],
 )
 def test_a_call_unlike_the_last_is_looked_at_closely_and_refused_however_often_its_like_was_passed(

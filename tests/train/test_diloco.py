@@ -151,8 +151,10 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs():
         r"params\['n'\] has dtype int32, and its mean another": lambda: train.init(
             {"n": np.arange(3), "w": np.ones(3)}, ()
         ),
-        "params is no array of numbers; got str": lambda: train.init("w", ()),
-        r"opt_state\[0\] is no array of numbers; got str": lambda: train.init(np.ones(3), ["s"]),
+        "params is not an array of numbers; got str": lambda: train.init("w", ()),
+        r"opt_state\[0\] is not an array of numbers; got str": lambda: train.init(
+            np.ones(3), ["s"]
+        ),
         "expects the state that `init` returned; got float64": lambda: train(np.ones(3), batch),
         r"batch\['x'\] has shape \(3,\), .* divide over 2 replicas": lambda: train(
             state, {"x": np.ones(3)}
