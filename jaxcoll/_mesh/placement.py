@@ -293,8 +293,8 @@ def check_concrete(args: Any, kwargs: Any, name_of: Callable[[int | str], str]) 
         )
     raise ValueError(
         f"`data_parallel`: {name} is not an array or a number; got {type(leaves[i]).__name__}. If "
-        "it is a setting of the step, bind it with `functools.partial` before you wrap the step. If it "
-        "is in a module, pass only the module's arrays, as from `eqx.partition(module, "
+        "it is a setting of the step, bind it with `functools.partial` before you wrap the step. "
+        "If it is in a module, pass only the module's arrays, as from `eqx.partition(module, "
         "eqx.is_array)` or `nnx.split(module)`, and rebuild the module in the step."
     )
 
