@@ -80,8 +80,8 @@ class Team:
         """Raise an error that names the rank that ended first: its peers' calls fail as well."""
         # A rank's reported error explains more than its exit status.
         others = [r for r in range(len(self._running)) if r != rank or not error]
-        patience = time.monotonic() + 1
-        # Several ranks may fail at once, and a killed one may be noticed a moment later.
+        # Several ranks may fail at once, and one that closed its pipe is about to end.
+        patience = time.monotonic() + (1 if error else 10)
         while not (dead := [r for r in others if self._running[r].poll() is not None]):
             if time.monotonic() > patience:
                 break
