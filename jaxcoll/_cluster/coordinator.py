@@ -299,7 +299,9 @@ class _Coordinator:
 
     def _refuse(self, reply: dict[str, Any]) -> NoReturn:
         """Tell all processes, also those that connect a little later, the error, and exit."""
-        _send(reply, self._received)  # to members, and to those that have not sent a line yet
+        # To members, and to those that have not sent a line yet. Process 0 is last, because it may
+        # have started this process, and then kills it.
+        _send(reply, sorted(self._received, key=lambda each: self._members.get(each) == 0))
         until, late = time.monotonic() + LINGERS, []
         while self._listener.fileno() >= 0 and (left := until - time.monotonic()) > 0:
             try:

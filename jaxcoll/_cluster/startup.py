@@ -26,6 +26,7 @@ from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _RETRY_SECONDS = 0.05  # between two attempts to reach a coordinator that is not there yet
 _GONE_SECONDS = 2.0  # a coordinator that hung up and has not listened for so long has died
+_REPLY_SECONDS = 5.0  # that a busy coordinator may be late with its reply, at a deadline
 _POLL_SECONDS = 0.02
 _LEAST_SECONDS = 5.0  # that the exchange of devices may always take, once all have begun
 _FOLDER, _HERE = "jaxcoll/devices", "here"
@@ -81,8 +82,9 @@ def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[s
     try:
         connection.sendall(json.dumps(hello).encode() + b"\n")
         while b"\n" not in received and len(received) <= LONGEST:
-            # The coordinator gives up first; its reply has half a second more to arrive.
-            connection.settimeout(max(0.0, deadline - time.monotonic()) + 0.5)
+            # The coordinator gives up first. A process that did not wait for its reply would miss
+            # who is absent, and the others would take this process for lost.
+            connection.settimeout(max(0.0, deadline - time.monotonic()) + _REPLY_SECONDS)
             ahead = connection.recv(LONGEST, socket.MSG_PEEK)
             if not ahead:
                 break
