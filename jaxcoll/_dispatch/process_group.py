@@ -92,8 +92,11 @@ class ProcessGroup:
         self.call, self._program, self._since = call, program, time.monotonic()
         is_expected = self._order.follow(program.digest)
         try:
-            # A new program may have the digest of one that ran, but its first values are new.
-            if program.is_first or not is_expected:
+            # A new program may have the digest of one that ran, but its first values are new. After
+            # a call that failed here, others may still wait for this process's part in that one,
+            # and would take this call's data for it.
+            has_failed = self._failed[0] == self.position - 1
+            if program.is_first or has_failed or not is_expected:
                 self._agree(call, program)
             self._agreed = self.position  # set first: others ask while this process waits below
             result = program.compiled(*call.args, **call.kwargs)
@@ -147,6 +150,9 @@ class ProcessGroup:
                 f"{unknown} The transport reported: {str(error).splitlines()[0]}",
             )
         if not lost:
+            late, who = self._late()
+            if late:
+                error.add_note(who)
             return error
         return self._lost(lost, f"the transport reported: {str(error).splitlines()[0]}")
 

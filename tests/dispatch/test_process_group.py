@@ -1,5 +1,6 @@
 """Who is lost, and when a group learns it; and what of an agreement is kept."""
 
+import contextlib
 import dataclasses
 import threading
 
@@ -124,6 +125,22 @@ def test_who_did_its_part_is_not_blamed_for_another_and_who_died_is_at_once(thre
     peers.gone, peers.lost = {1: {}}, set()
     assert one.explain(ValueError("Gloo: read error")).ranks == (1,)
     assert asked == [[2]]
+
+
+def test_after_a_call_that_failed_here_the_next_is_agreed_upon(three, monkeypatch):
+    (_, one), *_ = three
+    agreed = []
+    monkeypatch.setattr(
+        Agreement, "reach", lambda self: (agreed.append(self.position), (None, False))[1]
+    )
+
+    def fail():
+        raise ValueError("in a callback")
+
+    for compiled in (dict, dict, fail, dict, dict):
+        with contextlib.suppress(ValueError):
+            call(one, "a", compiled)
+    assert agreed == [1, 4], "others may wait in call 3 for this process"
 
 
 def test_of_what_was_agreed_upon_only_the_last_is_kept():
