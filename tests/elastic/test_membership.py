@@ -26,7 +26,6 @@ from jaxcoll._elastic.step_programs import _sides, mismatch_error, publish_progr
 def _hurried(monkeypatch):
     for module in (memberships, key_value, watchdog):
         monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(heartbeat, "SILENT_WORKER_SECONDS", 0.4)
 
 
 def worker(keys, most=None, startup=5.0):
@@ -393,7 +392,7 @@ def test_without_a_coordinator_nothing_is_agreed(working):
 def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is_not(
     working, monkeypatch
 ):
-    monkeypatch.setattr(memberships, "COORDINATOR_REPLY_SECONDS", 0.4)
+    monkeypatch.setattr(memberships, "COORDINATOR_REPLY_SECONDS", 1.0)
     late, goes_on = working(2)
     stopped = threading.Event()
     for membership, seconds in ((goes_on, 0.1), (late, 20)):

@@ -201,7 +201,7 @@ def losses():
     attempt("stopped", lambda: three.on(of([0, 1, 3]))(ones()))
     attempt("two", lambda: step.on(of([0, 1]))(ones()))
     call = jc.data_parallel(slowly, varying_outputs="concatenate").on(of([0, 1]))
-    few, many = np.float32([[1, 0]]), np.float32([[1, 2]])
+    few, many = np.float32([[1, 0]]), np.float32([[1, 4]])
     attempt("warm", lambda: call(few))
     attempt("done", lambda: call(few if RANK else many))
     if RANK == 0:

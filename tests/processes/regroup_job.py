@@ -65,7 +65,7 @@ def descriptors():
 class Late:
     """Process 1 brings the rows of four steps in a row only when the other waits no longer."""
 
-    settings = {"timeout_seconds": 0.7}  # noqa: RUF012
+    settings = {"timeout_seconds": 1.5}  # noqa: RUF012
     steps = 8
 
     def __init__(self):

@@ -37,7 +37,7 @@ def test_the_rank_that_comes_late_is_named_and_no_other(tmp_path):
     assert measured["ranks"] == [*range(4)]
     assert measured["runs"] >= 5
     (last, _), *_ = measured["late"]
-    assert 0.05 < last["seconds"] < 0.3
+    assert 0.05 < last["seconds"] < 1
     assert {len(t["waiting"]) for t in measured["times"]} == {4}
     assert len(measured["lanes"]) == 4
     # One table, of the first rank.
