@@ -133,8 +133,9 @@ def mean_loss(
     Returns:
       A function with `fun`'s arguments that returns a scalar, *invariant* over the axes. It has
       forward- and reverse-mode derivatives with respect to all that is the same on every replica:
-      arguments and, except in a checked `shard_map`, captured values. Cost: an `all_reduce` of one
-      number; differentiated, one `all_reduce` of value and gradients together.
+      arguments and, except in a checked `shard_map`, captured values; and of any order, each with
+      respect to the same values. Cost: an `all_reduce` of one number; differentiated, one
+      `all_reduce` of value and gradients together.
 
     Raises:
       NameError: an axis is not mapped here.

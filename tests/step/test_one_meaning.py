@@ -374,6 +374,21 @@ def test_the_mean_loss_has_derivatives_in_both_modes():
     np.testing.assert_allclose(weighted, X.mean(0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_the_mean_loss_has_derivatives_of_any_order(check_vma):
+    def bent(w, x):
+        return jnp.mean(jnp.sin(x @ w))
+
+    def derivatives(f):
+        inner = lambda w, x: f(w - 0.1 * jax.grad(f)(w, x), x)
+        return lambda w, x: (jax.grad(inner)(w, x), *(
+            a(b(f))(w, x) for a in (jax.jacrev, jax.jacfwd) for b in (jax.jacrev, jax.jacfwd)
+        ))  # fmt: skip
+
+    step = jc.data_parallel(derivatives(jc.mean_loss(bent)), check_vma=check_vma)
+    close(step(W, X), derivatives(bent)(W, X))
+
+
 def in_a_scan(w, x):
     mean = jc.mean_loss(loss)
     turn = lambda c, _: ((c[0] * 1.0, c[1]), mean(*c))

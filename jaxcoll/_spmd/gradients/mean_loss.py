@@ -19,6 +19,7 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty
 from jaxcoll._spmd.gradients.gradient import Differentiator, positional_names, reduced_gradient
 from jaxcoll._spmd.gradients.loss import WeightedLoss, value_and_weight
+from jaxcoll._spmd.gradients.sync import reduced_backward
 from jaxcoll._spmd.pipeline import quotient
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Differentiation, Scope, bound_axes, differentiated, retyped
@@ -94,7 +95,13 @@ def mean_loss(
             if _compat.types_tracked() and argnums[-1] >= len(inputs):
                 raise ValueError(_CAPTURED)
             gradient = Differentiator(local, CALLER, ReduceOp.MEAN, argnums, False, False, False)
-            value, grads = reduced_gradient(gradient, axes, lambda: here, options)(*primals)
+            operands = dict(enumerate(primals))
+            if not _compat.types_tracked():  # else autodiff sums over replicas by itself
+                # A derivative of the gradients is a mean over the replicas, too.
+                learned = {i: primals[i] for i in argnums}
+                operands |= reduced_backward(learned, ReduceOp.MEAN, axes, here.merged(options))
+            differentiate = reduced_gradient(gradient, axes, lambda: here, options)
+            value, grads = differentiate(*operands.values())
             products = jax.tree.map(
                 lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
                 grads,

@@ -32,8 +32,14 @@ def sync_in_backward(
     check_no_shards(params, axis_name, "sync_in_backward")
     flat, treedef = flattened(params)
     named = {path: _floating(path, leaf) for path, leaf in flat}
-    arrays = jax.tree.leaves(common(treedef.unflatten(named.values()), axes, "sync_in_backward"))
-    reduction = _Reduction(reduce_op, axes, treedef, scope.merged(options))
+    arrays = common(treedef.unflatten(named.values()), axes, "sync_in_backward")
+    return reduced_backward(arrays, reduce_op, axes, scope.merged(options))
+
+
+def reduced_backward(tree: Any, reduce_op: ReduceOp, axes: tuple[str, ...], scope: Scope) -> Any:
+    """Return a tree of arrays that are the same everywhere; their cotangents are reduced."""
+    arrays, treedef = jax.tree.flatten(tree)
+    reduction = _Reduction(reduce_op, axes, treedef, scope)
     return treedef.unflatten(marks.through_backward(arrays, reduction, axes))
 
 
