@@ -186,6 +186,13 @@ class Signature:
         return self._names[slot] if slot < len(self._names) else f"args[{slot}]"
 
 
+class _Bound(tuple[Any, ...]):
+    """An instance, a step and the step bound to it; deep copies and pickles of it are empty."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, ()
+
+
 def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
     """Bind a step that is a method to an instance, or a step that is a `classmethod` to a class.
 
@@ -200,10 +207,10 @@ def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
         return bind(instance)
     key = f"_data_parallel_{id(step)}"
     bound = attributes.get(key)
-    if bound is None or bound[0] is not instance or bound[1] is not step:
+    if not bound or bound[0] is not instance or bound[1] is not step:
         # Stored with the instance, as a copy of its attributes must not use this step; and with
         # the step, as its id may be used again once it is garbage.
-        bound = (instance, step, bind(instance))
+        bound = _Bound((instance, step, bind(instance)))
         if isinstance(instance, type):  # the attributes of a class are a read-only view
             setattr(instance, key, bound)
         else:

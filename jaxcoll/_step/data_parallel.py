@@ -281,6 +281,11 @@ class DataParallel:
         """
         return self._copy_with(_mesh=checked_mesh(mesh, self._axis_name, "data_parallel"))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """Copy the step, such as a method with its instance, but neither programs nor devices."""
+        step = copy.deepcopy(self._step, memo)
+        return self._copy_with(_step=step, signature=Signature(step, self._batch_argnums))
+
     def _copy_with(self, **changed: Any) -> DataParallel:
         step = copy.copy(self)
         # Properties that depend on the mesh are computed anew, unless they are in `changed`.

@@ -1,7 +1,9 @@
 """data_parallel: an ordinary step, placed, compiled once a shape, and checked."""
 
+import copy
 import dataclasses
 import itertools
+import pickle
 import threading
 
 import jax
@@ -413,6 +415,28 @@ def test_a_step_can_be_a_method():
     for _ in range(2):
         for of, scale in ((Scaled, 2), (More, 3), (More(), 3)):
             np.testing.assert_allclose(of.step(1.0, X), scale * X.sum(), rtol=1e-4)
+
+
+class Doubling:
+    scale = 2.0
+
+    @jc.data_parallel
+    def step(self, p, batch):
+        return self.scale * sums(p, batch)
+
+
+def test_an_object_with_steps_can_be_copied_and_pickled_after_calls():
+    made = Doubling()
+    made.other = jc.data_parallel(lambda p, batch: p)
+    np.testing.assert_allclose(made.step(1.0, X), 2 * X.sum(), rtol=1e-4)
+    assert made.other(1.0, X) == 1
+    copied = copy.deepcopy(made)
+    del made.other
+    for new in (copied, copy.copy(made), pickle.loads(pickle.dumps(made))):
+        new.scale = 3.0
+        np.testing.assert_allclose(new.step(1.0, X), 3 * X.sum(), rtol=1e-4)
+    assert copied.other(1.0, X) == 1
+    np.testing.assert_allclose(made.step(1.0, X), 2 * X.sum(), rtol=1e-4)
 
 
 def test_a_method_that_is_replaced_is_not_called_again():
