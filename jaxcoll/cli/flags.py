@@ -81,9 +81,11 @@ def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
                 for k, row in enumerate(json.loads(Path(name).read_text()))
             ]
         leaves = [(k, jax.ShapeDtypeStruct(shape, dtype_of(t))) for k, shape, t in rows]
-        if not leaves or not all(isinstance(n, int) for _, x in leaves for n in x.shape):
+        if not leaves or not all(type(n) is int and n >= 0 for _, x in leaves for n in x.shape):
             raise ValueError("no leaves, or an invalid shape")
-        return OrderedDict(leaves)
+        if len(tree := OrderedDict(leaves)) < len(leaves):
+            raise ValueError("two leaves have the same name")
+        return tree
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}".rstrip(".")
         raise ValueError(

@@ -50,7 +50,8 @@ def test_a_tree_from_a_file(tmp_path):
         "0": ((2, 3), "int32"), "b": ((), "float16"),
     }  # fmt: skip
     for bad in ("[", "{}", "[]", '[{"dtype": "f4"}]', '[{"shape": 3}]', '[{"shape": [1.5]}]',
-                '[{"shape": [], "dtype": "x"}]', "[1]"):  # fmt: skip
+                '[{"shape": [-1]}]', '[{"shape": [], "dtype": "x"}]', "[1]",
+                '[{"shape": [], "name": "b"}, {"shape": [2], "name": "b"}]'):  # fmt: skip
         file.write_text(bad)
         with pytest.raises(ValueError, match=r"mine\.json: expected one of resnet50.*or a file of"):
             flags.tree_of(str(file), "float32")
