@@ -69,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
     folder: Path | None = args.profile if args.run is None else None
     if (args.target is not None) + (args.run is not None) + (folder is not None) != 1:
         raise ValueError("expected one of TARGET, --profile FOLDER or --run script.py.")
+    of_target = [x for x in ("devices", "platform", "topology", "against") if vars(args)[x]]
+    if of_target and (args.run is not None or folder is not None):
+        raise ValueError(f"--{of_target[0]} needs a TARGET; a script chooses its devices itself.")
     if args.run is not None:
         return _run(args)
     if args.measure or args.limit:
