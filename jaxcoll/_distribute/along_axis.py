@@ -149,7 +149,8 @@ def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
     )
     if not shift and len(value) == 1 and isinstance(value.tree, jax.Array):
         return sums  # of a plain value, which belongs to no group of devices
-    return type(value)._of(sums, value.devices)
+    # XLA replicates a sum of no elements, whatever the layout of its argument.
+    return type(value)._of(jax.device_put(sums, value._over(value.devices)), value.devices)
 
 
 def _mean(total: Any, parts: _Parts) -> Any:

@@ -339,6 +339,15 @@ def test_H5_H8_K5_L32_L34_L49_L50_along_axes_is_numpys_result_over_all_elements(
         np.testing.assert_array_equal(s.gather([value], axis)[0], np.concatenate(parts, axis))
 
 
+def test_a_batch_without_rows_has_sums_of_zero():
+    s = STRATEGIES["mirrored-3"]
+    for dataset in ([np.zeros((0, 2), "f")], [np.zeros((3, 2, 0), "f")]):
+        (batch,) = s.experimental_distribute_dataset(dataset)
+        got = s.reduce("sum", batch, 0)
+        np.testing.assert_array_equal(got, dataset[0].sum(0))
+        assert np.isnan(s.reduce("mean", batch, 0)).all()
+
+
 def test_a_mean_along_an_axis_fits_where_its_sum_overflows():
     s = STRATEGIES["mirrored-3"]
     half = s.reduce("mean", of_replica(s, lambda i: np.full(i + 1, 60000, "f2")), 0)
