@@ -472,7 +472,8 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
         # A global array has the rows of all processes, any other array those of this process.
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
         if is_global or (len(here) == len(devices) and not leaf.shape[0] % len(here)):
-            split = leaf.reshape(len(devices), -1, *leaf.shape[1:])
+            share = leaf.shape[0] // len(devices)
+            split = leaf.reshape(len(devices), share, *leaf.shape[1:])
             whole[path] = PerReplica._of(place(split, rows_over(devices)), devices)
             continue
         start = 0
