@@ -13,7 +13,7 @@ from jaxcoll._distribute.arguments import call_options
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps, checked_pairs
 from jaxcoll._distribute.per_replica import DistributedValues, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica
-from jaxcoll._distribute.replica_program import run_on_replicas
+from jaxcoll._distribute.replica_program import check_call, run_on_replicas
 from jaxcoll._mesh.mesh import span_processes
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import is_array
@@ -99,6 +99,7 @@ class StrategyExtended:
         """
         caller = f"{self._name}.update"
         check_cross_replica(caller, "compute the new value and return it")
+        check_call(caller, fn, args)
         parts = jax.tree.leaves(value, is_leaf=is_distributed)
         if not parts or not all(map(is_distributed, parts)):
             raise ValueError(

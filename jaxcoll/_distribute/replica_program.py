@@ -157,6 +157,22 @@ def check_one_replica(caller: str, value: Any) -> None:
             )
 
 
+def check_call(caller: str, fn: Any, args: Any) -> None:
+    """Refuse what cannot be called, or cached, or passed as positional arguments."""
+    if not callable(fn) or not isinstance(args, tuple | list):
+        raise ValueError(
+            f"`{caller}` expects a function, and its arguments in a tuple, as in "
+            f"`args=(batch,)`; got {type(fn).__name__} and args {type(args).__name__}."
+        )
+    try:
+        hash(fn)
+    except TypeError:
+        raise ValueError(
+            f"`{caller}` caches the program of each function, and a {type(fn).__name__} cannot "
+            "be a key: it has no hash. Wrap it in a function."
+        ) from None
+
+
 def run_on_replicas(
     caller: str,
     what: str,

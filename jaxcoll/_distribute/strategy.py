@@ -20,7 +20,7 @@ from jaxcoll._distribute.cross_device_ops import CrossDeviceOps
 from jaxcoll._distribute.extended import StrategyExtended, check_has_sum
 from jaxcoll._distribute.per_replica import DistributedValues, PerReplica, Uneven, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica, rows_over
-from jaxcoll._distribute.replica_program import ReplicaContext, run_on_replicas
+from jaxcoll._distribute.replica_program import ReplicaContext, check_call, run_on_replicas
 from jaxcoll._mesh.mesh import no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import host_array, place
 from jaxcoll._plan.checks import refuse
@@ -141,19 +141,7 @@ class Strategy:
           (Mirrored(float32[] on 2: cpu:0, cpu:1), PerReplica(float32[] on 2: cpu:0, cpu:1))
         """
         caller = self._check("run", "call the function itself")
-        if not callable(fn) or not isinstance(args, tuple | list):
-            raise ValueError(
-                f"`{caller}` expects a function, and its arguments in a tuple, as in "
-                f"`run(step, args=(batch,))`; got {type(fn).__name__} and args "
-                f"{type(args).__name__}."
-            )
-        try:
-            hash(fn)
-        except TypeError:
-            raise ValueError(
-                f"`{caller}` caches the program of each function, and a {type(fn).__name__} cannot "
-                "be a key: it has no hash. Wrap it in a function."
-            ) from None
+        check_call(caller, fn, args)
         merged = self._options.merge(checked(options))
         what = f"`{caller}` of `{getattr(fn, '__name__', type(fn).__name__)}`"
         arguments = (tuple(args), dict(kwargs or {}))

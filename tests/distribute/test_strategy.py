@@ -655,6 +655,8 @@ def test_a_context_is_of_no_use_outside_its_function():
         (r"args\[0\] has parts of unequal shapes.*Pad them", lambda: PAIR.run(abs, (of_replica(PAIR, lambda i: np.ones(i + 1)),))),
         (r"args\[0\] is being traced, so it lies on no device", lambda: jax.jit(lambda x: PAIR.run(abs, (x,)))(1.0)),
         ("`options` must be a CommunicationOptions", lambda: PAIR.run(abs, options="ring")),
+        ("`MirroredStrategy.extended.update` expects a function", lambda: PAIR.extended.update(PerReplica([1, 2]), None)),
+        ("got builtin_function_or_method and args int", lambda: PAIR.extended.update(PerReplica([1, 2]), abs, 1)),
         ("cannot be a key", lambda: PAIR.run(type("Odd", (), {"__call__": abs, "__hash__": None})())),
     ],
 )  # fmt: skip
