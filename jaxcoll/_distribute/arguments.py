@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
@@ -185,7 +186,8 @@ def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
     if not here:
         return result
     if len(devices) == 1:
-        return jax.device_put(result, devices[0])
+        # Put on a device itself, an array of an Explicit mesh would keep the type of that mesh.
+        return jax.device_put(result, SingleDeviceSharding(devices[0]))
     sharding = copies_over(devices)
 
     def on_all(leaf: Any) -> jax.Array:

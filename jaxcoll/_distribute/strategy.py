@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxcoll._distribute.all_reduce_ops import NcclAllReduce
 from jaxcoll._distribute.along_axis import gather_along, reduce_along
@@ -460,10 +461,14 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
         # A global array has the rows of all processes, any other array those of this process.
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
         if is_global or (len(here) == len(devices) and not leaf.shape[0] % len(here)):
+            if isinstance(leaf, jax.Array):
+                leaf = place(leaf, rows_over(devices))  # only then a reshape moves nothing
             share = leaf.shape[0] // len(devices)
             split = leaf.reshape(len(devices), share, *leaf.shape[1:])
             whole[path] = PerReplica._of(place(split, rows_over(devices)), devices)
             continue
+        if isinstance(leaf, jax.Array):
+            leaf = jax.device_put(leaf, SingleDeviceSharding(devices[here[0]]))
         start = 0
         for k, i in enumerate(here):
             end = start + leaf.shape[0] // len(here) + (k < leaf.shape[0] % len(here))

@@ -13,6 +13,8 @@ import pytest
 from cases import CompileCounter, assert_trees_equal, devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
 from jaxcoll.distribute import Mirrored, PerReplica, get_replica_context
@@ -538,6 +540,18 @@ def test_H29_a_dataset_is_split_into_consecutive_shares(s):
     assert local(s, on_device) == [[float(i)] for i in range(n)]
     grads = s.run(jax.grad(lambda x: jnp.sum(x**2)), (on_device,))
     assert s.gather(grads, axis=0).tolist() == [2.0 * i for i in range(n)]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("d"), P(None, "e"), P(("d", "e")), P()])
+def test_a_batch_that_is_sharded_already_is_split_all_the_same(kind, spec):
+    mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(kind, kind))
+    x = jax.device_put(np.arange(16.0).reshape(8, 2), NamedSharding(mesh, spec))
+    for s in (PAIR, STRATEGIES["mirrored-3"]):
+        (batch,) = s.experimental_distribute_dataset([x])
+        np.testing.assert_array_equal(s.gather(batch, 0), x)
+    on_one = PAIR.extended.broadcast_to(x, "cpu:3")
+    np.testing.assert_array_equal(on_one[:3], np.asarray(x)[:3])
 
 
 def test_rows_that_do_not_divide_are_uneven_and_what_has_none_is_refused_by_name():
