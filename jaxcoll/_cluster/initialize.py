@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -144,7 +144,11 @@ def initialize(
         "num_processes": num_processes,
         "process_id": process_id,
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {
+        name: int(value) if checks.is_integer(value) else value
+        for name, value in given.items()
+        if value is not None
+    }
     member = _member(given, local_device_ids, cluster_resolver)
     if (previous := _joined) is not None and not jax.distributed.is_initialized():
         _leave(previous)
@@ -252,9 +256,10 @@ def _member(
             "`cluster_resolver` must be a ClusterResolver, such as "
             f"`jc.distribute.TFConfigClusterResolver()`, or None; got {resolver!r}."
         )
-    member = None
+    member, names = None, ("coordinator_address", "num_processes", "process_id")
     if len(given) < 3:
-        member = member_of(os.environ) if resolver is None else resolver.member()
+        address = {JAX_COORDINATOR: coordinator} if (coordinator := given.get(names[0])) else {}
+        member = member_of({**os.environ, **address}) if resolver is None else resolver.member()
     if member is not None:
         member = dataclasses.replace(member, **given)
     else:
@@ -262,7 +267,6 @@ def _member(
             given = {"coordinator_address": address} | given
         if not given:
             return None
-        names = ("coordinator_address", "num_processes", "process_id")
         if missing := [name for name in names if name not in given]:
             raise ValueError(
                 f"`initialize` needs `{'` and `'.join(missing)}`, which no known launcher has set "
@@ -270,7 +274,7 @@ def _member(
             )
         member = Member(**given)
     if local is not None:
-        ids = (local,) if isinstance(local, int) else tuple(local)
+        ids = tuple(map(int, local if isinstance(local, Iterable) else (local,)))
         member = dataclasses.replace(member, local_device_ids=ids)
     member.check()
     return member

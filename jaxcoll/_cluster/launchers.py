@@ -117,14 +117,17 @@ def _master(environment: Mapping[str, str]) -> Member | None:
     source = "MASTER_ADDR, RANK and WORLD_SIZE"
     if not {"RANK", "WORLD_SIZE"} <= set(environment):
         return None
-    host = _needed(environment, "MASTER_ADDR", source)
-    host = f"[{host}]" if ":" in host else host
-    (port,) = _numbers(environment, ("MASTER_PORT",), source)
-    # If torchrun's agent itself listens on MASTER_PORT, take the next port.
-    port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = environment.get(JAX_COORDINATOR)
+    if address is None:
+        host = _needed(environment, "MASTER_ADDR", source)
+        host = f"[{host}]" if ":" in host else host
+        (port,) = _numbers(environment, ("MASTER_PORT",), source)
+        # If torchrun's agent itself listens on MASTER_PORT, take the next port.
+        port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address = f"{host}:{port}"
     alone = environment.get("LOCAL_WORLD_SIZE") == "1"
     names = "WORLD_SIZE", "RANK", "LOCAL_RANK"
-    return _process(environment, source, names, f"{host}:{port}", alone)
+    return _process(environment, source, names, address, alone)
 
 
 _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (

@@ -207,6 +207,29 @@ def test_a_process_that_nobody_launched_is_alone():
     assert not jax.distributed.is_initialized()
 
 
+def test_a_place_may_come_from_arguments_and_variables_and_be_counted_by_numpy(monkeypatch):
+    found = []
+    monkeypatch.setattr("jaxcoll._cluster.initialize._check_unused", lambda: None)
+    monkeypatch.setattr("jaxcoll._cluster.initialize._keep_memory", lambda: None)
+    monkeypatch.setattr(
+        "jaxcoll._cluster.initialize.arrive",
+        lambda member, timeout: found.append(member) or out_of_time(member, timeout),
+    )
+    numbers = {"num_processes": np.int64(3), "process_id": np.int32(2)}
+    for arguments, variables in (
+        ({**numbers, "local_device_ids": np.int64(1)}, {}),
+        ({}, {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}),
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(jc.errors.DeadlineExceededError):
+            jc.initialize("127.0.0.1:1", **arguments)
+    assert [(m.coordinator_address, m.num_processes, m.process_id) for m in found] == [
+        ("127.0.0.1:1", 3, 2)
+    ] * 2
+    assert [m.local_device_ids for m in found] == [(1,)] * 2
+
+
 TWO_JOBS = {"ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1", "w2:1"]}
 
 

@@ -54,6 +54,7 @@ WORKERS = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
         (TORCH, ("a:29500", 2, 1, (1,))),
         ({**TORCH, "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "::1"}, ("[::1]:29501", 2, 1, (1,))),
         ({**TORCH, **SLURM, "JAX_COORDINATOR_ADDRESS": "z:9"}, ("z:9", 10, 9, (1,))),
+        ({"RANK": "1", "WORLD_SIZE": "2", "JAX_COORDINATOR_ADDRESS": "z:9"}, ("z:9", 2, 1, None)),
         ({**SLURM, "SLURM_STEP_ID": "2"}, ("node007:61563", 10, 9, (1,))),
         ({**SLURM, **OPEN_MPI}, ("10.96.0.1:62624", 4, 2, None)),
         ({**SLURM, **OPEN_MPI, **TORCH, "TORCHELASTIC_RUN_ID": "7"}, ("a:29500", 2, 1, (1,))),
