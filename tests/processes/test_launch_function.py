@@ -23,12 +23,15 @@ SECONDS = 120.0
 
 
 def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd):
+    class Rank(int):
+        """Of no module, as a class of a notebook."""
+
     def run():
         print("from", jax.process_index())
         print("aside", file=sys.stderr)
         share = np.arange(8.0) + 8 * jax.process_index()
         total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))(share)
-        found = {"rank": jax.process_index(), "total": total, "devices": jax.device_count()}
+        found = {"rank": Rank(jax.process_index()), "total": total, "devices": jax.device_count()}
         return found | {"settings": {name: str(value) for name, value in numerics().items()}}
 
     others = {
@@ -45,7 +48,8 @@ def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd)
         for name, value in before.items():
             jax.config.update(name, value)
     assert [f["settings"] for f in found] == [settings] * 2
-    assert [f["rank"] for f in found] == [0, 1]
+    assert [f["rank"] for f in found] == [Rank(0), Rank(1)]
+    assert {type(f["rank"]) for f in found} == {Rank}
     assert {f["devices"] for f in found} == {4}
     assert {(type(f["total"]), f["total"].dtype, float(f["total"])) for f in found} == {
         (np.ndarray, np.dtype("float64"), 120.0)

@@ -102,7 +102,9 @@ def work() -> None:
             for name, value in settings.items():
                 jax.config.update(name, value)
             initialize()
-            result = pickle.dumps(jax.tree.map(_on_host, pickle.load(file)()))
+            result = jax.tree.map(_on_host, pickle.load(file)())
+            # If cloudpickle brought the function, the result may be of the notebook's classes too.
+            result = sys.modules.get("cloudpickle", pickle).dumps(result)
     except BaseException as error:
         lines = [
             (f.filename, f.lineno, f.name, None) for f in traceback.extract_tb(error.__traceback__)
