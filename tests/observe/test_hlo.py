@@ -60,6 +60,20 @@ def test_a_merged_collective_without_a_name_has_those_of_the_slices_of_its_resul
     start = "%ar = f32[16,4] all-reduce-start(%x), replica_groups={}, to_apply=%add"
     done = '%done = f32[16,4] all-reduce-done(%ar), metadata={scheduling_name="done"}'
     assert only(module(ADD, entry(start, done, *slices))).op_name == names
+    unnamed = [line.partition(", metadata")[0].replace("%", "%s", 1) for line in slices]
+    views = [
+        f'%{name} = f32[32] bitcast(%s{name}), metadata={{op_name="{of}"}}'
+        for name, of in ends.items()
+    ]
+    assert only(module(ADD, entry(start, done, *unnamed, *views))).op_name == names
+
+
+def test_a_collective_without_a_name_does_not_have_that_of_the_next_one():
+    end = "replica_groups={}, to_apply=%add"
+    first, second = f"%a = f32[4] all-reduce(%x), {end}", f"%b = f32[4] all-reduce(%a), {end}"
+    named = f'{second}, metadata={{op_name="jit(f)/pack1/psum"}}'
+    found = read_hlo(module(ADD, entry(first, named))).collectives
+    assert [x.op_name for x in found] == ["", "jit(f)/pack1/psum"]
 
 
 def test_a_text_that_is_not_compiled_yet_is_for_as_many_devices_as_is_said():

@@ -208,13 +208,21 @@ class _Reader:
     def _users_names(self, computation: str, name: str) -> str:
         """Return the names of collectives that the users of a nameless one bear.
 
-        A compiler for GPUs (JAX 0.10) concatenates operands, merges the collectives without a name,
-        and gives each slice of the result the name of the collective that it stands for.
+        A compiler for GPUs (JAX 0.10) concatenates operands, and merges the collectives without a
+        name. Each slice of the result, or the view of a slice that has the shape of the operand,
+        has the name of the collective that it stands for.
         """
         lines, (users, _) = self._opened(computation).lines, self._ties(computation)
-        ends = [x for x in users.get(name, ()) if "-done(" in lines.get(x, "")]
-        found = [op_name_of(lines.get(x, "")) for end in [name, *ends] for x in users.get(end, ())]
-        parts = dict.fromkeys(filter(_NAMES_COLLECTIVE.search, found))
+        ends, parts = [name], {}
+        for _ in range(3):  # the end of an asynchronous collective, a slice, a view of it
+            of_users = {
+                x: op_name_of(line)
+                for end in ends
+                for x in users.get(end, ())
+                if "-done(" in (line := lines.get(x, "")) or not _COMMUNICATES.search(line)
+            }
+            parts |= dict.fromkeys(filter(_NAMES_COLLECTIVE.search, of_users.values()))
+            ends = [x for x, op_name in of_users.items() if not op_name]
         return f"({':'.join(parts)})" if len(parts) > 1 else "".join(parts)
 
 
