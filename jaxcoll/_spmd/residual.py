@@ -26,7 +26,7 @@ from jaxcoll._spmd.algorithms.coded import Coded, Coding
 from jaxcoll._spmd.parts import sharded_leaves
 from jaxcoll._spmd.pipeline import Recipe, unpack
 from jaxcoll._spmd.scope import bound_axes, count, listed, named
-from jaxcoll._spmd.shards import Shards
+from jaxcoll._spmd.shards import Shards, is_shards
 from jaxcoll._wire.formats import finite
 
 _OTHER_WORLD = """\
@@ -83,6 +83,8 @@ def is_residual(x: Any) -> bool:
 
 def layout_like(tree: Any, axes: Mapping[str, int], caller: str) -> SummedLayout:
     """Return the layout of a tree's residual: a float32 for every element on every replica."""
+    # What is in Shards is gathered and scattered exactly.
+    tree = jax.tree.map(lambda x: None if is_shards(x) else x, tree, is_leaf=is_shards)
     treedef, leaves = sharded_leaves(tree, axes, caller)
     return summed_layout(treedef, leaves, count(axes))
 

@@ -38,7 +38,8 @@ def residual(
     What this division loses in a 16-bit dtype is not kept.
 
     Args:
-      params: a pytree like the gradients to be reduced.
+      params: a pytree like the gradients to be reduced. `Shards` in it travel exactly and have no
+        residual.
       axis_name: the mesh axis of the reduction, or a tuple, outer to inner.
       mesh: devices and axes; None: as in `jc.data_parallel`. With an `AbstractMesh` the result is
         shapes. It is not used in a program that maps the axis.

@@ -237,6 +237,28 @@ def test_gradients_take_and_return_a_residual_through_data_parallel():
         assert np.abs(left["w"]).max() > 0
 
 
+def test_shards_beside_leaves_with_a_residual_travel_exactly():
+    mesh, w, x = mesh_of(N), parameters(), gaussian(8 * N, 40)
+    exactly = jc.CommunicationOptions(compression=None)
+
+    def both(p, x, options=exactly):
+        return loss(p["whole"], x) + loss(jc.all_gather(p["cut"], options=options), x)
+
+    def step(p, residual, x, loss=both):
+        return jc.grad(loss, feedback=True, options=INT4)(p, x, residual=residual)
+
+    p = {"whole": w, "cut": jc.shard(w, "data", mesh=mesh)}
+    residual = jc.compression.residual(p, mesh=mesh)
+    grads, after = jc.data_parallel(step, mesh=mesh, batch_argnums="x")(p, residual, x)
+    exact, left = jax.grad(loss)(w, x), jc.unshard(after)
+    assert left["cut"] is None
+    close(jax.tree.map(lambda g, rest: g + rest / N, grads["whole"], left["whole"]), exact, rtol=1e-4, atol=1e-5)  # fmt: skip
+    close(jc.unshard(grads["cut"]), exact, rtol=1e-4, atol=1e-5)
+    inherits = functools.partial(step, loss=functools.partial(both, options=None))
+    with pytest.raises(ValueError, match="or pass `compression=None` in the options of this call"):
+        jc.data_parallel(inherits, mesh=mesh, batch_argnums="x")(p, residual, x)
+
+
 def test_an_optax_chain_keeps_it_as_its_state():
     mesh, w, x = mesh_of(N), parameters(), gaussian(8 * N, 40)
     link = jc.all_reduce_updates("data", options=INT4, feedback=True, mesh=mesh)

@@ -155,7 +155,8 @@ def plan_half(
     if named(options.compression) is not None:
         raise ValueError(
             f"`{half}` sends values exactly, and `compression` {str(options.compression)!r} is for "
-            "`all_reduce`: leave `compression` unset here."
+            "`all_reduce`: leave `compression` unset, or pass `compression=None` in the options of "
+            "this call if they come from around it."
         )
     shared = {"over": world.sizes, "kind": (), "algorithm": half_algorithm(options, world)}
     return CollectivePlan(
