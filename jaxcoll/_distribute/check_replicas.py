@@ -16,11 +16,15 @@ from jaxcoll._distribute.per_replica import PerReplica
 from jaxcoll._distribute.replica_axis import exchanged
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._plan.checks import check_value_first
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd import check_replicas as _check
 from jaxcoll._spmd.check_replicas import WORDS, ReplicaCheck, digest
 from jaxcoll._spmd.gather import all_gather
 from jaxcoll._spmd.scope import Scope, bound_axes, count, scope_here
+
+_TRACED = """\
+`check_replicas`: {leaf} is being traced, so there are no copies to read. Name the axis, as in \
+`check_replicas(tree, 'data')`, or call it between programs."""
 
 
 def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) -> ReplicaCheck:
@@ -68,6 +72,9 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
         for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PerReplica))
         for leaf in jax.tree.leaves(node)
     ]
+    for path, leaf in flattened(tree)[0]:
+        if isinstance(leaf, Tracer):
+            raise ValueError(_TRACED.format(leaf=where(path)))
     with no_mesh():
         paths, arrays = _check.arrays_of(tree)
         leaves = [
@@ -102,11 +109,6 @@ def _in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaCheck:
 
 def _parts(path: str, array: jax.Array, stacked: bool) -> dict[jax.Device, str]:
     """Return the part of a leaf that each device holds, according to its sharding."""
-    if isinstance(array, Tracer):
-        raise ValueError(
-            f"`check_replicas`: {where(path)} is being traced, so there are no copies to read. "
-            "Name the axis, as in `check_replicas(tree, 'data')`, or call it between programs."
-        )
     devices = array.sharding.device_set
     if len(devices) == 1 and jax.process_count() > 1:
         return dict.fromkeys(jax.devices(), "of each process")

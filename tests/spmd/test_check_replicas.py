@@ -235,6 +235,8 @@ def test_shards_of_an_optimizer_are_no_copies_and_a_mesh_of_one_device_has_one_r
 def test_without_an_axis_it_does_not_run_in_a_program():
     with pytest.raises(ValueError, match=r"leaf \['w'\] is being traced.*Name the axis"):
         jax.jit(jc.check_replicas)({"w": ROWS})
+    with pytest.raises(ValueError, match=r"leaf \['w'\] is being traced.*Name the axis"):
+        jc.data_parallel(lambda w, x: jc.check_replicas({"w": w}))(ROWS, ROWS)
 
 
 def test_one_collective_of_eight_bytes_a_leaf():
