@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -282,7 +283,8 @@ def _for_one_device(x: Any) -> Any:
     if not is_shards(x):
         return x
     layout = laid_over(x.layout, (1,) * len(x.axes))
-    return cut(jax.tree.leaves(joined(x)), layout, None, x.axes, x.stack)
+    parts = cut(jax.tree.leaves(joined(x)), layout, None, x.axes, x.stack).parts
+    return dataclasses.replace(x, parts=parts, layout=layout)
 
 
 def _narrowest(run: Any, args: Any, kwargs: Any) -> float:

@@ -383,6 +383,24 @@ def test_a_tolerance_outputs_left_out_whole_numbers_and_keys():
         check(ignore="other")
 
 
+def test_a_step_with_error_feedback_is_compared_from_its_first_residual():
+    w, x = np.ones((8, 64), "f"), np.random.default_rng(0).normal(size=(16, 8)).astype("f")
+    int8, loss = jc.CommunicationOptions(compression="int8"), lambda w, x: ((x @ w) ** 2).mean()
+
+    def step(w, residual, x, op="mean"):
+        gradient = jc.grad(loss, reduce_op=op, feedback=True, options=int8)
+        return gradient(w, x, residual=residual)
+
+    for op in ("mean", "sum"):
+        of_op = jc.data_parallel(functools.partial(step, op=op), batch_argnums="x")
+        check = functools.partial(jc.assert_same_as_one_device, of_op, ignore="[1]", tolerance=0.1)
+        if op == "mean":
+            check(w, jc.compression.residual(w), x)
+        else:
+            with pytest.raises(AssertionError, match="8.0 times as large"):
+                check(w, jc.compression.residual(w), x)
+
+
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(ValueError, match="expects a `jc.data_parallel` step, or a function with a"):
         jc.assert_same_as_one_device(lambda x: x, 1.0)
