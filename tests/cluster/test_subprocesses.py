@@ -118,6 +118,24 @@ def test_what_is_printed_arrives_in_order_cut_at_ends_of_lines(chunks, slowly):
     assert all(piece.endswith(("\n", "\r")) for piece in shown)
 
 
+def test_what_gloo_prints_is_left_out_also_where_its_threads_print_at_once():
+    ends = " peer ranks. Expected number of connected peer ranks is : 5\n"
+    pieces = [
+        "[Gloo] Rank 0 is connected to 5",
+        "",
+        "5",
+        " is connected to 5",
+        "4 is connected to 5",
+    ]
+    reader, writer = os.pipe()
+    shown = []
+    thread = _Reader(os.fdopen(reader, "rb"), shown.append)
+    os.write(writer, "".join(f"{piece}{ends}" for piece in [*pieces, "mine: 5"]).encode())
+    os.close(writer)
+    thread.join(20)
+    assert shown == [f"mine: 5{ends}"]
+
+
 def test_every_signal_has_a_name():
     names = [signal_name(number) for number in range(1, 65)]
     assert len(set(names)) == 64

@@ -8,6 +8,7 @@ import functools
 import io
 import math
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -30,8 +31,12 @@ _SETTLE_SECONDS = 4.0  # in which survivors of a failure find out whether they c
 _OUTPUT_SECONDS = 1.0  # to read the last output of a job that was stopped
 _POLL_SECONDS = 0.05
 _LONGEST_LINE = 1 << 24  # characters
-# Start of the line that Gloo prints on the program's standard output when it has connected
-_GLOO = "[Gloo] Rank "
+# The line that Gloo prints on the program's standard output when it has connected, or what is left
+# of it if the threads of several devices print theirs at the same time
+_GLOO = re.compile(
+    r"\[Gloo\] Rank |[\d ]*(is connected to )?[\d ]*(peer ranks\. )?"
+    r"Expected number of connected peer ranks is : \d+$"
+)
 
 
 @dataclasses.dataclass
@@ -148,7 +153,7 @@ class _Reader(threading.Thread):
     def run(self) -> None:
         with io.TextIOWrapper(self._pipe, "utf-8", "replace", newline="") as lines:
             while line := lines.readline(_LONGEST_LINE):
-                if line.startswith(_GLOO):
+                if _GLOO.match(line):
                     continue
                 self.is_showing = True
                 self.show(line if line.endswith(("\n", "\r")) else f"{line}\n")
