@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -169,7 +170,11 @@ def _mean(total: Any, parts: _Parts) -> Any:
 
 def _mean_dtype(array: Any) -> np.dtype:
     """Return the dtype of a mean of `array`: its own, or for integers JAX's default float."""
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return _dtype_of_mean(jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+@functools.lru_cache
+def _dtype_of_mean(dtype: np.dtype) -> np.dtype:
     return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
 
 

@@ -350,6 +350,13 @@ def test_a_batch_without_rows_has_sums_of_zero():
         assert np.isnan(s.reduce("mean", batch, 0)).all()
 
 
+def test_reducing_along_an_axis_again_traces_nothing(monkeypatch):
+    matrix = of_replica(PAIR, lambda i: np.ones((2, 3), "i4"))
+    want = PAIR.reduce("mean", matrix, 0)
+    monkeypatch.setattr(jax, "eval_shape", None)
+    np.testing.assert_array_equal(PAIR.reduce("mean", matrix, 0), want)
+
+
 def test_a_mean_along_an_axis_fits_where_its_sum_overflows():
     s = STRATEGIES["mirrored-3"]
     half = s.reduce("mean", of_replica(s, lambda i: np.full(i + 1, 60000, "f2")), 0)
