@@ -59,7 +59,7 @@ def _parts_of(
     """Return a strategy's argument, after the same checks on all processes."""
     tree = value.tree if is_distributed(value) else value
     check_dense(tree, _SPARSE[caller], NotImplementedError if caller == "gather" else ValueError)
-    whole = as_distributed(caller, type(ops).__name__, value, ops._group, first)
+    whole = as_distributed(caller + path, type(ops).__name__, value, ops._group, first)
     shapes: list[Mapping[int, Shape]]
     if isinstance(whole, Uneven):
         like, shift = next(iter(whole.tree.values())), 0
@@ -76,6 +76,7 @@ def _parts_of(
         ]
     axes = []
     for (name, leaf), by_replica in zip(flattened(like)[0], shapes, strict=True):
+        name = path + name
         what = f"`{caller}`: {where(name)}"
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) and caller == "gather":
             raise ValueError(

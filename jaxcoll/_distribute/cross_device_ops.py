@@ -209,13 +209,17 @@ class CrossDeviceOps(abc.ABC):
         pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions,
         structure: str = "",
+        paths: Sequence[str] = (),
     ) -> list[Any]:
-        """Reduce pairs of values and destinations; `structure` describes the values' tree."""
+        """Reduce pairs of values and destinations; `structure` describes the values' tree.
+
+        Messages name a value by its number in a batch, or by its path in a tree, from `paths`.
+        """
         op, merged = ReduceOp.of(reduce_op), self._options.merge(options)
         reductions: list[Reduction] = []
         with no_mesh():
             for i, (value, destinations) in enumerate(pairs):
-                number = f"[{i}]" if caller == "batch_reduce" else ""
+                number = paths[i] if paths else f"[{i}]" * (caller == "batch_reduce")
                 reductions.append(self._checked(caller, number, op, value, destinations))
             moving = [r for r in reductions if r.result is None]
             if moving:

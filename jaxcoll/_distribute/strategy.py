@@ -202,7 +202,7 @@ class Strategy:
             results = reduce_along(self._ops, op, flat, axis, self._first, merged, structure)
         else:
             pairs = [(leaf, self._first) for _, leaf in flat]
-            results = self._ops._reduced("batch_reduce", op, pairs, merged, structure)
+            results = self._ops._reduced("reduce", op, pairs, merged, structure, paths)
         return treedef.unflatten(results)
 
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:

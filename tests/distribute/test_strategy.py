@@ -699,6 +699,9 @@ SLICES = PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
         (ValueError, "at least one", lambda: PAIR.reduce("mean", MATRIX, ())),
         (ValueError, "an integer", lambda: PAIR.reduce("mean", MATRIX, "x")),
         (ValueError, r"leaf \[1\] is a scalar, which has no axis 0", lambda: PAIR.reduce("mean", PerReplica([(np.ones(2), 1.0)] * 2), 0)),
+        *((ValueError, where, lambda x=x, k=k: PAIR.reduce("sum", {"a": MATRIX, "b": x}, k))
+          for where, x in ((r"`reduce\['b'\]` expects a PerReplica.* got 'x'", "x"), (r"leaf \['b'\]: booleans have", PerReplica([np.array([True])] * 2)))
+          for k in (None, 0)),
         (ValueError, "`reduce_op` must be a ReduceOp", lambda: PAIR.reduce("max", MATRIX, None)),
         (TypeError, "axis", lambda: PAIR.reduce("sum", MATRIX)),
         (ValueError, "booleans have no sum", lambda: PAIR.reduce("sum", PerReplica([np.array([True])] * 2), 0)),
