@@ -125,9 +125,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return program, tuple(mesh.devices.flat), routes
 
     def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
-        together: dict[frozenset[jax.Device], list[Reduction]] = {}
+        # The order of replicas does not matter to a sum, unless its bits must be reproducible.
+        key = tuple if batch.options.reproducible else frozenset
+        together: dict[Hashable, list[Reduction]] = {}
         for r in batch.reductions:
-            together.setdefault(frozenset(r.value.devices), []).append(r)
+            together.setdefault(key(r.value.devices), []).append(r)
         return [(self._call(batch, rs), rs) for rs in together.values()]
 
     def _call(self, batch: Batch, reductions: Sequence[Reduction]) -> Call:
@@ -136,7 +138,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         program, devices, routes = self._program(
             reductions[0].value.devices, batch.reduce_op, batch.options, replicated
         )
-        # A program has one order of devices, which does not matter to a sum.
+        # A program has one order of devices.
         values = [r.value for r in reductions]
         values = [v if v.devices == devices else v._reordered(devices) for v in values]
         settings = (batch.reduce_op, routes, batch.structure)

@@ -195,6 +195,15 @@ def test_one_batch_is_one_program_whatever_the_destinations_and_the_order_of_dev
         assert result[1].tolist() == [15.0] * value[0].size
 
 
+def test_reproducible_bits_do_not_depend_on_what_travels_together():
+    lines = [devices(8), [devices(8)[i] for i in (3, 1, 4, 0, 5, 7, 2, 6)]]
+    rows = list(np.random.default_rng(0).normal(size=(8, 500)).astype("f"))
+    values = [PerReplica(rows, devices=line) for line in lines]
+    options = jc.CommunicationOptions(reproducible=True)
+    results = NcclAllReduce().batch_reduce("sum", [(v, "cpu:0") for v in values], options=options)
+    np.testing.assert_array_equal(*results)
+
+
 # Options
 
 
