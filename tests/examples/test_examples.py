@@ -30,35 +30,53 @@ def short(monkeypatch, types_may_mix):
         monkeypatch.setattr(gpt, name, size)
 
 
+@functools.cache
+def trained(name):
+    """Train once for all tests, which want the fixture `short`; None is one device."""
+    return gpt.train(name and gpt.MODES[name], jax.devices(), 4, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-def test_every_mode_is_one_model_and_sends_what_it_says(monkeypatch, capsys):
-    one, *found = (gpt.train(mode, jax.devices(), 4, 0) for mode in (None, *gpt.MODES.values()))
-    found = dict(zip(gpt.MODES, found, strict=True))
-    assert one.losses[-1] < one.losses[0]
-    for name, mode in found.items():
-        assert gpt.difference(one, mode) < 1e-5, name
-    collectives = {name: mode.report.runs for name, mode in found.items()}
+@pytest.mark.parametrize("name", gpt.MODES)
+def test_a_mode_is_the_model_of_one_device_and_sends_what_it_says(name):
+    one, plain, mode = map(trained, (None, "plain", name))
+    assert gpt.difference(one, mode) < 1e-5
+    # Two gathers and a reduce-scatter of the layers are half as much again.
+    least, most = (1.3, 1.5) if name == "parameters" else (0.98, 1.02)
+    assert least <= mode.report.wire_bytes / plain.report.wire_bytes <= most
+    state, parameters = gpt.MODES[name].sharded, name == "parameters"
+    for ours, whole, in_parts in (
+        (mode.state_bytes, one.state_bytes, state),
+        (mode.params_bytes, one.params_bytes, parameters),
+    ):
+        assert (0 < ours <= 0.13 * whole) if in_parts else (ours == whole)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_how_often_modes_communicate_and_that_they_learn():
+    losses = trained(None).losses
+    assert losses[-1] < losses[0]
+    collectives = {name: trained(name).report.runs for name in gpt.MODES}
     assert collectives["plain"] == collectives["accumulate"] == 1
     assert collectives["overlap"] > 1, "packs stay separate"
     assert collectives["sync"] == gpt.LAYERS + 1, "one per layer, in the loop, and one for the rest"
-    plain = found["plain"].report.wire_bytes
-    for name, mode in found.items():
-        # Two gathers and a reduce-scatter of the layers are half as much again.
-        least, most = (1.3, 1.5) if name == "parameters" else (0.98, 1.02)
-        assert least * plain <= mode.report.wire_bytes <= most * plain, name
-    assert found["sharded"].state_bytes / one.state_bytes <= 0.13
-    assert found["sharded"].params_bytes == one.params_bytes
-    assert found["parameters"].state_bytes / one.state_bytes <= 0.13
-    assert found["parameters"].params_bytes / one.params_bytes <= 0.13
+    seven = gpt.train(gpt.MODES["sharded"], jax.devices()[:7], 1, 0)
+    assert np.isfinite(seven.losses).all(), "a prime number of replicas"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_a_row_of_the_examples_table(monkeypatch, capsys):
+    by_mode = {id(mode): name for name, mode in gpt.MODES.items()}
+    monkeypatch.setattr(gpt, "train", lambda mode, *_: trained(by_mode.get(id(mode))))
     monkeypatch.setattr("sys.argv", ["gpt", "--steps", "4", "--modes", "sharded"])
     assert gpt.main() == 0
     first, header, row = capsys.readouterr().out.splitlines()
     assert first.startswith("one device: last loss ")
     assert header.split()[-3:] == ["state", "bytes", "parameters"]
     assert row.split()[0] == "sharded"
-    seven = gpt.train(gpt.MODES["sharded"], jax.devices()[:7], 1, 0)
-    assert np.isfinite(seven.losses).all(), "a prime number of replicas"
 
 
 @pytest.mark.slow
