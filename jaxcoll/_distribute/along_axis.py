@@ -187,37 +187,49 @@ def _wide(array: Any) -> np.dtype:
 def gather_along(
     ops: CrossDeviceOps,
     name: str,
-    path: str,
-    value: Any,
+    values: Sequence[tuple[str, Any]],
     axis: int,
     first: jax.Device,
     options: CommunicationOptions,
-) -> Any:
-    """Join the parts of one value along `axis`, on `first`; `path` is that in `Strategy.gather`."""
+) -> list[Any]:
+    """Join the parts of each value along `axis`, on `first`, in one program for all of them.
+
+    `values` are pairs of a path and a value from `Strategy.gather`.
+    """
     with no_mesh():
-        parts = _parts_of(ops, "gather", path, value, axis, first, options.timeout_seconds)
-        whole, compiled_with = parts.value, without_deadline(options)
-        mesh, replicated = line_of(whole.devices, AXIS), (not whole._rows,)
-        program = replicating("gathered", mesh, _gathered, replicated, axis, options=compiled_with)
-        settings = (path, axis, compiled_with)
-        call = Call(
-            program, (whole.tree,), whole.devices, f"`{name}.gather`", options, settings=settings
-        )
-        joined = delivered(Mirrored._of(run(call), whole.devices), (first,))
-        leaves, treedef = jax.tree.flatten(joined)
-        return treedef.unflatten(map(_without_padding, leaves, parts.axes, parts.shapes))
+        parts = [
+            _parts_of(ops, "gather", path, value, axis, first, options.timeout_seconds)
+            for path, value in values
+        ]
+        compiled_with, joined = without_deadline(options), {}
+        for devices in dict.fromkeys(x.value.devices for x in parts):
+            ks = [k for k, x in enumerate(parts) if x.value.devices == devices]
+            replicated, mesh = tuple(not parts[k].value._rows for k in ks), line_of(devices, AXIS)
+            program = replicating(
+                "gathered", mesh, _gathered, replicated, axis, options=compiled_with
+            )
+            trees = tuple(parts[k].value.tree for k in ks)
+            settings = (tuple(values[k][0] for k in ks), axis, compiled_with)
+            call = Call(program, trees, devices, f"`{name}.gather`", options, settings=settings)
+            results = delivered(Mirrored._of(run(call), devices), (first,))
+            joined |= zip(ks, results, strict=True)
+        return [_without_padding(joined[k], x) for k, x in enumerate(parts)]
 
 
 def _gathered(trees: Sequence[Any], scope: Scope, axis: int) -> Any:
-    return gather.all_gather(trees[0], AXIS, axis=axis, scope=scope)
+    return gather.all_gather(trees, AXIS, axis=axis, scope=scope)
 
 
-def _without_padding(
-    array: jax.Array, axes: tuple[int, ...], shapes: Mapping[int, Shape]
-) -> jax.Array:
-    """Remove the padding between parts that are joined along the only one of `axes`."""
-    (axis,) = axes
-    sizes = [shapes[i].shape[axis] for i in range(len(shapes))]
+def _without_padding(tree: Any, parts: _Parts) -> Any:
+    """Remove the padding between parts that are joined along one dimension of each array."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(
+        _joined(array, axis, [shapes[i].shape[axis] for i in range(len(shapes))])
+        for array, (axis,), shapes in zip(leaves, parts.axes, parts.shapes, strict=True)
+    )
+
+
+def _joined(array: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
     longest = max(sizes)
     if min(sizes) == longest:
         return array

@@ -229,16 +229,14 @@ class Strategy:
         name = type(self).__name__
         merged = self._ops._options.merge(self._options.merge(checked(options)))
         flat, treedef = flattened(value, _is_one_value)
-        results = []
-        for path, leaf in flat:
+        for _, leaf in flat:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
                 raise ValueError(
                     f"`{caller}` got the plain value {leaf!r}, which belongs to no replica and has "
                     "no parts to join. Pass a `Mirrored` for a value that every replica holds, or "
                     "a `PerReplica` for parts."
                 )
-            results.append(gather_along(self._ops, name, path, leaf, axis, self._first, merged))
-        return treedef.unflatten(results)
+        return treedef.unflatten(gather_along(self._ops, name, flat, axis, self._first, merged))
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this process's replicas, in the order of replicas, as a tuple.

@@ -140,7 +140,7 @@ def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(where, r
     one, several = (f"`CollectiveAllReduce.{m}` (SUM of 1 v" for m in ("reduce", "batch_reduce"))
     to, pairs = s.extended, [(value, value)]
     calls = [
-        (several, partial(s.reduce, "sum", value, None)),
+        (one, partial(s.reduce, "sum", value, None)),
         (one, partial(s.reduce, "mean", value, 0)),
         ("`MultiWorkerMirroredStrategy.gather`", partial(s.gather, value, 0)),
         (one, partial(to.reduce_to, "sum", value, value)),

@@ -17,6 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
+from jaxcoll._dispatch.dispatch import run
+from jaxcoll._distribute import along_axis
 from jaxcoll.distribute import Mirrored, PerReplica, get_replica_context
 
 NAMES = [f"cpu:{i}" for i in range(8)]
@@ -339,6 +341,20 @@ def test_H5_H8_K5_L32_L34_L49_L50_along_axes_is_numpys_result_over_all_elements(
     np.testing.assert_allclose(np.asarray(got, "f8"), want, rtol=1e-2, atol=1e-4)
     if isinstance(axis, int):
         np.testing.assert_array_equal(s.gather([value], axis)[0], np.concatenate(parts, axis))
+
+
+def test_a_tree_is_gathered_by_one_program(monkeypatch):
+    calls = []
+    monkeypatch.setattr(along_axis, "run", lambda call: calls.append(call) or run(call))
+    parts = {"even": [np.ones(2), np.zeros(2)], "uneven": [np.ones(1, "i4"), np.zeros(3, "i4")]}
+    tree = {name: [of_replica(PAIR, rows.__getitem__)] for name, rows in parts.items()}
+    got = PAIR.gather(tree | {"copies": Mirrored([7.0 * np.ones((1, 2), "f")] * 2)}, 0)
+    assert got.pop("copies").tolist() == [[7, 7]] * 2
+    assert {name: x.tolist() for name, (x,) in got.items()} == {
+        name: np.concatenate(rows).tolist() for name, rows in parts.items()
+    }
+    assert len(calls) == 1
+    assert PAIR.gather({}, 0) == {}
 
 
 def test_a_batch_without_rows_has_sums_of_zero():
