@@ -15,7 +15,7 @@ from jaxcoll._observe.report import Report, report_of
 from jaxcoll._show.units import counted, some
 from jaxcoll._step.aot import compile_for
 from jaxcoll._step.lowering import lowerable, stage_of, texts_of
-from jaxcoll._watch.watch import measured
+from jaxcoll._watch.watch import check_measure, measured
 
 
 def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwargs: Any) -> Report:
@@ -67,9 +67,8 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
       >>> report.rows[0].leaves, report.rows[0].changes
       (('',), ())
     """
+    check_measure("inspect", measure)
     runs = _repeatable_call(fun, args, kwargs, topology) if measure else None
-    if measure < 0:
-        raise ValueError(f"`inspect`: measure must be at least 0; got {measure}.")
     if isinstance(fun, str):
         if args or kwargs or topology is not None:
             raise ValueError(

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,9 @@ class CrossDeviceOps(abc.ABC):
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
         return f"{type(self).__name__}({arguments})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # it is immutable, and devices cannot be copied
 
     @final
     def reduce(

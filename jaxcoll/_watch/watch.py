@@ -18,6 +18,7 @@ import jax
 from jaxcoll._compat.coordination import StoreUnreachableError, store
 from jaxcoll._compat.running import ProfilerSession
 from jaxcoll._observe.profile import BUSY, Compiled, read_events, read_programs
+from jaxcoll._plan.checks import is_integer
 from jaxcoll._watch.compilations import Compilations
 from jaxcoll._watch.window import ABSENT, Window
 
@@ -148,6 +149,12 @@ def this_rank() -> int:
     return getattr(store(), "process", 0)
 
 
+def check_measure(caller: str, measure: Any) -> None:
+    """Refuse anything but a number of runs to measure."""
+    if not is_integer(measure) or measure < 0:
+        raise ValueError(f"`{caller}`: `measure` must be an integer, at least 0; got {measure!r}.")
+
+
 @contextlib.contextmanager
 def inspecting(*, measure: int = 0) -> Iterator[Programs]:
     """Report every program with collectives that is compiled inside a `with` block.
@@ -182,8 +189,7 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
     """
     from jaxcoll._observe.programs import Programs
 
-    if measure < 0:
-        raise ValueError(f"`inspecting`: measure must be at least 0; got {measure}.")
+    check_measure("inspecting", measure)
     watch, programs = Watch(measure), Programs()
     watch.start()
     try:

@@ -761,7 +761,9 @@ def test_H38_arguments_of_a_strategy_that_are_none_are_refused(make, message):
 
 
 def test_a_strategy_can_be_shown_and_copied():
-    assert copy.deepcopy({"s": PAIR})["s"] is PAIR
+    ops = jc.distribute.CollectiveAllReduce(devices(2), 2)
+    for immutable in (PAIR, ops, jc.distribute.ReductionToOneDevice("cpu:1")):
+        assert copy.deepcopy({"s": immutable})["s"] is immutable
     assert repr(PAIR) == "MirroredStrategy(devices=[cpu:0, cpu:1])"
     assert repr(STRATEGIES["multi"]).startswith("MultiWorkerMirroredStrategy(devices=[cpu:0")
 

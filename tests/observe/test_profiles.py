@@ -174,10 +174,11 @@ class TestInPython:
         step = jax.jit(lambda x: x * 2)
         with pytest.raises(ValueError, match=words):
             jc.inspect(step, x, measure=3, topology=topology[0] if topology else None)
-        with pytest.raises(ValueError, match="at least 0"):
-            jc.inspect(step, np.ones(8, "f"), measure=-1)
-        with pytest.raises(ValueError, match="at least 0"), jc.inspecting(measure=-1):
-            pass
+        for measure in (-1, 2.5):
+            with pytest.raises(ValueError, match="at least 0"):
+                jc.inspect(step, np.ones(8, "f"), measure=measure)
+            with pytest.raises(ValueError, match="at least 0"), jc.inspecting(measure=measure):
+                pass
 
     def test_a_block(self):
         mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
