@@ -124,8 +124,22 @@ class Agreement:
             except TimeoutError:
                 if self._find_stray([first]) is not None:
                     return self._mismatch(first, [first])
-                if self._alike:
+                if self._alike and not self._is_any_behind():
                     return {}
+
+    def _is_any_behind(self) -> bool:
+        """Return whether another process may be in an earlier call, and take this call's data.
+
+        If that one failed here, the first process may have done its part without this process's.
+        """
+        others = [p for p in self.processes if p != self.peers.process]
+        replies = self.peers.ask(self.group, self.position, others)
+        return any(
+            replies[p]["at"] < self.position
+            if p in replies
+            else self.peers.state_of(p) not in ("ended", "dead")
+            for p in others
+        )
 
     def _compare_values(self, entries: Mapping[int, Sequence[str]]) -> dict[str, Any]:
         """Return the verdict on the processes' first arguments."""

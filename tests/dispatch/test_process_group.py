@@ -8,6 +8,7 @@ import pytest
 
 from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._compat.coordination import StoreUnreachableError
+from jaxcoll._dispatch import agreement
 from jaxcoll._dispatch.agreement import Agreement
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Program
@@ -141,6 +142,20 @@ def test_after_a_call_that_failed_here_the_next_is_agreed_upon(three, monkeypatc
         with contextlib.suppress(ValueError):
             call(one, "a", compiled)
     assert agreed == [1, 4], "others may wait in call 3 for this process"
+
+
+def test_who_need_not_agree_waits_for_those_that_are_in_an_earlier_call(monkeypatch):
+    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
+    peers, places = Wired(LocalKeys(processes=3, process=1), {}), [3, 3, 4]
+
+    def ask(group, position, asked):
+        at = {0: 5, 2: places.pop(0) if 2 in asked else None}
+        return {p: {"at": at[p], "ran": "a" if p == 0 else None} for p in asked}
+
+    peers.ask = ask
+    program = Program(dict, "`a`", digest="a", is_first=False)
+    assert Agreement(peers, "g", (0, 1, 2), 4, program, None, print).reach() == (None, False)
+    assert not places, "process 2 was in call 3"
 
 
 def test_of_what_was_agreed_upon_only_the_last_is_kept():
