@@ -74,6 +74,9 @@ def test_a_collective_without_a_name_does_not_have_that_of_the_next_one():
     named = f'{second}, metadata={{op_name="jit(f)/pack1/psum"}}'
     found = read_hlo(module(ADD, entry(first, named))).collectives
     assert [x.op_name for x in found] == ["", "jit(f)/pack1/psum"]
+    whole = "%t = (f32[4], f32[4]) tuple(%a, %x)"
+    part = '%p = f32[4] get-tuple-element(%t), index=1, metadata={op_name="jit(f)/pack1/psum"}'
+    assert only(module(ADD, entry(first, whole, part))).op_name == "", "nor that of what is beside"
 
 
 def test_a_text_that_is_not_compiled_yet_is_for_as_many_devices_as_is_said():

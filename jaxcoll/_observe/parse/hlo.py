@@ -39,6 +39,7 @@ _LOOP = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
 _NAMES = re.compile(r"%([\w.\-]+)")
 _NEAR = 50
 """The most instructions to visit in search of the nearest line of Python."""
+_JOINS = re.compile(rf"{_COMMUNICATES.pattern}| tuple\(")  # its users may use other operands
 _NAMES_COLLECTIVE = re.compile(r"/(psum|all_gather|reduce_scatter|all_to_all|ppermute)[^/]*$")
 _NUMBER = re.compile(r"-?\d+")
 _INDEX = re.compile(r"\bindex=(\d+)")
@@ -219,7 +220,7 @@ class _Reader:
                 x: op_name_of(line)
                 for end in ends
                 for x in users.get(end, ())
-                if "-done(" in (line := lines.get(x, "")) or not _COMMUNICATES.search(line)
+                if "-done(" in (line := lines.get(x, "")) or not _JOINS.search(line)
             }
             parts |= dict.fromkeys(filter(_NAMES_COLLECTIVE.search, of_users.values()))
             ends = [x for x, op_name in of_users.items() if not op_name]
