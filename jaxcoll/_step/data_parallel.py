@@ -207,8 +207,7 @@ class DataParallel:
     def _bind(self, instance: Any) -> DataParallel:
         step: Any = self._step
         of = (None, instance) if isinstance(step, classmethod) else (instance,)
-        step = step.__get__(*of)
-        return self._copy_with(_step=step, signature=Signature(step, self._batch_argnums))
+        return self._of(step.__get__(*of))
 
     @property
     def axis_name(self) -> str | tuple[str, ...]:
@@ -283,8 +282,12 @@ class DataParallel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """Copy the step, such as a method with its instance, but neither programs nor devices."""
-        step = copy.deepcopy(self._step, memo)
-        return self._copy_with(_step=step, signature=Signature(step, self._batch_argnums))
+        return self._of(copy.deepcopy(self._step, memo))
+
+    def _of(self, step: Callable[..., Any]) -> DataParallel:
+        """Return a step with these settings that runs another function."""
+        signature = Signature(step, self._batch_argnums)
+        return self._copy_with(_step=step, signature=signature, __wrapped__=step)
 
     def _copy_with(self, **changed: Any) -> DataParallel:
         step = copy.copy(self)

@@ -436,6 +436,7 @@ def test_an_object_with_steps_can_be_copied_and_pickled_after_calls():
         new.scale = 3.0
         np.testing.assert_allclose(new.step(1.0, X), 3 * X.sum(), rtol=1e-4)
     assert copied.other(1.0, X) == 1
+    assert copied.step.__wrapped__.__self__ is copied
     np.testing.assert_allclose(made.step(1.0, X), 2 * X.sum(), rtol=1e-4)
 
 
