@@ -134,8 +134,9 @@ def mean_loss(
       A function with `fun`'s arguments that returns a scalar, *invariant* over the axes. It has
       forward- and reverse-mode derivatives with respect to all that is the same on every replica:
       arguments and, except in a checked `shard_map`, captured values; and of any order, each with
-      respect to the same values. Cost: an `all_reduce` of one number; differentiated, one
-      `all_reduce` of value and gradients together.
+      respect to the same arguments. (Unchecked, a derivative of the gradient with respect to others
+      is each replica's own; `jc.sync_in_backward` of these makes it the mean.) Cost: an
+      `all_reduce` of one number; differentiated, one `all_reduce` of value and gradients together.
 
     Raises:
       NameError: an axis is not mapped here.

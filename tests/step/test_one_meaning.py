@@ -389,6 +389,17 @@ def test_the_mean_loss_has_derivatives_of_any_order(check_vma):
     close(step(W, X), derivatives(bent)(W, X))
 
 
+def test_a_gradient_of_the_mean_loss_has_a_derivative_in_what_is_synced():
+    def mixed(f, synced=lambda k: k):
+        return lambda w, k, x: jax.grad(lambda k: jnp.sum(jax.grad(f)(w, synced(k), x)))(k)
+
+    def bent(w, k, x):
+        return jnp.mean(jnp.sin(k * (x @ w)))
+
+    step = jc.data_parallel(mixed(jc.mean_loss(bent), jc.sync_in_backward), batch_argnums=2)
+    close(step(W, 0.5, X), mixed(bent)(W, 0.5, X))
+
+
 def in_a_scan(w, x):
     mean = jc.mean_loss(loss)
     turn = lambda c, _: ((c[0] * 1.0, c[1]), mean(*c))
