@@ -274,8 +274,12 @@ def _member(
             )
         member = Member(**given)
     if local is not None:
-        ids = tuple(map(int, local if isinstance(local, Iterable) else (local,)))
-        member = dataclasses.replace(member, local_device_ids=ids)
+        ids = tuple(local) if isinstance(local, Iterable) else (local,)
+        if not all(map(checks.is_integer, ids)):
+            raise ValueError(
+                f"`local_device_ids` must be an integer, or a sequence of them; got {local!r}."
+            )
+        member = dataclasses.replace(member, local_device_ids=tuple(map(int, ids)))
     member.check()
     return member
 

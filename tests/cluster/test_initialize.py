@@ -190,6 +190,8 @@ def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):
         (ValueError, {"num_processes": 2}, "needs `coordinator_address` and `process_id`, which"),
         (ValueError, {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2}, "process 2 of 2"),
         (ValueError, {"coordinator_address": "a", "num_processes": 2, "process_id": 0}, "'host:port'"),
+        (ValueError, {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0, "local_device_ids": "01"},
+         "`local_device_ids` must be an integer"),
         (ValueError, {"cluster_resolver": "slurm"}, "`cluster_resolver` must be a ClusterResolver"),
         (RuntimeError, {"coordinator_address": "127.0.0.1:1", "num_processes": 2, "process_id": 0},
          "must come before anything that uses devices"),
