@@ -10,27 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
-import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxcoll._distribute.all_reduce_ops import NcclAllReduce
 from jaxcoll._distribute.along_axis import gather_along, reduce_along
 from jaxcoll._distribute.arguments import call_options, check_here, devices_named
-from jaxcoll._distribute.assemble import assembled
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps
+from jaxcoll._distribute.dataset import DistributedDataset, distributed, is_one_value
 from jaxcoll._distribute.extended import StrategyExtended, check_has_sum
-from jaxcoll._distribute.per_replica import DistributedValues, PerReplica, Uneven, is_distributed
-from jaxcoll._distribute.replica_axis import check_cross_replica, rows_over
+from jaxcoll._distribute.per_replica import DistributedValues, is_distributed
+from jaxcoll._distribute.replica_axis import check_cross_replica
 from jaxcoll._distribute.replica_program import ReplicaContext, check_call, run_on_replicas
-from jaxcoll._mesh.mesh import no_mesh, of_this_process, span_processes
-from jaxcoll._mesh.placement import host_array, place
+from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import flattened, is_array
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.sparse import is_sparse
-
-_CALLER = "experimental_distribute_dataset"
 
 _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
     "jaxcoll_strategy", default=None
@@ -191,7 +185,7 @@ class Strategy:
         caller = self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
         op, options = ReduceOp.of(reduce_op), call_options(options, experimental_hints)
         merged = self._options.merge(options)
-        flat, treedef = flattened(value, _is_one_value)
+        flat, treedef = flattened(value, is_one_value)
         for _, leaf in flat:
             if op is ReduceOp.SUM:
                 check_has_sum(caller, leaf, self._devices)
@@ -228,7 +222,7 @@ class Strategy:
         caller = self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
         name = type(self).__name__
         merged = self._ops._options.merge(self._options.merge(checked(options)))
-        flat, treedef = flattened(value, _is_one_value)
+        flat, treedef = flattened(value, is_one_value)
         for _, leaf in flat:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
                 raise ValueError(
@@ -334,7 +328,7 @@ class Strategy:
           >>> [batch[1].tolist() for batch in batches]
           [[2.0, 3.0]]
         """
-        self._check(_CALLER, "each replica has its share already")
+        self._check("experimental_distribute_dataset", "each replica has its share already")
         return DistributedDataset(dataset, self._devices)
 
     def __repr__(self) -> str:
@@ -353,10 +347,6 @@ class Strategy:
                 "not clear whose replicas are meant. Leave that scope first."
             )
         return caller
-
-
-def _is_one_value(node: Any) -> bool:
-    return is_distributed(node) or is_sparse(node)
 
 
 class MirroredStrategy(Strategy):
@@ -400,77 +390,3 @@ class MirroredStrategy(Strategy):
             )
         check_here(line[0])
         super().__init__(line, cross_device_ops or NcclAllReduce(), CommunicationOptions())
-
-
-class DistributedDataset:
-    """An iterable of batches, each split over the replicas.
-
-    See `MirroredStrategy.experimental_distribute_dataset`. Iterating again iterates over the source
-    again.
-    """
-
-    def __init__(self, batches: Iterable[Any], devices: tuple[jax.Device, ...]) -> None:
-        if not isinstance(batches, Iterable):
-            raise ValueError(
-                f"`{_CALLER}` expects an iterable of batches, pytrees of arrays; got "
-                f"{type(batches).__name__}."
-            )
-        self._batches = batches
-        self._devices = devices
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self._batches):
-            with no_mesh():
-                shares = _split(number, batch, self._devices)
-            yield shares
-
-
-def distributed(caller: str, values: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> Any:
-    """Return a tree with a `PerReplica` for each leaf, or an `Uneven` where shapes differ.
-
-    `values` are the trees of this process's replicas. All processes exchange shapes, so that each
-    leaf is of one kind on all of them.
-    """
-    tree = assembled(caller, devices, values.__getitem__, rows=True, uneven=Uneven._of)
-    return jax.tree.map(
-        lambda leaf: leaf if is_distributed(leaf) else PerReplica._of(leaf, devices),
-        tree,
-        is_leaf=_is_one_value,
-    )
-
-
-def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """Return one batch as a tree of `PerReplica`s, or of `Uneven`s where shares differ."""
-    here = of_this_process(devices)
-    flat, treedef = flattened(batch)
-    whole: dict[str, PerReplica] = {}
-    pieces: dict[int, dict[str, Any]] = {i: {} for i in here}
-    for path, leaf in flat:
-        name = f"batch {number}" + (f": leaf {path}" if path else "")
-        if not isinstance(leaf, jax.Array):
-            leaf = np.asarray(host_array(leaf))
-            if not jax.dtypes.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
-                raise ValueError(f"{name} holds no numbers: it is an array of {leaf.dtype}.")
-        if not leaf.ndim:
-            raise ValueError(
-                f"{name} is a scalar and has no rows to split over {len(here)} replicas; pass what "
-                "all replicas share to `run` as a separate argument."
-            )
-        # A global array has the rows of all processes, any other array those of this process.
-        is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        if is_global or (len(here) == len(devices) and not leaf.shape[0] % len(here)):
-            if isinstance(leaf, jax.Array):
-                leaf = place(leaf, rows_over(devices))  # only then a reshape moves nothing
-            share = leaf.shape[0] // len(devices)
-            split = leaf.reshape(len(devices), share, *leaf.shape[1:])
-            whole[path] = PerReplica._of(place(split, rows_over(devices)), devices)
-            continue
-        if isinstance(leaf, jax.Array):
-            leaf = jax.device_put(leaf, SingleDeviceSharding(devices[here[0]]))
-        start = 0
-        for k, i in enumerate(here):
-            end = start + leaf.shape[0] // len(here) + (k < leaf.shape[0] % len(here))
-            pieces[i][path] = leaf[start:end]
-            start = end
-    own = distributed(_CALLER, pieces, devices) if any(pieces.values()) else {}
-    return treedef.unflatten([{**whole, **own}[path] for path, _ in flat])

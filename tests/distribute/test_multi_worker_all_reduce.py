@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import of_replicas
 
-from jaxcoll._distribute.all_reduce_ops import routes_of
+from jaxcoll._distribute.routes import routes_of
 from jaxcoll._plan.world import World
 from jaxcoll.distribute import Mirrored, MultiWorkerAllReduce, PerReplica
 

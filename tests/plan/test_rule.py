@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxcoll as jc
-from jaxcoll._distribute.all_reduce_ops import GroupSmall, NumPacks
+from jaxcoll._distribute.routes import GroupSmall, NumPacks
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack
 from jaxcoll._plan.plan import Plan
