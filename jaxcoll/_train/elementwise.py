@@ -41,9 +41,9 @@ class _Value(NamedTuple):
     """A value of a program: which elements it depends on, and by which formula.
 
     `owner` is the leaf of the parameters from which the value is computed element by element; None
-    for a single number, repeated or not; `_TABLE` for other arrays of numbers; or words for
-    what mixes elements. Values with equal `formula` are computed in the same way,
-    whatever their shapes.
+    for a single number, repeated or not; `_TABLE` for other arrays of numbers; or a description
+    of what mixes elements. Values with equal `formula` are computed in the same way, whatever their
+    shapes.
     """
 
     owner: int | str | None

@@ -52,16 +52,16 @@ def test_everyone_who_came_is_told_what_is_wrong(coordinator, present, expected,
             raise error
 
 
-def test_process_0_is_told_last_as_it_then_kills_the_coordinator(monkeypatch):
-    told = []
-    monkeypatch.setattr("jaxcoll._cluster.coordinator._send", lambda _, to: told.extend(to))
+def test_process_0_receives_a_refusal_last_as_it_then_kills_the_coordinator(monkeypatch):
+    recipients = []
+    monkeypatch.setattr("jaxcoll._cluster.coordinator._send", lambda _, to: recipients.extend(to))
     monkeypatch.setattr("os._exit", lambda _: None)
     refusing = object.__new__(_Coordinator)
     refusing._members = {"zero": 0, "one": 1}
-    refusing._received = dict.fromkeys(("zero", "one", "not heard yet"), b"")
+    refusing._received = dict.fromkeys(("zero", "one", "no line yet"), b"")
     refusing._listener = types.SimpleNamespace(fileno=lambda: -1)
     refusing._refuse({})
-    assert told == ["one", "not heard yet", "zero"]
+    assert recipients == ["one", "no line yet", "zero"]
 
 
 def test_a_coordinator_may_be_late_with_its_reply():

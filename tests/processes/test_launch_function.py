@@ -24,7 +24,7 @@ SECONDS = 120.0
 
 def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd):
     class Rank(int):
-        """Of no module, as a class of a notebook."""
+        """A class that no module defines, like one of a notebook."""
 
     def run():
         print("from", jax.process_index())

@@ -184,10 +184,10 @@ def failing():
     try:
         failing(np.ones(2, "f"))
     except jc.errors.DeadlineExceededError as error:
-        keys.set("failing/told", "")
+        keys.set("failing/reported", "")
         return {"error": str(error), "ranks": error.ranks}
     except jax.errors.JaxRuntimeError as error:
-        keys.get("failing/told", 60)
+        keys.get("failing/reported", 60)
         return {"error": str(error)}
 
 
