@@ -4,6 +4,8 @@
 
 It waits for all processes on the port of the coordination service, then starts the service there.
 It ends when nobody needs it any more: its standard input is closed, and every process has left.
+SIGTERM and SIGINT, which a scheduler sends to a whole job, do not end it: processes may catch them
+to save together.
 If a process does not arrive, JAX alone kills the others with a signal; here they get an error.
 Messages are lines of JSON.
 
@@ -19,13 +21,14 @@ import os
 import runpy
 import select
 import selectors
+import signal
 import socket
 import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -85,6 +88,8 @@ class Coordinator:
     # Our end of another pipe. While it is open the coordinator keeps running even if nobody is
     # connected; the operating system closes it when this process ends
     lifeline: int
+    members: Sequence[int] = ()  # after `release`: those that have not left
+    _follower: threading.Thread | None = None
 
     def detach(self) -> None:
         """Let the coordinator outlive this process if others need it."""
@@ -96,10 +101,22 @@ class Coordinator:
 
     def release(self) -> None:
         """Let the coordinator end once every process has left."""
-        self.replies.close()
         os.close(self.lifeline)
+        self._follower = threading.Thread(target=self._follow, daemon=True)
+        self._follower.start()
+
+    def await_end(self, seconds: float | None = None) -> bool:
+        """Wait, after `release`, until the coordinator ends. Return whether it has."""
+        assert self._follower is not None
+        self._follower.join(seconds)
+        return not self._follower.is_alive()
+
+    def _follow(self) -> None:
+        with self.replies:
+            for line in self.replies:
+                self.members = message(line).get("members", self.members)
         self.process.returncode = None
-        threading.Thread(target=self.process.wait, name="jaxcoll-coordinator", daemon=True).start()
+        self.process.wait()
 
     def close(self) -> None:
         self.process.kill()
@@ -195,6 +212,12 @@ class _Coordinator:
         if not os.read(fd, LONGEST):
             self._selector.unregister(fd)
             self._starter_lives = False
+            self._list_members()
+
+    def _list_members(self) -> None:
+        """Tell the process that started this one, if it waits for the end, who is still there."""
+        if not self._starter_lives:
+            _reply(self._settings["replies"], {"members": sorted(self._members.values())})
 
     def _strangers(self) -> list[socket.socket]:
         """Return the connections that have not sent a first line, oldest first."""
@@ -253,8 +276,7 @@ class _Coordinator:
                 f"{self._arrived[rank]['who']} and {who} (host:pid)."
             )
         if not self._arrived:
-            with contextlib.suppress(OSError):  # the process that started this one has ended
-                os.write(self._settings["replies"], b"arrived\n")
+            _reply(self._settings["replies"], {"arrived": rank})
         self._arrived[rank] = hello
         self._deadline = min(self._deadline, time.monotonic() + hello["patience"])
         return ""
@@ -282,6 +304,7 @@ class _Coordinator:
             wrong = f"process {rank} ({who}) ended before all {self._expected} had arrived."
             self._refuse({"error": wrong, "kind": "lost", "ranks": [rank]})
         _send({"ended": rank} | _reported(report), self._members)
+        self._list_members()
 
     def _begin(self) -> None:
         start_service = _loaded_service()  # takes a while, so do it before the port is free
@@ -319,6 +342,11 @@ def _send(fields: dict[str, Any], connections: Iterable[socket.socket]) -> None:
     for connection in connections:
         with contextlib.suppress(OSError):  # the process has ended, or does not read
             connection.sendall(line)
+
+
+def _reply(fd: int, fields: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the process that started this one has ended, or is stopped
+        os.write(fd, json.dumps(fields).encode() + b"\n")
 
 
 def _loaded_service() -> Callable[..., Any]:
@@ -380,6 +408,8 @@ def main() -> None:
 
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     settings = json.loads(sys.argv[1])
     host, _, port = settings["address"].rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -396,6 +426,7 @@ def main() -> None:
         reply = {"error": error.strerror or str(error)}
     print(json.dumps(reply), flush=True)
     settings["replies"] = os.dup(1)
+    os.set_blocking(settings["replies"], False)
     os.dup2(2, 1)
     if "error" not in reply:
         _Coordinator(listener, settings).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -11,6 +12,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -24,7 +26,8 @@ from jaxcoll._cluster.coordinator import (
     jax_heartbeat,
     start_coordinator,
 )
-from jaxcoll._cluster.coordinator_proxy import through_proxy
+from jaxcoll._cluster.coordinator_proxy import current_proxy, through_proxy
+from jaxcoll._cluster.gloo_sockets import connections, listening, shut
 from jaxcoll._cluster.hosts import publish_host
 from jaxcoll._cluster.launch.subprocesses import REJOIN
 from jaxcoll._cluster.launchers import JAX_BIND, JAX_COORDINATOR, member_of
@@ -33,8 +36,9 @@ from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._cluster.specs import Member, host_and_port, is_loopback
 from jaxcoll._cluster.startup import arrive, connect_clients, exchange_devices, reach
-from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS
+from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS, SILENT_EXIT_SECONDS
 from jaxcoll._compat import settings
+from jaxcoll._compat.coordination import call_after_shutdown
 from jaxcoll._compat.gloo import let_gloo_listen_at
 from jaxcoll._malloc import keep_freed_memory
 from jaxcoll._plan import checks
@@ -92,7 +96,8 @@ def initialize(
     Guarantee: the job begins when all processes have arrived. Otherwise every process that arrived
     raises an error, within its `initialization_timeout_seconds`, that says who is missing or what
     does not agree. Process 0 starts the coordinator as a separate process, so that any process of
-    the job may end or die; the coordinator ends after the last one. It listens only at
+    the job may end or die; the coordinator ends after the last one. Process 0 waits for that when
+    it ends, because a scheduler may end the coordinator with it. The coordinator listens only at
     `coordinator_address`, and Gloo at the address from which this host connects to it.
     A second call, with the same arguments or none, does nothing.
 
@@ -108,8 +113,8 @@ def initialize(
         days count as 23 days.
       heartbeat_timeout_seconds: a process counts as dead if its host does not answer for so long,
         or, if `recoverable` is False, if the process itself is stopped for so long.
-      shutdown_timeout_seconds: timeout for processes to wait for each other when they end, if
-        `recoverable` is False.
+      shutdown_timeout_seconds: timeout for process 0 to wait for the others when it ends, and, if
+        `recoverable` is False, for all processes to wait for each other.
       coordinator_bind_address: "host:port" at which the coordinator listens, if that differs from
         `coordinator_address` (behind a DNS name or a gateway).
       recoverable: when a process dies, the others go on, and calls that it took part in raise an
@@ -173,11 +178,14 @@ def initialize(
             coordinator.close()
             _explain_loopback(error, coordinator.address, member)
         raise
-    # Both stay open until the operating system closes them, after JAX's own shutdown at exit.
+    # Both stay open until JAX's own shutdown, or until the operating system closes them.
     if coordinator is not None:
         coordinator.detach()
     joined = _Joined(member, CoordinatorConnection(arrived.detach()), recoverable, coordinator)
     _enter_jax(joined, limits, timeout, until, rejoin=rejoin)
+    if coordinator is not None:
+        seconds = limits["shutdown_timeout_seconds"]
+        call_after_shutdown(functools.partial(_leave_last, joined, coordinator, seconds))
 
 
 def _enter_jax(
@@ -230,9 +238,38 @@ def _leave(job: _Joined) -> None:
             return
         _joined = None
         use_connection(None)
-    job.connection.close()
-    if job.coordinator is not None:
-        job.coordinator.release()
+        job.connection.close()
+        if job.coordinator is not None:
+            job.coordinator.release()
+
+
+def _leave_last(job: _Joined, coordinator: Coordinator, seconds: int) -> None:
+    """Leave, and wait until the other members have left too.
+
+    When process 0 ends as the first process of a container, or as the last one of a Slurm step on
+    its host, the coordinator is killed. Its clients would abort.
+    """
+    if getattr(sys, "last_value", None) is not None:  # its exception ends this process
+        shut(connections(listening()))  # as the operating system does: others may be in a call
+    _leave(job)
+    proxy = current_proxy()
+    if proxy is None or proxy.is_given_up:
+        return
+    proxy.cut()  # references to JAX's client may keep its connection open
+    with contextlib.suppress(KeyboardInterrupt):
+        if coordinator.await_end(min(seconds, SILENT_EXIT_SECONDS)):
+            return
+        ranks = f" {', '.join(map(str, coordinator.members))}".rstrip()
+        _say(f"process 0 is done, and waits up to {seconds} s (`shutdown_timeout_seconds`) for the "
+             f"others{ranks}: the coordinator, which they need, may end with it.")  # fmt: skip
+        if coordinator.await_end(seconds - SILENT_EXIT_SECONDS):
+            return
+    _say("process 0 ends before the other processes. If that ends the coordinator, they abort.")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no such stream
+        print(f"jaxcoll: {text}", file=sys.stderr, flush=True)
 
 
 def outlives_processes() -> bool:

@@ -38,3 +38,6 @@ and raises an error."""
 HOSTS_SECONDS = 10.0
 """Timeout of the first use of the processes' hosts, for processes that have not published theirs.
 Only after `jax.distributed.initialize`; `jc.initialize` publishes them."""
+
+SILENT_EXIT_SECONDS = 3.0
+"""Time for which process 0 waits for the others at its end before it says so."""

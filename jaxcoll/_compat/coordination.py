@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,6 +95,21 @@ class Store:
 def joined_state() -> Any:
     """Return JAX's state of the world that this process joined."""
     return multihost_utils.distributed.global_state  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def call_after_shutdown(call: Callable[[], None]) -> None:
+    """Call back, on process 0, when JAX has left the job, at exit or in `shutdown`.
+
+    JAX then shuts down the service that it started on process 0, so the call takes its place.
+    """
+    state = joined_state()
+    own = state.service
+
+    def shutdown() -> None:
+        own.shutdown()
+        call()
+
+    state.service = types.SimpleNamespace(shutdown=shutdown)
 
 
 def store() -> Store | None:

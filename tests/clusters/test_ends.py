@@ -1,0 +1,86 @@
+"""A job that plain JAX ends with 0 ends with 0, wherever it runs, and whoever ends first."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxcoll._cluster.coordinator import start_coordinator
+
+POD = ["unshare", "--pid", "--fork", "--mount-proc"]  # whose process 1 ends all others with it
+PROGRAM = """
+import sys, time
+import jaxcoll as jc
+
+jc.initialize(initialization_timeout_seconds=90, shutdown_timeout_seconds=60)
+
+import jax
+import numpy as np
+
+total = jc.data_parallel(lambda x: jc.psum(x.sum()))
+assert total(np.ones(1, "f")) == 2
+rank = jax.process_index()
+if rank == 0 and "fails" in sys.argv:
+    raise ValueError("process 0 fails")
+if rank == 1 and "fails" in sys.argv:
+    try:  # not watched: only the end of process 0's connections ends this
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P("x")), np.ones(1))
+        print(jax.jit(lambda x: x.sum())(rows))
+    except Exception as error:
+        print("noticed", type(error).__name__)
+time.sleep(5 * rank)
+print("finished", flush=True)
+"""
+
+
+def run(around, *arguments):
+    """Run two processes, each inside another command; return their statuses and outputs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [*around, sys.executable, "-c", PROGRAM, *arguments],
+            env={**os.environ, **place, "RANK": str(rank), "JAX_NUM_CPU_DEVICES": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=240) for process in started]
+    return [process.returncode for process in started], outputs
+
+
+@pytest.mark.processes
+def test_process_0_of_a_pod_ends_after_the_others():
+    if os.geteuid() or subprocess.run([*POD, "true"], capture_output=True).returncode:
+        pytest.skip("no PID namespace can be made here")
+    statuses, ((_, said), _) = run(POD)
+    assert statuses == [0, 0]
+    assert "process 0 is done, and waits up to 60 s (`shutdown_timeout_seconds`) for the" in said
+    assert "others 1: the coordinator" in said
+
+
+@pytest.mark.processes
+def test_process_0_that_fails_lets_go_of_the_others_before_it_waits():
+    statuses, ((_, failed), (out, _)) = run([], "fails")
+    assert statuses == [1, 0]
+    assert "ValueError: process 0 fails" in failed
+    assert out.splitlines()[-2:] == ["noticed JaxRuntimeError", "finished"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_job_does_not_end_the_coordinator(number):
+    started = start_coordinator("127.0.0.1:0", 2)
+    started.process.send_signal(number)
+    time.sleep(0.2)
+    assert started.process.poll() is None
+    started.release()  # nobody has come
+    assert started.await_end(20)
+    assert started.process.returncode == 0
