@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoll._train.batches import Batches
+from jaxcoll._show.units import counted
+from jaxcoll._train.batches import Batches, count_divisible
 
 Rows = Callable[[int, int, int], Any]
 """A function of (step, this worker's index, number of workers) that returns the worker's rows."""
@@ -69,25 +70,31 @@ def _split(batch_of: Callable[[int], Any]) -> Rows:
     """Return a function that takes a worker's equal share of whole batches."""
 
     def rows(step: int, worker: int, workers: int) -> Any:
-        def share(path: Any, x: Any) -> Any:
-            shape = np.shape(x)
-            if not shape:
+        batch = batch_of(step)
+        for path, x in jax.tree_util.tree_leaves_with_path(batch):
+            if not np.ndim(x):
                 raise ValueError(
                     f"`Elastic`: batch{jax.tree_util.keystr(path)} of step {step} is a number "
                     f"({x!r}), which has no rows for the workers to share. A batch is an array "
                     "with rows as its leading dimension, or a tree of such arrays; "
                     "`np.asarray` makes one from numbers."
                 )
-            if shape[0] % workers:
-                raise ValueError(
-                    f"`Elastic`: batch{jax.tree_util.keystr(path)} of step {step} has the shape "
-                    f"{list(shape)}, and its rows do not divide evenly among {workers} workers. "
-                    "Choose a number of rows that every possible number of workers divides, or "
-                    "let `jc.batches(rows, batch_size, uneven='pad')` pad the batches."
-                )
-            count = shape[0] // workers
+        counts = {np.shape(x)[0] for x in jax.tree.leaves(batch)}
+        here = jax.local_device_count()
+        used = {n: n if n % (workers * here) == 0 else 0 for n in counts}
+        if len(counts) == 1:
+            used = {n: count_divisible(n, workers * here) for n in counts}
+        elif not all(used.values()):  # to leave out rows would part what belongs together
+            raise ValueError(
+                f"`Elastic`: the arrays of the batch of step {step} have {sorted(counts)} rows, "
+                f"which do not all divide among {workers} workers with {counted(here, 'device')} "
+                "each. Choose numbers of rows that every possible number of workers divides."
+            )
+
+        def share(x: Any) -> Any:
+            count = used[np.shape(x)[0]] // workers
             return x[worker * count : (worker + 1) * count]
 
-        return jax.tree_util.tree_map_with_path(share, batch_of(step))
+        return jax.tree.map(share, batch)
 
     return rows

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_WORKER_SECONDS
+from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._elastic.connections import Connections, may_be_broken
 from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
 from jaxcoll._elastic.membership import Membership
@@ -21,7 +22,12 @@ from jaxcoll._elastic.replicated_state import ReplicatedState, check_agreed
 from jaxcoll._elastic.step_programs import StepPrograms, mismatch_error, publish_program
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._threads import Task, Worker, abandon
-from jaxcoll.errors import DeadlineExceededError, PeerLostError, ProgramMismatchError
+from jaxcoll.errors import (
+    DeadlineExceededError,
+    PeerLostError,
+    ProgramMismatchError,
+    ReplicaDivergenceError,
+)
 
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two checks for workers that wait to join
@@ -49,6 +55,16 @@ class Job:
     changes: list[WorldChange] = dataclasses.field(default_factory=list)
     workers: tuple[int, ...] = ()
 
+    def save(self) -> str:
+        """Write this worker's last state, unless the file has a later one, and say so."""
+        if self.file is None:
+            return "The state was not saved, because there is no `checkpoint` file."
+        try:
+            step = self.state.save(self.file, self.state.finished, LAST_PATIENCE)
+        except OSError as error:
+            return f"The state after step {self.state.finished} could not be saved: {error}."
+        return f"The state after step {step} is saved in {self.file}."
+
 
 class Run:
     """One call of `Elastic.run`."""
@@ -72,8 +88,21 @@ class Run:
         # Writes checkpoints during the next steps, because one may take longer than a step
         self._saver = Worker("jaxcoll-checkpoint")
         self._saving: Task | None = None
+        self._is_saved = False  # the last state, or others have a later one
 
     def run(self) -> Any:
+        """Train, and return the state. Save it before any error, unless it may be wrong."""
+        begun = self._state.finished
+        try:
+            return self._run()
+        except (StoreUnreachableError, ReplicaDivergenceError):  # for the first, the caller saves
+            raise
+        except BaseException as error:
+            if self._job.file and self._state.finished > begun and not self._is_saved:
+                error.add_note(self._job.save())
+            raise
+
+    def _run(self) -> Any:
         self._membership.reconnects = may_be_broken()
         if self._membership.enter(self._state.finished, self._state.term) is None:
             return None
@@ -186,6 +215,7 @@ class Run:
                 f"{listed(generation.ranks)}, because {generation.why}. Start this worker again; "
                 "it must not continue alone."
             )
+            self._is_saved = True
             raise PeerLostError(
                 f"The other workers dropped worker {rank_of(name)}: {outcome}",
                 ranks=(rank_of(name),),
@@ -226,6 +256,7 @@ class Run:
         """Save the state that all workers have, and raise the error."""
         step = self._generation.step
         writer, failure = self._write(step)
+        self._is_saved = True
         if writer and self._job.file:
             saved = f"The state after step {step} is saved in {self._job.file}."
             error.args = (f"{error} {saved}",)

@@ -23,7 +23,7 @@ from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.residuals import residuals_in
 from jaxcoll._elastic.rounds import RoundPrograms, RoundsState
 from jaxcoll._elastic.rows import rows_of, source_of
-from jaxcoll._elastic.run import LAST_PATIENCE, Job, Run
+from jaxcoll._elastic.run import Job, Run
 from jaxcoll._elastic.step_programs import StepPrograms
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import count, positive, seconds
@@ -221,15 +221,8 @@ class Elastic:
     def _save_without_coordinator(self) -> PeerLostError:
         """Save the state, and return the error that says so."""
         give_up_coordinator()
-        state, file = self._job.state, self._job.file
-        saved = "The state was not saved, because there is no `checkpoint` file."
-        if file is not None:
-            # Workers that are not cut off may have continued. A newer state of theirs stays.
-            try:
-                step = state.save(file, self.finished, LAST_PATIENCE)
-                saved = f"The state after step {step} is saved in {file}."
-            except OSError as error:
-                saved = f"The state after step {self.finished} could not be saved: {error}."
+        # Workers that are not cut off may have continued. A newer state of theirs stays.
+        saved = self._job.save()
         return PeerLostError(
             "The coordinator died, is stopped, or is cut off from this worker, so the workers can "
             f"no longer agree on anything. {saved} Start the job again, unless others continue.",

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -46,9 +47,10 @@ def batches(
       batch_size: number of rows in a batch, over all processes.
       seed: seed of the order, which is new in every epoch; None: the order of the source.
       uneven: how to treat rows that do not fill a batch or do not divide over the replicas.
-        "drop": leave out the last rows of an epoch; `batch_size` must divide. "pad": each item is a
-        pair `(batch, weights)`, with float32 weights of 1 for rows and 0 for padding (copies of the
-        batch's last row), for `jc.WeightedLoss` and `jc.WeightedMean`.
+        "drop": leave out the last rows of an epoch; in a `for`, `batch_size` must divide, and
+        `jc.Elastic`, where any number of workers may remain, leaves out the last rows of a batch.
+        "pad": each item is a pair `(batch, weights)`, with float32 weights of 1 for rows and 0 for
+        padding (copies of the batch's last row), for `jc.WeightedLoss` and `jc.WeightedMean`.
       mesh: devices and axes; None: as in `jc.data_parallel`.
       axis_name: the mesh axis, or axes from outer to inner, that batches are split over.
 
@@ -186,13 +188,16 @@ class Batches:
 
         Returns:
           Host arrays, and with `uneven="pad"` their weights. All workers together get the same
-          rows for any number of workers.
+          rows for any number of workers, except that without padding the last rows of a batch,
+          fewer than there are replicas, are left out if they do not divide.
 
         Raises:
-          ValueError: the batch does not divide over the workers' devices.
+          ValueError: without padding, the batch has fewer rows than there are replicas.
         """
         epoch, batch = divmod(step, len(self))
-        rows = self._padded(workers * jax.local_device_count()) // workers
+        replicas = workers * jax.local_device_count()
+        size = self._padded(replicas) if self._pads else count_divisible(self._size, replicas)
+        rows = size // workers
         return self._part(epoch, batch * self._size, np.arange(worker * rows, (worker + 1) * rows))
 
     def _part(self, epoch: int, row: int, positions: np.ndarray) -> Any:
@@ -229,6 +234,23 @@ class Batches:
                 "some rows would be read several times and others never. Give all processes the "
                 "same source and the same seed, not one made from the time or the process id."
             )
+
+
+def count_divisible(rows: int, replicas: int) -> int:
+    # The others are left out: a mean over replicas is that over rows only if each has equally many.
+    if rows < replicas:
+        raise ValueError(
+            f"`Elastic`: a batch of {rows} rows has fewer than one for each of {replicas} replicas."
+        )
+    if rest := rows % replicas:
+        _log_once(
+            f"A batch of {counted(rows, 'row')} does not divide over {replicas} replicas: each "
+            f"step leaves out its last {counted(rest, 'row')}. `jc.batches(..., uneven='pad')` uses all."
+        )
+    return rows - rest
+
+
+_log_once = functools.cache(logging.getLogger("jaxcoll").warning)
 
 
 def order(rows: int, seed: int | None, epoch: int) -> np.ndarray:

@@ -60,8 +60,49 @@ def test_batches_may_be_jc_batches_a_list_or_a_function_of_the_step():
     for given in (batches, whole, lambda at: whole[at]):
         assert jc.Elastic(step, START).run(given, 4)["w"].tolist() == want.tolist()
     jc.Elastic(step, START).run(whole, 6)  # over and over
-    halves = [rows_of(whole)(1, rank, 2) for rank in range(2)]
-    assert np.array_equal(np.concatenate(halves), whole[1])
+
+
+@pytest.mark.parametrize("form", ["batches", "list", "function of the step"])
+def test_rows_that_do_not_divide_are_left_out(form, monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    whole = [np.arange(16.0) + 16 * at for at in range(2)]
+    batches = {
+        "batches": jc.batches(np.concatenate(whole), 16),
+        "list": whole,
+        "function of the step": lambda step: whole[step],
+    }[form]
+    for workers in (1, 3, 5, 8):
+        shares = [rows_of(batches)(1, worker, workers) for worker in range(workers)]
+        used = 16 - 16 % (2 * workers)
+        assert np.concatenate(shares).tolist() == whole[1][:used].tolist()
+        # So the mean over replicas of their means is that over all rows that are used.
+        replicas = np.reshape(shares, (2 * workers, -1))
+        assert replicas.mean(1).mean() == pytest.approx(whole[1][:used].mean())
+
+
+def test_rows_that_belong_together_are_not_parted(monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    pairs = rows_of([{"queries": np.arange(8), "negatives": np.arange(16)}])
+    assert [len(x) for x in pairs(0, 1, 4).values()] == [4, 2]
+    with pytest.raises(ValueError, match=r"have \[8, 16\] rows, which do not all divide"):
+        pairs(0, 0, 3)
+
+
+@pytest.mark.parametrize("where", ["batches", "report", "interrupt"])
+def test_every_error_that_ends_a_run_saves_first(where, tmp_path):
+    kind = KeyboardInterrupt if where == "interrupt" else ZeroDivisionError
+
+    def fail(at):
+        if at == 3:
+            raise kind
+
+    report = (lambda finished, loss: fail(finished)) if where == "report" else None
+    give = lambda at, rank, world: (fail(at) if report is None else None) or rows(at, rank, world)
+    path = tmp_path / "last.npz"
+    with pytest.raises(kind) as caught:
+        jc.Elastic(step, START, checkpoint=path, report=report).run(give, 9)
+    assert jc.restore_checkpoint(path, START)[1] == 3
+    assert f"The state after step 3 is saved in {path}." in caught.value.__notes__
 
 
 def test_fewer_steps_than_a_checkpoint_holds_change_nothing(tmp_path):
