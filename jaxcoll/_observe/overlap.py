@@ -75,20 +75,26 @@ def exposed(
     """
     left = [c.turns * once for c, once in zip(collectives, seconds, strict=True)]
     for m, in_flight in _in_flight(collectives, matmuls):
-        # Earliest deadline first: `in_flight` is sorted by end, which makes greedy hide the most.
+        # Earliest deadline first, which makes greedy hide the most.
         rate = rates.product_rate(m.dtype)
         spare = m.turns * m.flops / rate if rate else 0.0
-        for k in in_flight:
+        while spare > 0 and in_flight:
+            k = in_flight[0][1]
             hidden = min(left[k], spare)
             left[k] -= hidden
             spare -= hidden
+            if left[k] <= 0:
+                heapq.heappop(in_flight)
     return left
 
 
 def _in_flight(
     collectives: Sequence[Collective], matmuls: Sequence[Matmul]
-) -> Iterator[tuple[Matmul, list[int]]]:
-    """Yield each product, in order, with the collectives in flight, sorted by their ends."""
+) -> Iterator[tuple[Matmul, list[tuple[int, int]]]]:
+    """Yield each product, in order, with the heap of (end, number) of the collectives in flight.
+
+    What is taken from the heap is in flight no longer.
+    """
     asynchronous = [k for k, c in enumerate(collectives) if c.is_async and c.group_size > 1]
     # The earliest start is last, where `pop` takes it.
     starts = sorted(asynchronous, key=lambda k: collectives[k].at, reverse=True)
@@ -99,7 +105,7 @@ def _in_flight(
             heapq.heappush(in_flight, (collectives[k].until, k))
         while in_flight and in_flight[0][0] <= m.at:
             heapq.heappop(in_flight)
-        yield m, [k for _, k in sorted(in_flight)]
+        yield m, in_flight
 
 
 def predicted(c: Collective, rates: Rates) -> float:

@@ -117,27 +117,48 @@ def test_an_asynchronous_pair_is_one_collective_whatever_it_is_made_of():
     assert first.computation == "called_computation.2" != second.computation
 
 
-NOT_COUNTED = {
-    "another comparison": ("direction=LT", "direction=LE"),
-    "compared with what is computed": ("constant(5)", "negate(%wide.param.1)"),
-    "a step of two": ("sunk = s32[]{:T(128)} constant(1)", "sunk = s32[]{:T(128)} constant(2)"),
-    "a step that is no sum": (" add(%get-tuple-element.35", " subtract(%get-tuple-element.35"),
-    "a step from another element": ("(%wide.param.2), index=0", "(%wide.param.2), index=2"),
-    "a start that is computed": ("copy(%constant.3.clone.1)", "negate(%constant.3.clone.1)"),
-}
+LT, ONE = "direction=LT", "sunk = s32[]{:T(128)} constant(1)"
+LIMIT = "constant.1.clone.1 = s32[]{:T(128)} constant(5)"
+ADD, SUBTRACT = " add(%get-tuple-element.35", " subtract(%get-tuple-element.35"
+UNEVEN = {LT: "direction=NE", ONE: ONE.replace("(1)", "(2)")}
+COUNTED = {  # changes of a loop that counts 0, 1, … while it is less than 5, and its iterations
+    "up to the limit": ({LT: "direction=LE"}, 6),
+    "in steps of two": ({ONE: ONE.replace("(1)", "(2)")}, 3),
+    "until it is the limit": ({LT: "direction=NE"}, 5),
+    "down": ({LT: "direction=GT", ADD: SUBTRACT, LIMIT: LIMIT.replace("(5", "(-5")}, 5),
+    "down to the limit": (
+        {LT: "direction=GE", ONE: ONE.replace("(1)", "(-2)"), LIMIT: LIMIT.replace("(5", "(-4")},
+        3,
+    ),
+    "the limit on the left": (
+        {LT: "direction=GT", "(%get-tuple-element.21, %constant.1.clone.1)": "(%constant.1.clone.1, %get-tuple-element.21)"},
+        5,
+    ),
+    "not once": ({LIMIT: LIMIT.replace("(5", "(-1")}, 0),
+    "another comparison": ({LT: "direction=EQ"}, None),
+    "past the limit": (UNEVEN, None),
+    "away from the limit": ({ADD: SUBTRACT}, None),
+    "around its type's range": ({LT: "direction=LE", LIMIT: LIMIT.replace("(5", "(2147483647")}, None),
+    "compared with what is computed": ({"constant(5)": "negate(%wide.param.1)"}, None),
+    "a step that is a product": ({ADD: ADD.replace("add", "multiply")}, None),
+    "a step from another element": ({"(%wide.param.2), index=0": "(%wide.param.2), index=2"}, None),
+    "a start that is computed": ({"copy(%constant.3.clone.1)": "negate(%constant.3.clone.1)"}, None),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("change", NOT_COUNTED)
-def test_a_loop_that_does_not_say_how_often_it_turns(change):
-    """libtpu drops the count; it is read from the loop where that is certain."""
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_loop_without_a_count_has_the_one_that_its_text_proves(name):
+    """libtpu drops the count."""
     loop = text("v6e-0.12.0.1-loop")
-    old, new = NOT_COUNTED[change]
-    assert loop.count(old) == 1
-    program = read_hlo(loop.replace(old, new))
+    changes, turns = COUNTED[name]
+    for old, new in changes.items():
+        assert loop.count(old) == 1
+        loop = loop.replace(old, new)
+    program = read_hlo(loop)
     collectives = program.collectives
-    assert [c.trips for c in collectives] == [None, 1]
-    assert len(program.unbounded) == 1
-    assert wire_bytes(collectives) == sum(c.wire_bytes for c in collectives)
+    assert [c.trips for c in collectives] == [turns, 1]
+    assert len(program.unbounded) == (turns is None)
+    assert wire_bytes(collectives) == sum(c.turns * c.wire_bytes for c in collectives)
 
 
 def test_a_loop_with_a_line_missing_is_refused_or_has_no_other_count():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +17,10 @@ import numpy as np
 from jaxcoll._observe.parse.calls import Bodies, Call, Item, containing
 from jaxcoll._observe.parse.collective import Collective, Matmul, Meanwhile, Operand
 from jaxcoll._observe.parse.hlo_text import (
+    PRODUCTS,
     Computation,
     Instruction,
     Module,
-    defined_name,
-    pair_ends,
-    parse_instruction,
 )
 
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
@@ -31,8 +32,8 @@ _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _PRODUCT = re.compile(r"gemm|matmul", re.IGNORECASE)
 _CONVOLVES = re.compile(r"cudnn\$conv", re.IGNORECASE)
 _IDLE = re.compile(
-    r" (?:parameter|constant|get-tuple-element|tuple|bitcast|after-all|iota|partition-id|"
-    r"[a-z][\w\-]*-(?:start|update|done))\("
+    r"parameter|constant|get-tuple-element|tuple|bitcast|after-all|iota|partition-id|"
+    r"[a-z][\w\-]*-(?:start|update|done)|send|recv"
 )
 _MAY_SEND = re.compile(
     r"nccl|nvshmem|\bmpi|all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|collective|"
@@ -62,9 +63,11 @@ def _total(works: Iterable[Work]) -> Work:
 class Arithmetic:
     """The arithmetic of a module, added to the collectives and calls of its computations."""
 
-    def __init__(self, module: Module, bodies: Bodies) -> None:
-        self._module, self._bodies = module, bodies
-        self._communicating = containing(bodies, (Collective,))
+    def __init__(
+        self, module: Module, bodies: Bodies, chains: Mapping[str, Sequence[tuple[str, str]]]
+    ) -> None:
+        self._module, self._bodies, self._chains = module, bodies, chains
+        self._communicating = containing(bodies, module, (Collective,))
         # The work at each line of a computation, without and with the computations it calls
         self._known: dict[str, tuple[dict[int, Work], dict[int, Work]]] = {}
         self.unread: list[str] = []  # custom calls that may communicate
@@ -79,35 +82,55 @@ class Arithmetic:
         return {name: self._body(name) for name in self._bodies}
 
     def _body(self, name: str) -> list[Item]:
-        lines, ends = self._module.computations[name], self._ends(name)
+        inside, pairs, own = self._module.computations[name], self._pairs(name), self._work(name)[0]
         items: list[Item] = [
-            Matmul(defined_name(lines[at]), work.flops, at=at, dtype=work.dtype)
-            for at, work in self._work(name)[0].items()
+            Matmul(
+                inside.parse(site).name, own[site.at].flops, at=site.at, dtype=own[site.at].dtype
+            )
+            for site in inside.sites
+            if site.at in own
         ]
+        between = self._between(name) if pairs else None
         for item in self._bodies[name]:
             if isinstance(item, Call):
                 if self._is_arithmetic(item):
                     continue
                 if item.is_loop and item.trips is None and item.callee in self._communicating:
                     self.unbounded.append(item.site)
-            items.append(self._scheduled(name, item, ends))
+                is_async = item.site in pairs and item.callee in self._communicating
+            else:
+                is_async = isinstance(item, Collective) and item.is_async
+            site = item.site if isinstance(item, Call) else item.name
+            if is_async and between and site in pairs:
+                at, until = pairs[site]
+                meanwhile = between(at, until)
+                item = dataclasses.replace(
+                    item, is_async=True, at=at, until=until, meanwhile=meanwhile
+                )
+            items.append(item)
         return sorted(items, key=lambda item: item.at)
 
-    def _scheduled(self, computation: str, item: Item, ends: Mapping[str, tuple[int, int]]) -> Item:
-        """Add to an asynchronous item the lines of its start and end, and the work between them."""
-        if isinstance(item, Matmul) or not item.is_async:
-            return item
-        if isinstance(item, Call) and item.callee not in self._communicating:
-            return item
-        name = item.site if isinstance(item, Call) else item.name
-        at, until = ends.get(name, (item.at, item.at))
-        _, whole = self._work(computation)
-        work = _total(whole[line] for line in range(at + 1, until) if line in whole)
+    def _between(self, name: str) -> Callable[[int, int], Meanwhile]:
+        """Return a function of two lines that adds up the work between them."""
+        whole = sorted(self._work(name)[1].items())
+        lines = [at for at, _ in whole]
+        matmuls = [0, *itertools.accumulate(work.matmuls for _, work in whole)]
+        operations = [0, *itertools.accumulate(work.flops for _, work in whole)]
         # Constants, tuples and the ends of other pairs take no time.
-        between = self._module.computations[computation][at + 1 : until]
-        count = sum(not _IDLE.search(line) for line in between)
-        meanwhile = Meanwhile(count, work.matmuls, work.flops)
-        return dataclasses.replace(item, at=at, until=until, meanwhile=meanwhile)
+        opcodes = self._module.computations[name].opcodes()
+        busy = array(
+            "I", itertools.accumulate((not _IDLE.fullmatch(x) for x in opcodes), initial=0)
+        )
+
+        def between(at: int, until: int) -> Meanwhile:
+            first, last = bisect.bisect_right(lines, at), bisect.bisect_left(lines, until)
+            last = max(first, last)
+            count = busy[max(until, at + 1)] - busy[at + 1]
+            return Meanwhile(
+                count, matmuls[last] - matmuls[first], operations[last] - operations[first]
+            )
+
+        return between
 
     def _is_arithmetic(self, call: Call) -> bool:
         return call.is_part and call.callee not in self._communicating
@@ -121,8 +144,8 @@ class Arithmetic:
             # Empty while it is computed, in case a computation calls itself.
             self._known[name] = {}, {}
             own, called = self._direct_work(name), {}
-            for call in self._bodies[name]:
-                if not isinstance(call, Call):
+            for call in self._bodies.get(name, ()):
+                if not isinstance(call, Call) or call.callee not in self._bodies:
                     continue
                 turns = 1 if call.trips is None else call.trips
                 work = Work().plus(_total(self._work(call.callee)[1].values()), turns)
@@ -140,47 +163,61 @@ class Arithmetic:
 
     def _direct_work(self, name: str) -> dict[int, Work]:
         works: dict[int, Work] = {}
-        lines, inside = self._module.computations[name], None
-        for at, line in enumerate(lines):
-            # This runs on every line of the text, so look for substrings first, which is fast.
-            if not any(opcode in line for opcode in (" dot(", " convolution(", " custom-call(")):
+        inside = self._module.computations[name]
+        for site in inside.sites:
+            if site.opcode not in PRODUCTS:
                 continue
-            if " custom-call(" in line and (target := _TARGET.search(line)):
+            instruction = inside.parse(site)
+            target = _TARGET.search(instruction.attributes)
+            if target and not (name in self._chains and target[1].startswith("AsyncCollective")):
                 # A backend_config may be long: search it only if it has that field.
-                config = line.partition("backend_config=")[2] if "has_comm" in line else ""
-                if _MAY_SEND.search(target[1]) or _MAY_SEND.search(config):
+                config = instruction.attributes.partition("backend_config=")[2]
+                if _MAY_SEND.search(target[1]) or (
+                    "has_comm" in config and _MAY_SEND.search(config)
+                ):
                     self.unread.append(
-                        f"custom call {defined_name(line)!r} ({target[1]}) may communicate, which "
+                        f"custom call {instruction.name!r} ({target[1]}) may communicate, which "
                         "is not counted."
                     )
-            inside, instruction = inside or Computation(lines), parse_instruction(line)
             operations = flops(instruction, inside)
             if operations is None:
                 self.notes.append(
-                    f"{defined_name(line)!r} multiplies matrices of unknown sizes: its "
+                    f"{instruction.name!r} multiplies matrices of unknown sizes: its "
                     "floating-point operations are not counted."
                 )
             if operations != 0:
                 operands = inside.operands(instruction)
-                works[at] = Work(1, operations or 0, operands[0].dtype if operands else "")
+                works[site.at] = Work(1, operations or 0, operands[0].dtype if operands else "")
         return works
 
-    def _ends(self, name: str) -> dict[str, tuple[int, int]]:
+    def _pairs(self, name: str) -> dict[str, tuple[int, int]]:
         """Return the lines where each asynchronous operation begins and ends, by its start's name.
 
         A start without operands only prepares: the operation begins with its update.
         """
-        if not any(i.is_async for i in self._bodies[name] if not isinstance(i, Matmul)):
-            return {}
-        lines = self._module.computations[name]
-        places = {defined_name(line): at for at, line in enumerate(lines) if "-start(" in line}
-        ends: dict[str, tuple[int, int]] = {}
-        for at, _, opcode, start in pair_ends(lines):
-            begins, _ = ends.get(start, (places.get(start, at), at))
-            if opcode.endswith("-update") and "-start()" in lines[begins]:
-                begins = at
-            ends[start] = (begins, at)
-        return ends
+        inside = self._module.computations[name]
+        pairs: dict[str, tuple[int, int]] = {}
+        first: dict[str, str] = {}  # the start that an update stands for
+        chains: dict[str, str] = {}  # the start of a chain of fusions
+        for site in inside.sites:
+            if site.opcode.endswith(("-done", "-update")):
+                instruction = inside.parse(site)
+                start = next(iter(instruction.operand_names), "")
+                first[instruction.name] = start = first.get(start, start)
+                at, _ = pairs.get(start, (site.at, site.at))
+                if site.opcode.endswith("-update") and not inside[start].operands:
+                    at = site.at
+                pairs[start] = (at, site.at)
+            elif site.opcode == "fusion":
+                instruction = inside.parse(site)
+                callee = instruction.settings.rpartition("calls=")[2].strip("%")
+                for chain, part in self._chains.get(callee, ()):
+                    start = chains.setdefault(chain, instruction.name)
+                    at, _ = pairs.get(start, (site.at, site.at))
+                    pairs[start] = (at, site.at if part == "Done" else at)
+            elif site.opcode.endswith("-start") or site.opcode == "send":
+                pairs[inside.parse(site).name] = (site.at, site.at)
+        return pairs
 
 
 def flops(instruction: Instruction, inside: Computation) -> int | None:
@@ -195,7 +232,7 @@ def flops(instruction: Instruction, inside: Computation) -> int | None:
     Examples:
       >>> from jaxcoll._observe.parse.hlo_text import parse_instruction
       >>> text = "  %d = f32[4,6] dot(f32[4,5] %a, f32[5,6] %b), lhs_contracting_dims={1}"
-      >>> flops(parse_instruction(text), Computation([]))
+      >>> flops(parse_instruction(text), Computation(""))
       240
     """
     opcode, attributes = instruction.opcode, instruction.attributes

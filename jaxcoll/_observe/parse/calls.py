@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxcoll._observe.parse.collective import Collective, Loop, Matmul, Meanwhile
+from jaxcoll._observe.parse.hlo_text import Module
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Call:
     is_loop: bool = False  # `site` is a loop
     # `callee` defines what the single instruction `site` computes, such as a fusion
     is_part: bool = False
+    scatters: bool = False  # an all-reduce in it is a reduce-scatter: each device keeps its share
     at: int = 0  # the line of `site` in its computation
     until: int = 0  # the line where it ends, if it is asynchronous
     meanwhile: Meanwhile | None = None  # the work scheduled between the two
@@ -35,8 +37,8 @@ Event = Collective | Matmul | Loop
 """An entry in the list of what one run executes."""
 
 
-def flattened(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple[Event, ...]:
-    """List what one run of `entry` executes, each with the loops and branches around it.
+def flattened(bodies: Bodies, module: Module, lengths: Mapping[str, int]) -> tuple[Event, ...]:
+    """List what one run executes, each with the loops and branches around it.
 
     A computation with two callers is listed twice, because both send. Positions count the program's
     lines with every call inlined.
@@ -44,7 +46,7 @@ def flattened(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple[E
     Raises:
       ValueError: a computation is missing or calls itself, or no call reaches a collective.
     """
-    relevant = containing(bodies, (Collective, Matmul))
+    relevant = containing(bodies, module, (Collective, Matmul))
     reached: set[str] = set()
     extents: dict[str, int] = {}
 
@@ -81,11 +83,11 @@ def flattened(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple[E
                     yield Loop(item.site, _trips(item.trips, path), start, end)
                 yield from within(item.callee, (*path, call), start)
 
-    events = tuple(within(entry, (), 0))
+    events = tuple(within(module.entry, (), 0)) if module.entry in bodies else ()
     # A collective that no call reaches would be missing from the report, which would mislead.
     for name in sorted(relevant - reached):
         lost = next((x for x in bodies[name] if isinstance(x, Collective)), None)
-        if lost is not None:
+        if lost is not None and not module.is_nested:
             raise ValueError(
                 f"{lost.kind} {lost.name!r} is in {name!r}, which no instruction calls in a known "
                 "way: the notation is newer than this version of jaxcoll, or the text is damaged."
@@ -93,13 +95,13 @@ def flattened(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple[E
     return events
 
 
-def containing(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
+def containing(bodies: Bodies, module: Module, kinds: tuple[type, ...]) -> set[str]:
     """Return names of the computations that contain one of `kinds`, directly or through calls."""
     callers: dict[str, list[str]] = {}
     for name, body in bodies.items():
         for item in body:
             if isinstance(item, Call):
-                if item.callee not in bodies:
+                if item.callee not in module.computations:
                     raise ValueError(
                         f"{item.site!r} calls {item.callee!r}, which is not defined: the text "
                         "looks truncated."
@@ -134,8 +136,10 @@ def _placed(collective: Collective, path: Sequence[Call], at: int, until: int) -
     )
     # An asynchronous call (async-start of a computation) makes everything in it asynchronous.
     pair = next((call for call in path if call.is_async), None)  # the start and done around it
+    is_scattered = collective.kind == "all-reduce" and any(call.scatters for call in path)
     return dataclasses.replace(
         collective,
+        kind="reduce-scatter" if is_scattered else collective.kind,
         trips=_trips(collective.trips, path),
         is_async=collective.is_async or pair is not None,
         branches=branches,

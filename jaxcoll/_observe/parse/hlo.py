@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.arithmetic import Arithmetic
@@ -14,36 +15,28 @@ from jaxcoll._observe.parse.hlo_text import (
     Computation,
     Instruction,
     Module,
-    Source,
-    StackFrames,
-    pair_ends,
-    parse_instruction,
     parse_module,
+    sends,
 )
-from jaxcoll._observe.parse.replica_groups import group_size, groups_of
+from jaxcoll._observe.parse.loops import count_turns
+from jaxcoll._observe.parse.replica_groups import group_size, groups_of, read_groups
+from jaxcoll._observe.parse.sources import Source, StackFrames
 from jaxcoll._plan.scope_names import names, op_name_of
 
-_COMMUNICATES = re.compile(r" ((?:all-|collective-|reduce-scatter|ragged-all)[\w\-]*|send)\(")
-_FUSION = re.compile(
-    r"\s+(?:ROOT )?%?([\w.\-]+) = \S+ fusion\([^()]*\), kind=\w+, calls=%?([\w.\-]+)"
-)
 _CALLS = re.compile(
     r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation|"
     r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-_MAY_CALL = re.compile(r"(?:body|condition|calls|to_apply|computations?)=")
 _BRANCHES = {"branch_computations": 0, "true_computation": 0, "false_computation": 1}
-_TRIPS = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\s*\\?"(\d+)')
-_ELEMENT = re.compile(r" get-tuple-element\((?:.* )?%?([\w.\-]+)\), index=(\d+)")
-_LOOP = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
-_NAMES = re.compile(r"%([\w.\-]+)")
 _NEAR = 50
 """The most instructions to visit in search of the nearest line of Python."""
-_JOINS = re.compile(rf"{_COMMUNICATES.pattern}| tuple\(")  # its users may use other operands
 _NAMES_COLLECTIVE = re.compile(r"/(psum|all_gather|reduce_scatter|all_to_all|ppermute)[^/]*$")
-_NUMBER = re.compile(r"-?\d+")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _IS_SYNC = re.compile(r'is_sync\\?":\s*true')
+_CHAIN = re.compile(r'\bchain_id="?(\w+)')
+_CHAIN_PART = re.compile(r'\bcustom_call_target="AsyncCollective(Start|Done)"')
+_SCATTERS = re.compile(r'"emitter":"\w*AllReduceScatterFusion"')
+_SENT_PAIRS = "_xla_send_recv_source_target_pairs="
 
 
 class Program(NamedTuple):
@@ -72,9 +65,11 @@ def read_hlo(text: str, devices: int = 1) -> Program:
     """
     module = parse_module(text, devices)
     reader = _Reader(module)
-    arithmetic = Arithmetic(module, {name: reader.body(name) for name in module.computations})
-    lengths = {name: len(lines) for name, lines in module.computations.items()}
-    events = flattened(arithmetic.bodies(), module.entry, lengths)
+    bodies = {name: reader.body(name, x) for name, x in module.computations.items() if x.sites}
+    reader.check_chains()
+    arithmetic = Arithmetic(module, bodies, reader.chains)
+    lengths = {name: module.computations[name].count for name in {*bodies, module.entry}}
+    events = flattened(arithmetic.bodies(), module, lengths)
     ends = (event.at if isinstance(event, Matmul) else event.until for event in events)
     return Program(
         name=module.name,
@@ -90,43 +85,44 @@ def read_hlo(text: str, devices: int = 1) -> Program:
 
 
 class _Reader:
-    """Reads each computation's lines once."""
+    """Reads the sites of each computation once."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
         self._frames = StackFrames(module.tables)
-        # Cache one computation at a time: a large program's would need as much memory as its text.
-        self._opened = functools.lru_cache(1)(lambda x: Computation(module.computations[x]))
-        self._ties = functools.lru_cache(1)(lambda x: _ties(module.computations[x]))
-        self._elements = functools.lru_cache(1)(lambda x: _elements(module.computations[x]))
+        # Of transfers in several fusions: their numbers, and the parts that a computation does
+        self.chains: dict[str, list[tuple[str, str]]] = {}
         self.unread: list[str] = []
 
-    def body(self, computation: str) -> list[Item]:
+    def body(self, name: str, computation: Computation) -> list[Item]:
         """Return the collectives and calls of one computation, in order."""
         items: list[Item] = []
-        for at, line in enumerate(self._module.computations[computation]):
-            if fusion := _FUSION.match(line):  # most lines of a large program
-                site, callee = fusion.groups()
-                items.append(Call(site, callee, is_part=True, at=at, until=at))
+        for site in computation.sites:
+            try:
+                instruction = computation.parse(site)
+                if sends(site.opcode) and _is_collective(instruction):
+                    if not (chain := self._chain(computation, instruction)):
+                        items.append(self._collective(name, computation, instruction, site.at))
+                        continue
+                    self.chains.setdefault(name, []).append(chain)
+                    if chain[1] == "Start":
+                        items.append(self._collective(name, computation, instruction, site.at))
+                    continue
+            except ValueError as error:
+                if not sends(site.opcode):
+                    raise
+                self.unread.append(str(error))
                 continue
-            if _COMMUNICATES.search(line):
-                try:
-                    instruction = parse_instruction(line)
-                    if _is_collective(instruction):
-                        items.append(self._collective(computation, instruction, at))
-                except ValueError as error:
-                    self.unread.append(str(error))
-            if _MAY_CALL.search(line):
-                items += self._calls(computation, parse_instruction(line), at)
+            items += self._calls(computation, instruction, site.at)
         return items
 
-    def _calls(self, computation: str, instruction: Instruction, at: int) -> Iterator[Call]:
+    def _calls(self, inside: Computation, instruction: Instruction, at: int) -> Iterator[Call]:
         """Yield the calls of an instruction; for an asynchronous pair, those of its start."""
         opcode, attributes = instruction.opcode, instruction.attributes
         if opcode.endswith(("-done", "-update")):
             return
-        turns = self._turns(computation, instruction) if opcode == "while" else 1
-        for attribute, called in _CALLS.findall(attributes.partition(", metadata=")[0]):
+        turns = count_turns(self._module, instruction, inside) if opcode == "while" else 1
+        for attribute, called in _CALLS.findall(instruction.settings):
             for k, name in enumerate(n.strip().lstrip("%") for n in called.strip("{}").split(",")):
                 # The condition runs once more than the body.
                 is_condition = opcode == "while" and attribute == "condition"
@@ -140,40 +136,65 @@ class _Reader:
                         branch=None if branch is None else branch + k,
                         is_loop=opcode == "while",
                         is_part=opcode not in ("while", "call", "conditional"),
+                        scatters=bool(_SCATTERS.search(attributes)),
                         at=at,
                         until=at,
                     )
 
-    def _turns(self, computation: str, loop: Instruction) -> int | None:
-        if count := _TRIPS.search(loop.attributes):
-            return int(count[1])
-        try:
-            return _counted_turns(self._module, loop, self._opened(computation))
-        except (LookupError, ValueError):
-            return None  # a part of the loop is missing, or has an unknown form
+    def _chain(self, inside: Computation, collective: Instruction) -> tuple[str, str] | None:
+        """Return the number of a chain, and "Start", "Done" or "" for its part in it; or None.
 
-    def _collective(self, computation: str, instruction: Instruction, at: int) -> Collective:
+        A TPU v5e starts a transfer in one fusion, continues it in others beside products, and ends
+        it in another; each has the collective in its text.
+        """
+        number = _CHAIN.search(collective.attributes)
+        if not number:
+            return None
+        for site in inside.sites:
+            if site.opcode == "custom-call" and collective.name in inside.parse(site).operand_names:
+                if part := _CHAIN_PART.search(inside.parse(site).attributes):
+                    return number[1], part[1]
+        return number[1], ""
+
+    def check_chains(self) -> None:
+        """Add the chains that no fusion starts to `unread`."""
+        parts = [part for parts in self.chains.values() for part in parts]
+        started = {number for number, part in parts if part == "Start"}
+        for number in dict.fromkeys(number for number, _ in parts if number not in started):
+            self.unread.append(
+                f"a transfer in several fusions (chain_id={number!r}) has no start, which is not "
+                "counted: the text looks truncated."
+            )
+
+    def _collective(
+        self, name: str, inside: Computation, instruction: Instruction, at: int
+    ) -> Collective:
         kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes
-        operands = self._opened(computation).operands(instruction)
-        if kind == "ragged-all-to-all":
+        operands = inside.operands(instruction)
+        if kind in ("ragged-all-to-all", "send"):
             operands = operands[:1]  # the others are the result's buffer, and sizes that stay here
-        if kind == "collective-permute" and "slice_sizes=" in attributes:
+        if kind == "collective-permute" and "slice_sizes=" in instruction.settings:
             raise ValueError(
                 f"collective-permute {instruction.name!r} sends slices in place, which jaxcoll "
                 "does not count; expected one that sends whole arrays."
             )
-        groups = groups_of(kind, attributes, self._module.replicas, self._module.partitions)
+        replicas, partitions = self._module.replicas, self._module.partitions
+        if kind == "send":  # XLA writes some permutes as pairs of send and recv
+            kind = "collective-permute"
+            groups = read_groups(attributes.partition(_SENT_PAIRS)[2].lstrip('"'))
+        else:
+            groups = groups_of(kind, instruction.settings, replicas, partitions)
         source = self._frames.source(attributes)
-        near = source if source.user else self._nearest_source(computation, instruction.name)
+        near = source if source.user else self._nearest_source(inside, instruction.name)
         return Collective(
             kind=kind,
             name=instruction.name,
             operands=operands,
             group_size=group_size(kind, groups),
             groups=groups,
-            computation=computation,
+            computation=name,
             is_async=instruction.opcode != kind and not _IS_SYNC.search(attributes),
-            op_name=self._op_name(computation, instruction, len(operands)),
+            op_name=_find_op_name(inside, instruction, len(operands)),
             source=near.user,
             library=near.library,
             is_near=near != source,
@@ -181,72 +202,65 @@ class _Reader:
             until=at,
         )
 
-    def _nearest_source(self, computation: str, name: str) -> Source:
+    def _nearest_source(self, inside: Computation, name: str) -> Source:
         """Return the lines of the nearest instruction that uses a result, or made its operands."""
-        lines = self._opened(computation).lines
-        for neighbours in self._ties(computation):
-            waiting, seen = [name], {name}
+        users = inside.users
+        for find in (lambda x: users.get(x, ()), lambda x: inside[x].operand_names):
+            waiting, seen = deque([name]), {name}
             while waiting and len(seen) < _NEAR:
-                for other in neighbours.get(waiting.pop(0), ()):
-                    if other in lines and other not in seen:
-                        if (source := self._frames.source(lines[other])).user:
+                for other in itertools.islice(find(waiting.popleft()), _NEAR):
+                    other = other.partition("#")[0]
+                    if other in inside and other not in seen:
+                        if (source := self._frames.source(inside[other].attributes)).user:
                             return source
                         seen.add(other)
                         waiting.append(other)
         return Source()
 
-    def _op_name(self, computation: str, instruction: Instruction, operands: int) -> str:
-        """Return its scope names, from the users of its results if it lacks some."""
-        op_name = op_name_of(instruction.attributes)
-        if not op_name:
-            return self._users_names(computation, instruction.name)
-        if operands < 2 or len(names(op_name)) > 1:
-            return op_name
-        elements = self._elements(computation).get(instruction.name, {})
-        parts = [elements.get(k, "") for k in range(operands)]
-        return f"({':'.join(parts)})" if all(parts) and len(set(parts)) > 1 else op_name
 
-    def _users_names(self, computation: str, name: str) -> str:
-        """Return the names of collectives that the users of a nameless one bear.
-
-        A compiler for GPUs (JAX 0.10) concatenates operands, and merges the collectives without a
-        name. Each slice of the result, or the view of a slice that has the shape of the operand,
-        has the name of the collective that it stands for.
-        """
-        lines, (users, _) = self._opened(computation).lines, self._ties(computation)
-        ends, parts = [name], {}
-        for _ in range(3):  # the end of an asynchronous collective, a slice, a view of it
-            of_users = {
-                x: op_name_of(line)
-                for end in ends
-                for x in users.get(end, ())
-                if "-done(" in (line := lines.get(x, "")) or not _JOINS.search(line)
-            }
-            parts |= dict.fromkeys(filter(_NAMES_COLLECTIVE.search, of_users.values()))
-            ends = [x for x, op_name in of_users.items() if not op_name]
-        return f"({':'.join(parts)})" if len(parts) > 1 else "".join(parts)
+def _find_op_name(inside: Computation, instruction: Instruction, operands: int) -> str:
+    """Return a collective's scope names, from the users of its results if it lacks some."""
+    op_name = op_name_of(instruction.attributes)
+    if not op_name:
+        return _find_users_names(inside, instruction.name)
+    if operands < 2 or len(names(op_name)) > 1:
+        return op_name
+    parts: dict[int, str] = {}
+    for user in _skip_ends(inside, instruction.name):
+        if user.opcode == "get-tuple-element" and (index := _INDEX.search(user.attributes)):
+            parts[int(index[1])] = op_name_of(user.attributes)
+    found = [parts.get(k, "") for k in range(operands)]
+    return f"({':'.join(found)})" if all(found) and len(set(found)) > 1 else op_name
 
 
-def _ties(lines: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Map each instruction to the users of its result, and to the makers of its operands."""
-    users: dict[str, list[str]] = {}
-    makers: dict[str, list[str]] = {}
-    for line in lines:
-        name, *operands = _NAMES.findall(line.partition(", metadata=")[0]) or [""]
-        makers[name] = operands
-        for operand in operands:
-            users.setdefault(operand, []).append(name)
-    return users, makers
+def _skip_ends(inside: Computation, name: str) -> Iterator[Instruction]:
+    """Yield the users of a result, and those of its end in the place of the end."""
+    for user in map(inside.__getitem__, inside.users.get(name, ())):
+        if user.opcode.endswith(("-done", "-update")):
+            yield from _skip_ends(inside, user.name)
+        else:
+            yield user
 
 
-def _elements(lines: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Map each tuple's name and index to the scopes of the instruction that uses that element."""
-    starts = {name: start for _, name, _, start in pair_ends(lines)}
-    elements: dict[str, dict[int, str]] = {}
-    for element in filter(None, map(_ELEMENT.search, lines)):
-        whole = starts.get(element[1], element[1])
-        elements.setdefault(whole, {})[int(element[2])] = op_name_of(element.string)
-    return elements
+def _find_users_names(inside: Computation, name: str) -> str:
+    """Return the names of collectives that the users of a nameless one bear.
+
+    A compiler for GPUs (JAX 0.10) concatenates operands, and merges the collectives without a
+    name. Each slice of the result, or the view of a slice that has the shape of the operand, has
+    the name of the collective that it stands for.
+    """
+    ends, parts = [name], {}
+    for _ in range(2):  # a slice, a view of it
+        # The users of a collective and of a tuple may use other operands.
+        users = {
+            x.name: op_name_of(x.attributes)
+            for end in ends
+            for x in _skip_ends(inside, end)
+            if x.opcode != "tuple" and not sends(x.opcode)
+        }
+        parts |= dict.fromkeys(filter(_NAMES_COLLECTIVE.search, users.values()))
+        ends = [x for x, op_name in users.items() if not op_name]
+    return f"({':'.join(parts)})" if len(parts) > 1 else "".join(parts)
 
 
 def _is_collective(instruction: Instruction) -> bool:
@@ -254,59 +268,13 @@ def _is_collective(instruction: Instruction) -> bool:
     opcode, attributes = instruction.opcode, instruction.attributes
     if opcode.removesuffix("-start") in KINDS:
         return True
-    if opcode.removesuffix("-done").removesuffix("-update") in KINDS:
+    if opcode == "send-done" or opcode.removesuffix("-done").removesuffix("-update") in KINDS:
         return False
-    if not _COMMUNICATES.match(f" {opcode}("):
-        return False
+    if opcode == "send" and _SENT_PAIRS in attributes:
+        return True
     if opcode == "send" and "is_host_transfer=true" in attributes and "megascale" not in attributes:
         return False  # to the device's own host, as callbacks do
     raise ValueError(
         f"`{opcode}` ({instruction.name!r}) moves data between devices, which is not counted; "
         f"known are {', '.join(KINDS)}, and their asynchronous forms."
     )
-
-
-def _counted_turns(module: Module, loop: Instruction, caller: Computation) -> int | None:
-    """Count iterations of a `while` without a trip count; LookupError if a part of it is missing.
-
-    The count is known if a counter begins at a constant, grows by one in each iteration, and the
-    loop continues while it is less than another constant; otherwise None.
-    """
-    parts = dict(_LOOP.findall(loop.attributes))
-    condition, body = (Computation(module.computations[parts[k]]) for k in ("condition", "body"))
-    test, state = condition.root, body.root
-    start = _through_copies(loop.operand_names[0], caller)
-    if (test.opcode, state.opcode, start.opcode) != ("compare", "tuple", "tuple"):
-        return None
-    counter, limit = (_through_copies(name, condition) for name in test.operand_names)
-    k, last = _element(counter, condition), _constant(limit)
-    if k is None or last is None or "direction=LT" not in test.attributes:
-        return None
-    step = _through_copies(state.operand_names[k], body)
-    first = _constant(_through_copies(start.operand_names[k], caller))
-    if step.opcode != "add" or first is None:
-        return None
-    added = [_through_copies(name, body) for name in step.operand_names]
-    if {_element(x, body) for x in added} != {k, None} or 1 not in map(_constant, added):
-        return None
-    return max(last - first, 0)
-
-
-def _through_copies(name: str, inside: Computation) -> Instruction:
-    """Return the instruction that makes a value, skipping copies."""
-    instruction = inside[name]
-    while instruction.opcode == "copy":
-        instruction = inside[instruction.operand_names[0]]
-    return instruction
-
-
-def _element(x: Instruction, inside: Computation) -> int | None:
-    """Return the index if `x` is an element of its computation's parameter; otherwise None."""
-    if x.opcode != "get-tuple-element":
-        return None
-    whole, index = _through_copies(x.operand_names[0], inside), _INDEX.search(x.attributes)
-    return int(index[1]) if whole.opcode == "parameter" and index else None
-
-
-def _constant(x: Instruction) -> int | None:
-    return int(x.operands) if x.opcode == "constant" and _NUMBER.fullmatch(x.operands) else None

@@ -1,35 +1,43 @@
-"""The grammar of HLO text: computations, instructions, types, and lines of Python."""
+"""The grammar of HLO text: modules, computations, instructions and types."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxcoll._observe.parse.collective import Operand
+from jaxcoll._observe.parse.collective import KINDS, Operand
+from jaxcoll._observe.parse.layout import find_header_end, lay_out
 from jaxcoll._observe.parse.replica_groups import numbers
 
-_MODULE = re.compile(r"HloModule ([\w.\-]+)")
-_HEAD = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
-_DEFINES = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")  # "  ROOT %add.3 = f32[4] …"
-_INSTRUCTION = re.compile(_DEFINES.pattern + r"(.*?) ([a-z][\w\-]*)\(")
+_HEADER = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*HloModule ?([\w.\-]*)", re.DOTALL)
+# A line between two line breaks: an instruction (1: its opcode), the end of a computation (2), the
+# head of one (3, and 4: its name), nothing, or something else (5).
+_LINE = re.compile(
+    r"\n(?:[ \t]*(?:ROOT )?%?[\w.\-]+ = [^\n]*? ([a-z][\w\-]*)\("
+    r'|(\})(?:, execution_thread="[^"\n]*")?[ \t]*(?=\n|\Z)'
+    r"|(ENTRY )?%?([\w.\-]+)(?: ?\([^\n]*)? \{[ \t]*(?=\n)"
+    r"|[ \t]*(?=\n|\Z)|([^\n]+))"
+)
+_NAME = re.compile(r"%?([\w.\-]+)")
+_DEFINES = re.compile(r"\n[ \t]*(?:ROOT )?%?([\w.\-]+) = ")  # "  ROOT %add.3 = f32[4] …"
+_ROOT = re.compile(r"\n[ \t]*ROOT ")
+_USES = re.compile(_DEFINES.pattern + r"[^\n]*? [a-z][\w\-]*\(([^()\n]*)")
+_NAMES = re.compile(r"%([\w.\-]+)")
+_INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ([^\n]*?) ([a-z][\w\-]*)\(")
+_ADDED = re.compile(r", (?:frontend_attributes|metadata|backend_config)=")
+_TABLE = re.compile(r"(?:File|Function|Stack)[A-Z]\w+\s*|\d+ .*", re.DOTALL)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")  # bf16[8,128]
 _COMMENT = re.compile(r"/\*.*?\*/")  # /*index=5*/
 _PARENTHESIS = re.compile(r"[()]")
 _BRACKET = re.compile(r"[(\[{}\]),]")
-_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-_FILE = re.compile(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?')
-_ENTRY = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})\s*')  # 3 "step", or 3 {file_name_id=1 line=22}
-_FIELD = re.compile(r"(\w+)=(\d+)")
-_OURS = re.compile(r"[/\\]jaxcoll[/\\]_\w+[/\\.]|[/\\]site-packages[/\\]jax[/\\]")
-_INSTALLED = re.compile(
-    r"[/\\][Ll]ib[/\\]python3[^/\\]*[/\\]|[/\\](?:site|dist)-packages[/\\]|^<frozen "
-)
-_WRAPS = re.compile(
-    r"[/\\]jaxcoll[/\\](?:_inspect|_step[/\\]data_parallel|_distribute[/\\]replica_program)\b"
-)
+_OPEN = "{[(,:="  # how no line of an instruction ends
+
+_SENDS = re.compile(r"all-|collective-|reduce-scatter|ragged-all|send(?:-|$)")
+_CALLS = frozenset(("while", "call", "conditional", "custom-call"))
+PRODUCTS = frozenset(("dot", "convolution", "custom-call"))
 
 
 class Instruction(NamedTuple):
@@ -40,12 +48,19 @@ class Instruction(NamedTuple):
     opcode: str
     operands: str
     attributes: str
+    is_root: bool = False
+
+    @property
+    def settings(self) -> str:
+        """Its attributes without what programs and backends add, which may say anything."""
+        return _ADDED.split(self.attributes, maxsplit=1)[0]
 
     @property
     def operand_names(self) -> tuple[str, ...]:
-        """Names of its operands."""
-        pieces = _pieces(_COMMENT.sub("", self.operands))
-        return tuple(piece.rpartition(" ")[2].lstrip("%") for piece in pieces)
+        """Names of its operands; an element of a tuple may be `name#index`."""
+        return tuple(
+            _COMMENT.sub("", x).rpartition(" ")[2].lstrip("%") for x in split(self.operands)
+        )
 
     @property
     def results(self) -> tuple[Operand, ...]:
@@ -53,123 +68,216 @@ class Instruction(NamedTuple):
         return arrays(self.type)
 
 
-class Computation:
-    """The instructions of a computation by name, each parsed on access."""
+class Site(NamedTuple):
+    """An instruction that may send, call or multiply."""
 
-    def __init__(self, lines: Iterable[str]) -> None:
-        self.lines = {name: line for line in lines if (name := defined_name(line))}
+    at: int  # the number of instructions before it in its computation
+    opcode: str
+    start: int  # its position in the text
+
+
+class Computation:
+    """The instructions of a computation, each parsed on access."""
+
+    def __init__(self, text: str, start: int = 0, end: int = 0) -> None:
+        self._text, self._start, self._end = text, start, end
+        self.sites: list[Site] = []
+        self.count = 0  # instructions
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._text[self._start : self._end].splitlines()[1:])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._starts
 
     def __getitem__(self, name: str) -> Instruction:
-        return parse_instruction(self.lines[name])
+        return self._parse(self._starts[name])
+
+    def parse(self, site: Site) -> Instruction:
+        """Parse the instruction at a site."""
+        return self._parse(site.start)
 
     @property
     def root(self) -> Instruction:
         """The instruction that makes its result."""
-        (root,) = (line for line in self.lines.values() if line.lstrip().startswith("ROOT "))
-        return parse_instruction(root)
+        root = _ROOT.search(self._text, self._start, self._end)
+        return self._parse(root.start() + 1 if root else [*self._starts.values()][-1])
+
+    def opcodes(self) -> Iterator[str]:
+        """Yield the opcode of each instruction, in order."""
+        return (line[1] for line in _LINE.finditer(self._text, self._start, self._end) if line[1])
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[str]]:
+        """The names of the instructions that use each result."""
+        users: dict[str, list[str]] = {}
+        for line in _USES.finditer(self._text, self._start, self._end):
+            name, operands = line.groups()
+            if "%" not in operands or not self._text.startswith(")", line.end()):
+                operands = "%".join(["", *self._parse(line.start() + 1).operand_names])
+            for operand in dict.fromkeys(_NAMES.findall(operands)):
+                users.setdefault(operand, []).append(name)
+        return users
+
+    @functools.cached_property
+    def _parsed(self) -> dict[int, Instruction]:
+        return {}
+
+    def _parse(self, start: int) -> Instruction:
+        if start not in self._parsed:
+            self._parsed[start] = parse_instruction(self._text, start)
+        return self._parsed[start]
+
+    @functools.cached_property
+    def _starts(self) -> dict[str, int]:
+        found = _DEFINES.finditer(self._text, self._start, self._end)
+        return {line[1]: line.start() + 1 for line in found}
+
+    def type_of(self, name: str) -> str:
+        """Return the type of an instruction, or of one element of it: `name#1`."""
+        name, *indices = name.split("#")
+        text = self[name].type
+        for index in indices:
+            text = _COMMENT.sub("", [*split(text[1:-1])][int(index)]).strip()
+        return text
 
     def operands(self, instruction: Instruction) -> tuple[Operand, ...]:
         """Return the arrays that an instruction takes."""
         operands: list[Operand] = []
-        for piece in _pieces(_COMMENT.sub("", instruction.operands)):
+        for piece in split(_COMMENT.sub("", instruction.operands)):
             # Some compilers print each operand with its type, others only its name.
             type_text, _, name = piece.rpartition(" ")
             if not type_text:
-                if name.lstrip("%") not in self.lines:
+                if name.lstrip("%").partition("#")[0] not in self:
                     raise ValueError(
                         f"{instruction.opcode} {instruction.name!r} has the operand {name!r}, "
                         "which its computation does not define: the text looks truncated."
                     )
-                type_text = self[name.lstrip("%")].type
+                type_text = self.type_of(name.lstrip("%"))
             operands += arrays(type_text)
         return tuple(operands)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Module:
-    """A program: the lines of its computations, and the number of devices it is for."""
+    """A program: its computations, and the number of devices it is for."""
 
     name: str  # such as jit_step
-    computations: dict[str, list[str]]  # their lines, by name, in the text's order
-    entry: str  # the name of the computation that runs
     replicas: int  # of the program
     partitions: int  # of each replica
+    entry: str = ""  # the name of the computation that runs
+    computations: dict[str, Computation] = dataclasses.field(default_factory=dict)
     # The lines before the computations
     tables: list[str] = dataclasses.field(default_factory=list)
+    # Instructions define computations in place, so that some of those with a name are copies
+    is_nested: bool = False
 
 
 def parse_module(text: str, devices: int = 1) -> Module:
-    """Split HLO text into the lines of its computations, in the text's order.
+    """Find the computations of HLO text, and the lines in them that may send, call or multiply.
 
     `devices` is the number of devices of a program that is not compiled yet: its text lacks it.
 
     Raises:
       ValueError: the text is not HLO, or is truncated.
     """
-    lines = iter(text.splitlines())
-    header = next((line for line in lines if line.strip()), "")
-    if not header.startswith("HloModule"):
+    title = _HEADER.match(text)
+    if not title:
+        first = text.strip().partition("\n")[0]
         raise ValueError(
             "expected HLO text, which begins with 'HloModule' (`compiled.as_text()`); got "
-            f"{header[:60]!r}. If the program is only lowered, pass it instead of its text."
+            f"{first[:60]!r}. If the program is only lowered, pass it instead of its text."
         )
-    computations: dict[str, list[str]] = {}
-    entry, name = "", ""
-    tables: list[str] = []
-    for line in lines:
-        if line[:1].isspace():
-            if name:
-                computations[name].append(line)
-        elif line.startswith("}"):
-            name = ""
-        elif line.endswith("{") and (head := _HEAD.match(line)):
-            name = head[2]
-            computations[name] = []
-            entry = name if head[1] else entry
-        elif not entry and not computations:
-            tables.append(line)
-    if name or not entry:
-        where = f"inside the computation {name!r}" if name else "before the ENTRY computation"
-        raise ValueError(f"the HLO text looks truncated: it ends {where}.")
+    at = find_header_end(text, title.end())
+    header = text[title.end() : at]
     replicas, partitions = (
         int(match[1]) if (match := re.search(rf"\b{count}=(\d+)", header)) else default
         for count, default in (("replica_count", 1), ("num_partitions", devices))
     )
-    title = _MODULE.match(header)
-    return Module(title[1] if title else "", computations, entry, replicas, partitions, tables)
+    module, useful = Module(title[1], replicas, partitions), set()
+    while (odd := _read_lines(module, text, at, useful)) is not None:
+        laid_out, at = lay_out(text, odd)
+        module.is_nested |= len(laid_out) > 1
+        for computation in laid_out:
+            if (odd := _read_lines(module, computation, 0, useful)) is not None:
+                raise ValueError(
+                    f"expected an instruction, got {computation[odd:][:80].strip()!r}: its "
+                    "notation is newer than this version of jaxcoll, or the text is damaged."
+                )
+    if not module.entry:
+        raise ValueError("the HLO text looks truncated: it ends before the ENTRY computation.")
+    return module
 
 
-def parse_instruction(line: str) -> Instruction:
-    """Parse a line of a computation."""
-    match = _INSTRUCTION.match(line)
-    close = _closing(line, match.end() - 1) if match else -1
+def _read_lines(module: Module, text: str, start: int, useful: set[str]) -> int | None:
+    """Add the computations of a text; return the position of one that is laid out otherwise.
+
+    `useful` are the computations with sites. A fusion of another one is no site: most lines of a
+    large program are such.
+
+    Raises:
+      ValueError: the text ends inside a computation, or defines one twice.
+    """
+    name, is_entry, computation, count, head = "", False, Computation(""), 0, start
+    for line in _LINE.finditer(text, start):
+        opcode = line[1]
+        if opcode:
+            if not name or (count and text[line.start() - 1] in _OPEN):
+                return head if name else line.start()
+            if opcode == "fusion":
+                callee = _NAME.match(text, text.find(" calls=", line.end()) + 7)
+                if not callee or callee[1] in useful or callee[1] not in module.computations:
+                    computation.sites.append(Site(count, opcode, line.start() + 1))
+            elif _is_site(opcode):
+                computation.sites.append(Site(count, opcode, line.start() + 1))
+            count += 1
+        elif line[2] and name and text[line.start() - 1] not in _OPEN:
+            if name in module.computations:
+                raise ValueError(f"the computation {name!r} is defined twice: the text is damaged.")
+            computation._end, computation.count = line.start(), count
+            module.computations[name] = computation
+            module.entry = name if is_entry else module.entry
+            if computation.sites:
+                useful.add(name)
+            name = ""
+        elif line[4] and not name:
+            name, is_entry, count, head = line[4], bool(line[3]), 0, line.start()
+            computation = Computation(text, line.end())
+        elif line[5] and not name and not module.computations and _TABLE.fullmatch(line[5]):
+            module.tables.append(line[5])
+        elif line[2] or line[4] or line[5]:
+            return head if name else line.start()
+    if name:
+        raise ValueError(f"the HLO text looks truncated: it ends inside the computation {name!r}.")
+    return None
+
+
+@functools.cache
+def _is_site(opcode: str) -> bool:
+    if opcode in PRODUCTS or opcode in _CALLS or sends(opcode):
+        return True
+    return opcode.endswith(("-start", "-done", "-update")) and not opcode.startswith("copy")
+
+
+def sends(opcode: str) -> bool:
+    """True for instructions that send to other devices, of known and of unknown kinds."""
+    return bool(_SENDS.match(opcode)) or opcode in KINDS
+
+
+def parse_instruction(text: str, start: int = 0) -> Instruction:
+    """Parse the line of an instruction."""
+    match = _INSTRUCTION.match(text, start)
+    end = text.find("\n", start) if match is None else text.find("\n", match.end())
+    end = len(text) if end < 0 else end
+    close = _closing(text, match.end() - 1, end) if match else -1
     if match and close > 0:
-        name, type_text, opcode = match.groups()
-        operands, attributes = line[match.end() : close], line[close + 1 :]
-        return Instruction(name, type_text, opcode, operands, attributes)
+        root, name, type_text, opcode = match.groups()
+        operands, attributes = text[match.end() : close], text[close + 1 : end]
+        return Instruction(name, type_text, opcode, operands, attributes, root is not None)
     raise ValueError(
-        f"expected an instruction, `name = type opcode(operands)`; got {line.strip()[:80]!r}: the "
-        "text looks truncated or damaged."
+        f"expected an instruction, `name = type opcode(operands)`; got "
+        f"{text[start:end].strip()[:80]!r}: the text looks truncated or damaged."
     )
-
-
-def defined_name(line: str) -> str:
-    """Return the name that a line of a computation defines; "" if none."""
-    match = _DEFINES.match(line)
-    return match[1] if match else ""
-
-
-def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
-    """Yield (line number, name, opcode, name of the start) for each asynchronous end."""
-    first: dict[str, str] = {}
-    for at, line in enumerate(lines):
-        if "-done(" in line or "-update(" in line:
-            instruction = parse_instruction(line)
-            if instruction.opcode.endswith(("-done", "-update")):
-                start = next(iter(instruction.operand_names), "")
-                # An `-update` stands for its start in later lines.
-                first[instruction.name] = first.get(start, start)
-                yield at, instruction.name, instruction.opcode, first[instruction.name]
 
 
 def arrays(type_text: str) -> tuple[Operand, ...]:
@@ -186,7 +294,7 @@ def arrays(type_text: str) -> tuple[Operand, ...]:
     )
 
 
-def _pieces(text: str) -> Iterator[str]:
+def split(text: str) -> Iterator[str]:
     """Yield the parts of a comma-separated list, ignoring commas in brackets."""
     depth = start = 0
     for mark in _BRACKET.finditer(text):
@@ -198,77 +306,11 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start:].strip()
 
 
-def _closing(text: str, start: int) -> int:
+def _closing(text: str, start: int, end: int) -> int:
     """Return the position of the parenthesis that closes the one at `start`; -1 if none does."""
     depth = 0
-    for mark in _PARENTHESIS.finditer(text, start):
+    for mark in _PARENTHESIS.finditer(text, start, end):
         depth += 1 if mark[0] == "(" else -1
         if not depth:
             return mark.start()
     return -1
-
-
-class Source(NamedTuple):
-    """The lines of Python that produced an instruction, as file:line; "" if there is none."""
-
-    user: str = ""  # the innermost line outside installed packages; without one, the library's
-    library: str = ""  # the innermost of a package other than JAX and jaxcoll, if `user` called it
-
-
-def source_of(frames: Iterable[tuple[str, str]]) -> Source:
-    """Find the user's and the library's lines among stack frames, given innermost first.
-
-    The search ends at jaxcoll's wrapper of a step: its callers are not part of the step.
-
-    Examples:
-      >>> source_of([("/x/jaxcoll/_spmd/reduce.py", "115"), ("/home/me/train.py", "22")]).user
-      '/home/me/train.py:22'
-      >>> flax = ("/usr/lib/python3.12/site-packages/flax/linen/linear.py", "287")
-      >>> source_of([flax, ("/home/me/train.py", "22")]).library.rpartition("/")[2]
-      'linear.py:287'
-    """
-    library = ""
-    for file, line in frames:
-        if _WRAPS.search(file):
-            break
-        if _INSTALLED.search(file):
-            library = library or (f"{file}:{line}" if not _OURS.search(file) else "")
-        elif not _OURS.search(file):
-            return Source(f"{file}:{line}", library)
-    return Source(library)
-
-
-class StackFrames:
-    """The stack frame tables before an HLO module's computations."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._tables: dict[str, dict[str, dict[str, str]]] = {}
-        table: dict[str, dict[str, str]] = {}
-        for line in lines:
-            if entry := _ENTRY.fullmatch(line):
-                number, text, fields = entry.groups()
-                table[number] = {"": text} if fields is None else dict(_FIELD.findall(fields))
-            elif line.strip():
-                table = self._tables.setdefault(line.strip(), {})
-        self._source = functools.cache(lambda number: source_of(self._frames(number)))
-
-    def source(self, attributes: str) -> Source:
-        """Return the lines of Python that an instruction's attributes refer to."""
-        if frame := _FRAME.search(attributes):
-            return self._source(frame[1])
-        file = _FILE.search(attributes)
-        return source_of([(file[1], file[2] or "0")]) if file else Source()
-
-    def _frames(self, number: str) -> Iterator[tuple[str, str]]:
-        """Yield the frames, innermost first. The text stores each parent's number plus one."""
-        for _ in range(1000):
-            frame = self._row("StackFrames", number)
-            place = self._row("FileLocations", frame.get("file_location_id", ""))
-            name = self._row("FileNames", place.get("file_name_id", "")).get("")
-            if name is None:
-                return
-            yield name, place.get("line", "0")
-            number = str(int(frame.get("parent_frame_id", "0")) - 1)
-
-    def _row(self, table: str, number: str) -> Mapping[str, str]:
-        return self._tables.get(table, {}).get(number, {})

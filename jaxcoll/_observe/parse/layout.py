@@ -1,0 +1,101 @@
+"""Lay out HLO text as compilers print it, an instruction on each line, where it is not so.
+
+XLA's parser ignores white space, takes comments, and lets an attribute define a computation in its
+place. The value of an attribute may contain line breaks.
+"""
+
+from __future__ import annotations
+
+import re
+
+_DEFINES = r"(?<![\w.\-%])(ROOT\s+)?(?:%([\w.\-]+)\s*|([A-Za-z_][\w.\-]*)\s+)=\s*"
+_STRING = r'"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'"
+_SKIPPED = r"/\*.*?\*/|//[^\n]*"
+_TOKEN = re.compile(rf"{_STRING}|{_SKIPPED}|[(){{}}\[\]]|{_DEFINES}", re.DOTALL)
+_HEAD = re.compile(r"\s*(ENTRY\s+)?%?([A-Za-z_][\w.\-]*)\s*(?=[({])")
+_BODY = re.compile(rf"\{{(?:\s|{_SKIPPED})*(?={_DEFINES})", re.DOTALL)
+_CALLS = re.compile(r"\b(?:body|condition|calls|to_apply|\w*computations?)=\s*$")
+_AFTER = re.compile(r'\s*,\s*execution_thread="[^"]*"|[ \t\r]+')
+_SPACED = re.compile(r" ([a-z][\w\-]*)\s+\(")
+_NEAR = 40  # more characters than an attribute's name has
+
+
+def find_header_end(text: str, start: int) -> int:
+    """Return the position of the line break after a module's header."""
+    end = text.find("\n", start)
+    while end >= 0:
+        bare = re.sub(_STRING, "", text[start:end]).rstrip()
+        if bare[-1:] != "," and all(bare.count(x) == bare.count(y) for x, y in ("()", "[]", "{}")):
+            return end
+        end = text.find("\n", end + 1)
+    return len(text)
+
+
+def lay_out(text: str, start: int) -> tuple[list[str], int]:
+    """Return the computation at `start`, laid out, and the position after it.
+
+    What follows on its last line belongs to it, and computations that it defines in its
+    instructions stand before it, with names of their own.
+
+    Raises:
+      ValueError: no computation begins there, or it does not end.
+    """
+    laid_out: list[str] = []
+    while not laid_out or (not text.startswith("\n", start) and start < len(text)):
+        head = _HEAD.match(text, start)
+        body = head and _find_body(text, head.end())
+        if not head or not body:
+            raise ValueError(
+                f"expected a computation of HLO, `name (parameters) -> type {{`; got "
+                f"{text[start:].lstrip()[:80]!r}: the text looks truncated or damaged."
+            )
+        start = _read_body(text, body, head[2], bool(head[1]), laid_out)
+        while after := _AFTER.match(text, start):
+            start = after.end()
+    return laid_out, start
+
+
+def _find_body(text: str, at: int) -> int:
+    """Return the position after the brace that opens a computation's body; 0 if there is none."""
+    depth = 0
+    for token in _TOKEN.finditer(text, at):
+        if depth == 0 and (body := _BODY.match(text, token.start())):
+            return body.end()
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+    return 0
+
+
+def _read_body(text: str, at: int, name: str, is_entry: bool, laid_out: list[str]) -> int:
+    """Add the computation whose first instruction is at `at`; return the position after it."""
+    lines: list[str] = []
+    parts: list[str] = []  # of the instruction, before `copied`
+    depth, copied, is_callee, instruction = 0, at, False, ""
+    while token := _TOKEN.search(text, at):
+        mark, start, at = token[0], token.start(), token.end()
+        if mark in "([{":
+            if not depth:
+                is_callee = bool(_CALLS.search(text, max(0, start - _NEAR), start))
+            if is_callee and (body := _BODY.match(text, start)):
+                inner = f"{name}.{instruction}.{len(laid_out)}"
+                parts += [text[copied:start], f"%{inner}"]
+                at = copied = _read_body(text, body.end(), inner, False, laid_out)
+            else:
+                depth += 1
+        elif mark in ")]}" and depth:
+            depth -= 1
+        elif mark.startswith("//"):
+            parts.append(text[copied:start])
+            copied = at
+        elif mark == "}" or (
+            (token[2] or token[3]) and not depth and text[copied:start].rstrip()[-1:] != ","
+        ):
+            if instruction:
+                rest = re.sub(r"\s*\n\s*", " ", "".join([*parts, text[copied:start]]).strip())
+                lines[-1] += _SPACED.sub(r" \1(", rest, count=1)
+            if mark == "}":
+                title = f"\n{'ENTRY ' * is_entry}%{name} {{\n"
+                laid_out.append("".join([title, "\n".join(lines), "\n}\n"]))
+                return at
+            instruction, parts, copied = token[2] or token[3], [], at
+            lines.append(f"  {'ROOT ' * bool(token[1])}%{instruction} = ")
+    raise ValueError(f"the HLO text looks truncated: it ends inside the computation {name!r}.")
