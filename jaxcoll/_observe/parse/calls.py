@@ -87,7 +87,7 @@ def flattened(bodies: Bodies, module: Module, lengths: Mapping[str, int]) -> tup
     # A collective that no call reaches would be missing from the report, which would mislead.
     for name in sorted(relevant - reached):
         lost = next((x for x in bodies[name] if isinstance(x, Collective)), None)
-        if lost is not None and not module.is_nested:
+        if lost and (not module.nested or module.nested.get(name) in reached):
             raise ValueError(
                 f"{lost.kind} {lost.name!r} is in {name!r}, which no instruction calls in a known "
                 "way: the notation is newer than this version of jaxcoll, or the text is damaged."

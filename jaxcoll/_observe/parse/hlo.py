@@ -100,7 +100,11 @@ class _Reader:
         for site in computation.sites:
             try:
                 instruction = computation.parse(site)
-                if sends(site.opcode) and _is_collective(instruction):
+                if (
+                    sends(site.opcode)
+                    and _is_collective(instruction)
+                    and not self._is_call(instruction)
+                ):
                     if not (chain := self._chain(computation, instruction)):
                         items.append(self._collective(name, computation, instruction, site.at))
                         continue
@@ -115,6 +119,14 @@ class _Reader:
                 continue
             items += self._calls(computation, instruction, site.at)
         return items
+
+    def _is_call(self, start: Instruction) -> bool:
+        """True for a start that calls its collective; others may call what adds two elements."""
+        for _, name in _CALLS.findall(start.settings):
+            callee = self._module.computations.get(name.lstrip("%"))
+            if callee and any(sends(site.opcode) for site in callee.sites):
+                return True
+        return False
 
     def _calls(self, inside: Computation, instruction: Instruction, at: int) -> Iterator[Call]:
         """Yield the calls of an instruction; for an asynchronous pair, those of its start."""

@@ -17,9 +17,9 @@ _HEADER = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*HloModule ?([\w.\-]*)", re.DOTA
 # head of one (3, and 4: its name), nothing, or something else (5).
 _LINE = re.compile(
     r"\n(?:[ \t]*(?:ROOT )?%?[\w.\-]+ = [^\n]*? ([a-z][\w\-]*)\("
-    r'|(\})(?:, execution_thread="[^"\n]*")?[ \t]*(?=\n|\Z)'
-    r"|(ENTRY )?%?([\w.\-]+)(?: ?\([^\n]*)? \{[ \t]*(?=\n)"
-    r"|[ \t]*(?=\n|\Z)|([^\n]+))"
+    r'|(\})(?:, execution_thread="[^"\n]*")?[ \t\r]*(?=\n|\Z)'
+    r"|(ENTRY )?%?([\w.\-]+)(?: ?\([^\n]*)? \{[ \t\r]*(?=\n)"
+    r"|[ \t\r]*(?=\n|\Z)|([^\n]+))"
 )
 _NAME = re.compile(r"%?([\w.\-]+)")
 _DEFINES = re.compile(r"\n[ \t]*(?:ROOT )?%?([\w.\-]+) = ")  # "  ROOT %add.3 = f32[4] …"
@@ -169,8 +169,9 @@ class Module:
     computations: dict[str, Computation] = dataclasses.field(default_factory=dict)
     # The lines before the computations
     tables: list[str] = dataclasses.field(default_factory=list)
-    # Instructions define computations in place, so that some of those with a name are copies
-    is_nested: bool = False
+    # Computations that an instruction defines in its place, and the computation around it. If there
+    # are any, some of those with a name are copies that nothing calls.
+    nested: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def parse_module(text: str, devices: int = 1) -> Module:
@@ -197,11 +198,12 @@ def parse_module(text: str, devices: int = 1) -> Module:
     module, useful = Module(title[1], replicas, partitions), set()
     while (odd := _read_lines(module, text, at, useful)) is not None:
         laid_out, at = lay_out(text, odd)
-        module.is_nested |= len(laid_out) > 1
-        for computation in laid_out:
-            if (odd := _read_lines(module, computation, 0, useful)) is not None:
+        for name, written, parent in laid_out:
+            if parent:
+                module.nested[name] = parent
+            if (odd := _read_lines(module, written, 0, useful)) is not None:
                 raise ValueError(
-                    f"expected an instruction, got {computation[odd:][:80].strip()!r}: its "
+                    f"expected an instruction, got {written[odd:].strip()[:80]!r}: its "
                     "notation is newer than this version of jaxcoll, or the text is damaged."
                 )
     if not module.entry:

@@ -7,6 +7,7 @@ place. The value of an attribute may contain line breaks.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 _DEFINES = r"(?<![\w.\-%])(ROOT\s+)?(?:%([\w.\-]+)\s*|([A-Za-z_][\w.\-]*)\s+)=\s*"
 _STRING = r'"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'"
@@ -14,7 +15,10 @@ _SKIPPED = r"/\*.*?\*/|//[^\n]*"
 _TOKEN = re.compile(rf"{_STRING}|{_SKIPPED}|[(){{}}\[\]]|{_DEFINES}", re.DOTALL)
 _HEAD = re.compile(r"\s*(ENTRY\s+)?%?([A-Za-z_][\w.\-]*)\s*(?=[({])")
 _BODY = re.compile(rf"\{{(?:\s|{_SKIPPED})*(?={_DEFINES})", re.DOTALL)
-_CALLS = re.compile(r"\b(?:body|condition|calls|to_apply|\w*computations?)=\s*$")
+_CALLS = re.compile(
+    r"\b(?:body|condition|calls|to_apply|(?:branch|called)_computations|"
+    r"(?:true|false)_computation|select|scatter)=\s*$"
+)
 _AFTER = re.compile(r'\s*,\s*execution_thread="[^"]*"|[ \t\r]+')
 _SPACED = re.compile(r" ([a-z][\w\-]*)\s+\(")
 _NEAR = 40  # more characters than an attribute's name has
@@ -31,16 +35,24 @@ def find_header_end(text: str, start: int) -> int:
     return len(text)
 
 
-def lay_out(text: str, start: int) -> tuple[list[str], int]:
-    """Return the computation at `start`, laid out, and the position after it.
+class LaidOut(NamedTuple):
+    """The text of a computation, laid out."""
 
-    What follows on its last line belongs to it, and computations that it defines in its
-    instructions stand before it, with names of their own.
+    name: str
+    text: str
+    parent: str  # the computation that defines it in an instruction; "" for one with a name
+
+
+def lay_out(text: str, start: int) -> tuple[list[LaidOut], int]:
+    """Lay out the computation at `start`; return it and the position after it.
+
+    Computations that its instructions define stand before it, with names of their own, and those
+    that begin on its last line after it.
 
     Raises:
       ValueError: no computation begins there, or it does not end.
     """
-    laid_out: list[str] = []
+    laid_out: list[LaidOut] = []
     while not laid_out or (not text.startswith("\n", start) and start < len(text)):
         head = _HEAD.match(text, start)
         body = head and _find_body(text, head.end())
@@ -49,7 +61,7 @@ def lay_out(text: str, start: int) -> tuple[list[str], int]:
                 f"expected a computation of HLO, `name (parameters) -> type {{`; got "
                 f"{text[start:].lstrip()[:80]!r}: the text looks truncated or damaged."
             )
-        start = _read_body(text, body, head[2], bool(head[1]), laid_out)
+        start = _read_body(text, body, head[2], bool(head[1]), laid_out, "")
         while after := _AFTER.match(text, start):
             start = after.end()
     return laid_out, start
@@ -65,7 +77,9 @@ def _find_body(text: str, at: int) -> int:
     return 0
 
 
-def _read_body(text: str, at: int, name: str, is_entry: bool, laid_out: list[str]) -> int:
+def _read_body(
+    text: str, at: int, name: str, is_entry: bool, laid_out: list[LaidOut], parent: str
+) -> int:
     """Add the computation whose first instruction is at `at`; return the position after it."""
     lines: list[str] = []
     parts: list[str] = []  # of the instruction, before `copied`
@@ -75,10 +89,16 @@ def _read_body(text: str, at: int, name: str, is_entry: bool, laid_out: list[str
         if mark in "([{":
             if not depth:
                 is_callee = bool(_CALLS.search(text, max(0, start - _NEAR), start))
-            if is_callee and (body := _BODY.match(text, start)):
+            body = _BODY.match(text, start)
+            if body and not is_callee:
+                raise ValueError(
+                    f"{instruction!r} in {name!r} defines a computation in an unknown way: the "
+                    "notation is newer than this version of jaxcoll, or the text is damaged."
+                )
+            if body:
                 inner = f"{name}.{instruction}.{len(laid_out)}"
-                parts += [text[copied:start], f"%{inner}"]
-                at = copied = _read_body(text, body.end(), inner, False, laid_out)
+                parts += [text[copied:start].rstrip(), f"%{inner}"]
+                at = copied = _read_body(text, body.end(), inner, False, laid_out, name)
             else:
                 depth += 1
         elif mark in ")]}" and depth:
@@ -94,7 +114,8 @@ def _read_body(text: str, at: int, name: str, is_entry: bool, laid_out: list[str
                 lines[-1] += _SPACED.sub(r" \1(", rest, count=1)
             if mark == "}":
                 title = f"\n{'ENTRY ' * is_entry}%{name} {{\n"
-                laid_out.append("".join([title, "\n".join(lines), "\n}\n"]))
+                written = "".join([title, "\n".join(lines), "\n}\n"])
+                laid_out.append(LaidOut(name, written, parent))
                 return at
             instruction, parts, copied = token[2] or token[3], [], at
             lines.append(f"  {'ROOT ' * bool(token[1])}%{instruction} = ")
