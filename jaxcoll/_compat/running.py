@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,8 @@ _profiler: Any = importlib.import_module("jaxlib._profiler")
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """The event of `jax.monitoring` at the end of each compilation, in the thread that compiled."""
+_OLD_GROUPS = re.compile(rb"\xba\x05(.)\x12(.)(?=\x08)", re.S)
+"""Field 2 in field 87 of an instruction; since XLA of JAX 0.9, field 92 has this content."""
 FROM_CACHE = "/jax/compilation_cache/cache_hits"
 """The event of a program that came from the persistent cache instead."""
 
@@ -32,30 +35,38 @@ def live_executables() -> Iterator[Any]:
             yield from client.live_executables()
 
 
-def fields_of(message: bytes) -> Iterator[tuple[int, Any]]:
+def fields_of(message: bytes | memoryview) -> Iterator[tuple[int, Any]]:
     """Yield the number and the value of each field of a protobuf message.
 
     A value is an integer, or the bytes of a string, a message or a number of fixed size.
+
+    Raises:
+      IndexError, KeyError, ValueError: the message is damaged.
     """
     at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
-            if byte < 128:
-                return value
-
     while at < len(message):
-        number, wire_type = divmod(varint(), 8)
-        if wire_type == 0:
-            yield number, varint()
-            continue
-        length = varint() if wire_type == 2 else {1: 8, 5: 4}[wire_type]
-        yield number, message[at : at + length]
-        at += length
+        number, value, at = field_at(message, at)
+        yield number, value
+
+
+def field_at(message: bytes | memoryview, at: int) -> tuple[int, Any, int]:
+    """Return the number and the value of the field that begins at `at`, and where it ends."""
+    tag, at = _varint(message, at)
+    number, wire_type = tag >> 3, tag & 7
+    value, after = _varint(message, at) if wire_type in (0, 2) else (0, at)
+    if wire_type == 0:
+        return number, value, after
+    end = after + (value if wire_type == 2 else {1: 8, 5: 4}[wire_type])
+    if end > len(message):
+        raise ValueError("it ends inside a field")
+    return number, message[after:end], end
+
+
+def _varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while (byte := message[at]) > 127:
+        at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
+    return value | byte << shift, at + 1
 
 
 def program_id(module: bytes) -> int:
@@ -66,9 +77,51 @@ def program_id(module: bytes) -> int:
     return dict(fields_of(module)).get(5, 0)
 
 
+def assigned_devices(module: bytes) -> tuple[int, int] | None:
+    """Return the replicas and partitions in a serialized HloModuleProto; None if it lacks them."""
+    assignment = dict(fields_of(dict(fields_of(module)).get(15, b"")))
+    return (assignment.get(1, 1), assignment.get(2, 1)) if assignment else None
+
+
 def text_of(module: bytes) -> str:
-    """Return the text of a serialized HloModuleProto."""
-    return _hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
+    """Return the text of a serialized HloModuleProto.
+
+    Until JAX 0.9, the notation `[2,4]<=[8]` of replica groups was in a field that jaxlib drops now.
+    """
+    patched = bytearray(module)
+    for groups in _OLD_GROUPS.finditer(module):
+        (size,), (inner,), at = groups[1], groups[2], groups.end()
+        if size == inner + 2:  # an unknown field at its end keeps the length as it was
+            counted = module[at : at + inner] + b"\x78\x00"
+            patched[groups.start() : at + inner] = b"\xe2\x05" + groups[1] + counted
+    return _hlo.HloModule.from_serialized_hlo_module_proto(bytes(patched)).to_string()
+
+
+def wrapped_names(module: bytes) -> dict[str, str]:
+    """Return the name of the instruction that each asynchronous start wraps.
+
+    A GPU's profile has the wrapped name. The text has the start's: `all-to-all-start(...)` is short
+    for `async-start(...), calls=` a computation, which it does not print.
+    """
+    if b"async-start" not in module:
+        return {}
+    computations = [value for number, value in fields_of(module) if number == 3]
+    called: dict[int, str] = {}
+    for computation in computations:
+        if b"async-start" in computation:
+            for number, value in fields_of(computation):
+                if number == 2 and (start := dict(fields_of(value))).get(2) == b"async-start":
+                    ids = start.get(38, b"")
+                    first = ids if isinstance(ids, int) else _varint(ids, 0)[0]
+                    called[first] = str(start[1], "utf8")
+    wrapped = {}
+    for computation in computations:
+        fields = dict(fields_of(computation))
+        if start := called.get(fields.get(5, -1)):
+            for number, value in fields_of(computation):
+                if number == 2 and (root := dict(fields_of(value))).get(35) == fields.get(6):
+                    wrapped[start] = str(root[1], "utf8")
+    return wrapped
 
 
 def is_tracing() -> bool:

@@ -195,23 +195,35 @@ def _common_runs(by_rank: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 def _in_order(first: Sequence[int], other: Sequence[int]) -> dict[int, int]:
-    """Match the runs of two ranks so that their ends agree: by their intervals, then by clock.
+    """Match the runs of two ranks by time: their intervals give how far their clocks are apart.
 
     A collective ends at the same time on all ranks, and the clocks of hosts differ by a constant.
     """
     a, b = np.array(first), np.array(other)
     least = max(1, min(len(a), len(b)) // 2)
-    fits: list[tuple[float, int]] = []
+    apart: list[tuple[float, float]] = []
     for shift in range(least - len(b), len(a) - least + 1):  # matches b[k] with a[k + shift]
         start, end = max(0, shift), min(len(a), len(b) + shift)
-        apart = a[start:end] - b[start - shift : end - shift]
-        middle = np.median(apart)
+        ahead = b[start - shift : end - shift] - a[start:end]
+        middle = np.median(ahead)
         if abs(middle) < MOST_APART:
-            fits.append((float(np.mean(abs(apart - middle)) + abs(middle) / 1000), shift))
-    if not fits:
+            apart.append((float(np.mean(abs(ahead - middle)) + abs(middle) / 1000), middle))
+    if not apart:
         return {}
-    _, shift = min(fits)
-    return {k: k - shift for k in range(max(0, shift), min(len(a), len(b) + shift))}
+    _, middle = min(apart)
+    # A rank may lack a run in the middle: match by time, not by position.
+    within = float(np.median(np.diff(a))) / 2 if len(a) > 1 else np.inf
+    at = nearest(a, b - int(middle), within).tolist()
+    return {k: at.index(k) for k in range(len(a)) if k in at}
+
+
+def nearest(sorted_times: np.ndarray, times: np.ndarray, within: float) -> np.ndarray:
+    """Return the position of the nearest of some sorted times to each time; -1 if none is near."""
+    after = np.searchsorted(sorted_times, times).clip(max=len(sorted_times) - 1)
+    before = np.maximum(after - 1, 0)
+    is_before = abs(times - sorted_times[before]) < abs(times - sorted_times[after])
+    at = np.where(is_before, before, after)
+    return np.where(abs(sorted_times[at] - times) <= within, at, -1)
 
 
 def _lanes(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxcoll._observe.matching import Candidate, match_programs
 from jaxcoll._observe.measured import compare
 from jaxcoll._observe.parse.hlo_text import parse_module
-from jaxcoll._observe.profile import Compiled, Event
-from jaxcoll._observe.rank_times import programs_of, times_of
+from jaxcoll._observe.profile import Compiled, Profile, read_profile
+from jaxcoll._observe.rank_times import times_of
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.row_table import lines_of, table, totals
 from jaxcoll._show.table import Shown, Table
@@ -33,11 +33,13 @@ class Programs(Shown):
       reports: a `Report` for each, in the order of compilation.
       quiet: the number of programs without collectives, which have no report.
       notes: programs that were not measured and ranks that did not answer, with the reasons.
+      unread: saved profiles that could not be read, with the reasons.
     """
 
     reports: tuple[Report, ...] = ()
     quiet: int = 0
     notes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def late(self) -> list[str]:
@@ -66,9 +68,10 @@ class Programs(Shown):
         return self.text()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the reports, the number of quiet programs and the notes, as plain values."""
+        """Return the reports, and what else is known, as plain values."""
         reports = [report.to_dict() for report in self.reports]
-        return {"programs": reports, "quiet": self.quiet, "notes": self.notes, "late": self.late}
+        names = ("quiet", "notes", "late", "unread")
+        return {"programs": reports, **{name: getattr(self, name) for name in names}}
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the program that sends the most bytes, with `Report.plot`; measured ones first.
@@ -117,30 +120,55 @@ def _steps(report: Report) -> tuple[str, str]:
 
 
 def read_rank(
-    compiled: Iterable[Compiled], events: Sequence[Event], probe: Sequence[Event], most: int
+    compiled: Iterable[Compiled], profile: Profile, probe: Profile, most: int
 ) -> tuple[dict[str, Report], dict[str, Any]]:
     """Return one process's reports by fingerprint, and the times of their last runs.
 
-    `probe` is an earlier profile: the time between it and `events` gives the step time without
+    `probe` is an earlier profile: the time between it and `profile` gives the step time without
     the profiler. Times are those of at most `most` runs, in plain values.
     """
-    reports: dict[str, Report] = {}
-    numbers: dict[str, set[int]] = defaultdict(set)
+    candidates: dict[str, Candidate] = {}
     for program in compiled:
         key = _fingerprint(program.text)
-        reports[key] = dataclasses.replace(report_of(program.text), calls=program.calls)
-        if program.number is not None:
-            numbers[key].add(program.number)
-    during, notes = programs_of(reports, numbers, events)
-    before, _ = programs_of(reports, numbers, probe)
+        report = dataclasses.replace(report_of(program.text), calls=program.calls)
+        if report.rows or report.unread:
+            others = candidates[key].numbers if key in candidates else frozenset()
+            numbers = others | {n for n in [program.number] if n is not None}
+            candidates[key] = Candidate(report, program, numbers)
+    during, notes = match_programs(candidates, profile)
+    before, _ = match_programs(candidates, probe)
     rows: dict[str, Any] = {}
-    for key, report in reports.items():
-        times = times_of(report, during[key], most) if key in during else None
-        first = times_of(report, before[key], most) if key in before else None
+    for key, candidate in candidates.items():
+        times, first = (
+            times_of(candidate.report, candidate.names, executions[key], source.backend, most)
+            if key in executions
+            else None
+            for executions, source in ((during, profile), (before, probe))
+        )
         if times and first and (runs := times["runs"][0] - first["runs"][-1]) > 0:
             times["unprofiled"] = (times["starts"][0] - first["starts"][-1]) / runs
-        rows[key] = {"name": report.name, "calls": report.calls, "times": times}
+        name, calls = candidate.report.name, candidate.report.calls
+        rows[key] = {"name": name, "calls": calls, "times": times}
+    if profile.executions:
+        if idle := [row["name"] for row in rows.values() if not row["times"]]:
+            notes.append(f"{', '.join(idle)}: not measured: no run is whole in the profile.")
+    elif profile.is_there:
+        advice = profile.backend.advice
+        notes.append(f"not measured: the profile has no executions of instructions: {advice}.")
+    reports = {key: candidate.report for key, candidate in candidates.items()}
     return reports, {"programs": rows, "notes": notes}
+
+
+def count_runs(profile: bytes, compiled: Iterable[Compiled]) -> tuple[int, int]:
+    """Return a profile's executions of instructions, and its runs of the program that ran longest.
+
+    Only runs that `read_rank` would measure count.
+    """
+    read = read_profile(profile)
+    _, rows = read_rank(compiled, read, Profile(), read.events)
+    times = [row["times"] for row in rows["programs"].values() if row["times"]]
+    longest = max(times, key=lambda one: one["step"] * len(one["runs"]), default={"runs": ()})
+    return read.events, len(longest["runs"])
 
 
 def programs_from(
@@ -171,6 +199,14 @@ def programs_from(
             names = ", ".join(map(str, times))
             notes.append(
                 f"{report.name}: not measured: the profiles of ranks {names} share no run."
+            )
+        if (
+            measured
+            and (recorded := sum(row["devices"] for row in times.values())) < report.devices
+        ):
+            notes.append(
+                f"{report.name}: measured on {recorded} of its {report.devices} devices; the "
+                "profiles here lack the others."
             )
         merged.append(dataclasses.replace(report, measured=measured))
     return Programs(tuple(merged), quiet, tuple(notes))

@@ -4,175 +4,257 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxcoll._observe.measured import folds_of
-from jaxcoll._observe.parse.collective import Collective
-from jaxcoll._observe.profile import Event
+import numpy as np
+
+from jaxcoll._observe.backends import Backend, Executions
+from jaxcoll._observe.event_names import DONE, START, EventNames
+from jaxcoll._observe.measured import folds_of, nearest
 from jaxcoll._observe.report import Report
+from jaxcoll._observe.rows import Row
 
 _CONTAINER = re.compile(r"(?:while|conditional|call)(?:[.\-_]\d+)*$")
 """Instructions that contain others; these have their own events."""
 _DRAWN = 9
 """The runs in the middle whose lanes are kept: other ranks may not have the first and the last."""
+_NO_RUN = -(1 << 62)
 _PIECES = 400  # resolution of a lane in the picture: shorter gaps between computations are closed
 
 Span = tuple[int, int]
 
 
-def programs_of(
-    reports: Mapping[str, Report], numbers: Mapping[str, set[int]], events: Iterable[Event]
-) -> tuple[dict[str, list[Event]], list[str]]:
-    """Group events by program, and return notes on programs that are ambiguous.
+class _Events(NamedTuple):
+    """Executions of a program, as columns, sorted by start; first each event's place."""
 
-    A program is identified by its name and its collectives. If several match, its number decides,
-    unless one of that name has an unknown number: one from the persistent cache has another's.
-    """
-    by_number: dict[tuple[str, int], list[Event]] = defaultdict(list)
-    for event in events:
-        by_number[event.module, event.program].append(event)
-    fitting: dict[tuple[str, int], list[str]] = {}
-    for (module, number), program_events in by_number.items():
-        instructions = {event.instruction for event in program_events}
-        fitting[module, number] = [
-            key
-            for key, report in reports.items()
-            if report.name == module and _required(report.collectives) <= instructions
-        ]  # fmt: skip
-    unsure = {
-        module
-        for (module, number), keys in fitting.items()
-        if keys and not any(number in numbers[key] for key in keys)
-    }
-    of_program: dict[str, list[Event]] = defaultdict(list)
-    notes = []
-    for (module, number), keys in fitting.items():
-        if len(keys) > 1:
-            keys = [key for key in keys if number in numbers[key] and module not in unsure]
-            if len(keys) != 1:
-                notes.append(
-                    f"several programs are called {module}, and the profile does not tell them "
-                    "apart: they were not measured."
-                )
-        if len(keys) == 1:
-            of_program[keys[0]] += by_number[module, number]
-    return of_program, list(dict.fromkeys(notes))
+    run: np.ndarray
+    device: np.ndarray
+    row: np.ndarray  # position of the collective in `Report.rows`; -1 for other instructions
+    role: np.ndarray  # WHOLE, START or DONE
+    computes: np.ndarray  # neither a collective, nor an instruction that contains others
+    start: np.ndarray
+    end: np.ndarray
+
+    def of(self, chosen: np.ndarray) -> _Events:
+        return _Events(*(column[chosen] for column in self))
 
 
-def times_of(report: Report, events: Sequence[Event], most: int) -> dict[str, Any] | None:
+def times_of(
+    report: Report, names: EventNames, executions: Executions, backend: Backend, most: int
+) -> dict[str, Any] | None:
     """Return the times of the last `most` complete runs, in nanoseconds; None if there are none.
 
     For each run: its number, its start, the end of its last collective, its exposed communication,
     and the durations of each fold on the device that waited least. For some in the middle: the
-    lane of the first device. "step" is the median time from one start to the next.
+    lane of the first device. "step" is the median time from one start to the next, and "devices"
+    the number of devices that were recorded. Runs without a number count from -1, the last.
     """
-    folds = folds_of(report.rows)
-    fold_of = {report.rows[k].compiled.name: n for n, ks in enumerate(folds) for k in ks}
-    kinds = [report.rows[ks[0]].compiled.kind for ks in folds]
-    permutes = {n for n, kind in enumerate(kinds) if kind == "collective-permute"}
-    by_run: dict[int, list[Event]] = defaultdict(list)
-    for event in _numbered(report.collectives, events):
-        by_run[event.run or 0].append(event)
-    # A run that the beginning or end of the profile cuts off has fewer collectives.
-    required = _required(report.collectives)
-    counts = {run: sum(e.instruction in required for e in by_run[run]) for run in by_run}
-    complete = max(counts.values(), default=0)
-    runs = [run for run in by_run if complete and counts[run] == complete]
-    runs = sorted(runs, key=lambda run: by_run[run][0].start)[-most:]
-    if not runs:
+    events = _events(report, names, executions, backend)
+    regular = np.isin(events.row, required(report.rows))
+    numbers, events = _complete_runs(events, regular, backend, most)
+    if not len(numbers):
         return None
-    middle = max(0, len(runs) // 2 - _DRAWN // 2)
-    drawn = runs[middle : middle + _DRAWN]
-    starts = [by_run[run][0].start for run in runs]
+    folds = folds_of(report.rows)
+    fold_of = np.zeros(len(report.rows) + 1, int) - 1  # the last is that of other instructions
+    for n, rows in enumerate(folds):
+        fold_of[rows] = n
+    permutes = {
+        n for n, ks in enumerate(folds) if report.rows[ks[0]].compiled.kind == "collective-permute"
+    }
+    transfers = _transfers(events)
+    fold = fold_of[transfers.row]
+    first = np.searchsorted(events.run, np.arange(len(numbers)))  # sorted by run, then by start
+    starts = events.start[first].tolist()
+    last = np.maximum.reduceat(events.end, first)
+    ends = np.zeros(len(numbers), int)
+    np.maximum.at(ends, transfers.run, transfers.end)
     steps = [b - a for a, b in itertools.pairwise(starts)]
-    lengths = [max(event.end for event in by_run[run]) - by_run[run][0].start for run in runs]
+    middle = max(0, len(numbers) // 2 - _DRAWN // 2)
+    drawn = range(middle, min(middle + _DRAWN, len(numbers)))
     return {
-        "runs": runs,
+        "runs": numbers,
         "starts": starts,
-        "ends": [
-            max(event.end for event in by_run[run] if event.instruction in fold_of) for run in runs
+        "ends": ends.tolist(),
+        "step": median(steps or (last - events.start[first]).tolist()),
+        "devices": len(np.unique(events.device)),
+        "exposed": _exposed(events, len(numbers)),
+        "times": _durations(transfers, fold, len(numbers), len(folds), permutes),
+        "lanes": [
+            _lane(events, transfers, fold, k) if k in drawn else [] for k in range(len(numbers))
         ],
-        "step": median(steps or lengths),
-        "exposed": [_exposed(by_run[run], fold_of) for run in runs],
-        "times": [_durations(by_run[run], fold_of, permutes) for run in runs],
-        "lanes": [_lane(by_run[run], fold_of) if run in drawn else [] for run in runs],
     }
 
 
-def _required(collectives: Iterable[Collective]) -> set[str]:
-    """Return names of the collectives that all runs execute equally often; of all if none do."""
-    regular = {c.name for c in collectives if not c.branches and c.trips is not None}
-    return regular or {c.name for c in collectives}
+def _events(report: Report, names: EventNames, executions: Executions, backend: Backend) -> _Events:
+    place = [names.collectives.get(name, (-1, 0)) for name in executions.names]
+    row, role = np.array(place, int).reshape(-1, 2).T
+    computes = np.array([not _CONTAINER.match(name) for name in executions.names], bool) & (row < 0)
+    at = executions.name
+    run = executions.run
+    if backend.runs_kernels:
+        order = np.array([names.order.get(name, -1) for name in executions.names], int)
+        run = _count_runs(executions.device, order[at], row[at] >= 0)
+    return _Events(
+        run, executions.device, row[at], role[at], computes[at], executions.start, executions.end
+    )
 
 
-def _numbered(collectives: Sequence[Collective], events: Sequence[Event]) -> Iterable[Event]:
-    """Number runs that the profile does not, from -1 for the last, by counting collectives."""
-    if not events or events[0].run is not None:
-        return events
-    turns = Counter({c.name: 0 for c in collectives})
-    for c in collectives:
-        turns[c.name] += c.turns
-    later: Counter[tuple[str, int]] = Counter()
-    run_of_device: dict[int, int] = defaultdict(lambda: -1)
-    numbered = []
-    for event in reversed(events):
-        if event.instruction in turns:
-            place = event.instruction, event.device
-            run_of_device[event.device] = -1 - later[place] // turns[event.instruction]
-            later[place] += 1
-        numbered.append(event._replace(run=run_of_device[event.device]))
-    return reversed(numbered)
+def required(rows: Sequence[Row]) -> list[int]:
+    """Return the rows whose collectives all runs execute equally often; all rows if none do."""
+    collectives = [row.compiled for row in rows]
+    regular = [k for k, c in enumerate(collectives) if not c.branches and c.trips is not None]
+    return regular or list(range(len(rows)))
+
+
+def _count_runs(device: np.ndarray, order: np.ndarray, sends: np.ndarray) -> np.ndarray:
+    """Number the runs of each device, where nothing but the order of instructions tells them.
+
+    A run begins where the order falls back by more than half of the program. Collectives wait in
+    streams of their own, and are left out if there are two other instructions.
+    """
+    runs = np.zeros(len(device), int)
+    for one in np.unique(device).tolist():
+        of_device = (device == one) & (order >= 0)
+        computing = of_device & ~sends
+        ordered = computing if len(np.unique(order[computing])) > 1 else of_device
+        places = order[ordered]
+        if not len(places):
+            continue
+        fall = (places.max() - places.min()) / 2
+        begins = np.diff(places) < -fall if fall else np.ones(len(places) - 1, bool)
+        runs[ordered] = np.concatenate([[0], np.cumsum(begins)])
+        own, marks = device == one, np.flatnonzero(ordered)
+        before = np.maximum(np.searchsorted(marks, np.flatnonzero(own), "right") - 1, 0)
+        runs[own] = runs[marks[before]]
+    return runs
+
+
+def _complete_runs(
+    events: _Events, regular: np.ndarray, backend: Backend, most: int
+) -> tuple[list[int], _Events]:
+    """Return the numbers of the last complete runs, and their events with runs counted from 0.
+
+    A run that the profile cuts off, perhaps on one device only, has fewer collectives.
+    """
+    keys = np.stack([events.device, events.run])
+    (device, run), own = np.unique(keys, axis=1, return_inverse=True)
+    own = own.reshape(-1)
+    counts = np.bincount(own[regular], minlength=len(device))
+    if not counts.any():
+        return [], events
+    if backend.runs_kernels:  # where an annotation is missing, two runs may seem one
+        seen = np.bincount(counts[counts > 0])
+        complete = counts == len(seen) - 1 - seen[::-1].argmax()
+    else:
+        complete = counts == counts.max()
+    number = run if backend.has_numbers else _join(device, own, events)
+    found, position = np.unique(number, return_inverse=True)
+    devices = len(np.unique(device[complete]))
+    whole = np.bincount(position[complete], minlength=len(found)) == devices
+    # In the order of their starts; numbers may wrap, as they have 32 bits.
+    chosen = (whole[position] & complete & (number != _NO_RUN))[own]
+    events, position = events.of(chosen), position[own][chosen]
+    first = np.full(len(found), np.iinfo(np.int64).max)
+    np.minimum.at(first, position, events.start)
+    last = np.argsort(first, kind="stable")[: np.count_nonzero(np.bincount(position))][-most:]
+    rank = np.full(len(found), -1)
+    rank[last] = np.arange(len(last))
+    events = events._replace(run=rank[position]).of(rank[position] >= 0)
+    return found[last].tolist(), events.of(np.lexsort((events.start, events.run)))
+
+
+def _join(device: np.ndarray, own: np.ndarray, events: _Events) -> np.ndarray:
+    """Number the runs of devices with one clock by the time at which their collectives end."""
+    ends = np.zeros(len(device), int)
+    chosen = events.row >= 0
+    np.maximum.at(ends, own[chosen], events.end[chosen])
+    ends[ends == 0] = events.start.min()
+    runs_of = np.bincount(device)
+    first = np.sort(ends[device == runs_of.argmax()])
+    at = nearest(first, ends, float(np.median(np.diff(first))) / 2 if len(first) > 1 else np.inf)
+    return np.where(at < 0, _NO_RUN, at - len(first))
+
+
+def _transfers(events: _Events) -> _Events:
+    """Return the collectives of complete runs; one that has a start and an end lasts between."""
+    sends = events.of(events.row >= 0)
+    begins = (sends.role == START) & np.isin(sends.row, sends.row[sends.role == DONE])
+    ends = sends.role == DONE
+    begun, done = (
+        part.of(np.lexsort((part.start, part.row, part.device, part.run)))
+        for part in map(sends.of, (begins, ends))
+    )
+    pairs = [np.stack([part.run, part.device, part.row]) for part in (begun, done)]
+    if pairs[0].shape != pairs[1].shape or (pairs[0] != pairs[1]).any():
+        return sends.of(~begins & ~ends)  # starts and ends that do not match are not measured
+    joined = begun._replace(end=done.end)
+    columns = zip(sends.of(~begins & ~ends), joined, strict=True)
+    return _Events(*map(np.concatenate, columns))
 
 
 def _durations(
-    events: Sequence[Event], fold_of: dict[str, int], permutes: set[int]
-) -> list[list[int]]:
-    """Return the durations of each fold in one run, on the device that waited least."""
-    by_fold: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for event in events:
-        if (fold := fold_of.get(event.instruction)) is not None:
-            by_fold[fold][event.device].append(event.end - event.start)
-    least = [
-        min(by_fold[n].values(), key=sum, default=[]) for n in range(max(fold_of.values()) + 1)
-    ]
-    return [[sum(ns)] if n in permutes and ns else ns for n, ns in enumerate(least)]
+    transfers: _Events, fold: np.ndarray, runs: int, folds: int, permutes: set[int]
+) -> list[list[list[int]]]:
+    """Return the durations of each fold in each run, on the device that waited least."""
+    order = np.lexsort((transfers.start, transfers.device, fold, transfers.run))
+    run, device, fold = transfers.run[order], transfers.device[order], fold[order]
+    took = (transfers.end - transfers.start)[order]
+    durations: list[list[list[int]]] = [[[] for _ in range(folds)] for _ in range(runs)]
+    if not len(took):
+        return durations
+    changes = np.any(np.diff(np.stack([run, fold, device])), axis=0)
+    begin = np.concatenate([[0], np.flatnonzero(changes) + 1])
+    end, total = np.append(begin[1:], len(took)), np.add.reduceat(took, begin)
+    for k in np.lexsort((-total, fold[begin], run[begin])).tolist():  # the least comes last
+        ns = [int(total[k])] if fold[begin[k]] in permutes else took[begin[k] : end[k]].tolist()
+        durations[run[begin[k]]][fold[begin[k]]] = ns
+    return durations
 
 
-def _exposed(events: Sequence[Event], fold_of: dict[str, int]) -> float:
-    """Return the nanoseconds of communication without computation, the mean over devices."""
-    devices = {event.device for event in events}
-    lengths = []
-    for device in devices:
-        of_device = [event for event in events if event.device == device]
-        sent = _union((e.start, e.end) for e in of_device if e.instruction in fold_of)
-        computed = _union((e.start, e.end) for e in of_device if _computes(e, fold_of))
-        lengths.append(_length(_union([*sent, *computed])) - _length(computed))
-    return sum(lengths) / len(lengths)
+def _exposed(events: _Events, runs: int) -> list[float]:
+    """Return each run's nanoseconds of communication without computation, the mean over devices."""
+    devices, device = np.unique(events.device, return_inverse=True)
+    key = events.run * len(devices) + device
+    sends = events.row >= 0
+    both, alone = (
+        _covered(key[chosen], events.start[chosen], events.end[chosen], runs * len(devices))
+        for chosen in (sends | events.computes, events.computes)
+    )
+    return (both - alone).reshape(runs, -1).mean(1).tolist()
 
 
-def _computes(event: Event, fold_of: dict[str, int]) -> bool:
-    return event.instruction not in fold_of and not _CONTAINER.match(event.instruction)
+def _covered(key: np.ndarray, start: np.ndarray, end: np.ndarray, keys: int) -> np.ndarray:
+    """Return the length of the union of the spans of each key."""
+    if not len(key):
+        return np.zeros(keys)
+    order = np.lexsort((start, key))
+    key, start, end = key[order], start[order], end[order]
+    # Spans of different keys are moved apart, so that one running maximum serves all.
+    shift = key * (end.max() - start.min() + 1) - start.min()
+    start, end = start + shift, end + shift
+    until = np.maximum.accumulate(np.append(start[0], end))[:-1]
+    return np.bincount(key, np.maximum(end - np.maximum(start, until), 0), keys)
 
 
-def _lane(events: Sequence[Event], fold_of: dict[str, int]) -> list[tuple[int, int, int]]:
+def _lane(
+    events: _Events, transfers: _Events, fold: np.ndarray, run: int
+) -> list[tuple[int, int, int]]:
     """Return (fold, start, end) on the first device, from the run's start; -1 is computation."""
-    device, start = min(event.device for event in events), events[0].start
-    of_device = [event for event in events if event.device == device]
-    gap = (max(event.end for event in of_device) - start) // _PIECES
-    computed = _union(((e.start, e.end) for e in of_device if _computes(e, fold_of)), gap)
+    own = events.of(events.run == run)
+    of_device = own.of(own.device == own.device.min())
+    start = int(own.start[0])
+    gap = int(of_device.end.max() - start) // _PIECES
+    computing = of_device.of(of_device.computes)
+    computed = _union(zip(computing.start.tolist(), computing.end.tolist(), strict=True), gap)
     spans = [(-1, a - start, b - start) for a, b in computed]
-    spans += [
-        (fold_of[e.instruction], e.start - start, e.end - start)
-        for e in of_device
-        if e.instruction in fold_of
-    ]
-    return sorted(spans, key=lambda span: span[1])
+    chosen = (transfers.run == run) & (transfers.device == own.device.min())
+    sent = (transfers.start[chosen] - start).tolist(), (transfers.end[chosen] - start).tolist()
+    return sorted([*spans, *zip(fold[chosen].tolist(), *sent, strict=True)], key=lambda s: s[1])
 
 
-def _union(spans: Iterable[Span], gap: int = 0) -> list[Span]:
+def _union(spans: Iterable[Span], gap: int) -> list[Span]:
     """Return the union as disjoint spans; joins spans that are at most `gap` apart."""
     united: list[Span] = []
     for start, end in sorted(spans):
@@ -181,7 +263,3 @@ def _union(spans: Iterable[Span], gap: int = 0) -> list[Span]:
         else:
             united.append((start, end))
     return united
-
-
-def _length(spans: Iterable[Span]) -> int:
-    return sum(end - start for start, end in spans)

@@ -14,7 +14,14 @@ from typing import Any
 
 import jax
 
-from jaxcoll._compat.running import COMPILED, FROM_CACHE, is_tracing, live_executables, program_id
+from jaxcoll._compat.running import (
+    COMPILED,
+    FROM_CACHE,
+    is_tracing,
+    live_executables,
+    program_id,
+    wrapped_names,
+)
 from jaxcoll._observe.profile import Compiled, sends
 
 _SEEN_IN_A_ROW = 16
@@ -33,7 +40,7 @@ class Compilations:
         self.at = time.monotonic()  # of the last compilation with collectives
         self.calls = Calls()
         self.modules: set[str] = set()  # names of programs with collectives
-        self._texts: dict[Any, tuple[str, bytes, int]] = {}  # name, compressed text, number
+        self._texts: dict[Any, tuple[str, bytes, int, dict[str, str]]] = {}
         self._functions: Counter[str] = Counter()  # the number of programs of each name
         self._from_cache = False
         self._seen = {_key(executable) for executable in live_executables()}
@@ -62,8 +69,9 @@ class Compilations:
                 zlib.decompress(packed).decode(),
                 None if self._from_cache else number,
                 self.calls.of(name) if self._functions[name] == 1 else None,
+                wrapped,
             )
-            for name, packed, number in self._texts.values()
+            for name, packed, number, wrapped in self._texts.values()
         ]
 
     def _compiled(self, event: str, duration_secs: float, **fields: Any) -> None:
@@ -88,8 +96,9 @@ class Compilations:
                 module = executable.hlo_modules()[0]
                 text = module.to_string()
                 if sends(text):
-                    number = program_id(module.as_serialized_hlo_module_proto())
-                    self._texts[key] = name, zlib.compress(text.encode(), 1), number
+                    proto = module.as_serialized_hlo_module_proto()
+                    packed = zlib.compress(text.encode(), 1)
+                    self._texts[key] = name, packed, program_id(proto), wrapped_names(proto)
                     self.modules.add(module.name)
                     self.at = time.monotonic()
                 else:

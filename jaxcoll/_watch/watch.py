@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import mmap
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,7 +19,14 @@ import jax
 
 from jaxcoll._compat.coordination import StoreUnreachableError, store
 from jaxcoll._compat.running import ProfilerSession
-from jaxcoll._observe.profile import BUSY, Compiled, read_events, read_programs
+from jaxcoll._observe.profile import (
+    BUSY,
+    Compiled,
+    Profile,
+    assume_devices,
+    read_profile,
+    read_programs,
+)
 from jaxcoll._plan.checks import is_integer
 from jaxcoll._watch.compilations import Compilations
 from jaxcoll._watch.window import ABSENT, Window
@@ -71,10 +80,12 @@ class Watch:
         compiled, window = self.compilations.programs(), self.window
         if folder is not None and window.profile:
             (folder / _PROFILE.format(this_rank())).write_bytes(window.profile)
-        events, probe = read_events(window.profile), read_events(window.probe)
-        reports, rows = read_rank(compiled, events, probe, self._most)
+        profile, probe = read_profile(window.profile), read_profile(window.probe)
+        reports, rows = read_rank(compiled, profile, probe, self._most)
         if self._most and reports and not any(row["times"] for row in rows["programs"].values()):
-            rows["notes"].append(window.note or ABSENT)
+            rows["notes"] += [
+                note for note in [window.note or ABSENT] if note != ABSENT or not rows["notes"]
+            ]
         quiet = self.compilations.quiet
         return _merged(reports, rows, f"{self._name}/rows", quiet, everywhere=everywhere)
 
@@ -92,7 +103,7 @@ def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> R
     for _ in range(runs):
         jax.block_until_ready(call())
     profile = session.stop()
-    reports, rows = read_rank([Compiled(text)], read_events(profile), (), runs)
+    reports, rows = read_rank([Compiled(text)], read_profile(profile), Profile(), runs)
     for row in rows["programs"].values():
         if row["times"]:
             row["times"]["unprofiled"] = 1e9 * unprofiled
@@ -200,32 +211,57 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
 
 
 def read_folder(folder: Path) -> Programs:
-    """Read the newest saved profile of each host, as one report.
+    """Read the newest saved profile of each process, as one report.
 
-    JAX saves programs in its profiles, unless its option `enable_hlo_proto` is off.
+    Files of one name in several log folders are of several processes: JAX names a file after its
+    host. It saves programs in its profiles, unless its option `enable_hlo_proto` is off.
 
     Raises:
-      ValueError: the folder has no profile, or none with a communicating program.
+      ValueError: the folder has no profile that can be read, or none with a communicating program.
     """
     from jaxcoll._observe.programs import programs_from, read_rank
 
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: (len(file.name), file))
-    # JAX makes a folder for each profile, named by its time: the last one is the newest.
-    profiles = {file.name: file for file in files}
-    if not profiles:
+    newest = {(_log_folder(file), file.name): file for file in files}
+    if not newest:
         raise ValueError(f"{folder} contains no profile, which is a file named *.xplane.pb.")
-    contents = [file.read_bytes() for file in profiles.values()]
-    events = [read_events(profile) for profile in contents]
-    devices = sum(len({event.device for event in of_host}) for of_host in events)
+    contents: list[tuple[Profile, list[Compiled]]] = []
+    unread = []
+    for file in newest.values():
+        try:
+            mapped = _mapped(file)
+            contents.append((read_profile(mapped), read_programs(mapped)))
+        except (OSError, ValueError) as error:
+            unread.append(f"{file}: {error}")
+    devices = sum(profile.devices for profile, _ in contents)
     reports: dict[str, Any] = {}
     ranks = {}
-    for rank, profile in enumerate(contents):
-        compiled = read_programs(profile, devices)
-        of_rank, ranks[rank] = read_rank(compiled, events[rank], (), _MOST_SAVED)
+    for rank, (profile, programs) in enumerate(contents):
+        compiled = [assume_devices(program, devices) for program in programs]
+        of_rank, ranks[rank] = read_rank(compiled, profile, Profile(), _MOST_SAVED)
         reports = of_rank | reports
-    if not reports:
-        raise ValueError(
+    if not reports and contents:
+        unread.append(
             f"{folder}: its profiles contain no communicating program. Record them with JAX's "
             "`enable_hlo_proto`, which is the default."
         )
-    return programs_from(reports, ranks, 0)
+    if not reports:
+        raise ValueError("\n".join(unread))
+    programs = programs_from(reports, ranks, 0)
+    return dataclasses.replace(programs, unread=tuple(unread))
+
+
+def _log_folder(file: Path) -> Path:
+    """Return the folder of a profile without the time that JAX adds, LOG/plugins/profile/TIME."""
+    *log, plugins, profile, _ = (
+        file.parent.parts if len(file.parent.parts) > 2 else ("", "", "", "")
+    )
+    return Path(*log) if (plugins, profile) == ("plugins", "profile") else file.parent
+
+
+def _mapped(file: Path) -> memoryview:
+    """Return the contents of a file, which stay on the disk until they are read."""
+    with file.open("rb") as opened:
+        if not (size := os.fstat(opened.fileno()).st_size):
+            raise ValueError("this is not a JAX profile: it is empty.")
+        return memoryview(mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 
 from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
 from jaxcoll._compat.running import ProfilerSession
-from jaxcoll._observe.profile import BUSY, Event, read_events
+from jaxcoll._observe.profile import BUSY
 from jaxcoll._watch.compilations import Compilations
 
 _QUIET_SECONDS = 1.0  # to wait after the last compilation
@@ -84,7 +83,7 @@ class Window(threading.Thread):
         wanted = _LONGEST_SECONDS
         if runs > 2:
             # A profile cuts off its first and last run; other ranks begin a poll or two later.
-            wanted = seconds * (self._runs + 2) / (runs - 1) + 2 * _POLL_SECONDS
+            wanted = seconds * (self._runs + 2) / runs + 2 * _POLL_SECONDS
         seconds = min(wanted, seconds * _MOST_EVENTS / events, _LONGEST_SECONDS)
         if keys is not None:
             keys.set(self._key, str(seconds))
@@ -95,18 +94,19 @@ class Window(threading.Thread):
 
         None if no such program ran: it may wait for data, or another program is compiling.
         """
-        began, seconds, runs, events = time.monotonic(), 0.0, 0, []
+        from jaxcoll._observe.programs import count_runs
+
+        began, seconds, runs, events = time.monotonic(), 0.0, 0, 0
         self._until(lambda: time.monotonic() - max(self._compilations.at, began) > pause)
         for seconds in _PROBES:
             if not self._open(seconds):
                 self._over.set()
                 return None
             self.probe, self.profile = self.profile, b""
-            events = read_events(self.probe)
-            runs = _runs([e for e in events if e.module in self._compilations.modules])
-            if runs > 2 or 4 * len(events) > _MOST_EVENTS:
+            events, runs = count_runs(self.probe, self._compilations.programs())
+            if runs > 2 or 4 * events > _MOST_EVENTS:
                 break
-        return (seconds, len(events), runs) if runs else None
+        return (seconds, events, runs) if runs else None
 
     def _open(self, seconds: float | None) -> bool:
         """Record a profile; False if the program ended before, or has its own profile open."""
@@ -127,22 +127,3 @@ class Window(threading.Thread):
             if self._over.wait(_POLL_SECONDS):
                 return False
         return not self._over.is_set()
-
-
-def _runs(events: Sequence[Event]) -> int:
-    """Return the number of runs of the program with the most events.
-
-    If runs have no numbers, it is the median count of the program's instructions.
-    """
-    runs: dict[str, set[int]] = {}
-    counts: dict[str, Counter[tuple[int, str]]] = {}
-    for event in events:
-        counts.setdefault(event.module, Counter())[event.device, event.instruction] += 1
-        if event.run is not None:
-            runs.setdefault(event.module, set()).add(event.run)
-    most = max(counts, key=lambda module: counts[module].total(), default="")
-    if most in runs:
-        return len(runs[most])
-    # The lower median. Importing `statistics` would take longer than everything else here.
-    times = sorted(counts[most].values()) if most else [0]
-    return times[(len(times) - 1) // 2]

@@ -77,8 +77,11 @@ def run(args: argparse.Namespace) -> int:
     if args.measure or args.limit:
         raise ValueError("--measure and --limit need --run, as in --measure 20 --run train.py.")
     if folder is not None:
-        _show(read_folder(folder), args, sys.stdout)
-        return 0
+        programs = read_folder(folder)
+        _show(programs, args, sys.stdout)
+        for line in programs.unread:
+            print(f"jaxcoll inspect: {line}", file=sys.stderr)
+        return 2 if programs.unread else 0
     report = _report(args.target, args)
     other = _report(args.against, args) if args.against else None
     if args.plot:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from jaxcoll._observe.measured import compare, folds_of
 from jaxcoll._observe.parse.collective import Collective, Operand
-from jaxcoll._observe.profile import Compiled, Event, read_events
+from jaxcoll._observe.profile import Compiled, Profile, read_profile
 from jaxcoll._observe.programs import Programs, programs_from, read_rank
-from jaxcoll._observe.rank_times import times_of
 from jaxcoll._observe.row_table import table
 from jaxcoll._observe.rows import Row
 from jaxcoll._show.units import WIDTH
+from tests.observe.xplanes import Execution, cpu
 
 MS = 1_000_000
 GRADIENT = (Operand("f32", (1000,)),)
@@ -35,6 +35,7 @@ def rank(durations, *, first=0, clock=0, step=20 * MS, starts=None):
         "starts": [end + clock - sum(map(sum, d)) for end, d in zip(ends, durations, strict=True)],
         "ends": [end + clock for end in ends],
         "step": step,
+        "devices": 1,
         "exposed": [sum(map(sum, d)) for d in durations],
         "times": durations,
         "lanes": [[(-1, 0, MS), (0, MS, MS + sum(map(sum, d)))] for d in durations],
@@ -151,10 +152,6 @@ def test_lanes_are_laid_on_one_clock():
     assert first[1][2] - first[1][1] == pytest.approx(20e-3, abs=1e-3)
 
 
-def event(instruction, run, start, end, device=0, module="jit_f"):
-    return Event(module, 0, instruction, run, device, start * MS, end * MS)
-
-
 HLO = """HloModule jit_f, is_scheduled=true, num_partitions=2
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -170,49 +167,39 @@ ENTRY %main (x: f32[100]) -> f32[100] {
 """
 
 
-def times(events):
-    reports, _ = read_rank([Compiled(HLO)], (), (), 9)
-    (report,) = reports.values()
-    return times_of(report, events, 9)
+def times(*executions):
+    """Times of (instruction, run, start, end) in milliseconds, and perhaps a device."""
+    named = [Execution(*device or [0], run, name, start * MS, end * MS) for name, run, start, end, *device in executions]  # fmt: skip
+    profile = read_profile(cpu(named, module="jit_f", first=0))
+    _, rows = read_rank([Compiled(HLO, 7)], profile, Profile(), 9)
+    (row,) = rows["programs"].values()
+    return row["times"]
 
 
 def test_exposed_is_what_no_computation_covers_and_containers_are_none():
-    events = [
-        event("while.9", 1, 0, 100), event("dot", 1, 0, 4), event("psum.7", 1, 2, 10),
-        event("fusion", 1, 8, 9), event("psum.7", 1, 2, 6, device=1),
-    ]  # fmt: skip
-    own = times(events)
+    own = times(
+        ("while.9", 1, 0, 100), ("dot", 1, 0, 4), ("psum.7", 1, 2, 10), ("fusion", 1, 8, 9),
+        ("psum.7", 1, 2, 6, 1),
+    )  # fmt: skip
     assert own["exposed"] == [(5 + 4) / 2 * MS]  # the devices' mean
     assert own["times"] == [[[4 * MS]]]  # on the device that waited least
 
 
 def test_a_run_that_the_profile_cuts_off_is_left_out():
-    events = [event("dot", 1, 0, 1)]
+    events = [("dot", 1, 0, 1)]
     for run in (2, 3, 4):
         events += [
-            event("dot", run, 10 * run, 10 * run + 1),
-            event("psum.7", run, 10 * run + 2, 10 * run + 5),
+            ("dot", run, 10 * run, 10 * run + 1),
+            ("psum.7", run, 10 * run + 2, 10 * run + 5),
         ]
-    assert times(events)["runs"] == [2, 3, 4]
-    assert times(events)["step"] == 10 * MS
-    assert times([event("dot", 1, 0, 1)]) is None
-
-
-def test_runs_without_numbers_are_counted_from_the_end():
-    events = [event("psum.7", None, 10 * k, 10 * k + 3) for k in range(5)]
-    own = times([*events, event("dot", None, 48, 49)])
-    assert own["runs"] == [-5, -4, -3, -2, -1]
-    assert own["times"] == [[[3 * MS]]] * 5
-
-
-def test_what_is_no_profile_is_refused():
-    with pytest.raises(ValueError, match="this is not a JAX profile"):
-        read_events(b"hello")
+    assert times(*events)["runs"] == [2, 3, 4]
+    assert times(*events)["step"] == 10 * MS
+    assert times(("dot", 1, 0, 1)) is None
 
 
 def test_what_ranks_do_not_share_is_said():
-    reports, rows = read_rank([Compiled(HLO, calls=3)], (), (), 9)
-    _, other = read_rank([Compiled(HLO.replace("jit_f", "jit_g"))], (), (), 9)
+    reports, rows = read_rank([Compiled(HLO, calls=3)], Profile(), Profile(), 9)
+    _, other = read_rank([Compiled(HLO.replace("jit_f", "jit_g"))], Profile(), Profile(), 9)
     rows["notes"].append("not measured: x")
     programs = programs_from(reports, {0: rows, 1: other, 2: rows}, 2)
     assert "rank 1: compiled other programs: jit_g." in programs.notes

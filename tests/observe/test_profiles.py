@@ -1,133 +1,420 @@
-"""Saved profiles, as CPUs, GPUs and TPUs write them: the same table, and the rank that comes late."""
+"""Saved profiles, in the form that TPUs, GPUs and CPUs write: the same table from each."""
+
+import contextlib
+import functools
+import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.profiler import ProfileData
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jaxlib import _hlo
 
 import jaxcoll as jc
+from jaxcoll._compat.running import fields_of
+from jaxcoll._observe.profile import Compiled, Profile, read_profile
+from jaxcoll._observe.programs import count_runs, programs_from, read_rank
 from jaxcoll._watch.watch import read_folder
+from tests.observe.xplanes import (
+    FINGERPRINT,
+    Execution,
+    cpu,
+    field,
+    gpu,
+    old_cpu,
+    programs,
+    task,
+    tpu,
+)
 
-HLO = """HloModule jit_step, is_scheduled=true
-
+MS = 10**6
+ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
   %b = f32[] parameter(1)
   ROOT %s = f32[] add(%a, %b)
 }
-
-ENTRY %main (x: f32[1000]) -> f32[1000] {
-  %x = f32[1000]{0} parameter(0)
-  %all-reduce-start.1 = f32[1000]{0} all-reduce-start(%x), channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true, to_apply=%add
-  ROOT %all-reduce-done.1 = f32[1000]{0} all-reduce-done(%all-reduce-start.1)
-}
 """
-STATS = ["hlo_module", "hlo_op", "run_id", "device_ordinal", "program_id", "hlo_proto"]
-MS = 10**9  # picoseconds
+REDUCE = "channel_id=1, replica_groups={}, use_global_device_ids=true, to_apply=%add"
+PLAIN = "  %all-reduce.1 = f32[1000]{0} all-reduce(%dot.1), " + REDUCE
+PAIR = f"""  %all-reduce-start.1 = f32[1000]{{0}} all-reduce-start(%dot.1), {REDUCE}
+  %all-reduce-done.1 = f32[1000]{{0}} all-reduce-done(%all-reduce-start.1)"""
 
 
-def message(field, content):
-    """Return a field of a protobuf message that is one itself, as bytes."""
-    length, size = len(content), b""
-    while length > 127:
-        size, length = size + bytes([length & 127 | 128]), length >> 7
-    return bytes([field << 3 | 2]) + size + bytes([length]) + content
+def hlo(body=PLAIN, *, devices=2, before="", groups="{}"):
+    return f"""HloModule jit_step, is_scheduled=true, num_partitions={devices}
+{ADD}{before}
+ENTRY %main (x: f32[1000]) -> f32[1000] {{
+  %x = f32[1000]{{0}} parameter(0)
+  %dot.1 = f32[1000]{{0}} multiply(%x, %x)
+{body.replace("replica_groups={}", f"replica_groups={groups}")}
+  ROOT %dot.2 = f32[1000]{{0}} multiply(%dot.1, %dot.1)
+}}
+"""
 
 
-def stat(name, value):
-    kind = "str_value" if isinstance(value, str) else "int64_value"
-    value = f'"{value}"' if isinstance(value, str) else value
-    return f"stats {{ metadata_id: {STATS.index(name) + 1} {kind}: {value} }}"
+def steps(*ops, runs=12, devices=2, step=20 * MS):
+    """Runs of some (name, start, end) in milliseconds."""
+    return [
+        Execution(device, run, name, *(MS + step * run + round(MS * t) for t in times))
+        for run in range(runs)
+        for device in range(devices)
+        for name, *times in ops
+    ]
 
 
-def event(metadata, start, duration, **stats):
-    own = " ".join(stat(name, value) for name, value in stats.items())
-    return f"events {{ metadata_id: {metadata} offset_ps: {start} duration_ps: {duration} {own} }}"
+def usual(late=0, name="all-reduce.1"):
+    """A product of 5 ms, then an all-reduce of 3 ms after the last rank, which is 8 ms late."""
+    return [("dot.1", late, late + 5), (name, late + 5, 16), ("dot.2", 16, 17)]
 
 
-def line(name, events):
-    return f'lines {{ name: "{name}" timestamp_ns: 0 {" ".join(events)} }}'
+def read(tmp_path, *hosts):
+    """Read the profiles of hosts of one job."""
+    folder = tmp_path / "plugins" / "profile" / "2026_01_01"
+    folder.mkdir(parents=True)
+    for k, host in enumerate(hosts):
+        (folder / f"host-{k}.xplane.pb").write_bytes(host)
+    return read_folder(tmp_path)
 
 
-def plane(name, lines, *events):
-    names = [f'event_metadata {{ key: {k} value {{ id: {k} name: "{event}" }} }}' for k, event in enumerate(events, 1)]  # fmt: skip
-    stats = [f'stat_metadata {{ key: {k} value {{ id: {k} name: "{stat}" }} }}' for k, stat in enumerate(STATS, 1)]  # fmt: skip
-    return f'planes {{ name: "{name}" {" ".join([*lines, *names, *stats])} }}'
+def measured(tmp_path, *hosts):
+    (report,) = read(tmp_path, *hosts).reports
+    return report.measured
 
 
-def profile(platform, rank, late, *, with_programs=True, runs=12):
-    """Runs of 20 ms, of which an all-reduce takes 3 ms, and longer where it waits for the other."""
-    waits = 0 if late else 8 * MS
-    starts = [20 * MS * k + (8 * MS if late else 0) for k in range(runs)]
-    took = 3 * MS + waits
-    if platform == "CPU":  # each event says its run
-        named = {"hlo_module": "jit_step", "device_ordinal": 2048 * rank, "program_id": 7}
-        events = [event(1, t, took, hlo_op="all-reduce-start.1", run_id=k, **named) for k, t in enumerate(starts)]  # fmt: skip
-        text = plane("/host:CPU", [line("tf_XLAEigen", events)], "all-reduce-start.1")
-    elif platform == "GPU":  # nothing says it
-        named = {"hlo_module": "jit_step", "hlo_op": "all-reduce-start.1", "program_id": 7}
-        events = [event(1, t, took, **named) for t in starts]
-        text = plane("/device:GPU:0", [line("Stream #14(Kernel)", events)], "ncclDevKernel")
-    else:  # the program around an instruction says it
-        modules = [event(1, t, 12 * MS, run_id=k) for k, t in enumerate(starts)]
-        events = [event(2, t + 1, took, program_id=7) for t in starts]
-        lines = [line("XLA Modules", modules), line("XLA Ops", events)]
-        text = plane("/device:TPU:0", lines, "jit_step(7)", "%all-reduce-start.1 = f32[1000] …")
-    events = ProfileData.text_proto_to_serialized_xspace(text)
-    if not with_programs:
-        return events
-    module = _hlo.hlo_module_from_text(HLO).as_serialized_hlo_module_proto()
-    stats = message(5, message(6, message(1, module)))  # of the event's metadata
-    metadata = message(4, b"\x08\x01" + message(2, stats))
-    return events + message(1, message(2, b"/host:metadata") + metadata)
+BACKENDS = {
+    "TPU": tpu,
+    "GPU": gpu,
+    "CPU": cpu,
+    "GPU without launches": functools.partial(gpu, launches=False),
+}
 
 
-@pytest.mark.parametrize("platform", ["CPU", "GPU", "TPU"])
-def test_profiles_of_two_hosts_name_the_one_that_comes_late(platform, tmp_path):
-    for k, name in enumerate(["host-a", "host-b"]):
-        folder = tmp_path / "plugins" / "profile" / f"2026_0{k}"
-        folder.mkdir(parents=True)
-        file = folder / f"{name}.xplane.pb"
-        file.write_bytes(profile(platform, k, late=k == 1))
-    programs = read_folder(tmp_path)
-    (report,) = programs.reports
-    assert (report.count, report.devices, report.wire_bytes) == (1, 2, 4000)
-    ((last, _),) = report.measured.late
-    assert (last.rank, last.share, last.seconds) == (1, 1.0, pytest.approx(8e-3))
-    (times,) = report.measured.times
-    assert times.transfer == pytest.approx(3e-3)
-    assert times.waiting == pytest.approx((8e-3, 0))
-    assert (times.algbw, times.busbw) == pytest.approx((4000 / 3e-3, 4000 / 3e-3))
-    assert report.measured.step_seconds == pytest.approx(20e-3)
-    assert report.measured.exposed_seconds == pytest.approx(7e-3)
-    assert programs.late[0].startswith(
-        "jit_step: rank 1 arrives late: last at all-reduce #0 in 100 %"
+@pytest.mark.parametrize("write", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("both_ways", [False, True], ids=["host-1", "host-0"])
+def test_a_late_host_is_named_on_every_backend(write, both_ways, tmp_path):
+    hosts = [write(steps(*usual(8 * (late != both_ways)))) for late in (False, True)]
+    text = programs(hlo(devices=4), number=FINGERPRINT if write is tpu else 7)
+    found = read(tmp_path, *(host + text + task() for host in hosts))
+    (report,) = found.reports
+    times = report.measured
+    assert (report.wire_bytes, times.runs, times.ranks) == (6000, 12, (0, 1))
+    ((last, _),) = times.late
+    assert (last.rank, last.share, last.seconds) == (1 - both_ways, 1.0, pytest.approx(8e-3))
+    (row,) = times.times
+    assert row.transfer == pytest.approx(3e-3)
+    assert sorted(row.waiting) == pytest.approx([0, 8e-3])
+    assert (times.step_seconds, times.exposed_seconds) == (
+        pytest.approx(20e-3),
+        pytest.approx(7e-3),
     )
+    assert (row.algbw, row.busbw) == pytest.approx((4000 / 3e-3, 6000 / 3e-3))
+    assert found.notes == ()
+
+
+def times_in(profile, text=None, number=7, **compiled):
+    """The report of a program that one process runs, measured, and the notes on it."""
+    reports, rows = read_rank([Compiled(text or hlo(), number, **compiled)], read_profile(profile), Profile(), 99)  # fmt: skip
+    found = programs_from(reports, {0: rows}, 0)
+    return found.reports[0].measured, found.notes
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(BACKENDS)),
+    st.integers(1, 3),
+    st.integers(2, 9),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_every_form_says_the_same(backend, devices, runs, sizes, is_cut):
+    body, ops, at = [], [("dot.1", 0, 1)], 1
+    for k, (computing, sending) in enumerate(sizes):
+        body += [
+            f"  %fusion.{k} = f32[1000]{{0}} multiply(%x, %x)",
+            f"  %psum.{k} = f32[1000]{{0}} all-reduce(%fusion.{k}), {REDUCE}",
+        ]
+        ops += [(f"fusion.{k}", at, at + computing), (f"psum.{k}", at + computing, at + computing + sending)]  # fmt: skip
+        at += computing + sending
+    executions = steps(*ops, ("dot.2", at, at + 1), runs=runs, devices=devices, step=70 * MS)
+    if is_cut:  # the profile begins inside the first run
+        executions = [e for e in executions if e.run or e.name not in ("dot.1", "psum.0")]
+    found, notes = times_in(BACKENDS[backend](executions, number=5), hlo("\n".join(body), devices=devices), 5)  # fmt: skip
+    assert (found.runs, found.ranks, notes) == (runs - is_cut, (0,), ())
+    assert found.exposed_seconds == pytest.approx(sum(ms for _, ms in sizes) / 1e3)
+    assert [row.transfer for row in found.times] == pytest.approx([ms / 1e3 for _, ms in sizes])
+    if found.runs > 1:
+        assert found.step_seconds == pytest.approx(70e-3)
+
+
+class TestOfTpus:
+    def test_a_fusion_stands_for_the_collective_inside(self):
+        before = f"""
+%all-reduce-scatter.1 (p: f32[1000]) -> f32[250] {{
+  %p = f32[1000]{{0}} parameter(0)
+  %zero = s32[] constant(0)
+  %all-reduce.9 = f32[1000]{{0}} all-reduce(%p), {REDUCE}
+  ROOT %slice.5 = f32[250]{{0}} dynamic-slice(%all-reduce.9, %zero), dynamic_slice_sizes={{250}}
+}}
+"""
+        body = f"""  %fusion.107 = f32[250]{{0}} fusion(%dot.1), kind=kCustom, calls=%all-reduce-scatter.1
+  %all-gather.16 = f32[1000]{{0}} all-gather(%fusion.107), {REDUCE.partition(", to_apply")[0]}, dimensions={{0}}"""
+        events = steps(("dot.1", 0, 5), ("fusion.107", 5, 8), ("all-gather.16", 8, 10))
+        found, notes = times_in(tpu(events, number=7), hlo(body, before=before))
+        assert sorted(row.transfer for row in found.times) == pytest.approx([2e-3, 3e-3])
+        assert (found.exposed_seconds, notes) == (pytest.approx(5e-3), ())
+
+    def test_a_chain_of_fusions_lasts_from_its_start_to_its_end(self):
+        ends = {"begin": "AsyncCollectiveStart", "go_on": "", "finish": "AsyncCollectiveDone"}
+        before = "".join(
+            f"""
+%{name} (p: f32[250]) -> f32[1000] {{
+  %p = f32[250]{{0}} parameter(0)
+  %gather.{name} = f32[1000]{{0}} all-gather(%p), channel_id=1, replica_groups={{}}, dimensions={{0}}, use_global_device_ids=true, frontend_attributes={{chain_id="0"}}
+  ROOT %end.{name} = f32[1000]{{0}} {f'custom-call(%gather.{name}), custom_call_target="{target}"' if target else f"copy(%gather.{name})"}
+}}
+"""
+            for name, target in ends.items()
+        )
+        body = "\n".join(f"  %{site} = f32[1000]{{0}} fusion(%s), kind=kCustom, calls=%{name}" for site, name in (("async-collective-start", "begin"), ("fusion.4", "go_on"), ("async-collective-done", "finish")))  # fmt: skip
+        body = "  %s = f32[250]{0} slice(%dot.1), slice={[0:250]}\n" + body
+        events = steps(("dot.1", 0, 1), ("async-collective-start", 1, 1.001), ("fusion.4", 2, 5), ("async-collective-done", 5, 9))  # fmt: skip
+        found, _ = times_in(tpu(events, number=7), hlo(body, before=before))
+        (row,) = {row.rows: row for row in found.times if row}.values()
+        assert row.transfer == pytest.approx(8e-3)
+        assert found.exposed_seconds == pytest.approx(4.001e-3)
+
+    def test_the_wait_in_a_done_is_exposed_and_copies_in_the_background_hide_nothing(self):
+        ops = ("all-reduce-start.1", 0, 0.000004), ("dot.1", 0.1, 2), ("all-reduce-done.1", 2, 6)
+        background = [(MS + 20 * MS * k, 5 * MS + 20 * MS * k) for k in range(12)]
+        profile = tpu(steps(*ops), number=7, background=background)
+        found, _ = times_in(profile, hlo(PAIR))
+        assert found.times[0].transfer == pytest.approx(6e-3)
+        assert found.exposed_seconds == pytest.approx(4e-3, rel=1e-4)
+
+    def test_the_fingerprint_tells_programs_of_one_name_apart(self, tmp_path):
+        texts = hlo(), hlo().replace("f32[1000]", "f32[2000]")
+        long = [e._replace(run=e.run + 12, start=e.start + 900 * MS, end=e.end + 900 * MS) for e in steps(*usual(), step=200 * MS)]  # fmt: skip
+        planes = tpu(steps(*usual()) + long, number=lambda run: FINGERPRINT + (run > 11))
+        found = read(tmp_path, planes + programs(*texts) + task())
+        assert [r.measured.runs for r in found.reports] == [12, 12]
+        assert [r.measured.step_seconds for r in found.reports] == pytest.approx([0.02, 0.2])
+        assert [r.wire_bytes for r in found.reports] == [4000, 8000]
+        assert found.notes == ()
+
+    def test_runs_of_devices_are_joined_by_time_whatever_their_numbers(self):
+        events = steps(*usual(), devices=4)
+        # One device was recorded later, and another ended earlier.
+        kept = [e for e in events if not (e.device == 1 and e.run < 2) and (e.device, e.run) != (2, 11)]  # fmt: skip
+        found, _ = times_in(tpu(kept, number=7), hlo(devices=4))
+        assert (found.runs, found.step_seconds) == (9, pytest.approx(20e-3))
+
+
+class TestOfGpus:
+    @pytest.mark.parametrize("name", ["psum.28.1", "reduce-scatter.3"])
+    def test_kernels_of_a_wrapped_collective_bear_the_inner_name(self, name):
+        wrapped = {"all-reduce-start.1": name}
+        found, notes = times_in(gpu(steps(*usual(name=name))), hlo(PAIR), wrapped=wrapped)
+        assert (found.runs, found.times[0].transfer, notes) == (12, pytest.approx(11e-3), ())
+
+    def test_the_wrapped_name_is_read_from_the_program(self, tmp_path):
+        before = f"""
+%wrap (p: f32[1000]) -> f32[250] {{
+  %p = f32[1000]{{0}} parameter(0)
+  ROOT %scatter.3.1 = f32[250]{{0}} reduce-scatter(%p), {REDUCE}, dimensions={{0}}
+}}
+"""
+        body = """  %rs-start = ((f32[1000]), f32[250]) async-start(%dot.1), calls=%wrap
+  %rs-done = f32[250]{0} async-done(%rs-start), calls=%wrap"""
+        profile = gpu(steps(*usual(name="scatter.3.1"))) + programs(hlo(body, before=before), number=7)  # fmt: skip
+        assert measured(tmp_path, profile).times[0].transfer == pytest.approx(11e-3)
+
+    @pytest.mark.parametrize("kernels", [1, 2])
+    def test_an_instruction_may_run_several_kernels_and_some_lack_their_name(self, kernels):
+        bare = {(3, "dot.1"), (5, "all-reduce.1"), (8, "dot.2")}
+        found, notes = times_in(gpu(steps(*usual()), kernels=kernels, bare=bare))
+        assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
+        assert found.times[0].transfer == pytest.approx(11e-3)
+
+    def test_a_kernel_of_two_instructions_that_lacks_its_name_costs_its_run(self):
+        body = PLAIN + "\n" + PLAIN.replace(".1", ".2").replace("dot.2", "dot.1")
+        ops = [("dot.1", 0, 5), ("all-reduce.1", 5, 8), ("all-reduce.2", 8, 10), ("dot.2", 10, 11)]
+        found, _ = times_in(gpu(steps(*ops), bare={(5, "all-reduce.1")}), hlo(body))
+        assert (found.runs, found.step_seconds) == (11, pytest.approx(20e-3))
+        assert [row.transfer for row in found.times] == pytest.approx([3e-3, 2e-3])
+
+    def test_a_loop_falls_back_to_its_own_beginning_only(self):
+        before = f"""
+%body (t: (s32[], f32[1000])) -> (s32[], f32[1000]) {{
+  %t = (s32[], f32[1000]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[1000] get-tuple-element(%t), index=1
+  %fusion.8 = f32[1000] multiply(%y, %y)
+  %all-reduce.7 = f32[1000] all-reduce(%fusion.8), {REDUCE}
+  %fusion.9 = f32[1000] multiply(%all-reduce.7, %y)
+  ROOT %tuple.1 = (s32[], f32[1000]) tuple(%next, %fusion.9)
+}}
+
+%condition (t: (s32[], f32[1000])) -> pred[] {{
+  %t = (s32[], f32[1000]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %limit = s32[] constant(4)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}}
+"""
+        body = """  %zero = s32[] constant(0)
+  %state = (s32[], f32[1000]) tuple(%zero, %dot.1)
+  %while.1 = (s32[], f32[1000]) while(%state), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"4"}}"""
+        ops = [("dot.1", 0, 1), ("dot.2", 13, 14)]
+        for k in range(4):
+            ops += [("fusion.8", 1 + 3 * k, 2 + 3 * k), ("all-reduce.7", 2 + 3 * k, 3 + 3 * k), ("fusion.9", 3 + 3 * k, 4 + 3 * k)]  # fmt: skip
+        ops.sort(key=lambda op: op[1])
+        for write in BACKENDS.values():
+            found, notes = times_in(write(steps(*ops), number=7), hlo(body, before=before))
+            assert (found.runs, notes) == (12, ())
+            assert found.times[0].transfer == pytest.approx(4e-3)
+
+
+class TestOfOldVersions:
+    @pytest.mark.parametrize("devices", [1, 4])
+    def test_before_jax_0_8_a_rendezvous_says_the_run(self, devices):
+        found, notes = times_in(old_cpu(steps(*usual(), devices=devices)), hlo(devices=4))
+        assert (found.runs, found.step_seconds) == (12, pytest.approx(20e-3))
+        assert found.times[0].transfer == pytest.approx(11e-3)
+        assert notes == () if devices == 4 else "measured on 1 of its 4 devices" in notes[0]
+
+    def test_groups_of_old_programs_are_not_lost(self, tmp_path):
+        module = _hlo.hlo_module_from_text(
+            hlo(devices=8, groups="[4,2]<=[2,4]T(1,0)")
+        ).as_serialized_hlo_module_proto()
+        old = with_old_groups(module)
+        assert len(old) != len(module)
+        (report,) = read(tmp_path, tpu(steps(*usual())) + programs(old)).reports
+        assert report.rows[0].compiled.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+        assert report.wire_bytes == 4000
+
+    def test_without_instructions_it_says_what_to_do(self):
+        found, notes = times_in(cpu([]))
+        assert found is None
+        assert "no executions of instructions: JAX before 0.7 records" in notes[0]
+
+
+def with_old_groups(message, depth=0):
+    """The HloModuleProto as XLA wrote it before JAX 0.9: field 87 holds what is field 92 now."""
+    nested = {0: 3, 1: 2}.get(depth)
+    content = b""
+    for number, value in fields_of(message):
+        if number == nested:
+            value = with_old_groups(value, depth + 1)
+        if depth == 2 and number == 92:
+            number, value = 87, field(2, bytes(value))
+        content += field(number, value if isinstance(value, int) else bytes(value))
+    return content
+
+
+class TestNothingIsSilent:
+    def test_collectives_without_an_event_are_named(self):
+        body = PLAIN + "\n" + PLAIN.replace(".1", ".2").replace("dot.2", "dot.1")
+        found, notes = times_in(gpu(steps(*usual())), hlo(body))
+        assert [row and row.transfer for row in found.times] == [pytest.approx(11e-3), None]
+        assert "jit_step: 1 of its 2 collectives have no event in the profile" in notes[0]
+        assert "(all-reduce.2): CUDA graphs hide collectives: set XLA_FLAGS=" in notes[0]
+
+    def test_a_program_that_did_not_run_is_named(self):
+        found, notes = times_in(tpu(steps(*usual()), module="jit_other", number=7))
+        assert (found, notes) == (
+            None,
+            ("jit_step: not measured: no run is whole in the profile.",),
+        )
+
+    def test_missing_devices_are_counted(self, tmp_path):
+        found = read(tmp_path, tpu(steps(*usual())) + programs(hlo(devices=8)))
+        assert "measured on 2 of its 8 devices" in found.notes[0]
+
+    def test_groups_tell_the_devices_of_a_program_without_an_assignment(self, tmp_path):
+        module = _hlo.hlo_module_from_text(hlo(groups="{{0,1},{2,3}}"))
+        program = programs(module.as_serialized_hlo_module_proto())
+        found = read(tmp_path, tpu(steps(*usual())) + program)
+        assert "measured on 2 of its 4 devices" in found.notes[0]
+
+    def test_files_of_one_name_in_two_log_folders_are_two_ranks(self, tmp_path):
+        for rank in range(2):
+            for time in ("2026_01_01", "2026_02_02"):
+                run = tmp_path / f"rank{rank}" / "plugins" / "profile" / time
+                run.mkdir(parents=True)
+                events = steps(*usual(8 * rank), runs=12 if time == "2026_02_02" else 5, devices=1)
+                text = programs(hlo(devices=2), number=7)
+                (run / "node.xplane.pb").write_bytes(cpu(events, rank=rank) + text + task())
+        (report,) = read_folder(tmp_path).reports
+        assert (report.measured.ranks, report.measured.runs) == ((0, 1), 12)
+        assert [last.rank for last, _ in report.measured.late] == [1]
+
+
+WHOLE = tpu(steps(*usual())) + programs(hlo())
+DAMAGED = {
+    "empty": b"",
+    "foreign": b"hello",
+    "gzip": b"\x1f\x8b\x08\x00" + bytes(60),
+    "a program": _hlo.hlo_module_from_text(hlo()).as_serialized_hlo_module_proto(),
+    "half": WHOLE[: len(WHOLE) // 2],
+    "re-encoded": WHOLE.decode("latin1").encode(),
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_one_line_and_nothing_of_others_is_lost(content, tmp_path):
+    (tmp_path / "bad.xplane.pb").write_bytes(content)
+    with pytest.raises(ValueError, match=r"bad\.xplane\.pb: this is not a JAX profile") as error:
+        read_folder(tmp_path)
+    assert "\n" not in str(error.value)
+    (tmp_path / "good.xplane.pb").write_bytes(WHOLE)
+    found = read_folder(tmp_path)
+    assert found.reports[0].measured.runs == 12
+    assert found.unread == (str(error.value),)
+    assert json.loads(found.to_json())["unread"] == list(found.unread)
+
+
+@given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
+def test_one_wrong_byte_or_a_cut_raises_nothing_but_value_errors(at, byte):
+    for damaged in (WHOLE[:at] + bytes([byte]) + WHOLE[at + 1 :], WHOLE[:at]):
+        with contextlib.suppress(ValueError):
+            read_profile(damaged)
+
+
+def test_the_command_ends_with_2_after_the_table(tmp_path):
+    (tmp_path / "good.xplane.pb").write_bytes(WHOLE)
+    (tmp_path / "bad.xplane.pb").write_bytes(WHOLE[:-9])
+    command = [sys.executable, "-m", "jaxcoll", "inspect", "--profile", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "bad.xplane.pb: this is not a JAX profile" in done.stderr
+    assert "measured in 12 runs" in done.stdout
+
+
+@pytest.mark.parametrize("write", BACKENDS.values(), ids=BACKENDS)
+def test_windows_count_runs_by_the_same_rule(write):
+    others = write(steps(("dot.1", 0, 1), runs=40), module="jit_other")
+    assert count_runs(write(steps(*usual()), number=7), [Compiled(hlo(), 7)]) == (72, 12)
+    assert count_runs(others, [Compiled(hlo(), 7)]) == (80, 0)
 
 
 def test_profiles_of_different_times_are_not_compared(tmp_path):
-    for k in range(2):
-        text = f'planes {{ name: "Task Environment" stats {{ metadata_id: 1 uint64_value: {k}000000000000 }} stat_metadata {{ key: 1 value {{ id: 1 name: "profile_start_time" }} }} }}'  # fmt: skip
-        start = ProfileData.text_proto_to_serialized_xspace(text)
-        (tmp_path / f"{k}.xplane.pb").write_bytes(profile("GPU", k, False, runs=12 + k) + start)
-    (report,) = read_folder(tmp_path).reports
-    assert report.measured is None
+    text = programs(hlo(), number=7)
+    hosts = [gpu(steps(*usual(), runs=12 + k)) + text + task(10**18 * (k + 1)) for k in range(2)]
+    found = read(tmp_path, *hosts)
+    assert found.reports[0].measured is None
+    assert "share no run" in found.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"hello", "not a JAX profile"),
-        (profile("CPU", 0, False, with_programs=False), "contain no communicating program"),
-    ],
-    ids=["text", "no programs"],
-)
-def test_what_cannot_be_read_is_said(content, words, tmp_path):
-    (tmp_path / "a.xplane.pb").write_bytes(content)
-    with pytest.raises(ValueError, match=words):
-        read_folder(tmp_path)
+def test_profiles_without_programs_say_how_to_record_them(tmp_path):
+    with pytest.raises(ValueError, match="contain no communicating program"):
+        read(tmp_path, tpu(steps(*usual())))
 
 
 def test_programs_of_one_name_are_told_apart_by_their_numbers(tmp_path):

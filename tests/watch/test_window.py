@@ -5,14 +5,15 @@ import types
 
 import pytest
 
-from jaxcoll._observe.profile import Event
+from jaxcoll._observe import programs
 from jaxcoll._watch import window as module
 
 
 class Compilations:
     """One program that communicates, compiled long ago."""
 
-    modules, at = {"jit_step"}, 0.0
+    at = 0.0
+    programs = list
     calls = types.SimpleNamespace(on_enter=lambda *_: None)
 
 
@@ -43,15 +44,13 @@ def opened(monkeypatch):
         found.asked = seconds
         return opens(self, seconds)
 
-    def events(profile):
-        seconds = float(profile)
-        steps, others = int(found.steps * seconds), int(found.others * seconds)
-        ours = [Event("jit_step", 1, "psum", k, 0, k, k + 1) for k in range(steps)]
-        return ours + [Event("jit_other", 2, "dot", k, 0, k, k + 1) for k in range(others)]
+    def count_runs(profile, _):
+        steps, others = (int(n * float(profile)) for n in (found.steps, found.others))
+        return steps + others, steps
 
     monkeypatch.setattr(module, "ProfilerSession", Session)
     monkeypatch.setattr(module.Window, "_open", open_for)
-    monkeypatch.setattr(module, "read_events", events)
+    monkeypatch.setattr(programs, "count_runs", count_runs)
     monkeypatch.setattr(module, "store", lambda: None)
     monkeypatch.setattr(module, "_PROBES", (0.02, 0.05, 0.1))
     monkeypatch.setattr(module, "_QUIET_SECONDS", 0.01)

@@ -1,0 +1,83 @@
+"""Find the executions of each compiled program in a profile, and say what was not found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from jaxcoll._observe.backends import Executions, Program
+from jaxcoll._observe.event_names import EventNames, event_names
+from jaxcoll._observe.profile import Compiled, Profile, in_order
+from jaxcoll._observe.rank_times import required
+from jaxcoll._observe.report import Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A compiled program that executions may belong to."""
+
+    report: Report
+    program: Compiled
+    numbers: frozenset[int]  # of its executions' programs; empty if not certain
+
+    @functools.cached_property
+    def names(self) -> EventNames:
+        """The names of its collectives in profiles."""
+        collectives = [row.compiled for row in self.report.rows]
+        return event_names(self.program.text, collectives, self.program.wrapped)
+
+    def missing(self, names: Iterable[str]) -> list[int]:
+        """Return the collectives of each run that no execution of these names is."""
+        seen = {self.names.collectives.get(name, (-1, 0))[0] for name in names}
+        return [k for k in required(self.report.rows) if k not in seen]
+
+    def may_be(self, program: Program) -> bool:
+        """Return True if a program of this name and number may be this one."""
+        name, number = program
+        return name == self.report.name and (not self.numbers or number in self.numbers)
+
+
+def match_programs(
+    candidates: Mapping[str, Candidate], profile: Profile
+) -> tuple[dict[str, Executions], list[str]]:
+    """Return each program's executions, and notes on what is ambiguous or missing.
+
+    A program is identified by its name and its collectives. If several match, its number decides,
+    unless one of that name has an unknown number: one from the persistent cache has another's. If
+    none matches, collectives are missing, and its number must fit.
+    """
+    missing: dict[Program, dict[str, list[int]]] = {}
+    for program, columns in profile.executions.items():
+        names = [columns.names[k] for k in np.unique(columns.name).tolist()]
+        alike = {k: c.missing(names) for k, c in candidates.items() if c.report.name == program[0]}
+        whole = {k: left for k, left in alike.items() if not left}
+        parts = {k: left for k, left in alike.items() if candidates[k].may_be(program)}
+        missing[program] = whole or parts
+    unsure = {
+        module
+        for (module, number), keys in missing.items()
+        if keys and not any(number in candidates[key].numbers for key in keys)
+    }
+    found: dict[str, list[Executions]] = defaultdict(list)
+    notes: dict[str, None] = {}
+    for (module, number), left in missing.items():
+        keys = list(left)
+        if len(keys) > 1:
+            keys = [k for k in keys if number in candidates[k].numbers and module not in unsure]
+            if len(keys) != 1:
+                note = "and the profile does not tell them apart: they were not measured."
+                notes[f"several programs are called {module}, {note}"] = None
+        if len(keys) == 1:
+            rows = candidates[keys[0]].report.rows
+            found[keys[0]].append(profile.executions[module, number])
+            if lost := [rows[k].compiled.name for k in left[keys[0]]]:
+                some = ", ".join(lost[:3]) + ", …" * (len(lost) > 3)
+                notes[
+                    f"{module}: {len(lost)} of its {len(rows)} collectives have no event in the "
+                    f"profile, and no time here ({some}): {profile.backend.advice}."
+                ] = None
+    return {key: in_order(chunks) for key, chunks in found.items()}, list(notes)
