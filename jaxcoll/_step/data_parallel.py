@@ -21,14 +21,21 @@ from jaxcoll._mesh.placement import specs_of
 from jaxcoll._mesh.world import Worlds, worlds_of
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._spmd.batch import Call, Signature, Slot, slots
 from jaxcoll._spmd.check_replicas import Claims
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import Shards
-from jaxcoll._step.arguments import FLAGS, Call, Signature, Slot, bound_step, slots
+from jaxcoll._step.bound_step import bound_step
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import checked as checked_claims
 from jaxcoll._step.placed_arguments import Arguments
 from jaxcoll._step.replicated_program import VaryingOutputs, call_step, checked_rule
+
+_FLAGS = """\
+`data_parallel`: while a step is traced, all of its arguments are arrays with unknown values, even \
+numbers and flags such as `train=True`. If the step branches on an argument, bind it before you \
+wrap the step, `jc.data_parallel(functools.partial(step, train=True))`, with one wrapped step for \
+each value; or branch in the program, by `jnp.where` or `lax.cond`."""
 
 
 def data_parallel(
@@ -394,7 +401,7 @@ class DataParallel:
                 check_vma=self._check_vma,
             )
         except jax.errors.ConcretizationTypeError as error:
-            error.add_note(FLAGS)
+            error.add_note(_FLAGS)
             raise
         except (TypeError, ValueError) as error:
             if str(Shards) in str(error):  # JAX's message about trees that differ

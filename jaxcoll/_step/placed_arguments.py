@@ -24,8 +24,8 @@ from jaxcoll._mesh.placement import (
     placed_shape,
     shape_of,
 )
+from jaxcoll._spmd.batch import Call, Signature, Slot
 from jaxcoll._spmd.shards import is_shards, shards_in
-from jaxcoll._step.arguments import Call, Signature, Slot
 
 _BROADCAST = """\
 `data_parallel`: {one} has {rows} rows and {other} has {others}. The whole arrays do not fit each \

@@ -18,8 +18,8 @@ from jaxcoll._mesh.shard_arrays import cut, joined
 from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._show.units import counted
+from jaxcoll._spmd.batch import Signature, slots
 from jaxcoll._spmd.shards import is_shards
-from jaxcoll._step.arguments import Signature, slots
 from jaxcoll._step.data_parallel import DataParallel
 
 _ORDERS, _ROUNDINGS = 3, 12  # runs with reordered rows; most runs with perturbed arguments

@@ -7,17 +7,9 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxcoll._plan.checks import kind_of
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-FLAGS = """\
-`data_parallel`: while a step is traced, all of its arguments are arrays with unknown values, even \
-numbers and flags such as `train=True`. If the step branches on an argument, bind it before you \
-wrap the step, `jc.data_parallel(functools.partial(step, train=True))`, with one wrapped step for \
-each value; or branch in the program, by `jnp.where` or `lax.cond`."""
-
 Slot = int | str
 """An argument of a call: the position it was passed at, or the keyword."""
 
@@ -184,35 +176,3 @@ class Signature:
         if isinstance(slot, str):
             return slot
         return self._names[slot] if slot < len(self._names) else f"args[{slot}]"
-
-
-class _Bound(tuple[Any, ...]):
-    """An instance, a step and the step bound to it; deep copies and pickles of it are empty."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, ()
-
-
-def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
-    """Bind a step that is a method to an instance, or a step that is a `classmethod` to a class.
-
-    An instance that is a pytree of arrays is the step's first argument, replicated, as with
-    `jax.jit`. Any other instance is a constant of the program.
-    """
-    if not jax.tree_util.all_leaves([instance]):
-        return functools.partial(step, instance)
-    try:
-        attributes = vars(instance)
-    except TypeError:  # it has slots, and no room for another attribute
-        return bind(instance)
-    key = f"_data_parallel_{id(step)}"
-    bound = attributes.get(key)
-    if not bound or bound[0] is not instance or bound[1] is not step:
-        # Stored with the instance, as a copy of its attributes must not use this step; and with
-        # the step, as its id may be used again once it is garbage.
-        bound = _Bound((instance, step, bind(instance)))
-        if isinstance(instance, type):  # the attributes of a class are a read-only view
-            setattr(instance, key, bound)
-        else:
-            attributes[key] = bound
-    return bound[2]
