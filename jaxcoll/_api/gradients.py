@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxcoll._plan.checks import positive
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._spmd.batch import Signature, slots
 from jaxcoll._spmd.gradients import gradient, sync
 from jaxcoll._spmd.gradients import mean_loss as mean
 from jaxcoll._spmd.layers import scan
@@ -219,7 +220,7 @@ def accumulate(
     axis_name: str | tuple[str, ...] | None = None,
     num_microbatches: int | None = None,
     *,
-    batch_argnums: int | Sequence[int] = -1,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -238,9 +239,9 @@ def accumulate(
       fun: the loss of one microbatch, as in `value_and_grad`.
       axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
       num_microbatches: number of microbatches, of consecutive rows, in each replica's share.
-      batch_argnums: positions of the arguments to split along their leading dimension; other
-        arguments, and keyword arguments, are whole in every microbatch. Default: the last one, as
-        in `data_parallel`. For new random numbers in each microbatch, split an array of keys too.
+      batch_argnums: positions or names of the arguments to split along their leading dimension, as
+        in `data_parallel`: by default the second of two. Others are whole in every microbatch. For
+        new random numbers in each microbatch, split an array of keys too.
       reduce_op: as in `value_and_grad`.
       argnums: as in `value_and_grad`.
       has_aux: as in `value_and_grad`.
@@ -257,7 +258,7 @@ def accumulate(
       float32); one `all_reduce` for all.
 
     Raises:
-      ValueError: a share does not divide into the microbatches, a leaf of the batch is a scalar,
+      ValueError: the batch is not named, does not divide into the microbatches, or has a scalar;
         an argument is both split and differentiated, or `num_microbatches` is not a positive
         integer; and as in `value_and_grad`.
 
@@ -275,17 +276,12 @@ def accumulate(
             '`jc.accumulate(loss, "data", 4)` or `jc.accumulate(loss, num_microbatches=4)`.'
         )
     count = positive("jc.accumulate", "num_microbatches", num_microbatches)
-    several = isinstance(batch_argnums, Sequence)
-    positions = tuple(batch_argnums) if several else (batch_argnums,)
-    if not positions or not all(isinstance(p, int) for p in positions):
-        raise ValueError(
-            "`jc.accumulate` expects `batch_argnums` to be a position or several; "
-            f"got {batch_argnums!r}."
-        )
+    batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
+    line = f"jc.accumulate({{name}}, {axis_name!r}, {count}, batch_argnums={{batch}})"
     op = ReduceOp.of(reduce_op)
     loss = gradient.Differentiator(
         fun, "jc.accumulate", op, argnums, has_aux, scatter, feedback,
-        pieces=count, batch_argnums=positions,
+        pieces=count, signature=Signature(fun, batch, "jc.accumulate", line, "in every microbatch"),
     )  # fmt: skip
     return gradient.reduced_gradient(loss, axis_name, scope_here, checked(options))
 

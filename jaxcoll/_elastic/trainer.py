@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxcoll._cluster.coordinator_proxy import give_up_coordinator, when_coordinator_is_lost
 from jaxcoll._cluster.initialize import outlives_processes
@@ -257,7 +258,7 @@ def _checked_axis(step: Any, state: Any) -> str:
         check_state(state, len(jax.local_devices()))
         return step.axis_name
     try:
-        batch = step.signature.call((state, None), {}).batch
+        batch = step.signature.call((state, np.empty(1)), {}).batch
     except TypeError:
         batch = ()
     if batch != (1,):

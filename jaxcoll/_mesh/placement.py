@@ -214,13 +214,8 @@ def _placed(part: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(rows.shape, sharding, lambda at: rows[at])
 
 
-def check_rows(
-    tree: Any, argument: str, replicas: int, processes: int, axis: Any
-) -> dict[tuple[int, ...], Callable[[], str]]:
-    """Return the shapes of a batch's shares on a replica, after a check that its rows divide."""
-    # Each shape has a function that names its first leaf, as naming is slow and every call comes
-    # here.
-    shares: dict[tuple[int, ...], Callable[[], str]] = {}
+def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: Any) -> None:
+    """Refuse a batch whose rows do not divide over the replicas."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         shape = np.shape(leaf)
         if not shape:
@@ -256,9 +251,6 @@ def check_rows(
                 f"{rows // replicas} + {rows % replicas}). Drop the remainder, or pad the batch "
                 "and give the padding weight 0 with `jc.WeightedLoss`."
             )
-        share = rows // replicas, *shape[1:]
-        shares.setdefault(share, lambda i=i: argument + _path(tree, i))
-    return shares
 
 
 def check_concrete(args: Any, kwargs: Any, name_of: Callable[[int | str], str]) -> None:

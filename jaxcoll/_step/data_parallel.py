@@ -21,7 +21,7 @@ from jaxcoll._mesh.placement import specs_of
 from jaxcoll._mesh.world import Worlds, worlds_of
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, checked
-from jaxcoll._spmd.batch import Call, Signature, Slot, slots
+from jaxcoll._spmd.batch import Call, Signature, Slot, check_shares, slots
 from jaxcoll._spmd.check_replicas import Claims
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import Shards
@@ -75,8 +75,8 @@ def data_parallel(
         one by one. Over Explicit axes everything is replicated.
       batch_argnums: positions in the step's signature, or names, of the arguments to split along
         their leading dimension, however they are passed. All others are whole on every replica. By
-        default, of one or two parameters the last is split, not counting those with a default; for
-        any other step the batch must be named.
+        default it is the only parameter, or the second of two. Parameters with a default, `*args`
+        and `**kwargs` count, too, if they get arrays. For any other step the batch must be named.
       donate_argnums: positions or names of the arguments whose memory may be reused for the
         results. An array that is passed twice is donated once, and copied for its other uses.
       options: defaults for the reductions inside; `timeout_seconds` bounds each call. `overlap`
@@ -97,7 +97,7 @@ def data_parallel(
     Raises:
       ValueError: an argument is invalid, or the mesh is empty, lists a device twice or lacks the
         axis; on a call, the batch is not named, does not divide, or has unequal numbers of rows
-        that would broadcast only within a replica; an argument is deleted or not a numeric array;
+        that broadcast only within a replica; an argument is deleted or not a numeric array;
         an output varies; or a reduction would hang or mix values (in a branch that replicas choose
         for themselves).
       AlreadyReducedError: on a call, `Shards` are reduced again.
@@ -388,9 +388,22 @@ class DataParallel:
             {name: rows if name in batch else specs_of(arg) for name, arg in kwargs.items()},
         )
         scope = Scope(self._worlds, self._options, record, self._inner.ask, self._axes, claims)
+
+        @functools.wraps(self._step, updated=())
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = self._step(*args, **kwargs)
+            check_shares(
+                lambda args, kwargs: self._step(*args, **kwargs),
+                Call(args, kwargs, batch),
+                self.num_replicas,
+                self.signature.name,
+                "data_parallel",
+            )
+            return result
+
         try:
             return call_step(
-                self._step,
+                step,
                 self.mesh,
                 self._axes,
                 scope,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,13 +24,6 @@ from jaxcoll._mesh.placement import (
 )
 from jaxcoll._spmd.batch import Call, Signature, Slot
 from jaxcoll._spmd.shards import is_shards, shards_in
-
-_BROADCAST = """\
-`data_parallel`: {one} has {rows} rows and {other} has {others}. The whole arrays do not fit each \
-other, but their shares on one replica, {share} and {another}, broadcast, which would give other \
-numbers than one device does. Pass equally many rows of both. If you mean one row for each \
-replica, as for a state, pass it as a separate argument, also named in `batch_argnums`."""
-
 
 _SHARDS_AS_BATCH = """\
 `data_parallel`: {name} holds `Shards`, but is taken for the batch, to be split over the replicas \
@@ -76,16 +67,12 @@ class Arguments:
         call = self._signature.call(args, kwargs)
         for i in self._donated:
             if not -len(call.args) <= i < len(call.args):
-                raise ValueError(call.missing_message(i, "donate_argnums"))
+                raise ValueError(self._signature.missing(call, i, "donate_argnums"))
         for slot in call.batch:
             name = self._signature.name(slot)
             if shards_in(call.at(slot)):
                 raise ValueError(_SHARDS_AS_BATCH.format(name=name))
-            shares = check_rows(
-                call.at(slot), name, self._replicas, self._processes, self._axis_name
-            )
-            if len({share[0] for share in shares}) > 1:
-                _check_no_broadcast(shares, self._replicas)
+            check_rows(call.at(slot), name, self._replicas, self._processes, self._axis_name)
         return call
 
     def placed(self, call: Call) -> Call:
@@ -154,22 +141,3 @@ def _memory_key(leaf: Any) -> int:
     numbers = is_one and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
     on_one_device = numbers and len(leaf.sharding.device_set) == 1 and leaf.is_fully_addressable
     return leaf.unsafe_buffer_pointer() if on_one_device else id(leaf)
-
-
-def _check_no_broadcast(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int) -> None:
-    """Refuse leaves of a batch if their shares broadcast, but the whole arrays do not."""
-    for (a, one), (b, other) in itertools.combinations(shares.items(), 2):
-        whole, others = ((share[0] * replicas, *share[1:]) for share in (a, b))
-        # A single row broadcasts, perhaps after a product or a sum over columns.
-        single = replicas > 1 and 1 in (a[0], b[0])
-        if a[0] != b[0] and (single or (_broadcast(a, b) and not _broadcast(whole, others))):
-            raise ValueError(
-                _BROADCAST.format(
-                    one=one(), rows=whole[0], other=other(), others=others[0], share=a, another=b
-                )
-            )
-
-
-def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Return True if arrays of these shapes can be added."""
-    return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))

@@ -19,6 +19,7 @@ from jaxcoll._mesh.replica_rows import ReplicaRows
 from jaxcoll._plan.checks import kind_of, positive, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import flattened, is_array
+from jaxcoll._spmd.batch import Call, check_shares
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
 
 
@@ -129,7 +130,7 @@ class DiLoCo:
     @functools.cached_property
     def step(self) -> Any:
         mesh, rows = self._places.mesh, self._places.rows.spec
-        step = functools.partial(_step_of_row, self._device_step)
+        step = functools.partial(_step_of_row, self._device_step, self.mesh.size)
         # Without types, so that a gradient is that of this replica's loss
         mapped = jax.shard_map(step, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
         return jax.jit(functools.update_wrapper(mapped, self._device_step, updated=()))
@@ -200,8 +201,9 @@ class DiLoCo:
           The state, and the metrics with a row for each replica of this process, *varying*.
 
         Raises:
-          ValueError: the state has rows for another number of replicas, the batch does not divide,
-            or the step returns values of other types than it got.
+          ValueError: the state has rows for another number of replicas, the batch does not divide
+            or has unequal numbers of rows that broadcast only within a replica, or the step returns
+            values of other types than it got.
           NameError: the step reduces over an axis.
           ReplicaDivergenceError: in a first exchange, processes hold different shared parameters.
           PeerLostError: in an exchange; the errors that `data_parallel` lists are possible too.
@@ -274,7 +276,9 @@ def _named(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
     return [(name + path, leaf) for name, tree in trees for path, leaf in flattened(tree)[0]]
 
 
-def _step_of_row(step: Callable[..., Any], replica: tuple[Any, Any], batch: Any) -> Any:
+def _step_of_row(
+    step: Callable[..., Any], replicas: int, replica: tuple[Any, Any], batch: Any
+) -> Any:
     """Run the step on this device's replica, which has one row, and its rows of the batch."""
     arguments = jax.tree.map(lambda x: x[0], replica)
     try:
@@ -291,4 +295,6 @@ def _step_of_row(step: Callable[..., Any], replica: tuple[Any, Any], batch: Any)
     if before != after:
         old, new = (min(types, default="nothing") for types in (before - after, after - before))
         raise ValueError(f"`diloco`: a step must return the types that it got; {old} became {new}.")
+    call = Call((*arguments, batch), {}, (2,))
+    check_shares(lambda args, _: step(*args), call, replicas, lambda _: "batch", "diloco")
     return jax.tree.map(lambda x: x[None], (tuple(state), metrics))

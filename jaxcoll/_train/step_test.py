@@ -100,8 +100,7 @@ def assert_same_as_one_device(
     args, kwargs = jax.tree.map(_on_host, (args, kwargs))  # host arrays cannot be donated
     first = mesh.devices[(slice(1),) * mesh.devices.ndim]
     together, alone = on(mesh), on(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types))
-    batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
-    signature = alone.signature if isinstance(alone, DataParallel) else Signature(alone, batch)
+    signature = getattr(alone, "signature", None) or _signature(alone, batch_argnums)
     call, narrowest = signature.call(args, kwargs), _narrowest(together, args, kwargs)
     rows = [len(x) for x in jax.tree.leaves([*map(call.at, call.batch)]) if np.ndim(x)]
     rng, blocks = np.random.default_rng(0), math.gcd(*rows) or 1
@@ -243,6 +242,14 @@ def _runner(
             "program."
         )
     return on, mesh
+
+
+def _signature(step: Callable[..., Any], batch_argnums: Any) -> Signature:
+    """Return what finds the batch of a function that maps itself."""
+    batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
+    caller = "assert_same_as_one_device"
+    line = f"jc.{caller}({{name}}, *args, batch_argnums={{batch}})"
+    return Signature(step, batch, caller, line, "on every device")
 
 
 def _without(paths: list[str], ignore: Sequence[str]) -> list[str]:

@@ -157,32 +157,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
     step(PARAMS, {"x": X, "y": Y})
 
 
-def test_arrays_of_a_batch_that_fit_each_other_only_in_their_shares_are_refused():
-    """On one device such arrays cannot be added; one row broadcasts against many on a replica."""
-    one, two = np.ones(8, "f"), np.ones(16, "f")
-    add = lambda x, y: jc.all_reduce("mean", jnp.mean(x + y), "data")
-    within = jc.data_parallel(lambda batch: add(batch["x"], batch["y"]))
-    for x, y in (
-        (one, two),
-        (two, one),
-        (one[:, None], two[:, None]),
-        (two, np.ones((32, 2), "f")),
-        (np.ones((8, 3), "f"), two),  # which meet after a product with weights
-        (one, np.ones((16, 8), "f")),  # as columns on one device, as one number on a replica
-    ):
-        a, b = len(x), len(y)
-        with pytest.raises(ValueError, match=rf"batch\['x'\] has {a} rows and .*\['y'\] has {b}. The "
-                           r"whole arrays do not fit.*\(\d,.* broadcast.*equally many rows"):  # fmt: skip
-            within.trace({"x": x, "y": y})
-    # What cannot meet by accident may have as many rows as it needs: tokens, and keys for rows.
-    apart = jc.data_parallel(
-        lambda x, y: jc.all_reduce("sum", x.sum() + y.sum(), "data"), batch_argnums=(0, 1)
-    )
-    assert apart(np.ones((16, 2), "f"), np.ones((32, 3), "f")) == 128
-    within = jc.data_parallel(lambda batch: jc.psum(sum(x.sum() for x in batch), "data"))
-    assert within((np.ones((16, 5), "f"), np.ones((48, 5), "f"))) == 320  # three for each row
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -345,7 +319,7 @@ def test_a_batch_that_only_a_keyword_can_name_and_one_before_other_arguments():
     )
     np.testing.assert_allclose(optional(2.0, batch=X), 2 * X.sum(), rtol=1e-4)
     with pytest.raises(
-        ValueError, match="argument 'rows' is named in `batch_argnums`, but the step has "
+        ValueError, match="argument 'rows' is named in `batch_argnums`, but the function has "
     ):
         jc.data_parallel(sums, batch_argnums="rows")(2.0, X)
     lacks = r"missing a required argument: 'batch': .* sums\(.*batch.*\), but was called with "

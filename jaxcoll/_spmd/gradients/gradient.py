@@ -23,6 +23,7 @@ from jaxcoll._plan.packs.leaves import check_not_empty, flattened, where
 from jaxcoll._plan.planner import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
+from jaxcoll._spmd.batch import Signature
 from jaxcoll._spmd.gradients.loss import (
     Differentiated,
     Extras,
@@ -85,7 +86,7 @@ class Differentiator:
     feedback: bool
     with_value: bool = True
     pieces: int | None = None  # the number of microbatches
-    batch_argnums: tuple[int, ...] = ()  # positions of the arguments to split into microbatches
+    signature: Signature | None = None  # finds the arguments to split into microbatches
 
     def __post_init__(self) -> None:
         if not callable(self.fun):
@@ -135,6 +136,8 @@ class Differentiator:
     ) -> Differentiated:
         """Return the value and gradients of this replica's share, scaled so that sums fit."""
         caller = self.caller
+        # The batch may have been passed by keyword, and becomes the last positional argument.
+        argnums = jax.tree.map(lambda i: i + len(args) if i < 0 else i, self.argnums)
 
         def loss(*args: Any, **kwargs: Any) -> tuple[Any, Extras]:
             out = self.fun(*args, **kwargs)
@@ -145,7 +148,7 @@ class Differentiator:
             return value, Extras(weight, metrics.constants_as_varying(aux, tuple(axes)))
 
         def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
-            (value, extras), grads = value_and_local_grad(loss, self.argnums, here, args, kwargs)
+            (value, extras), grads = value_and_local_grad(loss, argnums, here, args, kwargs)
             if missing := _compat.same_axes(value, axes):  # by its type, the loss reduced it
                 fields = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
                 raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**fields))
@@ -153,13 +156,13 @@ class Differentiator:
             return (value, extras._replace(weight=weight)), grads
 
         if self.pieces is not None:
+            assert self.signature is not None
             return accumulated(
                 differentiate,
                 args,
                 kwargs,
                 self.pieces,
-                batch_argnums=self.batch_argnums,
-                name_of=self._name,
+                signature=self.signature,
                 learned=self.positions(args),
                 mean=self.reduce_op is ReduceOp.MEAN,
                 halvings=self.halvings(axes),

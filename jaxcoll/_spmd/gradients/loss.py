@@ -19,7 +19,7 @@ from jaxcoll import _compat
 from jaxcoll._jaxpr.retrace import traced_call
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.packs.leaves import no_array
-from jaxcoll._show.units import counted
+from jaxcoll._spmd.batch import Call, Signature, Slot, check_shares
 from jaxcoll._spmd.pipeline import wide
 from jaxcoll._spmd.scope import Differentiation, differentiated
 
@@ -156,8 +156,7 @@ def accumulated(
     kwargs: dict[str, Any],
     count: int,
     *,
-    batch_argnums: Sequence[int],  # positions of the arguments to split
-    name_of: Callable[[int], str],  # the name of an argument in messages
+    signature: Signature,  # finds the arguments to split
     learned: Sequence[int],  # positions of the differentiated arguments
     mean: bool,
     halvings: int,  # a power of two
@@ -169,21 +168,23 @@ def accumulated(
     eight numbers in bfloat16 may cost three of its eight bits. In a weighted mean, a float16 value
     and its gradients are divided by 2^`halvings`, so that the sums over replicas fit.
     """
-    pieces = _in_pieces(args, count, batch_argnums, learned, name_of)
+    call = signature.call(args, kwargs)
+    pieces = [_in_pieces(call, slot, signature.name(slot), count, learned) for slot in call.batch]
 
-    def one(piece: dict[int, Any]) -> tuple[Any, Any]:
-        arguments = tuple(piece.get(i, arg) for i, arg in enumerate(args))
-        (value, extras), grads = differentiate(arguments, kwargs)
+    def one(pieces: list[Any]) -> tuple[Any, Any]:
+        piece = call.with_batch(pieces)
+        (value, extras), grads = differentiate(piece.args, piece.kwargs)
         aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), extras.aux)
         return (value, extras.weight, grads), aux
 
     # Trace one piece for the types of the initial sums.
     first = jax.tree.map(lambda x: x[0], pieces)
     program = traced_call(one, first)
+    check_shares(differentiate, call.with_batch(first), count, signature.name, "jc.accumulate")
     types, _ = program.result(program.program.out_avals)
     summed = jax.tree.leaves(types)
 
-    def step(totals: list[jax.Array], piece: dict[int, Any]) -> tuple[list[jax.Array], Any]:
+    def step(totals: list[jax.Array], piece: list[Any]) -> tuple[list[jax.Array], Any]:
         outputs = program.outputs(piece)
         added = [t + x.astype(t.dtype) for t, x in zip(totals, outputs, strict=False)]
         return added, outputs[len(summed) :]
@@ -204,30 +205,15 @@ def accumulated(
     return (value, Extras(weight, aux)), grads
 
 
-def _in_pieces(
-    args: tuple[Any, ...],
-    count: int,
-    batch_argnums: Sequence[int],
-    learned: Sequence[int],
-    name_of: Callable[[int], str],
-) -> dict[int, Any]:
-    """Return the arguments to split, by position: each leaf of shape (count, rows / count, ...)."""
-    for i in batch_argnums:
-        if not -len(args) <= i < len(args):
-            raise ValueError(
-                f"`jc.accumulate`: argument {i} is named in `batch_argnums`, but the function was "
-                f"called with {counted(len(args), 'positional argument')}."
-            )
-    chosen = sorted({i % len(args) for i in batch_argnums})
-    if both := {*chosen}.intersection(learned):
+def _in_pieces(call: Call, slot: Slot, name: str, count: int, learned: Sequence[int]) -> Any:
+    """Return an argument to split, with each leaf of shape (count, rows / count, ...)."""
+    if slot in learned:
         raise ValueError(
-            f"`jc.accumulate`: argument {min(both)} is in `argnums` and in `batch_argnums`; a "
+            f"`jc.accumulate`: argument {name!r} is in `argnums`, and is the batch; a "
             "differentiated argument cannot be split into microbatches."
         )
-    return {
-        i: jax.tree_util.tree_map_with_path(functools.partial(_cut, name_of(i), count), args[i])
-        for i in chosen
-    }
+    cut = functools.partial(_cut, name, count)
+    return jax.tree_util.tree_map_with_path(cut, call.at(slot))
 
 
 def _cut(name: str, count: int, path: Any, leaf: Any) -> Any:

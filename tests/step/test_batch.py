@@ -1,0 +1,268 @@
+"""One rule says what the batch of a call is, and which of its arrays may meet, wherever a batch is split."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import close
+from jax import lax
+
+import jaxcoll as jc
+
+RNG = np.random.default_rng(0)
+N = 16  # rows: two on a replica, one in a microbatch of it
+X, Y, W = (RNG.normal(size=shape).astype("f") for shape in ((N, 5), (N, 2), (5, 2)))
+P = jax.sharding.PartitionSpec
+
+
+def loss(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
+
+
+WANT = jax.value_and_grad(loss)(W, X, Y)
+
+
+def variadic(w, *batch):
+    return loss(w, *batch)
+
+
+def named(w, **batch):
+    return loss(w, **batch)
+
+
+def optional(w, x, y=None):
+    return loss(w, x, y)
+
+
+def keyword_only(w, x, *, y):
+    return loss(w, x, y)
+
+
+def second_optional(w, batch=None):
+    return loss(w, *batch)
+
+
+def undecorated(*args, **kwargs):
+    return loss(*args, **kwargs)
+
+
+class Loss:
+    def method(self, w, x, y=None):
+        return loss(w, x, y)
+
+    def __call__(self, w, *batch):
+        return loss(w, *batch)
+
+
+# Functions whose batch could be more than one argument, and a call
+UNCLEAR = {
+    "three": (loss, (X, Y), {}),
+    "a default": (optional, (X, Y), {}),
+    "a default by keyword": (optional, (X,), {"y": Y}),
+    "keyword only": (keyword_only, (X,), {"y": Y}),
+    "the second has a default": (second_optional, ((X, Y),), {}),
+    "*args": (variadic, (X, Y), {}),
+    "**kwargs": (named, (), {"x": X, "y": Y}),
+    "a decorator without wraps": (undecorated, (X,), {"y": Y}),
+    "a method": (Loss().method, (X, Y), {}),
+    "an object": (Loss(), (X, Y), {}),
+    "a partial": (functools.partial(optional), (X,), {"y": Y}),
+    "jitted": (jax.jit(optional), (X, Y), {}),
+}
+
+
+def by_data_parallel(fun, **settings):
+    return jc.data_parallel(jc.value_and_grad(fun, "data"), **settings)
+
+
+def by_accumulate(fun, **settings):
+    inner = jc.accumulate(fun, "data", 2, **settings)
+
+    def outer(w, *args, **kwargs):
+        leaves, tree = jax.tree.flatten((args, kwargs))
+
+        def step(w, rows):  # a replica's rows of all arrays, whatever `inner` is to split
+            rows = iter(rows)
+            args, kwargs = tree.unflatten([next(rows) if np.ndim(x) else x for x in leaves])
+            return inner(w, *args, **kwargs)
+
+        return jc.data_parallel(step)(w, [x for x in leaves if np.ndim(x)])
+
+    return outer
+
+
+ENTRIES = {"data_parallel": by_data_parallel, "accumulate": by_accumulate}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_what_could_be_the_batch_is_named_by_the_line_in_the_message(entry, name):
+    fun, args, kwargs = UNCLEAR[name]
+    with pytest.raises(ValueError, match="which arguments of .* are the batch") as error:
+        ENTRIES[entry](fun)(W, *args, **kwargs)
+    batch = eval(re.search(r"batch_argnums=(.*)\)\n", str(error.value))[1])
+    close(ENTRIES[entry](fun, batch_argnums=batch)(W, *args, **kwargs), WANT)
+
+
+# Calls in which only one argument could be the batch
+CLEAR = {
+    "two": (lambda w, b: loss(w, *b), ((X, Y),), {}),
+    "two by keyword": (lambda w, b: loss(w, *b), (), {"b": (X, Y)}),
+    "a default that is left out": (lambda w, b, flag=True: loss(w, *b), ((X, Y),), {}),
+    "a default that has no rows": (lambda w, b, scale=2.0: loss(w, *b) * scale, ((X, Y), 1.0), {}),
+    "a default that is None": (lambda w, b, key=0: loss(w, *b), ((X, Y),), {"key": None}),
+    "bound by keyword": (
+        functools.partial(lambda w, b, *, train: loss(w, *b) if train else w, train=True), ((X, Y),), {}),
+    "the rest is empty": (lambda w, b, *rest, **more: loss(w, *b), ((X, Y),), {}),
+    "keyword only": (lambda w, *, batch: loss(w, *batch), (), {"batch": (X, Y)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("name", CLEAR)
+def test_the_second_of_two_is_the_batch(entry, name):
+    fun, args, kwargs = CLEAR[name]
+    close(ENTRIES[entry](fun)(W, *args, **kwargs), WANT)
+
+
+def test_the_test_of_steps_and_elastic_have_the_same_rule():
+    def step(w, x, y=None, *, mesh):
+        run = lambda w, x, y: lax.pmean(loss(w, x, y), "data")
+        specs = P(), P("data"), P("data")
+        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P())(w, x, y)
+
+    words = (
+        r"of step\(.*\n    jc.assert_same_as_one_device\(step, \*args, batch_argnums=\('x', 'y'\)\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        jc.assert_same_as_one_device(step, W, X, Y)
+    jc.assert_same_as_one_device(step, W, X, Y, batch_argnums=("x", "y"))
+
+    for unclear in (lambda w, *batch: (w, 0.0), lambda w, batch=None: (w, 0.0)):
+        with pytest.raises(ValueError, match=r"jc.data_parallel\(step, batch_argnums="):
+            jc.Elastic(jc.data_parallel(unclear), W)
+        jc.Elastic(jc.data_parallel(unclear, batch_argnums=1), W)
+    jc.Elastic(jc.data_parallel(lambda w, batch, train=True: (w, 0.0)), W)
+
+
+# Steps of a batch of which leaves have other numbers of rows. One device gets the whole batch.
+NODES, GRAPHS = 32, 8
+GRAPH = {
+    "nodes": RNG.normal(size=(NODES, 3)).astype("f"),
+    "sizes": np.full(GRAPHS, NODES // GRAPHS, "i4"),
+    "globals": RNG.normal(size=(GRAPHS, 3)).astype("f"),
+}
+PAIRS = {
+    "query": RNG.normal(size=(8, 3)).astype("f"),
+    "others": RNG.normal(size=(16, 3)).astype("f"),
+}
+
+
+def owners(graph):
+    n, rows = len(graph["sizes"]), len(graph["nodes"])
+    return jnp.repeat(jnp.arange(n), graph["sizes"], total_repeat_length=rows)
+
+
+def graphs(w, graph):
+    of_node = graph["globals"][owners(graph)]
+    messages = jnp.tanh((graph["nodes"] + of_node) * w)
+    sums = jax.ops.segment_sum(messages, owners(graph), len(graph["globals"]))
+    return jnp.mean((sums + graph["globals"]) ** 2)
+
+
+def padded_graphs(w, graph):  # with a constant number of nodes in each
+    nodes = graph["nodes"].reshape(-1, NODES // GRAPHS, 3)
+    return jnp.mean((nodes * w + graph["globals"][:, None]) ** 2)
+
+
+def constant_nodes(w, graph):
+    if jnp.shape(graph["nodes"])[0] == NODES // GRAPHS:  # in a share
+        return jnp.mean((graph["nodes"] + jnp.ones((4, 3))) ** 2 * w) + graph["globals"].sum()
+    return jnp.mean((graph["nodes"] + jnp.ones((NODES, 3))) ** 2 * w) + graph["globals"].sum() / 8
+
+
+def contrast(w, pairs):
+    each = pairs["others"].reshape(len(pairs["query"]), 2, 3)
+    logits = jnp.einsum("qd,qnd->qn", pairs["query"] * w, each)
+    return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+
+INNOCENT = {
+    "graphs": (graphs, GRAPH),
+    "padded graphs": (padded_graphs, GRAPH),
+    "a constant number of nodes": (constant_nodes, GRAPH),
+    "queries with two others each": (contrast, PAIRS),
+}
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_one_row_on_a_replica_beside_more_is_taken(name):
+    fun, batch = INNOCENT[name]
+    want = jax.value_and_grad(fun)(jnp.float32(1.5), batch)
+    close(by_data_parallel(fun)(jnp.float32(1.5), batch), want)
+
+
+one, two = np.ones(8, "f"), np.ones(16, "f")
+LOOSE = {  # of the rows x and y, which as whole arrays do not fit
+    "added": (lambda x, y: x + y, one, two),
+    "columns": (lambda x, y: x + y, one[:, None], two[:, None]),
+    "after a product": (lambda x, y: x @ np.ones(3, "f") * y, np.ones((8, 3), "f"), two),
+    "rows against columns": (lambda x, y: x + y, one, np.ones((16, 8), "f")),
+    "several rows against columns": (lambda x, y: x + y, two, np.ones((32, 2), "f")),
+    "squeezed": (lambda x, y: x.squeeze() * y, one[:, None], two),
+    "flat": (lambda x, y: x.reshape(-1) * y, one[:, None], two),
+    "broadcast_to": (lambda x, y: jnp.broadcast_to(x, y.shape) * y, one, two),
+    "where": (lambda x, y: jnp.where(x > 0, y, 0), one, two),
+    "in a scan": (lambda x, y: lax.scan(lambda c, _: (c + x, None), y, None, 2)[0], one, two),
+    "in a program": (lambda x, y: jax.jit(jnp.add)(x, y), one, two),
+    "with reductions": (lambda x, y: jc.psum(x, "data") * y, one, two),
+}
+WORDS = (
+    r" has (8|16) rows and .* has (16|32).*whole arrays do not fit.*with more rows .*equally many"
+)
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_shares_that_broadcast_where_the_whole_does_not_are_refused(name):
+    fun, x, y = LOOSE[name]
+
+    @jax.numpy_rank_promotion("allow")
+    def mean(x, y):
+        return jc.pmean(jnp.mean(fun(x, y)), "data")
+
+    with pytest.raises(ValueError, match=r"data_parallel`: batch\['.'\]" + WORDS):
+        jc.data_parallel(lambda batch: mean(batch["x"], batch["y"])).trace({"x": x, "y": y})
+    with pytest.raises(ValueError, match="data_parallel`: [xy]" + WORDS):
+        jc.data_parallel(mean, batch_argnums=(0, 1)).trace(x, y)
+    jc.data_parallel(lambda x, y: jc.pmean(jnp.mean(x) + jnp.mean(y)), batch_argnums=(0, 1))(x, y)
+
+
+def test_microbatches_and_diloco_refuse_shares_that_broadcast():
+    def add(w, batch):
+        return jnp.mean(w * batch["x"] + batch["y"])
+
+    batch = {"x": two, "y": np.ones(32, "f")}
+    with pytest.raises(ValueError, match=r"`jc.accumulate`: batch\['x'\] has 2 rows and .* has 4"):
+        jc.data_parallel(jc.accumulate(add, "data", 2))(np.float32(1), batch)
+    train = jc.diloco(lambda w, state, batch: (w - add(w, batch), state, w))
+    with pytest.raises(ValueError, match=r"`diloco`: batch\['.'\]" + WORDS):
+        train(train.init(np.float32(0), ()), {"x": one, "y": two})
+    elastic = jc.Elastic(
+        jc.data_parallel(lambda w, batch: (w - jc.pmean(add(w, batch)), w)), np.float32(0)
+    )
+    with pytest.raises(ValueError, match=r"data_parallel`: batch\['.'\]" + WORDS):
+        elastic.run([{"x": one, "y": two}], 1)
+
+
+def test_on_one_device_one_row_broadcasts_as_ever():
+    mesh = jax.make_mesh((1,), ("data",))
+    step = jc.data_parallel(lambda b: jc.pmean(jnp.mean(b["x"] + b["y"])), mesh=mesh)
+    assert step({"x": one[:1], "y": two}) == 2
+
+
+def test_a_plan_shows_only_what_the_program_does():
+    step = jc.data_parallel(lambda b: jc.psum(b["x"].sum() + b["y"].sum(), "data"))
+    assert len(jc.inspect(step, {"x": one, "y": two}).plans) == 1
