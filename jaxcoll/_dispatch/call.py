@@ -63,6 +63,10 @@ class Call:
     # The name of an argument in messages, given its position or its keyword
     name_of: Callable[[int | str], str] = "args[{}]".format
     inner: InnerDeadlines | None = None  # deadlines of reductions inside the program
+    group: Any = None  # the `Group` that makes the call; None: that of the devices' processes
+    # The deadline for processes to agree on the program, for calls whose own begins afterwards;
+    # None: `timeout_seconds` bounds both
+    meeting_seconds: float | None = None
     # Texts of `SameRowsWarning`s; the thread that waits for the call warns, at the user's line
     same_rows: list[str] = dataclasses.field(default_factory=list)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import threading
 import time
@@ -32,11 +33,12 @@ _SRUN = f"Start the program with `srun`. {_INITIALIZE}"
 class Group(Protocol):
     """The processes that run a program together: what calls need of a `ProcessGroup`."""
 
-    name: str
+    worker: Worker  # two programs of one group at once would mix up their messages
     compiled: Compile
 
     def begin(self, task: Task) -> None: ...
     def run(self, call: Call, program: Program, wait: bool = True) -> Any: ...
+    def deadline(self, call: Call, begun: float) -> float: ...
     def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]: ...
 
 
@@ -48,10 +50,6 @@ def group_of(devices: Sequence[jax.Device]) -> Group | None:
     _warn_where_alone()
     return None
 
-
-_workers: dict[str, Worker] = {}
-"""One worker for each process group. Groups have separate connections, so their calls may overlap;
-two programs of one group would mix up their messages."""
 
 _alone = threading.local()
 """A worker for each thread, for calls within this process: they overlap, as without a deadline, and
@@ -77,7 +75,7 @@ def run(call: Call, until: float | None = None) -> Any:
         Only the wait ends: the program goes on until it can finish, the process stays usable, and
         the next call over the same processes begins after that.
     """
-    group = group_of(call.devices)
+    group = call.group or group_of(call.devices)
     if group is None and not call.timeout_seconds:
         worker = getattr(_alone, "worker", None)
         # After a call that was given up, later ones queue in its worker, so that none overtakes it.
@@ -86,25 +84,28 @@ def run(call: Call, until: float | None = None) -> Any:
     # Compile in this thread, because tracing uses the JAX configuration of its thread. Read the
     # deadline afterwards, because the trace may request a shorter one.
     program = compiled_for(call, None if group is None else group.compiled)
-    seconds = call.timeout_seconds
-    if until is None and seconds:
-        until = time.monotonic() + seconds
-    worker, make = _worker_of(group), functools.partial(_run_and_wait, program, call)
+    seconds, begun = call.timeout_seconds or math.inf, time.monotonic()
+    ends = begun + seconds if until is None else until
+    worker = _own_worker() if group is None else group.worker
+    make = functools.partial(_run_and_wait, program, call)
     task = Task(worker)
     if group is not None:
         # A result that failed over Gloo may never be ready, so a later wait for it would hang.
-        wait = bool(seconds) or call.devices[0].platform == "cpu"
+        wait = seconds < math.inf or call.devices[0].platform == "cpu"
         make = functools.partial(group.run, call, program, wait)
         group.begin(task)  # before the call, so that it misses no failure
     worker.submit(make, task)
-    if task.wait(None if until is None else max(0.0, until - time.monotonic())):
-        for text in call.same_rows:
-            settings.warn(text, SameRowsWarning)
-        return task.result()
-    ranks, why = ((), "") if group is None else group.absence(call, program)
-    abandon(worker)
-    text = f"{call.name} did not finish within {seconds:g} s.{why}"
-    raise DeadlineExceededError(text, ranks=ranks)
+    while not task.wait(max(0.0, ends - time.monotonic())):
+        if group is not None and call.meeting_seconds is not None:
+            ends = group.deadline(call, begun)
+        if time.monotonic() >= ends:
+            ranks, why = ((), "") if group is None else group.absence(call, program)
+            abandon(worker)
+            text = f"{call.name} did not finish within {seconds:g} s.{why}"
+            raise DeadlineExceededError(text, ranks=ranks)
+    for text in call.same_rows:
+        settings.warn(text, SameRowsWarning)
+    return task.result()
 
 
 def run_all(calls: Sequence[Call]) -> list[Any]:
@@ -114,12 +115,8 @@ def run_all(calls: Sequence[Call]) -> list[Any]:
     return [run(call, until) for call in calls]
 
 
-def _worker_of(group: Group | None) -> Worker:
-    """Return the worker of a group, or this thread's worker for calls within this process."""
-    if group is not None:
-        if group.name not in _workers:
-            _workers[group.name] = Worker("jaxcoll-worker")
-        return _workers[group.name]
+def _own_worker() -> Worker:
+    """Return this thread's worker for calls within this process."""
     if getattr(_alone, "worker", None) is None:
         _alone.worker = Worker("jaxcoll-worker")
     return _alone.worker

@@ -20,6 +20,9 @@ from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import coordinator_connection, ended
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, REPLY_SECONDS
 
+UNREPORTED = "here, unreported"
+"""The state of a process whose end the coordinator will not report, as after a restart."""
+
 _EACH_SECONDS = 0.02  # extra time for each process that is asked
 
 
@@ -88,16 +91,22 @@ class Peers:
         self.store.request(send, seconds)
 
     def key(self, what: str, process: int) -> str:
-        """Return the key of a process's `inbox`, `bell` or `state` ("here" or "ended")."""
+        """Return the key of a process's `inbox`, `bell` or `state`."""
         return f"{self.root}/{what}/{process}"
 
     def look(self) -> None:
         """Update `gone`, the processes that have ended."""
-        self.gone = ended()
+        gone = ended()
+        if gone:
+            states = self.store.all(f"{self.root}/state")
+            gone = {p: done for p, done in gone.items() if states.get(str(p)) != UNREPORTED}
+        self.gone = gone
 
     def state_of(self, process: int) -> str:
         """Return the state of a silent process: "ended", "dead", "here", or "" if unknown."""
         state = self.store.try_get(self.key("state", process)) or ""
+        if state == UNREPORTED:
+            return "here"
         return "dead" if state != "ended" and process in ended() else state
 
     def describe_silence(self, process: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import weakref
@@ -20,7 +21,7 @@ from jaxcoll._dispatch.call_order import CallOrder
 from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.fingerprint import first_collective, first_values, shared_program
 from jaxcoll._dispatch.peers import Peers
-from jaxcoll._threads import Task
+from jaxcoll._threads import Task, Worker
 from jaxcoll.errors import PeerLostError, ProgramMismatchError
 
 NEWS_SECONDS = 0.05
@@ -36,15 +37,19 @@ class ProcessGroup:
     not expected (see `CallOrder`), runs only after all processes have agreed on it.
     """
 
-    def __init__(self, peers: Peers, processes: tuple[int, ...]) -> None:
+    def __init__(self, peers: Peers, processes: tuple[int, ...], name: str = "") -> None:
         self.processes = processes  # their numbers, sorted
-        self.name = f"{processes[0]}-{processes[-1]}-{zlib.crc32(repr(processes).encode()):08x}"
+        which = f"{processes[0]}-{processes[-1]}-{zlib.crc32(repr(processes).encode()):08x}"
+        self.name = name or which
+        # Groups have separate connections, so their calls may overlap.
+        self.worker = Worker("jaxcoll-worker")
         self.failure: Exception | None = None  # the error that all further calls raise
         self.position = 0  # of the latest call, counted from 1
         self.done = 0  # position of the last call that this process finished its part of
         self._program: Program | None = None  # of the latest call
         self.call: Call | None = None  # the call in progress
         self._agreed = 0  # position of the last call that runs, or has run
+        self._started = 0.0  # when the call in progress was agreed on
         self._since = time.monotonic()  # when the latest call began, or ended
         self._failed = 0, ""  # position and error of a call that failed here; others may wait in it
         self._order = CallOrder()
@@ -52,6 +57,11 @@ class ProcessGroup:
         self._peers = peers
         self._waiting: set[weakref.ref[Task]] = set()
         self._missing_at_beat: tuple[int, set[int]] = (0, set())  # see `beat`
+
+    @property
+    def latest(self) -> tuple[int, str]:
+        """The position of the latest call, and its program's digest."""
+        return self.position, self._program.digest if self._program else ""
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -65,11 +75,12 @@ class ProcessGroup:
           PeerLostError: a process of the group is already lost.
           ProgramMismatchError: the processes are out of step.
         """
-        self._check()
+        self.check()
         # A weak reference, because results are large.
         self._waiting.add(weakref.ref(task, self._waiting.discard))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise the error with which the next call would fail."""
         if not (self.failure or self._peers.lost or self._peers.gone):
             return
         if self.failure:
@@ -87,8 +98,9 @@ class ProcessGroup:
           ProgramMismatchError: the others call another program.
           PeerLostError: the call failed, and a process has died or no longer answers.
         """
-        self._check()
+        self.check()
         self.position += 1
+        self._started = 0.0
         self.call, self._program, self._since = call, program, time.monotonic()
         is_expected = self._order.follow(program.digest)
         try:
@@ -98,6 +110,7 @@ class ProcessGroup:
             has_failed = self._failed[0] == self.position - 1
             if program.is_first or has_failed or not is_expected:
                 self._agree(call, program)
+            self._started = time.monotonic()
             self._agreed = self.position  # set first: others ask while this process waits below
             result = program.compiled(*call.args, **call.kwargs)
             if wait:
@@ -209,9 +222,21 @@ class ProcessGroup:
 
     def _fail(self, failure: Exception) -> None:
         """Make every process of the group raise this error from now on."""
+        self.end(failure)
+        self._alarm(failure)
+
+    def end(self, failure: Exception) -> None:
+        """Make all calls in this process raise this error from now on, those in progress too."""
         self.failure = self.failure or failure
         self._interrupt(self.failure)
-        self._alarm(failure)
+
+    def deadline(self, call: Call, begun: float) -> float:
+        """Return when a call with a `meeting_seconds` is late, or when to ask again."""
+        seconds = call.timeout_seconds or math.inf
+        if self.call is call and self._started:
+            return self._started + seconds
+        # Processes still agree on its program, and its own time may begin at any moment.
+        return min(begun + (call.meeting_seconds or 0.0), time.monotonic() + seconds)
 
     def _interrupt(self, error: Exception) -> None:
         """End all waits for calls of this group."""

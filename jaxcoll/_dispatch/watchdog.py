@@ -21,7 +21,7 @@ from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import coordinator_connection
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS
 from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
-from jaxcoll._dispatch.peers import Peers
+from jaxcoll._dispatch.peers import UNREPORTED, Peers
 from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._threads import at_exit, in_forked_child, not_at_exit
 
@@ -106,7 +106,7 @@ class Watchdog:
         peers, keys = self.peers, self.peers.store
         inbox, bell, state = (peers.key(x, peers.process) for x in ("inbox", "bell", "state"))
         keys.delete(inbox)  # messages to a process that this one replaces
-        keys.set(state, "here")
+        keys.set(state, "here" if coordinator_connection() else UNREPORTED)
         due, heartbeats = time.monotonic(), 0
         while not self._ended:
             with contextlib.suppress(TimeoutError):

@@ -196,9 +196,10 @@ def run_on_replicas(
         if compares:
             program = replica_program(devices, function, *settings, True)
             program.inner.traced(program.jitted, placed)
-        result = run(Call(program.jitted, placed, devices, what, options, inner=program.inner))
+        call = Call(program.jitted, placed, devices, what, options, inner=program.inner)
+        result = run(call)
         if compares:
-            return checked(program.claims, line_of(devices, AXIS), (AXIS,))(result)
+            return checked(program.claims, line_of(devices, AXIS), (AXIS,))(result, call)
         return result
 
 

@@ -22,9 +22,9 @@ class Generation:
     joined: tuple[str, ...] = ()  # names of members that were not in the previous one
     why: str = ""  # what ended the previous generation, for messages
     ended: bool = False  # training is done; there are no members
-    # Workers that have different programs for the step. If there are members, the first of these is
-    # one of them, and the others were newcomers that end; otherwise all workers end
-    differ: tuple[str, ...] = ()
+    # Names of those who end because processes have different programs, and the error's text
+    ejected: tuple[str, ...] = ()
+    mismatch: str = ""
     reconnects: bool = False  # whether its members make new connections, or use JAX's own
     # Number of generations, including those of earlier runs that wrote this one's checkpoint
     term: int = 0
@@ -36,9 +36,13 @@ class Generation:
         """The process numbers of the members."""
         return tuple(map(rank_of, self.members))
 
+    def concerns(self, name: str) -> bool:
+        """Return whether a worker is in it, or must end."""
+        return name in self.members or self.ends_for_its_program(name)
+
     def ends_for_its_program(self, name: str) -> bool:
         """Return whether a worker must end because workers have different programs."""
-        return bool(self.differ) and (not self.members or name in self.differ[1:])
+        return name in self.ejected or (bool(self.ejected) and not self.members)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

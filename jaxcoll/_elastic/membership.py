@@ -21,15 +21,32 @@ from typing import Any
 from jaxcoll._cluster.liveness import ended
 from jaxcoll._cluster.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.executable import Program
+from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._dispatch.watchdog import Watchdog
-from jaxcoll._elastic.generation import Generation, RegroupError, describe, rank_of
-from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, StepStatus, has_ended, new_name
+from jaxcoll._elastic.generation import Generation, RegroupError, describe, listed, rank_of
+from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, new_name
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
 
 KEPT_STEPS = 100
 """Number of steps whose keys are kept. No member is so far behind: they meet in most steps."""
+
+
+class MemberGroup(ProcessGroup):
+    """The process group of one generation. Who is lost is found by regrouping, and not here."""
+
+    def beat(self) -> None:
+        if gone := self._gone_before(self.position + 1):
+            self.end(PeerLostError(f"workers {listed(sorted(gone))} ended", ranks=sorted(gone)))
+
+    def explain(self, error: Exception) -> Exception:
+        return self.failure or error
+
+    def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
+        return (), ""
 
 
 class Membership:
@@ -48,7 +65,8 @@ class Membership:
         self._watchdog, self._keys = watchdog, watchdog.peers.store
         self.name = new_name(self._keys.process)
         self.generation = Generation(-1, (), 0)  # the present one
-        self.status = StepStatus(-1, -1)  # this worker's step, for its heartbeat
+        self.group: MemberGroup | None = None  # of the present generation
+        self.mismatch = ""  # the error, if this generation's processes have different programs
         self.startup = startup  # seconds to wait for a live worker in a generation
         self.reconnects = False  # whether JAX's own connections may be broken here
         self.woken = threading.Event()  # set when something happened that a waiting worker must see
@@ -68,26 +86,24 @@ class Membership:
         self._watchdog.watched.pop(self._root, None)
         with self._lock:  # the watchdog must not write a heartbeat after the last one
             self._ended = True
+            self._close_group()
         with contextlib.suppress(StoreUnreachableError, RuntimeError):
             self._keys.set(f"{self._root}/heartbeat/{self.name}", ENDED)
         self._keys.patience = math.inf
 
     def check(self) -> None:
-        """Raise RegroupError if a worker has requested a new generation."""
+        """Raise RegroupError if a worker has requested a new generation, or a member has ended."""
         self._keys.check()
         if self._is_over:
             raise RegroupError
-
-    def check_members(self) -> None:
-        """If a member has ended, request a new generation and raise RegroupError."""
-        if gone := [name for name in self.generation.members if has_ended(name)]:
-            self.request_regroup(f"{describe(gone)} ended")
+        if self.group is not None and isinstance(self.group.failure, PeerLostError):
+            self.request_regroup(str(self.group.failure))
             raise RegroupError
 
     def lose_coordinator(self) -> None:
         """Make every wait fail, because the coordinator no longer answers."""
         self._keys.lose()
-        self.woken.set()
+        self._wake(StoreUnreachableError("the coordinator is lost"))
 
     def request_regroup(self, why: str, late: bool = False) -> bool:
         """End this generation on all its members, and say why.
@@ -132,7 +148,7 @@ class Membership:
           The generation that this worker is in; None: training ended without it.
         """
         generation = self._agree(step, (step,), term)
-        while self.name not in generation.members and (generation.members or not generation.differ):
+        while not generation.concerns(self.name):
             if generation.ended:
                 return None
             generation = self._wait_for_next(generation)
@@ -152,7 +168,7 @@ class Membership:
         key = self._key(self.generation.number, f"step/{step}")
         return self._keys.agree(key, answer) == "join"
 
-    def gather(self, what: str, value: str, *, same: bool = False) -> dict[str, str]:
+    def gather(self, what: str, value: str) -> dict[str, str]:
         """Wait for the values of all members, and return them by name. RegroupError ends the wait.
 
         Once all values are there it returns, even if the generation is over, so that all members
@@ -161,22 +177,19 @@ class Membership:
         Args:
           what: a name that is used only once in a generation.
           value: this worker's value.
-          same: all values must be equal, and all members in this worker's step.
         """
         self._keys.set(self._key(self.generation.number, f"{what}/{self.name}"), value)
-        members, mine = self.generation.members, {self.name: self.status}
+        members = self.generation.members
         until = time.monotonic() + self.startup
         while True:
             self.observe()  # before reading values: a worker may write its value and end
             values = self._keys.all(self._key(self.generation.number, what))
             missing = [m for m in members if m not in values]
-            if not missing and not (same and len(set(values.values())) > 1):
+            if not missing:
                 return values
             self.check()
             silent = [m for m in missing if self._heartbeats.is_silent(m)]
-            if not missing or (same and self._heartbeats.contradicting(members, mine)):
-                self.request_regroup("workers have different programs")
-            elif silent:
+            if silent:
                 self.request_regroup(f"{describe(silent)} ended")
             elif time.monotonic() > until:
                 why = f"{describe(missing)} did not arrive within {self.startup:g} s"
@@ -208,7 +221,8 @@ class Membership:
         offer = {
             "finished": finished,
             "held": list(held),
-            "status": self.status,
+            "program": self.group.latest if self.group is not None else (0, ""),
+            "mismatch": self.mismatch,
             "term": term,
             "reconnects": self.reconnects,
             "residual": residual,
@@ -232,10 +246,10 @@ class Membership:
         """Return whether there is nobody left to wait for."""
         if self.generation.number < 0:
             return self._starters() <= {*map(rank_of, ready)} or waited > self.startup
-        _, odd = self._differ(ready)
-        if odd == self.generation.members:
+        ejected = self._ejected(ready)
+        if ejected == self.generation.members:
             return True
-        missing = [m for m in self.generation.members if m not in ready and m not in odd]
+        missing = [m for m in self.generation.members if m not in {*ready, *ejected}]
         request = self._keys.try_get(self._key(number, "request"))
         patience = HEARTBEAT_SECONDS if request and json.loads(request)["late"] else self._patience
         if any(not self._heartbeats.is_silent(m) for m in missing) and waited < patience:
@@ -243,20 +257,22 @@ class Membership:
         # Waiting workers become members, so it must be known whether they live.
         return all(map(self._heartbeats.is_settled, self._waiting()))
 
-    def _differ(self, ready: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return members with different programs for a step, and those that must end for it."""
-        offered = {m: StepStatus(*offer["status"]) for m, offer in ready.items()}
-        return self._heartbeats.differing(self.generation.members, self.generation.joined, offered)
+    def _ejected(self, ready: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the members that must end because they called different programs."""
+        programs = {m: tuple(offer["program"]) for m, offer in ready.items()}
+        return find_ejected(self.generation.members, self.generation.joined, programs)
 
     def _proposal(self, number: int, ready: Mapping[str, Any]) -> Generation:
         request = self._keys.try_get(self._key(number, "request"))
         why = json.loads(request)["why"] if request else "a worker joined" if number else ""
         last = self.generation
         before = last.members if number else sorted(ready, key=rank_of)
-        differ, odd = self._differ(ready)
-        staying = [m for m in before if m in ready and m not in odd][: self._most]
+        ejected = self._ejected(ready)
+        mismatch = max(r["mismatch"] for r in ready.values()) if ejected else ""
+        staying = [m for m in before if m in ready and m not in ejected][: self._most]
         if not staying:
-            return Generation(number, (), min(r["finished"] for r in ready.values()), differ=differ)
+            step = min(r["finished"] for r in ready.values())
+            return Generation(number, (), step, ejected=ejected, mismatch=mismatch)
         coming = self._newcomers(staying)
         members = tuple(sorted([*staying, *coming], key=rank_of))
         # All survivors can go back to the slowest one's step; at the start the newest state counts.
@@ -272,10 +288,11 @@ class Membership:
             step,
             source=having[0],
             sends_state=any(m not in having for m in members),
-            lost=tuple(m for m in before if m not in ready or m in odd),
+            lost=tuple(m for m in before if m not in ready or m in ejected),
             joined=tuple(m for m in members if number and m not in before),
             why=why,
-            differ=differ,
+            ejected=ejected,
+            mismatch=mismatch,
             reconnects=number > 0 or any(r["reconnects"] for r in ready.values()),
             term=term + 1,
             residual=math.sqrt(sum(ready[m]["residual"] ** 2 for m in staying) / len(staying)),
@@ -317,19 +334,36 @@ class Membership:
         with self._lock:  # the watchdog must not apply a request from the last generation
             self.generation = generation
             self._is_over = False
-            self.status = StepStatus(generation.number, -1)
+            self.mismatch = ""
             self._join_steps.clear()
             self.woken.clear()
-        if self.name in generation.members:
+            self._close_group()
+            if is_member := self.name in generation.members:
+                peers, name = self._watchdog.peers, f"{self._root}/{generation.number}"
+                peers.lost.difference_update(generation.ranks)  # who was lost before is back
+                self.group = MemberGroup(peers, tuple(sorted(generation.ranks)), name)
+                self._watchdog.watched[name] = self.group
+        if is_member:
             self._keys.delete(f"{self._root}/waiting/{self.name}")
         return generation
+
+    def _close_group(self) -> None:
+        if self.group is not None:
+            self._watchdog.watched.pop(self.group.name)
+            self.group.worker.close()
+            self.group = None
+
+    def _wake(self, error: Exception) -> None:
+        """End every wait of this worker; calls in progress and later ones raise `error`."""
+        if self.group is not None:
+            self.group.end(error)
+        self.woken.set()
 
     def _key(self, number: int, what: str) -> str:
         return f"{self._root}/{number}/{what}"
 
     def _write_heartbeat(self) -> None:
-        text = json.dumps([next(self._counts), self.status])
-        self._keys.set(f"{self._root}/heartbeat/{self.name}", text)
+        self._keys.set(f"{self._root}/heartbeat/{self.name}", str(next(self._counts)))
 
     def alarmed(self, alarm: dict[str, Any]) -> None:
         """Handle a member's request for a new generation."""
@@ -343,5 +377,25 @@ class Membership:
             request = self._keys.try_get(self._key(self.generation.number + 1, "request"))
             if request and self.generation.number >= 0:
                 self._is_over = True
-                self.woken.set()
+                self._wake(RegroupError())
             self._write_heartbeat()
+
+
+def find_ejected(
+    members: tuple[str, ...], joined: Sequence[str], programs: Mapping[str, tuple[int, str]]
+) -> tuple[str, ...]:
+    """Return the members that must end because members called different programs.
+
+    `programs` has the position and the digest of each one's last call. A newcomer ends if it
+    differs from the others. If these differ, nobody knows who is right, and all end.
+    """
+    staying = [m for m in members if m not in joined] or members
+    before = [programs[m] for m in staying if m in programs]
+    if _differ(before):
+        return members
+    return tuple(m for m in joined if m in programs and _differ([*before, programs[m]]))
+
+
+def _differ(programs: Sequence[tuple[int, str]]) -> bool:
+    """Return whether two have the same position and different digests."""
+    return len(set(programs)) > len({position for position, _ in programs})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -39,7 +40,7 @@ from jaxcoll.errors import ProgramMismatchError, ReplicaDivergenceError
 _LOG = logging.getLogger("jaxcoll")
 
 Together = Callable[..., Any]
-"""A function of `(call, seconds, what)` that returns `call()`; all members must call it."""
+"""A function of `(call, seconds, what)` that makes a `Call` with all members."""
 
 
 class ReplicatedState:
@@ -193,16 +194,24 @@ class ReplicatedState:
         return [residuals.divided(x, workers, len(mesh.local_devices)) for x in totals]
 
     def compare(self, membership: Membership) -> None:
-        """Compare the last state on all members, bit by bit. Cost: about a second per gigabyte."""
-        digests = membership.gather(f"digest/{self.finished}", _digests(self.compared(self.latest)))
+        """Compare the last state on all members and on all devices of each, bit by bit.
+
+        Cost: about a second per gigabyte.
+        """
+        state = self.compared(self.latest)
+        digests = membership.gather(f"digest/{self.finished}", _digests(state))
+        # Those of equal digests have the same copies, so a majority of wrong ones ends here, too.
+        check_copies(state)
         check_agreed(digests, membership, _divergence_error)
 
     def add_up(self, membership: Membership, together: Together) -> None:
         """Sum residuals over all workers for a checkpoint. All members must call this."""
         if rows := residuals.residuals_in(self.latest):
             add = self._adder = self._adder or residuals.adder(rows)
-            parts = [x.parts for x in rows]
-            sums = together(lambda: add(parts), membership.startup, "adding residuals")
+            with no_mesh():
+                call, _ = add.prepare([x.parts for x in rows])
+            call = dataclasses.replace(call, rows=False)
+            sums = together(call, membership.startup, "adding residuals")
             self._added = {self.finished: list(map(residuals.in_host_memory, sums, rows))}
 
     def check_result(self, out: Any) -> None:
@@ -310,6 +319,26 @@ def _digest(x: Any) -> str:
     return digest.hexdigest()
 
 
+def check_copies(tree: Any) -> None:
+    """Refuse arrays of which this process's devices hold different copies."""
+    divergent = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        groups: dict[Any, list[str]] = {}
+        for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
+            groups.setdefault(_bytes(shard.data).tobytes(), []).append(str(shard.device.id))
+        if len(groups) > 1:
+            largest_first = sorted(groups.values(), key=len, reverse=True)
+            divergent[f"state{jax.tree_util.keystr(path)}"] = tuple(map(tuple, largest_first))
+    if divergent:
+        first, groups = next(iter(divergent.items()))
+        raise ReplicaDivergenceError(
+            f"Copies of the state differ on the devices of worker {jax.process_index()}. The first "
+            f"is {first}: devices {' | '.join(', '.join(group) for group in groups)}. Every step "
+            "must compute the same on all replicas; check its `jc.same`.",
+            divergent=divergent,
+        )
+
+
 def _bytes(x: Any) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
@@ -341,9 +370,9 @@ def _broadcast(state: Any, membership: Membership, mesh: Mesh, together: Togethe
     )
     rows = np.broadcast_to(mine, (here, *mine.shape))
     with no_mesh():
-        program = send.lower(rows).compile()
-        placed = place(rows, NamedSharding(mesh, PartitionSpec(axis)))
-    bits = on_host("", together(lambda: program(placed), membership.startup, "sending the state"))
+        call, _ = send.prepare(rows)
+    call = dataclasses.replace(call, rows=False)  # of which all but the source's are of no use
+    bits = on_host("", together(call, membership.startup, "sending the state"))
     cuts = np.cumsum([part.size for part in parts])[:-1]
     return structure.unflatten(
         [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxcoll._plan.packs.packing import LANES
 from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._spmd.residual import is_residual
 from jaxcoll._spmd.shards import Shards
-from jaxcoll._step.data_parallel import data_parallel
+from jaxcoll._step.data_parallel import DataParallel, data_parallel
 
 
 def residuals_in(state: Any) -> list[Shards]:
@@ -76,12 +76,10 @@ def placed(rows: Shards, mesh: Mesh) -> Shards:
     return _like(parts, rows)
 
 
-def adder(residuals: Sequence[Shards]) -> Callable[..., list[Any]]:
-    """Return a compiled program that sums each residual over all replicas, in float32."""
+def adder(residuals: Sequence[Shards]) -> DataParallel:
+    """Return a step that sums the parts of each residual over all replicas, in float32."""
     mesh, axis = residuals[0].parts[0].sharding.mesh, residuals[0].axes[0]
-    add = data_parallel(lambda x: all_reduce("sum", x, axis), mesh=mesh, axis_name=axis)
-    with no_mesh():
-        return add.lower([x.parts for x in residuals]).compile()
+    return data_parallel(lambda x: all_reduce("sum", x, axis), mesh=mesh, axis_name=axis)
 
 
 def in_host_memory(sums: Sequence[Any], residual: Shards) -> Shards:

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxcoll._dispatch.call import Call
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState, Together
-from jaxcoll._elastic.step_programs import StepPrograms
+from jaxcoll._elastic.steps import Prepared, Steps
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._train.diloco import DiLoCo, DiLoCoState
 
@@ -71,8 +72,8 @@ class RoundsState(ReplicatedState):
         return dataclasses.replace(alike, replicas=(rows(one), rows(alike.replicas[1])))
 
 
-class RoundPrograms(StepPrograms):
-    """The local steps of a round, and the program of the exchange that ends it."""
+class Rounds(Steps):
+    """The local steps of a round, and the call of the exchange that ends it."""
 
     def __init__(
         self,
@@ -81,29 +82,22 @@ class RoundPrograms(StepPrograms):
         mesh: Mesh,
         membership: Membership,
     ) -> None:
-        self._train = train.on(mesh)
+        self._train, self._report = train.on(mesh), report
         super().__init__(self._train.sum, mesh, membership)
-        self._report = report
 
-    def prepared(
-        self, step: int, state: ReplicatedState, batches: Callable[[int], Any]
-    ) -> tuple[int, Callable[[], Any]]:
+    def prepare(self, step: int, state: ReplicatedState, batches: Callable[[int], Any]) -> Prepared:
         assert isinstance(state, RoundsState)
         now, metrics = state.ahead.get(step, (state.latest, None))
         while now.steps == step or now.steps % self._train.every:
             self._membership.check()
-            self._membership.check_members()
             if now.steps > step:
                 self._report(int(now.steps), metrics)
             now, metrics = self._train.local(now, batches(int(now.steps)))
             state.ahead[step] = now, metrics
-        args = self._train.arguments(now)
-        lower = functools.partial(self._twin.lower, *args)
         with no_mesh():
-            program = self.compiled(step, "exchange", lower, jax.tree.leaves(args))
-        self._ended = now, metrics
-        return int(now.steps), functools.partial(program.compiled, *args)
+            call, checked = self._step.prepare(*self._train.arguments(now))
 
-    def finished(self, out: Any) -> Any:
-        state, metrics = self._ended
-        return self._train.applied(state, out), metrics
+        def finish(mean: Any, call: Call) -> Any:
+            return self._train.applied(now, checked(mean, call)), metrics
+
+        return Prepared(int(now.steps), call, finish)

@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jax
 from jax.sharding import Mesh
 
-from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_WORKER_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._elastic.connections import Connections, may_be_broken
 from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState, check_agreed
-from jaxcoll._elastic.step_programs import StepPrograms, mismatch_error, publish_program
+from jaxcoll._elastic.steps import Steps
 from jaxcoll._mesh.mesh import line_of
-from jaxcoll._threads import Task, Worker, abandon
+from jaxcoll._threads import Task, Worker
 from jaxcoll.errors import (
     DeadlineExceededError,
     PeerLostError,
@@ -34,6 +34,9 @@ _JOIN_EVERY = 10  # steps between two checks for workers that wait to join
 MOST_ATTEMPTS = 20
 """Number of late attempts at one step, with all workers alive, after which a run gives up."""
 
+_OF_OTHERS = DeadlineExceededError, PeerLostError, ProgramMismatchError
+"""Errors of a call that another worker may have caused."""
+
 PATIENCE, LAST_PATIENCE = 1.0, 30.0
 """Timeouts, in seconds, for the lock on the checkpoint: during a run, and at its end."""
 
@@ -43,7 +46,7 @@ class Job:
     """The arguments of `Elastic`, and the progress of its runs."""
 
     axis: str
-    programs: Callable[[Mesh, Membership], StepPrograms]
+    calls: Callable[[Mesh, Membership], Steps]
     state: ReplicatedState
     fewest: int
     most: int | None
@@ -75,7 +78,6 @@ class Run:
         self._job, self._membership = job, membership
         self._batches, self._source, self._steps = batches, source, steps
         self._state = job.state
-        self._programs: StepPrograms | None = None
         # Step and workers of the last attempt, and how many attempts in a row had the same
         self._attempted: tuple[int, frozenset[str]] = 0, frozenset()
         self._attempts = 0
@@ -138,8 +140,7 @@ class Run:
 
     def _end(self) -> None:
         """Wait until all workers agree on the last state and one has written it, if to a file."""
-        assert self._programs is not None
-        self._programs.end(self._steps)
+        self._membership.gather("finished", "")
         self._compare()
         writer, failure = self._write(self._state.finished)
         if writer or not self._writers:
@@ -167,29 +168,29 @@ class Run:
             self._job.changes.append(dataclasses.replace(change, seconds=seconds))
         self._changes.clear()
 
-    def _settle(self, connections: Connections) -> StepPrograms:
-        """Set up this worker for the generation: connections, mesh, programs and state."""
+    def _settle(self, connections: Connections) -> Steps:
+        """Set up this worker for the generation: connections, mesh, calls and state."""
         connections.begin()
         ranks, devices = self._job.workers, connections.devices
         ours = [d for rank in ranks for d in devices if d.process_index == rank]
         mesh = line_of(ours, self._job.axis)
-        self._programs = self._job.programs(mesh, self._membership)
         self._state.settle(self._membership, mesh, self._together)
-        sources = self._membership.gather("batches", self._source)
+        source = f"{self._source or 'a function'}, {self._steps} steps"
+        sources = self._membership.gather("batches", source)
         check_agreed(
             sources, self._membership, _batches_error, not self._generation.number, "source"
         )
         connections.forget_others()
-        return self._programs
+        return self._job.calls(mesh, self._membership)
 
     def _check_place(self) -> None:
         """End this worker if the generation cannot train, or does so without this worker."""
         job, membership, name = self._job, self._membership, self._membership.name
         generation = self._generation
-        if self._programs is not None:
-            publish_program(membership, self._programs.lines())
         if generation.ends_for_its_program(name):
-            raise mismatch_error(membership)
+            goes_on = f"Workers {listed(generation.ranks)} continue."
+            who = goes_on if generation.members else "All workers end."
+            raise ProgramMismatchError(f"{generation.mismatch} {who}")
         is_member = name in generation.members
         if is_member:
             self._state.term = generation.term
@@ -264,7 +265,7 @@ class Run:
             error.args = (f"{error} The state could not be saved: {failure}.",)
         raise error
 
-    def _train(self, programs: StepPrograms, connections: Connections) -> None:
+    def _train(self, calls: Steps, connections: Connections) -> None:
         generation = self._generation
         place_here, world = generation.members.index(self._membership.name), len(generation.members)
 
@@ -278,10 +279,10 @@ class Run:
             self._membership.check()
             if step // _JOIN_EVERY > before // _JOIN_EVERY and self._membership.joins_at(step):
                 raise RegroupError
-            then, call = programs.prepared(step, self._state, batches)
+            then, call, finish = calls.prepare(step, self._state, batches)
             self._membership.check()
-            out = self._together(call, self._job.timeout, f"step {then - 1}")
-            state, metrics = programs.finished(out)
+            what = f"step {then - 1}"
+            state, metrics = self._together(call, self._job.timeout, what, finish)
             self._state.keep(then, state)
             before, step = step, then
             connections.settle()
@@ -289,16 +290,54 @@ class Run:
             self._job.report(step, metrics)
             self._save_if_due(before, step)
 
-    def _together(self, call: Callable[[], Any], seconds: float | None, what: str) -> Any:
+    def _together(
+        self,
+        call: Call,
+        seconds: float | None,
+        what: str,
+        finish: Callable[[Any, Call], Any] = lambda result, call: result,
+    ) -> Any:
+        """Make a call with all members, within `seconds`; return `finish(result, call)`.
+
+        Raises:
+          RegroupError: the generation is over.
+          StoreUnreachableError: the coordinator is lost.
+          ReplicaDivergenceError: replicas differ where `jc.same` was called.
+        """
+        membership, limits = self._membership, (seconds, call.timeout_seconds)
+        soonest = min(filter(None, limits), default=0)
+        call = dataclasses.replace(
+            call,
+            name=what,
+            options=call.options.replace(timeout_seconds=soonest),
+            group=membership.group,
+            meeting_seconds=self._job.startup,
+        )
         try:
-            return outcome_of(call, self._membership, seconds, what)
-        except (RuntimeError, ValueError) as error:  # JAX raises these for a broken connection
-            reason = str(error).splitlines()[0][:200]
-            name = rank_of(self._membership.name)
-            if not self._membership.request_regroup(f"{what} failed on worker {name}: {reason}"):
+            return finish(run(call), call)
+        except (StoreUnreachableError, ReplicaDivergenceError):
+            raise
+        except (*_OF_OTHERS, RuntimeError, ValueError) as error:  # JAX raises the last two
+            membership.check()
+            late = isinstance(error, DeadlineExceededError)
+            if isinstance(error, ProgramMismatchError):
+                membership.mismatch = str(error)
+            late = membership.request_regroup(self._reason(error, what), late)
+            if not late and not isinstance(error, _OF_OTHERS):
                 # If nobody is lost, and it fails again, the cause was not another worker.
                 self._failing = error.with_traceback(None)  # a traceback keeps the step's arrays
             raise RegroupError from error
+
+    def _reason(self, error: Exception, what: str) -> str:
+        """Say for the other members why this one requests a new generation."""
+        if isinstance(error, PeerLostError):
+            return f"workers {listed(error.ranks)} ended"
+        if isinstance(error, ProgramMismatchError):
+            return "workers have different programs"
+        line = str(error).splitlines()[0][:200]
+        if isinstance(error, DeadlineExceededError):
+            return line.rstrip(".")
+        return f"{what} failed on worker {rank_of(self._membership.name)}: {line}"
 
     def _save_if_due(self, before: int, finished: int) -> None:
         is_due = self._writers and finished // self._every > before // self._every
@@ -368,45 +407,3 @@ def write_once(
         if not membership.gather(f"written/{name}", reason)[name]:
             return name, failure
     return "", failure
-
-
-_worker: Worker | None = None
-
-
-def outcome_of(
-    call: Callable[[], Any], membership: Membership, seconds: float | None, what: str
-) -> Any:
-    """Return `call()`, which must not trace, unless this generation ends first.
-
-    When a worker dies in a collective, only its neighbours get an error; the others wait for a
-    message that nobody sends. So another thread makes the call, and can be abandoned.
-
-    Raises:
-      RegroupError: the generation is over.
-    """
-    global _worker
-    worker = _worker = _worker or Worker("jaxcoll-step")
-    task = worker.submit(lambda: jax.block_until_ready(call()))
-    task.add_done_callback(lambda _: membership.woken.set())
-    until = time.monotonic() + (seconds or float("inf"))
-    try:
-        while True:
-            membership.woken.clear()  # before the checks, so that later events end the wait below
-            if task.done():
-                break
-            membership.check()
-            membership.check_members()
-            left = until - time.monotonic()
-            if left <= 0:
-                membership.request_regroup(f"{what} did not finish within {seconds:g} s", late=True)
-                raise RegroupError
-            # By the deadline it must be known which heartbeats have stopped.
-            if left < SILENT_WORKER_SECONDS + HEARTBEAT_SECONDS:
-                membership.observe()
-            membership.woken.wait(min(left, HEARTBEAT_SECONDS))
-    except BaseException:  # including Ctrl-C
-        _worker = None  # the next call must not wait behind this one
-        worker.close()
-        abandon(worker)
-        raise
-    return task.result()

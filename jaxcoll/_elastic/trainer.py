@@ -22,10 +22,10 @@ from jaxcoll._elastic.generation import WorldChange
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.residuals import residuals_in
-from jaxcoll._elastic.rounds import RoundPrograms, RoundsState
+from jaxcoll._elastic.rounds import Rounds, RoundsState
 from jaxcoll._elastic.rows import rows_of, source_of
 from jaxcoll._elastic.run import Job, Run
-from jaxcoll._elastic.step_programs import StepPrograms
+from jaxcoll._elastic.steps import Steps
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import count, positive, seconds
 from jaxcoll._step.data_parallel import DataParallel
@@ -117,16 +117,16 @@ class Elastic:
             timeout_seconds = seconds("Elastic", "timeout_seconds", timeout_seconds)
         report = report or (lambda step, metrics: None)
         if isinstance(step, DiLoCo):
-            programs, held = functools.partial(RoundPrograms, report, step), RoundsState(state)
+            calls, held = functools.partial(Rounds, report, step), RoundsState(state)
             self._round = step.every
         else:
-            programs = functools.partial(StepPrograms, step)
+            calls = functools.partial(Steps, step)
             # With the dtypes that the step returns, which files and other workers have too.
             held = ReplicatedState(jax.tree.map(host_array, state))
             self._round = 1
         self._job = Job(
             axis,
-            programs,
+            calls,
             held,
             fewest=fewest,
             most=most,

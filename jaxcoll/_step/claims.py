@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._spmd.check_replicas import REPORTED, Claims, ReplicaCheck
 
@@ -25,13 +28,15 @@ def are_new(claims: Claims, arguments: Any) -> bool:
     return True
 
 
-def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any], Any]:
+def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any, Call], Any]:
     """Return a function that returns a call's result after it checked that all replicas agree.
 
-    Every process of the mesh must call it.
+    Every process of the mesh must call it, with the result and the call.
     """
+    whole = NamedSharding(mesh, PartitionSpec())
+    replicate = jax.jit(lambda digests: digests, out_shardings=whole)
 
-    def checked_result(result: Any) -> Any:
+    def checked_result(result: Any, call: Call) -> Any:
         jax.block_until_ready(result)
         jax.effects_barrier()
         places = sorted({place for place, _ in claims.reported})
@@ -44,8 +49,10 @@ def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any]
         with no_mesh():
             rows = NamedSharding(mesh, PartitionSpec(axes))
             sharded = jax.make_array_from_callback(table.shape, rows, table.__getitem__)
-            whole = NamedSharding(mesh, PartitionSpec())
-            digests = np.asarray(jax.jit(lambda x: x, out_shardings=whole)(sharded))
+            compare = dataclasses.replace(
+                call, program=replicate, args=(sharded,), kwargs={}, rows=False
+            )
+            digests = np.asarray(run(compare))
         ReplicaCheck(digests, tuple(places), tuple(map(str, range(len(table))))).raise_if_differs()
         return result
 

@@ -241,13 +241,13 @@ class DataParallel:
         """Return the step's result on the whole batch; see `data_parallel`."""
         step = self._on_current_mesh()
         with no_mesh():
-            call, checked = step._call(args, kwargs)
-            return checked(run(call))
+            call, checked = step.prepare(*args, **kwargs)
+            return checked(run(call), call)
 
-    def _call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[dispatched.Call, Callable[[Any], Any]]:
-        """Return the call of a program, and a function to apply to its result."""
+    def prepare(
+        self, /, *args: Any, **kwargs: Any
+    ) -> tuple[dispatched.Call, Callable[[Any, dispatched.Call], Any]]:
+        """Return the call for these arguments, and a check of its result, which it returns."""
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         call = self._arguments.ready(args, kwargs)
@@ -431,5 +431,5 @@ optimizer's state. Keep the state in shards too: \
 `optimizer = jc.sharded_optimizer(optimizer, "data")`."""
 
 
-def _unchanged(result: Any) -> Any:
+def _unchanged(result: Any, call: dispatched.Call) -> Any:
     return result

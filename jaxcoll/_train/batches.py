@@ -245,7 +245,8 @@ def count_divisible(rows: int, replicas: int) -> int:
     if rest := rows % replicas:
         _log_once(
             f"A batch of {counted(rows, 'row')} does not divide over {replicas} replicas: each "
-            f"step leaves out its last {counted(rest, 'row')}. `jc.batches(..., uneven='pad')` uses all."
+            f"step leaves out its last {counted(rest, 'row')}. `jc.batches(..., uneven='pad')` "
+            "uses all."
         )
     return rows - rest
 

@@ -70,7 +70,7 @@ def test_the_collective_that_processes_come_to_first_is_named_with_the_leaves_th
     step, words
 ):
     step = jc.data_parallel(step, varying_outputs="concatenate")
-    program = compiled_for(step._call((jnp.ones((8, 128)),), {})[0], shared_program)
+    program = compiled_for(step.prepare(jnp.ones((8, 128)))[0], shared_program)
     assert re.search(words, first_collective(program)), first_collective(program)
 
 

@@ -13,12 +13,11 @@ from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._cluster.specs import Member
 from jaxcoll._cluster.startup import reach
 from jaxcoll._compat.coordination import StoreUnreachableError
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._elastic import replicated_state
 from jaxcoll._elastic.generation import Generation, RegroupError
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.rows import rows_of
-from jaxcoll._elastic.run import outcome_of
-from jaxcoll._threads import any_blocked
 
 
 @jc.data_parallel(batch_argnums=1)
@@ -306,10 +305,10 @@ def test_a_world_that_dies_with_its_processes_is_refused(monkeypatch):
 
 
 def test_a_step_that_fails_twice_for_nobody_s_loss_is_an_error(monkeypatch):
-    def fails(call, membership, seconds, what):
+    def fails(call):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("jaxcoll._elastic.run.outcome_of", fails)
+    monkeypatch.setattr("jaxcoll._elastic.run.run", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         jc.Elastic(step, START).run(rows, 1)
 
@@ -317,15 +316,15 @@ def test_a_step_that_fails_twice_for_nobody_s_loss_is_an_error(monkeypatch):
 def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path, monkeypatch):
     begun = []
 
-    def late(call, membership, seconds, what):
-        if what == "step 0":
-            return outcome_of(call, membership, seconds, what)
-        begun.append(what)
-        membership.request_regroup(f"{what} did not finish within {seconds:g} s", late=True)
-        raise RegroupError
+    def late(call):
+        if call.name == "step 0":
+            return run(call)
+        begun.append(call.name)
+        seconds = call.timeout_seconds
+        raise jc.errors.DeadlineExceededError(f"{call.name} did not finish within {seconds:g} s.")
 
     monkeypatch.setattr("jaxcoll._elastic.run.MOST_ATTEMPTS", 4)
-    monkeypatch.setattr("jaxcoll._elastic.run.outcome_of", late)
+    monkeypatch.setattr("jaxcoll._elastic.run.run", late)
     path = tmp_path / "last.npz"
     words = (
         r"Workers 0 began the step after step 1 4 times in a row and never finished it.*The last "
@@ -346,39 +345,18 @@ def test_too_few_workers_save_the_state(tmp_path):
     assert jc.restore_checkpoint(path, START)[1] == 0
 
 
-class Interrupted(threading.Event):
-    def wait(self, timeout=None):
-        raise KeyboardInterrupt
-
-
-def test_an_interrupt_in_the_wait_leaves_the_step_to_its_thread(monkeypatch):
-    release = threading.Event()
-
-    def blocks(call, membership, seconds, what):
-        membership.woken = Interrupted()
-        return outcome_of(release.wait, membership, seconds, what)
-
-    monkeypatch.setattr("jaxcoll._elastic.run.outcome_of", blocks)
-    with pytest.raises(KeyboardInterrupt):
-        jc.Elastic(step, START).run(rows, 1)
-    assert any_blocked()
-    release.set()
-    monkeypatch.undo()
-    assert jc.Elastic(step, START).run(rows, 1) is not None, "the next step has another thread"
-
-
-def test_what_fails_because_time_was_up_is_no_failure(monkeypatch):
+def test_what_fails_because_time_was_up_is_no_failure(monkeypatch, memberships):
     left = [5]
 
-    def fails(call, membership, seconds, what):
-        if what == "step 1" and left[0]:
+    def fails(call):
+        if call.name == "step 1" and left[0]:
             left[0] -= 1
             # On another worker, first.
-            membership.request_regroup("step 1 did not finish within 60 s", late=True)
+            memberships[0].request_regroup("step 1 did not finish within 60 s", late=True)
             raise RuntimeError("Connection closed by peer")
-        return outcome_of(call, membership, seconds, what)
+        return run(call)
 
-    monkeypatch.setattr("jaxcoll._elastic.run.outcome_of", fails)
+    monkeypatch.setattr("jaxcoll._elastic.run.run", fails)
     trainer = jc.Elastic(step, START)
     trainer.run(rows, 3)
     assert (trainer.finished, left) == (3, [0])

@@ -12,14 +12,17 @@ from jaxcoll._cluster import key_value, timing
 from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch import watchdog
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.executable import Program
+from jaxcoll._dispatch.fingerprint import packed
 from jaxcoll._dispatch.watchdog import Watchdog
 from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic import membership as memberships
 from jaxcoll._elastic.generation import RegroupError, rank_of
-from jaxcoll._elastic.heartbeat import StepStatus
 from jaxcoll._elastic.membership import KEPT_STEPS, Membership
 from jaxcoll._elastic.run import write_once, writers_of
-from jaxcoll._elastic.step_programs import _sides, mismatch_error, publish_program
+from jaxcoll._threads import Task
+from jaxcoll.errors import ProgramMismatchError
 
 
 @pytest.fixture(autouse=True)
@@ -226,70 +229,73 @@ def test_one_that_ended_after_a_barrier_is_no_loss_for_it(working, monkeypatch):
     assert len(here.gather("finished", "")) == 2
 
 
-def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other(working):
-    membership = working(3)
-    membership[0].status = StepStatus(
-        0, 6, False, "known"
-    )  # and waits for the others in its collective
-    membership[2].status = StepStatus(0, 6, True)  # is still compiling
-    membership[1].status = StepStatus(0, 6, True, "new")
-    with pytest.raises(RegroupError):
-        membership[1].gather("program/6", "new", same=True)
-    found = each(membership[:2], lambda c: c.regroup(6, (5, 6)))
-    assert found[0] == found[1]
-    assert (found[0].members, tuple(map(rank_of, found[0].differ))) == ((), (0, 1))
-    for one in membership[:2]:
-        publish_program(one, (f"of {rank_of(one.name)}",))
-    sides = each(membership[:2], _sides)
-    assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
-    late = membership[2].regroup(6, (5, 6))
-    assert late == found[0]
-    found = str(mismatch_error(membership[2]))
-    assert found.startswith("Workers have different programs for step 6, and all end.")
+def make_call(one, digest, collective):
+    """Let a member call a program that waits for the others; return its result or error."""
+    program = Program(collective, f"`{digest}`", packed([digest]), digest)
+    task, group = Task(one.group.worker), one.group
+    group.begin(task)
+    one.group.worker.submit(lambda: group.run(Call(None, (), (), "a call"), program), task)
+    assert task.wait(20)
+    try:
+        return task.result()
+    except ProgramMismatchError as error:
+        one.mismatch = str(error)
+        return error
 
 
-def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
+def test_program_new_to_one_is_new_to_all(working):
+    membership, meet = working(3), threading.Barrier(3)
+    for _ in range(2):
+        each(membership, lambda one: make_call(one, "known", meet.wait))
+    # Two expect this program, so they are in its collective when the third brings another.
+    found = each(
+        membership,
+        lambda one: make_call(one, "new" if one is membership[2] else "known", meet.wait),
+    )
+    meet.abort()
+    assert [type(error) for error in found] == [ProgramMismatchError] * 3
+    assert {"process 0: known", "process 2: new"} <= {*str(found[2]).splitlines()}
+    next_ones = each(membership, lambda one: one.regroup(2, (1, 2)))
+    assert len(set(next_ones)) == 1
+    assert next_ones[0].members == ()
+    assert all(next_ones[0].ends_for_its_program(one.name) for one in membership)
+    assert next_ones[0].mismatch == str(found[0])
+
+
+def test_newcomer_with_another_program_ends_alone():
     membership, second = with_a_spare_taken_in()
     staying, newcomer = membership[0], membership[2]
     assert tuple(map(rank_of, second.joined)) == (2,)
-    staying.status, newcomer.status = (
-        StepStatus(1, 9, True, "theirs"),
-        StepStatus(1, 9, True, "other"),
-    )
-    both = lambda: at_once(
-        lambda: staying.gather("program/9", "theirs", same=True),
-        lambda: newcomer.gather("program/9", "other", same=True),
-    )
-    assert [type(error) for error in both()] == [RegroupError] * 2
+    digests = {staying: "theirs", newcomer: "other"}
+    found = each(digests, lambda one: make_call(one, digests[one], dict))
+    assert [type(error) for error in found] == [ProgramMismatchError] * 2
     one, other = each((staying, newcomer), lambda c: c.regroup(9, (8, 9)))
     assert one == other
     assert (one.ranks, tuple(map(rank_of, one.lost))) == ((0,), (2,))
     assert not one.ends_for_its_program(staying.name)
     assert one.ends_for_its_program(newcomer.name)
-    publish_program(staying, ("JAX", "program `theirs`", "collective"))
-    publish_program(newcomer, ("JAX", "program `other`", "collective"))
-    found = str(mismatch_error(newcomer))
-    assert (
-        "for step 9, and workers 0 continue. The first difference:\nprocess 0: program `th" in found
-    )
+    assert "process 0: theirs\nprocess 2: other" in one.mismatch
+    assert make_call(staying, "theirs", dict) == {}
     ended(membership)
 
 
 @pytest.mark.parametrize(
-    ("marks", "joined", "differ", "end"),
+    ("digests", "joined", "end"),
     [
-        ({"0": "a", "1": "a", "2": "a"}, ("2",), (), ()),
-        ({"0": "a", "1": "a", "2": "b"}, ("2",), ("0", "2"), ("2",)),
-        ({"0": "b", "1": "a", "2": "a"}, ("0",), ("1", "0"), ("0",)),
-        ({"0": "b", "1": "a", "2": "b"}, ("0", "2"), ("1", "0", "2"), ("0", "2")),
-        ({"0": "a", "2": "b"}, ("0", "2"), (), ()),  # what 1 does is not known
-        ({"0": "a", "1": "b", "2": "b"}, ("2",), ("0", "1"), ("0", "1", "2")),
-        ({"0": "a", "1": "b", "2": "b"}, (), ("0", "1"), ("0", "1", "2")),
+        ({"0": "a", "1": "a", "2": "a"}, ("2",), ()),
+        ({"0": "a", "1": "a", "2": "b"}, ("2",), ("2",)),
+        ({"0": "b", "1": "a", "2": "a"}, ("0",), ("0",)),
+        ({"0": "b", "1": "a", "2": "b"}, ("0", "2"), ("0", "2")),
+        ({"0": "a", "2": "b"}, ("0", "2"), ()),  # what 1 does is not known
+        ({"0": "a", "1": "b", "2": "b"}, ("2",), ("0", "1", "2")),
+        ({"0": "a", "1": "b", "2": "b"}, (), ("0", "1", "2")),
     ],
 )
-def test_those_who_were_there_before_are_right_unless_they_differ(marks, joined, differ, end):
-    known = {name: StepStatus(1, 9, True, mark) for name, mark in marks.items()}
-    assert heartbeat.Heartbeats().differing(("0", "1", "2"), joined, known) == (differ, end)
+def test_who_was_there_is_right(digests, joined, end):
+    programs = {name: (9, digest) for name, digest in digests.items()}
+    assert memberships.find_ejected(("0", "1", "2"), joined, programs) == end
+    apart = {name: (int(name), digest) for name, digest in digests.items()}
+    assert memberships.find_ejected(("0", "1", "2"), joined, apart) == ()
 
 
 def writes(membership, having, fails):
@@ -343,29 +349,6 @@ def test_what_is_agreed_upon_before_steps_does_not_become_more_the_longer_a_run_
         assert not one.joins_at(step)
         assert not other.joins_at(step)
     assert len(keys_of(one).all("run/0/step")) == KEPT_STEPS
-
-
-def test_all_say_the_same_or_end_the_generation(working):
-    membership = working(2)
-    same = each(membership, lambda c: c.gather("program/0", "a", same=True))
-    assert [set(found.values()) for found in same] == [{"a"}] * 2
-    found = each(membership, lambda c: c.gather("program/1", c.name, same=True))
-    assert [type(error) for error in found] == [RegroupError] * 2
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "contradicts"),
-    [
-        (StepStatus(0, 6, True, "a"), StepStatus(0, 6, True, "b"), True),
-        (StepStatus(0, 6, True, "a"), StepStatus(0, 6, True), False),
-        (StepStatus(0, 6, True), StepStatus(0, 6, False, "a"), True),
-        (StepStatus(0, 6, False, "a"), StepStatus(0, 6, False, "b"), True),
-        (StepStatus(0, 6, False, "a"), StepStatus(0, 7, False, "b"), False),
-        (StepStatus(0, 6, False, "a"), StepStatus(1, 6, False, "b"), False),
-    ],
-)
-def test_only_what_is_said_of_one_step_of_one_generation_is_compared(one, other, contradicts):
-    assert one.contradicts(other) is other.contradicts(one) is contradicts
 
 
 def test_who_did_not_begin_is_named():

@@ -1,0 +1,43 @@
+"""The calls of a step in one generation of an elastic run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxcoll._dispatch.call import Call
+from jaxcoll._elastic.membership import Membership
+from jaxcoll._elastic.replicated_state import ReplicatedState
+from jaxcoll._mesh.mesh import no_mesh
+from jaxcoll._step.data_parallel import DataParallel
+
+
+class Prepared(NamedTuple):
+    """The next call that all members make."""
+
+    finished: int  # number of finished steps after it
+    call: Call
+    finish: Callable[[Any, Call], Any]  # returns the state and the metrics, from its result
+
+
+class Steps:
+    """The calls of a step on the devices of one generation."""
+
+    def __init__(self, step: DataParallel, mesh: Mesh, membership: Membership) -> None:
+        self._step = step.on(mesh)
+        self._membership = membership
+        self._checked: set[Any] = set()  # kinds of batches whose results were checked
+
+    def prepare(self, step: int, state: ReplicatedState, batches: Callable[[int], Any]) -> Prepared:
+        """Prepare the call after so many finished steps."""
+        with no_mesh():
+            call, checked = self._step.prepare(state.latest, batches(step))
+            leaves, tree = jax.tree.flatten(call.args)
+            kind = tree, tuple(x.aval for x in leaves)
+            if kind not in self._checked:
+                state.check_result(call.program.trace(*call.args).out_info)
+                self._checked.add(kind)
+        return Prepared(step + 1, call, checked)
