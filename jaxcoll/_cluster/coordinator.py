@@ -47,6 +47,8 @@ LINGERS = 2.0
 STRANGERS = 256
 """Most open connections that have sent no first line; another one closes the oldest of them."""
 
+_NAMELESS = "a job without a name (JAXCOLL_JOB)"
+
 _LOOK_SECONDS = 1.0  # between two checks for clients of the service, once all members have left
 
 _LONGEST_IDLE = 32767  # seconds: the most that Linux accepts for TCP_KEEPIDLE
@@ -129,16 +131,19 @@ def start_coordinator(
     address: str,
     num_processes: int,
     *,
+    job: str = "",
     recoverable: bool = True,
     heartbeat_timeout_seconds: int = 100,
     shutdown_timeout_seconds: int = 300,
     log: Any = subprocess.DEVNULL,
 ) -> Coordinator:
     """Start a coordinator on this host that listens at "host:port" and nowhere else."""
-    # Port 0 means any free port. `log` is a file for the service's messages.
+    # Port 0 means any free port. `log` is a file for the service's messages. Without the name of a
+    # `job`, the first process to arrive gives it.
     settings = {
         "address": address,
         "num_processes": num_processes,
+        "job": job,
         "silence": heartbeat_timeout_seconds,
         "service": {
             "heartbeat_timeout": jax_heartbeat(heartbeat_timeout_seconds, recoverable),
@@ -172,6 +177,7 @@ class _Coordinator:
         self._listener, self._settings = listener, settings
         self._expected: int = settings["num_processes"]
         self._arrived: dict[int, dict[str, Any]] = {}  # what each process reported, by its number
+        self._refused = ""  # the process of another job that came last
         self._deadline = float("inf")  # the earliest among the processes that have arrived
         self._received: dict[socket.socket, bytes] = {}  # from each connection
         self._members: dict[socket.socket, int] = {}  # process numbers
@@ -255,12 +261,27 @@ class _Coordinator:
             hello = _hello(line)
             if hello is None:
                 return self._close(connection)
+            if wrong := self._other_job(hello):
+                _send({"error": wrong, "kind": "world"}, (connection,))
+                return self._close(connection)
             self._members[connection] = hello["process_id"]
             self._received[connection] = b""
             if wrong := self._arrive(hello):
                 return self._refuse({"error": wrong, "kind": "world"})
             if len(self._arrived) == self._expected:
                 return self._begin()
+
+    def _other_job(self, hello: dict[str, Any]) -> str:
+        """Return an error message if a process comes from another job at this address, else ""."""
+        job = self._settings["job"] = self._settings["job"] or hello["job"] or _NAMELESS
+        other = hello["job"] or _NAMELESS
+        if job == other:
+            return ""
+        self._refused = f"process {hello['process_id']} of {other} ({hello['who']})"
+        return (
+            f"the coordinator at this address serves {job}, and {self._refused} is not part of it. "
+            "Give each job its own address (JAX_COORDINATOR_ADDRESS)."
+        )
 
     def _arrive(self, hello: dict[str, Any]) -> str:
         """Record an arrival. Return an error message if something is wrong with it, else ""."""
@@ -289,6 +310,8 @@ class _Coordinator:
             f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of {self._expected} "
             f"did not arrive within {patience:.1f} s, when the first timeout expired."
         )
+        if self._refused:
+            text += f" This is {self._settings['job']}; {self._refused} came and was refused."
         return {"error": text, "kind": "deadline", "ranks": absent}
 
     def _close(self, connection: socket.socket) -> None:
@@ -366,12 +389,12 @@ def message(line: bytes | str) -> dict[str, Any]:
 
 def _hello(line: bytes) -> dict[str, Any] | None:
     """Parse a process's first line. Return None if the line comes from another program."""
-    kinds = {"process_id": int, "num_processes": int, "patience": float, "who": str}
+    kinds = {"process_id": int, "num_processes": int, "patience": float, "who": str, "job": str}
     fields = message(line)
     if any(type(fields.get(name)) is not kind for name, kind in kinds.items()):
         return None
     counts = 0 <= fields["process_id"] < fields["num_processes"] <= _MOST_PROCESSES
-    named = len(fields["who"]) <= 300 and fields["who"].isprintable()
+    named = all(len(name) <= 300 and name.isprintable() for name in (fields["who"], fields["job"]))
     if not (counts and named and 0 < fields["patience"] <= LONGEST_SECONDS):
         return None
     return {name: fields[name] for name in kinds}

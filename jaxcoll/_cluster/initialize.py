@@ -10,6 +10,7 @@ import importlib.util
 import ipaddress
 import logging
 import math
+import multiprocessing
 import os
 import socket
 import sys
@@ -29,7 +30,7 @@ from jaxcoll._cluster.coordinator import (
 from jaxcoll._cluster.coordinator_proxy import current_proxy, through_proxy
 from jaxcoll._cluster.gloo_sockets import connections, listening, shut
 from jaxcoll._cluster.hosts import publish_host
-from jaxcoll._cluster.launch.subprocesses import REJOIN
+from jaxcoll._cluster.launch.subprocesses import COORDINATOR, JOB, REJOIN
 from jaxcoll._cluster.launchers import JAX_BIND, JAX_COORDINATOR, member_of
 from jaxcoll._cluster.liveness import CoordinatorConnection, use_connection
 from jaxcoll._cluster.resolvers import ClusterResolver
@@ -38,7 +39,7 @@ from jaxcoll._cluster.specs import Member, host_and_port, is_loopback
 from jaxcoll._cluster.startup import arrive, connect_clients, exchange_devices, reach
 from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS, SILENT_EXIT_SECONDS
 from jaxcoll._compat import settings
-from jaxcoll._compat.coordination import call_after_shutdown
+from jaxcoll._compat.coordination import call_after_shutdown, detect_cluster
 from jaxcoll._compat.gloo import let_gloo_listen_at
 from jaxcoll._malloc import keep_freed_memory
 from jaxcoll._plan import checks
@@ -59,10 +60,11 @@ class _Joined:
     coordinator: Coordinator | None
 
     @property
-    def address(self) -> str:
-        """The address of this host on its connection to the coordinator."""
+    def addresses(self) -> tuple[str, str]:
+        """The addresses of this host, and of the coordinator with its port, where they connect."""
         with socket.socket(fileno=os.dup(self.connection.fd)) as copy:
-            return copy.getsockname()[0]
+            host, port = copy.getpeername()[:2]
+            return copy.getsockname()[0], f"[{host}]:{port}"
 
 
 _joined: _Joined | None = None
@@ -87,11 +89,12 @@ def initialize(
     """Join the job that this process belongs to, through `jax.distributed`.
 
     Call it first, in every process. Missing arguments come from the environment, from the first of
-    these launchers that set its variables: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI,
-    Slurm, any that sets torchrun's variables (`MASTER_ADDR`, `MASTER_PORT`, `RANK`, `WORLD_SIZE`);
-    then from JAX itself, for Cloud TPU and Kubernetes. `JAX_COORDINATOR_ADDRESS` overrides the
-    meeting place of every launcher but `jaxcoll launch`. If no launcher set anything, this process
-    is alone, and nothing is started. Under another MPI launcher, the arguments must be given.
+    these launchers that set its variables: `jaxcoll launch`, `TF_CONFIG`, torchrun, Kubeflow, Open
+    MPI, MPICH and Intel MPI, Slurm, any that sets torchrun's variables (`MASTER_ADDR`,
+    `MASTER_PORT`, `RANK`, `WORLD_SIZE`); then from JAX's detection, for Cloud TPU and Kubernetes.
+    `JAX_COORDINATOR_ADDRESS` overrides the meeting place. If no launcher set anything, this process
+    is alone, and nothing is started, nor in a data loader's process that imports the main script
+    again. Under other MPI launchers, the arguments must be given.
 
     Guarantee: the job begins when all processes have arrived. Otherwise every process that arrived
     raises an error, within its `initialization_timeout_seconds`, that says who is missing or what
@@ -106,7 +109,7 @@ def initialize(
       num_processes: number of processes in the job.
       process_id: number of this process, from 0.
       local_device_ids: accelerators of this process. None: all that it sees, or, if a launcher
-        says that it put several processes on this host, the one with this process's local number.
+        says that several processes of this host see the same ones, its share of them.
       cluster_resolver: replaces the environment.
       initialization_timeout_seconds: timeout for all processes to arrive, and again, over CPUs, for
         all to use their devices after the first one does. Here and below, longer timeouts than 23
@@ -137,6 +140,10 @@ def initialize(
     Examples:
       >>> initialize()  # no launcher started this process: it is alone
     """
+    # multiprocessing sets this while a new process imports the main script again, before it runs
+    # what it was started for.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
     timeout = _seconds("initialization_timeout_seconds", initialization_timeout_seconds)
     limits = {
         "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
@@ -162,14 +169,16 @@ def initialize(
             _check_same(member)
         return
     if member is None or member.coordinator_address is None:
-        limits["initialization_timeout"] = math.ceil(timeout)
-        return _by_jax(member, limits, coordinator_bind_address, recoverable)
+        member = _detected(member, timeout)
+    if member is None:
+        return
     _check_unused()
     if keep_memory:
         _keep_memory()
     coordinator, until = None, time.monotonic() + timeout
-    rejoin = rejoin or (member.is_launched and os.environ.get(REJOIN) == "1")
-    if member.process_id == 0 and not member.is_launched and not rejoin:
+    is_served = member.coordinator_address == os.environ.get(COORDINATOR)
+    rejoin = rejoin or (is_served and os.environ.get(REJOIN) == "1")
+    if member.process_id == 0 and not is_served and not rejoin:
         coordinator = _start(member, coordinator_bind_address, recoverable, limits)
     try:
         arrived = reach(member, timeout) if rejoin else arrive(member, timeout)
@@ -194,9 +203,9 @@ def _enter_jax(
     """Initialize `jax.distributed`, now that all processes have arrived."""
     global _joined
     member = joined.member
-    assert member.coordinator_address is not None
+    own, coordinator = joined.addresses
     proxy = through_proxy(
-        member.coordinator_address,
+        coordinator,
         limits["heartbeat_timeout_seconds"],
         functools.partial(_leave, joined),
     )
@@ -224,7 +233,7 @@ def _enter_jax(
         joined.connection.close()
         raise
     exchange = functools.partial(exchange_devices, connection=reporting, timeout=timeout)
-    let_gloo_listen_at(joined.address, exchange, make_socket_folder, again=rejoin)
+    let_gloo_listen_at(own, exchange, make_socket_folder, again=rejoin)
     with _leaving:
         _joined = joined
         use_connection(reporting)
@@ -281,7 +290,7 @@ def outlives_processes() -> bool:
 
 def own_address() -> str | None:
     """Return this host's address on its connection to the coordinator; None outside a job."""
-    return None if _joined is None else _joined.address
+    return None if _joined is None else _joined.addresses[0]
 
 
 def _member(
@@ -317,6 +326,7 @@ def _member(
                 f"`local_device_ids` must be an integer, or a sequence of them; got {local!r}."
             )
         member = dataclasses.replace(member, local_device_ids=tuple(map(int, ids)))
+    member = dataclasses.replace(member, job=os.environ.get(JOB, member.job))
     member.check()
     return member
 
@@ -373,7 +383,9 @@ def _start(
     number = _resolved("127.0.0.1" if host == "localhost" else host, member)
     at = f"[{number}]:{port}" if number.version == 6 else f"{number}:{port}"
     try:
-        return start_coordinator(at, member.num_processes, recoverable=recoverable, **limits)
+        return start_coordinator(
+            at, member.num_processes, job=member.job, recoverable=recoverable, **limits
+        )
     except OSError as error:
         raise OSError(
             f"`initialize` on process 0 cannot listen at {at}, where the processes should meet: "
@@ -408,27 +420,24 @@ def _explain_loopback(error: BaseException, listened: str, member: Member) -> No
         )
 
 
-def _by_jax(
-    member: Member | None, limits: dict[str, int], bind: str | None, recoverable: bool
-) -> None:
-    """Let JAX detect the cluster. If it finds none, this process is alone."""
+def _detected(member: Member | None, timeout: float) -> Member | None:
+    """Return this process's place in a cluster that JAX detects; None if it is alone."""
     if member is None and settings.has_backend():
-        return
-    before = settings.configured("enable_recoverability")
-    jax.config.update("jax_enable_recoverability", recoverable)
+        return None
+    given = (member.num_processes, member.process_id) if member else (None, None)
     try:
-        names = ("num_processes", "process_id", "local_device_ids") if member else ()
-        place = {name: getattr(member, name) for name in names}
-        jax.distributed.initialize(coordinator_bind_address=bind, **limits, **place)
-        publish_host()
-    except ValueError as error:
-        if "coordinator_address" not in str(error):
+        address, count, rank, local = detect_cluster(*given, math.ceil(timeout))
+    except RuntimeError:  # JAX needs a package to find this launcher's cluster
+        if member is None:
             raise
-        if member is not None:
-            raise ValueError(
-                f"`initialize`: {member.source} does not say where the processes meet. Pass "
-                f"`coordinator_address`, or set {JAX_COORDINATOR}, as 'host:port' of process 0's "
-                "host."
-            ) from None
-    finally:
-        jax.config.update("jax_enable_recoverability", before)
+        address = None
+    if address is None and member is not None:
+        raise ValueError(
+            f"`initialize`: {member.source} does not say where the processes meet. Pass "
+            f"`coordinator_address`, or set {JAX_COORDINATOR}, as 'host:port' of process 0's host."
+        )
+    if address is None:
+        return None
+    if member is not None:
+        return dataclasses.replace(member, coordinator_address=address)
+    return Member(address, count, rank, tuple(local) if local else None, "JAX, from the cluster")

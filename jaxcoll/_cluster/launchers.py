@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from jaxcoll._cluster.launch.subprocesses import COORDINATOR, PROCESSES, RANK
 from jaxcoll._cluster.resolvers import TF_CONFIG, TFConfigClusterResolver, member_of_tasks
-from jaxcoll._cluster.specs import HIGHEST_PORT, LAUNCH, Member, hosts_of
+from jaxcoll._cluster.specs import HIGHEST_PORT, Member, counts_of, hosts_of
 
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
 
 _SLURM = "Slurm"
 
-# Process numbers and counts of MPI launchers that this file does not support (MPICH, Intel MPI,
-# Cray, MVAPICH, Flux, jsrun, horovodrun).
+# Process numbers and counts of MPI launchers that this file does not support (Cray, MVAPICH, Flux,
+# jsrun, horovodrun), or of a part of those that it does.
 _OTHER_RANKS = (
     *("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MV2_COMM_WORLD_RANK"),
     *("FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "HOROVOD_RANK"),
@@ -25,6 +28,9 @@ _OTHER_SIZES = (
     *("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "HOROVOD_SIZE"),
 )
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+_LAYOUT = "SLURM_DISTRIBUTION"
+
 _PORTS = 4096
 _STEPS = 61  # distance between the ports of two steps, so that jobs with close numbers differ
 
@@ -32,10 +38,9 @@ _STEPS = 61  # distance between the ports of two steps, so that jobs with close 
 def member_of(environment: Mapping[str, str]) -> Member | None:
     """Return this process's place, from the variables of the first launcher that set any.
 
-    The order is `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI, Slurm, then any launcher that
-    sets torchrun's variables. Slurm comes after torchrun and Open MPI because it may start their
-    agents, whose processes inherit its variables. `JAX_COORDINATOR_ADDRESS` overrides the meeting
-    place of every launcher but `jaxcoll launch`.
+    Slurm comes after torchrun, Open MPI and MPICH because it may start their agents, whose
+    processes inherit its variables. `JAX_COORDINATOR_ADDRESS` overrides the meeting place of every
+    launcher, and `JAXCOLL_COORDINATOR` overrides both.
 
     Returns:
       The process. None: no launcher set its variables, it started only one process, or the task
@@ -48,10 +53,10 @@ def member_of(environment: Mapping[str, str]) -> Member | None:
     member = next((place for read in _READERS if (place := read(environment))), None)
     if member is None or member.source == _SLURM:
         _check_numbers(environment, member)
-    if member is None or member.is_launched:
-        return member
-    if JAX_COORDINATOR in environment:
-        return dataclasses.replace(member, coordinator_address=environment[JAX_COORDINATOR])
+    if member is None:
+        return None
+    if address := environment.get(COORDINATOR) or environment.get(JAX_COORDINATOR):
+        return dataclasses.replace(member, coordinator_address=address, elsewhere=())
     return member if member.coordinator_address or member.num_processes > 1 else None
 
 
@@ -71,8 +76,9 @@ def _check_numbers(environment: Mapping[str, str], member: Member | None) -> Non
 def _launched(environment: Mapping[str, str]) -> Member | None:
     if RANK not in environment:
         return None
-    count, rank = _numbers(environment, (PROCESSES, RANK), LAUNCH)
-    return Member(_needed(environment, COORDINATOR, LAUNCH), count, rank, None, LAUNCH)
+    source = "jaxcoll launch"
+    count, rank = _numbers(environment, (PROCESSES, RANK), source)
+    return Member(_needed(environment, COORDINATOR, source), count, rank, None, source)
 
 
 def _slurm(environment: Mapping[str, str]) -> Member | None:
@@ -82,13 +88,21 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
     # Steps of one job may run at the same time, so each has another port.
     with_step = {"SLURM_STEP_ID": "0", **environment}
     job, step = _numbers(with_step, ("SLURM_JOB_ID", "SLURM_STEP_ID"), _SLURM)
-    host = hosts_of(environment["SLURM_STEP_NODELIST"])[0]
-    # As in "1(x4)": with one task on each node, the task gets all of the node's accelerators.
-    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    alone = re.fullmatch(r"1(\(x\d+\))?(,1(\(x\d+\))?)*", per_node) is not None
-    address = f"{host}:{_port(job + _STEPS * step)}"
+    hosts, own = hosts_of(environment["SLURM_STEP_NODELIST"]), environment.get("SLURMD_NODENAME")
+    counts = counts_of(environment.get("SLURM_STEP_TASKS_PER_NODE", "0"))
+    here = counts[0] if len(set(counts)) == 1 else 0
+    if own in hosts and len(counts) == len(hosts):
+        here = counts[hosts.index(own)]
+    # Slurm sorts the list of hosts, and does not say where task 0 is if hosts were given task by
+    # task, or in several parts: only task 0 itself knows.
+    if environment["SLURM_PROCID"] == "0" and own in hosts:
+        hosts = [own]
+    elif not ("SLURM_HET_SIZE" in environment or environment.get(_LAYOUT) == "arbitrary"):
+        hosts = hosts[:1]
+    address, *others = (f"{host}:{_port(job + _STEPS * step)}" for host in hosts)
     names = count, "SLURM_PROCID", "SLURM_LOCALID"
-    return _process(environment, _SLURM, names, address, alone)
+    member = _process(environment, _SLURM, names, address, here, f"Slurm step {job}.{step}")
+    return dataclasses.replace(member, elsewhere=tuple(others))
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Member | None:
@@ -97,9 +111,41 @@ def _open_mpi(environment: Mapping[str, str]) -> Member | None:
     count, rank, local, here = (
         f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
     )
-    alone = environment.get(here) == "1"
-    address = _open_mpi_address(environment)
-    return _process(environment, "Open MPI", (count, rank, local), address, alone)
+    address, job = _open_mpi_address(environment), environment.get("PMIX_NAMESPACE", "")
+    on_host = int(environment.get(here, "0"))
+    return _process(environment, "Open MPI", (count, rank, local), address, on_host, job)
+
+
+def _pmi(environment: Mapping[str, str]) -> Member | None:
+    if not {"PMI_RANK", "PMI_SIZE"} <= set(environment):
+        return None
+    names, on_host = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"), environment.get("MPI_LOCALNRANKS")
+    return _process(environment, "MPICH's PMI", names, None, int(on_host or 0), _hydra_job())
+
+
+def _hydra_job() -> str:
+    # MPICH tells its processes no name of the job; their ancestor, which it starts on each host,
+    # has been given the address of `mpiexec`.
+    process = os.getpid()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while process > 1:
+            words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+            if "--control-port" in words:
+                return f"mpiexec at {words[words.index('--control-port') + 1]}"
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return ""
+
+
+def _jax_variables(environment: Mapping[str, str]) -> Member | None:
+    """Read the variables of Kubeflow: its Trainer's, or those of its JAXJob."""
+    if {"JAX_NUM_PROCESSES", "JAX_PROCESS_ID"} <= set(environment):
+        names = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", ""
+        return _process(environment, "JAX_PROCESS_ID and JAX_NUM_PROCESSES", names, None, 0)
+    needed = "NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS", "COORDINATOR_PORT"
+    if not set(needed) <= set(environment):
+        return None
+    host, (port,) = environment[needed[2]], _numbers(environment, needed[3:], "JAXJob")
+    return _process(environment, "JAXJob", (*needed[:2], ""), f"{host}:{port}", 0)
 
 
 def _open_mpi_address(environment: Mapping[str, str]) -> str | None:
@@ -125,9 +171,9 @@ def _master(environment: Mapping[str, str]) -> Member | None:
         # If torchrun's agent itself listens on MASTER_PORT, take the next port.
         port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address = f"{host}:{port}"
-    alone = environment.get("LOCAL_WORLD_SIZE") == "1"
-    names = "WORLD_SIZE", "RANK", "LOCAL_RANK"
-    return _process(environment, source, names, address, alone)
+    here = int(environment.get("LOCAL_WORLD_SIZE", "0"))
+    names, run = ("WORLD_SIZE", "RANK", "LOCAL_RANK"), environment.get("TORCHELASTIC_RUN_ID")
+    return _process(environment, source, names, address, here, f"torchrun {run}" if run else "")
 
 
 _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
@@ -137,7 +183,9 @@ _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
     ),
     # torchrun, and later any other launcher with the same variables
     lambda environment: _master(environment) if "TORCHELASTIC_RUN_ID" in environment else None,
-    *(_open_mpi, _slurm, _master),
+    *(_jax_variables, _open_mpi),
+    lambda environment: _pmi(environment) if "MPI_LOCALRANKID" in environment else None,
+    *(_slurm, _master, _pmi),
 )
 
 
@@ -151,16 +199,31 @@ def _process(
     source: str,
     names: tuple[str, str, str],
     address: str | None,
-    alone: bool,
+    here: int,
+    job: str = "",
 ) -> Member:
     """Read a process from variables; `names` are those of the count, its rank and its local rank.
 
-    A process that shares its host with others gets one accelerator, as JAX does it.
+    `here` is the number of processes on its host, 0 if that is not known.
     """
     count, rank, local = names
     processes, number = _numbers(environment, (count, rank), source)
-    ids = None if alone or local not in environment else _numbers(environment, (local,), source)
-    return Member(address, processes, number, ids, source)
+    ids = None
+    if here != 1 and local in environment:
+        ids = _share(environment, *_numbers(environment, (local,), source), here)
+    return Member(address, processes, number, ids, source, job)
+
+
+def _share(environment: Mapping[str, str], local: int, here: int) -> tuple[int, ...] | None:
+    """Return the GPUs of a process among others of its host; None: it sees only its own."""
+    visible = next((environment[name] for name in _VISIBLE if environment.get(name)), None)
+    if visible is None:
+        return (local,)  # one for each, as JAX does it
+    count = len(visible.split(","))
+    if count < max(here, local + 1, int(environment.get("SLURM_GPUS_ON_NODE", "0"))):
+        return None
+    each = count // here if here else 1
+    return tuple(range(local * each, (local + 1) * each))
 
 
 def _needed(environment: Mapping[str, str], name: str, source: str) -> str:

@@ -10,9 +10,6 @@ from typing import Any
 
 from jaxcoll._cluster.launch.subprocesses import check_system
 
-LAUNCH = "jaxcoll launch"
-"""The `source` of a process that `jaxcoll launch` or `jc.launch` started."""
-
 HIGHEST_PORT = 65535
 
 
@@ -26,11 +23,8 @@ class Member:
     # The accelerators of this process; None: all that it sees
     local_device_ids: tuple[int, ...] | None = None
     source: str = "the arguments"  # what named these values, for messages
-
-    @property
-    def is_launched(self) -> bool:
-        """Return whether `jaxcoll launch` or `jc.launch` runs the coordinator."""
-        return self.source == LAUNCH
+    job: str = ""  # the job's own name, from its launcher; a process of another job is refused
+    elsewhere: tuple[str, ...] = ()  # addresses at which process 0 may be instead
 
     def check(self) -> None:
         """Raise ValueError for an impossible process number or address."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import socket
@@ -27,6 +28,7 @@ from jaxcoll.errors import DeadlineExceededError, PeerLostError
 _RETRY_SECONDS = 0.05  # between two attempts to reach a coordinator that is not there yet
 _GONE_SECONDS = 2.0  # a coordinator that hung up and has not listened for so long has died
 _REPLY_SECONDS = 5.0  # that a busy coordinator may be late with its reply, at a deadline
+_CANDIDATE_SECONDS = 2.0  # to connect to one of several hosts where the coordinator may be
 _POLL_SECONDS = 0.02
 _LEAST_SECONDS = 5.0  # that the exchange of devices may always take, once all have begun
 _FOLDER, _HERE = "jaxcoll/devices", "here"
@@ -37,9 +39,11 @@ def arrive(member: Member, timeout: float) -> socket.socket:
     # Keep it open: the coordinator runs for as long as somebody is connected.
     deadline = time.monotonic() + min(timeout, LONGEST_SECONDS)
     refused, gone = "nothing listens there", float("inf")
+    addresses = itertools.cycle((member.coordinator_address, *member.elsewhere))
     while (left := deadline - time.monotonic()) > 0:
+        left = min(left, _CANDIDATE_SECONDS) if member.elsewhere else left
         try:
-            connection = socket.create_connection(host_and_port(member.coordinator_address), left)
+            connection = socket.create_connection(host_and_port(next(addresses)), left)
         except socket.gaierror as error:
             if error.errno != socket.EAI_AGAIN:
                 raise ValueError(
@@ -61,7 +65,8 @@ def arrive(member: Member, timeout: float) -> socket.socket:
             if reply is not None:
                 return _accepted(connection, reply, member)
             connection.close()
-            refused, gone = "it hung up", time.monotonic() + _GONE_SECONDS
+            refused = "it hung up"
+            gone = gone if member.elsewhere else time.monotonic() + _GONE_SECONDS
         time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise DeadlineExceededError(
         f"{named(member)}: could not reach the coordinator at {member.coordinator_address} within "
@@ -77,6 +82,7 @@ def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[s
         "num_processes": member.num_processes,
         "patience": deadline - time.monotonic(),
         "who": f"{socket.gethostname()}:{os.getpid()}",
+        "job": member.job,
     }
     received = b""
     try:
@@ -92,8 +98,8 @@ def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[s
             received += connection.recv(ahead.find(b"\n") + 1 or len(ahead))
         if not received:
             return None
-        if reply := message(received):
-            return reply
+        if (reply := message(received)) or member.elsewhere:
+            return reply or None
     except TimeoutError:
         text = (
             f"whatever listens at {member.coordinator_address} did not answer in time. Does "

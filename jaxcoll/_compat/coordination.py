@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -95,6 +95,20 @@ class Store:
 def joined_state() -> Any:
     """Return JAX's state of the world that this process joined."""
     return multihost_utils.distributed.global_state  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def detect_cluster(
+    num_processes: int | None, process_id: int | None, timeout: int
+) -> tuple[str | None, int, int, Sequence[int] | None]:
+    """Return the coordinator's address, the number of processes, this one's number and its GPUs.
+
+    They are those with which `jax.distributed.initialize` would join what JAX finds: Cloud TPU,
+    Kubernetes, Open MPI 5 through mpi4py. The address is None if it finds nothing.
+    """
+    clusters: Any = multihost_utils.distributed.clusters  # pyright: ignore[reportAttributeAccessIssue]
+    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, num_processes, process_id, None, None, timeout
+    )
 
 
 def call_after_shutdown(call: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from jaxcoll._cluster.liveness import CoordinatorConnection
 from jaxcoll._cluster.specs import Member
 from jaxcoll._cluster.startup import arrive
 
-HELLO = {"process_id": 1, "num_processes": 2, "patience": 60.0, "who": "there:1"}
+HELLO = {"process_id": 1, "num_processes": 2, "patience": 60.0, "who": "there:1", "job": ""}
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(SCALARS, lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=9)
 

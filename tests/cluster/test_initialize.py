@@ -52,6 +52,44 @@ def test_everyone_who_came_is_told_what_is_wrong(coordinator, present, expected,
             raise error
 
 
+def test_process_of_another_job_is_refused_alone_and_named(coordinator):
+    address = coordinator(2).address
+    first, missing = Member(address, 2, 0, job="Slurm step 7.0"), []
+    waiting = threading.Thread(target=lambda: missing.extend(at_once(lambda: arrive(first, 3.0))))
+    waiting.start()
+    time.sleep(0.5)
+    for job in ("Slurm step 8.0", ""):
+        with pytest.raises(
+            ValueError, match=f"serves Slurm step 7.0, and process 1 of {job or 'a job without'}"
+        ):
+            arrive(Member(address, 2, 1, job=job), 20)
+    waiting.join(20)
+    with pytest.raises(jc.errors.DeadlineExceededError, match="process 1 of 2 did not.*") as late:
+        raise missing[0]
+    assert "This is Slurm step 7.0; process 1 of a job without a name" in str(late.value)
+
+
+def test_process_0_is_found_on_any_of_several_hosts(coordinator):
+    address = coordinator(2).address
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.socket() as nothing:
+        nothing.bind(("127.0.0.1", 0))
+        elsewhere = [f"127.0.0.1:{each.getsockname()[1]}" for each in (other, nothing)]
+
+        def answer():
+            connection, _ = other.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+            other.close()
+
+        member = Member(elsewhere[0], 2, 1, elsewhere=(elsewhere[1], address))
+        arrived, zero, _ = at_once(
+            lambda: arrive(member, 20), lambda: arrive(Member(address, 2, 0), 20), answer
+        )
+    assert arrived.getpeername() == zero.getpeername()
+    arrived.close()
+    zero.close()
+
+
 def test_process_0_receives_a_refusal_last_as_it_then_kills_the_coordinator(monkeypatch):
     recipients = []
     monkeypatch.setattr("jaxcoll._cluster.coordinator._send", lambda _, to: recipients.extend(to))
@@ -83,7 +121,7 @@ def test_a_coordinator_may_be_late_with_its_reply():
 def test_one_that_dies_before_all_are_here_is_named_at_once(coordinator):
     address = coordinator(3).address
     host, port = address.split(":")
-    hello = {"process_id": 2, "num_processes": 3, "patience": 60.0, "who": "there:1"}
+    hello = {"process_id": 2, "num_processes": 3, "patience": 60.0, "who": "there:1", "job": ""}
     with socket.create_connection((host, int(port))) as dying:
         dying.sendall(json.dumps(hello).encode() + b"\n")
         threading.Timer(0.2, lambda: dying.shutdown(socket.SHUT_RDWR)).start()

@@ -1,5 +1,6 @@
 """Which process of which job this is, by the variables that launchers leave."""
 
+import dataclasses
 import json
 
 import pytest
@@ -18,6 +19,15 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }  # fmt: skip
+HYDRA = {
+    "PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+}  # fmt: skip
+TRAINER = {
+    "JAX_COORDINATOR_ADDRESS": "t-node-0-0.t:29500", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2",
+}  # fmt: skip
+JAX_JOB = {
+    "COORDINATOR_ADDRESS": "t-worker-0", "COORDINATOR_PORT": "6666", "NUM_PROCESSES": "4", "PROCESS_ID": "2",
+}  # fmt: skip
 TORCH = {
     "MASTER_ADDR": "a",
     "MASTER_PORT": "29500",
@@ -25,6 +35,15 @@ TORCH = {
     "WORLD_SIZE": "2",
     "LOCAL_RANK": "1",
 }
+
+
+def gpus(visible, on_node, *, tasks="2(x5)", node="node007", local="1"):
+    hosts = {"SLURM_STEP_NODELIST": "x,y"} if node in "xy" else {}
+    hosts |= {"SLURM_JOB_ID": "4097"}
+    return {
+        **SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURMD_NODENAME": node, "SLURM_LOCALID": local,
+        "CUDA_VISIBLE_DEVICES": visible, "SLURM_GPUS_ON_NODE": str(on_node), **hosts,
+    }  # fmt: skip
 
 
 def tf(cluster, kind=None, index=None, **more):
@@ -64,6 +83,21 @@ WORKERS = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
         ({**SLURM, "PMI_SIZE": "10", "PMI_RANK": "9"}, ("node007:61441", 10, 9, (1,))),
         ({"PMI_SIZE": "2", "PMI_RANK": "1", **TORCH}, ("a:29500", 2, 1, (1,))),
         ({"PMIX_RANK": "0", "PMI_SIZE": "1"}, None),
+        ({**HYDRA, "JAX_COORDINATOR_ADDRESS": "z:9"}, ("z:9", 4, 3, (1,))),
+        ({**SLURM, **HYDRA}, (None, 4, 3, (1,))),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3"}, (None, 4, 3, None)),
+        ({**TRAINER, "TF_CONFIG": "{}"}, ("t-node-0-0.t:29500", 4, 2, None)),
+        (JAX_JOB, ("t-worker-0:6666", 4, 2, None)),
+        ({**SLURM, "JAXCOLL_COORDINATOR": "c:7", "JAX_COORDINATOR_ADDRESS": "z:9"}, ("c:7", 10, 9, (1,))),
+        # Slurm's GPUs: one or two for each task, or all for all tasks of a host; uneven tasks
+        (gpus("2", 4, tasks="3,1", node="x"), ("x:61441", 10, 9, None)),
+        (gpus("0", 1, tasks="3,1", node="y", local="0"), ("x:61441", 10, 9, None)),
+        (gpus("2,3", 4), ("node007:61441", 10, 9, None)),
+        (gpus("0,1", 2), ("node007:61441", 10, 9, (1,))),
+        (gpus("0,1,2,3", 4), ("node007:61441", 10, 9, (2, 3))),
+        (gpus("0,1", 2, tasks="2,1", node="x"), ("x:61441", 10, 9, (1,))),
+        (gpus("0,1", 2, tasks="2,1", node="y", local="0"), ("x:61441", 10, 9, None)),
+        ({**TORCH, "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "5"}, ("a:29500", 2, 1, None)),
     ],
     ids=lambda x: None,
 )  # fmt: skip
@@ -74,7 +108,32 @@ def test_the_first_launcher_that_left_its_marks_is_believed(environment, expecte
     else:
         found.check()
         address, count, rank, own = expected
-        assert found == Member(address, count, rank, own, found.source)
+        place = Member(address, count, rank, own, found.source)
+        assert dataclasses.replace(found, job="", elsewhere=()) == place
+
+
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({**SLURM, "SLURM_STEP_ID": "2"}, "Slurm step 4097.2"),
+        ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-a-7@1"}, "prterun-a-7@1"),
+        ({**TORCH, "TORCHELASTIC_RUN_ID": "7"}, "torchrun 7"),
+        (TORCH, ""),
+        (LAUNCH, ""),
+    ],
+)
+def test_job_has_the_name_that_its_launcher_gave_it(environment, job):
+    assert member_of(environment).job == job
+
+
+def test_task_0_of_slurm_is_where_it_says_or_on_any_host_of_the_step():
+    part = {**SLURM, "SLURM_STEP_NODELIST": "x[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    for way in ({"SLURM_DISTRIBUTION": "arbitrary"}, {"SLURM_HET_SIZE": "2"}):
+        zero = member_of({**part, **way, "SLURMD_NODENAME": "x2", "SLURM_PROCID": "0"})
+        other = member_of({**part, **way, "SLURMD_NODENAME": "x1"})
+        assert (zero.coordinator_address, zero.elsewhere) == ("x2:61441", ())
+        assert (other.coordinator_address, other.elsewhere) == ("x1:61441", ("x2:61441",))
+    assert member_of({**part, "SLURM_DISTRIBUTION": "cyclic"}).elsewhere == ()
 
 
 @pytest.mark.parametrize(

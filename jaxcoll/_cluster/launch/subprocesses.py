@@ -11,7 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
-"""Variables that `jaxcoll launch`, which runs the coordinator, sets for its processes."""
+"""Variables that `jaxcoll launch` sets for its processes. The first one alone says where a
+coordinator runs that no process of the job started; the launcher numbers the processes."""
+
+JOB = "JAXCOLL_JOB"
+"""Variable with a job's own id, the same in all its processes, where the launcher sets none."""
 
 REJOIN = "JAXCOLL_REJOIN"
 """Variable that `jaxcoll launch` sets to "1" for a process restarted while the others go on."""
