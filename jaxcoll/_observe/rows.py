@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
+from jaxcoll._observe.origins import By, find_origins
 from jaxcoll._observe.overlap import exposed, predicted
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.parse.hlo import Program
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.scope_names import names, pack_of
 from jaxcoll._prices.rates import Rates
-
-By = Literal["name", "order", ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +56,7 @@ def rows_of(
 ) -> tuple[Row, ...]:
     """Return a row for each compiled collective, in the order of the schedule."""
     collectives = compiled.collectives
-    origins = _origins(requested or (), collectives)
+    origins = find_origins(requested or (), collectives)
     # For each position in `requested`, the number of compiled collectives that carry a part of it.
     carriers = Counter(i for o in origins if not o.repeats for i in o.requested)
     matched = {i for origin in origins for i in origin.requested}
@@ -141,116 +139,3 @@ def _elements(collectives: Iterable[Collective]) -> Counter[str]:
     for operand in (operand for c in collectives for operand in c.operands):
         elements[operand.dtype] += operand.size
     return elements
-
-
-class Origin(NamedTuple):
-    """The requested collectives that a compiled one carries out."""
-
-    requested: tuple[int, ...] = ()  # their positions; () if none is known
-    by: By = ""
-    repeats: bool = False  # a copy of another compiled collective, as in an unrolled loop
-
-
-def _origins(requested: Sequence[Collective], compiled: Sequence[Collective]) -> list[Origin]:
-    """Match each compiled collective to requested ones, by the scope names that compilers keep.
-
-    A requested collective is matched to no more elements than it has, except by copies that bear
-    its name. Collectives of the same kind and groups are matched first, and within these,
-    collectives in loops to collectives in loops.
-    """
-    by_name: dict[str, list[int]] = {}
-    for i, r in enumerate(requested):
-        by_name.setdefault(r.op_name, []).append(i)
-    same_name = [_same_name(c, by_name) for c in compiled]
-    unmatched = [_size(r) for r in requested]  # elements not matched yet
-    origins = [Origin() for _ in compiled]
-    phases = ((fits, in_loop) for fits in (_is_alike, _is_other) for in_loop in (True, False))
-    for fits, in_loop in phases:
-        for k, c in enumerate(compiled):
-            if origins[k].requested:
-                continue
-            candidates = [
-                i
-                for i in same_name[k]
-                if unmatched[i]
-                and fits(requested[i], c)
-                and (not in_loop or bool(requested[i].loops) == bool(c.loops))
-            ]
-            chosen, is_certain = _choose(candidates, c, requested, unmatched)
-            if chosen:
-                origins[k] = Origin(tuple(sorted(chosen)), "name" if is_certain else "order")
-            needed = _size(c)
-            for i in chosen:
-                spent = min(unmatched[i], needed)
-                unmatched[i] -= spent
-                needed -= spent
-    # An unmatched collective whose name is already matched is a copy.
-    for k, c in enumerate(compiled):
-        copied = [i for i in same_name[k] if requested[i].kind == c.kind]
-        if not origins[k].requested and copied:
-            if sum(_size(requested[i]) for i in copied) >= _size(c):
-                origins[k] = Origin(tuple(copied), "name", repeats=True)
-    return origins
-
-
-def _same_name(c: Collective, by_name: Mapping[str, list[int]]) -> list[int]:
-    """Return the requested collectives that share a name with a compiled one."""
-    named: set[int] = set()
-    for name in dict.fromkeys(names(c.op_name)):
-        parts = name.split("/")
-        # Compiled names begin with the callers' scopes: any suffix may be the requested name.
-        for start in range(len(parts)):
-            named.update(by_name.get("/".join(parts[start:]), ()))
-    return sorted(named)
-
-
-def _choose(
-    candidates: Sequence[int], c: Collective, requested: Sequence[Collective], left: Sequence[int]
-) -> tuple[list[int], bool]:
-    """Choose candidates whose unmatched elements add up to `c`'s; False if others fit as well."""
-    total = _size(c)
-    # All of them together have exactly as many elements: no other choice is possible.
-    if sum(left[i] for i in candidates) == total:
-        return list(candidates), True
-    by_size: dict[int, list[int]] = {}
-    for i in candidates:
-        by_size.setdefault(left[i], []).append(i)
-    wanted = Counter(operand.size for operand in c.operands)
-    chosen = [i for size, n in wanted.items() for i in by_size.get(size, [])[:n]]
-    if sum(left[i] for i in chosen) == total:
-        return chosen, all(
-            len(equal) == n or len({(r.op_name, r.source, r.operands) for r in equal}) == 1
-            for size, n in wanted.items()
-            for equal in [[requested[i] for i in by_size.get(size, [])]]
-        )
-    # The compiler combines neighbours, which are neighbours in the requested program, too. All
-    # sizes are above 0, so a sliding window finds every range that adds up to `total`.
-    start = spent = 0
-    for end, i in enumerate(candidates):
-        spent += left[i]
-        while spent > total:
-            spent -= left[candidates[start]]
-            start += 1
-        if spent == total:
-            return list(candidates[start : end + 1]), False
-    larger = [i for i in candidates if left[i] > total]  # `c` may be a part of one of these
-    return larger[:1], len(larger) == 1
-
-
-def _is_alike(r: Collective, c: Collective) -> bool:
-    return r.kind == c.kind and _members(r) == _members(c)
-
-
-def _is_other(r: Collective, c: Collective) -> bool:
-    return r.kind != c.kind
-
-
-def _members(c: Collective) -> frozenset[tuple[int, ...]]:
-    """Return the groups, regardless of the order of groups and of devices in them."""
-    if c.kind == "collective-permute":
-        return frozenset(c.groups)
-    return frozenset(tuple(sorted(group)) for group in c.groups)
-
-
-def _size(c: Collective) -> int:
-    return sum(operand.size for operand in c.operands)
