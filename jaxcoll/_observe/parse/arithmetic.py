@@ -197,26 +197,26 @@ class Arithmetic:
         """
         inside = self._module.computations[name]
         pairs: dict[str, tuple[int, int]] = {}
-        first: dict[str, str] = {}  # the start that an update stands for
         chains: dict[str, str] = {}  # the start of a chain of fusions
         for site in inside.sites:
-            if site.opcode.endswith(("-done", "-update")):
+            if site.opcode == "fusion":
                 instruction = inside.parse(site)
-                start = next(iter(instruction.operand_names), "")
-                first[instruction.name] = start = first.get(start, start)
-                at, _ = pairs.get(start, (site.at, site.at))
-                if site.opcode.endswith("-update") and not inside[start].operands:
-                    at = site.at
-                pairs[start] = (at, site.at)
-            elif site.opcode == "fusion":
-                instruction = inside.parse(site)
-                callee = instruction.settings.rpartition("calls=")[2].strip("%")
-                for chain, part in self._chains.get(callee, ()):
-                    start = chains.setdefault(chain, instruction.name)
-                    at, _ = pairs.get(start, (site.at, site.at))
-                    pairs[start] = (at, site.at if part == "Done" else at)
+                for _, callee in instruction.calls:
+                    for chain, part in self._chains.get(callee, ()):
+                        start = chains.setdefault(chain, instruction.name)
+                        at, _ = pairs.get(start, (site.at, site.at))
+                        pairs[start] = (at, site.at if part == "Done" else at)
             elif site.opcode.endswith("-start") or site.opcode == "send":
                 pairs[inside.parse(site).name] = (site.at, site.at)
+        for end in inside.ends():
+            at, _ = pairs.get(end.start, (end.at, end.at))
+            if (
+                end.opcode.endswith("-update")
+                and end.start in inside
+                and not inside[end.start].operands
+            ):
+                at = end.at
+            pairs[end.start] = (at, end.at)
         return pairs
 
 

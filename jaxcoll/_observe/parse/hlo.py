@@ -15,6 +15,7 @@ from jaxcoll._observe.parse.hlo_text import (
     Computation,
     Instruction,
     Module,
+    find_chain,
     parse_module,
     sends,
 )
@@ -23,18 +24,11 @@ from jaxcoll._observe.parse.replica_groups import group_size, groups_of, read_gr
 from jaxcoll._observe.parse.sources import Source, StackFrames
 from jaxcoll._plan.scope_names import names, op_name_of
 
-_CALLS = re.compile(
-    r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation|"
-    r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
-)
-_BRANCHES = {"branch_computations": 0, "true_computation": 0, "false_computation": 1}
 _NEAR = 50
 """The most instructions to visit in search of the nearest line of Python."""
 _NAMES_COLLECTIVE = re.compile(r"/(psum|all_gather|reduce_scatter|all_to_all|ppermute)[^/]*$")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _IS_SYNC = re.compile(r'is_sync\\?":\s*true')
-_CHAIN = re.compile(r'\bchain_id="?(\w+)')
-_CHAIN_PART = re.compile(r'\bcustom_call_target="AsyncCollective(Start|Done)"')
 _SCATTERS = re.compile(r'"emitter":"\w*AllReduceScatterFusion"')
 _SENT_PAIRS = "_xla_send_recv_source_target_pairs="
 
@@ -105,7 +99,7 @@ class _Reader:
                     and _is_collective(instruction)
                     and not self._is_call(instruction)
                 ):
-                    if not (chain := self._chain(computation, instruction)):
+                    if not (chain := find_chain(computation, instruction)):
                         items.append(self._collective(name, computation, instruction, site.at))
                         continue
                     self.chains.setdefault(name, []).append(chain)
@@ -122,8 +116,8 @@ class _Reader:
 
     def _is_call(self, start: Instruction) -> bool:
         """True for a start that calls its collective; others may call what adds two elements."""
-        for _, name in _CALLS.findall(start.settings):
-            callee = self._module.computations.get(name.lstrip("%"))
+        for _, name in start.calls:
+            callee = self._module.computations.get(name)
             if callee and any(sends(site.opcode) for site in callee.sites):
                 return True
         return False
@@ -134,39 +128,21 @@ class _Reader:
         if opcode.endswith(("-done", "-update")):
             return
         turns = count_turns(self._module, instruction, inside) if opcode == "while" else 1
-        for attribute, called in _CALLS.findall(instruction.settings):
-            for k, name in enumerate(n.strip().lstrip("%") for n in called.strip("{}").split(",")):
-                # The condition runs once more than the body.
-                is_condition = opcode == "while" and attribute == "condition"
-                branch = _BRANCHES.get(attribute)
-                if name:
-                    yield Call(
-                        site=instruction.name,
-                        callee=name,
-                        trips=None if turns is None else turns + is_condition,
-                        is_async=opcode.endswith("-start"),
-                        branch=None if branch is None else branch + k,
-                        is_loop=opcode == "while",
-                        is_part=opcode not in ("while", "call", "conditional"),
-                        scatters=bool(_SCATTERS.search(attributes)),
-                        at=at,
-                        until=at,
-                    )
-
-    def _chain(self, inside: Computation, collective: Instruction) -> tuple[str, str] | None:
-        """Return the number of a chain, and "Start", "Done" or "" for its part in it; or None.
-
-        A TPU v5e starts a transfer in one fusion, continues it in others beside products, and ends
-        it in another; each has the collective in its text.
-        """
-        number = _CHAIN.search(collective.attributes)
-        if not number:
-            return None
-        for site in inside.sites:
-            if site.opcode == "custom-call" and collective.name in inside.parse(site).operand_names:
-                if part := _CHAIN_PART.search(inside.parse(site).attributes):
-                    return number[1], part[1]
-        return number[1], ""
+        for k, (attribute, name) in enumerate(instruction.calls):
+            # The condition runs once more than the body.
+            is_condition = opcode == "while" and attribute == "condition"
+            yield Call(
+                site=instruction.name,
+                callee=name,
+                trips=None if turns is None else turns + is_condition,
+                is_async=opcode.endswith("-start"),
+                branch=k if opcode == "conditional" else None,
+                is_loop=opcode == "while",
+                is_part=opcode not in ("while", "call", "conditional"),
+                scatters=bool(_SCATTERS.search(attributes)),
+                at=at,
+                until=at,
+            )
 
     def check_chains(self) -> None:
         """Add the chains that no fusion starts to `unread`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.collective import KINDS, Operand
@@ -35,6 +35,13 @@ _PARENTHESIS = re.compile(r"[()]")
 _BRACKET = re.compile(r"[(\[{}\]),]")
 _OPEN = "{[(,:="  # how no line of an instruction ends
 
+_CALLED = re.compile(
+    r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation|"
+    r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_CHAIN = re.compile(r'\bchain_id="?(\w+)')
+_CHAIN_PART = re.compile(r'\bcustom_call_target="AsyncCollective(Start|Done)"')
+
 _SENDS = re.compile(r"all-|collective-|reduce-scatter|ragged-all|send(?:-|$)")
 _CALLS = frozenset(("while", "call", "conditional", "custom-call"))
 PRODUCTS = frozenset(("dot", "convolution", "custom-call"))
@@ -63,6 +70,12 @@ class Instruction(NamedTuple):
         )
 
     @property
+    def calls(self) -> list[tuple[str, str]]:
+        """The attributes that name computations, with a name each."""
+        found = _CALLED.findall(self.settings)
+        return [(attribute, name) for attribute, some in found for name in _NAME.findall(some)]
+
+    @property
     def results(self) -> tuple[Operand, ...]:
         """The arrays that it returns."""
         return arrays(self.type)
@@ -74,6 +87,15 @@ class Site(NamedTuple):
     at: int  # the number of instructions before it in its computation
     opcode: str
     start: int  # its position in the text
+
+
+class End(NamedTuple):
+    """The end of an asynchronous instruction, or an update of it."""
+
+    at: int
+    name: str
+    opcode: str
+    start: str  # the name of the start
 
 
 class Computation:
@@ -102,6 +124,21 @@ class Computation:
         """The instruction that makes its result."""
         root = _ROOT.search(self._text, self._start, self._end)
         return self._parse(root.start() + 1 if root else [*self._starts.values()][-1])
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of the instructions, in order."""
+        return self._starts
+
+    def ends(self) -> Iterator[End]:
+        """Yield the ends and updates of asynchronous instructions."""
+        first: dict[str, str] = {}  # An update stands for its start in later lines.
+        for site in self.sites:
+            if site.opcode.endswith(("-done", "-update")):
+                end = self.parse(site)
+                start = next(iter(end.operand_names), "")
+                first[end.name] = first.get(start, start)
+                yield End(site.at, end.name, end.opcode, first[end.name])
 
     def opcodes(self) -> Iterator[str]:
         """Yield the opcode of each instruction, in order."""
@@ -264,6 +301,22 @@ def _is_site(opcode: str) -> bool:
 def sends(opcode: str) -> bool:
     """True for instructions that send to other devices, of known and of unknown kinds."""
     return bool(_SENDS.match(opcode)) or opcode in KINDS
+
+
+def find_chain(inside: Computation, collective: Instruction) -> tuple[str, str] | None:
+    """Return the number of a collective's chain, and "Start", "Done" or "" for its part in it.
+
+    A TPU v5e starts a transfer in one fusion, continues it in others beside products, and ends it
+    in another; each has the collective in its text.
+    """
+    number = _CHAIN.search(collective.attributes) if sends(collective.opcode) else None
+    if not number:
+        return None
+    for site in inside.sites:
+        if site.opcode == "custom-call" and collective.name in inside.parse(site).operand_names:
+            if part := _CHAIN_PART.search(inside.parse(site).attributes):
+                return number[1], part[1]
+    return number[1], ""
 
 
 def parse_instruction(text: str, start: int = 0) -> Instruction:
