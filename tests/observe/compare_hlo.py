@@ -6,11 +6,12 @@
     python tests/observe/compare_hlo.py v5e:2x4             with libtpu; v5p:2x2x2, v6e, tpu7x:2x2x1
 
 Each collective's kind, runs, bytes and groups; prints what differs, and exits with 1 if anything
-does without a note of the report. A text is read in all layouts that XLA prints, and in others that
+is refused, or differs without a note of the report. A text is read in all layouts that XLA prints, and in others that
 its parser accepts. `count` walks the proto: it knows nothing of `jaxcoll._observe.parse`.
 """
 # ruff: noqa: E402
 
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "golden"), str(HERE.parents[1])]
 
-import make  # it sets what JAX needs before it is imported
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 from hlo_programs import PROGRAMS, build
 from jaxlib import _hlo
@@ -311,7 +312,8 @@ def compare(name, text, proto=None):
         try:
             found, notes = read(written)
         except ValueError as error:
-            found, notes = Counter(), [f"refused: {error}"]
+            found, notes = Counter(), []
+            print(f"{name}, {layout}: refused: {error}")
         if found != expected:
             print(f"{name}, {layout}: {'named' if notes else 'WRONG'}")
             for sign, some in (("-", expected - found), ("+", found - expected)):
@@ -324,7 +326,17 @@ def compare(name, text, proto=None):
     return right
 
 
+def compile_text(name, line):
+    """The text and the proto of a program for a line of devices."""
+    program, arguments = build(name, line)
+    compiled = program.lower(*arguments).compile()
+    (module,) = compiled.runtime_executable().hlo_modules()
+    return compiled.as_text(), module.as_serialized_hlo_module_proto()
+
+
 def main(where, *names):
+    import make  # it sets flags that JAX reads with its first device
+
     results = []
     if Path(where).is_dir():
         for file in sorted(Path(where).glob("*.hlo")):
@@ -335,14 +347,11 @@ def main(where, *names):
         line = np.array(make.devices(where), dtype=object)
         for name in names or PROGRAMS:
             try:
-                program, arguments = build(name, line)
-                compiled = program.lower(*arguments).compile()
+                compiled = compile_text(name, line)
             except Exception as error:  # not for this backend
                 print(f"{name}: not compiled: {str(error).splitlines()[0][:90]}")
                 continue
-            (module,) = compiled.runtime_executable().hlo_modules()
-            proto = module.as_serialized_hlo_module_proto()
-            results.append(compare(name, compiled.as_text(), proto))
+            results.append(compare(name, *compiled))
     print(f"{where}: {sum(results)} of {len(results)} programs are right or say what is missing")
     return 0 if all(results) else 1
 

@@ -339,7 +339,7 @@ def jaxcoll_scan_layers(x, w):
     check_vma=False,
 )
 def jaxcoll_packs(x, w, b):
-    g = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p[0] + p[1])))((w, b))
+    g = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p[0] + p[1][None])))((w, b))
     return jc.all_reduce("mean", g, "d", options=jc.CommunicationOptions(bytes_per_pack=1 << 17))
 
 

@@ -16,6 +16,9 @@ ADD = """\
 """
 
 
+AR = "%ar = f32[16,4]{1,0} all-reduce(%x), replica_groups={{0,1}}"
+
+
 def module(*computations, counts="num_partitions=8"):
     return "\n\n".join([f"HloModule jit_f, is_scheduled=true, {counts}", *computations])
 
@@ -131,6 +134,142 @@ def test_a_start_that_the_compiler_has_made_synchronous():
     assert not only(text).is_async
 
 
+def fusion(name, *lines):
+    return f"%{name} (p: f32[2,4]) -> f32[16,4] {{\n" + "".join(f"  {x}\n" for x in lines) + "}\n"
+
+
+GATHER = (
+    "%{name} = f32[16,4]{{1,0}} all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], "
+    'dimensions={{0}}, use_global_device_ids=true, frontend_attributes={{chain_id="{chain}"}}'
+)
+PART = "%p = f32[2,4]{1,0} parameter(0)"
+
+
+def chain(number, *products):
+    """The fusions of a TPU v5e that start, continue and end an all-gather, and their calls."""
+    starts = [GATHER.format(name=f"ag{number}.{k}", chain=number) for k in range(3)]
+    call = 'custom-call({}), custom_call_target="AsyncCollective{}"'
+    ends = f"ROOT %e{number} = f32[16,4] {call.format(f'%p, %ag{number}.2', 'Done')}"
+    begin = f"ROOT %b{number} = (f32[2,4], u32[]) {call.format(f'%ag{number}.0', 'Start')}"
+    multiply = "%m = f32[2,2] dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+    return (
+        fusion(f"begin{number}", PART, starts[0], begin),
+        fusion(f"go_on{number}", PART, starts[1], multiply, "ROOT %t = (f32[2,2]) tuple(%m)"),
+        fusion(f"end{number}", PART, starts[2], ends),
+    ), (
+        f"%start{number} = (f32[2,4], u32[]) fusion(%p), kind=kCustom, calls=%begin{number}",
+        f"%going{number} = (f32[2,2]) fusion(%p), kind=kOutput, calls=%go_on{number}",
+        f"%done{number} = f32[16,4] fusion(%p), kind=kCustom, calls=%end{number}",
+    )  # fmt: skip
+
+
+def test_fusions_of_one_chain_are_one_asynchronous_collective():
+    (first, a), (second, b) = chain(0), chain(1)
+    program = read_hlo(module(*first, *second, entry(PART, *a[:2], *b[:2], a[2], b[2])))
+    assert program.unread == ()
+    found = [(c.kind, c.operands, c.group_size, c.is_async, c.trips) for c in program.collectives]
+    assert found == [("all-gather", (Operand("f32", (2, 4)),), 8, True, 1)] * 2
+    # What continues the one multiplies while the other is in flight, too.
+    assert [c.meanwhile.matmuls for c in program.collectives] == [2, 1]
+    (note,) = read_hlo(module(*first[1:], entry(PART, *a[1:]))).unread
+    assert "chain_id='0'" in note
+
+
+@pytest.mark.parametrize(
+    ("emitter", "kind", "wire_bytes"),
+    [
+        ("AllReduceScatterFusion", "reduce-scatter", 7 * 32),
+        ("SingleInputAllReduceScatterFusion", "reduce-scatter", 7 * 32),
+        ("RotatedPincerEmitter", "all-reduce", 14 * 32),
+    ],
+)
+def test_a_fusion_that_scatters_a_sum_sends_what_a_reduce_scatter_does(emitter, kind, wire_bytes):
+    scatter = fusion(
+        "all-reduce-scatter",
+        "%p = f32[16,4]{1,0} parameter(0)",
+        "%ar = f32[16,4]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, "
+        "use_global_device_ids=true, to_apply=%add",
+        "ROOT %own = f32[2,4]{1,0} dynamic-slice(%ar, %i, %i), dynamic_slice_sizes={2,4}",
+    )
+    call = (
+        "ROOT %f = f32[2,4]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter, "
+        f'backend_config={{"collective_algorithm_config":{{"emitter":"{emitter}"}}}}'
+    )
+    found = only(module(ADD, scatter, entry(call)))
+    assert (found.kind, found.wire_bytes, found.nbytes) == (kind, wire_bytes, 256)
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_a_send_to_the_targets_in_its_text_is_a_permute(quote):
+    pairs = f"frontend_attributes={{_xla_send_recv_source_target_pairs={quote}{{{{0,1}},{{1,2}}}}{quote}}}"
+    found = only(
+        module(
+            entry(
+                "%t = token[] after-all()",
+                f"%r = (f32[16,4], u32[], token[]) recv(%t), channel_id=1, {pairs}",
+                f"%s = (f32[16,4], u32[], token[]) send(%x, %t), channel_id=1, {pairs}",
+                "%m = f32[16,16] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+                "%d = token[] send-done(%s), channel_id=1",
+                "%e = (f32[16,4], token[]) recv-done(%r), channel_id=1",
+            )
+        )
+    )
+    assert (found.kind, found.groups, found.nbytes) == ("collective-permute", ((0, 1), (1, 2)), 256)
+    assert (found.is_async, found.meanwhile.matmuls) == (True, 1)
+
+
+def test_an_operand_may_be_an_element_of_a_tuple():
+    """XLA since JAX 0.12 dumps elements of tuples so, without instructions of their own."""
+    lines = (
+        "%t = (f32[16,4]{1,0}, (s8[3]{0}, /*index=1*/f16[8]{0})) custom-call(%x), "
+        'custom_call_target="many"',
+        f"ROOT {AR.replace('%x', '%t#0, %t#1#1')}",
+    )
+    assert only(module(entry(*lines))).operands == (Operand("f32", (16, 4)), Operand("f16", (8,)))
+
+
+JSON = '{\n  "steps": [\n    {"name": "a = b, }{"}\n  ],\n%x = f32[] add(%b)\n}'
+LAYOUTS = {
+    "line breaks in a value": lambda t: t.replace("NOTE", JSON),
+    "a brace on its own line in a value": lambda t: t.replace("NOTE", "{\n}"),
+    "no indentation": lambda t: re.sub(r"(?m)^ +", "", t),
+    "operands on lines of their own": lambda t: t.replace(", ", ",\n"),
+    "one line": lambda t: t.replace("\n", " ").replace("devices=8 ", "devices=8\n"),
+    "comments": lambda t: "// a\n" + t.replace("(%x)", "(/* ) */ %x // }\n)"),
+    "carriage returns": lambda t: t.replace("\n", "\r\n"),
+    "computations in place": lambda t: t.replace("to_apply=%inner", "to_apply=\n" + INNER),
+    "a list of computations": lambda t: t.replace("to_apply=%inner", f"called_computations={{{INNER}}}"),
+}  # fmt: skip
+INNER = f"{{\n  %x = f32[16,4]{{1,0}} parameter(0)\n  ROOT {AR}, frontend_attributes={{v=NOTE}}\n}}"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_that_xla_takes_are_read_alike(name):
+    call = "%c = f32[16,4]{1,0} call(%x), to_apply=%inner, frontend_attributes={v=NOTE}"
+    text = module(
+        f"%inner (x: f32[16,4]) -> f32[16,4] {INNER}",
+        entry(call, "ROOT " + AR.replace("%ar", "%last").replace("%x", "%c")),
+        counts="num_partitions=8, devices=8",
+    )
+    expected = read_hlo(text.replace("NOTE", "1")).collectives
+    found = read_hlo(LAYOUTS[name](text).replace("NOTE", "1")).collectives
+    assert len(found) == 2
+
+    def plain(c):
+        return (c.kind, c.name, c.operands, c.groups, c.trips, c.wire_bytes)
+
+    assert [*map(plain, found)] == [*map(plain, expected)]
+
+
+def test_a_computation_that_is_defined_in_an_unknown_place_is_refused():
+    text = module(entry(f"%c = f32[16,4] call(%x), beside={INNER}"))
+    with pytest.raises(ValueError, match="'c' in 'main' defines a computation in an unknown way"):
+        read_hlo(text)
+    text = module(entry(f"%c = f32[16,4] call(%x), to_apply={INNER}").replace("call", "visit"))
+    with pytest.raises(ValueError, match="'ar' is in 'main.c.0', which no instruction calls"):
+        read_hlo(text)
+
+
 def test_nested_loops_calls_and_fusions():
     text = module(
         "%inner (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
@@ -191,9 +330,6 @@ def test_what_may_send_and_is_not_understood_is_told():
     assert "`all-shuffle` ('s') moves data" in program.unread[0]
     assert "custom call 'k' (my_nccl_kernel) may communicate" in program.unread[1]
     assert "'g' multiplies matrices of unknown sizes" in program.notes[0]
-
-
-AR = "%ar = f32[16,4]{1,0} all-reduce(%x), replica_groups={{0,1}}"
 
 
 @pytest.mark.parametrize(

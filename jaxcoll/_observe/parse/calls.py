@@ -84,10 +84,16 @@ def flattened(bodies: Bodies, module: Module, lengths: Mapping[str, int]) -> tup
                 yield from within(item.callee, (*path, call), start)
 
     events = tuple(within(module.entry, (), 0)) if module.entry in bodies else ()
+    called = {x.callee for body in bodies.values() for x in body if isinstance(x, Call)}
     # A collective that no call reaches would be missing from the report, which would mislead.
     for name in sorted(relevant - reached):
         lost = next((x for x in bodies[name] if isinstance(x, Collective)), None)
-        if lost and (not module.nested or module.nested.get(name) in reached):
+        outer = name
+        while outer in module.nested:
+            outer = module.nested[outer]
+        # In a text that defines computations where they are called, some have a copy with a name.
+        is_copy = module.nested and outer not in called and outer != module.entry
+        if lost is not None and not is_copy:
             raise ValueError(
                 f"{lost.kind} {lost.name!r} is in {name!r}, which no instruction calls in a known "
                 "way: the notation is newer than this version of jaxcoll, or the text is damaged."

@@ -31,7 +31,7 @@ _ADDED = re.compile(r", (?:frontend_attributes|metadata|backend_config)=")
 _TABLE = re.compile(r"(?:File|Function|Stack)[A-Z]\w+\s*|\d+ .*", re.DOTALL)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")  # bf16[8,128]
 _COMMENT = re.compile(r"/\*.*?\*/")  # /*index=5*/
-_PARENTHESIS = re.compile(r"[()]")
+_PARENTHESIS = re.compile(r"[()]|/\*.*?\*/")
 _BRACKET = re.compile(r"[(\[{}\]),]")
 _OPEN = "{[(,:="  # how no line of an instruction ends
 
@@ -365,7 +365,7 @@ def _closing(text: str, start: int, end: int) -> int:
     """Return the position of the parenthesis that closes the one at `start`; -1 if none does."""
     depth = 0
     for mark in _PARENTHESIS.finditer(text, start, end):
-        depth += 1 if mark[0] == "(" else -1
+        depth += {"(": 1, ")": -1}.get(mark[0], 0)
         if not depth:
             return mark.start()
     return -1

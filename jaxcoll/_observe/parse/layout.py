@@ -19,7 +19,7 @@ _CALLS = re.compile(
     r"\b(?:body|condition|calls|to_apply|(?:branch|called)_computations|"
     r"(?:true|false)_computation|select|scatter)=\s*$"
 )
-_AFTER = re.compile(r'\s*,\s*execution_thread="[^"]*"|[ \t\r]+')
+_AFTER = re.compile(r'(?:\s*,\s*execution_thread="[^"]*")?[ \t\r]*')
 _SPACED = re.compile(r" ([a-z][\w\-]*)\s+\(")
 _NEAR = 40  # more characters than an attribute's name has
 
@@ -62,8 +62,6 @@ def lay_out(text: str, start: int) -> tuple[list[LaidOut], int]:
                 f"{text[start:].lstrip()[:80]!r}: the text looks truncated or damaged."
             )
         start = _read_body(text, body, head[2], bool(head[1]), laid_out, "")
-        while after := _AFTER.match(text, start):
-            start = after.end()
     return laid_out, start
 
 
@@ -103,7 +101,7 @@ def _read_body(
                 depth += 1
         elif mark in ")]}" and depth:
             depth -= 1
-        elif mark.startswith("//"):
+        elif mark.startswith("/"):
             parts.append(text[copied:start])
             copied = at
         elif mark == "}" or (
@@ -116,7 +114,8 @@ def _read_body(
                 title = f"\n{'ENTRY ' * is_entry}%{name} {{\n"
                 written = "".join([title, "\n".join(lines), "\n}\n"])
                 laid_out.append(LaidOut(name, written, parent))
-                return at
+                after = _AFTER.match(text, at)
+                return after.end() if after else at
             instruction, parts, copied = token[2] or token[3], [], at
             lines.append(f"  {'ROOT ' * bool(token[1])}%{instruction} = ")
     raise ValueError(f"the HLO text looks truncated: it ends inside the computation {name!r}.")
