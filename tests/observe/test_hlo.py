@@ -261,6 +261,17 @@ def test_layouts_that_xla_takes_are_read_alike(name):
     assert [*map(plain, found)] == [*map(plain, expected)]
 
 
+def test_a_start_that_defines_what_it_wraps_twice_is_one_collective():
+    thread = 'execution_thread="sparsecore"'
+    inner = f"called_computations={{\n{INNER}, {thread}\n}}"
+    wrapped = f"ROOT %k = f32[16,4]{{1,0}} custom-call(%p), {inner}"
+    start = f"((f32[16,4]), f32[16,4]) custom-call-start(%x), {inner}, calls="
+    body = f"{{\n  %p = f32[16,4]{{1,0}} parameter(0)\n  {wrapped}\n}}, {thread}"
+    text = module(entry(f"%s = {start}\n{body}", "ROOT %d = f32[16,4] custom-call-done(%s)"))
+    found = only(text.replace("NOTE", "1"))
+    assert (found.name, found.is_async, found.trips) == ("ar", True, 1)
+
+
 def test_a_computation_that_is_defined_in_an_unknown_place_is_refused():
     text = module(entry(f"%c = f32[16,4] call(%x), beside={INNER}"))
     with pytest.raises(ValueError, match="'c' in 'main' defines a computation in an unknown way"):

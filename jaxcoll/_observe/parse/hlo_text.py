@@ -71,8 +71,13 @@ class Instruction(NamedTuple):
 
     @property
     def calls(self) -> list[tuple[str, str]]:
-        """The attributes that name computations, with a name each."""
+        """The attributes that name computations, with a name each.
+
+        If a start names the computation that it wraps, its others are those of what it wraps.
+        """
         found = _CALLED.findall(self.settings)
+        if self.opcode.endswith("-start"):
+            found = [x for x in found if x[0] == "calls"] or found
         return [(attribute, name) for attribute, some in found for name in _NAME.findall(some)]
 
     @property

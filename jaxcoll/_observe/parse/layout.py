@@ -16,7 +16,7 @@ _TOKEN = re.compile(rf"{_STRING}|{_SKIPPED}|[(){{}}\[\]]|{_DEFINES}", re.DOTALL)
 _HEAD = re.compile(r"\s*(ENTRY\s+)?%?([A-Za-z_][\w.\-]*)\s*(?=[({])")
 _BODY = re.compile(rf"\{{(?:\s|{_SKIPPED})*(?={_DEFINES})", re.DOTALL)
 _CALLS = re.compile(
-    r"\b(?:body|condition|calls|to_apply|(?:branch|called)_computations|"
+    r"\b(body|condition|calls|to_apply|(?:branch|called)_computations|"
     r"(?:true|false)_computation|select|scatter)=\s*$"
 )
 _AFTER = re.compile(r'(?:\s*,\s*execution_thread="[^"]*")?[ \t\r]*')
@@ -81,19 +81,21 @@ def _read_body(
     """Add the computation whose first instruction is at `at`; return the position after it."""
     lines: list[str] = []
     parts: list[str] = []  # of the instruction, before `copied`
-    depth, copied, is_callee, instruction = 0, at, False, ""
+    depth, copied, callee, instruction, before = 0, at, None, "", len(laid_out)
     while token := _TOKEN.search(text, at):
         mark, start, at = token[0], token.start(), token.end()
         if mark in "([{":
             if not depth:
-                is_callee = bool(_CALLS.search(text, max(0, start - _NEAR), start))
+                callee = _CALLS.search(text, max(0, start - _NEAR), start)
             body = _BODY.match(text, start)
-            if body and not is_callee:
+            if body and not callee:
                 raise ValueError(
                     f"{instruction!r} in {name!r} defines a computation in an unknown way: the "
                     "notation is newer than this version of jaxcoll, or the text is damaged."
                 )
-            if body:
+            if body and callee:
+                if callee[1] == "calls":  # the others are then those of what it calls
+                    del laid_out[before:]
                 inner = f"{name}.{instruction}.{len(laid_out)}"
                 parts += [text[copied:start].rstrip(), f"%{inner}"]
                 at = copied = _read_body(text, body.end(), inner, False, laid_out, name)
@@ -117,5 +119,6 @@ def _read_body(
                 after = _AFTER.match(text, at)
                 return after.end() if after else at
             instruction, parts, copied = token[2] or token[3], [], at
+            before = len(laid_out)
             lines.append(f"  {'ROOT ' * bool(token[1])}%{instruction} = ")
     raise ValueError(f"the HLO text looks truncated: it ends inside the computation {name!r}.")

@@ -19,7 +19,7 @@ _COPIES = ("copy", "copy-start", "copy-done")
 class _Element(NamedTuple):
     """An element of the tuple that is a computation's parameter."""
 
-    index: int
+    number: int
 
 
 def count_turns(module: Module, loop: Instruction, caller: Computation) -> int | None:
@@ -44,8 +44,8 @@ def _prove_turns(module: Module, loop: Instruction, caller: Computation) -> int 
         counter, limit, direction = limit, counter, _MIRRORED.get(direction, "")
     if not isinstance(counter, _Element) or not isinstance(limit, int):
         return None
-    first = _find_value(start.operand_names[counter.index], caller)
-    change = _skip_copies(state.operand_names[counter.index], body)
+    first = _find_value(start.operand_names[counter.number], caller)
+    change = _skip_copies(state.operand_names[counter.number], body)
     terms = [_find_value(name, body) for name in change.operand_names]
     if change.opcode == "add" and isinstance(terms[0], int):
         terms.reverse()
