@@ -238,9 +238,10 @@ class Batches:
 
 def count_divisible(rows: int, replicas: int) -> int:
     # The others are left out: a mean over replicas is that over rows only if each has equally many.
-    if rows < replicas:
+    if 0 < rows < replicas:
         raise ValueError(
-            f"`Elastic`: a batch of {rows} rows has fewer than one for each of {replicas} replicas."
+            f"`Elastic`: a batch has {counted(rows, 'row')}, fewer than one for each of "
+            f"{replicas} replicas."
         )
     if rest := rows % replicas:
         _log_once(

@@ -155,7 +155,7 @@ def test_workers_share_the_batch_of_a_step(workers, monkeypatch):
     joined = np.concatenate([drops.share(1, w, workers)["id"] for w in range(workers)])
     rest = 16 % (2 * workers)
     assert joined.tolist() == order(N, 2, 0)[16 : 32 - rest].tolist()
-    with pytest.raises(ValueError, match="16 rows has fewer than one for each of 18 replicas"):
+    with pytest.raises(ValueError, match="16 rows, fewer than one for each of 18 replicas"):
         drops.share(1, 0, 9)
 
 
