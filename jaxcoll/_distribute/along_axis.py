@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from jaxcoll._distribute.replica_axis import (
 )
 from jaxcoll._mesh.mesh import line_of, no_mesh
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import check_reducible, flattened, where
+from jaxcoll._plan.packs.leaves import check_reducible, flattened, where, wide
 from jaxcoll._spmd import gather
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import check_dense
@@ -146,7 +145,11 @@ def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
     leaves, treedef = jax.tree.flatten(value.tree)
     sums = treedef.unflatten(
         # The first dimension of rows is that of the replicas.
-        jnp.sum(x, tuple(k + shift for k in axes), _wide(x) if reduce_op is ReduceOp.MEAN else None)
+        jnp.sum(
+            x,
+            tuple(k + shift for k in axes),
+            wide(_mean_dtype(x)) if reduce_op is ReduceOp.MEAN else None,
+        )
         for x, axes in zip(leaves, parts.axes, strict=True)
     )
     if not shift and len(value) == 1 and isinstance(value.tree, jax.Array):
@@ -170,18 +173,9 @@ def _mean(total: Any, parts: _Parts) -> Any:
 
 
 def _mean_dtype(array: Any) -> np.dtype:
-    """Return the dtype of a mean of `array`: its own, or for integers JAX's default float."""
-    return _dtype_of_mean(jax.dtypes.canonicalize_dtype(array.dtype))
-
-
-@functools.lru_cache
-def _dtype_of_mean(dtype: np.dtype) -> np.dtype:
-    return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
-
-
-def _wide(array: Any) -> np.dtype:
-    """Return the dtype to sum in for a mean: the sum of 16-bit floats must not overflow."""
-    return np.promote_types(_mean_dtype(array), np.float32)
+    """Return the dtype of a mean of `array`: its own, or for integers a float."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else wide(dtype)
 
 
 def gather_along(

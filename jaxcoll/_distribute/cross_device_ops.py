@@ -32,7 +32,14 @@ from jaxcoll._mesh.placement import host_array
 from jaxcoll._mesh.world import worlds_of
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import check_reducible, flattened, is_array, is_reducible, where
+from jaxcoll._plan.packs.leaves import (
+    check_reducible,
+    flattened,
+    is_array,
+    is_reducible,
+    where,
+    wide,
+)
 from jaxcoll._plan.packs.packing import UNPACKED
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import reduce
@@ -399,6 +406,8 @@ def one_device_program(
 
 
 def _accumulated(reduce_op: ReduceOp, accumulate: Accumulation, *arrays: jax.Array) -> jax.Array:
+    if reduce_op is ReduceOp.MEAN and jnp.issubdtype(arrays[0].dtype, jnp.integer):
+        arrays = tuple(x.astype(wide(x.dtype)) for x in arrays)
     total = accumulate(list(arrays))
     expected = jax.typeof(arrays[0])
     shape, dtype = getattr(total, "shape", None), getattr(total, "dtype", None)

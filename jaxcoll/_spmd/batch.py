@@ -155,7 +155,8 @@ class Signature:
         *_, last = [slot for slot in slots if rows[slot] - {()}] or slots or [1]
         # Arrays of a batch usually have equally many rows, and those of parameters do not.
         alike = [s for s in slots[1:] if len(rows[s]) == 1 and rows[s] == rows[last]]
-        places = [self._names[s] if s in range(len(self._names)) else s for s in alike or [last]]
+        known = dict(enumerate(self._names))
+        places = [known.get(s, s) if isinstance(s, int) else s for s in alike or [last]]
         batch = repr(tuple(places) if len(places) > 1 else places[0])
         name = getattr(self._function, "__name__", "")
         line = self._line.format(name=name if name.isidentifier() else "step", batch=batch)

@@ -13,9 +13,8 @@ from jax.core import Tracer
 
 from jaxcoll import _compat
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
+from jaxcoll._plan.packs.leaves import dtype_of, flattened, where, wide
 from jaxcoll._plan.packs.packing import BytesPerPack
-from jaxcoll._spmd.pipeline import wide
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, bound_axes, count
 from jaxcoll.errors import AlreadyReducedError

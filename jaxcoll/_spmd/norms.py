@@ -12,9 +12,8 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
+from jaxcoll._plan.packs.leaves import dtype_of, flattened, where, wide
 from jaxcoll._spmd.gradients.per_replica import checked_same
-from jaxcoll._spmd.pipeline import wide
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, bound_axes, listed
 from jaxcoll._spmd.shards import axes_of_shards, is_shards

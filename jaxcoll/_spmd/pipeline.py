@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.collective_plan import CollectivePlan
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype
+from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, wide
 from jaxcoll._plan.packs.packing import Pack
 
 
@@ -214,12 +214,5 @@ def divided(total: jax.Array, recipe: Recipe) -> jax.Array:
     if recipe.halvings:
         share = np.float32(2.0**recipe.halvings / recipe.divisor)
         return (total.astype(np.float32) * share).astype(recipe.dtype)
-    mean = jnp.true_divide(total, recipe.divisor)  # JAX chooses the float type for integers
+    mean = jnp.true_divide(total, recipe.divisor)
     return mean if jnp.issubdtype(recipe.dtype, jnp.integer) else mean.astype(recipe.dtype)
-
-
-def wide(dtype: np.dtype) -> np.dtype:
-    """Return the type for local sums of `dtype`: a float of at least 32 bits."""
-    if jnp.issubdtype(dtype, np.complexfloating) or dtype == np.float64:
-        return dtype
-    return np.dtype(np.float32)

@@ -98,7 +98,7 @@ def test_names_the_algorithm_and_why(options, words):
 def test_shows_what_travels_wider():
     tree = {"f": jnp.zeros(3, jnp.float8_e4m3fn), "i": np.zeros(3, np.int8)}
     plan = jc.plan(tree, axis_size=2)
-    assert "float8_e4m3fn as float32, int8 as int32" in str(plan)
+    assert "float8_e4m3fn as float32, int8 as float32" in str(plan)
 
 
 MESH = jax.make_mesh((8,), ("data",))

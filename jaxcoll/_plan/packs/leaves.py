@@ -119,22 +119,25 @@ def check_not_empty(caller: str, batch: Any) -> None:
 def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
     """Return the type in which a leaf of `dtype` travels and is summed.
 
-    It is `dtype`, with four exceptions, all of them wider:
+    It is `dtype`, with four exceptions:
     - integers of 4 bits travel as `carried_dtype` says.
     - 8-bit floats travel as float32: they cannot hold a sum, and few backends add them.
-    - the MEAN of 8- and 16-bit integers travels as 32-bit integers, where the sum is exact.
+    - the MEAN of integers travels as the float that it is, as their sum may not fit their type.
     - bfloat16 on CPUs with a partly mapped mesh travels as float32: there XLA's CPU compiler
       aborts the process on bfloat16 (elsewhere it widens it by itself).
     """
     if jax.dtypes.issubdtype(dtype, np.floating):
         aborts = world.platform == "cpu" and world.partly_mapped and dtype.name == "bfloat16"
         return np.dtype(np.float32) if dtype.itemsize == 1 or aborts else dtype
-    if reduce_op is ReduceOp.MEAN and dtype.itemsize < 4:
-        if jax.dtypes.issubdtype(dtype, np.unsignedinteger):
-            return np.dtype(np.uint32)
-        if jax.dtypes.issubdtype(dtype, np.signedinteger):
-            return np.dtype(np.int32)
-    return carried_dtype(dtype)
+    is_mean = reduce_op is ReduceOp.MEAN and jax.dtypes.issubdtype(dtype, np.integer)
+    return wide(dtype) if is_mean else carried_dtype(dtype)
+
+
+def wide(dtype: np.dtype) -> np.dtype:
+    """Return the type for means and local sums of `dtype`: a float of at least 32 bits."""
+    if jax.dtypes.issubdtype(dtype, np.complexfloating):
+        return dtype
+    return np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
 
 
 def travels_as(

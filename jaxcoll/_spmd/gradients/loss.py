@@ -18,9 +18,8 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._jaxpr.retrace import traced_call
 from jaxcoll._plan.checks import kind_of
-from jaxcoll._plan.packs.leaves import no_array
+from jaxcoll._plan.packs.leaves import no_array, wide
 from jaxcoll._spmd.batch import Call, Signature, Slot, check_shares
-from jaxcoll._spmd.pipeline import wide
 from jaxcoll._spmd.scope import Differentiation, differentiated
 
 _TUPLE_LOSS = """\

@@ -1,0 +1,117 @@
+"""The mean of integers is that of their values, although their sum does not fit their type."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import OPTIONS, grid
+
+import jaxcoll as jc
+from jaxcoll import distribute
+
+N = 8
+NARROW = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, ml_dtypes.int4]
+VALUE = 1_700_000_000  # seconds: eight of them do not fit 32 bits
+
+
+def inside(reduce, **settings):
+    return lambda rows: jc.data_parallel(lambda x: reduce(x[0]), **settings)(rows)
+
+
+def with_options(options):
+    return inside(lambda x: jc.all_reduce("mean", x, options=options))
+
+
+def coded(compression):
+    """Beside a leaf that is coded, as options refuse to code nothing."""
+    options, floats = jc.CommunicationOptions(compression=compression), np.ones(1 << 14, "f")
+    return inside(lambda x: jc.all_reduce("mean", (x, floats), options=options)[0])
+
+
+def by(op):
+    def reduced(rows):
+        value = jc.PerReplica(list(rows))
+        return op.reduce("mean", value, value)[3]
+
+    return reduced
+
+
+def metrics(x):
+    return jc.reduce_metrics({str(i): jc.WeightedMean(y[0], 1) for i, y in enumerate(x)}, "data")
+
+
+def sparse(x):
+    slices = jc.IndexedSlices(x[None], jnp.array([0]), (1, *x.shape))
+    return jc.pmean(slices).to_dense()[0]
+
+
+def elastic(rows):
+    step = jc.data_parallel(lambda state, x: (state, jc.pmean(x[0])))
+    means = []
+    jc.Elastic(step, np.float32(0), report=lambda _, mean: means.append(mean)).run([rows], 1)
+    return means[0]
+
+
+STRATEGY = jc.MirroredStrategy()
+COMPRESSED = ("bf16", "int8", "auto")
+SCATTERED = inside(lambda x: jc.all_gather(jc.reduce_scatter("mean", x, "data"), "data"))
+ENTRIES = {
+    "pmean": inside(jc.pmean),
+    **{name: with_options(options) for name, options in OPTIONS.items()},
+    **{name: coded(name) for name in COMPRESSED},
+    "reproducible": with_options(jc.CommunicationOptions(reproducible=True)),
+    "two axes": inside(jc.pmean, mesh=grid(2, 4), axis_name=("node", "data")),
+    "checked": inside(jc.pmean, check_vma=True),
+    "reduce_scatter": SCATTERED,
+    "reduce_metrics": lambda rows: [*inside(metrics)(rows).values()],
+    "sparse": inside(sparse),
+    "Elastic": elastic,
+    "run": lambda rows: STRATEGY.run(
+        lambda x: jc.get_replica_context().all_reduce("mean", x), (jc.PerReplica(list(rows)),))[0],
+    "reduce": lambda rows: STRATEGY.reduce("mean", jc.PerReplica(list(rows)), axis=None),
+    "reduce along": lambda rows: [
+        STRATEGY.reduce("mean", jc.PerReplica(list(rows[:, i])), axis=0) for i in range(rows.shape[1])],
+    **{type(op).__name__ + str(k): by(op) for k, op in enumerate((
+        jc.NcclAllReduce(), distribute.HierarchicalCopyAllReduce(), distribute.ReductionToOneDevice(),
+        distribute.ReductionToOneDevice(accumulation_fn=sum),
+        distribute.CollectiveAllReduce(jax.devices(), 8),
+        distribute.MultiWorkerAllReduce([jax.devices()[:4], jax.devices()[4:]], 4)))},
+}  # fmt: skip
+
+
+def examples(dtype):
+    info = ml_dtypes.iinfo(dtype)
+    rows = np.empty((N, 3, 1), dtype)
+    rows[:, 0], rows[:, 1] = info.max, info.min
+    rows[:, 2, 0] = [min(VALUE + i, info.max - i) for i in range(N)]
+    return rows
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_mean_of_integers_is_right_to_rounding(name):
+    for dtype in NARROW:
+        if dtype == ml_dtypes.int4 and name == "Elastic":  # its programs take no arrays of 4 bits
+            continue
+        rows = examples(dtype)
+        got = np.asarray(ENTRIES[name](rows))
+        assert got.dtype == np.float32
+        want = rows.astype(np.float64).mean(0).squeeze()
+        np.testing.assert_allclose(got.squeeze(), want, rtol=1e-6, err_msg=str(dtype))
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_mean_of_64_bits_too(name):
+    with jax.enable_x64(True):
+        rows = np.full((N, 3, 1), 2**62 + 1)
+        got = np.asarray(ENTRIES[name](rows))
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(got.squeeze(), rows[0].squeeze(), rtol=1e-12)
+
+
+def test_a_mean_of_flags_is_refused_everywhere_with_the_cast():
+    flags = np.ones((N, 3, 1), bool)
+    for name in {*ENTRIES} - {"reduce_metrics", "sparse"}:
+        with pytest.raises(ValueError, match=r"booleans have no sum .*`\.astype"):
+            ENTRIES[name](flags)
+    assert [float(x) for x in ENTRIES["reduce_metrics"](flags)] == [1, 1, 1]
