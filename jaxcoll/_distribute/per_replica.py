@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxcoll._distribute.assemble import assembled, own_devices
 from jaxcoll._distribute.replica_axis import copies_over, refuse_traced, rows_over, without_row
-from jaxcoll._mesh.mesh import checked_devices, no_mesh
+from jaxcoll._mesh.mesh import checked_devices, no_mesh, of_this_process
 from jaxcoll._mesh.placement import viewed
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._show.units import counted
@@ -30,7 +30,8 @@ class DistributedValues:
 
     Args:
       values: a list or tuple with one value for each replica: numbers, numpy arrays,
-        single-device arrays, or pytrees of these, all of one structure, shape and dtype.
+        single-device arrays, or pytrees of these, all of one structure, shape and dtype. A
+        `PerReplica` of unequal shapes is uneven parts, for `gather` and for `reduce` along an axis.
       devices: one for each value. None: the devices of the values, if each lies on a different
         one; else all devices, if there are as many; else the first ones of this process.
 
@@ -56,18 +57,13 @@ class DistributedValues:
             lambda value: ((value.tree,), value.devices if of_parts else None),
         )
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, values: Sequence[Any], *, devices: Sequence[jax.Device] | None = None) -> Any:
         if cls is DistributedValues:
             raise TypeError(
                 "`DistributedValues` is the base class of `PerReplica` and `Mirrored`; make one of "
                 "these."
             )
-        return object.__new__(cls)
-
-    def __init__(
-        self, values: Sequence[Any], *, devices: Sequence[jax.Device] | None = None
-    ) -> None:
-        name = type(self).__name__
+        name = cls.__name__
         if not isinstance(values, list | tuple):
             raise ValueError(
                 f"`{name}` expects a list or tuple with one value for each replica; got "
@@ -86,8 +82,7 @@ class DistributedValues:
                 f"`{name}` expects one device for each value; got "
                 f"{counted(len(values), 'value')} and {counted(len(line), 'device')}."
             )
-        self.tree = assembled(name, line, values.__getitem__, rows=self._rows)
-        self.devices = line
+        return cls._made(values.__getitem__, line)
 
     @final
     @classmethod
@@ -104,7 +99,25 @@ class DistributedValues:
           30.0
         """
         line = checked_devices(jax.devices() if devices is None else devices, cls.__name__)
-        return cls._of(assembled(cls.__name__, line, fun, rows=cls._rows), line)
+        return cls._made(fun, line)
+
+    @final
+    @classmethod
+    def _made(cls, value_of: Callable[[int], Any], line: tuple[jax.Device, ...]) -> Any:
+        """Return the value of replicas; an `Uneven` if their rows differ in shape."""
+        uneven = Uneven._of if cls._rows else None
+        tree = assembled(cls.__name__, line, value_of, rows=cls._rows, uneven=uneven)
+        if not any(map(is_distributed, jax.tree.leaves(tree, is_leaf=is_distributed))):
+            return cls._of(tree, line)
+
+        def part(i: int, leaf: Any) -> Any:
+            return (leaf if is_distributed(leaf) else cls._of(leaf, line))[i]
+
+        parts = {
+            i: jax.tree.map(functools.partial(part, i), tree, is_leaf=is_distributed)
+            for i in of_this_process(line)
+        }
+        return Uneven._of(parts, line)
 
     @final
     @classmethod

@@ -185,8 +185,6 @@ def test_a_mask_is_never_dropped(take):
         ([], "`{}` got no values; it needs at least one replica"),
         ([None, None], "`{}` got values without leaves; each needs an array or a number"),
         ([{"a": 1}, {"b": 1}], r"`{}` expects one structure for all replicas; replica 1 has .*'b'"),
-        ([np.ones(2, "f"), np.ones(1, "f")], r"`{}` expects one shape.*; the value has shape \(1,"
-         r"\) on replica 1, \(2,\) on replica 0"),
         ([{"w": [1]}, {"w": [1.0]}], r"leaf \['w'\]\[0\] has dtype float32 on replica 1, int32 on"),
         ([np.float32(1), np.float16(1)], "has dtype float16 on replica 1, float32 on replica 0"),
         ([{"a": "x"}], r"`{}`: leaf \['a'\] of replica 0 must be an array or a number; got 'x' \("),
@@ -198,6 +196,28 @@ def test_a_mask_is_never_dropped(take):
 def test_L5_values_that_are_no_replicas_are_refused(kind, values, message):
     with pytest.raises(ValueError, match=message.format(kind.__name__)):
         values(kind) if callable(values) else kind(values)
+
+
+def test_rows_of_unequal_shapes_are_uneven_parts_however_they_are_made():
+    strategy = jc.MirroredStrategy(["cpu:0", "cpu:1"])
+    parts = [{"w": np.ones(2, "f"), "n": 2}, {"w": np.full(1, 4, "f"), "n": 1}]
+    made = jc.PerReplica(parts, devices=devices(2))
+    for value in (made, jc.PerReplica.from_function(parts.__getitem__, devices=devices(2))):
+        assert [x["w"].tolist() for x in value] == [[1, 1], [4]]
+        assert [next(iter(x["n"].devices())) for x in value] == devices(2)
+    per_leaf = strategy.experimental_distribute_values_from_function(
+        lambda context: parts[context.replica_id_in_sync_group]
+    )
+    rows = jc.PerReplica([x["w"] for x in parts], devices=devices(2))
+    for value in (rows, per_leaf["w"]):
+        assert strategy.gather(value, axis=0).tolist() == [1, 1, 4]
+        assert float(strategy.reduce("mean", value, axis=0)) == 2
+        with pytest.raises(ValueError, match="unequal shapes"):
+            strategy.run(lambda x: x, (value,))
+    with pytest.raises(
+        ValueError, match=r"`Mirrored` expects one shape.*\(1,\) on replica 1, \(2,\) on r"
+    ):
+        jc.distribute.Mirrored([x["w"] for x in parts])
 
 
 def test_copies_that_differ_and_an_array_over_several_devices_are_refused():
