@@ -131,8 +131,12 @@ class Proven:
 
     def gradient_line(self, k: int) -> str:
         """Return the user's line that took a gradient that output `k` depends on; "" if none."""
-        eqns = _behind(self.jaxpr, self.jaxpr.outvars[k])
-        return next(filter(None, map(settings.line_of_gradient, eqns)), "")
+        behind = _behind(self.jaxpr, self.jaxpr.outvars[k])
+        # A library's kernel takes it in the body of a loop.
+        every = (
+            e for eqn in behind for e in (eqn, *(e for p in programs(eqn) for e in equations(p)))
+        )
+        return next(filter(None, map(settings.line_of_gradient, every)), "")
 
     def line(self, k: int) -> str:
         """Return the user's line that computed output `k`; "" if it is not known."""

@@ -50,7 +50,8 @@ It depends on the gradient taken at {line}: `jax.grad` gives the gradient of eac
 loss, even if the loss is averaged inside. Three ways to get the gradient of the mean: average it, \
 `lax.pmean(grads, {axis!r})`; or compute it by `jc.value_and_grad` or `jc.grad` of this replica's \
 own loss, or by `jax.grad` of `jc.mean_loss(loss)`; or pass check_vma=True, so that JAX's types \
-sum the gradient of an averaged loss."""
+sum the gradient of an averaged loss. If a library takes the gradient of a sum over replicas, such \
+as a log-density, write `lax.axis_size({axis!r}) * jc.mean_loss(share)(x)` in the sum's place."""
 
 _LOST = """\
 `data_parallel`: the step changes {name} in place{others} and neither returns nor uses the new \

@@ -53,6 +53,28 @@ def test_the_gradient_of_an_averaged_loss_is_a_replicas_own_and_three_ways_lead_
         np.testing.assert_allclose(got, WANT, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def test_a_kernel_that_differentiates_a_summed_log_density_takes_mean_loss_in_the_sums_place():
+    density = lambda w, x: -jnp.sum((x @ w) ** 2) / 100
+
+    def kernel(density, w):  # such as Hamiltonian Monte Carlo in a library
+        def leap(state, _):
+            w, momentum = state
+            momentum = momentum + 0.1 * jax.grad(density)(w)
+            return (w + 0.1 * momentum, momentum), None
+
+        return lax.scan(leap, (w, jnp.ones(5)), None, 3)[0]
+
+    summed = lambda w, x: kernel(lambda w: lax.psum(density(w, x), "data"), w)
+    refused(summed, rf"gradient taken at .*{HERE}: .* log-density, write "
+            r"`lax.axis_size\('data'\) \* jc.mean_loss\(share\)\(x\)` in the sum's place")  # fmt: skip
+
+    def step(w, x):
+        total = lambda w: lax.axis_size("data") * jc.mean_loss(lambda w: density(w, x))(w)
+        return kernel(total, w)
+
+    close(jc.data_parallel(step)(W, X), kernel(lambda w: density(w, X), W))
+
+
 def test_the_names_of_a_users_scopes_mean_nothing():
     named = jax.named_scope("transpose_all_reduce")
     for step in (
