@@ -8,13 +8,12 @@ After `jax.distributed.initialize` the first use waits up to `HOSTS_SECONDS` for
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
-import time
 from pathlib import Path
 
+from jaxcoll._cluster.exchange import LateError, agree, exchange
 from jaxcoll._cluster.timing import HOSTS_SECONDS
 from jaxcoll._compat.coordination import Store, store
 
@@ -23,17 +22,17 @@ HOST = "JAXCOLL_HOST"
 
 _PUBLISHED, _AGREED = "jaxcoll/hosts", "jaxcoll/hosts_agreed"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-_POLL_SECONDS = 0.02
 
 _lock = threading.Lock()
 _known: tuple[Store, tuple[int, ...]] | None = None
 
 
-def publish_host() -> None:
-    """Tell the other processes of the job which host this one is on."""
-    if keys := store():
-        # A restarted process, perhaps on another host, keeps the value that others have read.
-        keys.agree(f"{_PUBLISHED}/{keys.process}", _place())
+def publish_host() -> str:
+    """Tell the other processes of the job which host this one is on, and return it."""
+    if (keys := store()) is None:
+        return _place()
+    # A restarted process, perhaps on another host, keeps the value that others have read.
+    return agree(keys, f"{_PUBLISHED}/{keys.process}", _place())
 
 
 def hosts_of_job() -> tuple[int, ...]:
@@ -58,16 +57,13 @@ def hosts_of_job() -> tuple[int, ...]:
 
 def _agreed(keys: Store) -> list[str]:
     """Return what all processes published; [] if the first to ask gave up waiting for some."""
-    decided = keys.try_get(_AGREED)
-    if decided is None:
-        publish_host()
-        until = time.monotonic() + HOSTS_SECONDS
-        while len(hosts := keys.all(_PUBLISHED)) < keys.processes and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-        complete = len(hosts) == keys.processes
-        places = [hosts[str(process)] for process in range(keys.processes)] if complete else []
-        decided = keys.agree(_AGREED, json.dumps(places))
-    return json.loads(decided)
+    if keys.try_get(_AGREED) is not None:
+        return agree(keys, _AGREED, [])
+    try:
+        places = exchange(keys, _PUBLISHED, publish_host(), range(keys.processes), HOSTS_SECONDS)
+    except LateError:
+        places = {}
+    return agree(keys, _AGREED, list(places.values()))
 
 
 def _place() -> str:

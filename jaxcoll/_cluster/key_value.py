@@ -25,6 +25,9 @@ class LocalKeys:
     _held: dict[str, str] = dataclasses.field(default_factory=dict)
     _changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
 
+    def is_current(self) -> bool:
+        return False
+
     def set(self, key: str, value: str) -> None:
         with self._changed:
             self._held[key] = value

@@ -6,12 +6,27 @@ do not show: a process that is stopped, cut off, or in code that holds the inter
 
 from __future__ import annotations
 
+POLL_SECONDS = 0.02
+"""Time between two looks at what other processes wrote."""
+
+PATIENCE_SECONDS = 0.25
+"""Time that processes have to arrive at an agreement before they are asked what they do instead."""
+
+NEWS_SECONDS = 0.05
+"""Time after a transport error in which the coordinator has reported who died."""
+
 HEARTBEAT_SECONDS = 0.5
 """Time between two heartbeats. At each, a process publishes its progress in calls and elastic runs,
 reads the others' and who has ended. Survivors of a failure wait for up to four heartbeats."""
 
 REPLY_SECONDS = 0.75
 """Timeout of a status query to another process's watchdog; a reply takes a few milliseconds."""
+
+REPLY_SECONDS_EACH = 0.02
+"""Extra time for each process that is queried."""
+
+LINES_SECONDS = 10.0
+"""Timeout for the lines of another process's program."""
 
 RETRY_SECONDS = 3.0
 """A second, longer timeout before several silent processes are declared lost."""
@@ -30,6 +45,16 @@ end, it counts as dead once something has gone wrong."""
 COORDINATOR_REPLY_SECONDS = 30.0
 """Longest timeout of an elastic run's request to the coordinator. The run must survive a short
 stall. JAX itself ends the process after its heartbeat timeout, which is longer."""
+
+SIGN_OFF_SECONDS = 2.0
+"""Timeout for the coordinator, and for the watchdog's thread, when a process ends."""
+
+LOCK_SECONDS, LAST_LOCK_SECONDS = 1.0, 30.0
+"""Timeouts of an elastic run for the lock on its checkpoint: between steps, and at the end."""
+
+IDLE_POLL_SECONDS, GLOO_CONNECT_SECONDS = 0.25, 60.0
+"""Time between two looks for addresses of a generation's connections, once so much time has passed
+since the last new one: by then Gloo has connected, whose timeout in XLA is 30 seconds."""
 
 JAX_STARTUP_SECONDS = 24 * 3600
 """Timeout given to JAX for its startup. JAX aborts the process at its end; our timeout is shorter

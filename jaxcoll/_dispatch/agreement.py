@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 
 from jaxcoll._cluster.liveness import coordinator_connection
-from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_CALLER_SECONDS
+from jaxcoll._cluster.timing import (
+    HEARTBEAT_SECONDS,
+    LINES_SECONDS,
+    PATIENCE_SECONDS,
+    SILENT_CALLER_SECONDS,
+)
 from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.fingerprint import FirstValues, first_difference, unpacked
 from jaxcoll._dispatch.peers import Peers
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.check_replicas import ReplicaCheck
 from jaxcoll.errors import PeerLostError, ProgramMismatchError, ReplicaDivergenceError
-
-PATIENCE_SECONDS = 0.25
-"""Seconds to wait for a process's digest before asking what that process does instead."""
-
-_LINES_SECONDS = 10.0  # timeout for the lines of another process's program
 
 _MISMATCH = """\
 Processes are about to run different programs as call {position}; {done}. The first difference:
@@ -59,6 +59,8 @@ class Agreement:
     program: Program
     first: FirstValues | None  # this process's arguments, if it is the program's first run
     warn: Callable[[str], None]
+    value: Any  # for the others, if the call has no program
+    check: Callable[[], None]  # raises when the group has failed, and nobody will come
 
     def __post_init__(self) -> None:
         self.folder = f"{self.peers.root}/agree/{self.group}/{self.position}"
@@ -80,6 +82,8 @@ class Agreement:
         whole, rows = ("", "") if first is None else first.short()
         if first is not None:
             store.set(f"{self.folder}/values/{me}", json.dumps(first.replicated))
+        if self.value is not None:
+            store.set(f"{self.folder}/values/{me}", json.dumps(self.value))
         store.set(f"{self.folder}/digests/{me}", json.dumps([self.program.digest, whole, rows]))
         if me == self.processes[0]:
             verdict = self._verdict()
@@ -96,22 +100,30 @@ class Agreement:
             self.warn(_SAME_ROWS.format(name=self.program.name, n=n, leaf=leaf))
         return None, False
 
+    def values(self) -> dict[int, Any]:
+        """Return the value of each process, once all agree; {} if the call has a program."""
+        if self.value is None:
+            return {}
+        texts = self.peers.store.all(f"{self.folder}/values")
+        return {process: json.loads(texts[str(process)]) for process in self.processes}
+
     def _verdict(self) -> dict[str, Any]:
         """Return the verdict on the processes' digests: the first mismatch ends the wait."""
         pause = 0.001
         while True:
+            self.check()
             digests = self.peers.store.all(f"{self.folder}/digests")
             entries = {int(p): json.loads(text) for p, text in digests.items()}
             differing = [p for p in sorted(entries) if entries[p][0] != self.program.digest]
-            missing = [p for p in self.processes if p not in entries and p not in self._alike]
+            late = [p for p in self.processes if p not in entries and p not in self._alike]
             if differing:
-                replies = self.peers.ask(self.group, self.position, missing) if missing else {}
+                replies = self.peers.ask(self.group, self.position, late) if late else {}
                 ran = [p for p in sorted(replies) if replies[p].get("ran") is not None]
                 return self._mismatch(differing[0], ran)
-            if not missing:
+            if not late:
                 return self._compare_values(entries)
-            if (stray := self._find_stray(missing)) is not None:
-                return self._mismatch(stray, [stray])
+            if (other := self._find_other(late)) is not None:
+                return self._mismatch(other, [other])
             time.sleep(pause)  # short at first: usually all arrive within milliseconds
             pause = min(2 * pause, 0.05)
 
@@ -122,7 +134,8 @@ class Agreement:
             try:
                 return json.loads(self.peers.store.get(f"{self.folder}/verdict", PATIENCE_SECONDS))
             except TimeoutError:
-                if self._find_stray([first]) is not None:
+                self.check()
+                if self._find_other([first]) is not None:
                     return self._mismatch(first, [first])
                 if self._alike and not self._is_any_behind():
                     return {}
@@ -137,12 +150,11 @@ class Agreement:
         return any(
             replies[p]["at"] < self.position
             if p in replies
-            else self.peers.state_of(p) not in ("ended", "dead")
+            else self.peers.state_of(p) not in ("ended", "lost")
             for p in others
         )
 
     def _compare_values(self, entries: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-        """Return the verdict on the processes' first arguments."""
         if len({whole for _, whole, _ in entries.values()} - {""}) > 1:
             texts = self.peers.store.all(f"{self.folder}/values")
             values = {p: json.loads(texts[p]) for p in sorted(texts, key=int)}
@@ -160,8 +172,8 @@ class Agreement:
         same = len(entries) == n > 1 and len(rows) == 1 and rows != {""}
         return {"same_rows": True} if same else {}
 
-    def _find_stray(self, missing: Sequence[int]) -> int | None:
-        """Ask missing processes, at growing intervals, and return one that runs another program.
+    def _find_other(self, late: Sequence[int]) -> int | None:
+        """Ask late processes, at growing intervals, and return one that runs another program.
 
         Raises:
           PeerLostError: a process has ended; or, if no connection reports that, has not answered
@@ -170,10 +182,10 @@ class Agreement:
         now = time.monotonic()
         if now < self._next:
             return None
-        replies = self.peers.ask(self.group, self.position, missing)
+        replies = self.peers.ask(self.group, self.position, late)
         self._pause = min(2 * self._pause, 2 * HEARTBEAT_SECONDS)
         self._next = time.monotonic() + self._pause
-        lost = [p for p in missing if p not in replies and self._is_lost(p, now)]
+        lost = [p for p in late if p not in replies and self._is_lost(p, now)]
         if lost:
             raise PeerLostError("it did not arrive to agree on the next program.", ranks=lost)
         for process in replies:
@@ -187,12 +199,11 @@ class Agreement:
         state = self.peers.state_of(process)
         silent = now - self._silent_since.setdefault(process, now) >= SILENT_CALLER_SECONDS
         no_reports = coordinator_connection() is None
-        return state in ("ended", "dead") or (state == "here" and silent and no_reports)
+        return state in ("ended", "lost") or (state == "here" and silent and no_reports)
 
     def _mismatch(self, other: int, ran: Sequence[int]) -> dict[str, Any]:
-        """Return the verdict that this process and another have different programs."""
         ask = self.peers.ask
-        reply = ask(self.group, self.position, [other], _LINES_SECONDS, lines=True).get(other, {})
+        reply = ask(self.group, self.position, [other], LINES_SECONDS, lines=True).get(other, {})
         theirs = unpacked(reply["lines"]) if "lines" in reply else ["(its program is not known)"]
         sides = {self.peers.process: unpacked(self.program.lines), other: theirs}
         text = _MISMATCH.format(

@@ -12,11 +12,6 @@ from jaxcoll._compat import settings
 from jaxcoll._plan.options import UNSET, CommunicationOptions
 
 
-def settings_of(options: CommunicationOptions) -> str:
-    """Return the options that must be equal on all processes, as text for comparison."""
-    return repr(options.replace(timeout_seconds=UNSET))
-
-
 class InnerDeadlines:
     """The deadlines that the reductions inside one program request.
 
@@ -49,7 +44,7 @@ class InnerDeadlines:
 class Call:
     """A call of a jitted program, made by every process that has some of its devices."""
 
-    program: Any  # what `jax.jit` returned
+    program: Any  # what `jax.jit` returned; None: processes only exchange `value`
     args: Sequence[Any]  # positional arguments, on devices
     devices: Sequence[jax.Device]  # of the program's mesh
     name: str  # for messages
@@ -62,6 +57,7 @@ class Call:
     rows: bool = False
     # The name of an argument in messages, given its position or its keyword
     name_of: Callable[[int | str], str] = "args[{}]".format
+    value: Any = None  # a JSON value for the others, if there is no program
     inner: InnerDeadlines | None = None  # deadlines of reductions inside the program
     group: Any = None  # the `Group` that makes the call; None: that of the devices' processes
     # The deadline for processes to agree on the program, for calls whose own begins afterwards;
@@ -80,5 +76,5 @@ class Call:
     def settings_text(self) -> str:
         """Return the settings that must be equal on all processes, as text for comparison."""
         if self.settings is None:
-            return settings_of(self.options)
+            return repr(self.options.replace(timeout_seconds=UNSET))
         return self.settings if isinstance(self.settings, str) else repr(self.settings)

@@ -36,10 +36,11 @@ class Group(Protocol):
     worker: Worker  # two programs of one group at once would mix up their messages
     compiled: Compile
 
+    def describe(self, call: Call) -> Program: ...
     def begin(self, task: Task) -> None: ...
     def run(self, call: Call, program: Program, wait: bool = True) -> Any: ...
     def deadline(self, call: Call, begun: float) -> float: ...
-    def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]: ...
+    def describe_late(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]: ...
 
 
 def group_of(devices: Sequence[jax.Device]) -> Group | None:
@@ -57,7 +58,7 @@ callbacks inside programs can make calls too."""
 
 
 def run(call: Call, until: float | None = None) -> Any:
-    """Make one call and return its result.
+    """Make one call and return its result; of one without a program, the value of each process.
 
     With a deadline, or over Gloo, this waits for the result. With a deadline the program runs in
     another thread, because a backend may run a program while dispatching it, as XLA's CPU backend
@@ -83,7 +84,10 @@ def run(call: Call, until: float | None = None) -> Any:
             return call.program(*call.args, **call.kwargs)
     # Compile in this thread, because tracing uses the JAX configuration of its thread. Read the
     # deadline afterwards, because the trace may request a shorter one.
-    program = compiled_for(call, None if group is None else group.compiled)
+    if call.program is None and group is not None:
+        program = group.describe(call)
+    else:
+        program = compiled_for(call, None if group is None else group.compiled)
     seconds, begun = call.timeout_seconds or math.inf, time.monotonic()
     ends = begun + seconds if until is None else until
     worker = _own_worker() if group is None else group.worker
@@ -99,12 +103,12 @@ def run(call: Call, until: float | None = None) -> Any:
         if group is not None and call.meeting_seconds is not None:
             ends = group.deadline(call, begun)
         if time.monotonic() >= ends:
-            ranks, why = ((), "") if group is None else group.absence(call, program)
+            ranks, why = ((), "") if group is None else group.describe_late(call, program)
             abandon(worker)
             text = f"{call.name} did not finish within {seconds:g} s.{why}"
             raise DeadlineExceededError(text, ranks=ranks)
-    for text in call.same_rows:
-        settings.warn(text, SameRowsWarning)
+    while call.same_rows:
+        settings.warn(call.same_rows.pop(), SameRowsWarning)
     return task.result()
 
 
@@ -116,7 +120,6 @@ def run_all(calls: Sequence[Call]) -> list[Any]:
 
 
 def _own_worker() -> Worker:
-    """Return this thread's worker for calls within this process."""
     if getattr(_alone, "worker", None) is None:
         _alone.worker = Worker("jaxcoll-worker")
     return _alone.worker

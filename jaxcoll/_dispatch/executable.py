@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from jaxcoll._plan.collective_plan import CollectivePlan
 class Program:
     """A compiled program."""
 
-    compiled: jax.stages.Compiled  # the function to call
+    compiled: Any  # the function to call, a `jax.stages.Compiled`; None: there is nothing to run
     name: str  # for messages
     lines: str = ""  # its fingerprint, `packed`
     digest: str = ""  # of its fingerprint, compared by processes
@@ -29,6 +30,7 @@ class Program:
 Compile = Callable[[jax.stages.Lowered, str, Sequence[Any], str], Program]
 """Compiles a program that several processes run, from `(lowered, name, leaves, settings)`."""
 
+_aval, _sharding = operator.attrgetter("aval"), operator.attrgetter("sharding")
 _LAST = "last"
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """Executables of each jitted program; `_LAST` has the key and program of the last call."""
@@ -58,8 +60,8 @@ def compiled_for(call: Call, shared: Compile | None = None) -> Program:
         tree,
         shared is None,
         call.settings,  # processes compare them even if the program was called before
-        *[x.aval for x in leaves],
-        *[x.sharding for x in leaves],
+        *map(_aval, leaves),
+        *map(_sharding, leaves),
     )
     programs = _programs.setdefault(call.program, {})
     # A loop passes what the last call returned, with the same type objects: comparing these takes

@@ -29,7 +29,6 @@ import numpy as np
 from jaxcoll._compat import settings
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Program, name_of, plans, type_of
-from jaxcoll._observe.parse.hlo import read_hlo
 from jaxcoll._plan.collective_plan import THE_VALUE
 from jaxcoll._plan.packs.leaves import argument_name
 from jaxcoll._plan.scope_names import names, pack_of
@@ -163,7 +162,7 @@ class FirstValues:
         # Without names: a step's parameters may have other names in another process
         values = self.replicated.values(), self.rows.values()
         whole, rows = (json.dumps([*digests]).encode() for digests in values)
-        return _digest_bytes(whole), _digest_bytes(rows) if self.rows else ""
+        return digest_bytes(whole), digest_bytes(rows) if self.rows else ""
 
 
 def shared_program(
@@ -180,8 +179,19 @@ def shared_program(
     return Program(lowered.compile(), name_of(name, leaves), packed(lines), digest_lines(lines))
 
 
+def described(call: Call) -> Program:
+    """Return the description of a call that only exchanges values, for comparison."""
+    lines = [f"exchange of {call.settings_text()}"]
+    return Program(None, call.name, packed(lines), digest_lines(lines), is_first=True)
+
+
 def first_collective(program: Program) -> str:
     """Describe the collective in which processes that arrived wait for the others."""
+    # Imported when something went wrong, so that no other program loads the reader.
+    from jaxcoll._observe.parse.hlo import read_hlo
+
+    if program.compiled is None:
+        return ""
     try:
         collectives = read_hlo(program.compiled.as_text() or "").collectives
     except ValueError:  # the HLO cannot be parsed
@@ -220,9 +230,9 @@ def first_values(call: Call) -> FirstValues:
         shards = [_bytes(shard.data) for shard in leaf.addressable_shards]
         name = argument_name(path, call.name_of)
         if shards and leaf.is_fully_replicated:
-            replicated[name] = _digest_bytes(shards[0])
+            replicated[name] = digest_bytes(shards[0])
         elif shards and call.rows and any(np.any(x != x[:1]) for x in shards):
-            rows[name] = _digest_bytes(b"".join(x.tobytes() for x in shards))
+            rows[name] = digest_bytes(b"".join(x.tobytes() for x in shards))
     return FirstValues(replicated, rows)
 
 
@@ -234,5 +244,6 @@ def _bytes(x: jax.Array) -> np.ndarray:
     return flat.view(np.uint8).reshape(flat.size, -1) if flat.size else np.zeros((0, 1), np.uint8)
 
 
-def _digest_bytes(data: Any) -> str:
+def digest_bytes(data: Any) -> str:
+    """Return a digest of an object's memory, 16 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()

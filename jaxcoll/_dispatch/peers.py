@@ -18,12 +18,10 @@ from typing import Any
 
 from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import coordinator_connection, ended
-from jaxcoll._cluster.timing import COORDINATOR_SECONDS, REPLY_SECONDS
+from jaxcoll._cluster.timing import COORDINATOR_SECONDS, REPLY_SECONDS, REPLY_SECONDS_EACH
 
 UNREPORTED = "here, unreported"
 """The state of a process whose end the coordinator will not report, as after a restart."""
-
-_EACH_SECONDS = 0.02  # extra time for each process that is asked
 
 
 class Peers:
@@ -36,7 +34,7 @@ class Peers:
         self.lost: set[int] = set()  # processes known to be lost
         # Processes that have ended, each with the last call that it finished its part of, by
         # process group, if it published that
-        self.gone: dict[int, dict[str, int]] = {}
+        self.ended: dict[int, dict[str, int]] = {}
         # Unique, so that a restarted process does not read replies to its predecessor.
         self._name = f"{self.process}.{os.urandom(4).hex()}"
         self._sent = itertools.count()
@@ -56,7 +54,7 @@ class Peers:
         `coordinator` seconds more raises StoreUnreachableError. `lines`: see `ProcessGroup.status`.
         """
         processes = list(processes)
-        coordinator += _EACH_SECONDS * len(processes)
+        coordinator += REPLY_SECONDS_EACH * len(processes)
         folder = f"{self.root}/replies/{self._name}.{next(self._sent)}"
         question = {"to": group, "ask": folder, "position": position, "lines": lines}
         self._send(processes, question, coordinator)
@@ -95,19 +93,19 @@ class Peers:
         return f"{self.root}/{what}/{process}"
 
     def look(self) -> None:
-        """Update `gone`, the processes that have ended."""
-        gone = ended()
-        if gone:
+        """Update `ended`, the processes that have ended."""
+        left = ended()
+        if left:
             states = self.store.all(f"{self.root}/state")
-            gone = {p: done for p, done in gone.items() if states.get(str(p)) != UNREPORTED}
-        self.gone = gone
+            left = {p: done for p, done in left.items() if states.get(str(p)) != UNREPORTED}
+        self.ended = left
 
     def state_of(self, process: int) -> str:
-        """Return the state of a silent process: "ended", "dead", "here", or "" if unknown."""
+        """Return the state of a silent process: "ended", "lost", "here", or "" if unknown."""
         state = self.store.try_get(self.key("state", process)) or ""
         if state == UNREPORTED:
             return "here"
-        return "dead" if state != "ended" and process in ended() else state
+        return "lost" if state != "ended" and process in ended() else state
 
     def describe_silence(self, process: int) -> str:
         """Describe the state of a silent process for messages."""
@@ -117,6 +115,6 @@ class Peers:
         return {
             "": "has made no call yet",
             "here": f"does not answer: {here}",
-            "dead": "has died, or was cut off: its connection to the coordinator has closed",
+            "lost": "has died, or was cut off: its connection to the coordinator has closed",
             "ended": "has ended",
         }[self.state_of(process)]

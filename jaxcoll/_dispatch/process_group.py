@@ -13,19 +13,21 @@ from typing import Any
 import jax
 
 from jaxcoll._cluster.liveness import coordinator_connection
-from jaxcoll._cluster.timing import REPLY_SECONDS, RETRY_SECONDS
+from jaxcoll._cluster.timing import NEWS_SECONDS, REPLY_SECONDS, RETRY_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.agreement import Agreement
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.call_order import CallOrder
 from jaxcoll._dispatch.executable import Program
-from jaxcoll._dispatch.fingerprint import first_collective, first_values, shared_program
+from jaxcoll._dispatch.fingerprint import (
+    described,
+    first_collective,
+    first_values,
+    shared_program,
+)
 from jaxcoll._dispatch.peers import Peers
 from jaxcoll._threads import Task, Worker
 from jaxcoll.errors import PeerLostError, ProgramMismatchError
-
-NEWS_SECONDS = 0.05
-"""Seconds after a transport error until the coordinator has reported who died."""
 
 _TRANSPORT = re.compile("gloo|connection|peer|nccl|socket|heartbeat|unavailable|timed out", re.I)
 
@@ -56,7 +58,7 @@ class ProcessGroup:
         self._last_folder = ""  # keys of the previous agreement
         self._peers = peers
         self._waiting: set[weakref.ref[Task]] = set()
-        self._missing_at_beat: tuple[int, set[int]] = (0, set())  # see `beat`
+        self._ended_at_beat: tuple[int, set[int]] = (0, set())  # see `beat`
 
     @property
     def latest(self) -> tuple[int, str]:
@@ -75,21 +77,24 @@ class ProcessGroup:
           PeerLostError: a process of the group is already lost.
           ProgramMismatchError: the processes are out of step.
         """
-        self.check()
+        if self.failure or self._peers.lost or self._peers.ended:
+            self.check()
         # A weak reference, because results are large.
         self._waiting.add(weakref.ref(task, self._waiting.discard))
 
     def check(self) -> None:
         """Raise the error with which the next call would fail."""
-        if not (self.failure or self._peers.lost or self._peers.gone):
-            return
-        if self.failure:
-            raise self.failure
+        self._check_failure()
         lost = self._peers.lost.intersection(self.processes)
-        if lost := lost or self._gone_before(self.position + 1):
+        if lost := lost or self._ended_before(self.position + 1):
             raise self._loss(lost, self.position + 1, " was not started")
 
+    def _check_failure(self) -> None:
+        if self.failure:
+            raise self.failure
+
     compiled = staticmethod(shared_program)
+    describe = staticmethod(described)
 
     def run(self, call: Call, program: Program, wait: bool = True) -> Any:
         """Call a program together with the other processes, and `wait` for the result.
@@ -98,23 +103,26 @@ class ProcessGroup:
           ProgramMismatchError: the others call another program.
           PeerLostError: the call failed, and a process has died or no longer answers.
         """
-        self.check()
+        if self.failure or self._peers.lost or self._peers.ended:
+            self.check()
         self.position += 1
         self._started = 0.0
         self.call, self._program, self._since = call, program, time.monotonic()
         is_expected = self._order.follow(program.digest)
+        result: Any = None
         try:
             # A new program may have the digest of one that ran, but its first values are new. After
             # a call that failed here, others may still wait for this process's part in that one,
             # and would take this call's data for it.
             has_failed = self._failed[0] == self.position - 1
             if program.is_first or has_failed or not is_expected:
-                self._agree(call, program)
+                result = self._agree(call, program)
             self._started = time.monotonic()
             self._agreed = self.position  # set first: others ask while this process waits below
-            result = program.compiled(*call.args, **call.kwargs)
-            if wait:
-                jax.block_until_ready(result)
+            if call.program is not None:
+                result = program.compiled(*call.args, **call.kwargs)
+                if wait:
+                    jax.block_until_ready(result)
             self.done = self.position  # published when this process ends, so that nobody misses it
             return result
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # Gloo raises ValueError
@@ -124,14 +132,21 @@ class ProcessGroup:
         finally:
             self.call, self._since = None, time.monotonic()
 
-    def _agree(self, call: Call, program: Program) -> None:
-        """Wait until all processes are about to run this program, or raise the reason why not."""
-        first = first_values(call) if program.is_first else None
+    def _agree(self, call: Call, program: Program) -> dict[int, Any]:
+        """Wait until all processes are about to run this program, or raise the reason why not.
+
+        Returns:
+          The value of each process, if the call has no program.
+        """
+        first = first_values(call) if program.is_first and call.program is not None else None
         where = self._peers, self.name, self.processes, self.position
-        agreement = Agreement(*where, program, first, call.same_rows.append)
-        disagreement, is_run = None, False
+        warn, check = call.same_rows.append, self._check_failure
+        agreement = Agreement(*where, program, first, warn, call.value, check)
+        disagreement, is_run, values = None, False, {}
         try:
             disagreement, is_run = agreement.reach()
+            if disagreement is None:
+                values = agreement.values()
             if disagreement is None and self._peers.process == self.processes[0]:
                 if self._last_folder:  # all have arrived here, so they have read the last verdict
                     self._peers.store.delete(self._last_folder)
@@ -148,6 +163,7 @@ class ProcessGroup:
                 self._fail(disagreement)
             raise disagreement
         program.is_first = False
+        return values
 
     def explain(self, error: Exception) -> Exception:
         """Turn a transport's error into a PeerLostError if a process is lost, or return it."""
@@ -173,11 +189,11 @@ class ProcessGroup:
     def _name(self) -> str:
         return self._program.name if self._program else "nothing"
 
-    def _gone_before(self, position: int) -> set[int]:
+    def _ended_before(self, position: int) -> set[int]:
         """Return the processes that ended before they did their part of the call at `position`."""
-        if not (gone := self._peers.gone):  # the usual case
+        if not (ended := self._peers.ended):  # the usual case
             return set()
-        done = {p: gone[p].get(self.name, 0) for p in self.processes if p in gone}
+        done = {p: ended[p].get(self.name, 0) for p in self.processes if p in ended}
         return {p for p in done if done[p] < position}
 
     def _lost(self, lost: Iterable[int], why: str) -> PeerLostError:
@@ -207,9 +223,9 @@ class ProcessGroup:
         time.sleep(NEWS_SECONDS)  # so that processes that died together are named together
         for patience in (REPLY_SECONDS, RETRY_SECONDS):
             peers.look()
-            if dead := self._gone_before(self.position):
-                return dead
-            silent -= peers.gone.keys()  # these had done their part
+            if lost := self._ended_before(self.position):
+                return lost
+            silent -= peers.ended.keys()  # these had done their part
             silent -= set(peers.ask(self.name, self.position, sorted(silent), patience))
             if not silent or (len(silent) == 1 and coordinator_connection() is None):
                 break
@@ -239,7 +255,6 @@ class ProcessGroup:
         return min(begun + (call.meeting_seconds or 0.0), time.monotonic() + seconds)
 
     def _interrupt(self, error: Exception) -> None:
-        """End all waits for calls of this group."""
         for reference in list(self._waiting):
             if (task := reference()) and not task.done():
                 task.abandon(error)
@@ -266,7 +281,7 @@ class ProcessGroup:
             status["lines"] = self._program.lines
         return status
 
-    def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
+    def describe_late(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
         """Return the processes that keep a call from finishing, and a description of them."""
         if self.call is not call:
             return (), (
@@ -285,7 +300,7 @@ class ProcessGroup:
             return (), f"It is not known who did not arrive: {error}"
         states |= {p: in_words(reply) for p, reply in replies.items() if reply["at"] < position}
         what = "did not arrive" if states else "failed in it"
-        # Report absence first: it may be the cause of another process's transport error.
+        # Report lateness first: it may be the cause of another process's transport error.
         states = states or {
             p: f"raised {reply['failed']}" for p, reply in replies.items() if reply.get("failed")
         }
@@ -297,14 +312,14 @@ class ProcessGroup:
         return tuple(late), f"{who} of {len(self.processes)} {what}: {details}."
 
     def beat(self) -> None:
-        """Give up waiting in a call for processes that were already gone at the previous heartbeat.
+        """Give up waiting in a call for processes that were already over at the previous heartbeat.
 
         A call gets one more heartbeat, because it may need only this process's part to finish.
         """
-        missing = self.position, self._gone_before(self.position)
-        if missing[1] and missing == self._missing_at_beat:
-            self._interrupt(self._lost(missing[1], "the coordinator reported it"))
-        self._missing_at_beat = missing
+        ended = self.position, self._ended_before(self.position)
+        if ended[1] and ended == self._ended_at_beat:
+            self._interrupt(self._lost(ended[1], "the coordinator reported it"))
+        self._ended_at_beat = ended
 
 
 def in_words(status: dict[str, Any]) -> str:

@@ -19,13 +19,11 @@ from jaxcoll._cluster.coordinator import message
 from jaxcoll._cluster.coordinator_proxy import current_proxy, give_up_coordinator
 from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import coordinator_connection
-from jaxcoll._cluster.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS
-from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
+from jaxcoll._cluster.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS, SIGN_OFF_SECONDS
+from jaxcoll._compat.coordination import StoreUnreachableError, store
 from jaxcoll._dispatch.peers import UNREPORTED, Peers
 from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._threads import at_exit, in_forked_child, not_at_exit
-
-_END_SECONDS = 2.0  # timeout for the coordinator, and for the thread, when the process ends
 
 OWN_RING = 64
 """Heartbeats after which a watchdog rings its own bell. JAX 0.10 and 0.12 keep 20 kB here and 15 kB
@@ -43,7 +41,7 @@ class Watchdog:
     """The thread that answers for this process, whatever the process itself is doing."""
 
     def __init__(self, keys: Keys) -> None:
-        self.peers = Peers(CoordinatorClient(keys))
+        self.keys, self.peers = keys, Peers(CoordinatorClient(keys))
         self._proxy, self._connection = current_proxy(), coordinator_connection()  # of its job
         self.groups: dict[tuple[int, ...], ProcessGroup] = {}  # by their processes
         # Everything it serves, by names that are the same on all processes
@@ -66,13 +64,13 @@ class Watchdog:
         self._ended = True
         self._report_done()
         try:
-            self.peers.store.request(self._sign_off, _END_SECONDS)
+            self.peers.store.request(self._sign_off, SIGN_OFF_SECONDS)
         except StoreUnreachableError:  # JAX's own shutdown would wait for minutes
             self.peers.store.lose()
             give_up_coordinator()
         except RuntimeError:
             pass
-        self._thread.join(_END_SECONDS)
+        self._thread.join(SIGN_OFF_SECONDS)
         self.peers.store.close()
 
     def _report_done(self) -> None:
@@ -98,8 +96,7 @@ class Watchdog:
 
     def is_current(self) -> bool:
         """Return whether this process is still in this watchdog's job."""
-        keys = self.peers.store.keys
-        return isinstance(keys, Store) and keys.is_current()
+        return self.keys.is_current()
 
     def _serve(self) -> None:
         """Handle messages and make heartbeats until this process ends."""
@@ -182,7 +179,7 @@ def group_of(devices: Sequence[jax.Device]) -> ProcessGroup | None:
     if len(processes) == 1 or jax.process_index() not in processes:
         return None
     here = _watchdog
-    if here is None or not here.is_current():
+    if here is None or not here.keys.is_current():
         here = watchdog()
     return here and (here.groups.get(processes) or here.group(processes))
 

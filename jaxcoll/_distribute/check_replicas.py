@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxcoll._distribute.per_replica import PerReplica
-from jaxcoll._distribute.replica_axis import exchanged
+from jaxcoll._distribute.replica_axis import exchange_facts
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.packs.leaves import flattened, where
@@ -188,16 +188,16 @@ def _exchange(leaves: Sequence[_Leaf], row: Mapping[jax.Device, int], table: np.
     if not shared:
         return
     devices = tuple(sorted({d for k in shared for d in leaves[k].part}, key=lambda d: d.id))
-    if not of_this_process(devices):
+    here = of_this_process(devices)
+    if not here:
         raise ValueError(
             "`check_replicas`: all copies of these leaves lie in other processes, and only these "
             f"can compare them. The copies are on {', '.join(map(str, devices[:4]))}."
         )
     cells = np.ix_([row[device] for device in devices], shared)
-    digests = dict(enumerate(table[cells].view(np.int32)))
+    digests = {i: table[cells][i].tolist() for i in here}
     arrays = [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
-    all_digests = exchanged(digests, devices, "check_replicas", settings=repr(arrays))
-    table[cells] = all_digests.view(np.uint32)
+    table[cells] = exchange_facts(digests, devices, "check_replicas", settings=repr(arrays))
 
 
 _digest = jax.jit(digest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,10 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._dispatch.executable import remember
-from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process
+from jaxcoll._mesh.mesh import line_of, no_mesh
 from jaxcoll._mesh.world import worlds_of
 from jaxcoll._plan.options import UNSET, CommunicationOptions
-from jaxcoll._spmd.gather import all_gather
 from jaxcoll._spmd.scope import Scope
 
 AXIS = "replica"
@@ -29,8 +27,6 @@ AXIS = "replica"
 # cache: a function that the user jits, and that was traced inside a replica function, is traced
 # again for another strategy, and outside.
 context_in_trace: Any = jax.make_user_context(default_value=None)
-
-_TEXT_BYTES = 512  # enough for a text of the shape and the dtype of any array
 
 
 @functools.lru_cache(maxsize=1024)
@@ -103,35 +99,25 @@ def replicating(
     return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()))
 
 
-def exchanged(
-    facts: Mapping[int, Sequence[Any] | np.ndarray],
+def exchange_facts(
+    facts: Mapping[int, Any],
     devices: tuple[jax.Device, ...],
     what: str,
     timeout_seconds: float | None = None,
     settings: str = "",
-) -> np.ndarray:
-    """Return the table of integers of every replica; each process sends those of its replicas.
+) -> list[Any]:
+    """Return the facts of every replica, which are JSON; each process sends those of its replicas.
 
     Processes need such facts (lengths, say) before they can all compile the same program. If all
-    devices belong to this process, nothing is sent. All tables have one shape, and integers of 32
-    bits. `settings` is a text that must be equal on all processes; "": `what`.
+    devices belong to this process, nothing is sent. `settings` is a text that must be equal on all
+    processes; "": `what`.
     """
-    here = of_this_process(devices)
-    rows = [np.asarray(facts[i], np.int32)[None] for i in here]
-    if len(here) == len(devices):
-        return np.concatenate(rows)
-    parts = jax.device_put(rows, [devices[i] for i in here])
-    shape = (len(devices), *rows[0].shape[1:])
-    table = jax.make_array_from_single_device_arrays(shape, rows_over(devices), parts)
-    program = replicating("exchange", line_of(devices, AXIS), _every_row, (False,))
-    options = CommunicationOptions(timeout_seconds=timeout_seconds)
-    call = Call(program, (table,), devices, f"`{what}`", options, settings=settings or what)
-    result = run(call)
-    return np.asarray(result.addressable_data(0))
-
-
-def _every_row(rows: Sequence[jax.Array], scope: Scope) -> jax.Array:
-    return all_gather(rows[0][None], AXIS, axis=0, scope=scope)
+    if len(facts) < len(devices):
+        options = CommunicationOptions(timeout_seconds=timeout_seconds)
+        text, value = settings or what, list(facts.items())
+        call = Call(None, (), devices, f"`{what}`", options, settings=text, value=value)
+        facts = {i: fact for pairs in run(call).values() for i, fact in pairs}
+    return [facts[i] for i in range(len(devices))]
 
 
 class Shape(NamedTuple):
@@ -159,10 +145,8 @@ def shapes_of_all(
     """
     shapes = {i: [_shape(array, digests) for array in arrays] for i, arrays in parts.items()}
     if len(shapes) < len(devices) and any(shapes.values()):
-        facts = {i: [_text(shape) for shape in row] for i, row in shapes.items()}
         settings = f"{caller} {structure} {digests}"
-        table = exchanged(facts, devices, caller, timeout_seconds, settings)
-        rows = ([json.loads(text.tobytes()) for text in row] for row in table)
+        rows = exchange_facts(shapes, devices, caller, timeout_seconds, settings)
         shapes = {i: [Shape(tuple(x), *more) for x, *more in row] for i, row in enumerate(rows)}
     return [dict(zip(shapes, column, strict=True)) for column in zip(*shapes.values(), strict=True)]
 
@@ -176,8 +160,3 @@ def _shape(array: Any, digest: bool) -> Shape:
             bits = jax.random.key_data(array)
     hashed = hashlib.blake2b(np.asarray(bits).tobytes(), digest_size=16).hexdigest()
     return Shape(tuple(array.shape), array.dtype.name, hashed)
-
-
-def _text(shape: Shape) -> np.ndarray:
-    """Return a shape as integers, equally many for all shapes, as processes may disagree."""
-    return np.frombuffer(json.dumps(shape).encode().ljust(_TEXT_BYTES), np.int32)

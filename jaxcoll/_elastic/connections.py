@@ -15,13 +15,11 @@ import jax
 from jaxcoll._cluster import gloo_sockets
 from jaxcoll._cluster.initialize import own_address
 from jaxcoll._cluster.socket_folder import make_socket_folder
+from jaxcoll._cluster.timing import GLOO_CONNECT_SECONDS, IDLE_POLL_SECONDS, POLL_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._compat.gloo import SecondClient, meets_over_gloo
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._threads import any_blocked
-
-_OFTEN, _SELDOM = 0.02, 0.25  # seconds between two checks for addresses
-_CONNECTS = 60.0  # seconds in which Gloo has surely connected; XLA's timeout is 30
 
 _jax_broken = False
 
@@ -108,11 +106,11 @@ class Connections:
         assert client is not None
         copied: set[str] = set()
         with contextlib.suppress(StoreUnreachableError, RuntimeError):
-            while not self._ended.wait(_OFTEN if time.monotonic() < self._until else _SELDOM):
+            while not self._ended.wait(self._pause()):
                 for key, value in client.addresses().items():
                     if key not in copied:
                         copied.add(key)
-                        self._until = time.monotonic() + _CONNECTS
+                        self._until = time.monotonic() + GLOO_CONNECT_SECONDS
                         text = base64.b64encode(value).decode()
                         self._membership.share(self._number, f"{folder}/{key}", text)
                 if not copied or time.monotonic() > self._until:
@@ -121,3 +119,6 @@ class Connections:
                     if key not in copied:
                         copied.add(key)
                         client.learn(key, base64.b64decode(text))
+
+    def _pause(self) -> float:
+        return POLL_SECONDS if time.monotonic() < self._until else IDLE_POLL_SECONDS

@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxcoll._cluster.exchange import LateError, agree, exchange
 from jaxcoll._cluster.liveness import ended
-from jaxcoll._cluster.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS
+from jaxcoll._cluster.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS, POLL_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import Program
@@ -29,8 +30,6 @@ from jaxcoll._elastic.generation import Generation, RegroupError, describe, list
 from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, new_name
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
-_POLL_SECONDS = 0.02
-
 KEPT_STEPS = 100
 """Number of steps whose keys are kept. No member is so far behind: they meet in most steps."""
 
@@ -39,13 +38,13 @@ class MemberGroup(ProcessGroup):
     """The process group of one generation. Who is lost is found by regrouping, and not here."""
 
     def beat(self) -> None:
-        if gone := self._gone_before(self.position + 1):
-            self.end(PeerLostError(f"workers {listed(sorted(gone))} ended", ranks=sorted(gone)))
+        if ended := self._ended_before(self.position + 1):
+            self.end(PeerLostError(f"workers {listed(sorted(ended))} ended", ranks=sorted(ended)))
 
     def explain(self, error: Exception) -> Exception:
         return self.failure or error
 
-    def absence(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
+    def describe_late(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
         return (), ""
 
 
@@ -82,7 +81,7 @@ class Membership:
         watchdog.watched[root] = self
 
     def close(self) -> None:
-        """Leave the run, so that the others know at once that this worker is gone."""
+        """Leave the run, so that the others know at once that this worker has left."""
         self._watchdog.watched.pop(self._root, None)
         with self._lock:  # the watchdog must not write a heartbeat after the last one
             self._ended = True
@@ -113,27 +112,25 @@ class Membership:
         Returns:
           Whether the first reason, here or elsewhere, was a deadline; it causes later failures.
         """
-        request = json.dumps({"why": why, "late": late, "by": self.name})
-        first = self._keys.agree(self._key(self.generation.number + 1, "request"), request)
+        request = {"why": why, "late": late, "by": self.name, "mismatch": self.mismatch}
+        first = agree(self._keys, self._key(self.generation.number + 1, "request"), request)
         self._is_over = True
         if first == request:
             self._watchdog.peers.alarm(self._root, map(rank_of, self.generation.members), {})
-        return json.loads(first)["late"]
+        return first["late"]
 
     def meet(self) -> None:
-        """Wait until all workers have begun this run, or raise an error that names the missing."""
+        """Wait until all workers have begun this run, or raise an error that names the late."""
         self._keys.set(f"{self._root}/here/{self._keys.process}", self.name)
         until = time.monotonic() + self.startup
-        while absent := sorted(
-            self._starters() - {*map(int, self._keys.all(f"{self._root}/here"))}
-        ):
+        while late := sorted(self._starters() - {*map(int, self._keys.all(f"{self._root}/here"))}):
             if time.monotonic() > until:
                 raise DeadlineExceededError(
-                    f"Worker{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
+                    f"Worker{'s' * (len(late) > 1)} {', '.join(map(str, late))} of "
                     f"{self._keys.processes} did not start training within {self.startup:g} s.",
-                    ranks=absent,
+                    ranks=late,
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _starters(self) -> set[int]:
         """Return who starts this run: all who finished the previous one, if any, and still live."""
@@ -166,10 +163,10 @@ class Membership:
             self._keys.delete(self._key(self.generation.number, f"step/{self._join_steps[0]}"))
         self._join_steps.append(step)
         key = self._key(self.generation.number, f"step/{step}")
-        return self._keys.agree(key, answer) == "join"
+        return agree(self._keys, key, answer) == "join"
 
     def gather(self, what: str, value: str) -> dict[str, str]:
-        """Wait for the values of all members, and return them by name. RegroupError ends the wait.
+        """Wait for the values of all members, and return them by name.
 
         Once all values are there it returns, even if the generation is over, so that all members
         get the same result.
@@ -177,24 +174,29 @@ class Membership:
         Args:
           what: a name that is used only once in a generation.
           value: this worker's value.
+
+        Raises:
+          RegroupError: the generation is over.
         """
-        self._keys.set(self._key(self.generation.number, f"{what}/{self.name}"), value)
-        members = self.generation.members
-        until = time.monotonic() + self.startup
-        while True:
-            self.observe()  # before reading values: a worker may write its value and end
-            values = self._keys.all(self._key(self.generation.number, what))
-            missing = [m for m in members if m not in values]
-            if not missing:
-                return values
+        self.observe()  # before reading values: a worker may write its value and end
+
+        def check(late: list[str]) -> None:
             self.check()
-            silent = [m for m in missing if self._heartbeats.is_silent(m)]
-            if silent:
+            if silent := [m for m in late if self._heartbeats.is_silent(m)]:
                 self.request_regroup(f"{describe(silent)} ended")
-            elif time.monotonic() > until:
-                why = f"{describe(missing)} did not arrive within {self.startup:g} s"
-                self.request_regroup(why, late=True)
-            self.woken.wait(_POLL_SECONDS)
+                raise RegroupError
+            self.observe()
+
+        name = self._key(self.generation.number, what)
+        members, limits = self.generation.members, {"me": self.name, "seconds": self.startup}
+        try:
+            return exchange(
+                self._keys, name, value, members, check=check, woken=self.woken, **limits
+            )
+        except LateError as error:
+            why = f"{describe(error.late)} did not arrive within {self.startup:g} s"
+            self.request_regroup(why, late=True)
+            raise RegroupError from error
 
     def share(self, number: int, what: str, value: str) -> None:
         """Write a value for a generation, by a name that no other worker uses."""
@@ -222,7 +224,6 @@ class Membership:
             "finished": finished,
             "held": list(held),
             "program": self.group.latest if self.group is not None else (0, ""),
-            "mismatch": self.mismatch,
             "term": term,
             "reconnects": self.reconnects,
             "residual": residual,
@@ -239,7 +240,7 @@ class Membership:
                 # Proposals may differ; the first one counts, and the loop reads it.
                 self._keys.agree(key, self._proposal(number, ready).to_json())
             else:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
         return Generation.from_json(text)
 
     def _is_complete(self, ready: Mapping[str, Any], waited: float, number: int) -> bool:
@@ -249,26 +250,25 @@ class Membership:
         ejected = self._ejected(ready)
         if ejected == self.generation.members:
             return True
-        missing = [m for m in self.generation.members if m not in {*ready, *ejected}]
+        late = [m for m in self.generation.members if m not in {*ready, *ejected}]
         request = self._keys.try_get(self._key(number, "request"))
         patience = HEARTBEAT_SECONDS if request and json.loads(request)["late"] else self._patience
-        if any(not self._heartbeats.is_silent(m) for m in missing) and waited < patience:
+        if any(not self._heartbeats.is_silent(m) for m in late) and waited < patience:
             return False
         # Waiting workers become members, so it must be known whether they live.
         return all(map(self._heartbeats.is_settled, self._waiting()))
 
     def _ejected(self, ready: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the members that must end because they called different programs."""
         programs = {m: tuple(offer["program"]) for m, offer in ready.items()}
         return find_ejected(self.generation.members, self.generation.joined, programs)
 
     def _proposal(self, number: int, ready: Mapping[str, Any]) -> Generation:
-        request = self._keys.try_get(self._key(number, "request"))
-        why = json.loads(request)["why"] if request else "a worker joined" if number else ""
+        request = json.loads(self._keys.try_get(self._key(number, "request")) or "{}")
+        why = request.get("why", "a worker joined" if number else "")
         last = self.generation
         before = last.members if number else sorted(ready, key=rank_of)
         ejected = self._ejected(ready)
-        mismatch = max(r["mismatch"] for r in ready.values()) if ejected else ""
+        mismatch = request.get("mismatch") or "Workers have different programs."
         staying = [m for m in before if m in ready and m not in ejected][: self._most]
         if not staying:
             step = min(r["finished"] for r in ready.values())
@@ -292,14 +292,14 @@ class Membership:
             joined=tuple(m for m in members if number and m not in before),
             why=why,
             ejected=ejected,
-            mismatch=mismatch,
+            mismatch=mismatch if ejected else "",
             reconnects=number > 0 or any(r["reconnects"] for r in ready.values()),
             term=term + 1,
             residual=math.sqrt(sum(ready[m]["residual"] ** 2 for m in staying) / len(staying)),
         )
 
     def _newcomers(self, staying: Sequence[str]) -> list[str]:
-        """Return live waiting workers, as many as there is room for, and forget dead ones."""
+        """Return live waiting workers, as many as there is room for, and forget the others."""
         waiting = self._waiting()
         for name in filter(self._heartbeats.is_silent, waiting):
             self._keys.delete(f"{self._root}/waiting/{name}")
@@ -308,27 +308,25 @@ class Membership:
         return live[: self._most - len(staying)]
 
     def _waiting(self) -> list[str]:
-        """Return the names of workers that wait to join."""
         waiting = self._keys.all(f"{self._root}/waiting")
         return sorted((w for w in waiting if w not in self.generation.members), key=rank_of)
 
     def _wait_for_next(self, after: Generation) -> Generation:
-        """Wait to join, and return the next generation on which the members agree."""
         self._keys.set(f"{self._root}/waiting/{self.name}", "1")
         key = self._key(after.number + 1, "generation")
         while True:
             self.observe()
             # Check this before reading the record: a worker that finishes writes it and then ends.
-            gone = all(map(self._heartbeats.is_silent, after.members))
+            over = all(map(self._heartbeats.is_silent, after.members))
             if (text := self._keys.try_get(key)) is not None:
                 return Generation.from_json(text)
-            if gone:
+            if over:
                 raise PeerLostError(
                     f"All workers have ended ({describe(after.members)}), so worker "
                     f"{rank_of(self.name)} has no run to join. Start the job again.",
                     ranks=after.ranks,
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _begin(self, generation: Generation) -> Generation:
         with self._lock:  # the watchdog must not apply a request from the last generation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import logging
@@ -18,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._api.alike import broadcast
 from jaxcoll._dispatch.agreement import divergent
+from jaxcoll._dispatch.fingerprint import digest_bytes
 from jaxcoll._elastic import residuals
 from jaxcoll._elastic.checkpoint import (
     Stamp,
@@ -200,7 +200,6 @@ class ReplicatedState:
         """
         state = self.compared(self.latest)
         digests = membership.gather(f"digest/{self.finished}", _digests(state))
-        # Those of equal digests have the same copies, so a majority of wrong ones ends here, too.
         check_copies(state)
         check_agreed(digests, membership, _divergence_error)
 
@@ -278,8 +277,8 @@ def check_agreed(
     agreeing = () if start else majority(values, generation)
     if membership.name not in agreeing:
         raise error(values)
-    odd = [name for name in generation.members if name not in agreeing]
-    membership.request_regroup(f"the {what} of {describe(odd)} differs from the others'")
+    differing = [name for name in generation.members if name not in agreeing]
+    membership.request_regroup(f"the {what} of {describe(differing)} differs from the others'")
     raise RegroupError
 
 
@@ -304,19 +303,8 @@ def _structure_error(values: dict[str, str]) -> ProgramMismatchError:
 
 def _digests(tree: Any) -> str:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    digests = {f"state{jax.tree_util.keystr(path)}": _digest(x) for path, x in leaves}
+    digests = {f"state{jax.tree_util.keystr(path)}": digest_bytes(_bytes(x)) for path, x in leaves}
     return json.dumps(digests, sort_keys=True)
-
-
-def _digest(x: Any) -> str:
-    """Return a digest of a leaf, and of all copies in this process that differ from the first."""
-    copies = [s.data for s in x.addressable_shards] if isinstance(x, jax.Array) else [x]
-    first, *others = map(_bytes, copies)
-    digest = hashlib.blake2b(first.data, digest_size=8)
-    for other in others:
-        if not np.array_equal(other, first):
-            digest.update(other.data)
-    return digest.hexdigest()
 
 
 def check_copies(tree: Any) -> None:
@@ -340,7 +328,9 @@ def check_copies(tree: Any) -> None:
 
 
 def _bytes(x: Any) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    """Return the bytes of an array; of one with several copies here, those of the first."""
+    first = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    return np.ascontiguousarray(first).reshape(-1).view(np.uint8)
 
 
 def _divergence_error(digests: dict[str, str]) -> ReplicaDivergenceError:

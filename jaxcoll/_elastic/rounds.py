@@ -98,6 +98,7 @@ class Rounds(Steps):
             call, checked = self._step.prepare(*self._train.arguments(now))
 
         def finish(mean: Any, call: Call) -> Any:
-            return self._train.applied(now, checked(mean, call)), metrics
+            mean = mean if checked is None else checked(mean, call)
+            return self._train.applied(now, mean), metrics
 
         return Prepared(int(now.steps), call, finish)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
+from jaxcoll._cluster.timing import LAST_LOCK_SECONDS, LOCK_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
@@ -37,9 +38,6 @@ MOST_ATTEMPTS = 20
 _OF_OTHERS = DeadlineExceededError, PeerLostError, ProgramMismatchError
 """Errors of a call that another worker may have caused."""
 
-PATIENCE, LAST_PATIENCE = 1.0, 30.0
-"""Timeouts, in seconds, for the lock on the checkpoint: during a run, and at its end."""
-
 
 @dataclasses.dataclass
 class Job:
@@ -63,7 +61,7 @@ class Job:
         if self.file is None:
             return "The state was not saved, because there is no `checkpoint` file."
         try:
-            step = self.state.save(self.file, self.state.finished, LAST_PATIENCE)
+            step = self.state.save(self.file, self.state.finished, LAST_LOCK_SECONDS)
         except OSError as error:
             return f"The state after step {self.state.finished} could not be saved: {error}."
         return f"The state after step {step} is saved in {self.file}."
@@ -149,7 +147,6 @@ class Run:
             raise failure
 
     def _compare(self) -> None:
-        """Compare the state on all members, and sum residuals if it will be written."""
         self._state.compare(self._membership)
         if self._writers:
             self._state.add_up(self._membership, self._together)
@@ -158,7 +155,7 @@ class Run:
         def write() -> None:
             if self._job.file:  # only writers have one; the others wait for them
                 self._finish_saving()
-                self._state.save(self._job.file, step, LAST_PATIENCE)
+                self._state.save(self._job.file, step, LAST_LOCK_SECONDS)
 
         return write_once(self._membership, self._writers, write)
 
@@ -254,7 +251,6 @@ class Run:
         self._changes.append((self._began, change))
 
     def _give_up(self, error: Exception) -> NoReturn:
-        """Save the state that all workers have, and raise the error."""
         step = self._generation.step
         writer, failure = self._write(step)
         self._is_saved = True
@@ -295,9 +291,9 @@ class Run:
         call: Call,
         seconds: float | None,
         what: str,
-        finish: Callable[[Any, Call], Any] = lambda result, call: result,
+        finish: Callable[[Any, Call], Any] | None = None,
     ) -> Any:
-        """Make a call with all members, within `seconds`; return `finish(result, call)`.
+        """Make a call with all members, within `seconds`; return `finish` of the result.
 
         Raises:
           RegroupError: the generation is over.
@@ -314,7 +310,8 @@ class Run:
             meeting_seconds=self._job.startup,
         )
         try:
-            return finish(run(call), call)
+            result = run(call)
+            return result if finish is None else finish(result, call)
         except (StoreUnreachableError, ReplicaDivergenceError):
             raise
         except (*_OF_OTHERS, RuntimeError, ValueError) as error:  # JAX raises the last two
@@ -349,7 +346,7 @@ class Run:
         if self._saving is not None and not self._saving.done():
             _LOG.warning("No checkpoint after step %d: the last is still being written.", finished)
             return
-        write = self._state.to_write(self._job.file, finished, PATIENCE)
+        write = self._state.to_write(self._job.file, finished, LOCK_SECONDS)
         self._saving = self._saver.submit(functools.partial(_call_or_warn, write))
 
     def _finish_saving(self) -> None:
@@ -360,8 +357,8 @@ class Run:
 def _batches_error(sources: dict[str, str]) -> ProgramMismatchError:
     sides = "; ".join(f"worker {rank_of(name)}: {source}" for name, source in sources.items())
     return ProgramMismatchError(
-        f"Workers pass different batches to `Elastic.run`: {sides}. Give all workers the same "
-        "source and the same seed, not the time or the process number. A list must hold whole "
+        f"Workers pass different batches or steps to `Elastic.run`: {sides}. Give all the same "
+        "numbers, source and seed, not the time or the process number. A list must hold whole "
         "batches, and each worker takes its rows of them. To return only a worker's own rows, pass "
         "a function of three arguments: `lambda step, worker, workers: rows`."
     )

@@ -20,7 +20,8 @@ class Prepared(NamedTuple):
 
     finished: int  # number of finished steps after it
     call: Call
-    finish: Callable[[Any, Call], Any]  # returns the state and the metrics, from its result
+    # Returns the state and the metrics, from its result; None: that is these
+    finish: Callable[[Any, Call], Any] | None
 
 
 class Steps:

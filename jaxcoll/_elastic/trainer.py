@@ -220,7 +220,6 @@ class Elastic:
                 here.end()
 
     def _save_without_coordinator(self) -> PeerLostError:
-        """Save the state, and return the error that says so."""
         give_up_coordinator()
         # Workers that are not cut off may have continued. A newer state of theirs stays.
         saved = self._job.save()

@@ -242,16 +242,17 @@ class DataParallel:
         step = self._on_current_mesh()
         with no_mesh():
             call, checked = step.prepare(*args, **kwargs)
-            return checked(run(call), call)
+            result = run(call)
+            return result if checked is None else checked(result, call)
 
     def prepare(
         self, /, *args: Any, **kwargs: Any
-    ) -> tuple[dispatched.Call, Callable[[Any, dispatched.Call], Any]]:
-        """Return the call for these arguments, and a check of its result, which it returns."""
+    ) -> tuple[dispatched.Call, Callable[[Any, dispatched.Call], Any] | None]:
+        """Return the call for these arguments, and a check of its result, if one is due."""
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         call = self._arguments.ready(args, kwargs)
-        (program, claims), checked = self._compiled(call), _unchanged
+        (program, claims), checked = self._compiled(call), None
         if claims.found and claims_are_new(claims, (call.args, call.kwargs)):
             claims = Claims(compares=True)
             program = self._jitted(remember, call, claims)
@@ -429,7 +430,3 @@ _SHARDS_UPDATED = """\
 The step combines `Shards`, such as gradients with `scatter=True`, and a whole tree, such as an \
 optimizer's state. Keep the state in shards too: \
 `optimizer = jc.sharded_optimizer(optimizer, "data")`."""
-
-
-def _unchanged(result: Any, call: dispatched.Call) -> Any:
-    return result

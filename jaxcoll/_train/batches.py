@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcoll._cluster.exchange import agree
 from jaxcoll._compat.coordination import store
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.placement import place
@@ -227,7 +228,7 @@ class Batches:
         if len({device.process_index for device in mesh.devices.flat}) == 1:
             return
         here = self.source
-        first = keys.agree(f"jaxcoll/batches/{next(_counter)}", here)
+        first = agree(keys, f"jaxcoll/batches/{next(_counter)}", here)
         if first != here:
             raise ProgramMismatchError(
                 f"`batches`: process {keys.process} splits {here}, but another one splits {first}: "

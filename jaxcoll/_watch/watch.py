@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxcoll._cluster.exchange import LateError, exchange
 from jaxcoll._compat.coordination import StoreUnreachableError, store
 from jaxcoll._compat.running import ProfilerSession
 from jaxcoll._observe.profile import (
@@ -134,25 +135,15 @@ def gathered(values: dict[str, Any], name: str, *, everywhere: bool) -> tuple[di
     keys = store()
     if keys is None or keys.processes == 1:
         return {0: values}, ""
-    ranks: dict[int, Any] = {keys.process: values}
+    packed, note = base64.b85encode(zlib.compress(json.dumps(values).encode(), 6)).decode(), ""
+    waited_for = range(keys.processes) if everywhere or not keys.process else [keys.process]
     try:
-        packed = zlib.compress(json.dumps(values).encode(), 6)
-        keys.set(f"{name}/{keys.process}", base64.b85encode(packed).decode())
-        if keys.process and not everywhere:
-            return ranks, ""
-        until = time.monotonic() + _ANSWER_SECONDS
-        for rank in sorted({*range(keys.processes)} - {keys.process}):
-            try:
-                packed = keys.get(f"{name}/{rank}", max(0.1, until - time.monotonic()))
-            except TimeoutError:
-                continue
-            ranks[rank] = json.loads(zlib.decompress(base64.b85decode(packed)))
+        texts = exchange(keys, name, packed, waited_for, _ANSWER_SECONDS)
+    except LateError as late:
+        texts, note = late.values, str(late)
     except StoreUnreachableError:
-        pass  # keep the answers so far
-    missing = sorted({*range(keys.processes)} - {*ranks})
-    names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-    note = f"{names} did not answer within {_ANSWER_SECONDS:g} s." if missing else ""
-    return dict(sorted(ranks.items())), note
+        texts, note = {keys.process: packed}, "the coordinator does not answer."
+    return {r: json.loads(zlib.decompress(base64.b85decode(x))) for r, x in texts.items()}, note
 
 
 def this_rank() -> int:

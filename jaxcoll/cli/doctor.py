@@ -8,13 +8,13 @@ import os
 import platform
 import shutil
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 import jaxcoll as jc
+from jaxcoll._cluster.exchange import LateError, exchange
 from jaxcoll._compat import coordination
 from jaxcoll._compat.settings import configured
 from jaxcoll._malloc import SETTINGS, keeps_freed_memory
@@ -59,8 +59,15 @@ def run(args: argparse.Namespace) -> int:
         findings = list(machine_findings(machine_facts()))
     else:
         # Check that all processes answer first: JAX would wait long for dead ones to show devices.
-        _reports(store, "here", {}, limit)
-        processes = _reports(store, "facts", facts := machine_facts(), limit)
+        ranks = range(store.processes)
+        try:
+            exchange(store, "jaxcoll/doctor/here", {}, ranks, limit)
+            facts = machine_facts()
+            processes = [*exchange(store, "jaxcoll/doctor/facts", facts, ranks, limit).values()]
+        except LateError as error:
+            raise ValueError(
+                f"{error} Read its output; all processes must run the same command."
+            ) from None
         findings = [*machine_findings(facts), *job_findings(processes)]
         if store.process:
             return 0
@@ -138,19 +145,3 @@ def job_findings(processes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         found = "; ".join(f"{value} on process {', '.join(of)}" for value, of in ranks.items())
         found = found if len(ranks) > 1 else f"{values[0]} on all"
         yield _finding(len(ranks) > 1, "bad", f"{name} of each process", found, fix)
-
-
-def _reports(store: Any, name: str, mine: Mapping[str, Any], timeout: float) -> list[Any]:
-    """Publish this process's report and return those of all processes."""
-    store.set(f"jaxcoll/doctor/{name}/{store.process}", json.dumps(mine))
-    until, found = time.monotonic() + timeout, []
-    for rank in range(store.processes):
-        try:
-            left = max(until - time.monotonic(), 0.1)
-            found.append(json.loads(store.get(f"jaxcoll/doctor/{name}/{rank}", left)))
-        except TimeoutError:
-            raise ValueError(
-                f"process {rank} of {store.processes} did not answer within {timeout:g} s. Read "
-                "its output; all processes must run the same command."
-            ) from None
-    return found

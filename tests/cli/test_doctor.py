@@ -47,20 +47,3 @@ def test_processes_that_differ(other, what, words):
     assert levels(findings) == {f"{what} of each process": "bad"}
     (finding,) = (finding for finding in findings if finding.level == "bad")
     assert finding.found == words
-
-
-def test_a_process_that_dies_is_not_waited_for_longer_than_asked():
-    class Store(dict):
-        process, processes = 0, 2
-
-        def set(self, key, value):
-            self[key] = value
-
-        def get(self, key, seconds):
-            assert seconds <= 0.2
-            if key not in self:
-                raise TimeoutError
-            return self[key]
-
-    with pytest.raises(ValueError, match=r"process 1 of 2 did not answer within 0\.2 s"):
-        doctor._reports(Store(), "here", {}, 0.2)

@@ -21,7 +21,7 @@ class Wired:
 
     def __init__(self, store, groups):
         self.store, self.process, self.root = store, store.process, "watch"
-        self.lost, self.gone, self.groups = set(), {}, groups
+        self.lost, self.ended, self.groups = set(), {}, groups
 
     def describe_silence(self, process):
         return "has died"
@@ -54,7 +54,7 @@ def three(monkeypatch):
 
 
 def call(one, digest, compiled=dict):
-    one.run(Call(None, (), (), "a call"), Program(compiled, f"`{digest}`", digest=digest))
+    one.run(Call(dict, (), (), "a call"), Program(compiled, f"`{digest}`", digest=digest))
 
 
 def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(three):
@@ -64,7 +64,7 @@ def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(t
     one.begin(waiting)
     for _ in range(3):
         call(one, "a")
-    peers.gone = {1: {one.name: 3}}  # it entered this call before it ended
+    peers.ended = {1: {one.name: 3}}  # it entered this call before it ended
     for _ in range(3):
         one.beat()
     assert not given_up
@@ -72,7 +72,7 @@ def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(t
         PeerLostError, match="Call 4 among . processes was not started: process 1 has died"
     ):
         call(one, "a")
-    peers.gone = {1: {one.name: 3}, 2: {one.name: 2}}
+    peers.ended = {1: {one.name: 3}, 2: {one.name: 2}}
     one.beat()
     assert not given_up  # what is left of it may be this process's own
     one.beat()
@@ -88,7 +88,7 @@ def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(t
 
 def test_of_who_died_without_a_word_no_call_is_known(three):
     (peers, one), *_ = three
-    peers.gone = {2: {}}
+    peers.ended = {2: {}}
     for _ in range(2):
         one.beat()
     assert not peers.lost  # nothing was called with it
@@ -120,10 +120,10 @@ def test_who_did_its_part_is_not_blamed_for_another_and_who_died_is_at_once(thre
     peers.ask = lambda name, at, processes, patience: asked.append(processes) or {}
     for _ in range(3):
         call(one, "a")
-    peers.gone = {1: {one.name: 3}}
+    peers.ended = {1: {one.name: 3}}
     assert one.explain(ValueError("Gloo: read error")).ranks == (2,)
     assert asked == [[2]]
-    peers.gone, peers.lost = {1: {}}, set()
+    peers.ended, peers.lost = {1: {}}, set()
     assert one.explain(ValueError("Gloo: read error")).ranks == (1,)
     assert asked == [[2]]
 
@@ -154,7 +154,10 @@ def test_who_need_not_agree_waits_for_those_that_are_in_an_earlier_call(monkeypa
 
     peers.ask = ask
     program = Program(dict, "`a`", digest="a", is_first=False)
-    assert Agreement(peers, "g", (0, 1, 2), 4, program, None, print).reach() == (None, False)
+    assert Agreement(peers, "g", (0, 1, 2), 4, program, None, print, None, list).reach() == (
+        None,
+        False,
+    )
     assert not places, "process 2 was in call 3"
 
 

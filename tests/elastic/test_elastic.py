@@ -285,17 +285,6 @@ def test_those_that_differ_from_most_who_were_there_end_and_where_most_do_not_ag
             assert several.asked == f"the state of {who} differs from the others'"
 
 
-def test_copies_that_differ_within_a_process_are_a_difference():
-    shape, devices = (3,), jax.devices()[:2]
-    every = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("x",)), jax.P())
-    parts = [jax.device_put(np.full(shape, i, "f"), d) for i, d in enumerate(devices)]
-    made = jax.make_array_from_single_device_arrays
-    odd = made(shape, every, parts)
-    same = made(shape, every, [jax.device_put(np.zeros(3, "f"), d) for d in devices])
-    digests = [replicated_state._digest(x) for x in (odd, same, np.zeros(3, "f"))]
-    assert digests[0] != digests[1] == digests[2]
-
-
 def test_a_world_that_dies_with_its_processes_is_refused(monkeypatch):
     monkeypatch.setattr("jaxcoll._elastic.trainer.store", lambda: LocalKeys())
     with pytest.raises(

@@ -1,6 +1,7 @@
 """Who works together: agreed over keys and values alone, by threads in the place of processes."""
 
 import dataclasses
+import json
 import threading
 import time
 
@@ -221,7 +222,7 @@ def test_one_that_ended_after_a_barrier_is_no_loss_for_it(working, monkeypatch):
     def read(folder):
         found = look(folder)
         if not looks:  # it comes and ends between two looks
-            looks.append(keys_of(gone).set(gone._key(0, f"finished/{gone.name}"), ""))
+            looks.append(keys_of(gone).set(gone._key(0, f"finished/{gone.name}"), json.dumps("")))
             gone.close()
         return found
 
@@ -234,12 +235,13 @@ def make_call(one, digest, collective):
     program = Program(collective, f"`{digest}`", packed([digest]), digest)
     task, group = Task(one.group.worker), one.group
     group.begin(task)
-    one.group.worker.submit(lambda: group.run(Call(None, (), (), "a call"), program), task)
+    one.group.worker.submit(lambda: group.run(Call(dict, (), (), "a call"), program), task)
     assert task.wait(20)
     try:
         return task.result()
     except ProgramMismatchError as error:
         one.mismatch = str(error)
+        one.request_regroup("workers have different programs")
         return error
 
 
@@ -277,6 +279,24 @@ def test_newcomer_with_another_program_ends_alone():
     assert "process 0: theirs\nprocess 2: other" in one.mismatch
     assert make_call(staying, "theirs", dict) == {}
     ended(membership)
+
+
+def test_new_generation_ends_the_wait_for_an_agreement(working):
+    early, other = working(2)
+    found = []
+    caller = threading.Thread(
+        target=lambda: found.append(at_once(lambda: make_call(early, "a", dict)))
+    )
+    caller.start()
+    while not early.group.position:
+        time.sleep(0.01)
+    other.request_regroup("somebody died")
+    caller.join(10)
+    assert [type(error) for (error,) in found] == [RegroupError]
+    until = time.monotonic() + 5
+    while early.group.worker.is_alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not early.group.worker.is_alive(), "its thread waits on"
 
 
 @pytest.mark.parametrize(

@@ -32,3 +32,18 @@ def test_mistakes_over_processes_are_told_and_a_call_that_was_given_up_lets_pyth
     assert left, lines
     assert "process 1 has ended" in left[0], left
     assert "process 0 of 2 ended with status 3." in done.stderr, done.stderr
+
+
+def test_every_entry_warns_of_same_rows_and_compares_programs(launched):
+    flags = ["-n", "2", "--timeout-seconds", "120"]
+    done = launched(*flags, Path(__file__).with_name("entries.py"))
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    for rank in range(2):
+        for entry in ("call", "elastic", "diloco", "elastic_diloco"):
+            assert lines[f"[{rank}] {entry} own"] == " ran", done
+            assert lines[f"[{rank}] {entry} same"] == "SameRowsWarning ran", done
+        for entry in ("call", "elastic"):
+            found = lines[f"[{rank}] {entry} program"]
+            assert found.startswith(" ProgramMismatchError: Processes are about to run"), done
+            assert "process 1: line " in found
+    assert "All workers end." in lines["[0] elastic program"]

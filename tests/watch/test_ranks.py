@@ -10,6 +10,7 @@ from pathlib import Path
 import forks
 import pytest
 
+from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._watch import watch
 
 pytestmark = pytest.mark.processes
@@ -61,19 +62,10 @@ def test_ranks_with_and_without_a_cache_are_compared(tmp_path):
 
 
 def test_a_rank_that_does_not_answer_is_named(monkeypatch):
-    class Keys(dict):
-        process, processes = 0, 3
-
-        def set(self, key, value):
-            self[key.replace("/0", "/2")] = value  # as the last one does
-
-        def get(self, key, seconds):
-            assert seconds <= 0.2
-            if key not in self:
-                raise TimeoutError
-            return self[key]
-
-    monkeypatch.setattr(watch, "store", Keys)
+    keys = LocalKeys(processes=3)
+    write = keys.set
+    keys.set = lambda key, value: (write(key, value), write(key.replace("/0", "/2"), value))
+    monkeypatch.setattr(watch, "store", lambda: keys)
     monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.2)
     own = {"notes": ["x"]}
     found = watch.gathered(own, "name", everywhere=False)
