@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 from jaxcoll._cluster.coordinator import break_when_silent
 from jaxcoll._cluster.socket_folder import make_socket_folder
-from jaxcoll._compat.coordination import leave_coordinator, store
+from jaxcoll._compat.coordination import leave_coordinator
 from jaxcoll._threads import at_exit, not_at_exit
 
 _CHUNK = 1 << 16
@@ -32,13 +32,10 @@ class CoordinatorProxy:
     """A connection to the coordinator at `upstream` that reports its loss to Python first.
 
     JAX takes the coordinator for dead after `heartbeat` seconds of silence, and so does the proxy
-    unless `hurry` sets a shorter time. When JAX's client ends, the proxy ends with it, and one of
-    its threads calls `when_parted`.
+    unless `hurry` sets a shorter time.
     """
 
-    def __init__(
-        self, upstream: str, heartbeat: float, when_parted: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, upstream: str, heartbeat: float) -> None:
         host, _, port = upstream.rpartition(":")
         self._upstream = (host.strip("[]"), int(port))
         self._heartbeat = self._silence = heartbeat
@@ -46,7 +43,6 @@ class CoordinatorProxy:
         self._lost = threading.Event()
         self.callbacks: list[Callable[[], None]] = []  # called when the coordinator is lost
         self.is_given_up = False  # this process needs it no longer, and JAX must not see it end
-        self._when_parted = when_parted
         self._listener = socket.socket(socket.AF_UNIX)
         self._folder = ""
         if sys.platform == "linux":  # an abstract name: it has no file to clean up
@@ -80,14 +76,18 @@ class CoordinatorProxy:
             with contextlib.suppress(OSError):  # it is closed already
                 break_when_silent(far, self._silence)
 
-    def cut(self) -> None:
-        """Break the connections of a client that JAX has shut down, unless it was given up.
+    def end(self) -> None:
+        """End with a client that JAX has shut down, unless it was given up.
 
-        Without this, JAX may deadlock: it does not cancel a read that begins during the shutdown,
+        References may keep the client and its connections, which others take for a member's. And
+        without this, JAX may deadlock: it does not cancel a read that begins during the shutdown,
         and waits for the reply while it destroys the client and holds the interpreter lock. Nobody
         sends that reply, and if somebody did, this proxy's threads would need the lock to pass it.
         """
-        for near, _ in () if self.is_given_up else self._pairs:
+        if self.is_given_up:
+            return
+        self.close()
+        for near, _ in self._pairs:
             with contextlib.suppress(OSError):  # it is closed already
                 near.shutdown(socket.SHUT_RDWR)
 
@@ -123,9 +123,6 @@ class CoordinatorProxy:
             near.close()
         with contextlib.suppress(OSError):
             far.shutdown(socket.SHUT_RDWR)
-        if near.fileno() < 0 and not self.is_given_up and (store() is None or _proxy is not self):
-            self.close()
-            self._when_parted()
 
     def _copy_in(self, far: socket.socket, near: socket.socket) -> None:
         _copy(far, near)
@@ -165,12 +162,10 @@ def _copy(source: socket.socket, target: socket.socket) -> bool:
             return False
 
 
-def through_proxy(
-    address: str, heartbeat: float, when_parted: Callable[[], None]
-) -> CoordinatorProxy:
+def through_proxy(address: str, heartbeat: float) -> CoordinatorProxy:
     """Start this process's proxy to the coordinator at `address`."""
     global _proxy
-    _proxy = CoordinatorProxy(address, heartbeat, when_parted)
+    _proxy = CoordinatorProxy(address, heartbeat)
     return _proxy
 
 

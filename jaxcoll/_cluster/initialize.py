@@ -179,7 +179,8 @@ def initialize(
     is_served = member.coordinator_address == os.environ.get(COORDINATOR)
     rejoin = rejoin or (is_served and os.environ.get(REJOIN) == "1")
     if member.process_id == 0 and not is_served and not rejoin:
-        coordinator = _start(member, coordinator_bind_address, recoverable, limits)
+        bind = coordinator_bind_address or os.environ.get(JAX_BIND) or member.coordinator_address
+        coordinator = listen_at(bind, member, recoverable=recoverable, **limits)
     try:
         arrived = reach(member, timeout) if rejoin else arrive(member, timeout)
     except BaseException as error:
@@ -187,14 +188,11 @@ def initialize(
             coordinator.close()
             _explain_loopback(error, coordinator.address, member)
         raise
-    # Both stay open until JAX's own shutdown, or until the operating system closes them.
     if coordinator is not None:
         coordinator.detach()
     joined = _Joined(member, CoordinatorConnection(arrived.detach()), recoverable, coordinator)
     _enter_jax(joined, limits, timeout, until, rejoin=rejoin)
-    if coordinator is not None:
-        seconds = limits["shutdown_timeout_seconds"]
-        call_after_shutdown(functools.partial(_leave_last, joined, coordinator, seconds))
+    call_after_shutdown(functools.partial(_end, joined, limits["shutdown_timeout_seconds"]))
 
 
 def _enter_jax(
@@ -204,11 +202,7 @@ def _enter_jax(
     global _joined
     member = joined.member
     own, coordinator = joined.addresses
-    proxy = through_proxy(
-        coordinator,
-        limits["heartbeat_timeout_seconds"],
-        functools.partial(_leave, joined),
-    )
+    proxy = through_proxy(coordinator, limits["heartbeat_timeout_seconds"])
     heartbeat = jax_heartbeat(limits["heartbeat_timeout_seconds"], joined.recoverable)
     join = functools.partial(
         jax.distributed.initialize,
@@ -252,8 +246,8 @@ def _leave(job: _Joined) -> None:
             job.coordinator.release()
 
 
-def _leave_last(job: _Joined, coordinator: Coordinator, seconds: int) -> None:
-    """Leave, and wait until the other members have left too.
+def _end(job: _Joined, seconds: int) -> None:
+    """Leave, now that JAX has; process 0 then waits until the other members have left too.
 
     When process 0 ends as the first process of a container, or as the last one of a Slurm step on
     its host, the coordinator is killed. Its clients would abort.
@@ -261,10 +255,11 @@ def _leave_last(job: _Joined, coordinator: Coordinator, seconds: int) -> None:
     if getattr(sys, "last_value", None) is not None:  # its exception ends this process
         shut(connections(listening()))  # as the operating system does: others may be in a call
     _leave(job)
-    proxy = current_proxy()
-    if proxy is None or proxy.is_given_up:
+    proxy, coordinator = current_proxy(), job.coordinator
+    if proxy is not None:
+        proxy.end()
+    if coordinator is None or proxy is None or proxy.is_given_up:
         return
-    proxy.cut()  # references to JAX's client may keep its connection open
     with contextlib.suppress(KeyboardInterrupt):
         if coordinator.await_end(min(seconds, SILENT_EXIT_SECONDS)):
             return
@@ -374,21 +369,16 @@ def _keep_memory() -> None:
         _LOG.debug("malloc keeps freed memory, so this process never shrinks; see `keep_memory`")
 
 
-def _start(
-    member: Member, bind: str | None, recoverable: bool, limits: dict[str, int]
-) -> Coordinator:
-    """Start the coordinator, which listens at one address only."""
-    assert member.coordinator_address is not None
-    host, port = host_and_port(bind or os.environ.get(JAX_BIND) or member.coordinator_address)
+def listen_at(address: str | None, member: Member, **options: Any) -> Coordinator:
+    """Start the coordinator of a member's job, which listens at one address only."""
+    host, port = host_and_port(address)
     number = _resolved("127.0.0.1" if host == "localhost" else host, member)
     at = f"[{number}]:{port}" if number.version == 6 else f"{number}:{port}"
     try:
-        return start_coordinator(
-            at, member.num_processes, job=member.job, recoverable=recoverable, **limits
-        )
+        return start_coordinator(at, member.num_processes, job=member.job, **options)
     except OSError as error:
         raise OSError(
-            f"`initialize` on process 0 cannot listen at {at}, where the processes should meet: "
+            f"The coordinator cannot listen at {at}, where the processes should meet: "
             f"{error}. Choose a free port; if {member.coordinator_address!r} is not an address of "
             "this host, pass one that is as `coordinator_bind_address`."
         ) from None
@@ -399,7 +389,7 @@ def _resolved(host: str, member: Member) -> Any:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise ValueError(
-            f"`initialize` on process 0: the host {host!r}, where it should listen, has no address "
+            f"The host {host!r}, where the coordinator should listen, has no address "
             f"here ({error.strerror}). Check the name, which came from {member.source}."
         ) from None
     return ipaddress.ip_address(str(addresses[0][4][0]).partition("%")[0])
@@ -424,20 +414,16 @@ def _detected(member: Member | None, timeout: float) -> Member | None:
     """Return this process's place in a cluster that JAX detects; None if it is alone."""
     if member is None and settings.has_backend():
         return None
-    given = (member.num_processes, member.process_id) if member else (None, None)
-    try:
-        address, count, rank, local = detect_cluster(*given, math.ceil(timeout))
-    except RuntimeError:  # JAX needs a package to find this launcher's cluster
-        if member is None:
-            raise
-        address = None
-    if address is None and member is not None:
+    if member is None:
+        address, count, rank, local = detect_cluster(None, None, math.ceil(timeout))
+        ids = tuple(local) if local else None
+        return Member(address, count, rank, ids, "JAX's detection") if address else None
+    address = None
+    with contextlib.suppress(RuntimeError):  # JAX misses a package, such as mpi4py
+        address = detect_cluster(member.num_processes, member.process_id, math.ceil(timeout))[0]
+    if address is None:
         raise ValueError(
             f"`initialize`: {member.source} does not say where the processes meet. Pass "
             f"`coordinator_address`, or set {JAX_COORDINATOR}, as 'host:port' of process 0's host."
         )
-    if address is None:
-        return None
-    if member is not None:
-        return dataclasses.replace(member, coordinator_address=address)
-    return Member(address, count, rank, tuple(local) if local else None, "JAX, from the cluster")
+    return dataclasses.replace(member, coordinator_address=address)

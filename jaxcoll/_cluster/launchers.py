@@ -210,7 +210,7 @@ def _process(
     processes, number = _numbers(environment, (count, rank), source)
     ids = None
     if here != 1 and local in environment:
-        ids = _share(environment, *_numbers(environment, (local,), source), here)
+        ids = _share(environment, _numbers(environment, (local,), source)[0], here)
     return Member(address, processes, number, ids, source, job)
 
 

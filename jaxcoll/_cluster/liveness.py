@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from jaxcoll._cluster.coordinator import news_of
@@ -34,6 +35,7 @@ class CoordinatorConnection:
         self._lock = threading.Lock()
         self._rest = b""
         self._news: dict[int, dict[str, Any]] = {}
+        self.before_close: list[Callable[[], None]] = []  # which make their last reports
         self.is_broken = False  # at the last read the coordinator had ended, or was cut off
 
     def news(self) -> dict[int, dict[str, Any]]:
@@ -70,6 +72,8 @@ class CoordinatorConnection:
 
     def close(self) -> None:
         """Leave the job."""
+        for report in self.before_close:
+            report()
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

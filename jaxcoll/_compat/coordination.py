@@ -112,7 +112,7 @@ def detect_cluster(
 
 
 def call_after_shutdown(call: Callable[[], None]) -> None:
-    """Call back, on process 0, when JAX has left the job, at exit or in `shutdown`.
+    """Call back when JAX has left the job, at exit or in `jax.distributed.shutdown`.
 
     JAX then shuts down the service that it started on process 0, so the call takes its place.
     """
@@ -120,7 +120,8 @@ def call_after_shutdown(call: Callable[[], None]) -> None:
     own = state.service
 
     def shutdown() -> None:
-        own.shutdown()
+        if own is not None:
+            own.shutdown()
         call()
 
     state.service = types.SimpleNamespace(shutdown=shutdown)

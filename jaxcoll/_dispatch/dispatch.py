@@ -19,7 +19,10 @@ from jaxcoll._dispatch.executable import Compile, Program, compiled_for
 from jaxcoll._threads import Task, Worker, abandon
 from jaxcoll.errors import DeadlineExceededError, SameRowsWarning
 
-_COUNTS = ("JAXCOLL_PROCESSES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE")
+_COUNTS = (
+    *("JAXCOLL_PROCESSES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"),
+    *("PMI_SIZE", "JAX_NUM_PROCESSES"),
+)
 """Variables in which launchers say how many processes there are."""
 
 _ALONE = """\
@@ -98,7 +101,10 @@ def run(call: Call, until: float | None = None) -> Any:
         wait = seconds < math.inf or call.devices[0].platform == "cpu"
         make = functools.partial(group.run, call, program, wait)
         group.begin(task)  # before the call, so that it misses no failure
-    worker.submit(make, task)
+    if group is not None and settings.configured("cpu_collectives_implementation") == "mpi":
+        task.end(make())  # MPI serves only the thread that initialized it: no deadline
+    else:
+        worker.submit(make, task)
     while not task.wait(max(0.0, ends - time.monotonic())):
         if group is not None and call.meeting_seconds is not None:
             ends = group.deadline(call, begun)

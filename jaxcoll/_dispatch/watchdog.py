@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxcoll._cluster.coordinator import message
-from jaxcoll._cluster.coordinator_proxy import current_proxy, give_up_coordinator
+from jaxcoll._cluster.coordinator_proxy import give_up_coordinator
 from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import coordinator_connection
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS, SIGN_OFF_SECONDS
@@ -42,7 +42,8 @@ class Watchdog:
 
     def __init__(self, keys: Keys) -> None:
         self.keys, self.peers = keys, Peers(CoordinatorClient(keys))
-        self._proxy, self._connection = current_proxy(), coordinator_connection()  # of its job
+        if (connection := coordinator_connection()) is not None:
+            connection.before_close.append(lambda: connection.report(done=self._done()))
         self.groups: dict[tuple[int, ...], ProcessGroup] = {}  # by their processes
         # Everything it serves, by names that are the same on all processes
         self.watched: dict[str, Watched] = {}
@@ -62,7 +63,6 @@ class Watchdog:
         """Stop the thread: Python crashes if it exits while a thread waits in JAX's client."""
         not_at_exit(self.end)
         self._ended = True
-        self._report_done()
         try:
             self.peers.store.request(self._sign_off, SIGN_OFF_SECONDS)
         except StoreUnreachableError:  # JAX's own shutdown would wait for minutes
@@ -73,10 +73,9 @@ class Watchdog:
         self._thread.join(SIGN_OFF_SECONDS)
         self.peers.store.close()
 
-    def _report_done(self) -> None:
-        """Report the calls that this process finished, for the others to read when it ends."""
-        if self._connection is not None:
-            self._connection.report(done={group.name: group.done for group in self.groups.values()})
+    def _done(self) -> dict[str, int]:
+        """Return the calls that this process finished, for the others to read when it ends."""
+        return {group.name: group.done for group in self.groups.values()}
 
     def _sign_off(self, keys: Keys) -> None:
         keys.set(self.peers.key("state", self.peers.process), "ended")
@@ -126,10 +125,7 @@ class Watchdog:
         """Drop a client that `jax.distributed.shutdown` ended: a reference would keep it alive."""
         global _watchdog
         not_at_exit(self.end)
-        self._report_done()
         self.peers.store.close()
-        if self._proxy is not None:
-            self._proxy.cut()
         with _lock:
             if _watchdog is self:
                 _watchdog = None

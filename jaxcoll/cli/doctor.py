@@ -28,6 +28,12 @@ instead of a collective that may hang; process 0 prints. The exit status is 0 if
 something could be better, 2 if something will not work.
 """
 
+_PLACE = (
+    ("--coordinator-address", str, "where the job's processes meet, if no launcher says it"),
+    ("--num-processes", int, "how many they are"),
+    ("--process-id", int, "which of them this is"),
+)
+
 FEW_FILES, LITTLE_SHARED = 1024, 1 << 30
 """Warn below this many open files, and this many bytes of free shared memory."""
 
@@ -46,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     text = "write JSON lines to FILE instead of a table; - or no FILE for standard output"
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
+    for name, kind, text in _PLACE:
+        parser.add_argument(name, type=kind, help=text)
     text = "seconds to wait for the other processes (default: 60)"
     parser.add_argument("--timeout-seconds", type=float, default=60, metavar="S", help=text)
 
@@ -53,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, compare, print what to fix, and return the exit status that `EPILOG` describes."""
     limit = args.timeout_seconds
-    jc.initialize(initialization_timeout_seconds=limit)
+    place = args.coordinator_address, args.num_processes, args.process_id
+    jc.initialize(*place, initialization_timeout_seconds=limit)
     store = coordination.store()
     if store is None or store.processes == 1:
         findings = list(machine_findings(machine_facts()))
@@ -97,10 +106,15 @@ def machine_facts() -> dict[str, Any]:
         "host": socket.gethostname(), "processes": jax.process_count(), "devices": len(devices),
         "platform": devices[0].platform, "kind": devices[0].device_kind,
         "collectives": str(configured("cpu_collectives_implementation")),
-        "keeps_memory": keeps_freed_memory(), "files": files,
+        "keeps_memory": keeps_freed_memory(), "files": files, "cores": [_cores(), os.cpu_count()],
         "malloc": [name for name in SETTINGS if name in os.environ],
         "shared": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
     }  # fmt: skip
+
+
+def _cores() -> int | None:
+    is_linux = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if is_linux else os.cpu_count()
 
 
 def machine_findings(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -112,6 +126,13 @@ def machine_findings(facts: Mapping[str, Any]) -> Iterator[Finding]:
     is_wrong = is_cpu and found not in ("gloo", "mpi")
     fix = 'Set `jax.config.update("jax_cpu_collectives_implementation", "gloo")`.'
     yield _finding(is_wrong, "bad", "collectives", found if is_cpu else "XLA's own", fix)
+    if is_cpu and found == "mpi":
+        fix = "MPI serves only the thread that made the devices. " + fix.replace("Set", "Or set")
+        yield Finding("warn", "deadlines", "not over MPI: steps run in the calling thread", fix)
+    (own, all_cores), several = facts["cores"], facts["processes"] > 1
+    fix = "Computing and communicating need more: `mpirun --bind-to none`, `srun --cpus-per-task=8`"
+    is_bound = several and own == 1 < (all_cores or 1)
+    yield _finding(is_bound, "warn", "cores", f"may use {own} of {all_cores}", f"{fix}.")
     is_slow = is_cpu and facts["processes"] > 1 and not facts["keeps_memory"]
     fix = "Collectives over Gloo can take twice as long: "
     fix += f"`unset {' '.join(facts['malloc'])}`." if facts["malloc"] else "set JAX_PLATFORMS=cpu."

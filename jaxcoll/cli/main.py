@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "predict the traffic and time of reducing a pytree, on any cluster",
     "inspect": "show a program's collectives: as requested, as compiled, as measured",
     "launch": "run a program in several processes on this host",
+    "coordinator": "run a job's coordinator apart from its processes",
     "doctor": "check this machine or a job, and say what to fix",
     "bench": "benchmark all-reduce algorithms against one psum per array",
 }

@@ -7,7 +7,7 @@ from jaxcoll.cli import doctor
 WELL = {
     "versions": {"jax": "1"}, "host": "a", "platform": "cpu", "kind": "cpu", "devices": 1,
     "collectives": "gloo", "malloc": [], "processes": 2, "keeps_memory": True, "files": 4096,
-    "shared": 1 << 34,
+    "shared": 1 << 34, "cores": [8, 16],
 }  # fmt: skip
 
 
@@ -27,6 +27,10 @@ def levels(findings):
         ({"collectives": "None"}, {"collectives": "bad"}),
         ({"files": 256}, {"open files": "warn"}),
         ({"files": -1, "shared": None}, {}),
+        ({"cores": [1, 16]}, {"cores": "warn"}),
+        ({"cores": [1, 16], "processes": 1}, {}),
+        ({"cores": [1, 1]}, {}),
+        ({"collectives": "mpi"}, {"deadlines": "warn"}),
         ({"shared": 1 << 26}, {"shared memory": "warn"}),
     ],
 )

@@ -45,7 +45,8 @@ def test_an_interruption_is_one_line(name, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(importlib.import_module(f"jaxcoll.cli.{name}"), "run", interrupted)
-    assert main([name, *{"inspect": ["x"]}.get(name, [])]) == 130
+    needed = {"inspect": ["x"], "coordinator": ["a:1", "-n1"]}.get(name, [])
+    assert main([name, *needed]) == 130
     assert capsys.readouterr().err == f"jaxcoll {name}: interrupted.\n"
 
 

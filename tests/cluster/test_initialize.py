@@ -15,7 +15,7 @@ from at_once import at_once
 
 import jaxcoll as jc
 from jaxcoll._cluster.coordinator import LONGEST, _Coordinator, start_coordinator
-from jaxcoll._cluster.initialize import _start
+from jaxcoll._cluster.initialize import listen_at
 from jaxcoll._cluster.liveness import CoordinatorConnection
 from jaxcoll._cluster.specs import Member
 from jaxcoll._cluster.startup import arrive
@@ -188,9 +188,9 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use(monkeypatch
         thread.join()
         with pytest.raises(
             OSError,
-            match=f"process 0 cannot listen at {address}.*: Address already in use. Choose a free",
+            match=f"The coordinator cannot listen at {address}.*: Address already in use. Choose a free",
         ):
-            _start(Member(address, 2, 0), None, True, TIMES)
+            listen_at(address, Member(address, 2, 0), **TIMES)
     with pytest.raises(
         ValueError,
         match=r"'no-such-host.invalid:1' cannot be resolved here .*came from the arguments",
@@ -204,9 +204,9 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use(monkeypatch
         ):
             arrive(Member(address, 2, 1), 0.2)
     with pytest.raises(
-        ValueError, match="'no-such-host.invalid', where it should listen, has no addr"
+        ValueError, match="'no-such-host.invalid', where the coordinator should listen, has no addr"
     ):
-        _start(Member("no-such-host.invalid:1", 2, 0), None, True, TIMES)
+        listen_at("no-such-host.invalid:1", Member("no-such-host.invalid:1", 2, 0), **TIMES)
 
 
 def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):

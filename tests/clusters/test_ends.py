@@ -75,6 +75,122 @@ def test_process_0_that_fails_lets_go_of_the_others_before_it_waits():
     assert out.splitlines()[-2:] == ["noticed JaxRuntimeError", "finished"]
 
 
+SERVED = """
+import os, signal, sys
+import jaxcoll as jc
+
+jc.initialize(initialization_timeout_seconds=90)
+
+import jax
+import numpy as np
+
+total = jc.data_parallel(lambda x: jc.psum(x.sum()))
+assert total(np.ones(1, "f")) == 2
+if jax.process_index() == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    total(np.ones(1, "f"))
+except jc.errors.PeerLostError as lost:
+    print("lost", *lost.ranks, flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_coordinator_of_its_own_outlives_process_0_and_ends_with_the_job():
+    command = [sys.executable, "-m", "jaxcoll", "coordinator", "127.0.0.1:0", "-n", "2"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        command[4] = address = f"127.0.0.1:{free.getsockname()[1]}"
+    serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert serving.stdout.readline() == f"JAXCOLL_COORDINATOR={address} serves 2 processes\n"
+    place = {"JAXCOLL_COORDINATOR": address, "PMI_SIZE": "2", "JAX_NUM_CPU_DEVICES": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SERVED], env={**os.environ, **place, "PMI_RANK": str(rank)},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [-signal.SIGKILL, 0]
+    assert outputs[1].endswith("lost 0\n")
+    assert serving.wait(60) == 0
+    serving.stdout.close()
+
+
+LOADED = """
+import multiprocessing, sys
+import jaxcoll as jc
+
+jc.initialize(initialization_timeout_seconds=90)
+
+
+def load(k):
+    return k * k
+
+
+if __name__ == "__main__":
+    import jax
+    import numpy as np
+
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        rows = np.array(pool.map(load, range(1, 4)), "f").sum(keepdims=True)
+    print(jc.data_parallel(lambda x: jc.psum(x.sum()))(rows))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+def test_loaders_processes_that_import_the_script_again_do_not_join(start, tmp_path):
+    (tmp_path / "train.py").write_text(LOADED)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxcoll", "launch", "-n", "2", tmp_path / "train.py", start],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 28.0", "[1] 28.0"]
+
+
+FOUND = """
+import os
+import jax
+import jaxcoll as jc
+from jax.experimental import multihost_utils
+
+class Found(multihost_utils.distributed.clusters.ClusterEnv):
+    is_env_present = classmethod(lambda cls: True)
+    get_coordinator_address = classmethod(lambda cls, **_: os.environ["AT"])
+    get_process_count = classmethod(lambda cls: 2)
+    get_process_id = classmethod(lambda cls: int(os.environ["NUMBER"]))
+
+try:
+    jc.initialize(initialization_timeout_seconds=float(os.environ["TIMEOUT"]))
+except jc.errors.DeadlineExceededError as late:
+    print("late", *late.ranks)
+else:
+    print(jax.process_count(), jc._cluster.initialize.outlives_processes())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("late", [True, False])
+def test_cluster_that_jax_finds_gets_the_same_guarantees(late):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    place = {"AT": address, "TIMEOUT": "2" if late else "90"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", FOUND], env={**os.environ, **place, "NUMBER": str(rank)},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(1 if late else 2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    assert outputs == (["late 1\n"] if late else ["2 True\n"] * 2)
+    assert {process.returncode for process in started} == {0}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_whole_job_does_not_end_the_coordinator(number):
     started = start_coordinator("127.0.0.1:0", 2)
