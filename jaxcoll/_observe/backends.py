@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxcoll._observe.xspace import ABSENT, Events, Plane
 _MODULE = re.compile(r"(.*?)(?:\((\d+)\))?$")  # jit_step(9646411105960254074)
 _NAME = re.compile(r"%?([\w.\-]+)")
 _RUN = re.compile(r"run_id=RunId: (-?\d+)")
-_OF_PROGRAM = ("hlo_module", "program_id", "hlo_op")
+_STATS = ("hlo_module", "program_id", "hlo_op")
 
 Program = tuple[str, int]
 """A program's name, and the number that distinguishes programs of one name in one profile."""
@@ -38,10 +38,8 @@ class Executions(NamedTuple):
 class Backend(NamedTuple):
     """The description of a backend."""
 
-    platform: str
     planes: re.Pattern[str]  # the planes with executions; a group is the device's number
-    # Yields the executions of one plane, each with its program
-    read: Callable[[Plane, int, Names], Iterator[tuple[Program, Executions]]]
+    read: Callable[[Plane, int, Found], None]  # adds the executions of a plane
     # True: a run has one number on all devices and ranks. False: its devices, and then ranks, are
     # joined by the times at which its collectives end
     has_numbers: bool
@@ -50,173 +48,152 @@ class Backend(NamedTuple):
     advice: str  # what to do if collectives have no events
 
 
-class Names:
-    """Numbers the names of instructions."""
+class Found:
+    """The executions that were found so far, by program."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
-        self._number: dict[str, int] = {}
+        self._names: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._columns: dict[Program, list[list[np.ndarray]]] = {}
 
-    def number(
-        self, keys: np.ndarray, texts: dict[int, str], pattern: re.Pattern | None
-    ) -> np.ndarray:
-        """Return the numbers of the names that `keys` refer to."""
-        unique, inverse = np.unique(keys, return_inverse=True)
-        numbers = []
-        for key in unique.tolist():
-            text = texts.get(key, "")
-            if pattern and (match := pattern.match(text)):
-                text = match[1]
-            if text not in self._number:
-                self._number[text] = len(self.names)
-                self.names.append(text)
-            numbers.append(self._number[text])
-        return np.array(numbers, np.int32)[inverse]
+    def add(
+        self, program: Program, chosen: np.ndarray, names: tuple[np.ndarray, dict[int, str]],
+        device: np.ndarray | int, run: np.ndarray, events: Events,
+    ) -> None:  # fmt: skip
+        """Add those of `events` that are `chosen`."""
+        keys, inverse = np.unique(names[0][chosen], return_inverse=True)
+        texts = [names[1].get(key, "") for key in keys.tolist()]
+        found = [match[1] if (match := _NAME.match(text)) else "" for text in texts]
+        numbers = [self._numbers.setdefault(text, len(self._numbers)) for text in found]
+        self._names += list(self._numbers)[len(self._names) :]
+        devices = np.broadcast_to(np.asarray(device, np.int32), chosen.shape)
+        columns = self._columns.setdefault(program, [[] for _ in range(5)])
+        columns[0].append(np.array(numbers, np.int32)[inverse])
+        for column, values in zip(
+            columns[1:], (devices, run, events.start, events.end), strict=True
+        ):
+            column.append(values[chosen])
+
+    def executions(self, began: int) -> dict[Program, Executions]:
+        """Return all, with times from when the session began. This can be done once."""
+        joined = {}
+        for program, columns in self._columns.items():
+            # Column by column, so that no more than one is in memory twice.
+            arrays = [np.concatenate(columns.pop(0)) for _ in range(5)]
+            arrays[3] += began
+            arrays[4] += began
+            joined[program] = Executions(self._names, *arrays)
+        return joined
 
 
-def _of_tpu(plane: Plane, device: int, names: Names) -> Iterator[tuple[Program, Executions]]:
-    """Yield what one line has, by the runs of whole programs in another line.
+def _read_tpu(plane: Plane, device: int, found: Found) -> None:
+    """Read a line of whole programs, and another one of the instructions within their times.
 
     A run's number counts the runs of all programs on this device. The line of asynchronous
     operations is left out: it has the times of copies in the background, on some devices only.
     """
     lines = defaultdict(list)
     for name, line in plane.lines():
-        if name in ("XLA Modules", "XLA Ops"):
-            lines[name] += plane.events(line)
-    if not lines["XLA Modules"]:
-        return
-    modules = _joined(lines["XLA Modules"])
+        lines[name].append(line)
+    modules = _joined([events for line in lines["XLA Modules"] for events in plane.events(line)])
     order = np.argsort(modules.start, kind="stable")
     starts, ends, keys = modules.start[order], modules.end[order], modules.name[order]
-    for events in lines["XLA Ops"]:
-        run = np.searchsorted(starts, events.start, "right") - 1
-        inside = (run >= 0) & (events.start <= ends[run])
-        name = names.number(events.name, plane.names, _NAME)
-        for key in np.unique(keys[run[inside]]).tolist():
-            of_program = inside & (keys[run] == key)
+    for events in (events for line in lines["XLA Ops"] for events in plane.events(line)):
+        run = np.searchsorted(starts, events.start, "right").astype(np.int32) - 1
+        inside = (run >= 0) & (events.start <= np.append(ends, 0)[run])
+        of_module = np.append(keys, 0)[run]
+        for key in np.unique(of_module[inside]).tolist():
             match = _MODULE.match(plane.names.get(key, ""))
             program = (match[1], int(match[2] or 0)) if match else ("", 0)
-            yield program, _columns(names, events, of_program, name, device, run)
+            names = events.name, plane.names
+            found.add(program, inside & (of_module == key), names, device, run, events)
 
 
-def _of_gpu(plane: Plane, device: int, names: Names) -> Iterator[tuple[Program, Executions]]:
-    """Yield the kernels of a device's streams, which have their instructions, but not their runs.
+def _read_gpu(plane: Plane, device: int, found: Found) -> None:
+    """Read the kernels of a device's streams, which have their instructions, but not their runs.
 
     Some kernels lack the instruction: it is that of the other kernels of the same name, if these
     have only one. The launch of a kernel, on a line of the host, has the same instruction.
     """
     streams = [line for name, line in plane.lines() if name.startswith("Stream #")]
-    chunks = [events for line in streams for events in plane.events(line, _OF_PROGRAM)]
-    if not chunks:
-        return
-    events = _joined(chunks)
-    stats = np.stack([events.stats[stat] for stat in _OF_PROGRAM])
+    events = _joined([part for line in streams for part in plane.events(line, _STATS)], _STATS)
+    stats = np.stack([events.stats[stat] for stat in _STATS])
     known = stats[2] != ABSENT
     for kernel in np.unique(events.name[~known]).tolist():
         of_kernel = events.name == kernel
         instructions = np.unique(stats[:, of_kernel & known], axis=1)
         if instructions.shape[1] == 1:
             stats[:, of_kernel & ~known] = instructions
-    events = events._replace(stats=dict(zip(_OF_PROGRAM, stats, strict=True)))
-    yield from _of_stats(plane, events, names, np.full(len(stats[0]), device), stats[1] * 0)
+    events = events._replace(stats=dict(zip(_STATS, stats, strict=True)))
+    _add_named(plane, events, found, device, np.zeros(len(events.name), np.int32))
 
 
-def _of_cpu(plane: Plane, device: int, names: Names) -> Iterator[tuple[Program, Executions]]:
-    """Yield the instructions of all threads; each has its device and its run."""
-    stats = (*_OF_PROGRAM, "device_ordinal", "run_id")
-    if "run_id" not in plane.strings.values():
-        yield from _of_old_cpu(plane, names)
-        return
-    ends = {key for key, name in plane.names.items() if name.startswith("end: ")}
-    for _, line in plane.lines():
-        for events in plane.events(line, stats):
-            events.stats["hlo_op"][np.isin(events.name, list(ends))] = ABSENT
-            place, run = events.stats["device_ordinal"], events.stats["run_id"]
-            place[place == ABSENT] = device
-            # It is recorded as a signed number.
-            yield from _of_stats(plane, events, names, place, run & 0xFFFFFFFF)
+def _read_cpu(plane: Plane, _: int, found: Found) -> None:
+    """Read the instructions of all threads; each has its device and its run.
 
-
-def _of_old_cpu(plane: Plane, names: Names) -> Iterator[tuple[Program, Executions]]:
-    """Yield what JAX before 0.8 wrote: the rendezvous inside a collective has the run's number.
-
-    A thread executes a program for one device from one mark of the thread pool to the next.
+    JAX before 0.8 recorded neither, but the rendezvous inside a collective has the run's number. A
+    thread executes a program for one device from one mark of its pool to the next.
     """
-    devices: dict[int, int] = defaultdict(int)  # executions of a run so far
+    is_old = "run_id" not in plane.strings.values()
+    ends = [key for key, name in plane.names.items() if name.startswith("end: ")]
+    place = [key for key, name in plane.names.items() if name.endswith("StartRegion")]
+    devices: dict[int, int] = defaultdict(int)  # by run, those that were found so far
     for _, line in plane.lines():
-        for events in plane.events(line, (*_OF_PROGRAM, "name")):
-            order = np.argsort(events.start, kind="stable")
-            texts = [plane.names.get(key, "") for key in events.name[order].tolist()]
-            place = np.full(len(order), -1)
-            run = np.full(len(order), ABSENT)
-            begin = 0
-            for at in [
-                *(k for k, text in enumerate(texts) if text.endswith("StartRegion")),
-                len(order),
-            ]:
-                own = order[begin:at]
-                rendezvous = own[[texts[k] == "Rendezvous" for k in range(begin, at)]]
-                of_own = {
-                    plane.strings.get(k, "") for k in events.stats["name"][rendezvous].tolist()
-                }
-                numbers = {match[1] for text in of_own if (match := _RUN.search(text))}
-                if len(numbers) == 1:
-                    run[own] = int(numbers.pop()) & 0xFFFFFFFF
-                    place[own] = devices[int(run[own[0]])]
-                    devices[int(run[own[0]])] += 1
-                begin = at
-            ends = [k for k, name in plane.names.items() if name.startswith("end: ")]
-            events.stats["hlo_op"][np.isin(events.name, ends) | (place < 0)] = ABSENT
-            yield from _of_stats(plane, events, names, place, run)
+        for events in plane.events(line, (*_STATS, "device_ordinal", "run_id", "name")):
+            device, run = events.stats["device_ordinal"], events.stats["run_id"]
+            if is_old:
+                order = np.argsort(events.start, kind="stable")
+                part = np.zeros(len(order), int)
+                part[order] = np.cumsum(np.isin(events.name[order], place))
+                for k in np.unique(part[events.stats["name"] != ABSENT]).tolist():
+                    texts = {
+                        plane.strings.get(n, "") for n in events.stats["name"][part == k].tolist()
+                    }
+                    numbers = {int(match[1]) for t in texts if (match := _RUN.search(t))}
+                    if len(numbers) == 1:
+                        run[part == k] = number = numbers.pop()
+                        device[part == k] = devices[number]
+                        devices[number] += 1
+            device[device == ABSENT] = 0
+            events.stats["hlo_op"][np.isin(events.name, ends) | (run == ABSENT)] = ABSENT
+            _add_named(plane, events, found, device, run & 0xFFFFFFFF)  # it was a signed number
 
 
 TPU = Backend(
-    "TPU", re.compile(r"/device:TPU:(\d+)"), _of_tpu, has_numbers=False, runs_kernels=False,
+    re.compile(r"/device:TPU:(\d+)"), _read_tpu, has_numbers=False, runs_kernels=False,
     advice="record the profile while the program runs, with the default options of JAX's profiler",
 )  # fmt: skip
 GPU = Backend(
-    "GPU", re.compile(r"/device:GPU:(\d+)"), _of_gpu, has_numbers=False, runs_kernels=True,
+    re.compile(r"/device:GPU:(\d+)"), _read_gpu, has_numbers=False, runs_kernels=True,
     advice="CUDA graphs hide collectives: set XLA_FLAGS=--xla_gpu_enable_command_buffer=",
 )  # fmt: skip
 CPU = Backend(
-    "CPU", re.compile("/host:CPU"), _of_cpu, has_numbers=True, runs_kernels=False,
+    re.compile("/host:CPU()"), _read_cpu, has_numbers=True, runs_kernels=False,
     advice="JAX before 0.7 records instructions on CPUs only with host_tracer_level=2",
 )  # fmt: skip
 
 
 def find_backend(planes: Sequence[Plane]) -> Backend:
-    """Return the backend that wrote a profile. A host's plane of it has launches only."""
+    """Return the backend that wrote a profile. The host's plane of a GPU has launches only."""
     names = [plane.name for plane in planes]
     return next((b for b in (TPU, GPU) if any(map(b.planes.fullmatch, names))), CPU)
 
 
-def _of_stats(
-    plane: Plane, events: Events, names: Names, device: np.ndarray, run: np.ndarray
-) -> Iterator[tuple[Program, Executions]]:
-    """Yield the executions of events that say their program and instruction."""
-    module, number, instruction = (events.stats[stat] for stat in _OF_PROGRAM)
+def _add_named(
+    plane: Plane, events: Events, found: Found, device: np.ndarray | int, run: np.ndarray
+) -> None:
+    """Add the events that have a program and an instruction."""
+    module, number, instruction = (events.stats[stat] for stat in _STATS)
     known = (module != ABSENT) & (instruction != ABSENT)
-    if not known.any():
-        return
-    name = names.number(instruction, plane.strings, None)
     number = np.where(number == ABSENT, 0, number)
-    for key, program in np.unique(np.stack([module[known], number[known]]), axis=1).T.tolist():
-        of_program = known & (module == key) & (number == program)
-        columns = _columns(names, events, of_program, name, device, run)
-        yield (plane.strings.get(key, ""), program), columns
+    for key, n in np.unique(np.stack([module[known], number[known]]), axis=1).T.tolist():
+        program = plane.strings.get(key, ""), n
+        chosen = known & (module == key) & (number == n)
+        found.add(program, chosen, (instruction, plane.strings), device, run, events)
 
 
-def _columns(
-    names: Names, events: Events, chosen: np.ndarray, name: np.ndarray, device: np.ndarray | int,
-    run: np.ndarray,
-) -> Executions:  # fmt: skip
-    of_each = np.broadcast_to(device, chosen.shape)
-    columns = name, of_each, run, events.start, events.end
-    return Executions(names.names, *(column[chosen] for column in columns))
-
-
-def _joined(chunks: Sequence[Events]) -> Events:
-    name, start, end = (np.concatenate(c) for c in zip(*(x[:3] for x in chunks), strict=True))
-    stats = {k: np.concatenate([chunk.stats[k] for chunk in chunks]) for k in chunks[0].stats}
-    return Events(name, start, end, stats)
+def _joined(parts: Sequence[Events], stats: Sequence[str] = ()) -> Events:
+    none = np.zeros(0, np.int64)
+    name, start, end = (np.concatenate([none, *(part[k] for part in parts)]) for k in range(3))
+    named = {k: np.concatenate([none, *(part.stats[k] for part in parts)]) for k in stats}
+    return Events(name, start, end, named)

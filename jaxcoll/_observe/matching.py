@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from jaxcoll._observe.backends import Executions, Program
 from jaxcoll._observe.event_names import EventNames, event_names
-from jaxcoll._observe.profile import Compiled, Profile, in_order
+from jaxcoll._observe.profile import Compiled, Profile
 from jaxcoll._observe.rank_times import required
 from jaxcoll._observe.report import Report
 
@@ -80,4 +80,11 @@ def match_programs(
                     f"{module}: {len(lost)} of its {len(rows)} collectives have no event in the "
                     f"profile, and no time here ({some}): {profile.backend.advice}."
                 ] = None
-    return {key: in_order(chunks) for key, chunks in found.items()}, list(notes)
+    return {key: _joined(parts) for key, parts in found.items()}, list(notes)
+
+
+def _joined(parts: Sequence[Executions]) -> Executions:
+    if len(parts) == 1:
+        return parts[0]
+    columns = (np.concatenate(column) for column in zip(*(part[1:] for part in parts), strict=True))
+    return Executions(parts[0].names, *columns)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +16,9 @@ from jaxcoll._compat.running import (
     text_of,
     wrapped_names,
 )
-from jaxcoll._observe.backends import CPU, Backend, Executions, Names, Program, find_backend
+from jaxcoll._observe.backends import CPU, Backend, Executions, Found, Program, find_backend
 from jaxcoll._observe.parse.replica_groups import read_groups
-from jaxcoll._observe.xspace import Plane, read_planes
+from jaxcoll._observe.xspace import Plane, read_planes, text
 from jaxcoll._show.units import shortened
 
 BUSY = "not measured: the program itself had JAX's profiler running."
@@ -45,7 +44,7 @@ class Profile(NamedTuple):
     """What a profile has of the devices of one process."""
 
     backend: Backend = CPU
-    executions: Mapping[Program, Executions] = {}  # sorted by start
+    executions: Mapping[Program, Executions] = {}
     is_there: bool = False
 
     @property
@@ -73,24 +72,15 @@ def read_profile(profile: bytes | memoryview) -> Profile:
     Raises:
       ValueError: the bytes are not a profile, or it is damaged.
     """
-    planes, names = read_planes(memoryview(profile)), Names()
-    backend = find_backend(planes)
-    found: dict[Program, list[Executions]] = defaultdict(list)
     with _explained():
-        epochs = (p.stat("profile_start_time") for p in planes if p.name == "Task Environment")
-        began = next((int(epoch) for epoch in epochs if epoch), 0)
+        planes, found = read_planes(memoryview(profile)), Found()
+        backend = find_backend(planes)
         for plane in planes:
             if match := backend.planes.fullmatch(plane.name):
-                device = int(match[1]) if match.groups() else 0
-                for program, columns in backend.read(plane, device, names):
-                    found[program].append(columns)
-    executions = {}
-    for program in [*found]:
-        columns = in_order(found.pop(program))
-        columns.start[:] += began
-        columns.end[:] += began
-        executions[program] = columns
-    return Profile(backend, executions, is_there=bool(planes))
+                backend.read(plane, int(match[1] or 0), found)
+        epochs = [p.stat("profile_start_time") for p in planes if p.name == "Task Environment"]
+        began = next((int(epoch) for epoch in epochs if epoch), 0)
+    return Profile(backend, found.executions(began), is_there=bool(planes))
 
 
 def read_programs(profile: bytes | memoryview) -> list[Compiled]:
@@ -99,36 +89,31 @@ def read_programs(profile: bytes | memoryview) -> list[Compiled]:
     Raises:
       ValueError: the bytes are not a profile, or it is damaged.
     """
-    programs = []
     with _explained():
-        for plane in read_planes(memoryview(profile)):
-            if plane.name == "/host:metadata":
-                programs += [_compiled(*found) for found in _modules(plane)]
+        planes = [p for p in read_planes(memoryview(profile)) if p.name == "/host:metadata"]
+        programs = [_compiled(*module) for plane in planes for module in modules_in(plane)]
     return sorted(filter(None, programs), key=lambda program: program.number or 0)
 
 
-def _modules(plane: Plane) -> Iterator[tuple[str, bytes]]:
+def modules_in(plane: Plane) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the HloModuleProto of each program in a plane of metadata."""
     for _, fields in plane.metadata():
         for stat in (dict(fields_of(value)) for number, value in fields if number == 5):
-            name = plane.strings.get(stat.get(1, 0), "").replace("_", " ")
-            for number, module in (
-                fields_of(stat.get(6, b"")) if name.lower() == "hlo proto" else ()
-            ):
-                if number == 1:
-                    yield str(bytes(dict(fields).get(2, b"")), "utf8"), bytes(module)
+            kind = plane.strings.get(stat.get(1, 0), "").lower().replace("_", " ")
+            if kind == "hlo proto" and (module := dict(fields_of(stat.get(6, b""))).get(1)):
+                yield text(dict(fields).get(2, b"")), bytes(module)
 
 
 def _compiled(name: str, module: bytes) -> Compiled | None:
     """Return a program, unless it does not communicate."""
-    text = text_of(module)
-    if not sends(text):
+    hlo = text_of(module)
+    if not sends(hlo):
         return None
     if assigned := assigned_devices(module):
-        text = _for_devices(text, *assigned)
+        hlo = _for_devices(hlo, *assigned)
     # A TPU's executions have the number in the name, a fingerprint; others have the same in both.
     number = int(found[1]) if (found := _NUMBER.search(name)) else program_id(module)
-    return Compiled(text, number, wrapped=wrapped_names(module))
+    return Compiled(hlo, number, wrapped=wrapped_names(module))
 
 
 def assume_devices(program: Compiled, devices: int) -> Compiled:
@@ -136,10 +121,10 @@ def assume_devices(program: Compiled, devices: int) -> Compiled:
     return program._replace(text=_for_devices(program.text, 1, devices, at_least=True))
 
 
-def _for_devices(text: str, replicas: int, partitions: int, *, at_least: bool = False) -> str:
-    header, newline, rest = text.partition("\n")
+def _for_devices(hlo: str, replicas: int, partitions: int, *, at_least: bool = False) -> str:
+    header, newline, rest = hlo.partition("\n")
     if _DEVICES.search(header):
-        return text
+        return hlo
     if at_least:
         with contextlib.suppress(ValueError):  # a new notation: the report of the program says so
             lines = (
@@ -158,13 +143,3 @@ def _explained() -> Iterator[None]:
     except (IndexError, KeyError, RuntimeError, TypeError, ValueError, OverflowError) as error:
         message = shortened(" ".join(str(error).split()), 200)
         raise ValueError(f"this is not a JAX profile, or it is damaged: {message}.") from None
-
-
-def in_order(chunks: Sequence[Executions]) -> Executions:
-    """Join executions of one profile, in the order of their starts."""
-    names = chunks[0].names
-    name, device, run, start, end = (
-        np.concatenate(columns) for columns in zip(*(chunk[1:] for chunk in chunks), strict=True)
-    )
-    order = np.argsort(start, kind="stable")
-    return Executions(names, *(column[order] for column in (name, device, run, start, end)))

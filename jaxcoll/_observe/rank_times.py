@@ -51,10 +51,9 @@ def times_of(
     lane of the first device. "step" is the median time from one start to the next, and "devices"
     the number of devices that were recorded. Runs without a number count from -1, the last.
     """
-    events = _events(report, names, executions, backend)
-    regular = np.isin(events.row, required(report.rows))
-    numbers, events = _complete_runs(events, regular, backend, most)
-    if not len(numbers):
+    events = _events(names, executions, backend)
+    numbers, events = _complete_runs(events, required(report.rows), backend, most)
+    if not numbers:
         return None
     folds = folds_of(report.rows)
     fold_of = np.zeros(len(report.rows) + 1, int) - 1  # the last is that of other instructions
@@ -87,18 +86,18 @@ def times_of(
     }
 
 
-def _events(report: Report, names: EventNames, executions: Executions, backend: Backend) -> _Events:
+def _events(names: EventNames, executions: Executions, backend: Backend) -> _Events:
     place = [names.collectives.get(name, (-1, 0)) for name in executions.names]
-    row, role = np.array(place, int).reshape(-1, 2).T
+    row, role = np.array(place, np.int32).reshape(-1, 2).T
     computes = np.array([not _CONTAINER.match(name) for name in executions.names], bool) & (row < 0)
-    at = executions.name
-    run = executions.run
+    _, at, device, run, start, end = executions
+    events = _Events(run, device, row[at], role.astype(np.int8)[at], computes[at], start, end)
     if backend.runs_kernels:
-        order = np.array([names.order.get(name, -1) for name in executions.names], int)
-        run = _count_runs(executions.device, order[at], row[at] >= 0)
-    return _Events(
-        run, executions.device, row[at], role[at], computes[at], executions.start, executions.end
-    )
+        in_time = np.argsort(start, kind="stable")
+        events = events.of(in_time)
+        order = np.array([names.order.get(name, -1) for name in executions.names], int)[at[in_time]]
+        events = events._replace(run=_count_runs(events.device, order, events.row >= 0))
+    return events
 
 
 def required(rows: Sequence[Row]) -> list[int]:
@@ -132,47 +131,49 @@ def _count_runs(device: np.ndarray, order: np.ndarray, sends: np.ndarray) -> np.
 
 
 def _complete_runs(
-    events: _Events, regular: np.ndarray, backend: Backend, most: int
+    events: _Events, regular: Sequence[int], backend: Backend, most: int
 ) -> tuple[list[int], _Events]:
-    """Return the numbers of the last complete runs, and their events with runs counted from 0.
+    """Return the numbers of the last complete runs, and their events, with runs counted from 0.
 
     A run that the profile cuts off, perhaps on one device only, has fewer collectives.
     """
-    keys = np.stack([events.device, events.run])
-    (device, run), own = np.unique(keys, axis=1, return_inverse=True)
-    own = own.reshape(-1)
-    counts = np.bincount(own[regular], minlength=len(device))
+    keys = events.device.astype(np.int64) << 40 | (events.run - events.run.min(initial=0))
+    sends = events.row >= 0
+    places, own = np.unique(keys[sends], return_inverse=True)  # one for each device and run
+    device, sends = places >> 40, events.of(sends)
+    counts = np.bincount(own[np.isin(sends.row, regular)], minlength=len(places))
     if not counts.any():
         return [], events
+    expected = counts.max()
     if backend.runs_kernels:  # where an annotation is missing, two runs may seem one
-        seen = np.bincount(counts[counts > 0])
-        complete = counts == len(seen) - 1 - seen[::-1].argmax()
-    else:
-        complete = counts == counts.max()
-    number = run if backend.has_numbers else _join(device, own, events)
+        expected = len(seen := np.bincount(counts[counts > 0])) - 1 - seen[::-1].argmax()
+    ends, number = np.zeros(len(places), int), np.zeros(len(places), int)
+    np.maximum.at(ends, own, sends.end)
+    number[own] = sends.run
+    if not backend.has_numbers:
+        number = _join(device, ends)
+    complete = (counts == expected) & (number != _NO_RUN)
     found, position = np.unique(number, return_inverse=True)
     devices = len(np.unique(device[complete]))
     whole = np.bincount(position[complete], minlength=len(found)) == devices
-    # In the order of their starts; numbers may wrap, as they have 32 bits.
-    chosen = (whole[position] & complete & (number != _NO_RUN))[own]
-    events, position = events.of(chosen), position[own][chosen]
-    first = np.full(len(found), np.iinfo(np.int64).max)
-    np.minimum.at(first, position, events.start)
-    last = np.argsort(first, kind="stable")[: np.count_nonzero(np.bincount(position))][-most:]
-    rank = np.full(len(found), -1)
-    rank[last] = np.arange(len(last))
-    events = events._replace(run=rank[position]).of(rank[position] >= 0)
-    return found[last].tolist(), events.of(np.lexsort((events.start, events.run)))
+    # In the order of their ends; numbers may wrap, as they have 32 bits.
+    last = np.zeros(len(found), int)
+    np.maximum.at(last, position, ends)
+    chosen = np.flatnonzero(whole)[np.argsort(last[whole], kind="stable")][-most:]
+    rank = np.full(len(found), -1, np.int32)
+    rank[chosen] = np.arange(len(chosen))
+    rank = np.where(complete, rank[position], -1)
+    at = np.searchsorted(places, keys).clip(max=len(places) - 1)
+    run = np.where(places[at] == keys, rank[at], -1)
+    del keys, at
+    order = np.flatnonzero(run >= 0)
+    order = order[np.lexsort((events.start[order], run[order]))]
+    return found[chosen].tolist(), events.of(order)._replace(run=run[order])
 
 
-def _join(device: np.ndarray, own: np.ndarray, events: _Events) -> np.ndarray:
+def _join(device: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Number the runs of devices with one clock by the time at which their collectives end."""
-    ends = np.zeros(len(device), int)
-    chosen = events.row >= 0
-    np.maximum.at(ends, own[chosen], events.end[chosen])
-    ends[ends == 0] = events.start.min()
-    runs_of = np.bincount(device)
-    first = np.sort(ends[device == runs_of.argmax()])
+    first = np.sort(ends[device == np.bincount(device).argmax()])
     at = nearest(first, ends, float(np.median(np.diff(first))) / 2 if len(first) > 1 else np.inf)
     return np.where(at < 0, _NO_RUN, at - len(first))
 
@@ -215,27 +216,23 @@ def _durations(
 
 def _exposed(events: _Events, runs: int) -> list[float]:
     """Return each run's nanoseconds of communication without computation, the mean over devices."""
-    devices, device = np.unique(events.device, return_inverse=True)
-    key = events.run * len(devices) + device
-    sends = events.row >= 0
-    both, alone = (
-        _covered(key[chosen], events.start[chosen], events.end[chosen], runs * len(devices))
-        for chosen in (sends | events.computes, events.computes)
-    )
-    return (both - alone).reshape(runs, -1).mean(1).tolist()
+    exposed = []
+    for device in np.unique(events.device).tolist():
+        own = events.of(events.device == device)
+        exposed.append(_covered(own.of((own.row >= 0) | own.computes), runs))
+        exposed[-1] -= _covered(own.of(own.computes), runs)
+    return np.mean(exposed, 0).tolist()
 
 
-def _covered(key: np.ndarray, start: np.ndarray, end: np.ndarray, keys: int) -> np.ndarray:
-    """Return the length of the union of the spans of each key."""
-    if not len(key):
-        return np.zeros(keys)
-    order = np.lexsort((start, key))
-    key, start, end = key[order], start[order], end[order]
-    # Spans of different keys are moved apart, so that one running maximum serves all.
-    shift = key * (end.max() - start.min() + 1) - start.min()
-    start, end = start + shift, end + shift
+def _covered(events: _Events, runs: int) -> np.ndarray:
+    """Return the length of the union of each run's events, which are sorted by run and start."""
+    if not len(events.run):
+        return np.zeros(runs)
+    # The spans of different runs are moved apart, so that one running maximum serves all.
+    shift = events.run * (events.end.max() - events.start.min() + 1) - events.start.min()
+    start, end = events.start + shift, events.end + shift
     until = np.maximum.accumulate(np.append(start[0], end))[:-1]
-    return np.bincount(key, np.maximum(end - np.maximum(start, until), 0), keys)
+    return np.bincount(events.run, np.maximum(end - np.maximum(start, until), 0), runs)
 
 
 def _lane(

@@ -7,6 +7,7 @@ but hides the metadata of events, and makes objects that take 18 times the memor
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from jaxcoll._compat.running import field_at, fields_of
 ABSENT = np.iinfo(np.int64).min
 """The value of a stat that an event does not have."""
 _CHUNK = 1 << 16  # events that are read at a time: their columns stay in the processor's cache
-_LONGEST = 1 << 40  # bytes of a message; a damaged length may be anything
 _STOPS, _BITS, _ONE = np.uint64(0x8080808080808080), np.uint64(0x7F7F7F7F7F7F7F7F), np.uint64(1)
 _JOINS = [  # the low and the high groups of bits, and how far the high ones are to move
     (np.uint64(0x007F007F007F007F), np.uint64(0x7F007F007F007F00), np.uint64(1)),
@@ -43,37 +43,32 @@ class Plane:
         self._fields: dict[int, list[Any]] = defaultdict(list)
         for number, value in fields_of(message):
             self._fields[number].append(value)
-        self.name = "".join(_text(value) for value in self._fields[2])
-        self._own: dict[str, int] = {}  # strings that stand at the events themselves
+        self.name = "".join(map(text, self._fields[2]))
 
-    def metadata(self) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
-        """Yield the key and the fields of each kind of event."""
-        for entry in map(dict, map(fields_of, self._fields[4])):
+    def metadata(self, field: int = 4) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
+        """Yield the key and the fields of each kind of event; with field 5, of stat."""
+        for entry in map(dict, map(fields_of, self._fields[field])):
             yield entry.get(1, 0), list(fields_of(entry.get(2, b"")))
 
     @functools.cached_property
     def names(self) -> dict[int, str]:
         """The names of events; a TPU's instructions have their text as their names."""
-        return {key: _text(dict(fields).get(2, b"")) for key, fields in self.metadata()}
+        return {key: text(dict(fields).get(2, b"")) for key, fields in self.metadata()}
 
     @functools.cached_property
     def strings(self) -> dict[int, str]:
         """The names of stats, and the strings that stats refer to."""
-        entries = [dict(fields_of(entry)) for entry in self._fields[5]]
-        return {e.get(1, 0): _text(dict(fields_of(e.get(2, b""))).get(2, b"")) for e in entries}
+        return {key: text(dict(fields).get(2, b"")) for key, fields in self.metadata(5)}
 
     def stat(self, name: str) -> Any:
         """Return a stat of the plane itself; None if it has none of that name."""
-        for stat in self._fields[6]:
-            (_, key), (_, value) = [*fields_of(stat), (0, None)][:2]
-            if self.strings.get(key) == name:
-                return value
-        return None
+        stats = [[*fields_of(stat), (0, None)] for stat in self._fields[6]]
+        return next((s[1][1] for s in stats if self.strings.get(s[0][1]) == name), None)
 
     def lines(self) -> Iterator[tuple[str, memoryview]]:
         """Yield the name and the message of each line."""
         for line in self._fields[3]:
-            yield _text(_head(line).get(2, b"")), line
+            yield text(_head(line).get(2, b"")), line
 
     def events(self, line: memoryview, stats: Sequence[str] = ()) -> Iterator[Events]:
         """Yield the events of a line, with the values of some stats. Cost: 0.5 to 2 µs each."""
@@ -83,69 +78,44 @@ class Plane:
         for begins, ends in _messages(data, len(line), 4):
             columns = np.zeros((4, len(begins)), np.int64)
             values = {name: np.full(len(begins), ABSENT) for name in stats}
-            found = []
             for rows, number, value, begin in _columns(words, begins, ends):
                 for field in (1, 2, 3):
                     columns[field, rows[number == field]] = value[number == field]
                 if keys and (own := number == 4).any():
-                    found.append((rows[own], begin[own], begin[own] + value[own]))
-            if found:
-                rows, begin, end = map(np.concatenate, zip(*found, strict=True))
-                # A stat begins with its key; most are not wanted, and are read no further.
-                key, _ = _varints(words, begin + 1)
-                wanted = np.isin(key, list(keys))
-                stat = key[wanted], rows[wanted], begin[wanted], end[wanted]
-                self._read_stats(data, words, keys, values, *stat)
+                    # A stat begins with its key; most are not wanted, and are read no further.
+                    key, at = _varints(words, begin[own] + 1)
+                    wanted = np.isin(key, list(keys))
+                    key, of_event = key[wanted], rows[own][wanted]
+                    until = (begin + value)[own][wanted]
+                    for found, number, one, _ in _columns(words, at[wanted], until):
+                        for k in np.unique(key):
+                            fits = (key[found] == k) & np.isin(number, (3, 4, 7))
+                            values[keys[int(k)]][of_event[found[fits]]] = one[fits]
             # Times are picoseconds. Both ends are rounded down, so that their order stays.
             start, end = columns[2] // 1000, (columns[2] + columns[3]) // 1000
             yield Events(columns[1], origin + start, origin + end, values)
-
-    def _read_stats(
-        self, data: bytes, words: np.ndarray, keys: dict[int, str], values: dict[str, np.ndarray],
-        key: np.ndarray, of_event: np.ndarray, begin: np.ndarray, end: np.ndarray,
-    ) -> None:  # fmt: skip
-        for rows, number, value, place in _columns(words, begin, end):
-            for k, name in keys.items():
-                of_key = key[rows] == k
-                plain = of_key & np.isin(number, (3, 4, 7))
-                values[name][of_event[rows[plain]]] = value[plain]
-                for row in np.flatnonzero(of_key & (number == 5)):
-                    text = str(data[int(place[row]) : int(place[row] + value[row])], "utf8")
-                    own = self._own.setdefault(text, -1 - len(self._own))
-                    self.strings[own] = text
-                    values[name][of_event[rows[row]]] = own
 
 
 def read_planes(profile: memoryview) -> list[Plane]:
     """Return the planes of a serialized XSpace.
 
     Raises:
-      ValueError: the bytes are not a profile, or only a part of one.
+      ValueError: it is not a profile, or only a part of one; or IndexError, KeyError, TypeError.
     """
-    try:
-        fields = list(fields_of(profile))
-        if any(number > 4 for number, _ in fields):
-            raise ValueError("it has fields that no profile has")
-        planes = [Plane(value) for number, value in fields if number == 1]
-        if not planes and len(profile):
-            raise ValueError("it has no planes")
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"this is not a JAX profile, or it is damaged: {error}.") from None
-    return planes
+    fields = list(fields_of(profile))
+    if {number for number, _ in fields} - {1, 2, 3, 4} or (profile and not fields[0][0] == 1):
+        raise ValueError("it has fields that no profile has")
+    return [Plane(value) for number, value in fields if number == 1]
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """Return the string in a field."""
     return str(bytes(value), "utf8")
 
 
 def _head(line: memoryview) -> dict[int, Any]:
     """Return the fields of a line that stand before its events."""
-    fields = {}
-    for number, value in fields_of(line):
-        if number >= 4:
-            break
-        fields[number] = value
-    return fields
+    return dict(itertools.takewhile(lambda field: field[0] < 4, fields_of(line)))
 
 
 def _messages(data: bytes, size: int, field: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -155,8 +125,8 @@ def _messages(data: bytes, size: int, field: int) -> Iterator[tuple[np.ndarray, 
     ends: list[int] = []
     while at < size:
         if data[at] == tag and data[at + 1] < 128:  # nearly all
-            begin, at = at + 2, at + 2 + data[at + 1]
-            begins.append(begin)
+            begins.append(at + 2)
+            at += 2 + data[at + 1]
             ends.append(at)
         else:
             number, value, at = field_at(data, at)
@@ -184,19 +154,18 @@ def _columns(
       ValueError: a field is of no known kind, or longer than its message.
     """
     rows = np.arange(len(at))
-    while True:
-        going = at < end
+    while (going := at < end).any():
         rows, at, end = rows[going], at[going], end[going]
-        if not len(rows):
-            return
         tag, at = _varints(words, at)
         value, begin = _varints(words, at)
         kind = tag & 7
-        wide, narrow = kind == 1, kind == 5
-        length = np.where(kind == 2, value, 0)
-        at = np.where(wide, at + 8, np.where(narrow, at + 4, begin + length))
-        if not np.isin(kind, (0, 1, 2, 5)).all() or (length > _LONGEST).any() or (at > end).any():
+        is_message = kind == 2
+        fixed = (kind == 1) * 8 + (kind == 5) * 4
+        if (fixed + (kind == 0) + is_message == 0).any() or (value[is_message] >= len(words)).any():
             raise ValueError("an event is damaged")
+        at = np.where(fixed > 0, at + fixed, begin + np.where(is_message, value, 0))
+        if (at > end).any():
+            raise ValueError("a field is longer than its event")
         yield rows, tag >> 3, value, begin
 
 

@@ -25,7 +25,7 @@ from jax.profiler import ProfileData
 
 from jaxcoll._compat.running import text_of
 from jaxcoll._observe.event_names import event_names
-from jaxcoll._observe.profile import _modules, read_profile
+from jaxcoll._observe.profile import modules_in, read_profile
 from jaxcoll._observe.rank_times import _count_runs
 from jaxcoll._observe.xspace import read_planes
 from jaxcoll._watch.watch import read_folder
@@ -99,8 +99,10 @@ def tpu_llm(path):
         plane, lines = Plane(name), defaultdict(list)
         for r in (r for r in records if r["plane"] == name):
             start, end = r["start_ps"] // 1000, (r["start_ps"] + r["duration_ps"]) // 1000
-            text = r.get("text", f"%{r['name']} = f32[] op()") if r["line"] == "XLA Ops" else r["name"]
-            lines[r["line"]].append(plane.event(text, start, end, **{k: r[k] for k in ["run_id"] if k in r}))  # fmt: skip
+            text = (
+                r.get("text", f"%{r['name']} = f32[] op()") if r["line"] == "XLA Ops" else r["name"]
+            )
+            lines[r["line"]].append(plane.event(text, start, end, **({"run_id": r["run_id"]} if "run_id" in r else {"device_offset_ps": r["start_ps"], "device_duration_ps": r["duration_ps"]})))  # fmt: skip
             if r["line"] == "XLA Ops" and first <= r["start_ps"] <= last:
                 executions.append((0, name, r["name"], start, end))
                 if "text" in r:
@@ -108,7 +110,9 @@ def tpu_llm(path):
         for k, (line, events) in enumerate(lines.items()):
             plane.line(k, line, events)
         planes += plane.bytes()
-    operands = {re.search(r"\((%[\w.\-]+)\)", t)[1]: re.search(r"= (\S+)", t)[1] for t in texts.values()}
+    operands = {
+        re.search(r"\((%[\w.\-]+)\)", t)[1]: re.search(r"= (\S+)", t)[1] for t in texts.values()
+    }
     for t in texts.values():
         if " all-gather(" in t:  # its operand is smaller
             operands[re.search(r"\((%[\w.\-]+)\)", t)[1]] = "s32[1,1,8]"
@@ -125,7 +129,7 @@ def cpu(path):
     for plane in ProfileData.from_file(str(path)).planes:
         for line in plane.lines:
             events = [(e, dict(e.stats)) for e in line.events if not e.name.startswith("end: ")]
-            run, device = None, (plane.name, line.name)
+            run = number = None
             for e, stats in sorted(events, key=lambda x: -x[0].start_ns):  # a rendezvous comes last
                 if e.name == "Rendezvous":
                     run = RENDEZVOUS.search(stats["name"])[1]
@@ -159,8 +163,12 @@ def gpu(path):
     """It has no collective: the runs of each of its eight devices, five in truth."""
     profile = path.read_bytes()
     (executions,) = read_profile(profile).executions.values()
-    (plane,) = [plane for plane in read_planes(memoryview(profile)) if plane.name == "/host:metadata"]
-    (text,) = [text_of(module) for name, module in _modules(plane) if name.startswith("jit_forward_3d")]
+    (plane,) = [
+        plane for plane in read_planes(memoryview(profile)) if plane.name == "/host:metadata"
+    ]
+    (text,) = [
+        text_of(module) for name, module in modules_in(plane) if name.startswith("jit_forward_3d")
+    ]
     order = event_names(text, [], {}).order
     places = [order.get(executions.names[k], -1) for k in executions.name.tolist()]
     import numpy as np
@@ -188,7 +196,9 @@ def main(folder):
                 is_time = key in ("step", "transfer", "exposed")
                 is_right = abs(found[key] / value - 1) < 0.01 if is_time else found[key] == value
                 wrong += not is_right
-                print(f"{'ok   ' if is_right else 'WRONG'} {name}: {key}: {value}, read {found[key]}")
+                print(
+                    f"{'ok   ' if is_right else 'WRONG'} {name}: {key}: {value}, read {found[key]}"
+                )
     if (folder / GPU).exists():
         found, truth = gpu(folder / GPU), {"kernels": 200, "runs of each device": [5] * 8}
         wrong += found != truth
