@@ -31,10 +31,6 @@ _FIELD = re.compile(r"(\w+)=([\w\-]+)")
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _PRODUCT = re.compile(r"gemm|matmul", re.IGNORECASE)
 _CONVOLVES = re.compile(r"cudnn\$conv", re.IGNORECASE)
-_IDLE = re.compile(
-    r"parameter|constant|get-tuple-element|tuple|bitcast|after-all|iota|partition-id|"
-    r"[a-z][\w\-]*-(?:start|update|done)|send|recv"
-)
 _MAY_SEND = re.compile(
     r"nccl|nvshmem|\bmpi|all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|collective|"
     r"has_communication\\?\":\s*true",
@@ -117,17 +113,16 @@ class Arithmetic:
         matmuls = [0, *itertools.accumulate(work.matmuls for _, work in whole)]
         operations = [0, *itertools.accumulate(work.flops for _, work in whole)]
         # Constants, tuples and the ends of other pairs take no time.
-        opcodes = self._module.computations[name].opcodes()
-        busy = array(
-            "I", itertools.accumulate((not _IDLE.fullmatch(x) for x in opcodes), initial=0)
-        )
+        busy = (not idle for idle in self._module.computations[name].idle)
+        before = array("I", itertools.accumulate(busy, initial=0))
 
         def between(at: int, until: int) -> Meanwhile:
+            until = max(until, at + 1)
             first, last = bisect.bisect_right(lines, at), bisect.bisect_left(lines, until)
-            last = max(first, last)
-            count = busy[max(until, at + 1)] - busy[at + 1]
             return Meanwhile(
-                count, matmuls[last] - matmuls[first], operations[last] - operations[first]
+                before[until] - before[at + 1],
+                matmuls[last] - matmuls[first],
+                operations[last] - operations[first],
             )
 
         return between

@@ -43,6 +43,10 @@ _CHAIN = re.compile(r'\bchain_id="?(\w+)')
 _CHAIN_PART = re.compile(r'\bcustom_call_target="AsyncCollective(Start|Done)"')
 
 _SENDS = re.compile(r"all-|collective-|reduce-scatter|ragged-all|send(?:-|$)")
+_IDLE = re.compile(
+    r"parameter|constant|get-tuple-element|tuple|bitcast|after-all|iota|partition-id|"
+    r"[a-z][\w\-]*-(?:start|update|done)|send|recv"
+)
 _CALLS = frozenset(("while", "call", "conditional", "custom-call"))
 PRODUCTS = frozenset(("dot", "convolution", "custom-call"))
 
@@ -109,7 +113,7 @@ class Computation:
     def __init__(self, text: str, start: int = 0, end: int = 0) -> None:
         self._text, self._start, self._end = text, start, end
         self.sites: list[Site] = []
-        self.count = 0  # instructions
+        self.idle = bytearray()  # for each instruction, 1 if it takes no time
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._text[self._start : self._end].splitlines()[1:])
@@ -145,9 +149,10 @@ class Computation:
                 first[end.name] = first.get(start, start)
                 yield End(site.at, end.name, end.opcode, first[end.name])
 
-    def opcodes(self) -> Iterator[str]:
-        """Yield the opcode of each instruction, in order."""
-        return (line[1] for line in _LINE.finditer(self._text, self._start, self._end) if line[1])
+    @property
+    def count(self) -> int:
+        """The number of instructions."""
+        return len(self.idle)
 
     @functools.cached_property
     def users(self) -> dict[str, list[str]]:
@@ -262,30 +267,30 @@ def _read_lines(module: Module, text: str, start: int, useful: set[str]) -> int 
     Raises:
       ValueError: the text ends inside a computation, or defines one twice.
     """
-    name, is_entry, computation, count, head = "", False, Computation(""), 0, start
+    name, is_entry, computation, idle, head = "", False, Computation(""), bytearray(), start
     for line in _LINE.finditer(text, start):
         opcode = line[1]
         if opcode:
-            if not name or (count and text[line.start() - 1] in _OPEN):
+            if not name or (idle and text[line.start() - 1] in _OPEN):
                 return head if name else line.start()
             if opcode == "fusion":
                 callee = _NAME.match(text, text.find(" calls=", line.end()) + 7)
                 if not callee or callee[1] in useful or callee[1] not in module.computations:
-                    computation.sites.append(Site(count, opcode, line.start() + 1))
+                    computation.sites.append(Site(len(idle), opcode, line.start() + 1))
             elif _is_site(opcode):
-                computation.sites.append(Site(count, opcode, line.start() + 1))
-            count += 1
+                computation.sites.append(Site(len(idle), opcode, line.start() + 1))
+            idle.append(_is_idle(opcode))
         elif line[2] and name and text[line.start() - 1] not in _OPEN:
             if name in module.computations:
                 raise ValueError(f"the computation {name!r} is defined twice: the text is damaged.")
-            computation._end, computation.count = line.start(), count
+            computation._end, computation.idle = line.start(), idle
             module.computations[name] = computation
             module.entry = name if is_entry else module.entry
             if computation.sites:
                 useful.add(name)
             name = ""
         elif line[4] and not name:
-            name, is_entry, count, head = line[4], bool(line[3]), 0, line.start()
+            name, is_entry, idle, head = line[4], bool(line[3]), bytearray(), line.start()
             computation = Computation(text, line.end())
         elif line[5] and not name and not module.computations and _TABLE.fullmatch(line[5]):
             module.tables.append(line[5])
@@ -301,6 +306,11 @@ def _is_site(opcode: str) -> bool:
     if opcode in PRODUCTS or opcode in _CALLS or sends(opcode):
         return True
     return opcode.endswith(("-start", "-done", "-update")) and not opcode.startswith("copy")
+
+
+@functools.cache
+def _is_idle(opcode: str) -> bool:
+    return bool(_IDLE.fullmatch(opcode))
 
 
 def sends(opcode: str) -> bool:
@@ -340,6 +350,7 @@ def parse_instruction(text: str, start: int = 0) -> Instruction:
     )
 
 
+@functools.lru_cache(maxsize=1024)  # a program repeats a few types thousands of times
 def arrays(type_text: str) -> tuple[Operand, ...]:
     """Return the arrays of a type.
 
@@ -368,6 +379,9 @@ def split(text: str) -> Iterator[str]:
 
 def _closing(text: str, start: int, end: int) -> int:
     """Return the position of the parenthesis that closes the one at `start`; -1 if none does."""
+    close = text.find(")", start, end)
+    if text.find("(", start + 1, close) < 0 and text.find("/*", start, close) < 0:
+        return close  # most instructions
     depth = 0
     for mark in _PARENTHESIS.finditer(text, start, end):
         depth += {"(": 1, ")": -1}.get(mark[0], 0)
