@@ -15,8 +15,9 @@ from jaxcoll._observe.parse.replica_groups import numbers
 _HEADER = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*HloModule ?([\w.\-]*)", re.DOTALL)
 # A line between two line breaks: an instruction (1: its opcode), the end of a computation (2), the
 # head of one (3, and 4: its name), nothing, or something else (5).
+_TYPED = r"(?:\S+, )*\S+"  # f32[4]{0}, or (f32[4]{0}, /*index=1*/s8[2,3]{1,0})
 _LINE = re.compile(
-    r"\n(?:[ \t]*(?:ROOT )?%?[\w.\-]+ = [^\n]*? ([a-z][\w\-]*)\("
+    rf"\n(?:[ \t]*(?:ROOT )?%?[\w.\-]+ = {_TYPED} ([a-z][\w\-]*)\("
     r'|(\})(?:, execution_thread="[^"\n]*")?[ \t\r]*(?=\n|\Z)'
     r"|(ENTRY )?%?([\w.\-]+)(?: ?\([^\n]*)? \{[ \t\r]*(?=\n)"
     r"|[ \t\r]*(?=\n|\Z)|([^\n]+))"
@@ -24,13 +25,14 @@ _LINE = re.compile(
 _NAME = re.compile(r"%?([\w.\-]+)")
 _DEFINES = re.compile(r"\n[ \t]*(?:ROOT )?%?([\w.\-]+) = ")  # "  ROOT %add.3 = f32[4] …"
 _ROOT = re.compile(r"\n[ \t]*ROOT ")
-_USES = re.compile(_DEFINES.pattern + r"[^\n]*? [a-z][\w\-]*\(([^()\n]*)")
+_USES = re.compile(_DEFINES.pattern + rf"{_TYPED} [a-z][\w\-]*\(([^()\n]*)")
 _NAMES = re.compile(r"%([\w.\-]+)")
-_INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ([^\n]*?) ([a-z][\w\-]*)\(")
-_ADDED = re.compile(r", (?:frontend_attributes|metadata|backend_config)=")
+_INSTRUCTION = re.compile(rf"\s*(ROOT )?%?([\w.\-]+) = ({_TYPED}) ([a-z][\w\-]*)\(")
+_ADDED = re.compile(r",\s*(?:frontend_attributes|metadata|backend_config)=")
 _TABLE = re.compile(r"(?:File|Function|Stack)[A-Z]\w+\s*|\d+ .*", re.DOTALL)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")  # bf16[8,128]
 _COMMENT = re.compile(r"/\*.*?\*/")  # /*index=5*/
+_SPACE = re.compile(r"\s+")
 _PARENTHESIS = re.compile(r"[()]|/\*.*?\*/")
 _BRACKET = re.compile(r"[(\[{}\]),]")
 _OPEN = "{[(,:="  # how no line of an instruction ends
@@ -64,7 +66,8 @@ class Instruction(NamedTuple):
     @property
     def settings(self) -> str:
         """Its attributes without what programs and backends add, which may say anything."""
-        return _ADDED.split(self.attributes, maxsplit=1)[0]
+        settings = _COMMENT.sub(" ", _ADDED.split(self.attributes, maxsplit=1)[0])
+        return _SPACE.sub(" ", settings).replace("= ", "=")
 
     @property
     def operand_names(self) -> tuple[str, ...]:

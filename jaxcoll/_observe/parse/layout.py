@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_DEFINES = r"(?<![\w.\-%])(ROOT\s+)?(?:%([\w.\-]+)\s*|([A-Za-z_][\w.\-]*)\s+)=\s*"
 _STRING = r'"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'"
-_SKIPPED = r"/\*.*?\*/|//[^\n]*"
-_TOKEN = re.compile(rf"{_STRING}|{_SKIPPED}|[(){{}}\[\]]|{_DEFINES}", re.DOTALL)
-_HEAD = re.compile(r"\s*(ENTRY\s+)?%?([A-Za-z_][\w.\-]*)\s*(?=[({])")
-_BODY = re.compile(rf"\{{(?:\s|{_SKIPPED})*(?={_DEFINES})", re.DOTALL)
+_COMMENT = r"/\*.*?\*/|//[^\n]*"
+_SPACE = rf"(?:\s|{_COMMENT})*"
+_DEFINES = (
+    rf"(?<![\w.\-%])(ROOT\s{_SPACE})?(?:%([\w.\-]+)|([A-Za-z_][\w.\-]*)(?=[\s/])){_SPACE}=\s*"
+)
+_TOKEN = re.compile(rf"{_STRING}|{_COMMENT}|[(){{}}\[\]]|{_DEFINES}", re.DOTALL)
+_HEAD = re.compile(rf"{_SPACE}(ENTRY\s)?{_SPACE}%?([A-Za-z_][\w.\-]*){_SPACE}(?=[({{])", re.DOTALL)
+_BODY = re.compile(rf"\{{{_SPACE}(?={_DEFINES})", re.DOTALL)
+_SPACES = re.compile(rf"({_STRING})|(?<=[(\[{{])\s+|\s+(?=[)\]}},])|(\s+)", re.DOTALL)
 _CALLS = re.compile(
     r"\b(body|condition|calls|to_apply|(?:branch|called)_computations|"
     r"(?:true|false)_computation|select|scatter)=\s*$"
@@ -104,13 +108,13 @@ def _read_body(
         elif mark in ")]}" and depth:
             depth -= 1
         elif mark.startswith("/"):
-            parts.append(text[copied:start])
+            parts += [text[copied:start], " "]
             copied = at
         elif mark == "}" or (
             (token[2] or token[3]) and not depth and text[copied:start].rstrip()[-1:] != ","
         ):
             if instruction:
-                rest = re.sub(r"\s*\n\s*", " ", "".join([*parts, text[copied:start]]).strip())
+                rest = _SPACES.sub(_respace, "".join([*parts, text[copied:start]]).strip())
                 lines[-1] += _SPACED.sub(r" \1(", rest, count=1)
             if mark == "}":
                 title = f"\n{'ENTRY ' * is_entry}%{name} {{\n"
@@ -122,3 +126,7 @@ def _read_body(
             before = len(laid_out)
             lines.append(f"  {'ROOT ' * bool(token[1])}%{instruction} = ")
     raise ValueError(f"the HLO text looks truncated: it ends inside the computation {name!r}.")
+
+
+def _respace(match: re.Match[str]) -> str:
+    return match[1].replace("\n", " ") if match[1] else " " * bool(match[2])

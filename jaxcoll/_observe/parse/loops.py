@@ -33,13 +33,13 @@ def count_turns(module: Module, loop: Instruction, caller: Computation) -> int |
 
 
 def _prove_turns(module: Module, loop: Instruction, caller: Computation) -> int | None:
-    parts = dict(_PARTS.findall(loop.attributes))
+    parts = dict(_PARTS.findall(loop.settings))
     condition, body = (module.computations[parts[k]] for k in ("condition", "body"))
     test, state, start = condition.root, body.root, _skip_copies(loop.operand_names[0], caller)
     if (test.opcode, state.opcode, start.opcode) != ("compare", "tuple", "tuple"):
         return None
     counter, limit = (_find_value(name, condition) for name in test.operand_names)
-    direction = _DIRECTION.findall(test.attributes)[0]
+    direction = _DIRECTION.findall(test.settings)[0]
     if isinstance(limit, _Element):
         counter, limit, direction = limit, counter, _MIRRORED.get(direction, "")
     if not isinstance(counter, _Element) or not isinstance(limit, int):
@@ -53,7 +53,7 @@ def _prove_turns(module: Module, loop: Instruction, caller: Computation) -> int 
     if terms[0] != counter or not isinstance(first, int) or not isinstance(step, int):
         return None
     number = _INTEGER.match(change.type)
-    if not number or ("type=UNSIGNED" in test.attributes and number[1] == "s"):
+    if not number or ("type=UNSIGNED" in test.settings and number[1] == "s"):
         return None
     if change.opcode == "subtract":
         step = -step
@@ -94,6 +94,6 @@ def _find_value(name: str, inside: Computation) -> int | _Element | None:
     if not index and x.opcode == "constant":
         return int(x.operands)
     if not index and x.opcode == "get-tuple-element":
-        index = _INDEX.findall(x.attributes)[0]
+        index = _INDEX.findall(x.settings)[0]
         x = _skip_copies(x.operand_names[0], inside)
     return _Element(int(index)) if index and x.opcode == "parameter" else None
