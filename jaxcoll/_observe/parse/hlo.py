@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import re
 from collections import deque
@@ -47,6 +49,19 @@ class Program(NamedTuple):
     notes: tuple[str, ...]
 
 
+@contextlib.contextmanager
+def _pause_garbage_collection() -> Iterator[None]:
+    """Spend no time on garbage, which parsed text makes none of, between many new objects."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_pause_garbage_collection()
 def read_hlo(text: str, devices: int = 1) -> Program:
     """Read the text of `compiled.as_text()`, or HLO that was lowered for `devices` devices.
 
