@@ -110,6 +110,13 @@ def retyped(aval: Any, varying: frozenset[str]) -> Any:
     return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=varying))
 
 
+def as_weak(x: jax.Array) -> jax.Array:
+    """Return an array of the same parts, weakly typed as Python numbers are."""
+    parts = [part.data for part in x.addressable_shards]
+    make: Any = type(x)
+    return make(jax.typeof(x).update(weak_type=True), x.sharding, parts, committed=True)
+
+
 def is_partially_sharded(x: Any) -> bool:
     """Return True if the type of `x` is sharded over a mesh axis that is not mapped here."""
     spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())

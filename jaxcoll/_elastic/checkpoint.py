@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxcoll._compat.axes import as_weak
 from jaxcoll._compat.settings import boundary
 from jaxcoll._mesh.shard_arrays import cut_like, joined, whole_shapes
 from jaxcoll._plan.checks import kind_of
@@ -38,7 +39,8 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
     """Write a pytree of arrays into one file, and replace an older file atomically.
 
     If the process is killed, or the disk is full, the old checkpoint stays. All numeric dtypes of
-    NumPy and `ml_dtypes`, and typed random keys, are restored bit by bit.
+    NumPy and `ml_dtypes`, and typed random keys, are restored bit by bit; Python numbers, NumPy
+    scalars and weakly typed arrays as what they were.
 
     Args:
       path: the file, an `.npz` that `numpy.load` reads. Its folder is created if necessary.
@@ -93,9 +95,11 @@ def save_newest(path: Path, tree: Any, stamp: Stamp, patience: float) -> Stamp:
 
 
 def _write(path: Path, tree: Any, stamp: Stamp, replace: Callable[[Path, Path], None]) -> None:
-    leaves = {name: _stored(name, leaf) for name, leaf in _named(tree, _whole).items()}
+    named = _named(tree, _whole)
+    leaves = {name: _stored(name, leaf) for name, leaf in named.items()}
     entries = {name: entry for name, (entry, _) in leaves.items()}
-    about = {"format": _FORMAT, **stamp._asdict(), "leaves": entries}
+    kinds = {name: kind for name, leaf in named.items() if (kind := _kind(leaf))}
+    about = {"format": _FORMAT, **stamp._asdict(), "leaves": entries, "kinds": kinds}
     file = Path(os.path.realpath(path))  # keep a symbolic link
     partial = file.with_name(f".{file.name[:150]}-{secrets.token_hex(8)}")
     try:
@@ -160,12 +164,14 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
     Args:
       path: the file.
       like: a pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and dtypes of
-        the saved tree. `Shards` in it, of any number of replicas, match the whole tree that they
-        are shards of, however that was saved.
+        the saved tree; a weakly typed leaf may be a Python number in one of them. `Shards` in it,
+        of any number of replicas, match the whole tree that they are shards of, however that was
+        saved.
 
     Returns:
-      The tree, with host arrays as leaves, and the step. `Shards` have the layout and devices of
-      those in `like`; each device gets only its own part.
+      The tree and the step. Its leaves are host arrays, or what was saved of Python numbers, NumPy
+      scalars and weakly typed arrays. `Shards` have the layout and devices of those in `like`; each
+      device gets only its own part.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -182,10 +188,13 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
             if about["format"] != _FORMAT:
                 raise ValueError(f"its format is {about['format']}")
             entries, arrays = about["leaves"], {}
-            different = _difference(entries, wanted)
+            # Files of older versions do not say what the leaves were.
+            kinds = about.get("kinds", {name: _kind(leaf) for name, leaf in wanted.items()})
+            different = _difference(entries, wanted, kinds)
             for i, at in enumerate(entries if not different else ()):
                 with archive.open(f"leaf{i}.npy") as member:
-                    arrays[at] = _read(np.lib.format.read_array(member), *entries[at])
+                    array = _read(np.lib.format.read_array(member), *entries[at])
+                    arrays[at] = _as_kind(array, kinds.get(at, ""))
         except _BAD_FILE as error:
             text = f"{path} is not a complete checkpoint of jaxcoll: {at} cannot be read"
             raise ValueError(f"{text} ({type(error).__name__}: {error}).") from error
@@ -251,11 +260,30 @@ def _read(array: np.ndarray, dtype: str, shape: list[int], impl: str = "") -> An
     return array.view(np.dtype(dtype)).reshape(shape)
 
 
+def _kind(leaf: Any) -> str:
+    """Return what a leaf is besides its dtype and shape; "" for an array."""
+    if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
+        return type(leaf).__name__
+    if isinstance(leaf, np.generic):
+        return "scalar"
+    return "weak" if getattr(leaf, "weak_type", False) else ""
+
+
+def _as_kind(array: Any, kind: str) -> Any:
+    if kind == "weak":
+        return as_weak(jax.numpy.asarray(array))
+    if kind == "scalar":
+        return array[()]
+    return array.item() if kind else array
+
+
 def _dtype(leaf: Any) -> str:
     return str(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
 
-def _difference(entries: dict[str, list[Any]], wanted: dict[str, Any]) -> str:
+def _difference(
+    entries: dict[str, list[Any]], wanted: dict[str, Any], kinds: dict[str, str]
+) -> str:
     """Describe how the tree in a file differs from the wanted one; "" if it does not."""
     missing = ", ".join(name for name in wanted if name not in entries)
     extra = ", ".join(name for name in entries if name not in wanted)
@@ -264,7 +292,10 @@ def _difference(entries: dict[str, list[Any]], wanted: dict[str, Any]) -> str:
         return f"the file holds another tree ({both})"
     for name, leaf in wanted.items():
         (dtype, shape), want = entries[name][:2], (_dtype(leaf), list(np.shape(leaf)))
-        if (dtype, shape) != want:
+        # A step makes weakly typed arrays of Python numbers, which NumPy takes for 64 bits.
+        weak = {kinds.get(name, ""), _kind(leaf)}.isdisjoint(("", "scalar"))
+        same = dtype == want[0] or (weak and np.dtype(dtype).kind == np.dtype(want[0]).kind)
+        if not same or shape != want[1]:
             expected = f"but {want[0]}{want[1]} in `like`"
             return f"the leaf {name} is {dtype}{shape} in the file, {expected}"
     return ""

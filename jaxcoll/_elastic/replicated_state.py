@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 
 from jaxcoll._api.alike import broadcast
+from jaxcoll._compat.axes import as_weak
 from jaxcoll._dispatch.agreement import divergent
 from jaxcoll._dispatch.fingerprint import digest_bytes
 from jaxcoll._elastic import residuals
@@ -31,6 +34,7 @@ from jaxcoll._elastic.membership import Membership
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import whole_shapes
+from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.residual import is_residual
 from jaxcoll._spmd.shards import Shards, is_shards
@@ -58,6 +62,7 @@ class ReplicatedState:
         self._begun: dict[int, list[Shards]] = {}
         self._added: dict[int, list[Shards]] = {}
         self._adder: Any = None
+        self._weak = _weak_leaves(state)  # paths of leaves that stay weakly typed, as numbers are
         self.reset(state, 0)
 
     @property
@@ -81,7 +86,7 @@ class ReplicatedState:
         state = self._held[step]
         rows = map(residuals.own_rows, residuals.residuals_in(state))
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: on_host(jax.tree_util.keystr(path), x),
+            lambda path, x: on_host(keystr(path), x),
             residuals.with_residuals(state, rows),
         )
 
@@ -107,7 +112,9 @@ class ReplicatedState:
     def restore(self, path: Path) -> None:
         """Start from the state in a file, if it exists."""
         if path.exists():
-            self.reset(*restore_checkpoint(path, self.like()))
+            state, step = restore_checkpoint(path, self.typed(self.like()))
+            self._weak = _weak_leaves(state)
+            self.reset(state, step)
             self.term = stamp_of_checkpoint(path).term
 
     def save(self, path: Path, step: int, patience: float) -> int:
@@ -118,7 +125,7 @@ class ReplicatedState:
         """Return a function that does what `save` would do now, and may run in any thread."""
         if step not in self._held:
             raise OSError(f"worker {jax.process_index()} does not hold the state after step {step}")
-        state, stamp = self.to_save(step), Stamp(step, self.term)
+        state, stamp = self.typed(self.to_save(step)), Stamp(step, self.term)
 
         def write() -> int:
             in_file = save_newest(path, state, stamp, patience).step
@@ -156,6 +163,12 @@ class ReplicatedState:
         """Return the tree that a checkpoint must match."""
         return self.host(self.finished)
 
+    def typed(self, state: Any) -> Any:
+        """Return the state with arrays of weak types where it has them; host arrays have none."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: as_weak(jnp.asarray(x)) if keystr(path) in self._weak else x, state
+        )
+
     def types(self, state: Any) -> Any:
         """Return the part whose structure, shapes and dtypes must be equal on all workers."""
         whole = map(whole_shapes, residuals.residuals_in(state))
@@ -173,7 +186,7 @@ class ReplicatedState:
         """Place the part that all workers have alike, and this worker's residuals, on devices."""
         rows = [residuals.placed(x, mesh) for x in self._residuals(state, membership, mesh)]
         with no_mesh():
-            alike = place(alike, NamedSharding(mesh, PartitionSpec()))
+            alike = place(self.typed(alike), NamedSharding(mesh, PartitionSpec()))
         return residuals.with_residuals(alike, rows)
 
     def _residuals(self, state: Any, membership: Membership, mesh: Mesh) -> list[Shards]:
@@ -229,15 +242,20 @@ class ReplicatedState:
             )
 
 
+def _weak_leaves(state: Any) -> set[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {keystr(path) for path, x in leaves if is_array(x) and jax.typeof(x).weak_type}
+
+
 def _sums_at_start(state: Any) -> list[Shards]:
     """Return the sums of residuals at the start; refuse other `Shards`, which could be lost."""
     sums = []
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shards):
         if is_residual(x):
-            sums.append(residuals.at_start(jax.tree_util.keystr(path), x))
+            sums.append(residuals.at_start(keystr(path), x))
         elif is_shards(x):
             raise ValueError(
-                f"`Elastic`: state{jax.tree_util.keystr(path)} is `Shards`, of which each device "
+                f"`Elastic`: state{keystr(path)} is `Shards`, of which each device "
                 "has a part that no other device has. `Elastic` needs the complete state on every "
                 "worker, to continue when one dies. Keep the state whole (`jc.unshard`) and the "
                 "optimizer unsharded; or train without `Elastic`, with `jc.save_checkpoint` "
@@ -248,7 +266,7 @@ def _sums_at_start(state: Any) -> list[Shards]:
 
 def _structure(tree: Any) -> str:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return "\n".join(f"state{jax.tree_util.keystr(p)}: {x.dtype}{list(x.shape)}" for p, x in leaves)
+    return "\n".join(f"state{keystr(p)}: {x.dtype}{list(x.shape)}" for p, x in leaves)
 
 
 def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
@@ -303,7 +321,7 @@ def _structure_error(values: dict[str, str]) -> ProgramMismatchError:
 
 def _digests(tree: Any) -> str:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    digests = {f"state{jax.tree_util.keystr(path)}": digest_bytes(_bytes(x)) for path, x in leaves}
+    digests = {f"state{keystr(path)}": digest_bytes(_bytes(x)) for path, x in leaves}
     return json.dumps(digests, sort_keys=True)
 
 

@@ -42,7 +42,10 @@ class RoundsState(ReplicatedState):
         step = membership.generation.step
         ahead = self.ahead.get(step) if step in self.held else None
         super().settle(membership, mesh, together)
-        self.ahead = {} if ahead is None else {step: jax.tree.map(np.asarray, ahead)}
+        self.ahead = {}
+        if ahead is not None:
+            progress, metrics = jax.tree.map(np.asarray, ahead)
+            self.ahead[step] = self.typed(progress), metrics
 
     def like(self) -> Any:
         return self.alike(self.host(self.finished))
@@ -65,11 +68,12 @@ class RoundsState(ReplicatedState):
         self, state: DiLoCoState, alike: DiLoCoState, membership: Membership, mesh: Mesh
     ) -> DiLoCoState:
         if membership.generation.step in self.held and jax.tree.leaves(state.replicas[0]):
-            return state
+            return self.typed(state)
         here = len(mesh.local_devices)
         rows = functools.partial(jax.tree.map, lambda x: np.repeat(x, here, 0))
         one = jax.tree.map(lambda x: np.asarray(x)[None], alike.shared)
-        return dataclasses.replace(alike, replicas=(rows(one), rows(alike.replicas[1])))
+        replicas = rows(one), rows(alike.replicas[1])
+        return self.typed(dataclasses.replace(alike, replicas=replicas))
 
 
 class Rounds(Steps):

@@ -121,8 +121,8 @@ class Elastic:
             self._round = step.every
         else:
             calls = functools.partial(Steps, step)
-            # With the dtypes that the step returns, which files and other workers have too.
-            held = ReplicatedState(jax.tree.map(host_array, state))
+            # With the types that the step returns, which files and other workers have too.
+            held = ReplicatedState(jax.tree.map(_typed, state))
             self._round = 1
         self._job = Job(
             axis,
@@ -227,6 +227,10 @@ class Elastic:
             "The coordinator died, is stopped, or is cut off from this worker, so the workers can "
             f"no longer agree on anything. {saved} Start the job again, unless others continue.",
         )
+
+
+def _typed(x: Any) -> Any:
+    return jax.device_put(x) if isinstance(x, int | float | complex) else host_array(x)
 
 
 def _exchange_devices() -> None:

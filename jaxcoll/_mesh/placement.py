@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcoll._compat.axes import as_weak
 from jaxcoll._plan.packs.leaves import argument_name, is_array, shape_of
 from jaxcoll._plan.packs.packing import LANES
 from jaxcoll._spmd.scope import listed
@@ -134,7 +135,8 @@ def viewed(
     another `shape` if it is on more or fewer devices.
     """
     parts = [part.data for part in x.addressable_shards if part.device in sharding.device_set]
-    return jax.make_array_from_single_device_arrays(shape or x.shape, sharding, parts)
+    array = jax.make_array_from_single_device_arrays(shape or x.shape, sharding, parts)
+    return as_weak(array) if jax.typeof(x).weak_type else array
 
 
 def _of_shares(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -149,7 +151,8 @@ def _of_shares(x: Any, sharding: NamedSharding) -> jax.Array:
     if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
         data = _of_shares(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.make_array_from_process_local_data(sharding, host_array(x))
+    array = jax.make_array_from_process_local_data(sharding, host_array(x))
+    return as_weak(array) if is_array(x) and jax.typeof(x).weak_type else array
 
 
 def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:

@@ -75,6 +75,88 @@ def test_every_tree_of_numbers_comes_back_to_the_bit(tmp_path, tree, step):
         check_same(back, tree)
 
 
+NUMBERS = {
+    "bool": True, "int": 7, "float": 0.1, "complex": 2j,
+    "scalar": np.float32(0.5), "double": np.float64(0.5), "half": ml_dtypes.bfloat16(2),
+    "weak": jnp.asarray(0.1), "weak integer": jnp.asarray(7), "weak rows": jnp.broadcast_to(2.5, (3,)),
+    "strong": jnp.float32(2), "host": np.array(0.5),
+}  # fmt: skip
+
+
+def typed(tree):
+    """What promotion depends on: Python's types, and JAX's."""
+    types = lambda x: (
+        jax.typeof(x).str_short(),
+        jax.typeof(x).weak_type,
+        isinstance(x, float | int),
+    )
+    return jax.tree.map(types, tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_numbers_and_weak_types_come_back_as_what_they_were(tmp_path, x64):
+    path = tmp_path / "c.npz"
+    with jax.enable_x64(x64):
+        tree = {**NUMBERS, "weak": jnp.asarray(0.1), "large": 2**31 + 1 if x64 else 1}
+        jc.save_checkpoint(path, tree)
+        back, _ = jc.restore_checkpoint(path, tree)
+        assert typed(back) == typed(tree)
+        for name, x in tree.items():
+            assert np.array_equal(back[name], x), name
+            assert type(back[name]) is type(x) or name == "strong"
+        # A training step makes arrays of numbers; either may be what a file is restored for.
+        tree = {name: x for name, x in tree.items() if name not in ("double", "host")}
+        arrays = jax.jit(lambda tree: tree)(tree)
+        jc.save_checkpoint(path, tree)
+        back, _ = jc.restore_checkpoint(path, arrays)
+        assert typed(back) == typed(tree)
+        jc.save_checkpoint(path, arrays)
+        back, _ = jc.restore_checkpoint(path, tree)
+        assert typed(back) == typed(arrays)
+        with pytest.raises(ValueError, match=r"\['float'\] is float.. ?\[\] in the file, but int"):
+            jc.restore_checkpoint(path, {**tree, "float": 1})
+
+
+def test_a_file_of_an_older_version_is_read_as_what_it_is_restored_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_kind", lambda leaf: "")
+    dumps = checkpoint.json.dumps
+    without = lambda about: dumps({k: x for k, x in about.items() if k != "kinds"})
+    monkeypatch.setattr(checkpoint.json, "dumps", without)
+    jc.save_checkpoint(tmp_path / "old.npz", {**NUMBERS})
+    monkeypatch.undo()
+    back, _ = jc.restore_checkpoint(tmp_path / "old.npz", {**NUMBERS})
+    assert typed(back) == typed({**NUMBERS})
+
+
+def bf16_step(state, batch):
+    mean = jc.pmean(jnp.mean(batch).astype(jnp.bfloat16))
+    w = state["w"] - state["rate"] * mean * state["w"]
+    return {"w": w, "rate": state["rate"] * 0.5, "count": state["count"] + 1}, mean
+
+
+def test_a_bfloat16_run_with_numbers_in_its_state_goes_on_as_one_that_never_stopped(tmp_path):
+    start = {"w": jnp.ones(4, jnp.bfloat16), "rate": 0.3, "count": 0}
+    rows = np.arange(8, dtype="f") / 8
+    step = jc.data_parallel(bf16_step)
+
+    def steps(state, n):
+        for _ in range(n):
+            state, _ = step(state, rows)
+        return state
+
+    want = steps(start, 4)
+    jc.save_checkpoint(tmp_path / "c.npz", steps(start, 2))
+    check_same(steps(jc.restore_checkpoint(tmp_path / "c.npz", start)[0], 2), want)
+
+    for total in (2, 4):  # with a start from the file between them
+        trainer = jc.Elastic(step, start, checkpoint=tmp_path / "e.npz")
+        got = trainer.run(lambda _: rows, total)
+    check_same(got, want)
+    assert typed(got) == typed(want)
+    back, _ = jc.restore_checkpoint(tmp_path / "e.npz", start)
+    assert typed(back) == typed(want)
+
+
 def test_every_bit_of_every_added_dtype_is_read_back_and_numpy_reads_its_own(tmp_path):
     every = {n: np.arange(1 << 8 * n).astype(f"u{n}") for n in (1, 2)}
     tree = {str(dtype): every[min(dtype.itemsize, 2)].view(dtype) for dtype in ADDED}

@@ -18,7 +18,7 @@ def in_world(what, processes, env=None):
 @pytest.fixture(scope="module")
 def pair():
     """One world of two processes for all tests that need no more."""
-    return in_world("train first_values in_shards local coded forked failing", 2)
+    return in_world("train first_values in_shards numbers local coded forked failing", 2)
 
 
 def test_training_equals_one_device_and_all_processes_agree_to_the_bit(pair):
@@ -39,6 +39,14 @@ def test_parameters_in_shards_are_cut_trained_and_saved_over_processes(pair):
         assert sum(found["rows"]) * 2 == found["of"]
         assert found["restored"]
         assert "Call `whole = jc.unshard(tree)` in all processes" in found["refused"]
+
+
+def test_numbers_in_a_state_stay_weakly_typed_over_processes_and_in_files(pair):
+    for found in pair:
+        end, restored = found["numbers"]
+        assert end == restored
+        assert end["w"][:2] == ["bfloat16", False]
+        assert end["rate"][:2] == ["float32", True]
 
 
 @pytest.fixture(scope="module")

@@ -378,6 +378,27 @@ def reproducible():
     return found
 
 
+def numbers():
+    """A bfloat16 run with a number in its state, and the same from a file in its middle."""
+
+    @jc.data_parallel
+    def step(state, x):
+        mean = jc.pmean(x.mean().astype(state["w"].dtype))
+        return {"w": state["w"] - state["rate"] * mean, "rate": state["rate"] * 0.5}
+
+    first = {"w": jnp.ones(4, jnp.bfloat16), "rate": 0.3}
+    rows = np.full(2, 1.0 + jax.process_index(), "f")
+    middle = step(first, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        jc.save_checkpoint(f"{folder}/state.npz", middle)
+        restored, _ = jc.restore_checkpoint(f"{folder}/state.npz", first)
+    ends = [step(state, rows) for state in (middle, restored)]
+    return [
+        {k: [x.dtype.name, x.weak_type, np.asarray(x, "f").tolist()] for k, x in end.items()}
+        for end in ends
+    ]
+
+
 def local():
     """Steps of local updates beside their simulation, from a checkpoint now and then."""
     import optax
