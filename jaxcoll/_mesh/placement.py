@@ -273,7 +273,9 @@ def check_concrete(args: Any, kwargs: Any, name_of: Callable[[int | str], str]) 
         raise ValueError(
             f"`data_parallel`: {name} is being traced. A wrapped step is a program of its own and "
             "cannot be called inside another: use `jax.jit`, `jax.grad` or `jax.vmap` inside the "
-            "step instead of around it."
+            "step instead of around it. In place of `jax.eval_shape(step, ...)` write "
+            "`step.trace(...).out_info`, and of `jax.make_jaxpr(step)(...)` "
+            "`step.trace(...).jaxpr`; both take `jax.ShapeDtypeStruct`s, too."
         )
     if _is_not_numeric(leaves[i]):
         raise ValueError(

@@ -258,6 +258,23 @@ def test_rows_come_back_in_the_order_of_the_batch_whatever_the_order_of_the_axes
         np.testing.assert_array_equal(same(X), X)
 
 
+@pytest.mark.parametrize("around", [jax.eval_shape, lambda f, *args: jax.make_jaxpr(f)(*args)])
+def test_who_asks_for_types_gets_the_line_that_has_them(around):
+    step = jc.data_parallel(lambda w, x: {"mean": jc.pmean((w * x).sum(), "data"), "w": w})
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((), (16, 5))]
+    with pytest.raises(
+        ValueError, match=r"`step.trace\(...\).out_info`.*`step.trace\(...\).jaxpr`"
+    ):
+        around(step, *shapes)
+    for args in (shapes, (np.float32(2), X[:16])):
+        traced = step.trace(*args)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype.name), traced.out_info) == {
+            "mean": ((), "float32"),
+            "w": ((), "float32"),
+        }
+        assert "psum" in str(traced.jaxpr)
+
+
 @pytest.mark.parametrize("around", [jax.jit, jax.grad, jax.vmap])
 def test_a_wrapped_step_inside_another_program_is_refused(around):
     step = jc.data_parallel(lambda w, x: jc.all_reduce("sum", (w * x).sum(), "data"))
