@@ -116,8 +116,8 @@ def initialize(
         days count as 23 days.
       heartbeat_timeout_seconds: a process counts as dead if its host does not answer for so long,
         or, if `recoverable` is False, if the process itself is stopped for so long.
-      shutdown_timeout_seconds: timeout for process 0 to wait for the others when it ends, and, if
-        `recoverable` is False, for all processes to wait for each other.
+      shutdown_timeout_seconds: timeout for process 0 to wait for the others when it ends, or in
+        `jax.distributed.shutdown`, and, if `recoverable` is False, for all to wait for each other.
       coordinator_bind_address: "host:port" at which the coordinator listens, if that differs from
         `coordinator_address` (behind a DNS name or a gateway).
       recoverable: when a process dies, the others go on, and calls that it took part in raise an

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxcoll._cluster.launch.subprocesses import COORDINATOR, PROCESSES, RANK
 from jaxcoll._cluster.resolvers import TF_CONFIG, TFConfigClusterResolver, member_of_tasks
-from jaxcoll._cluster.specs import HIGHEST_PORT, Member, counts_of, hosts_of
+from jaxcoll._cluster.specs import HIGHEST_PORT, Member, counts_of, hosts_of, slurm_step
 
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
@@ -101,7 +101,7 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
         hosts = hosts[:1]
     address, *others = (f"{host}:{_port(job + _STEPS * step)}" for host in hosts)
     names = count, "SLURM_PROCID", "SLURM_LOCALID"
-    member = _process(environment, _SLURM, names, address, here, f"Slurm step {job}.{step}")
+    member = _process(environment, _SLURM, names, address, here, slurm_step(environment))
     return dataclasses.replace(member, elsewhere=tuple(others))
 
 

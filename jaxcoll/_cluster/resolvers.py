@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll._cluster.specs import Member, counts_of, hosts_of
+from jaxcoll._cluster.specs import Member, counts_of, hosts_of, slurm_step
 from jaxcoll._plan.checks import is_integer
 
 TF_CONFIG = "TF_CONFIG"
@@ -206,6 +207,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"step has {len(tasks)}."
             )
         self._spec: dict[str, tuple[str, ...]] = {}
+        self._step = slurm_step(env)
         self.rpc_layer = rpc_layer
         rank, first = int(env["SLURM_PROCID"]), 0
         for job, count in jobs.items():
@@ -217,6 +219,11 @@ class SlurmClusterResolver(ClusterResolver):
     def cluster_spec(self) -> Mapping[str, tuple[str, ...]]:
         """Return the addresses of each job's tasks."""
         return dict(self._spec)
+
+    def member(self) -> Member | None:
+        """Return this task's place, as in `ClusterResolver.member`; its job is the Slurm step."""
+        member = super().member()
+        return member and dataclasses.replace(member, job=self._step)
 
 
 def member_of_tasks(resolver: ClusterResolver, source: str) -> Member | None:

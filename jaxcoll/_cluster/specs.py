@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxcoll._cluster.launch.subprocesses import check_system
@@ -92,6 +92,12 @@ def hosts_of(listed: str) -> list[str]:
     if ",".join(names) != listed or not names:
         raise ValueError(f"Slurm: this is not a list of hosts: {listed!r}.")
     return [host for name in names for host in _expanded(name)]
+
+
+def slurm_step(environment: Mapping[str, str]) -> str:
+    """Return the name of this process's job, by the step of Slurm that it is in; "" without one."""
+    job, step = environment.get("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0")
+    return f"Slurm step {job}.{step}" if job else ""
 
 
 def counts_of(listed: str) -> list[int]:

@@ -337,6 +337,10 @@ def test_tasks_per_node_stand_in_the_place_of_slurms(per_node):
     assert resolver.cluster_spec() == {"worker": ("n1:8888", "n1:8889", "n2:8888", "n2:8889")}
     assert resolver.master() == "grpc://n2:8889"
     assert resolver.member() == Member("n1:8888", 4, 3, None, "SlurmClusterResolver")
+    step = jc.distribute.SlurmClusterResolver(environment={
+        **env, "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"
+    })  # fmt: skip
+    assert step.member().job == "Slurm step 7.2"
 
 
 def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):

@@ -72,7 +72,10 @@ def test_a_batch_script_starts_one_task_for_each_gpu(stubs):
 
 def test_mpirun_gives_all_one_address(stubs):
     out = stubs("mpirun.sh", "mpirun", FIRST_HOST="node1")
-    assert "mpirun --bind-to none --hostfile hosts -n 16 -x JAX_COORDINATOR_ADDRESS python train.py" in out
+    assert (
+        "mpirun --bind-to none --hostfile hosts -n 16 -x JAX_COORDINATOR_ADDRESS python train.py"
+        in out
+    )
     address = re.search(r"^JAX_COORDINATOR_ADDRESS=(.*)$", out, re.M)[1]
     environment = {
         "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "9", "JAX_COORDINATOR_ADDRESS": address,
