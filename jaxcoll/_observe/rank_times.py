@@ -37,7 +37,7 @@ class _Events(NamedTuple):
     start: np.ndarray
     end: np.ndarray
 
-    def of(self, chosen: np.ndarray) -> _Events:
+    def of(self, chosen: np.ndarray | slice) -> _Events:
         return _Events(*(column[chosen] for column in self))
 
 
@@ -64,9 +64,9 @@ def times_of(
     }
     transfers = _transfers(events)
     fold = fold_of[transfers.row]
-    first = np.searchsorted(events.run, np.arange(len(numbers)))  # sorted by run, then by start
-    starts = events.start[first].tolist()
-    last = np.maximum.reduceat(events.end, first)
+    edges = np.searchsorted(events.run, np.arange(len(numbers) + 1)).tolist()
+    by_run = [events.of(slice(*edge)) for edge in itertools.pairwise(edges)]
+    starts = [int(run.start[0]) for run in by_run]
     ends = np.zeros(len(numbers), int)
     np.maximum.at(ends, transfers.run, transfers.end)
     steps = [b - a for a, b in itertools.pairwise(starts)]
@@ -76,12 +76,12 @@ def times_of(
         "runs": numbers,
         "starts": starts,
         "ends": ends.tolist(),
-        "step": median(steps or (last - events.start[first]).tolist()),
+        "step": median(steps or [int(by_run[0].end.max()) - starts[0]]),
         "devices": len(np.unique(events.device)),
-        "exposed": _exposed(events, len(numbers)),
+        "exposed": [_exposed(run) for run in by_run],
         "times": _durations(transfers, fold, len(numbers), len(folds), permutes),
         "lanes": [
-            _lane(events, transfers, fold, k) if k in drawn else [] for k in range(len(numbers))
+            _lane(run, transfers, fold, k) if k in drawn else [] for k, run in enumerate(by_run)
         ],
     }
 
@@ -214,32 +214,29 @@ def _durations(
     return durations
 
 
-def _exposed(events: _Events, runs: int) -> list[float]:
-    """Return each run's nanoseconds of communication without computation, the mean over devices."""
-    exposed = []
-    for device in np.unique(events.device).tolist():
-        own = events.of(events.device == device)
-        exposed.append(_covered(own.of((own.row >= 0) | own.computes), runs))
-        exposed[-1] -= _covered(own.of(own.computes), runs)
-    return np.mean(exposed, 0).tolist()
+def _exposed(events: _Events) -> float:
+    """Return a run's nanoseconds of communication without computation, the mean over devices."""
+    computing = events.of(events.computes)
+    both = events.of(events.computes | (events.row >= 0))
+    return (_covered(both) - _covered(computing)) / len(np.unique(events.device))
 
 
-def _covered(events: _Events, runs: int) -> np.ndarray:
-    """Return the length of the union of each run's events, which are sorted by run and start."""
-    if not len(events.run):
-        return np.zeros(runs)
-    # The spans of different runs are moved apart, so that one running maximum serves all.
-    shift = events.run * (events.end.max() - events.start.min() + 1) - events.start.min()
-    start, end = events.start + shift, events.end + shift
+def _covered(events: _Events) -> int:
+    """Return the length of the union of each device's events, added up."""
+    if not len(events.start):
+        return 0
+    # The spans of devices are moved apart, so that one running maximum serves all.
+    shift = events.device.astype(int) * (events.end.max() - events.start.min() + 1)
+    order = np.argsort(events.start + shift)
+    start, end = (events.start + shift)[order], (events.end + shift)[order]
     until = np.maximum.accumulate(np.append(start[0], end))[:-1]
-    return np.bincount(events.run, np.maximum(end - np.maximum(start, until), 0), runs)
+    return int(np.maximum(end - np.maximum(start, until), 0).sum())
 
 
 def _lane(
-    events: _Events, transfers: _Events, fold: np.ndarray, run: int
+    own: _Events, transfers: _Events, fold: np.ndarray, run: int
 ) -> list[tuple[int, int, int]]:
     """Return (fold, start, end) on the first device, from the run's start; -1 is computation."""
-    own = events.of(events.run == run)
     of_device = own.of(own.device == own.device.min())
     start = int(own.start[0])
     gap = int(of_device.end.max() - start) // _PIECES

@@ -79,6 +79,8 @@ class Plane:
             columns = np.zeros((4, len(begins)), np.int64)
             values = {name: np.full(len(begins), ABSENT) for name in stats}
             for rows, number, value, begin in _columns(words, begins, ends):
+                if not keys and (number > 3).all():
+                    break  # only stats are left
                 for field in (1, 2, 3):
                     columns[field, rows[number == field]] = value[number == field]
                 if keys and (own := number == 4).any():

@@ -220,8 +220,7 @@ def read_folder(folder: Path) -> Programs:
     unread = []
     for file in newest.values():
         try:
-            mapped = _mapped(file)
-            contents.append((read_profile(mapped), read_programs(mapped)))
+            contents.append(_read_file(file))
         except (OSError, ValueError) as error:
             unread.append(f"{file}: {error}")
     devices = sum(profile.devices for profile, _ in contents)
@@ -250,9 +249,10 @@ def _log_folder(file: Path) -> Path:
     return Path(*log) if (plugins, profile) == ("plugins", "profile") else file.parent
 
 
-def _mapped(file: Path) -> memoryview:
-    """Return the contents of a file, which stay on the disk until they are read."""
+def _read_file(file: Path) -> tuple[Profile, list[Compiled]]:
     with file.open("rb") as opened:
         if not (size := os.fstat(opened.fileno()).st_size):
             raise ValueError("this is not a JAX profile: it is empty.")
-        return memoryview(mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ))
+        # What is not wanted stays on the disk.
+        contents = memoryview(mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ))
+    return read_profile(contents), read_programs(contents)
