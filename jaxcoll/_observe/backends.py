@@ -159,6 +159,15 @@ def _read_cpu(plane: Plane, _: int, found: Found) -> None:
             _add_named(plane, events, found, device, run & 0xFFFFFFFF)  # it was a signed number
 
 
+def _read_threads(plane: Plane, _: int, found: Found) -> None:
+    """Read a CPU's threads, each as a device: the oldest profiles tell neither runs nor devices."""
+    ends = [key for key, name in plane.names.items() if name.startswith("end: ")]
+    for thread, (_, line) in enumerate(plane.lines()):
+        for events in plane.events(line, _STATS):
+            events.stats["hlo_op"][np.isin(events.name, ends)] = ABSENT
+            _add_named(plane, events, found, thread, np.zeros(len(events.name), np.int32))
+
+
 TPU = Backend(
     re.compile(r"/device:TPU:(\d+)"), _read_tpu, has_numbers=False, runs_kernels=False,
     advice="record the profile while the program runs, with the default options of JAX's profiler",
@@ -169,14 +178,18 @@ GPU = Backend(
 )  # fmt: skip
 CPU = Backend(
     re.compile("/host:CPU()"), _read_cpu, has_numbers=True, runs_kernels=False,
-    advice="JAX before 0.7 records instructions on CPUs only with host_tracer_level=2",
+    advice="on CPUs, JAX before 0.7 records instructions only with host_tracer_level=2",
 )  # fmt: skip
+OLD_CPU = CPU._replace(read=_read_threads, has_numbers=False, runs_kernels=True)
 
 
 def find_backend(planes: Sequence[Plane]) -> Backend:
     """Return the backend that wrote a profile. The host's plane of a GPU has launches only."""
-    names = [plane.name for plane in planes]
-    return next((b for b in (TPU, GPU) if any(map(b.planes.fullmatch, names))), CPU)
+    for backend in (TPU, GPU):
+        if any(backend.planes.fullmatch(plane.name) for plane in planes):
+            return backend
+    known = [{*p.names.values(), *p.strings.values()} for p in planes if p.name == "/host:CPU"]
+    return CPU if any({"run_id", "Rendezvous"} & names for names in known) else OLD_CPU
 
 
 def _add_named(

@@ -289,6 +289,11 @@ class TestOfOldVersions:
         assert found.times[0].transfer == pytest.approx(11e-3)
         assert notes == () if devices == 4 else "measured on 1 of its 4 devices" in notes[0]
 
+    def test_the_oldest_have_a_thread_for_each_device(self):
+        found, notes = times_in(old_cpu(steps(*usual(), devices=4), is_oldest=True), hlo(devices=4))
+        assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
+        assert found.times[0].transfer == pytest.approx(11e-3)
+
     def test_groups_of_old_programs_are_not_lost(self, tmp_path):
         module = _hlo.hlo_module_from_text(
             hlo(devices=8, groups="[4,2]<=[2,4]T(1,0)")
@@ -302,7 +307,7 @@ class TestOfOldVersions:
     def test_without_instructions_it_says_what_to_do(self):
         found, notes = times_in(cpu([]))
         assert found is None
-        assert "no executions of instructions: JAX before 0.7 records" in notes[0]
+        assert "no executions of instructions: on CPUs, JAX before 0.7" in notes[0]
 
 
 def with_old_groups(message, depth=0):

@@ -173,20 +173,20 @@ def cpu(executions, *, module="jit_step", number=7, first=-310526449, rank=0):
     return plane.bytes()
 
 
-def old_cpu(executions, *, module="jit_step", number=7):
+def old_cpu(executions, *, module="jit_step", number=7, is_oldest=False):
     """The same as JAX 0.5 writes it: without runs and devices. Threads execute any device's."""
     plane, threads = Plane("/host:CPU"), {}
     spans = {}
     for e in executions:
         spans.setdefault((e.run, e.device), []).append(e)
     for (run, device), span in spans.items():
-        events = threads.setdefault((device + run) % 8, [])
+        events = threads.setdefault(device if is_oldest else (device + run) % 8, [])
         first = min(e.start for e in span)
         events.append(plane.event("ThreadpoolListener::StartRegion", first - 10, first - 10))
         for e in span:
             says = {"hlo_op": e.name, "hlo_module": module, "program_id": number}
             events.append(plane.event(e.name, e.start, e.end, **says))
-            if e.name.startswith("all-"):
+            if e.name.startswith("all-") and not is_oldest:
                 key = f"all reduce RendezvousKey{{run_id=RunId: {run - 382017608}, global_devices=[0,2]}}"
                 events.append(
                     plane.event("Rendezvous", e.start + 1, e.end - 1, num_threads=4, name=key)
