@@ -109,33 +109,25 @@ class _Reader:
         for site in computation.sites:
             try:
                 instruction = computation.parse(site)
-                if (
-                    sends(site.opcode)
-                    and _is_collective(instruction)
-                    and not self._is_call(instruction)
-                ):
-                    if not (chain := find_chain(computation, instruction)):
-                        items.append(self._collective(name, computation, instruction, site.at))
-                        continue
+                sent = sends(site.opcode) and self._is_collective(instruction)
+                if sent and (chain := find_chain(computation, instruction)):
                     self.chains.setdefault(name, []).append(chain)
-                    if chain[1] == "Start":
-                        items.append(self._collective(name, computation, instruction, site.at))
-                    continue
+                    sent = chain[1] == "Start"
+                elif not sent:
+                    items += self._calls(computation, instruction, site.at)
+                if sent:
+                    items.append(self._collective(name, computation, instruction, site.at))
             except ValueError as error:
                 if not sends(site.opcode):
                     raise
                 self.unread.append(str(error))
-                continue
-            items += self._calls(computation, instruction, site.at)
         return items
 
-    def _is_call(self, start: Instruction) -> bool:
-        """True for a start that calls its collective; others may call what adds two elements."""
-        for _, name in start.calls:
-            callee = self._module.computations.get(name)
-            if callee and any(sends(site.opcode) for site in callee.sites):
-                return True
-        return False
+    def _is_collective(self, instruction: Instruction) -> bool:
+        """True if it is one itself; False for an end, and for a start that calls a collective."""
+        callees = (self._module.computations.get(name) for _, name in instruction.calls)
+        is_call = any(sends(site.opcode) for callee in callees if callee for site in callee.sites)
+        return _is_collective(instruction) and not is_call
 
     def _calls(self, inside: Computation, instruction: Instruction, at: int) -> Iterator[Call]:
         """Yield the calls of an instruction; for an asynchronous pair, those of its start."""

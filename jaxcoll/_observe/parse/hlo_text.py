@@ -72,9 +72,7 @@ class Instruction(NamedTuple):
     @property
     def operand_names(self) -> tuple[str, ...]:
         """Names of its operands; an element of a tuple may be `name#index`."""
-        return tuple(
-            _COMMENT.sub("", x).rpartition(" ")[2].lstrip("%") for x in split(self.operands)
-        )
+        return _find_names(self.operands)
 
     @property
     def calls(self) -> list[tuple[str, str]]:
@@ -188,7 +186,7 @@ class Computation:
         name, *indices = name.split("#")
         text = self[name].type
         for index in indices:
-            text = _COMMENT.sub("", [*split(text[1:-1])][int(index)]).strip()
+            text = _split_tuple(text)[int(index)]
         return text
 
     def operands(self, instruction: Instruction) -> tuple[Operand, ...]:
@@ -366,6 +364,16 @@ def arrays(type_text: str) -> tuple[Operand, ...]:
         for dtype, dims in _ARRAY.findall(type_text)
         if dtype != "token"
     )
+
+
+@functools.lru_cache(maxsize=1024)  # some tuples have thousands of elements, and as many users
+def _split_tuple(type_text: str) -> tuple[str, ...]:
+    return tuple(split(_COMMENT.sub("", type_text)[1:-1]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_names(operands: str) -> tuple[str, ...]:
+    return tuple(x.rpartition(" ")[2].lstrip("%") for x in split(_COMMENT.sub("", operands)))
 
 
 def split(text: str) -> Iterator[str]:
