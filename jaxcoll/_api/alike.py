@@ -55,11 +55,11 @@ def broadcast(
 def same(value: Any, axis_name: str | tuple[str, ...] | None = None) -> Any:
     """Declare that a value is the same on every replica where the program does not prove it.
 
-    Use it for a number from a host callback (`jax.pure_callback`), a value read from a reference,
-    or a hand-written sum, if it becomes an output, a predicate or a parameter. Nothing is sent. On
-    the first call with arguments of each shape, `jc.data_parallel` and `strategy.run` compare the
-    copies bit by bit, across processes too. There is no such check anywhere else, nor in a program
-    compiled by `.lower(...).compile()`.
+    Use it for a number from a host callback (`jax.pure_callback`) or a hand-written sum, if it
+    becomes an output, a predicate or a parameter. Nothing is sent. On the first call with arguments
+    of each shape, `jc.data_parallel` and `strategy.run` compare the copies bit by bit, across
+    processes too. There is no such check anywhere else, nor in a program compiled by
+    `.lower(...).compile()`.
 
     Args:
       value: a pytree of arrays.

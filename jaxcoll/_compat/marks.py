@@ -5,6 +5,8 @@ They compute nothing in the forward pass and leave nothing in a compiled program
 
 from __future__ import annotations
 
+import dis
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -175,7 +177,35 @@ def in_backward(eqn: Any) -> bool:
 
 def is_our_reduction(eqn: Any) -> bool:
     """Return True if an equation belongs to a pack of one of jaxcoll's reductions."""
-    return any(re.fullmatch(r"all_reduce_[0-9a-f]{6}/pack\d+", x.name) for x in _scopes(eqn))
+    return any(re.fullmatch(r"[a-z_]+_[0-9a-f]{6}/pack\d+", x.name) for x in _scopes(eqn))
+
+
+def only_raises(eqn: Any) -> bool:
+    """Return True if an equation calls a host function whose code has no way to return."""
+    code = getattr(getattr(eqn.params.get("callback"), "callback_func", None), "__code__", None)
+    ends = [] if code is None else [x.opname for x in dis.get_instructions(code)]
+    return bool(ends) and not any(name.startswith(("RETURN", "YIELD")) for name in ends)
+
+
+def is_lowered_to_functions(eqn: Any) -> bool:
+    """Return True if an equation is compiled to functions of its operands alone.
+
+    XLA may run a custom call without side effects once, or never; so it is one of these functions.
+    Not so what reads the device's number, calls the host, or communicates.
+    """
+    types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+    call = functools.partial(eqn.primitive.bind, **eqn.params)
+    try:
+        text = jax.jit(call).lower(*types).as_text()
+    except Exception:  # it cannot be lowered by itself, or not for the devices here
+        return False
+    return not _NO_FUNCTION.search(text)
+
+
+_NO_FUNCTION = re.compile(
+    r"stablehlo\.(all_|collective|cross|infeed|partition_id|recv|reduce_sc|replica_id|rng\b|send)"
+    r"|custom_call @\w*callback|has_side_effect = true"
+)
 
 
 def _scopes(eqn: Any) -> tuple[Any, ...]:

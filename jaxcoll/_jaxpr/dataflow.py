@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._jaxpr.subjaxprs import called, carry_of, jaxpr_of, root_solver
+from jaxcoll._jaxpr.subjaxprs import called, carry_of, ends_in_error, jaxpr_of, root_solver
 
 
 def union(facts: Iterable[int]) -> int:
@@ -44,6 +44,10 @@ class Dataflow:
             self._read[key] = jaxpr, outs
         return self._read[key][1]
 
+    def forget(self) -> None:
+        """Read programs anew, after a fact changed that is none of their inputs."""
+        self._read.clear()
+
     def captured(self, var: Any) -> int:
         """Return the fact of a constant of a program."""
         raise NotImplementedError
@@ -56,7 +60,7 @@ class Dataflow:
         """Return the fact of a value that depends on a condition with the fact `by`."""
         raise NotImplementedError
 
-    def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn) -> None:
+    def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn, ins: Sequence[int]) -> None:
         """Check the programs of a branch or loop, whose condition has the fact `by`."""
         raise NotImplementedError
 
@@ -75,7 +79,9 @@ class Dataflow:
         if name == "cond":
             by, *operands = ins
             branches = [*map(jaxpr_of, eqn.params["branches"])]
-            self.decided(by, branches, eqn)
+            self.decided(by, branches, eqn, ins)
+            # After a branch that raises there is no value: it is that of the other branches.
+            branches = [b for b in branches if not ends_in_error(b)] or branches
             outs = zip(*(self.outputs(branch, operands) for branch in branches), strict=True)
             facts = [*map(union, outs)]
             return [
@@ -118,7 +124,7 @@ class Dataflow:
                 for fact, change in zip(carry, changes, strict=True)
             ]
             if chosen == carry:
-                self.decided(until, [body, condition], eqn)
+                self.decided(until, [body, condition], eqn, [*of_condition, *ins])
                 return carry
             ins = [*ins[:first], *chosen]
 

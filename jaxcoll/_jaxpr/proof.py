@@ -61,6 +61,8 @@ _FUNCTIONS |= {
     "reduced_vary_cast",
 }  # fmt: skip
 """Functions of their operands: JAX's public list, and the others in JAX 0.10 to 0.12."""
+_OF_REFS = {"get", "swap", "addupdate", "accum_grad_in_ref", "freeze"}
+"""They read or change a mutable reference, their first operand."""
 _ON_REFS = {"get", "swap", "addupdate", "masked_load", "masked_swap", "program_id", "num_programs"}
 """Functions of a program's operands if it makes its mutable references itself, as a kernel does."""
 _PLAIN = {"add", "add_any", "sub", "mul", "div", "neg", "max", "min", "exp", "log", "tanh", "sqrt"}
@@ -78,9 +80,21 @@ _MOVES |= {"convert_element_type", "broadcast_in_dim", "concatenate", "select_n"
 _CHOSEN = """\
 {kind} over {axis!r}{at} is in a {where} that replicas decide separately: the condition{line} \
 differs between them, so some would wait for others that never arrive, or exchange unrelated \
-values. Move it out of the {where}; or make the condition the same everywhere, for example with \
+values. {advice}"""
+
+_MOVE_OUT = """\
+Move it out of the {where}; or make the condition the same everywhere, for example with \
 `lax.pmax(..., {axis!r})`; or compute both sides and select with `jnp.where`. If the condition is \
 the same but jaxcoll cannot prove it, mark it: `jc.same(...)`."""
+
+_SOLVER = """\
+This is a backward pass: the cotangents of what the {where} computed come from each replica's own \
+loss. If it solves the same problem on every replica, average the cotangent of its solution: use \
+`jc.sync_in_backward(solution, {axis!r})` in the solution's place."""
+
+_OWN_GRADIENT = """ \
+If the condition depends on a gradient taken inside{gradient}: it is that of each replica's own \
+loss, even if the loss is averaged. Take it of `jc.mean_loss(loss, {axis!r})`, or average it."""
 
 _DIFFERENT = """\
 `{caller}` over {axis!r}: {leaf} must be the same on every replica, but differs between them, or \
@@ -138,6 +152,14 @@ class Proven:
         )
         return next(filter(None, map(settings.line_of_gradient, every)), "")
 
+    def callback_line(self, k: int) -> str:
+        """Return the user's line of a host callback that output `k` depends on; "" if none."""
+        behind = _behind(self.jaxpr, self.jaxpr.outvars[k])
+        every = (
+            e for eqn in behind for e in (eqn, *(e for p in programs(eqn) for e in equations(p)))
+        )
+        return next((settings.users_line(e) for e in every if "callback" in e.primitive.name), "")
+
     def line(self, k: int) -> str:
         """Return the user's line that computed output `k`; "" if it is not known."""
         return _line_behind(self.jaxpr, self.jaxpr.outvars[k])
@@ -164,7 +186,7 @@ def prove(
     proof = _Proof(axes, narrow_sums_abort=narrow_sums_abort)
     jaxpr = jaxpr_of(program)
     facts = [sum(bit for axis, bit in proof.bit.items() if axis in along) for along in inputs]
-    facts = proof.outputs(jaxpr, facts)
+    facts = proof.fixed_outputs(jaxpr, facts)
     # An empty array cannot differ.
     facts = [
         fact if getattr(x.aval, "size", 1) else 0
@@ -178,7 +200,7 @@ def same_outputs(program: Any, axes: Mapping[str, int]) -> list[frozenset[str]]:
     """Return the axes along which each output of a program is the same for any inputs."""
     jaxpr = jaxpr_of(program)
     proof = _Proof(axes, refuses=False, varying={*jaxpr.constvars})
-    facts = proof.outputs(jaxpr, [proof.all] * len(jaxpr.invars))
+    facts = proof.fixed_outputs(jaxpr, [proof.all] * len(jaxpr.invars))
     return [frozenset(a for a, bit in proof.bit.items() if not fact & bit) for fact in facts]
 
 
@@ -200,6 +222,21 @@ class _Proof(Dataflow):
         self._varying = varying
         self._narrow_sums_abort = narrow_sums_abort
         self._sums: dict[int, tuple[JaxprEqn, Jaxpr, list[int]]] = {}
+        # By the id of the equation that makes a reference: its number, as a bit above the axes' in
+        # the fact of the reference; and the fact of all that it ever holds
+        self._refs: dict[int, tuple[int, int]] = {}
+        self._first_ref = 1 << _BITS * len(sizes)
+        self._functions: dict[int, bool] = {}  # by the id of an equation
+        self._around: list[JaxprEqn] = []  # the equations whose programs are being read
+
+    def fixed_outputs(self, jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
+        """Return the facts of the outputs, once those of mutable references do not change."""
+        while True:
+            before = dict(self._refs)
+            facts = self.outputs(jaxpr, inputs)
+            if self._refs == before:
+                return facts
+            self.forget()
 
     def captured(self, var: Any) -> int:
         return self.all if var in self._varying else 0
@@ -218,13 +255,39 @@ class _Proof(Dataflow):
             return ins
         if name not in _PLAIN:
             if programs(eqn):
-                return self.inside(eqn, ins)
+                self._around.append(eqn)
+                results = self.inside(eqn, ins)
+                self._around.pop()
+                return results
             if named := self._axes_in(eqn.params):
                 return self._exchange(eqn, ins, named, jaxpr)
+            if name == "new_ref":
+                ref, held = self._refs.get(id(eqn), (self._first_ref << len(self._refs), 0))
+                self._refs[id(eqn)] = ref, held | union(ins)
+                return [ref]
+            if name in _OF_REFS:
+                return self._on_ref(eqn, *ins)
             if not self._is_function(eqn):
-                return [union(ins) | self.all] * count
+                return self._unknown(ins) * count
         fact = union(ins)
         return [self._of_parts(eqn, fact) if fact & self.all * (_PART | _LOCAL) else fact] * count
+
+    def _on_ref(self, eqn: JaxprEqn, ref: int, *others: int) -> list[int]:
+        """Return the facts of the results of an equation that reads or changes a reference."""
+        if eqn.primitive.name not in ("get", "freeze"):
+            self._write(ref, union(others))
+        held = [held for bit, held in self._refs.values() if ref & bit] or [self.all]
+        return [union([*held, *others])] * len(eqn.outvars)
+
+    def _write(self, refs: int, fact: int) -> None:
+        for key, (bit, held) in self._refs.items():
+            if refs & bit:
+                self._refs[key] = bit, held | fact
+
+    def _unknown(self, ins: Sequence[int]) -> list[int]:
+        """Return the fact of the result of an unknown equation, which may change references."""
+        self._write(union(ins), self.all)
+        return [union(ins) % self._first_ref | self.all]
 
     def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         bodies = programs(eqn)
@@ -235,7 +298,7 @@ class _Proof(Dataflow):
         on_refs = set() if any(map(is_ref, eqn.invars)) else _ON_REFS
         nested = (e for body in bodies for e in equations(body))
         known = all(e.primitive.name in on_refs or self._is_function(e) for e in nested)
-        return [union(ins) | self.all * (not known)] * len(eqn.outvars)
+        return ([union(ins)] if known else self._unknown(ins)) * len(eqn.outvars)
 
     def _axes_in(self, params: Mapping[str, Any]) -> int:
         """Return the axes that an equation's parameters name, as bits."""
@@ -252,13 +315,18 @@ class _Proof(Dataflow):
     def _is_function(self, eqn: JaxprEqn) -> bool:
         """True if the results depend on the operands alone, and not on the replica."""
         name = eqn.primitive.name
-        return (
-            (name in _FUNCTIONS or name in _SILENT or bool(programs(eqn)))
-            and not any(word in name for word in _FROM_ELSEWHERE)
-            and not any("NamedAxis" not in type(e).__name__ for e in eqn.effects)
-            and not any(map(is_ref, eqn.invars))
-            and not self._axes_in(eqn.params)
-        )
+        if (
+            any(word in name for word in _FROM_ELSEWHERE)
+            or any("NamedAxis" not in type(e).__name__ for e in eqn.effects)
+            or any(map(is_ref, eqn.invars))
+            or self._axes_in(eqn.params)
+        ):
+            return False
+        if name in _FUNCTIONS or name in _SILENT or programs(eqn):
+            return True
+        if id(eqn) not in self._functions:
+            self._functions[id(eqn)] = marks.is_lowered_to_functions(eqn)
+        return self._functions[id(eqn)]
 
     def _mark(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
         name, params = eqn.primitive.name, eqn.params
@@ -340,21 +408,28 @@ class _Proof(Dataflow):
             at = at_line(settings.users_line(eqn))
             raise ValueError(_LOCAL_NORM.format(axis=self._axis(both), at=at))
 
-    def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn) -> None:
+    def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn, ins: Sequence[int]) -> None:
         """Refuse a collective over an axis along which the condition `by` varies."""
+        self._write(union(ins), by)  # only some replicas may change a reference there
         if not by & self._checked:
             return
         where, line = "branch", settings.users_line(eqn)
         if eqn.primitive.name == "while":
             condition = jaxpr_of(bodies[-1])
             where, line = "loop", _line_behind(condition, condition.outvars[0])
-        for inner in (e for body in bodies for e in equations(body)):
+        inside = [e for body in bodies for e in equations(body)]
+        for inner in inside:
             name = inner.primitive.name
             if name in _SILENT or programs(inner):
                 continue
             if named := self._axes_in(inner.params) & by & self._checked:
-                axis, at = self._axis(named), at_line(settings.users_line(inner))
-                fields = {"axis": axis, "at": at, "where": where, "line": at_line(line)}
+                fields = {"axis": self._axis(named), "where": where}
+                gradient = next(filter(None, map(settings.line_of_gradient, inside)), "")
+                backward = any(map(marks.in_backward, self._around))
+                takes_gradient = gradient or any(map(marks.in_backward, inside))
+                advice = _SOLVER if backward else _MOVE_OUT + _OWN_GRADIENT * bool(takes_gradient)
+                fields["advice"] = advice.format(gradient=at_line(gradient), **fields)
+                fields |= {"at": at_line(settings.users_line(inner)), "line": at_line(line)}
                 raise ValueError(_CHOSEN.format(kind=f"`{name}`", **fields))
 
     def _axis(self, bits: int) -> str:

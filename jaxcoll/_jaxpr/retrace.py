@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -34,7 +35,12 @@ class Traced:
 
     def outputs(self, *inputs: Any) -> list[jax.Array]:
         """Return the arrays of the result, for inputs like those that it was traced with."""
-        return list(self.call(*jax.tree.leaves(inputs)))
+        return self.as_arrays(self.call(*jax.tree.leaves(inputs)))
+
+    def as_arrays(self, outputs: Sequence[Any]) -> list[jax.Array]:
+        """Return the outputs of a call as arrays: a constant one is a number of Python or NumPy."""
+        outs = zip(outputs, self.program.out_avals, strict=True)
+        return [x if isinstance(x, jax.Array) else jnp.asarray(x, y.dtype) for x, y in outs]
 
     def evaluate(self) -> Any:
         """Return the result of a function without inputs, as part of the current trace."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jaxcoll._compat import marks
+
 _CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
 """Primitives that run one program, once, on the equation's operands."""
@@ -61,6 +63,12 @@ def equations(program: Any) -> Iterator[JaxprEqn]:
         yield eqn
         for body in programs(eqn):
             yield from equations(body)
+
+
+def ends_in_error(program: Any) -> bool:
+    """True if a program always calls a host function that only raises."""
+    bodies = filter(None, map(called, jaxpr_of(program).eqns))
+    return any(map(marks.only_raises, jaxpr_of(program).eqns)) or any(map(ends_in_error, bodies))
 
 
 def contains(program: Any, primitive: str) -> bool:

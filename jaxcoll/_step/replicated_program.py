@@ -53,6 +53,10 @@ own loss, or by `jax.grad` of `jc.mean_loss(loss)`; or pass check_vma=True, so t
 sum the gradient of an averaged loss. If a library takes the gradient of a sum over replicas, such \
 as a log-density, write `lax.axis_size({axis!r}) * jc.mean_loss(share)(x)` in the sum's place."""
 
+_OF_HOST = """ \
+It depends on the host callback at {line}, which may return another value on another process; if \
+it is the same on all, mark it: `jc.same(...)`."""
+
 _LOST = """\
 `data_parallel`: the step changes {name} in place{others} and neither returns nor uses the new \
 value, so the change would be lost: as with `jax.jit`, a step works on copies of the objects among \
@@ -235,6 +239,8 @@ class Outputs:
         text = message.format(name=_name(path), axes=listed(wrong), at=at)
         if proven and (line := proven.gradient_line(k)):
             text += _OWN_GRADIENT.format(line=line, axis=wrong[0])
+        if proven and (line := proven.callback_line(k)):
+            text += _OF_HOST.format(line=line)
         raise ValueError(text)
 
     def _check_changes(self, jaxpr: Any) -> None:

@@ -4,15 +4,19 @@ import collections
 import re
 import sys
 
+import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import mapped
 from jax import lax
-from jax.experimental import io_callback
+from jax.experimental import io_callback, sparse
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive, primitives
+from jax.interpreters import mlir
+from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxpr.random_programs import by_host, tried
 
 import jaxcoll as jc
@@ -51,10 +55,69 @@ def kernel(fill):
     return pl.pallas_call(body, out_shape=out_shape, interpret=True)()
 
 
-def by_ref(x, w):
+def by_ref(x, w, chosen=None, turns=1):
+    """A reference that is written in a branch, in a loop, in a jitted function."""
     ref = jax.new_ref(w)
-    ref[...] = x
-    return ref[...]
+
+    @jax.jit
+    def write(ref, x):
+        ref[...] = x
+
+    def turn(_, carry):
+        if chosen is None:
+            write(ref, x)
+        else:
+            lax.cond(chosen(), lambda: write(ref, x), lambda: None)
+        return carry
+
+    lax.fori_loop(0, turns if isinstance(turns, int) else jnp.int32(turns), turn, 0)
+    return jax.freeze(ref)
+
+
+def swapped(w, x):
+    """What an earlier turn of a loop has written."""
+    first, second = jax.new_ref(w), jax.new_ref(w)
+
+    def turn(_, carry):
+        first[...] = second[...]
+        second[...] = x
+        return carry
+
+    lax.fori_loop(0, 3, turn, 0)
+    return first[...]
+
+
+own_p = Primitive("own")
+own_p.def_abstract_eval(lambda x, op: x)
+
+
+def lower_own(ctx, x, op):
+    if op == "sine":
+        return [hlo.sine(x)]
+    if op == "partition_id":
+        return [hlo.convert(x.type, hlo.partition_id())]
+    raise NotImplementedError(op)
+
+
+mlir.register_lowering(own_p, lower_own)
+
+
+def exported(w):
+    of = jax.export.export(jax.jit(jnp.sin))(jax.ShapeDtypeStruct((), jnp.float32))
+    return of.call(w)
+
+
+def bcoo(scale):
+    return scale * sparse.BCOO.fromdense(jnp.eye(2), nse=2)
+
+
+def raises(_):
+    raise ValueError("bad")
+
+
+def or_error(value, wrong, host=raises):
+    shape = jax.ShapeDtypeStruct((), np.float32)
+    return lax.cond(wrong, lambda: jax.pure_callback(host, shape, 0), lambda: value)
 
 
 def root(f, w):
@@ -104,7 +167,22 @@ PROGRAMS = {
     ),
     "the host": (lambda x, w: (by_host(w), total(by_host(w)), jax.jit(by_host)(w), jc.same(by_host(w), AXIS),
                                io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32))), [True, False, True, False, True]),
-    "bits of the device": (lambda x, w: (lax.rng_uniform(0.0, 1.0, (2,)), by_ref(x, w)), [True, True]),
+    "bits of the device": (lambda x, w: (lax.rng_uniform(0.0, 1.0, (2,)), own_p.bind(w, op="partition_id")), [True, True]),
+    "a primitive of its own": (
+        lambda x, w: (own_p.bind(w, op="sine"), own_p.bind(x, op="sine"), own_p.bind(w, op="unknown"),
+                      exported(w), bcoo(w) @ jnp.ones(2) * w, bcoo(x) @ jnp.ones(2)),
+        [False, True, True, False, False, True],
+    ),
+    "references": (
+        lambda x, w: (by_ref(w, w), by_ref(x, w), by_ref(total(x), w), by_ref(w, w, lambda: x > 0),
+                      by_ref(w, w, lambda: w > 0), by_ref(w, w, turns=x), swapped(w, x)),
+        [False, True, False, True, False, True, True],
+    ),
+    "the operand or an error": (
+        lambda x, w: (or_error(w, w > 0), or_error(w, x > 0), or_error(x, w > 0),
+                      eqx.error_if(w, jnp.isnan(w), "not a number"), or_error(w, w > 0, lambda _: np.float32(1))),
+        [False, False, True, False, True],
+    ),
     "solvers": (
         lambda x, w: (
             lax.custom_linear_solve(lambda v: v * w, w, lambda _, b: b / w, symmetric=True),

@@ -251,6 +251,34 @@ def test_shards_within_a_host_and_sums_between(how):
     close(got, one_device()[1][0], rtol=2e-5)
 
 
+CONSTANTS = {  # a layer, the first carry of an array, and the array in a carry
+    "results": (lambda x, w: (x @ w, {"rows": 3, "flag": True, "none": None, "row": np.arange(3)}), lambda x: x, lambda c: c),
+    "a scale that is reset": (lambda c, w: ((jnp.tanh(c[0] @ w) * c[1], 1.0), None), lambda x: (x, 2.0), lambda c: c[0]),
+    "a flag and None": (lambda c, w: ((jnp.where(c[1], c[0] @ w, c[0]), True, None), 1.0), lambda x: (x, False, None), lambda c: c[0]),
+    "no carry": (lambda c, w: ((), w[0] ** 2), lambda x: (), lambda c: jnp.zeros(1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constant_results_and_carries(name, remat):
+    layer, first, last = CONSTANTS[name]
+
+    def loss(w, x, scan):
+        carry, results = scan(layer, first(x), w)
+        return jnp.mean(last(carry) ** 2) + sum(
+            jnp.mean(y.astype("f")) for y in jax.tree.leaves(results)
+        )
+
+    def step(w, x):
+        scan = lambda layer, x, w: jc.scan_layers(layer, x, w, "data", remat=remat)
+        return jc.value_and_grad(lambda w: loss(w, x, scan), "data")(w)
+
+    value, grads = jc.data_parallel(step)(jc.shard(STACK["w"], "data", stacked=True), X)
+    want = jax.value_and_grad(lambda w: loss(w, X, lax.scan))(STACK["w"])
+    close((value, jc.unshard(grads)), want, rtol=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [True, False])
 def test_keys_and_integers_travel_along(remat):

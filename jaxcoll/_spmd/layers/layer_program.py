@@ -78,7 +78,7 @@ def residuals_of(
             run = jax.checkpoint(outputs_of, policy=policy, prevent_cse=False)
         differentiated = [x for m, x in zip(wanted, inputs, strict=True) if m]
         _, pull, outs = jax.vjp(run, *differentiated, has_aux=True)
-        return outs, pull
+        return layer.as_arrays(outs), pull
 
     program = traced(forward, *arrays)
     results, carried = len(layer.program.jaxpr.outvars), len(arrays[0])
