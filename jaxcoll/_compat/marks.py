@@ -9,7 +9,7 @@ import dis
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +47,18 @@ def same(
 
 
 def checked(
-    x: Any, leaves: Mapping[str, Any], axes: Sequence[str], caller: str, *, rows: bool = False
+    x: Any,
+    leaves: Mapping[str, Any],
+    axes: Sequence[str],
+    caller: str,
+    needs: Literal["same", "rows", "summands"] = "same",
 ) -> Any:
     """Return `x`, and record that `caller` needs named leaves to be the same along `axes`.
 
-    With `rows` they must differ instead, as each replica holds its own rows.
+    Or they must be "rows", which differ, as each replica holds its own; or they are the "summands"
+    of `x`, which count repeatedly if all replicas hold them.
     """
-    params = {"axes": tuple(axes), "caller": caller, "leaves": tuple(leaves), "rows": rows}
+    params = {"axes": tuple(axes), "caller": caller, "leaves": tuple(leaves), "needs": needs}
     return _checked_p.bind(x, *map(jnp.asarray, leaves.values()), **params)
 
 

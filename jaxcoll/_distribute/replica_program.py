@@ -40,7 +40,7 @@ from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import InPlace, place
 from jaxcoll._mesh.world import worlds_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import check_not_empty, is_array
+from jaxcoll._plan.packs.leaves import check_not_empty, is_array, refuse_tied
 from jaxcoll._spmd.check_replicas import Claims
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
@@ -188,6 +188,7 @@ def run_on_replicas(
 
     The result has a distributed value for each array, or is a single one if `as_one`.
     """
+    refuse_tied(arguments, caller)
     settings = (without_deadline(options), context, as_one)
     program = replica_program(devices, function, *settings)
     with no_mesh():

@@ -28,6 +28,7 @@ from jaxcoll._elastic.run import Job, Run
 from jaxcoll._elastic.steps import Steps
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import count, positive, seconds
+from jaxcoll._plan.packs.leaves import refuse_tied
 from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll._train.diloco import DiLoCo, check_state
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
@@ -108,6 +109,7 @@ class Elastic:
         every: int = 100,
         report: Callable[[int, Any], None] | None = None,
     ) -> None:
+        refuse_tied(state, "Elastic")
         axis = _checked_axis(step, state)
         fewest = positive("Elastic", "min_workers", min_workers)
         most = None if max_workers is None else positive("Elastic", "max_workers", max_workers)

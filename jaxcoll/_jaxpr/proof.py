@@ -334,7 +334,10 @@ class _Proof(Dataflow):
         if name == marks.PARTS:
             return [ins[0] | named * (_VARIES | _PART | _MOVED)]
         if name == marks.CHECKED:
-            self._check_leaves(ins[1:], named, **params)
+            if params["needs"] == "summands":
+                self._note_sums(eqn, ins[1:], jaxpr)
+            else:
+                self._check_leaves(ins[1:], named, **params)
             return ins[:1]
         count = len(eqn.outvars)
         results, before = ins[:count], ins[count:]
@@ -350,9 +353,10 @@ class _Proof(Dataflow):
         return results
 
     def _check_leaves(
-        self, facts: Sequence[int], named: int, leaves: Any, caller: str, rows: bool, **_: Any
+        self, facts: Sequence[int], named: int, leaves: Any, caller: str, needs: str, **_: Any
     ) -> None:
         """Refuse leaves that differ but must not, or that are the same but should be rows."""
+        rows = needs == "rows"
         for leaf, fact in zip(leaves, facts, strict=True):
             if wrong := named & self._checked & (~fact if rows else fact):
                 fields = {"leaf": leaf, "axis": self._axis(wrong), "caller": caller}
@@ -373,6 +377,8 @@ class _Proof(Dataflow):
                 self._note_sums(eqn, ins, jaxpr)
             return [(fact | (0 if gathers else (fact & named) << 1)) & clear for fact in ins]
         reduced = named * _REDUCED if name == "reduce_scatter" else 0
+        if reduced and whole and not marks.is_our_reduction(eqn):
+            self._note_sums(eqn, ins, jaxpr)
         return [union(ins) & clear | named | reduced] * len(eqn.outvars)
 
     def _note_sums(self, eqn: JaxprEqn, ins: Sequence[int], jaxpr: Jaxpr) -> None:
@@ -439,8 +445,9 @@ class _Proof(Dataflow):
         """Yield the sums of values that a reduction has already made the same along their axis."""
         for eqn, jaxpr, facts in self._sums.values():
             again = self._axes_in(eqn.params) & self._checked
-            atoms = eqn.invars[-len(facts) :]  # jaxcoll's mark has the reduced values last
-            for fact, atom, out in zip(facts, atoms, eqn.outvars, strict=True):
+            atoms = eqn.invars[-len(facts) :]  # jaxcoll's marks have the reduced values last
+            outs = eqn.outvars if len(eqn.outvars) == len(facts) else eqn.outvars * len(facts)
+            for fact, atom, out in zip(facts, atoms, outs, strict=True):
                 bits = again & ~fact & fact // _REDUCED
                 if not bits or marks.in_backward(eqn):
                     continue

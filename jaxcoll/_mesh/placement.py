@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._compat.axes import as_weak
-from jaxcoll._plan.packs.leaves import argument_name, is_array, shape_of
+from jaxcoll._plan.packs.leaves import argument_name, is_array, refuse_tied, shape_of
 from jaxcoll._plan.packs.packing import LANES
 from jaxcoll._spmd.scope import listed
 from jaxcoll._spmd.shards import Shards, is_shards
@@ -258,6 +258,7 @@ def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: An
 
 def check_concrete(args: Any, kwargs: Any, name_of: Callable[[int | str], str]) -> None:
     """Refuse arguments of a step that are being traced or are not arrays, naming the first."""
+    refuse_tied({**{name_of(i): x for i, x in enumerate(args)}, **kwargs}, "data_parallel")
     leaves = jax.tree.leaves((args, kwargs))
     kinds = {type(x): x for x in leaves}
     invalid = {kind for kind, leaf in kinds.items() if not _may_be_placed(leaf)}

@@ -42,6 +42,7 @@ def reduce_scatter(
     *,
     scope: Scope,
     layout: ShardLayout | None = None,  # None: a new one
+    repeats: bool = False,  # counting equal values once per replica is intended, so do not warn
 ) -> Shards:
     """Return this replica's part of the reduced tree; see `jc.reduce_scatter`."""
     axes = bound_axes(axis_name, "reduce_scatter")
@@ -62,6 +63,10 @@ def reduce_scatter(
     scope.record(plan)
     parts = _scattered(arrays, plan, layout, recipes, axes)
     parts = tuple(marks.part_of_sum(part, tuple(axes)) for part in parts)
+    if reduce_op is ReduceOp.SUM and not repeats and not _compat.types_tracked():
+        summed = [{leaves[s.leaf].path: arrays[s.leaf] for s in p.segments} for p in layout.packs]
+        over = tuple(axes), "reduce_scatter", "summands"
+        parts = tuple(marks.checked(x, xs, *over) for x, xs in zip(parts, summed, strict=True))
     return Shards(parts, layout, tuple(axes))
 
 

@@ -18,7 +18,7 @@ from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.replica_rows import ReplicaRows
 from jaxcoll._plan.checks import kind_of, positive, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
-from jaxcoll._plan.packs.leaves import flattened, is_array
+from jaxcoll._plan.packs.leaves import flattened, is_array, refuse_tied
 from jaxcoll._spmd.batch import Call, check_shares
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
 
@@ -273,6 +273,7 @@ def check_state(state: Any, here: int) -> None:
 def _named(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
     """Return the leaves of both trees with their names in messages."""
     trees = ("params", params), ("opt_state", opt_state)
+    refuse_tied(dict(trees), "diloco")
     return [(name + path, leaf) for name, tree in trees for path, leaf in flattened(tree)[0]]
 
 

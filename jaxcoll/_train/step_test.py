@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxcoll._jaxpr.subjaxprs import equations
 from jaxcoll._mesh.mesh import checked_mesh, takes_mesh, with_mesh
 from jaxcoll._mesh.shard_arrays import cut, joined
-from jaxcoll._plan.packs.leaves import is_array
+from jaxcoll._plan.packs.leaves import is_array, refuse_tied
 from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.batch import Signature, slots
@@ -97,6 +97,7 @@ def assert_same_as_one_device(
         the output: its change by other rows is 8.0 times as large
     """
     on, mesh = _runner(step, mesh, batch_argnums, kwargs)
+    refuse_tied((args, kwargs), "assert_same_as_one_device")
     args, kwargs = jax.tree.map(_on_host, (args, kwargs))  # host arrays cannot be donated
     first = mesh.devices[(slice(1),) * mesh.devices.ndim]
     together, alone = on(mesh), on(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types))

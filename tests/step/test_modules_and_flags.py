@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import jaxcoll as jc
 
@@ -155,3 +156,85 @@ def test_a_flag_of_the_loss_is_pythons_own():
     for of in (jc.value_and_grad(own, "data"), jc.accumulate(own, "data", 2)):
         step = jc.data_parallel(lambda w, batch, f=of: f(w, batch, train=True, mode="mean")[0])
         np.testing.assert_allclose(step(w, X), 6 * X.sum(1).mean(), rtol=1e-5)
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        self.first = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.last = self.first
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.first(x)))[:, 0]
+
+
+BOTH = r"first\.bias and leaf \S*last\.bias are one variable .* `graph, state = nnx.split"
+tied_step = lambda m, batch: jc.pmean(loss(m, batch))
+ENTRIES = {
+    "a step": lambda m: jc.data_parallel(tied_step)(m, BATCH),
+    "a step's program": lambda m: jc.data_parallel(tied_step).lower(m, BATCH),
+    "the test of a step": lambda m: jc.assert_same_as_one_device(jc.data_parallel(tied_step), m, BATCH),
+    "a strategy": lambda m: jc.MirroredStrategy().run(lambda m: m(X), args=(m,)),
+    "Elastic": lambda m: jc.Elastic(jc.data_parallel(lambda s, batch: (s, 0.0)), {"m": m}),
+    "DiLoCo": lambda m: jc.diloco(lambda p, s, b: (p, s, 0.0), every=2).init(m, ()),
+    "a gradient": lambda m: jc.data_parallel(lambda b: jc.grad(loss)(m, b))(BATCH),
+    "a mean loss": lambda m: jc.data_parallel(lambda b: jc.mean_loss(loss)(m, b))(BATCH),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_layer_at_two_paths_is_refused(entry):
+    with pytest.raises(ValueError, match=BOTH):
+        ENTRIES[entry](Tied())
+
+
+def test_a_tied_module_trains_as_its_state_and_equal_arrays_are_no_tie():
+    graph, state = nnx.split(Tied())
+    of_state = lambda state, batch: loss(nnx.merge(graph, state), batch)
+    value, grads = jc.data_parallel(jc.value_and_grad(of_state, "data"))(state, BATCH)
+    want = jax.value_and_grad(of_state)(state, BATCH)
+    np.testing.assert_allclose(value, want[0], rtol=1e-5)
+    for got, one in zip(jax.tree.leaves(grads), jax.tree.leaves(want[1]), strict=True):
+        np.testing.assert_allclose(got, one, rtol=1e-4, atol=1e-6)
+    array = jnp.ones(3)
+    layer = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    shared = {
+        "w": array,
+        "target": array,
+        "one": layer,
+        "other": layer,
+        "net": Net(),
+        "state": [state, state],
+    }
+    assert jc.data_parallel(lambda s, batch: jc.pmean(batch.mean() * s["w"]))(shared, X).shape == (
+        3,
+    )
+
+
+def test_fp8_state_of_flax_is_not_averaged():
+    state = {
+        "params": {"w": np.ones(3, "f")},
+        "_overwrite_with_gradient": {"amax": np.ones(4, "f")},
+    }
+
+    def own(p, batch):
+        history = (
+            jnp.roll(p["_overwrite_with_gradient"]["amax"], 1).at[0].set(jnp.abs(batch[0]).max())
+        )
+        amax = p["_overwrite_with_gradient"]["amax"] * lax.stop_gradient(history)
+        return loss(lambda x: x @ p["params"]["w"], batch) + jnp.sum(amax - lax.stop_gradient(amax))
+
+    for reduce in (jc.grad(own), lambda p, b: jc.pmean(jax.grad(own)(p, b)),
+                   lambda p, b: jc.reduce_scatter("mean", jax.grad(own)(p, b))):  # fmt: skip
+        with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*fp8 state.*`lax.pmax`"):
+            jc.data_parallel(reduce)(state, BATCH)
+
+    def right(p, batch):
+        grads = jax.grad(own)(p, batch)
+        return {
+            "params": jc.pmean(grads["params"]),
+            "_overwrite_with_gradient": lax.pmax(grads["_overwrite_with_gradient"], "data"),
+        }
+
+    for got, one in zip(jax.tree.leaves(jc.data_parallel(right)(state, BATCH)),
+                        jax.tree.leaves(jax.grad(own)(state, BATCH)), strict=True):  # fmt: skip
+        np.testing.assert_allclose(got, one, rtol=1e-4, atol=1e-6)

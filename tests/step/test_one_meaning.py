@@ -1,5 +1,6 @@
 """A step means what `pmap` means: what is right in it, what is refused by its line, what only warns."""
 
+import contextlib
 import re
 
 import jax
@@ -129,6 +130,52 @@ def test_what_a_repeated_sum_warns_of_is_what_it_returns():
     twice = jc.data_parallel(lambda w, x: lax.psum(mean_gradient(w, x), "data"))
     with pytest.warns(jc.errors.RepeatedSumWarning):
         np.testing.assert_allclose(twice(W, X), 8 * WANT, rtol=1e-5)
+
+
+def whole(shards):
+    return jc.all_gather(shards, "data")
+
+
+def updated(g, w, **how):
+    optimizer = jc.sharded_optimizer(optax.sgd(1.0), "data", reduce_op="sum")
+    return optimizer.update(g, optimizer.init(w), w, **how)[0]
+
+
+AGAIN = {  # of a gradient that is the mean already, and the parameters
+    "all_reduce": lambda g, w: jc.all_reduce("sum", g, "data"),
+    "psum": lambda g, w: jc.psum(g, "data"),
+    "reduce_scatter": lambda g, w: whole(jc.reduce_scatter("sum", {"g": g, "own": w * lax.axis_index("data")}, "data")),
+    "lax.psum_scatter": lambda g, w: lax.all_gather(
+        lax.psum_scatter(jnp.tile(g, 8), "data", tiled=True), "data", tiled=True),
+    "a sharded optimizer": updated,
+    "a metric": lambda g, w: jc.reduce_metrics(jc.Total(g.sum()), "data"),
+    "a norm": lambda g, w: jc.global_norm(g, "data"),
+}  # fmt: skip
+ONCE = {
+    "a mean in shards": lambda g, w: whole(jc.reduce_scatter("mean", g, "data")),
+    "divided shards": lambda g, w: whole(
+        jax.tree.map(lambda x: x / 8, jc.reduce_scatter("sum", g, "data"))),
+    "own gradients": lambda g, w: whole(jc.reduce_scatter("sum", w * lax.axis_index("data"), "data")),
+    "said to be reduced": lambda g, w: updated(g, w, reduced=True),
+    "a weighted loss": lambda g, w: whole(jc.grad(lambda w: jc.WeightedLoss(loss(w, X), 1.0), "data", scatter=True)(w)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*AGAIN, *ONCE])
+@pytest.mark.usefixtures("types_may_mix")
+def test_every_sum_of_what_is_summed_warns_or_is_an_error_of_types_and_no_other_does(name):
+    repeats = AGAIN.get(name) or ONCE[name]
+    step = lambda w, x: repeats(mean_gradient(w, x), w)
+    expected = (
+        pytest.warns(jc.errors.RepeatedSumWarning) if name in AGAIN else contextlib.nullcontext()
+    )
+    with expected:
+        jc.data_parallel(step).trace(W, X)
+    if name in AGAIN and name not in ("lax.psum_scatter", "a norm"):
+        with pytest.raises(jc.errors.AlreadyReducedError):
+            jc.data_parallel(lambda w, x: repeats(jc.grad(loss)(w, x), w), check_vma=True).trace(
+                W, X
+            )
 
 
 def test_a_sum_in_a_loop_is_judged_by_what_it_is_after_every_turn():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -105,6 +106,28 @@ def argument_name(path: tuple[Any, ...], name_of: Callable[[int | str], str]) ->
     return name + jax.tree_util.keystr(path[2:])
 
 
+_TIED = """\
+`{caller}`: {one} and {other} are one variable of a flax nnx module, and would become two, trained \
+apart. Pass its state instead: `graph, state = nnx.split(module)`, and use \
+`nnx.merge(graph, state)` in the step, or in the loss. If they should be two, copy one, by \
+`nnx.clone`."""
+
+
+def refuse_tied(tree: Any, caller: str) -> None:
+    """Refuse nnx modules in a tree if two paths lead to one variable: a pytree makes two of it."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:  # there are no such modules
+        return
+    module, seen = getattr(nnx, "Pytree", nnx.Module), dict[int, str]()
+    for path, node in flattened(tree, lambda x: isinstance(x, module))[0]:
+        inside = flattened(node, lambda x: isinstance(x, nnx.Variable))[0]
+        for name, x in inside if isinstance(node, module) else ():
+            first = seen.setdefault(id(x), path + name) if isinstance(x, nnx.Variable) else ""
+            if first not in ("", path + name):
+                fields = {"one": where(first), "other": where(path + name), "caller": caller}
+                raise ValueError(_TIED.format(**fields))
+
+
 def check_not_empty(caller: str, batch: Any) -> None:
     """Refuse a batch without any row: the mean over none is NaN."""
     shapes = [shape for x in jax.tree.leaves(batch) if (shape := getattr(x, "shape", ()))]
@@ -180,9 +203,15 @@ def carried_dtype(dtype: np.dtype) -> np.dtype:
 _WHOLE_BYTES = {"int2": np.int8, "int4": np.int8, "uint2": np.uint8, "uint4": np.uint8}
 
 
+_OVERWRITES = """\
+it is flax's fp8 state, and its gradient is its next value, of which one device takes the maximum \
+over the batch. Take each replica's own gradient, by `jax.value_and_grad`; then reduce this part \
+with `lax.pmax`, and the others with `jc.pmean`"""
+
+
 def check_reducible(path: str, dtype: np.dtype, caller: str = "all_reduce") -> None:
-    """Refuse a leaf whose dtype has no sum; the message gives the reason and a remedy."""
-    reason = _why_not_reducible(dtype)
+    """Refuse a leaf that has no sum; the message gives the reason and a remedy."""
+    reason = _OVERWRITES if "_overwrite_with_gradient" in path else _why_not_reducible(dtype)
     if reason:
         raise ValueError(f"`{caller}` cannot reduce {where(path)}: {reason}.")
 

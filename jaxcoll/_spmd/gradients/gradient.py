@@ -19,7 +19,7 @@ from jaxcoll._jaxpr.retrace import Traced, places, traced_call
 from jaxcoll._jaxpr.subjaxprs import contains
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import check_not_empty, flattened, where
+from jaxcoll._plan.packs.leaves import check_not_empty, flattened, refuse_tied, where
 from jaxcoll._plan.planner import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
@@ -191,7 +191,7 @@ class Differentiator:
                 if cut:
                     fields = {"caller": self.caller, "leaf": where(name), "axes": listed(cut)}
                     raise ValueError(_NO_SHARD.format(**fields))
-            shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
+            shards = reduce_scatter(op, grads, tuple(axes), scope=scope, repeats=weighted)
             local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
             local = local._replace(grads=shards)
         else:
@@ -291,6 +291,7 @@ def reduced_gradient(
                 "those of the loss: first what `jc.compression.residual(params)` returns, then "
                 "what the last call returned."
             )
+        refuse_tied((args, kwargs), caller)
         check_differentiable(gradient.leaves(args), caller)
         learned = gradient.positions(args)
         check_not_empty(caller, ([x for i, x in enumerate(args) if i not in learned], kwargs))

@@ -16,7 +16,7 @@ from jaxcoll import _compat
 from jaxcoll._jaxpr.retrace import traced, with_captured
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import check_not_empty
+from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
 from jaxcoll._spmd.gradients.gradient import Differentiator, positional_names, reduced_gradient
 from jaxcoll._spmd.gradients.loss import WeightedLoss, value_and_weight
 from jaxcoll._spmd.gradients.sync import reduced_backward
@@ -45,6 +45,7 @@ def mean_loss(
     def mean(*args: Any, **kwargs: Any) -> Any:
         here = scope()
         axes = tuple(bound_axes(here.over(axis_name, CALLER), CALLER))
+        refuse_tied((args, kwargs), CALLER)
         check_not_empty(CALLER, (args[1:], kwargs))
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = treedef.unflatten([x if _is_array(x) else None for x in leaves])
