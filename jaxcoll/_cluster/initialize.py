@@ -85,6 +85,7 @@ def initialize(
     recoverable: bool = True,
     rejoin: bool = False,
     keep_memory: bool = True,
+    hang_seconds: float | None = None,
 ) -> None:
     """Join the job that this process belongs to, through `jax.distributed`.
 
@@ -127,6 +128,8 @@ def initialize(
       keep_memory: over Gloo, make glibc's malloc keep freed memory for reuse, up to the most that
         this process ever had in use: fresh pages for the results of each call cost as much as the
         exchange. Variables such as `MALLOC_MMAP_MAX_` take precedence.
+      hang_seconds: when processes wait for others for so long, in any program, write to standard
+        error who waits for whom, and where each is in its Python. None: never.
 
     Raises:
       ValueError: an argument or a variable is invalid, the coordinator's host has no address, or
@@ -145,6 +148,10 @@ def initialize(
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     timeout = _seconds("initialization_timeout_seconds", initialization_timeout_seconds)
+    if hang_seconds is not None:
+        from jaxcoll._watch.hang import report_hangs
+
+        report_hangs(_seconds("hang_seconds", hang_seconds))
     limits = {
         "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
         "shutdown_timeout_seconds": shutdown_timeout_seconds,

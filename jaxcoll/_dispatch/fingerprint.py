@@ -187,17 +187,22 @@ def described(call: Call) -> Program:
 
 def first_collective(program: Program) -> str:
     """Describe the collective in which processes that arrived wait for the others."""
+    if program.compiled is None:
+        return ""
+    return describe_first(program.compiled.as_text() or "", program.name)
+
+
+def describe_first(text: str, name: str) -> str:
+    """Describe the first collective of a compiled program; "" if it cannot be parsed."""
     # Imported when something went wrong, so that no other program loads the reader.
     from jaxcoll._observe.parse.hlo import read_hlo
 
-    if program.compiled is None:
-        return ""
     try:
-        collectives = read_hlo(program.compiled.as_text() or "").collectives
-    except ValueError:  # the HLO cannot be parsed
+        collectives = read_hlo(text).collectives
+    except ValueError:
         return ""
     if not collectives:
-        return f"{program.name} has no collective."
+        return f"{name} has no collective."
     first, n = collectives[0], len(collectives)
     which = f"first of {n} collectives" if n > 1 else "only collective"
     types = ", ".join(map(type_of, first.operands))
@@ -207,7 +212,7 @@ def first_collective(program: Program) -> str:
     packs = dict.fromkeys(filter(None, map(pack_of, paths)))
     carrying = f", carrying {' and '.join(packs)}" * bool(packs)
     what = f"{first.kind} {types} among {{{groups}}}{source}{carrying}{_leaves(packs)}"
-    return f"The {which} in {program.name} is {what}."
+    return f"The {which} in {name} is {what}."
 
 
 def _leaves(packs: Iterable[str]) -> str:

@@ -32,10 +32,10 @@ class Compilations:
     """The programs that are compiled between `start` and `stop`, in any thread, by any library.
 
     Programs without collectives are only counted. Cost: 0.1 ms for each compilation, nothing for
-    each run.
+    each run. Those that are compiled already count if not `only_new`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_new: bool = True) -> None:
         self.quiet = 0  # programs without collectives
         self.at = time.monotonic()  # of the last compilation with collectives
         self.calls = Calls()
@@ -43,7 +43,7 @@ class Compilations:
         self._texts: dict[Any, tuple[str, bytes, int, dict[str, str]]] = {}
         self._functions: Counter[str] = Counter()  # the number of programs of each name
         self._from_cache = False
-        self._seen = {_key(executable) for executable in live_executables()}
+        self._seen = {_key(executable) for executable in live_executables() if only_new}
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
@@ -60,7 +60,7 @@ class Compilations:
         jax.monitoring.unregister_event_duration_listener(self._compiled)
         jax.monitoring.unregister_event_listener(self._event)
         self.calls.stop()
-        self._look("")
+        self.look()
 
     def programs(self) -> list[Compiled]:
         """Return the communicating programs, with their numbers and calls if known."""
@@ -76,12 +76,13 @@ class Compilations:
 
     def _compiled(self, event: str, duration_secs: float, **fields: Any) -> None:
         if event == COMPILED:
-            self._look(str(fields.get("fun_name", "")))
+            self.look(str(fields.get("fun_name", "")))
 
     def _event(self, event: str, **fields: Any) -> None:
         self._from_cache |= event == FROM_CACHE
 
-    def _look(self, name: str) -> None:
+    def look(self, name: str = "") -> None:
+        """Note new programs, of a function of this name if it is known."""
         with self._lock:
             in_a_row = 0
             for executable in live_executables():

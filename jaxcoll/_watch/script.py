@@ -76,6 +76,7 @@ class Script:
     def _show(error: BaseException) -> None:
         # Skip the first frame, which is in this file.
         trace = error.__traceback__ and error.__traceback__.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 

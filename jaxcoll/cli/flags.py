@@ -159,6 +159,25 @@ def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
             raise ValueError(f"--{flag} must be at least {least}; got {number}.")
 
 
+def add_hang(parser: argparse.ArgumentParser) -> None:
+    """Add `--hang-seconds` and `--hang-exit`."""
+    text = "report who waits for whom, and where, when a process waits for others for S seconds"
+    parser.add_argument("--hang-seconds", type=float, metavar="S", help=text)
+    text = "with --hang-seconds: end the process that reports a hang, with status 124"
+    parser.add_argument("--hang-exit", action="store_true", help=text)
+
+
+def hang_command(args: argparse.Namespace) -> list[str]:
+    """Return the beginning of the command that runs a program and reports its hangs; or []."""
+    if (seconds := args.hang_seconds) is None:
+        if args.hang_exit:
+            raise ValueError("--hang-exit needs --hang-seconds, as in --hang-seconds 60.")
+        return []
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"--hang-seconds must be a number above 0; got {seconds}.")
+    return [sys.executable, "-m", "jaxcoll._watch", f"{seconds}", *["--exit"] * args.hang_exit]
+
+
 def add_devices(parser: argparse.ArgumentParser) -> None:
     """Add `--devices` and `--platform`."""
     text = f"number of devices (default: {SIMULATED} simulated ones, or all accelerators)"

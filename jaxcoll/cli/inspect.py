@@ -37,7 +37,8 @@ With --against, a table compares both targets instead of a report.
 program unchanged. When the program ends, the first rank writes a table of all communicating
 programs to standard error; output, exit status and signals are the script's own. The exit status is
 1 if a --limit is exceeded and the script's status is 0; it is 2, with one line on standard error,
-if nothing can be run.
+if nothing can be run. With --hang-seconds, the script runs in the same way, and hangs are reported
+instead of programs.
 """
 
 
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "with --run: a limit of `jc.assert_collectives` on each program, as in max_count=1"
     add("--limit", action="append", default=[], metavar="NAME=VALUE", help=text)
     add("--against", metavar="OTHER", help="another TARGET to compare with")
+    flags.add_hang(parser)
     flags.add_devices(parser)
     add("--topology", metavar="NAME", help="compile module:name for a cluster, such as h100:8")
     add("--json", metavar="FILE", help="also write JSON to FILE; - prints JSON only")
@@ -72,8 +74,11 @@ def run(args: argparse.Namespace) -> int:
     of_target = [x for x in ("devices", "platform", "topology", "against") if vars(args)[x]]
     if of_target and (args.run is not None or folder is not None):
         raise ValueError(f"--{of_target[0]} needs a TARGET; a script chooses its devices itself.")
+    hang = flags.hang_command(args)
     if args.run is not None:
-        return _run(args)
+        return _run_for_hangs(hang, args) if hang else _run(args)
+    if hang:
+        raise ValueError("--hang-seconds needs --run, as in --hang-seconds 60 --run train.py.")
     if args.measure or args.limit:
         raise ValueError("--measure and --limit need --run, as in --measure 20 --run train.py.")
     if folder is not None:
@@ -99,6 +104,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(report.text(_width(sys.stdout)))
     return 0
+
+
+def _run_for_hangs(command: list[str], args: argparse.Namespace) -> int:
+    """Become a process that runs the script, and reports its hangs instead of its programs."""
+    for flag in ("measure", "limit", "profile", "json", "plot"):
+        if vars(args)[flag]:
+            raise ValueError(f"--hang-seconds reports hangs, not programs: leave --{flag} out.")
+    Script(args.run)  # raises if there is none
+    os.execv(command[0], [*command, *args.run])
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jaxcoll._cluster.launch.subprocesses import check_system, signal_name
 from jaxcoll._cluster.launch.supervisor import Job, world
-from jaxcoll.cli.flags import check_least
+from jaxcoll.cli.flags import add_hang, check_least, hang_command
 
 EPILOG = """\
 The program calls `jc.initialize()` first. The processes use 127.0.0.1, and other machines cannot
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep-going", action="store_true", help=text)
     text = "restart after failures, N times in total (default: 0)"
     add("--restarts", type=int, default=0, metavar="N", help=text)
+    add_hang(parser)
     add("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module")
     text = "the program and its arguments"
     add("program", nargs=argparse.REMAINDER, metavar="script.py ...", help=text)
@@ -120,8 +121,9 @@ def _command(args: argparse.Namespace) -> list[str]:
     check_least(args, 0, "restarts")
     if (limit := args.timeout_seconds) is not None and not 0 < limit < float("inf"):
         raise ValueError(f"--timeout-seconds must be a number above 0; got {limit}.")
+    python = hang_command(args) or [sys.executable]
     if args.module:
-        return [sys.executable, "-m", *args.module]
+        return [*python, "-m", *args.module]
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not program:
         raise ValueError("no program to run: give a script.py, or -m and a module.")
@@ -129,7 +131,7 @@ def _command(args: argparse.Namespace) -> list[str]:
         raise ValueError(f"the script runs with this Python: leave {program[0]!r} out.")
     if not Path(program[0]).exists():
         raise ValueError(f"there is no file {program[0]}.")
-    return [sys.executable, *program]
+    return [*python, *program]
 
 
 def _how(status: int | None) -> str:

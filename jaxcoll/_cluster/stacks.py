@@ -1,0 +1,232 @@
+"""Where this process's threads are, and what they wait for. Needs no JAX."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
+_JAXCOLL = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = (*{sysconfig.get_path(name) + os.sep for name in _PATHS}, "<frozen", _JAXCOLL)
+_JAX = (f"{os.sep}jax{os.sep}", f"{os.sep}jaxlib{os.sep}")
+_COMPILING = {"compiler.py", "partial_eval.py", "mlir.py"}
+_OF_COORDINATOR = {"wait_at_barrier", "blocking_key_value_get", "blocking_key_value_get_bytes"}
+_WAITING = {"block_until_ready"}
+_STEPS = ("worker", "step")  # jaxcoll's threads that run programs
+_DEBUGGERS = ("bdb.py", "pdb.py", "pydevd")
+_TAKES_LOCALS = {"locals", "vars", "eval", "exec", "dir", "f_locals"}
+_LONGEST = 120  # characters of a call's source
+
+OURS = "jaxcoll-"
+"""How the names of jaxcoll's own threads begin."""
+
+
+@dataclasses.dataclass
+class Thread:
+    """One thread: its frames, innermost first, and the times since when they have not moved."""
+
+    is_main: bool
+    frames: list[FrameType]
+    since: list[float]  # of the thread itself, which may wake up, and then of each frame
+
+    def places(self, now: float, *, with_calls: bool) -> list[list[Any]]:
+        """Return a `place` for each of its frames in the user's files."""
+        return [
+            place(
+                (code := frame.f_code).co_filename, frame.f_lineno or 0, code.co_name,
+                called(frame)[0] if with_calls else "", now - since,
+            )
+            for frame, since in zip(self.frames, self.since[1:], strict=True)
+            if is_user(frame.f_code.co_filename)
+        ]  # fmt: skip
+
+
+def place(file: str, line: int, function: str, call: str, seconds: float) -> list[Any]:
+    """Return where a frame is, as rows have it."""
+    return [os.path.basename(file), line, function, call.strip()[:_LONGEST], round(seconds, 1)]
+
+
+def is_user(file: str) -> bool:
+    """Return whether a file is the user's, and not a library's."""
+    return not file.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in file
+
+
+class Stacks:
+    """Looks at the threads of this process, and remembers since when each stands where it is."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[list[Any], list[float]]] = {}
+
+    def look(self, now: float) -> list[Thread]:
+        """Return all threads that run the user's code or programs, the main thread first."""
+        frames, threads, main = sys._current_frames(), [], threading.main_thread().ident
+        named = {thread.ident: thread for thread in list(threading.enumerate())}
+        before, self._before = self._before, {}
+        for ident in dict.fromkeys([main, *frames]):
+            assert ident is not None
+            thread, chain, frame = named.get(ident), [], frames.get(ident)
+            while frame is not None:
+                chain.append(frame)
+                frame = frame.f_back
+            if thread is not None and thread.name.startswith(OURS):
+                is_idle = not chain or chain[0].f_code.co_name == "_work"
+                if is_idle or not thread.name.endswith(_STEPS):
+                    continue
+            # A frame that calls again from the same line looks alike: the thread woke up for it.
+            keys: list[Any] = [(id(f), f.f_code, f.f_lasti) for f in reversed(chain)]
+            keys.append(_wakes(getattr(thread, "native_id", None)))
+            old, times = before.get(ident, ([], []))
+            pairs = zip(old, keys, strict=False)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            times = times[:same] + [now] * (len(keys) - same)
+            self._before[ident] = keys, times
+            threads.append(Thread(ident == main, chain, times[::-1]))
+        return threads
+
+
+def _wakes(thread: int | None) -> str:
+    """Return how often the system has put a thread to sleep; "" if that is not known."""
+    try:
+        return Path(f"/proc/self/task/{thread}/status").read_text().split()[-3]
+    except OSError:
+        return ""
+
+
+def called(frame: FrameType) -> tuple[str, str, Any]:
+    """Return the source of the call that a frame is in, and the name and object of what it calls.
+
+    The object is None unless names and attributes lead to it: nothing of the user's is run.
+    """
+    positions = frame.f_code.co_positions()
+    row, last, left, right = next(itertools.islice(positions, frame.f_lasti // 2, None))
+    file = frame.f_code.co_filename
+    if row is None or last is None or left is None or right is None:
+        return linecache.getline(file, frame.f_lineno or 0).strip(), "", None
+    lines = [linecache.getline(file, n, frame.f_globals).encode() for n in range(row, last + 1)]
+    lines[-1] = lines[-1][:right]
+    lines[0] = lines[0][left:]
+    text = b"".join(lines).decode(errors="replace").strip()
+    name, function = "", None
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        node = ast.parse(text, mode="eval").body
+        node = node.func if isinstance(node, ast.Call) else node
+        name = getattr(node, "attr", getattr(node, "id", ""))
+        function = _object(node, frame)
+    return " ".join(text.split()), name, function
+
+
+def _object(node: ast.AST, frame: FrameType) -> Any:
+    match node:
+        case ast.Name(id=name):
+            return variable(frame, name)
+        case ast.Attribute(value=value, attr=name):
+            owner = _object(value, frame)
+            for each in (owner, type(owner)):  # no property, and no __getattr__
+                if name in (held := getattr(each, "__dict__", {})):
+                    return held[name]
+        case ast.Subscript(value=value, slice=ast.Constant(value=key)):
+            owner = _object(value, frame)
+            if type(owner) in (dict, list, tuple):
+                with contextlib.suppress(LookupError, TypeError):
+                    return owner[key]
+    return None
+
+
+def variable(frame: FrameType, name: str) -> Any:
+    """Return a variable that a frame sees, or None."""
+    code = frame.f_code
+    is_copy = sys.version_info < (3, 13) and code.co_flags & inspect.CO_OPTIMIZED
+    if is_copy and _TAKES_LOCALS.intersection(code.co_names):
+        return frame.f_globals.get(name)  # the copy is one with the program's own `locals()`
+    variables = frame.f_locals
+    value = variables.get(name, frame.f_globals.get(name))
+    if is_copy:
+        variables.clear()  # the frame keeps it, and with it large arrays
+    return value
+
+
+def doing(thread: Thread, jitted: type) -> tuple[str, str | None]:
+    """Return what a thread is in, and the name of the program if it runs one.
+
+    It is in a `debugger`, `callback`, `barrier`, `initialize`, `shutdown`, `compile` or `program`,
+    at its `exit`, or elsewhere in `python`. `jitted` is the type of jitted functions.
+    """
+    chain = thread.frames
+    if not chain:
+        return "exit", None  # C code calls its functions
+    files = [frame.f_code.co_filename for frame in chain]
+    if any(os.path.basename(file).startswith(_DEBUGGERS) for file in files):
+        return "debugger", None
+    user = next((k for k, file in enumerate(files) if is_user(file)), len(files))
+    in_jax = [
+        (os.path.basename(file), frame.f_code.co_name)
+        for file, frame in zip(files, chain, strict=True)
+        if any(part in file for part in _JAX)
+    ]
+    if any("callback" in os.path.basename(file) for file in files[user:] if _JAX[0] in file):
+        return "callback", None
+    innermost = called(chain[0])[1]
+    _, name, function = called(chain[min(user, len(chain) - 1)])
+    if innermost in _OF_COORDINATOR:
+        return "barrier", None
+    for kind in ("shutdown", "initialize"):
+        if ("distributed.py", kind) in in_jax:
+            return kind, None
+    if any(file in _COMPILING or "lower" in name for file, name in in_jax):
+        return "compile", None
+    if type(function) is jitted:
+        name = getattr(function, "__name__", None)
+        return "program", name and clean(name)
+    for frame in chain[:user]:
+        if frame.f_code.co_name == "__call__" and frame.f_code.co_filename.endswith("pxla.py"):
+            name = getattr(variable(frame, "self"), "name", None)
+            return "program", name and name_of_program(name)
+    is_waiting = name in _WAITING or innermost in _WAITING
+    inside = any(part in file for file in files[:user] for part in (*_JAX, _JAXCOLL))
+    return ("program" if is_waiting or inside else "python"), None
+
+
+@functools.lru_cache(maxsize=4096)
+def name_of_program(module: str) -> str:
+    """Return the name of the function whose compiled module has this name, such as jit_step."""
+    return clean(re.sub(r"^(jit|pmap)_", "", module))
+
+
+@functools.lru_cache(maxsize=4096)
+def clean(name: str) -> str:
+    """Return a function's name as it stands in its module's name, without <> for example."""
+    return re.sub(r"\W+", "_", name).strip("_") or "?"
+
+
+def main_place() -> str:
+    """Return file, line, function and call of the main thread's innermost frame in user files."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and not is_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, name = os.path.basename(frame.f_code.co_filename), frame.f_code.co_name
+    return f"{file}:{frame.f_lineno} in {name}: {called(frame)[0][:_LONGEST]}"
+
+
+def has_main_ended(threads: list[Thread]) -> bool:
+    """Return whether the program's own code has ended, so that only its exit is left."""
+    module = sys.modules.get("__main__")
+    if hasattr(sys, "ps1") or module is None:
+        return False
+    frames: Iterator[FrameType] = (f for t in threads if t.is_main for f in t.frames)
+    return not any(f.f_globals is vars(module) and f.f_code.co_name == "<module>" for f in frames)

@@ -1,0 +1,28 @@
+"""`python -m jaxcoll._watch SECONDS [--exit] script.py ...`: run a program and report its hangs."""
+
+import os
+import sys
+
+from jaxcoll._watch.hang import has_imported_jax, report_hangs
+from jaxcoll._watch.hang_report import say
+from jaxcoll._watch.script import Script
+
+
+def main(seconds: str, *command: str) -> int:
+    """Run a program as Python does, and return its exit status."""
+    end = command[0] == "--exit"
+    try:
+        script = Script(command[end:])
+    except ValueError as error:
+        say(str(error).removeprefix("--run").lstrip(" :"))
+        return 2
+    watch, process = report_hangs(float(seconds), end=end), os.getpid()
+    status = script.run()
+    if os.getpid() == process and watch.is_alone() and not status:
+        why = "joined no job of several processes" if has_imported_jax() else "did not import JAX"
+        say(f"nothing was watched, because the program {why}.")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

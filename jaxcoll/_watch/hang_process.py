@@ -1,0 +1,181 @@
+"""What one process of a job is doing, and its part in reporting a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+
+import jax
+
+from jaxcoll._cluster.stacks import Stacks, Thread, doing, has_main_ended, is_user, name_of_program
+from jaxcoll._compat.coordination import store
+from jaxcoll._compat.settings import has_backend
+from jaxcoll._watch.call_log import CallLog
+from jaxcoll._watch.compilations import Compilations
+from jaxcoll._watch.hang_peers import ANSWER_SECONDS, HangPeers
+from jaxcoll._watch.hang_report import WAITS, Row, judge, report, say
+
+_CALLS = 1000  # that a row has
+_LONGEST_ERROR = 200  # characters
+_WEIGHTS = {"callback": 3, "program": 2, "barrier": 2}
+_HEAD = re.compile(r"HloModule ([^,\s]+)")
+_DEVICES = re.compile(r"num_(?:partitions|replicas)=(\d+)")
+
+
+class HangProcess:
+    """This process as the watcher sees it.
+
+    Args:
+      limit: seconds that it may wait for others.
+      beat: seconds between two calls of `beat`.
+      log: the calls of this process.
+    """
+
+    def __init__(self, limit: float, beat: float, log: CallLog) -> None:
+        self.peers: HangPeers | None = None
+        self._limit, self._beat = limit, beat
+        self._stacks, self._compilations, self._log = Stacks(), Compilations(only_new=False), log
+        self._used: deque[tuple[float, float]] = deque(maxlen=2 + int(limit / beat))
+        self._devices, self._platform = 0, ""
+        self._question, self._patience, self._waited = 0, limit, 0.0
+        self._told: list[int] | None = None  # who was missing in the last report
+
+    def beat(self, now: float) -> bool:
+        """Look once, and take part in a report; returns True if this process reported a hang."""
+        threads = self._stacks.look(now)
+        if self.peers is None or not self.peers.keys.is_current():
+            self._join()
+        self._compilations.look()
+        if (peers := self.peers) is None:
+            return False
+        is_asked = bool(peers.exchange(self._question, None))
+        row = self._row(threads, now, is_asked=is_asked)
+        waits = row.seconds if row.kind in (*WAITS, "shutdown") else 0.0
+        if waits < min(self._waited, self._limit / 2):
+            if self._told is not None:
+                say(f"process {peers.rank} went on, after {self._waited:.1f} s.")
+            self._patience, self._told = self._limit, None
+        self._waited = waits
+        peers.tell_host(dataclasses.asdict(row))
+        if is_asked or waits >= self._patience:
+            return self._take_part(peers, row, waits)
+        return False
+
+    def close(self) -> None:
+        """Leave the job."""
+        if self.peers is not None:
+            if self._told is not None:
+                say(f"process {self.peers.rank} went on, after {self._waited:.1f} s.")
+            self.peers.close()
+
+    def _join(self) -> None:
+        """Begin to exchange rows, once this process has joined a job of several."""
+        # A request of a client that is not connected ends the process (JAX 0.12). That it has made
+        # devices shows that it is connected.
+        if has_backend() and (keys := store()) is not None and keys.processes > 1:
+            with contextlib.suppress(TimeoutError, OSError):
+                self.peers, self._question = HangPeers(keys, self._beat), 0
+
+    def _take_part(self, peers: HangPeers, row: Row, waits: float) -> bool:
+        """Answer the question, and report if this is the first of the processes that wait."""
+        texts = self._complete(row)
+        peers.write_stacks()
+        least = 0.7 * self._limit
+        until = time.monotonic() + ANSWER_SECONDS + 2 * self._beat if waits >= least else 0.0
+        answers = peers.exchange(self._question, dataclasses.asdict(row), until)
+        self._question += 1
+        if waits:
+            self._patience *= 2
+        waiting = [
+            rank
+            for rank, answer in answers.items()
+            if answer["kind"] in (*WAITS, "shutdown") and answer["seconds"] >= least
+        ]
+        if peers.rank != min(waiting, default=-1):
+            return False
+        rows = {r: Row(**(answers.get(r) or peers.last_word(r))) for r in range(peers.size)}
+        verdict = judge(rows, self._limit)
+        if verdict is None:
+            return False
+        if verdict.kind == "unclear":
+            self._patience = waits + self._limit / 4
+            return False
+        again, self._told = self._told == verdict.missing, verdict.missing
+        text = texts.get(verdict.program or "", "")
+        lines = [*report(verdict, rows, _describe(text, verdict.program))]
+        folder = peers.write_report({"verdict": dataclasses.asdict(verdict), "rows": answers})
+        say(*lines[:1] if again else [*lines, f"  stacks of all threads, and a report: {folder}"])
+        return True
+
+    def _row(self, threads: list[Thread], now: float, *, is_asked: bool) -> Row:
+        """Say where this process is: its thread that has waited longest in JAX, or its main one."""
+        self._used.append((now, time.process_time() - time.thread_time()))
+        found: list[tuple[tuple[float, bool, float], str, str | None, Thread]] = []
+        for thread in threads:
+            seconds = now - thread.since[0]
+            stuck = seconds > self._limit / 3 or not thread.frames
+            kind, program = "python", None
+            if stuck or (thread.is_main and (is_asked or seconds > 0)):
+                kind, program = doing(thread, self._log.jitted)
+            weight = _WEIGHTS.get(kind, 0) * stuck
+            found.append(((weight, thread.is_main, seconds), kind, program, thread))
+        (_, _, seconds), kind, program, thread = max(found, key=lambda f: f[0])
+        ended = None
+        if has_main_ended(threads):
+            ended = _error()
+            kind = kind if kind in ("shutdown", "exit") else "ended"
+        elif has_backend():
+            self._devices, self._platform = jax.device_count(), jax.default_backend()
+        full = is_asked or seconds > self._limit / 3
+        (t0, cpu0), (t1, cpu1) = self._used[0], self._used[-1]
+        return Row(
+            self.peers.rank if self.peers else 0, kind, round(seconds, 1), program,
+            thread.places(now, with_calls=full) or threads[0].places(now, with_calls=full),
+            round((cpu1 - cpu0) / max(t1 - t0, 1e-9), 3), ended,
+            devices=self._devices, platform=self._platform, pid=os.getpid(),
+            host=socket.gethostname(),
+        )  # fmt: skip
+
+    def _complete(self, row: Row) -> dict[str, str]:
+        """Add calls and programs to a row; returns the texts of the programs by their names."""
+        texts = {_name(program.text): program.text for program in self._compilations.programs()}
+        row.programs = {
+            name: max(map(int, _DEVICES.findall(text.partition("\n")[0])), default=1)
+            for name, text in texts.items()
+        }
+        if self._log.is_known:
+            row.order = list(self._log.order)[-_CALLS:]
+            row.calls = dict(self._log.counts)
+        if row.kind == "program" and row.program is None:
+            possible = [name for name in row.order if name in texts] or [*texts] * (len(texts) == 1)
+            row.program = possible[-1] if possible else None
+        return texts
+
+
+def _name(text: str) -> str:
+    head = _HEAD.match(text)
+    return name_of_program(head[1]) if head else "?"
+
+
+def _describe(text: str, name: str | None) -> str:
+    from jaxcoll._dispatch.fingerprint import describe_first
+
+    return describe_first(text, f"`{name}`") if text else ""
+
+
+def _error() -> str:
+    """Return the uncaught exception that ended the program, and its line."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user(f.filename)]
+    place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    text = str(error)[:_LONGEST_ERROR].partition("\n")[0]
+    return f"{type(error).__name__}{place}: {text}"

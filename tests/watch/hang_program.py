@@ -1,0 +1,335 @@
+"""An ordinary program of several processes that hangs in one of many ways: KIND STYLE HOST:PORT.
+
+It knows nothing of jaxcoll. The last process misbehaves in step 6, unless the kind says otherwise.
+"""
+
+import asyncio
+import atexit
+import concurrent.futures
+import ctypes
+import fcntl
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback, multihost_utils
+
+KIND, STYLE, ADDRESS = sys.argv[1:4]
+RANK, SIZE = int(os.environ["JAXCOLL_RANK"]), int(os.environ["JAXCOLL_PROCESSES"])
+SECONDS, BAD, AT = 12, SIZE - 1, 6  # of a hang, its process and its step
+STEPS = 10
+
+jax.distributed.initialize(ADDRESS, SIZE, RANK)
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+rows, whole = jax.NamedSharding(mesh, jax.P("data")), jax.NamedSharding(mesh, jax.P())
+here = np.ones((1, 64), "f")
+x = jax.make_array_from_process_local_data(rows, here)
+params = jax.device_put(np.zeros(64, "f"), whole)
+
+
+def slow(w):
+    """Compute for long: some 12 seconds of one core."""
+    big = jnp.ones((400, 400)) * w.mean()
+    return jax.lax.fori_loop(0, 4000, lambda _, b: jnp.tanh(b @ b) / 400, big).mean()
+
+
+def on_host(w):
+    # Without an axis, the first device calls.
+    if RANK == (0 if STYLE in ("jit", "flax") else BAD):
+        wait_in_callback()
+    return np.float32(0)
+
+
+def wait_in_callback():
+    time.sleep(SECONDS)
+
+
+def model(w, x):
+    if KIND == "callback":
+        w = w + io_callback(on_host, jax.ShapeDtypeStruct((), "float32"), w[0])
+    if KIND == "long program":
+        w = w + 0 * slow(w)
+    return w + jnp.mean(x * 0.01)
+
+
+# The step of each style of program: takes and returns (w, something to print).
+@jax.jit
+def jit_step(w, x):
+    return model(w, x), x.sum()
+
+
+def _shard_step(w, x):
+    value = jax.lax.psum(x.sum(), "data")
+    return model(w, x[0]) + 0 * value, value
+
+
+shard_step = jax.jit(
+    jax.shard_map(
+        _shard_step, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(),
+        check_vma=False,
+    )
+)  # fmt: skip
+
+
+def pmap_body(w, x):
+    value = jax.lax.pmean(x.sum(), "data")
+    return model(w, x) + 0 * value, value
+
+
+class TrainState:
+    """As in flax's examples: a state, and a jitted function that updates it."""
+
+    def __init__(self, params):
+        self.params = params
+        self.train_step = jax.jit(self._train_step)
+
+    @staticmethod
+    def _train_step(params, batch):
+        loss, gradient = jax.value_and_grad(lambda p: jnp.mean((batch - p) ** 2))(params)
+        return model(params, batch) - 0.1 * gradient, loss
+
+
+def shift(w, x):
+    around = [(k, (k + 1) % SIZE) for k in range(SIZE)]
+    return (jax.lax.ppermute(w + x[0], "data", around)[None],)
+
+
+evaluate = jax.jit(
+    jax.shard_map(
+        shift, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data"),
+        check_vma=False,
+    )
+)  # fmt: skip
+
+
+@jax.jit
+def local(a):
+    return jax.lax.fori_loop(0, 1000, lambda _, b: jnp.tanh(b @ b) / 400, a)
+
+
+def branches(w, x):
+    def one(v):
+        return jax.lax.psum(v, "data")
+
+    def two(v):
+        return jax.lax.all_gather(v, "data").sum(0) + jax.lax.psum(jnp.ones((7,)), "data").sum()
+
+    is_bad = jax.lax.axis_index("data") == BAD
+    return jax.lax.cond(is_bad, two, one, w + x[0].mean())
+
+
+branch_step = jax.jit(
+    jax.shard_map(
+        branches, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=False
+    )
+)
+
+
+# What goes wrong. Each is in a function of its own name, which a report should show.
+def sleep():
+    time.sleep(SECONDS)
+
+
+def loop():
+    until, n = time.monotonic() + SECONDS, 0
+    while time.monotonic() < until:
+        n += 1
+
+
+def lock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire(timeout=SECONDS)
+
+
+def get():
+    try:
+        queue.Queue().get(timeout=SECONDS)
+    except queue.Empty:
+        pass
+
+
+def run_subprocess():
+    subprocess.run(["sleep", str(SECONDS)], check=True)
+
+
+def receive():
+    ours, theirs = socket.socketpair()
+    ours.recv(1)
+    theirs.close()
+
+
+def read_input():
+    sys.stdin = os.fdopen(os.pipe()[0])
+    input()
+
+
+def hold_gil():
+    ctypes.PyDLL(None).sleep(SECONDS)
+
+
+def compute_with_gil():
+    sum(range(400_000_000))
+    sum(range(400_000_000))
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail():
+    raise ValueError("not a number in the loss")
+
+
+def future():
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pool.submit(time.sleep, SECONDS).result()
+
+
+def join():
+    thread = threading.Thread(target=time.sleep, args=(SECONDS,))
+    thread.start()
+    thread.join()
+
+
+def event_loop():
+    asyncio.run(asyncio.sleep(SECONDS))
+
+
+def lock_file():
+    with tempfile.TemporaryFile() as file, open(f"/proc/self/fd/{file.fileno()}") as again:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(again, fcntl.LOCK_EX)
+
+
+def pause():
+    signal.pause()
+
+
+class Loader:
+    """A loader whose worker starves."""
+
+    def __init__(self):
+        self.queue = queue.Queue(1)
+
+    def __next__(self):
+        return self.queue.get()
+
+
+def starve():
+    next(Loader())
+
+
+def save():
+    with tempfile.TemporaryDirectory() as folder:
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            np.save(f"{folder}/state.npy", np.ones(1 << 20))
+
+
+def evaluate_alone():
+    a = jnp.ones((400, 400))
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        a = local(a)
+        a.block_until_ready()
+
+
+def sort():
+    sorted([1, 2], key=lambda n: time.sleep(SECONDS / 2))
+
+
+def barrier():
+    time.sleep(SECONDS)
+
+
+def hang_at_exit():
+    atexit.register(wait_at_exit)
+    raise SystemExit
+
+
+def wait_at_exit():
+    time.sleep(SECONDS)
+
+
+def leave():
+    raise SystemExit
+
+
+FAULTS = {
+    "sleep": sleep, "loop": loop, "lock": lock, "queue": get, "subprocess": run_subprocess,
+    "socket": receive, "input": read_input, "GIL held": hold_gil, "GIL busy": compute_with_gil,
+    "stopped": stop, "raised": fail, "future": future, "thread": join, "event loop": event_loop,
+    "file lock": lock_file, "signal": pause, "loader": starve, "in a library": sort,
+    "left": leave, "exit": hang_at_exit, "slow once": sleep,
+}  # fmt: skip
+OF_RANK_0 = {"stopped 0": stop, "raised 0": fail, "sleep 0": sleep, "saves": save,
+             "evaluates": evaluate_alone}  # fmt: skip
+EVERYWHERE = {"all load": sleep, "all evaluate": evaluate_alone, "all stop": stop}
+
+
+def interfere(step):
+    """Do what is wrong with this kind, before a step."""
+    if KIND in EVERYWHERE and step == AT:
+        EVERYWHERE[KIND]()
+    if RANK == BAD and step == AT and KIND in FAULTS:
+        FAULTS[KIND]()
+    if RANK == 0 and step == AT and KIND in OF_RANK_0:
+        OF_RANK_0[KIND]()
+    if KIND == "all slow":
+        time.sleep(1.5 * (RANK == step % SIZE))
+    if KIND == "one debugs" and RANK == BAD and step == AT:
+        import pdb
+
+        commands, typed = os.pipe()
+        sys.stdin = os.fdopen(commands)
+        threading.Timer(SECONDS, os.write, (typed, b"continue\n")).start()
+        pdb.set_trace()
+
+
+def main():
+    state, w = TrainState(params), params
+    time.sleep(2)  # as if it loaded data
+    p = jax.pmap(pmap_body, axis_name="data")
+    w_of_pmap = jnp.zeros((1, 64))
+    late = {"jit": 1, "shard_map": 5, "pmap": 100, "flax": 3}[STYLE]
+    steps = STEPS - (RANK == BAD and KIND == "fewer") + (RANK == BAD and KIND == "more")
+    for step in range(steps):
+        interfere(step)
+        if KIND == "barrier" and step == AT:
+            if RANK == BAD:
+                barrier()
+            multihost_utils.sync_global_devices("saved")
+        if KIND == "all compile" and step == AT:
+            jax.jit(lambda a: jax.lax.fori_loop(0, 3, lambda _, b: (time.sleep(SECONDS), b)[1], a))(
+                w
+            )
+        if KIND == "order" and step == AT and RANK == BAD:
+            evaluate(params, x)[0].block_until_ready()
+        if KIND == "branch" and step == AT:
+            branch_step(params, x).block_until_ready()
+        if STYLE == "jit":
+            w, value = jit_step(w, x)
+        elif STYLE == "shard_map":
+            w, value = shard_step(w, x)
+        elif STYLE == "pmap":
+            w_of_pmap, value = p(w_of_pmap, here)
+        else:
+            state.params, value = state.train_step(state.params, x)
+        if KIND == "order" and step == AT and RANK != BAD:
+            evaluate(params, x)[0].block_until_ready()
+        if step % late == late - 1:
+            print(step, np.asarray(value.addressable_data(0)).ravel()[0], flush=True)
+    print("ended", np.asarray(value.addressable_data(0)).ravel()[0], flush=True)
+
+
+main()
