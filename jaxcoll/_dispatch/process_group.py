@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxcoll._cluster.liveness import coordinator_connection
+from jaxcoll._cluster.stacks import main_place
 from jaxcoll._cluster.timing import NEWS_SECONDS, REPLY_SECONDS, RETRY_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.agreement import Agreement
@@ -276,6 +277,7 @@ class ProcessGroup:
             "seconds": time.monotonic() - self._since,
             "failed": self._failed[1] if self._failed[0] == position else "",
             "ran": self._order.ran(position) if position <= self._agreed else None,
+            "place": main_place(),
         }
         if lines and self._program is not None and self.position == position:
             status["lines"] = self._program.lines
@@ -327,5 +329,7 @@ def in_words(status: dict[str, Any]) -> str:
     if not status["at"]:
         return "has made no call over these devices"
     if status["inside"]:
-        return f"has been in call {status['at']}, {status['name']}, for {status['seconds']:.1f} s"
-    return f"has not been in any call for {status['seconds']:.1f} s, since call {status['at']}"
+        text = f"has been in call {status['at']}, {status['name']}, for {status['seconds']:.1f} s"
+    else:
+        text = f"has not been in any call for {status['seconds']:.1f} s, since call {status['at']}"
+    return f"{text} ({status['place']})" if status["place"] else text
