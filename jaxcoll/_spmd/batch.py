@@ -265,12 +265,17 @@ def check_shares(
         def more(x: Any) -> Any:
             return jnp.concatenate([x] * times) if np.shape(x) in shapes else x
 
-        with_more = call.map(
-            lambda tree: jax.tree.map(more, tree), lambda x: jax.tree.map(_itself, x)
-        )
+        bigger = call.map(functools.partial(jax.tree.map, more), lambda tree: tree)
+        leaves, treedef = jax.tree.flatten((bigger.args, bigger.kwargs))
+
+        # Arrays are arguments of the trace, so that objects that hold them belong to it.
+        def traced(*arrays: Any) -> None:
+            rest = iter(arrays)
+            run(*treedef.unflatten([next(rest) if isinstance(x, jax.Array) else x for x in leaves]))
+
         try:
             with entered(quiet):
-                jax.eval_shape(lambda: [run(with_more.args, with_more.kwargs), ()][1])
+                jax.eval_shape(traced, *[x for x in leaves if isinstance(x, jax.Array)])
         except Exception as error:
             return error
 
@@ -295,7 +300,3 @@ def _may_broadcast(few: tuple[int, ...], many: tuple[int, ...], shares: int) -> 
 def _fit(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     """Return True if arrays of these shapes can be added."""
     return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))
-
-
-def _itself(x: Any) -> Any:
-    return x

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import close
+from flax import nnx
 from jax import lax
 
 import jaxcoll as jc
@@ -203,6 +204,21 @@ def test_one_row_on_a_replica_beside_more_is_taken(name):
     fun, batch = INNOCENT[name]
     want = jax.value_and_grad(fun)(jnp.float32(1.5), batch)
     close(by_data_parallel(fun)(jnp.float32(1.5), batch), want)
+
+
+def test_a_step_of_such_a_batch_may_change_a_module_among_its_arguments():
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    @jc.data_parallel
+    def step(module, graph):
+        module.calls[...] = module.calls[...] + 1
+        return module, jc.pmean(graphs(1.0, graph))
+
+    module, value = step(Counter(), GRAPH)
+    assert module.calls[...] == 1
+    close(value, graphs(1.0, GRAPH))
 
 
 one, two = np.ones(8, "f"), np.ones(16, "f")
