@@ -152,11 +152,12 @@ class Signature:
         """Return the message for a batch that must be named, with the line that probably does."""
         slots: list[Slot] = [*range(len(call.args)), *call.kwargs]
         rows = {slot: {np.shape(x)[:1] for x in jax.tree.leaves(call.at(slot))} for slot in slots}
-        *_, last = [slot for slot in slots if rows[slot] - {()}] or slots or [1]
+        known: dict[Slot, Slot] = dict(enumerate(self._names))
+        second = [s for s in slots if self._needed[1:] == (known.get(s, s),)]
+        *_, last = [s for s in (*slots, *second) if rows[s] - {()}] or slots or [1]
         # Arrays of a batch usually have equally many rows, and those of parameters do not.
         alike = [s for s in slots[1:] if len(rows[s]) == 1 and rows[s] == rows[last]]
-        known = dict(enumerate(self._names))
-        places = [known.get(s, s) if isinstance(s, int) else s for s in alike or [last]]
+        places = [known.get(s, s) for s in alike or [last]]
         batch = repr(tuple(places) if len(places) > 1 else places[0])
         name = getattr(self._function, "__name__", "")
         line = self._line.format(name=name if name.isidentifier() else "step", batch=batch)

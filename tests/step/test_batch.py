@@ -129,6 +129,12 @@ def test_the_second_of_two_is_the_batch(entry, name):
     close(ENTRIES[entry](fun)(W, *args, **kwargs), WANT)
 
 
+def test_the_line_in_the_message_leaves_out_what_has_other_rows():
+    step = jc.data_parallel(lambda w, x, key=None: jc.pmean(jnp.mean(w * x)))
+    with pytest.raises(ValueError, match=r"batch_argnums='x'\)"):
+        step(1.0, X, jax.random.PRNGKey(0))
+
+
 def test_the_test_of_steps_and_elastic_have_the_same_rule():
     def step(w, x, y=None, *, mesh):
         run = lambda w, x, y: lax.pmean(loss(w, x, y), "data")
