@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import sparse
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
@@ -44,6 +45,14 @@ def fitted(t):
 def by_host(x):
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.pure_callback(np.cos, shape, x, vmap_method="sequential")
+
+
+def raised(x):
+    return jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+
+def fail():
+    raise ValueError("too large")
 
 
 def keyed(x):
@@ -83,6 +92,8 @@ FUNCTIONS = {  # of two values
     "transform": lambda x, y: jnp.fft.fft(x).real,
     "random": lambda x, y: keyed(x),
     "host": lambda x, y: by_host(x),
+    "sparse": lambda x, y: sparse.BCOO.fromdense(jnp.eye(SIZE), nse=SIZE) @ x,
+    "or an error": lambda x, y: lax.cond(x.sum() > 1e9, lambda: raised(x), lambda: y),
 }
 
 
@@ -163,7 +174,7 @@ NESTED = {  # of two values and two functions of one value
     "reference": by_ref,
 }  # fmt: skip
 KINDS = {**FUNCTIONS, **EXCHANGES, **NESTED}
-UNDERIVED = {"custom_vjp", "host"}
+UNDERIVED = {"custom_vjp", "host", "or an error"}
 """These have no derivative in forward mode, or none at all."""
 
 
