@@ -16,6 +16,7 @@ from jaxcoll._compat.axes import varying_axes_of_type as varying_axes_of_type
 from jaxcoll._compat.axes import zeros_like_aval as zeros_like_aval
 from jaxcoll._compat.primitives import AS_INVARIANT as AS_INVARIANT
 from jaxcoll._compat.primitives import all_depending_on as all_depending_on
+from jaxcoll._compat.primitives import as_arrays as as_arrays
 from jaxcoll._compat.primitives import as_invariant as as_invariant
 from jaxcoll._compat.primitives import as_stored as as_stored
 from jaxcoll._compat.primitives import depending_on as depending_on

@@ -199,6 +199,12 @@ def traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Any, Callable[...,
     return jitted.trace(*args).jaxpr, jitted
 
 
+def as_arrays(values: Sequence[Any], like: Sequence[Any]) -> list[jax.Array]:
+    """Return values as arrays of the types in `like`; arrays unchanged."""
+    pairs = zip(values, like, strict=True)
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x, y.dtype) for x, y in pairs]
+
+
 def unfused(function: Callable[..., Any], **parameters: Any) -> Callable[..., Any]:
     """Bind parameters to `function`, and keep compilers from fusing it with surrounding code.
 

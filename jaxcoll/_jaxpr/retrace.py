@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -39,8 +38,7 @@ class Traced:
 
     def as_arrays(self, outputs: Sequence[Any]) -> list[jax.Array]:
         """Return the outputs of a call as arrays: a constant one is a number of Python or NumPy."""
-        outs = zip(outputs, self.program.out_avals, strict=True)
-        return [x if isinstance(x, jax.Array) else jnp.asarray(x, y.dtype) for x, y in outs]
+        return _compat.as_arrays(outputs, self.program.out_avals)
 
     def evaluate(self) -> Any:
         """Return the result of a function without inputs, as part of the current trace."""
