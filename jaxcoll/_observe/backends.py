@@ -128,7 +128,7 @@ def _read_gpu(plane: Plane, device: int, found: Found) -> None:
     _add_named(plane, events, found, device, np.zeros(len(events.name), np.int32))
 
 
-def _read_cpu(plane: Plane, _: int, found: Found) -> None:
+def _read_cpu(plane: Plane, _device: int, found: Found) -> None:
     """Read the instructions of all threads; each has its device and its run.
 
     JAX before 0.8 recorded neither, but the rendezvous inside a collective has the run's number. A
@@ -159,7 +159,7 @@ def _read_cpu(plane: Plane, _: int, found: Found) -> None:
             _add_named(plane, events, found, device, run & 0xFFFFFFFF)  # it was a signed number
 
 
-def _read_threads(plane: Plane, _: int, found: Found) -> None:
+def _read_threads(plane: Plane, _device: int, found: Found) -> None:
     """Read a CPU's threads, each as a device: the oldest profiles tell neither runs nor devices."""
     ends = [key for key, name in plane.names.items() if name.startswith("end: ")]
     for thread, (_, line) in enumerate(plane.lines()):
@@ -207,6 +207,9 @@ def _add_named(
 
 def _joined(parts: Sequence[Events], stats: Sequence[str] = ()) -> Events:
     none = np.zeros(0, np.int64)
-    name, start, end = (np.concatenate([none, *(part[k] for part in parts)]) for k in range(3))
+    name, start, end = (
+        np.concatenate([none, *(getattr(part, column) for part in parts)])
+        for column in ("name", "start", "end")
+    )
     named = {k: np.concatenate([none, *(part.stats[k] for part in parts)]) for k in stats}
     return Events(name, start, end, named)

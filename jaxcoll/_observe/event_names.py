@@ -40,9 +40,7 @@ def event_names(
     names: dict[str, tuple[int, int]] = {}
     for k, c in enumerate(collectives):
         names[c.name] = (k, WHOLE)
-        alone = {c.computation: WHOLE}
-        chain = next((parts for parts in chains.values() if c.computation in parts), alone)
-        for part, role in chain.items():
+        for part, role in chains.get(c.name, {c.computation: WHOLE}).items():
             if role:
                 names |= dict.fromkeys(_find_sites(part, callers), (k, role))
     for inside in module.computations.values():
@@ -65,13 +63,15 @@ def _find_callers(module: Module) -> dict[str, list[tuple[str, Instruction]]]:
 
 
 def _find_chains(module: Module) -> dict[str, dict[str, int]]:
-    """Map the number of each chain to the computations that write it, and their parts in it."""
+    """Map each collective of a chain to the computations that write it, and their parts in it."""
     chains: dict[str, dict[str, int]] = defaultdict(dict)
+    chain_of: dict[str, dict[str, int]] = {}
     for name, inside in module.computations.items():
-        for site in inside.sites:
-            if chain := find_chain(inside, inside.parse(site)):
+        for site in map(inside.parse, inside.sites):
+            if chain := find_chain(inside, site):
                 chains[chain[0]][name] = {"Start": START, "Done": DONE, "": 0}[chain[1]]
-    return chains
+                chain_of[site.name] = chains[chain[0]]
+    return chain_of
 
 
 def _find_sites(part: str, callers: Mapping[str, list[tuple[str, Instruction]]]) -> list[str]:
