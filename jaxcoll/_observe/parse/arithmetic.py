@@ -183,6 +183,8 @@ class Arithmetic:
             if operations != 0:
                 operands = inside.operands(instruction)
                 works[site.at] = Work(1, operations or 0, operands[0].dtype if operands else "")
+        if name != self._module.entry:
+            inside.forget()  # a large program has thousands of small ones
         return works
 
     def _pairs(self, name: str) -> dict[str, tuple[int, int]]:

@@ -167,6 +167,11 @@ class Computation:
                 users.setdefault(operand, []).append(name)
         return users
 
+    def forget(self) -> None:
+        """Free the memory of what was parsed."""
+        for name in ("_parsed", "_starts", "users"):
+            vars(self).pop(name, None)
+
     @functools.cached_property
     def _parsed(self) -> dict[int, Instruction]:
         return {}
