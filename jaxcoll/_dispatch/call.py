@@ -55,6 +55,8 @@ class Call:
     settings: Any = None
     # Whether sharded arrays are a batch, of which each process has its own rows
     rows: bool = False
+    # Whether processes compare replicated arrays when the program first runs
+    compares: bool = True
     # The name of an argument in messages, given its position or its keyword
     name_of: Callable[[int | str], str] = "args[{}]".format
     value: Any = None  # a JSON value for the others, if there is no program

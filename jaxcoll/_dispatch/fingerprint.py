@@ -232,12 +232,14 @@ def first_values(call: Call) -> FirstValues:
     replicated, rows = {}, {}
     arguments = tuple(call.args), dict(call.kwargs)
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
-        shards = [_bytes(shard.data) for shard in leaf.addressable_shards]
-        name = argument_name(path, call.name_of)
-        if shards and leaf.is_fully_replicated:
-            replicated[name] = digest_bytes(shards[0])
-        elif shards and call.rows and any(np.any(x != x[:1]) for x in shards):
-            rows[name] = digest_bytes(b"".join(x.tobytes() for x in shards))
+        name, shards = argument_name(path, call.name_of), leaf.addressable_shards
+        if leaf.is_fully_replicated:
+            if call.compares and shards:
+                replicated[name] = digest_bytes(_bytes(shards[0].data))
+        elif call.rows:
+            parts = [_bytes(shard.data) for shard in shards]
+            if any(np.any(x != x[:1]) for x in parts):
+                rows[name] = digest_bytes(b"".join(x.tobytes() for x in parts))
     return FirstValues(replicated, rows)
 
 

@@ -23,11 +23,6 @@ def new_name(process: int) -> str:
     return f"{process}.{os.urandom(4).hex()}{'' if coordinator_connection() else _UNREPORTED}"
 
 
-def has_ended(name: str) -> bool:
-    """Return whether the coordinator reported this worker's end."""
-    return not name.endswith(_UNREPORTED) and rank_of(name) in ended()
-
-
 def is_reported(name: str) -> bool:
     """Return whether the coordinator would report that worker's end to this process."""
     return coordinator_connection() is not None and not name.endswith(_UNREPORTED)
@@ -46,26 +41,29 @@ class Heartbeats:
             before, since, changed = self._seen.get(name, (text, now, False))
             self._seen[name] = (text, since, changed) if text == before else (text, now, True)
 
-    def is_silent(self, name: str) -> bool:
-        """Return whether a worker has ended, or is late if nobody would report its end.
+    def has_ended(self, name: str) -> bool:
+        """Return whether a worker has ended, or is silent if nobody would report its end.
 
-        A worker is also late while native code holds its interpreter lock, and then goes on. The
-        same may be true of a stopped worker, until a deadline passes. So lateness counts as death
-        only if no connection would show the death.
+        A worker is also silent while native code holds its interpreter lock, and then goes on. The
+        same may be true of a stopped worker, until a deadline passes. So silence counts as an end
+        only if no connection would show the end.
         """
-        has_left = has_ended(name) or self._seen.get(name, (ENDED,))[0] == ENDED
-        return has_left or (not is_reported(name) and self.is_late(name))
+        if self._seen.get(name, (ENDED,))[0] == ENDED:
+            return True
+        if not name.endswith(_UNREPORTED) and rank_of(name) in ended():
+            return True
+        return not is_reported(name) and self.is_silent(name)
 
-    def is_late(self, name: str) -> bool:
+    def is_silent(self, name: str) -> bool:
         """Return whether a worker has not written a heartbeat for too long."""
         since = self._seen.get(name, (ENDED, 0.0, False))[1]
         return time.monotonic() - since > SILENT_WORKER_SECONDS
 
     def is_alive(self, name: str) -> bool:
         """Return whether a worker writes heartbeats, so that it can join."""
-        return not (self.is_silent(name) or self.is_late(name))
+        return not (self.has_ended(name) or self.is_silent(name))
 
     def is_settled(self, name: str) -> bool:
         """Return whether a worker's state is certain: its first heartbeat may be an old one."""
-        settled = name not in self._seen or self._seen[name][2] or self.is_late(name)
-        return settled or self.is_silent(name)
+        settled = name not in self._seen or self._seen[name][2] or self.is_silent(name)
+        return settled or self.has_ended(name)

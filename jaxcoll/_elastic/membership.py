@@ -22,30 +22,14 @@ from jaxcoll._cluster.exchange import LateError, agree, exchange
 from jaxcoll._cluster.liveness import ended
 from jaxcoll._cluster.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS, POLL_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.executable import Program
-from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._dispatch.watchdog import Watchdog
-from jaxcoll._elastic.generation import Generation, RegroupError, describe, listed, rank_of
+from jaxcoll._elastic.generation import Generation, RegroupError, describe, rank_of
 from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, new_name
+from jaxcoll._elastic.member_group import MemberGroup, find_ejected
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 KEPT_STEPS = 100
 """Number of steps whose keys are kept. No member is so far behind: they meet in most steps."""
-
-
-class MemberGroup(ProcessGroup):
-    """The process group of one generation. Who is lost is found by regrouping, and not here."""
-
-    def beat(self) -> None:
-        if ended := self._ended_before(self.position + 1):
-            self.end(PeerLostError(f"workers {listed(sorted(ended))} ended", ranks=sorted(ended)))
-
-    def explain(self, error: Exception) -> Exception:
-        return self.failure or error
-
-    def describe_late(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
-        return (), ""
 
 
 class Membership:
@@ -182,8 +166,8 @@ class Membership:
 
         def check(late: list[str]) -> None:
             self.check()
-            if silent := [m for m in late if self._heartbeats.is_silent(m)]:
-                self.request_regroup(f"{describe(silent)} ended")
+            if over := [m for m in late if self._heartbeats.has_ended(m)]:
+                self.request_regroup(f"{describe(over)} ended")
                 raise RegroupError
             self.observe()
 
@@ -235,7 +219,7 @@ class Membership:
             offers = self._keys.all(self._key(number, "ready"))
             ready = {name: json.loads(text) for name, text in offers.items()}
             if self.generation.number < 0:  # a restarted worker counts only once
-                ready = {k: v for k, v in ready.items() if not self._heartbeats.is_silent(k)}
+                ready = {k: v for k, v in ready.items() if not self._heartbeats.has_ended(k)}
             if self._is_complete(ready, time.monotonic() - began, number):
                 # Proposals may differ; the first one counts, and the loop reads it.
                 self._keys.agree(key, self._proposal(number, ready).to_json())
@@ -253,7 +237,7 @@ class Membership:
         late = [m for m in self.generation.members if m not in {*ready, *ejected}]
         request = self._keys.try_get(self._key(number, "request"))
         patience = HEARTBEAT_SECONDS if request and json.loads(request)["late"] else self._patience
-        if any(not self._heartbeats.is_silent(m) for m in late) and waited < patience:
+        if any(not self._heartbeats.has_ended(m) for m in late) and waited < patience:
             return False
         # Waiting workers become members, so it must be known whether they live.
         return all(map(self._heartbeats.is_settled, self._waiting()))
@@ -301,7 +285,7 @@ class Membership:
     def _newcomers(self, staying: Sequence[str]) -> list[str]:
         """Return live waiting workers, as many as there is room for, and forget the others."""
         waiting = self._waiting()
-        for name in filter(self._heartbeats.is_silent, waiting):
+        for name in filter(self._heartbeats.has_ended, waiting):
             self._keys.delete(f"{self._root}/waiting/{name}")
         taken = {rank_of(name) for name in staying}
         live = [w for w in waiting if self._heartbeats.is_alive(w) and rank_of(w) not in taken]
@@ -317,7 +301,7 @@ class Membership:
         while True:
             self.observe()
             # Check this before reading the record: a worker that finishes writes it and then ends.
-            over = all(map(self._heartbeats.is_silent, after.members))
+            over = all(map(self._heartbeats.has_ended, after.members))
             if (text := self._keys.try_get(key)) is not None:
                 return Generation.from_json(text)
             if over:
@@ -377,23 +361,3 @@ class Membership:
                 self._is_over = True
                 self._wake(RegroupError())
             self._write_heartbeat()
-
-
-def find_ejected(
-    members: tuple[str, ...], joined: Sequence[str], programs: Mapping[str, tuple[int, str]]
-) -> tuple[str, ...]:
-    """Return the members that must end because members called different programs.
-
-    `programs` has the position and the digest of each one's last call. A newcomer ends if it
-    differs from the others. If these differ, nobody knows who is right, and all end.
-    """
-    staying = [m for m in members if m not in joined] or members
-    before = [programs[m] for m in staying if m in programs]
-    if _differ(before):
-        return members
-    return tuple(m for m in joined if m in programs and _differ([*before, programs[m]]))
-
-
-def _differ(programs: Sequence[tuple[int, str]]) -> bool:
-    """Return whether two have the same position and different digests."""
-    return len(set(programs)) > len({position for position, _ in programs})

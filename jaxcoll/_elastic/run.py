@@ -307,6 +307,7 @@ class Run:
             name=what,
             options=call.options.replace(timeout_seconds=soonest),
             group=membership.group,
+            compares=False,  # of the state, which was compared when the generation began
             meeting_seconds=self._job.startup,
         )
         try:

@@ -63,7 +63,8 @@ class Elastic:
       min_workers: with fewer workers, the run saves the state and raises `PeerLostError`.
       max_workers: workers beyond this number wait until they are needed. None: all train.
       timeout_seconds: timeout of one step, without compilation. Workers that miss it are dropped.
-        None: no limit; then a worker that is stopped stops all.
+        The step's own `timeout_seconds` counts, too. None: no limit; then a worker that is stopped
+        stops all.
       startup_timeout_seconds: timeout for live workers to meet, at the start and after a change,
         and to write the last checkpoint. Compilation and checkpoint must each fit in it.
       checkpoint: a file. A run starts from the state in it, and the first worker writes it. An

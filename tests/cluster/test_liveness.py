@@ -63,20 +63,20 @@ def test_who_was_not_told_of_anybody_knows_of_nobody():
     assert liveness.coordinator_connection() is None
 
 
-def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator):
+def test_worker_has_ended_and_its_successor_has_not(coordinator):
     old, other, connection = new_name(1), new_name(2), liveness.coordinator_connection()
     liveness.use_connection(None)  # as in a process that was started again
     new = new_name(1)
     liveness.use_connection(connection)
     seen = Heartbeats()
     seen.observe(dict.fromkeys((old, new, other), "1"))
-    assert not any(map(seen.is_silent, (old, new, other)))
+    assert not any(map(seen.has_ended, (old, new, other)))
     coordinator.sendall(b'{"ended": 1}\n')
-    assert [seen.is_silent(name) for name in (old, new, other)] == [True, False, False]
+    assert [seen.has_ended(name) for name in (old, new, other)] == [True, False, False]
     assert heartbeat.rank_of(old) == heartbeat.rank_of(new) == 1
 
 
-def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinator, monkeypatch):
+def test_silent_worker_lives_while_its_connection_is_open(coordinator, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENT_WORKER_SECONDS", 0.0)
     reported, seen = new_name(1), Heartbeats()
     connection = liveness.coordinator_connection()
@@ -87,11 +87,11 @@ def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinat
     seen.observe(texts)
     time.sleep(0.01)
     seen.observe(texts)
-    assert all(map(seen.is_late, texts))  # so neither is taken in
+    assert all(map(seen.is_silent, texts))  # so neither is taken in
     assert all(map(seen.is_settled, texts))
-    assert [seen.is_silent(name) for name in texts] == [False, True]
+    assert [seen.has_ended(name) for name in texts] == [False, True]
     liveness.use_connection(None)  # to a worker that was started again nobody tells anything
-    assert all(map(seen.is_silent, texts))
+    assert all(map(seen.has_ended, texts))
     liveness.use_connection(connection)
     coordinator.sendall(b'{"ended": 1}\n')
-    assert all(map(seen.is_silent, texts))
+    assert all(map(seen.has_ended, texts))

@@ -20,6 +20,7 @@ from jaxcoll._dispatch.watchdog import Watchdog
 from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic import membership as memberships
 from jaxcoll._elastic.generation import RegroupError, rank_of
+from jaxcoll._elastic.member_group import find_ejected
 from jaxcoll._elastic.membership import KEPT_STEPS, Membership
 from jaxcoll._elastic.run import write_once, writers_of
 from jaxcoll._threads import Task
@@ -313,9 +314,9 @@ def test_new_generation_ends_the_wait_for_an_agreement(working):
 )
 def test_who_was_there_is_right(digests, joined, end):
     programs = {name: (9, digest) for name, digest in digests.items()}
-    assert memberships.find_ejected(("0", "1", "2"), joined, programs) == end
+    assert find_ejected(("0", "1", "2"), joined, programs) == end
     apart = {name: (int(name), digest) for name, digest in digests.items()}
-    assert memberships.find_ejected(("0", "1", "2"), joined, apart) == ()
+    assert find_ejected(("0", "1", "2"), joined, apart) == ()
 
 
 def writes(membership, having, fails):
