@@ -29,7 +29,6 @@ _OTHER_SIZES = (
 )
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
-_LAYOUT = "SLURM_DISTRIBUTION"
 
 _PORTS = 4096
 _STEPS = 61  # distance between the ports of two steps, so that jobs with close numbers differ
@@ -97,7 +96,9 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
     # task, or in several parts: only task 0 itself knows.
     if environment["SLURM_PROCID"] == "0" and own in hosts:
         hosts = [own]
-    elif not ("SLURM_HET_SIZE" in environment or environment.get(_LAYOUT) == "arbitrary"):
+    elif not (
+        "SLURM_HET_SIZE" in environment or environment.get("SLURM_DISTRIBUTION") == "arbitrary"
+    ):
         hosts = hosts[:1]
     address, *others = (f"{host}:{_port(job + _STEPS * step)}" for host in hosts)
     names = count, "SLURM_PROCID", "SLURM_LOCALID"

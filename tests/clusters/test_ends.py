@@ -39,12 +39,16 @@ print("finished", flush=True)
 """
 
 
-def run(around, *arguments):
-    """Run two processes, each inside another command; return their statuses and outputs."""
+def free_address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def run(around, *arguments):
+    """Run two processes, each inside another command; return their statuses and outputs."""
+    host, port = free_address().split(":")
+    place = {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "2"}
     started = [
         subprocess.Popen(
             [*around, sys.executable, "-c", PROGRAM, *arguments],
@@ -97,10 +101,8 @@ except jc.errors.PeerLostError as lost:
 
 @pytest.mark.processes
 def test_coordinator_of_its_own_outlives_process_0_and_ends_with_the_job():
-    command = [sys.executable, "-m", "jaxcoll", "coordinator", "127.0.0.1:0", "-n", "2"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        command[4] = address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
+    command = [sys.executable, "-m", "jaxcoll", "coordinator", address, "-n", "2"]
     serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert serving.stdout.readline() == f"JAXCOLL_COORDINATOR={address} serves 2 processes\n"
     place = {"JAXCOLL_COORDINATOR": address, "PMI_SIZE": "2", "JAX_NUM_CPU_DEVICES": "1"}
@@ -175,10 +177,7 @@ else:
 @pytest.mark.processes
 @pytest.mark.parametrize("late", [True, False])
 def test_cluster_that_jax_finds_gets_the_same_guarantees(late):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    place = {"AT": address, "TIMEOUT": "2" if late else "90"}
+    place = {"AT": free_address(), "TIMEOUT": "2" if late else "90"}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", FOUND], env={**os.environ, **place, "NUMBER": str(rank)},
