@@ -30,9 +30,9 @@ if _TYPE_CHECKING:
     from jaxcoll._elastic.checkpoint import restore_checkpoint as restore_checkpoint
     from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
     from jaxcoll._elastic.trainer import Elastic as Elastic
-    from jaxcoll._inspect import assert_collectives as assert_collectives
     from jaxcoll._inspect import inspect as inspect
     from jaxcoll._mesh.plan import plan as plan
+    from jaxcoll._observe.limits import assert_collectives as assert_collectives
     from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
     from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
     from jaxcoll._plan.options import ReduceOp as ReduceOp
@@ -74,8 +74,9 @@ _LATER = {
         "_distribute.check_replicas": "check_replicas",
         "_elastic.checkpoint": "restore_checkpoint save_checkpoint",
         "_elastic.trainer": "Elastic",
-        "_inspect": "assert_collectives inspect",
+        "_inspect": "inspect",
         "_mesh.plan": "plan",
+        "_observe.limits": "assert_collectives",
         "_plan.options": "CommunicationImplementation CommunicationOptions ReduceOp",
         "_spmd.gradients.loss": "WeightedLoss",
         "_spmd.metrics": "Total WeightedMean",

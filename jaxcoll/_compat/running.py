@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -130,6 +130,27 @@ def is_tracing() -> bool:
     return not module.trace_state_clean()
 
 
+_Session: Any = _profiler.ProfilerSession
+
+
+def before_profiles(then: Callable[[], None]) -> Callable[[], None]:
+    """Call `then` before anything but this file starts a profile; return what undoes this.
+
+    While two profiles are open, JAX raises an error in the program that has opened the second.
+    """
+
+    def session(*args: Any, **kwargs: Any) -> Any:
+        then()
+        return _Session(*args, **kwargs)
+
+    def undo() -> None:
+        if _profiler.ProfilerSession is session:
+            _profiler.ProfilerSession = _Session
+
+    _profiler.ProfilerSession = session
+    return undo
+
+
 class ProfilerSession:
     """A profile of this process's devices, kept in memory.
 
@@ -143,7 +164,7 @@ class ProfilerSession:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level, options.host_tracer_level = 0, 1
         options.enable_hlo_proto = with_programs
-        self._session: Any = _profiler.ProfilerSession(options)
+        self._session: Any = _Session(options)
 
     def stop(self) -> bytes:
         """Return the profile, a serialized XSpace; b"" if another was running already.

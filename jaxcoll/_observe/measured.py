@@ -52,10 +52,13 @@ class Measured:
     Attributes:
       ranks: the ranks that were measured; all devices of a process are one rank.
       runs: the number of runs that were compared.
-      step_seconds: from the start of one run to the start of the next, under the profiler.
+      step_seconds: from the start of one run to the start of the next, under the profiler; None
+        if the program ran less than three times.
       unprofiled_step_seconds: the same without the profiler; None if not known.
       exposed_seconds: communication of a run while the device computes nothing; mean over ranks.
       times: the times of each of `Report.rows`; None for a row that did not run.
+      turns: how often one run executed each of `Report.rows` in loops without a known trip count;
+        None for the other rows, and if runs differ.
       late: the ranks that arrived late, each with the position of the row where it was latest.
       lanes: for each rank the (activity, start, end) of its first device in a typical run, with
         clocks aligned by the ends of collectives; () if no run was recorded in enough detail.
@@ -63,25 +66,31 @@ class Measured:
 
     ranks: tuple[int, ...]
     runs: int
-    step_seconds: float
+    step_seconds: float | None
     unprofiled_step_seconds: float | None
     exposed_seconds: float
     times: tuple[Times | None, ...]
+    turns: tuple[int | None, ...]
     late: tuple[tuple[Last, int], ...]
     lanes: tuple[tuple[tuple[str, float, float], ...], ...] = dataclasses.field(repr=False)
 
     def summary(self) -> str:
         """Return a sentence on the step time, and how much of it is exposed."""
-        before = self.unprofiled_step_seconds
-        unprofiled = f" ({milliseconds(before)} without the profiler)" if before else ""
-        step, exposed = self.step_seconds, self.exposed_seconds
-        too_few = len(self.ranks) > 1 and self.runs < LEAST_RUNS
-        return (
-            f"measured in {counted(self.runs, 'run')} on {counted(len(self.ranks), 'rank')}"
-            f"{', too few to name a late rank' * too_few}: a step takes "
-            f"{milliseconds(step)}{unprofiled}, {milliseconds(exposed)} of it exposed "
-            f"communication ({percent(exposed, step)})"
+        step, exposed = self.step_seconds, milliseconds(self.exposed_seconds)
+        headline = f"measured in {counted(self.runs, 'run')} on {counted(len(self.ranks), 'rank')}"
+        if step is None:
+            return (
+                f"{headline}, too few to tell the time of a step: {exposed} of exposed "
+                "communication in each"
+            )
+        if len(self.ranks) > 1 and self.runs < LEAST_RUNS:
+            headline += ", too few to name a late rank"
+        own, under = self.unprofiled_step_seconds, f"{milliseconds(step)} under the profiler"
+        takes = (
+            f"your step takes {milliseconds(own)}, and {under}" if own else f"a step takes {under}"
         )
+        share = percent(self.exposed_seconds, step)
+        return f"{headline}: {takes}, {exposed} of it exposed communication ({share})"
 
     def sentences(self, rows: Sequence[Row]) -> list[str]:
         """Return a sentence for each late rank."""
@@ -89,7 +98,7 @@ class Measured:
             f"rank {last.rank} arrives late: last at {rows[k].compiled.kind} #{k} in "
             f"{percent(last.share, 1)} of {self.runs} runs, by {milliseconds(last.seconds)} "
             f"(90th percentile {milliseconds(last.seconds_90)}) in a step of "
-            f"{milliseconds(self.step_seconds)}; the other ranks wait for it."
+            f"{milliseconds(self.step_seconds or 0.0)}; the other ranks wait for it."
             for last, k in self.late
         ]
 
@@ -114,7 +123,9 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
     runs = _common_runs(by_rank)
     if not runs:
         return None
-    step = median(r["step"] for r in by_rank) / 1e9
+    steps = [r["step"] for r in by_rank if r["step"]]
+    step = median(steps) / 1e9 if steps else None
+    executed = _turns_by_row(rows, by_rank[0], [run[0] for run in runs])
     times: list[Times | None] = [None] * len(rows)
     late: dict[int, tuple[Last, int]] = {}
     folds = folds_of(rows)
@@ -131,9 +142,9 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
             continue
         total, waiting = total[is_whole] / 1e9, waiting[is_whole] / 1e9
         transfer = float(np.median(np.array(least)[is_whole])) / 1e9
-        last, late_here = _last(names, total, step)
-        size = sum(_size(rows[k].compiled) for k in positions)
-        sent = sum(rows[k].wire_bytes for k in positions)
+        last, late_here = _last(names, total, step or 0.0)
+        size = sum(median(executed[k]) * _size(rows[k].compiled) for k in positions)
+        sent = sum(median(executed[k]) * rows[k].compiled.wire_bytes for k in positions)
         measured = Times(
             tuple(positions), transfer, tuple(np.median(waiting, 0).tolist()), last,
             *(nbytes / transfer if transfer else 0.0 for nbytes in (size, sent)),
@@ -148,14 +159,40 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
     return Measured(
         tuple(names), len(runs), step, median(unprofiled) / 1e9 if unprofiled else None,
         sum(exposed) / len(exposed) / 1e9, tuple(times),
+        tuple(
+            of_row[0] if row.compiled.trips is None and len({*of_row}) == 1 else None
+            for row, of_row in zip(rows, executed, strict=True)
+        ),
         tuple(sorted(late.values(), key=lambda pair: -pair[0].seconds)),
         _lanes(by_rank, runs, shares),
     )  # fmt: skip
 
 
+def with_turns(rows: Sequence[Row], measured: Measured | None) -> tuple[Row, ...]:
+    """Return the rows with trip counts that only the measured runs know."""
+    turns = measured.turns if measured else [None] * len(rows)
+    return tuple(
+        row
+        if n is None
+        else dataclasses.replace(row, compiled=dataclasses.replace(row.compiled, trips=n))
+        for row, n in zip(rows, turns, strict=True)
+    )
+
+
+def _turns_by_row(
+    rows: Sequence[Row], rank: Mapping[str, Any], runs: Sequence[int]
+) -> list[list[int]]:
+    """Return how often these runs executed each row; only the profile knows it in some loops."""
+    recorded = iter(zip(*(rank["turns"][run] for run in runs), strict=True))
+    return [
+        [c.trips] * len(runs) if c.trips is not None else [*next(recorded)]
+        for c in (row.compiled for row in rows)
+    ]
+
+
 def _size(c: Collective) -> int:
-    """Return the bytes of one run that nccl-tests counts: for an all-gather, all devices' bytes."""
-    return c.turns * c.nbytes * (c.group_size if c.kind == "all-gather" else 1)
+    """Return the bytes that nccl-tests counts: for an all-gather, those of all devices."""
+    return c.nbytes * (c.group_size if c.kind == "all-gather" else 1)
 
 
 def _last(names: Sequence[int], total: Any, step: float) -> tuple[Last | None, list[Last]]:

@@ -12,8 +12,8 @@ from matplotlib.ticker import MaxNLocator
 
 from jaxcoll._observe.measured import Measured
 from jaxcoll._observe.parse.collective import Collective
-from jaxcoll._observe.report import Report
-from jaxcoll._observe.row_table import packs_in_words, totals
+from jaxcoll._observe.report import Report, sent
+from jaxcoll._observe.row_table import least, packs_in_words, totals
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, legend, page, strip_frame
 from jaxcoll._show.units import counted, milliseconds, percent, scaled, size
 
@@ -33,7 +33,7 @@ def plot(report: Report) -> Figure:
     """Draw a figure of 1,920 × 1,080 pixels, higher for many ranks, without pyplot."""
     if report.measured:
         return _step(report, report.measured)
-    title = f"{report.name} on {report.where or counted(report.devices, 'device')}"
+    title = f"{report.title} on {report.where or counted(report.devices, 'device')}"
     figure = page(title, _subtitle(report))
     legend(figure, LEFT, 0.811, _LOOKS)
     _schedule(figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49)), report)
@@ -42,9 +42,7 @@ def plot(report: Report) -> Figure:
 
 
 def _subtitle(report: Report) -> str:
-    least = "at least " if report.uncounted else ""
-    sent = f"{least}{size(report.wire_bytes)} leave each device"
-    lines = [f"Compiled to {totals(report.collectives)}: {sent}."]
+    lines = [f"Compiled to {totals(report.executed)}: {sent(report)} leave each device."]
     if report.requested is not None:
         lines.insert(0, f"Requested {totals(report.requested)}.")
     return (" " if len("".join(lines)) < 140 else "\n").join(lines)
@@ -128,9 +126,9 @@ def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
 def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) -> None:
     """Write a lane's wire bytes after its last collective, before its first, or else below it."""
     lane = [report.rows[k].compiled for k in ks]
-    sent = sum(report.rows[k].wire_bytes for k in ks)
+    sum_sent = sum(report.rows[k].wire_bytes for k in ks)
     first, last = min(c.at for c in lane), max(max(c.until, c.at) for c in lane) + end / 150
-    label = size(sent) if len(lane) == 1 else f"{size(sent)} in {len(lane)}"
+    label = f"{least(*lane)}{size(sum_sent)}" + (f" in {len(lane)}" if len(lane) > 1 else "")
     after, before = last < 0.9 * end, first > 0.1 * end
     x = last + end * 0.006 if after else first - end * 0.006 if before else end
     axes.text(
@@ -144,14 +142,15 @@ def _hidden(axes: Axes, report: Report) -> None:
     """Draw one bar: the communication that matrix products hide, and the exposed rest."""
     total, exposed = report.seconds, report.exposed_seconds
     if total is not None and exposed is not None:
-        amount = f"{total * 1e3:,.2f} ms, predicted from {report.predicted_from}"
+        mark = least(*report.collectives)
+        amount = f"{mark}{total * 1e3:,.2f} ms, predicted from {report.predicted_from}"
         rule = "is hidden for as long as the matrix products between its start and end take"
     else:  # the time of a product is not known
         total = exposed = sum(row.wire_bytes for row in report.rows)
         for row in report.rows:
             if row.compiled.meanwhile and row.compiled.meanwhile.flops:
                 exposed -= row.wire_bytes
-        amount = f"{size(total)}, counted in wire bytes"
+        amount = f"{least(*report.collectives)}{size(total)}, counted in wire bytes"
         rule = "counts as hidden if a matrix product is scheduled between its start and its end"
     axes.set_axis_off()
     axes.set_xlim(0, 1)
@@ -186,16 +185,19 @@ def _step(report: Report, measured: Measured) -> Figure:
         lanes = sorted(lanes[:MOST_RANKS])
     high = 3.2 + 0.42 * max(len(lanes), 3)
     devices = counted(report.devices, "device")
-    exposed = percent(measured.exposed_seconds, measured.step_seconds)
+    exposed, step = measured.exposed_seconds, measured.step_seconds
+    takes = f"{milliseconds(exposed)} of exposed communication in each run"
+    if step is not None:
+        share = percent(exposed, step)
+        takes = f"A step takes {milliseconds(step)}, {share} of it exposed communication"
     names = [
         f"Rank {last.rank} is late in {percent(last.share, 1)} of runs, by "
         f"{milliseconds(last.seconds)}."
         for last, _ in measured.late[:3]
     ]
     figure = page(
-        f"{report.name} on {devices}, {counted(len(measured.ranks), 'rank')}",
-        f"{totals(report.collectives)}. A step takes {milliseconds(measured.step_seconds)}, "
-        f"{exposed} of it exposed communication (medians of {counted(measured.runs, 'run')}).\n"
+        f"{report.title} on {devices}, {counted(len(measured.ranks), 'rank')}",
+        f"{totals(report.executed)}. {takes} (medians of {counted(measured.runs, 'run')}).\n"
         + (" ".join(names) or "No rank is late."),
         high=high,
     )

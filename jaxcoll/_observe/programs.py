@@ -14,10 +14,10 @@ from jaxcoll._observe.measured import compare
 from jaxcoll._observe.parse.hlo_text import parse_module
 from jaxcoll._observe.profile import Compiled, Profile, read_profile
 from jaxcoll._observe.rank_times import times_of
-from jaxcoll._observe.report import Report, report_of
+from jaxcoll._observe.report import Report, report_of, sent
 from jaxcoll._observe.row_table import lines_of, table, totals
 from jaxcoll._show.table import Shown, Table
-from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, size
+from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, shortened
 
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
 
@@ -33,7 +33,7 @@ class Programs(Shown):
       reports: a `Report` for each, in the order of compilation.
       quiet: the number of programs without collectives, which have no report.
       notes: programs that were not measured and ranks that did not answer, with the reasons.
-      unread: saved profiles that could not be read, with the reasons.
+      unread: notes on programs and saved profiles that could not be read, with the reasons.
     """
 
     reports: tuple[Report, ...] = ()
@@ -45,7 +45,7 @@ class Programs(Shown):
     def late(self) -> list[str]:
         """A sentence for each rank that arrived late; empty if nothing was measured."""
         return [
-            f"{report.name}: {line}"
+            f"{report.title}: {line}"
             for report in self.reports
             if report.measured
             for line in report.measured.sentences(report.rows)
@@ -60,7 +60,7 @@ class Programs(Shown):
             parts.append("\n".join(fold(note, width) for note in notes))
         for report in self.reports:
             if measured := report.measured:
-                parts.append(fold(f"{report.name}: {measured.summary()}", width))
+                parts.append(fold(f"{report.title}: {measured.summary()}", width))
                 parts.append(table(report.rows, measured).text(width))
         return "\n\n".join(parts)
 
@@ -94,10 +94,10 @@ class Programs(Shown):
         columns = ("program", "calls", "collectives per run", "wire bytes", "overlapped")
         rows = [
             (
-                report.name,
+                report.title,
                 "–" if report.calls is None else f"{report.calls:,}",
-                totals(report.collectives),
-                ("≥ " if report.uncounted else "") + size(report.wire_bytes),
+                totals(report.executed),
+                sent(report),
                 percent(sum(s.behind for s in shares), sum(s.nbytes for s in shares)),
                 *_steps(report),
             )
@@ -115,38 +115,39 @@ def _steps(report: Report) -> tuple[str, str]:
     measured = report.measured
     if measured is None:
         return "–", "–"
-    exposed = percent(measured.exposed_seconds, measured.step_seconds)
-    return milliseconds(measured.step_seconds), exposed
+    exposed, step = measured.exposed_seconds, measured.step_seconds
+    if step is None:
+        return "–", milliseconds(exposed)
+    return milliseconds(step), percent(exposed, step)
 
 
 def read_rank(
-    compiled: Iterable[Compiled], profile: Profile, probe: Profile, most: int
+    compiled: Iterable[Compiled], profile: Profile, most: int
 ) -> tuple[dict[str, Report], dict[str, Any]]:
     """Return one process's reports by fingerprint, and the times of their last runs.
 
-    `probe` is an earlier profile: the time between it and `profile` gives the step time without
-    the profiler. Times are those of at most `most` runs, in plain values.
+    Times are those of at most `most` runs, in plain values.
     """
     candidates: dict[str, Candidate] = {}
+    unread: list[str] = []
     for program in compiled:
-        key = _fingerprint(program.text)
-        report = dataclasses.replace(report_of(program.text), calls=program.calls)
+        try:
+            key = fingerprint(program.text)
+            report = dataclasses.replace(report_of(program.text), calls=program.calls)
+        except ValueError as error:
+            unread.append(f"not read: {shortened(program.text.partition(',')[0], 80)}: {error}")
+            continue
         if report.rows or report.unread:
             others = candidates[key].numbers if key in candidates else frozenset()
             numbers = others | {n for n in [program.number] if n is not None}
             candidates[key] = Candidate(report, program, numbers)
     during, notes = match_programs(candidates, profile)
-    before, _ = match_programs(candidates, probe)
     rows: dict[str, Any] = {}
     for key, candidate in candidates.items():
-        times, first = (
-            times_of(candidate.report, candidate.names, executions[key], source.backend, most)
-            if key in executions
-            else None
-            for executions, source in ((during, profile), (before, probe))
-        )
-        if times and first and (runs := times["runs"][0] - first["runs"][-1]) > 0:
-            times["unprofiled"] = (times["starts"][0] - first["starts"][-1]) / runs
+        times = None
+        if key in during:
+            names = candidate.names
+            times = times_of(candidate.report, names, during[key], profile.backend, most)
         name, calls = candidate.report.name, candidate.report.calls
         rows[key] = {"name": name, "calls": calls, "times": times}
     if profile.executions:
@@ -156,7 +157,7 @@ def read_rank(
         advice = profile.backend.advice
         notes.append(f"not measured: the profile has no executions of instructions: {advice}.")
     reports = {key: candidate.report for key, candidate in candidates.items()}
-    return reports, {"programs": rows, "notes": notes}
+    return reports, {"programs": rows, "notes": [*notes, *unread], "unread": unread}
 
 
 def count_runs(profile: bytes, compiled: Iterable[Compiled]) -> tuple[int, int]:
@@ -165,9 +166,9 @@ def count_runs(profile: bytes, compiled: Iterable[Compiled]) -> tuple[int, int]:
     Only runs that `read_rank` would measure count.
     """
     read = read_profile(profile)
-    _, rows = read_rank(compiled, read, Profile(), read.events)
+    _, rows = read_rank(compiled, read, read.events)
     times = [row["times"] for row in rows["programs"].values() if row["times"]]
-    longest = max(times, key=lambda one: one["step"] * len(one["runs"]), default={"runs": ()})
+    longest = max(times, key=lambda one: one["ends"][-1] - one["starts"][0], default={"runs": ()})
     return read.events, len(longest["runs"])
 
 
@@ -212,7 +213,7 @@ def programs_from(
     return Programs(tuple(merged), quiet, tuple(notes))
 
 
-def _fingerprint(text: str) -> str:
+def fingerprint(text: str) -> str:
     """Return a hash that is the same on all ranks: without module numbers and file names."""
     digest = hashlib.sha256()
     for name, lines in (module := parse_module(text)).computations.items():

@@ -48,8 +48,9 @@ def times_of(
 
     For each run: its number, its start, the end of its last collective, its exposed communication,
     and the durations of each fold on the device that waited least. For some in the middle: the
-    lane of the first device. "step" is the median time from one start to the next, and "devices"
-    the number of devices that were recorded. Runs without a number count from -1, the last.
+    lane of the first device; and how often it executed each collective in a loop without a known
+    trip count. "step" is the median time from one start to the next, and "devices" the number of
+    devices that were recorded. Runs without a number count from -1, the last.
     """
     events = _events(names, executions, backend)
     numbers, events = _complete_runs(events, required(report.rows), backend, most)
@@ -69,14 +70,15 @@ def times_of(
     starts = [int(run.start[0]) for run in by_run]
     ends = np.zeros(len(numbers), int)
     np.maximum.at(ends, transfers.run, transfers.end)
-    steps = [b - a for a, b in itertools.pairwise(starts)]
+    unbounded = [k for k, row in enumerate(report.rows) if row.compiled.trips is None]
     middle = max(0, len(numbers) // 2 - _DRAWN // 2)
     drawn = range(middle, min(middle + _DRAWN, len(numbers)))
     return {
         "runs": numbers,
         "starts": starts,
         "ends": ends.tolist(),
-        "step": median(steps or [int(by_run[0].end.max()) - starts[0]]),
+        "step": median_step(starts),
+        "turns": _turns(transfers, unbounded, len(numbers)),
         "devices": len(np.unique(events.device)),
         "exposed": [_exposed(run) for run in by_run],
         "times": _durations(transfers, fold, len(numbers), len(folds), permutes),
@@ -98,6 +100,19 @@ def _events(names: EventNames, executions: Executions, backend: Backend) -> _Eve
         order = np.array([names.order.get(name, -1) for name in executions.names], int)[at[in_time]]
         events = events._replace(run=_count_runs(events.device, order, events.row >= 0))
     return events
+
+
+def median_step(starts: Sequence[int]) -> float | None:
+    """Return the median time from one start to the next; None if there are fewer than two."""
+    steps = [b - a for a, b in itertools.pairwise(starts)]
+    return median(steps) if len(steps) > 1 else None
+
+
+def _turns(transfers: _Events, rows: Sequence[int], runs: int) -> list[list[int]]:
+    """Return for each run how often each of some rows was executed on one device."""
+    counts = [np.bincount(transfers.run[transfers.row == k], minlength=runs) for k in rows]
+    devices = max(1, len(np.unique(transfers.device)))
+    return [[int(count[run]) // devices for count in counts] for run in range(runs)]
 
 
 def required(rows: Sequence[Row]) -> list[int]:

@@ -10,17 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxcoll._observe.measured import Measured
+from jaxcoll._observe.measured import Measured, with_turns
 from jaxcoll._observe.overlap import Overlap, overlap
 from jaxcoll._observe.parse.collective import Collective, Groups, Loop, Matmul, runs, wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo
-from jaxcoll._observe.row_table import MOST, table, totals, without_folders
+from jaxcoll._observe.row_table import MOST, least, table, totals, without_folders
 from jaxcoll._observe.rows import Row, rows_of
 from jaxcoll._plan.plan import Plan
 from jaxcoll._prices.rates import Rates
 from jaxcoll._show.table import Shown, Table
 from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, scaled, shortened, size
 
+_UNNAMED = ("__unnamed_function", "__unnamed_wrapped_function_")
+"""JAX's names for functions without one."""
 _FIGURES = (
     "name", "where", "devices", "instructions", "count", "runs", "wire_bytes",
     "requested_wire_bytes", "memory_bytes", "overlapped", "seconds", "exposed_seconds",
@@ -80,6 +82,18 @@ class Report(Shown):
     def collectives(self) -> tuple[Collective, ...]:
         """The compiled collectives, in the order of the schedule."""
         return tuple(row.compiled for row in self.rows)
+
+    @property
+    def executed(self) -> tuple[Collective, ...]:
+        """The compiled collectives, with trip counts that only measured runs know."""
+        return tuple(row.compiled for row in with_turns(self.rows, self.measured))
+
+    @property
+    def title(self) -> str:
+        """The name, or for a function without one its first line in Python."""
+        lines = (source for row in self.rows for source in row.sources)
+        place = next(lines, "") if self.name.endswith(_UNNAMED) else ""
+        return f"{self.name.partition('_')[0]} at {without_folders(place)}" if place else self.name
 
     @property
     def count(self) -> int:
@@ -207,19 +221,17 @@ class Report(Shown):
 
 def _heading(report: Report) -> list[str]:
     """Return one sentence for each figure of the whole program; the first is the headline."""
-    least = "at least " if report.uncounted else ""
-    headline = f"{report.name}, {report.where or counted(report.devices, 'device')}: "
+    headline = f"{report.title}, {report.where or counted(report.devices, 'device')}: "
     if report.requested is not None:
         headline += f"requested {totals(report.requested)}; compiled: "
-    headline += totals(report.collectives)
+    headline += totals(report.executed)
     if report.rows:
-        headline += f", {', '.join(_dtypes(report))}; {least}{size(report.wire_bytes)}"
-        headline += " wire bytes per device"
+        headline += f", {', '.join(_dtypes(report))}; {sent(report)} wire bytes per device"
     lines = [headline]
     if shares := report.overlap.shares:
         overlapped = ", ".join(
-            f"{percent(share.behind, share.nbytes)} of {size(share.nbytes)} "
-            + ("sent" if len(shares) == 1 else f"in {share.kind}")
+            f"{percent(share.behind, share.nbytes)} of {least(*report.collectives)}"
+            f"{size(share.nbytes)} " + ("sent" if len(shares) == 1 else f"in {share.kind}")
             for share in shares
         )
         flops = report.overlap.flops
@@ -232,11 +244,17 @@ def _heading(report: Report) -> list[str]:
     return lines
 
 
+def sent(report: Report) -> str:
+    """Return the wire bytes of one run, marked if they are a lower bound."""
+    mark = "≥ " if report.unread else least(*report.executed)
+    return mark + size(wire_bytes(report.executed))
+
+
 def _prediction(report: Report) -> str:
     seconds, exposed = report.seconds, report.exposed_seconds
     if seconds is None:
         return ""
-    prediction = f"; predicted {milliseconds(seconds)} of communication"
+    prediction = f"; predicted {least(*report.collectives)}{milliseconds(seconds)} of communication"
     if exposed is None or not seconds:
         return prediction
     if exposed == seconds:
@@ -261,7 +279,13 @@ def _dropped(report: Report) -> list[str]:
 
 
 def _notes(report: Report) -> list[str]:
-    uncounted = [f"not counted: {note}" for note in report.uncounted]
+    unknown = {loop for c in report.executed if c.trips is None for loop in c.loops}
+    known = {loop for loop in report.unbounded if loop not in unknown}
+    uncounted = [
+        f"not counted: {note}"
+        for note in report.uncounted
+        if not any(note.startswith(f"loop {loop!r} ") for loop in known)
+    ]
     return [*uncounted, *(f"note: {note}" for note in report.notes)]
 
 
@@ -282,7 +306,8 @@ def side_by_side(reports: Mapping[str, Report]) -> str:
 
 def _figures(report: Report) -> dict[str, tuple[str, float | None]]:
     """Return each figure as text, and as a number if a ratio of it is meaningful."""
-    sent = sum(c.turns * c.nbytes for c in report.collectives)
+    payload = sum(c.turns * c.nbytes for c in report.executed)
+    mark = least(*report.executed)
     before = sum(r.turns for r in report.requested or ())
     requested = "" if report.requested is None else counted(before, "collective")
     reduced, exposed, seconds = report.overlap.reduced, report.exposed_seconds, report.seconds
@@ -292,10 +317,13 @@ def _figures(report: Report) -> dict[str, tuple[str, float | None]]:
     asynchronous = sum(c.turns for c in report.collectives if c.is_async)
     return {
         "requested": (requested, None),
-        "compiled, per run": (counted(report.runs, "collective"), report.runs),
+        "compiled, per run": (
+            mark + counted(runs(report.executed), "collective"),
+            runs(report.executed),
+        ),
         "asynchronous": (f"{asynchronous:,}", None),
-        "payload per device": (size(sent), sent),
-        "wire bytes per device": (size(report.wire_bytes), report.wire_bytes),
+        "payload per device": (mark + size(payload), payload),
+        "wire bytes per device": (sent(report), wire_bytes(report.executed)),
         "dtypes on the wire": (", ".join(_dtypes(report)), None),
         "reductions overlapped": (overlapped, None),
         "overlapping products": (f"{scaled(flops)}FLOP" if flops else "0", flops),

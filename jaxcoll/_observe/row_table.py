@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import PurePath
 
-from jaxcoll._observe.measured import Measured, Times
+from jaxcoll._observe.measured import Measured, Times, with_turns
 from jaxcoll._observe.parse.collective import Collective, Meanwhile
 from jaxcoll._observe.rows import Row
 from jaxcoll._show.table import Table
@@ -19,6 +19,11 @@ MOST = 40
 
 Cell = Callable[[Row, int], str]
 """A function from a row, and the number of rows that share its line, to a column's text."""
+
+
+def least(*collectives: Collective) -> str:
+    """Return a sign for a figure that is a lower bound: one turn counts where none is known."""
+    return "≥ " if any(c.trips is None for c in collectives) else ""
 
 
 def _from(row: Row, n: int) -> str:
@@ -35,7 +40,7 @@ COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ("dtype", "<", lambda row, n: ",".join(row.compiled.dtypes)),
     ("bytes", ">", lambda row, n: size(row.compiled.nbytes)),
     ("runs", ">", lambda row, n: "?" if row.compiled.trips is None else f"{row.compiled.trips:,}"),
-    ("wire bytes", ">", lambda row, n: size(n * row.wire_bytes)),
+    ("wire bytes", ">", lambda row, n: least(row.compiled) + size(n * row.wire_bytes)),
     ("overlapped by", "<", lambda row, n: during(row.compiled.meanwhile)),
     ("changes", "<", _changes),
 )
@@ -73,6 +78,7 @@ MEASURED_COLUMNS: tuple[tuple[str, str, Callable[[Times], str]], ...] = (
 
 def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
     """Return the table; its first column is the position in `rows`."""
+    rows = with_turns(rows, measured)
     compiled, timed, times = COLUMNS, MEASURED_COLUMNS[:0], measured.times if measured else ()
     if measured:
         compiled = tuple(column for column in COLUMNS if column[0] in _SENT)
@@ -84,8 +90,11 @@ def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
         return of_row + [cell(t) if (t := times[k]) else "–" for _, _, cell in timed]
 
     def below(k: int) -> str:
-        last = _last(times[k]) if measured else ""
-        return "  ".join(filter(None, [last, carried(rows[k])]))
+        of_row = times[k] if measured else None
+        fold = of_row.rows if of_row else ()
+        together = f"#{', #'.join(map(str, fold))} are parts of one reduction, measured together"
+        is_split = len({tuple(cells(n, 1)) for n in fold}) > 1
+        return "  ".join(filter(None, [_last(of_row), together * is_split, carried(rows[k])]))
 
     equal: dict[tuple[str, ...], list[int]] = {}
     for k in range(len(rows)):
@@ -123,14 +132,14 @@ def lines_of(rows: Iterable[Row], most: int) -> list[str]:
 
 def totals(collectives: Iterable[Collective]) -> str:
     """Return the number of collectives of each kind, and their bytes, for every loop iteration."""
-    kinds: Counter[str] = Counter()
-    nbytes = 0
+    kinds: dict[str, list[Collective]] = {}
     for c in collectives:
-        kinds[c.kind] += c.turns
-        nbytes += c.turns * c.nbytes
+        kinds.setdefault(c.kind, []).append(c)
     if not kinds:
         return "no collectives"
-    return f"{', '.join(counted(n, kind) for kind, n in kinds.items())}, {size(nbytes)}"
+    parts = [f"{least(*cs)}{counted(sum(c.turns for c in cs), kind)}" for kind, cs in kinds.items()]
+    every = [c for cs in kinds.values() for c in cs]
+    return f"{', '.join(parts)}, {least(*every)}{size(sum(c.turns * c.nbytes for c in every))}"
 
 
 def packs_in_words(packs: Sequence[str]) -> str:
@@ -168,7 +177,12 @@ def during(meanwhile: Meanwhile | None) -> str:
 
 
 def without_folders(source: str) -> str:
-    """Return file:line without the folders."""
+    """Return file:line without the folders; in a notebook, the cell and the line."""
+    file, _, line = source.rpartition(":")
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
+    if cell := cell_of(file):  # ("Cell", "In[3]")
+        return f"{' '.join(cell)}:{line}"
     return PurePath(source.replace("\\", "/")).name
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from jaxcoll._show.units import shortened
+from jaxcoll._show.units import fold, shortened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,22 +30,34 @@ class Table:
     more: str = ""  # a last line that says how much is left out; "" for none
 
     def text(self, width: int | None = None) -> str:
-        """Return the aligned table; lines longer than `width` end in "…", never inside a number."""
-        table = [self.columns, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for k in range(1, len(widths)):
-            end = sum(widths[: k + 1]) + 2 * k + 3 * (k + 1 < len(widths))
-            if width is not None and self.align[k] == ">" and end > width:
-                widths, table = widths[:k], [[*cells[:k], "…"] for cells in table]
-                break
-        indent, below = " " * (widths[0] + 2), self.below or [""] * len(self.rows)
-        lines = []
-        for cells, beneath in zip(table, ["", *below], strict=True):
-            padded = map("{:{}{}}".format, cells, self.align, [*widths, 0])
+        """Return the aligned table, with lines of at most `width` characters, the rest cut off.
+
+        Numbers are not cut: the widest column after the second moves beneath, until they fit.
+        """
+        columns, moved = [*range(len(self.columns))], list[int]()
+        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        while width is not None and len(columns) > 2 and self._end(columns, widths) > width:
+            moved.append(max(columns[2:], key=lambda k: (widths[k], k)))
+            columns.remove(moved[-1])
+        indent, lines = " " * (widths[0] + 2), []
+        beneath = ["", *(self.below or [""] * len(self.rows))]
+        for cells, last in zip([self.columns, *self.rows], beneath, strict=True):
+            padded = (f"{cells[k]:{self.align[k]}{widths[k]}}" for k in columns)
             lines.append("  ".join(padded).rstrip())
-            lines += [indent + beneath] if beneath else []
+            if moved and cells is not self.columns:
+                text = "; ".join(f"{self.columns[k]}: {cells[k]}" for k in sorted(moved))
+                room = max((width or 0) - len(indent), 20)
+                lines += [indent + line for line in fold(text, room).split("\n")]
+            lines += [indent + last] if last else []
         lines = lines if width is None else [shortened(line, width) for line in lines]
         return "\n".join([*lines, self.more] if self.more else lines)
+
+    def _end(self, columns: Sequence[int], widths: Sequence[int]) -> int:
+        """Return where the last column of numbers ends; it has room for the start of the next."""
+        numbers = [n for n, k in enumerate(columns) if self.align[k] == ">" and n]
+        last = max(numbers, default=0)
+        end = sum(widths[k] for k in columns[: last + 1]) + 2 * last
+        return end + 3 * (last + 1 < len(columns)) if numbers else 0
 
 
 class Shown:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import sys
+import re
 import threading
 import time
-import types
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,12 +15,13 @@ import jax
 from jaxcoll._compat.running import (
     COMPILED,
     FROM_CACHE,
-    is_tracing,
     live_executables,
     program_id,
     wrapped_names,
 )
 from jaxcoll._observe.profile import Compiled, sends
+from jaxcoll._watch.calls import Calls
+from jaxcoll._watch.shield import Shield
 
 _SEEN_IN_A_ROW = 16
 """The search for new executables ends after this many known ones in a row."""
@@ -35,75 +34,88 @@ class Compilations:
     each run. Those that are compiled already count if not `only_new`.
     """
 
-    def __init__(self, *, only_new: bool = True) -> None:
+    def __init__(self, shield: Shield, *, only_new: bool = True) -> None:
         self.quiet = 0  # programs without collectives
-        self.at = time.monotonic()  # of the last compilation with collectives
-        self.calls = Calls()
+        self.at = time.monotonic()  # of the last compilation
+        self.calls = Calls(shield)
         self.modules: set[str] = set()  # names of programs with collectives
-        self._texts: dict[Any, tuple[str, bytes, int, dict[str, str]]] = {}
-        self._functions: Counter[str] = Counter()  # the number of programs of each name
+        self._texts: dict[Any, tuple[bytes, int, dict[str, str]]] = {}
         self._from_cache = False
         self._seen = {_key(executable) for executable in live_executables() if only_new}
         self._lock = threading.Lock()
-
-    def __bool__(self) -> bool:
-        return bool(self._texts)
+        self._shield = shield
+        self._on_compiled, self._on_event = shield(self._compiled), shield(self._event)
 
     def start(self) -> None:
         """Start recording."""
-        jax.monitoring.register_event_duration_secs_listener(self._compiled)
-        jax.monitoring.register_event_listener(self._event)
-        self.calls.start()
+        jax.monitoring.register_event_duration_secs_listener(self._on_compiled)
+        jax.monitoring.register_event_listener(self._on_event)
+        self._shield(self.calls.start)()
 
     def stop(self) -> None:
         """Stop recording, after a last look for programs that were compiled without an event."""
-        jax.monitoring.unregister_event_duration_listener(self._compiled)
-        jax.monitoring.unregister_event_listener(self._event)
-        self.calls.stop()
+        # The program may have removed all listeners; JAX refuses to remove one twice.
+        monitoring = jax.monitoring
+        self._shield(monitoring.unregister_event_duration_listener)(self._on_compiled)
+        self._shield(monitoring.unregister_event_listener)(self._on_event)
+        self._shield(self.calls.stop)()
         self.look()
 
     def programs(self) -> list[Compiled]:
-        """Return the communicating programs, with their numbers and calls if known."""
+        """Return the communicating programs, with their numbers, and their calls if known."""
+        from jaxcoll._observe.programs import fingerprint
+
+        texts = {key: zlib.decompress(packed).decode() for key, (packed, *_) in self._texts.items()}
+        prints = {key: fingerprint(text) for key, text in texts.items()}
+        calls = _by_program(self.calls, prints)
         return [
             Compiled(
-                zlib.decompress(packed).decode(),
-                None if self._from_cache else number,
-                self.calls.of(name) if self._functions[name] == 1 else None,
-                wrapped,
+                text,
+                None if self._from_cache else self._texts[key][1],
+                calls.get(prints[key]),
+                self._texts[key][2],
             )
-            for name, packed, number, wrapped in self._texts.values()
+            for key, text in texts.items()
         ]
 
     def _compiled(self, event: str, duration_secs: float, **fields: Any) -> None:
         if event == COMPILED:
+            self.at = time.monotonic()
             self.look(str(fields.get("fun_name", "")))
 
     def _event(self, event: str, **fields: Any) -> None:
         self._from_cache |= event == FROM_CACHE
 
     def look(self, name: str = "") -> None:
-        """Note new programs, of a function of this name if it is known."""
+        """Read the programs that are new; the function of that name has compiled the newest."""
         with self._lock:
             in_a_row = 0
-            for executable in live_executables():
+            for n, executable in enumerate(live_executables()):
                 key = _key(executable)
-                in_a_row = in_a_row + 1 if key in self._seen else 0
+                is_new = key not in self._seen
+                in_a_row = 0 if is_new else in_a_row + 1
                 if in_a_row == _SEEN_IN_A_ROW:
                     break
-                if key in self._seen:
+                if not is_new and (n or not name):
                     continue
-                self._seen.add(key)
-                self._functions[name] += 1
                 module = executable.hlo_modules()[0]
-                text = module.to_string()
-                if sends(text):
-                    proto = module.as_serialized_hlo_module_proto()
-                    packed = zlib.compress(text.encode(), 1)
-                    self._texts[key] = name, packed, program_id(proto), wrapped_names(proto)
-                    self.modules.add(module.name)
-                    self.at = time.monotonic()
-                else:
-                    self.quiet += 1
+                if is_new:
+                    self._read(key, module)
+                if n == 0:  # JAX compiles a program anew for each function that has it
+                    self.calls.join(key, name if _is_of(module.name, name) else "")
+                elif is_new:
+                    self.calls.join(key, "")
+
+    def _read(self, key: Any, module: Any) -> None:
+        text = module.to_string()
+        if sends(text):
+            proto = module.as_serialized_hlo_module_proto()
+            packed = zlib.compress(text.encode(), 1)
+            self._texts[key] = packed, program_id(proto), wrapped_names(proto)
+            self.modules.add(module.name)
+        else:
+            self.quiet += 1
+        self._seen.add(key)
 
 
 def _key(executable: Any) -> Any:
@@ -111,65 +123,19 @@ def _key(executable: Any) -> Any:
     return executable.fingerprint or module()[0].as_serialized_hlo_module_proto()
 
 
-class Calls:
-    """Counts calls of jitted functions by Python code, from Python 3.12 on; before 3.12, none.
+def _is_of(module: str, name: str) -> bool:
+    """Return whether a module is that of a function which JAX names as in "jit(step)"."""
+    return module.rstrip("_") == re.sub(r"[^\w.\-]", "_", name).rstrip("_")
 
-    It misses calls by C code, such as `map(step, batches)`, and calls from a line that first called
-    another function. It counts functions, not their programs. Cost: 0.2 µs for each call.
-    """
 
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, int]] = Counter()
-        self._monitoring: Any = getattr(sys, "monitoring", None)
-        self._tool: int | None = None
-        self._local: list[types.CodeType] = []
-        self._jitted: Any = type(jax.jit(lambda: None))
-
-    def start(self) -> None:
-        """Start counting, unless other tools use all of `sys.monitoring`'s tool ids."""
-        if self._monitoring is None:
-            return
-        free = (k for k in (4, 3, 5, 2) if self._monitoring.get_tool(k) is None)
-        self._tool = next(free, None)
-        if self._tool is not None:
-            events = self._monitoring.events
-            self._monitoring.use_tool_id(self._tool, "jaxcoll")
-            self._monitoring.register_callback(self._tool, events.CALL, self._called)
-            self._monitoring.set_events(self._tool, events.CALL)
-
-    def stop(self) -> None:
-        """Stop counting."""
-        if self._tool is not None:
-            events = self._monitoring.events
-            self._monitoring.set_events(self._tool, 0)
-            for code in self._local:
-                self._monitoring.set_local_events(self._tool, code, 0)
-            for event in (events.CALL, events.PY_START):
-                self._monitoring.register_callback(self._tool, event, None)
-            self._monitoring.free_tool_id(self._tool)
-            self._tool = None
-
-    def of(self, name: str) -> int | None:
-        """Return the calls of the function of that name; None if several or none have it."""
-        counts = [n for (function, _), n in self._counts.items() if f"jit({function})" == name]
-        return counts[0] if len(counts) == 1 else None
-
-    def on_enter(self, function: Any, then: Callable[[], None]) -> None:
-        """Call `then` whenever a Python function is entered, from Python 3.12 on."""
-        if self._tool is not None:
-            start = self._monitoring.events.PY_START
-            self._monitoring.register_callback(self._tool, start, lambda *_: then())
-            self._monitoring.set_local_events(self._tool, function.__code__, start)
-            self._local.append(function.__code__)
-
-    def _called(self, code: types.CodeType, at: int, function: Any, first: Any) -> Any:
-        while isinstance(function, functools.partial | types.MethodType):
-            if isinstance(function, functools.partial):
-                function = function.func
-            else:
-                function = function.__func__
-        if not isinstance(function, self._jitted):
-            return self._monitoring.DISABLE
-        if not is_tracing():
-            self._counts[function.__name__, id(function)] += 1
-        return None
+def _by_program(calls: Calls, prints: Mapping[Any, str]) -> dict[str, int]:
+    """Return the calls of each program; none of one whose function has other programs, too."""
+    known: Counter[str] = Counter()
+    unknown = {prints.get(key, "") for key in calls.unknown}
+    for keys, n in calls.totals().items():
+        found = {prints.get(key, "") for key in keys}  # "": no collectives
+        if len(found) == 1:
+            known[found.pop()] += n
+        else:
+            unknown |= found
+    return {key: n for key, n in known.items() if key not in unknown}

@@ -21,6 +21,7 @@ from jaxcoll._watch.call_log import CallLog
 from jaxcoll._watch.compilations import Compilations
 from jaxcoll._watch.hang_peers import ANSWER_SECONDS, HangPeers
 from jaxcoll._watch.hang_report import WAITS, Row, judge, report, say
+from jaxcoll._watch.shield import Shield
 
 _CALLS = 1000  # that a row has
 _LONGEST_ERROR = 200  # characters
@@ -41,7 +42,11 @@ class HangProcess:
     def __init__(self, limit: float, beat: float, log: CallLog) -> None:
         self.peers: HangPeers | None = None
         self._limit, self._beat = limit, beat
-        self._stacks, self._compilations, self._log = Stacks(), Compilations(only_new=False), log
+        self._stacks, self._compilations, self._log = (
+            Stacks(),
+            Compilations(Shield(), only_new=False),
+            log,
+        )
         self._used: deque[tuple[float, float]] = deque(maxlen=2 + int(limit / beat))
         self._devices, self._platform = 0, ""
         self._question, self._patience, self._waited = 0, limit, 0.0

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,16 @@ class Script:
             file, folder = str(spec.origin), os.getcwd()
             sys.path.pop(0)
         else:
-            file, arguments = command[0], command[1:]
+            # Like `python`, which names the program's file by its whole path.
+            file, arguments = os.path.abspath(command[0]), command[1:]
             folder = os.path.dirname(os.path.realpath(file))
         try:
             self._code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
         except OSError as error:
-            raise ValueError(f"--run {file}: {error.strerror}.") from None
+            raise ValueError(f"--run {command[0]}: {error.strerror}.") from None
         except (SyntaxError, ValueError) as error:
-            raise ValueError(f"--run {file} is not Python: {error}") from None
-        self._arguments, self._folder = [file, *arguments], folder
+            raise ValueError(f"--run {command[0]} is not Python: {error}") from None
+        self._arguments, self._folder = [(spec and file) or command[0], *arguments], folder
         self._main = types.ModuleType("__main__")
         vars(self._main).update(
             __builtins__=builtins, __file__=file, __spec__=spec, __loader__=spec and spec.loader,
@@ -76,8 +78,44 @@ class Script:
     def _show(error: BaseException) -> None:
         # Skip the first frame, which is in this file.
         trace = error.__traceback__ and error.__traceback__.tb_next
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        error = error.with_traceback(trace)
+        sys.last_exc = sys.last_value = error  # pyright: ignore[reportAttributeAccessIssue]
+        sys.last_type, sys.last_traceback = type(error), trace
+        try:
+            sys.excepthook(type(error), error, trace)
+        except Exception as own:  # of the program's own hook
+            print("Error in sys.excepthook:", file=sys.stderr)
+            own.__context__, own_trace = None, own.__traceback__ and own.__traceback__.tb_next
+            sys.__excepthook__(type(own), own.with_traceback(own_trace), own_trace)
+            print("\nOriginal exception was:", file=sys.stderr)
+            sys.__excepthook__(type(error), error, trace)
+
+
+class OnImport(MetaPathFinder):
+    """Calls `then` as soon as the program has imported a module, or at once if it has."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self._module, self._then = module, then
+        if module in sys.modules:
+            then()
+        else:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        """Find the module as if this were not here, and have its loader call `then`."""
+        if fullname != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                self._then()
+
+            spec.loader.exec_module = exec_module
+        return spec
 
 
 def _status(code: Any) -> int:

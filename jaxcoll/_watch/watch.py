@@ -30,6 +30,7 @@ from jaxcoll._observe.profile import (
 )
 from jaxcoll._plan.checks import is_integer
 from jaxcoll._watch.compilations import Compilations
+from jaxcoll._watch.shield import Shield
 from jaxcoll._watch.window import ABSENT, Window
 
 if TYPE_CHECKING:  # readers of programs are imported once there is something to read
@@ -44,70 +45,95 @@ _PROFILE = "rank{}.xplane.pb"
 
 
 class Watch:
-    """Records the programs that are compiled and run between `start` and `stop`.
+    """Records the programs that are compiled and run between `start` and `finish`.
 
     It makes one profile of about `measure` runs (0: none); `with_programs` adds their HLO to it.
+    Nothing here raises: what fails is noted by the `shield`. `watched` is what is watched, in a
+    word.
     """
 
-    def __init__(self, measure: int = 0, *, with_programs: bool = False) -> None:
+    def __init__(
+        self, measure: int, watched: str, shield: Shield, *, with_programs: bool = False
+    ) -> None:
         # All ranks run the same program, so they make the same watches in the same order.
         self._name = f"jaxcoll/watch/{next(_numbers)}"
-        self._most = measure
-        self.compilations = Compilations()
-        self.window = Window(
-            self.compilations, measure, f"{self._name}/begin", with_programs=with_programs
-        )
+        self._most, self._watched, self._with_programs = measure, watched, with_programs
+        self._shield = shield
+        self._compilations: Compilations | None = None
+        self._window: Window | None = None
 
     def start(self) -> None:
         """Start watching."""
-        self.compilations.start()
-        if self._most:
-            self.window.start()
+        self._shield(self._start)()
 
-    def stop(self) -> None:
-        """Stop watching."""
-        if self._most:
-            self.window.close()
-            self.window.join(10)
-        self.compilations.stop()
+    def finish(self, *, everywhere: bool, folder: Path | None = None) -> Programs:
+        """Stop watching, read the programs and the profile, and exchange measurements.
 
-    def programs(self, *, everywhere: bool, folder: Path | None = None) -> Programs:
-        """Read the programs and the profile, save it in `folder`, and exchange measurements.
-
-        With `everywhere`, all ranks get the measurements of all; otherwise only rank 0 does.
+        With `everywhere`, all ranks get the measurements of all; otherwise only rank 0 does. The
+        profile is also saved in `folder`.
         """
+        from jaxcoll._observe.programs import Programs
+
+        self._shield(self._stop)()
+        programs = self._shield(self._programs)(folder, everywhere) or Programs()
+        failed = [note for note in self._shield.notes if note not in programs.notes]
+        return dataclasses.replace(programs, notes=(*programs.notes, *failed))
+
+    def _start(self) -> None:
+        self._compilations = Compilations(self._shield)
+        self._compilations.start()
+        if self._most:
+            self._window = Window(
+                self._compilations, self._most, f"{self._name}/begin", self._watched, self._shield,
+                with_programs=self._with_programs,
+            )  # fmt: skip
+            self._window.start()
+
+    def _stop(self) -> None:
+        if self._window is not None:
+            self._shield(self._window.close)()
+            self._shield(self._window.join)(10)
+        if self._compilations is not None:
+            self._compilations.stop()
+
+    def _programs(self, folder: Path | None, everywhere: bool) -> Programs | None:
         from jaxcoll._observe.programs import read_rank
 
-        compiled, window = self.compilations.programs(), self.window
-        if folder is not None and window.profile:
-            (folder / _PROFILE.format(this_rank())).write_bytes(window.profile)
-        profile, probe = read_profile(window.profile), read_profile(window.probe)
-        reports, rows = read_rank(compiled, profile, probe, self._most)
+        if self._compilations is None:
+            return None
+        saved, note = b"", ABSENT
+        if self._window is not None:
+            saved, note = self._window.profile, self._window.note or ABSENT
+        if folder is not None and saved:
+            (folder / _PROFILE.format(this_rank())).write_bytes(saved)
+        profile = self._shield(read_profile, Profile())(saved)
+        reports, rows = read_rank(self._compilations.programs(), profile, self._most)
         if self._most and reports and not any(row["times"] for row in rows["programs"].values()):
-            rows["notes"] += [
-                note for note in [window.note or ABSENT] if note != ABSENT or not rows["notes"]
-            ]
-        quiet = self.compilations.quiet
+            # Why a profile was not to be had says more than what is not in it.
+            rows["notes"] = [note, *rows["unread"]] if note != ABSENT else rows["notes"] or [note]
+        rows["notes"] += self._shield.notes
+        quiet = self._compilations.quiet
         return _merged(reports, rows, f"{self._name}/rows", quiet, everywhere=everywhere)
 
 
 def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
     """Return the report with times, after `runs` calls without the profiler and `runs` with it."""
     from jaxcoll._observe.programs import read_rank
+    from jaxcoll._observe.rank_times import median_step
 
     jax.block_until_ready(call())  # compiles
-    began = time.perf_counter()
+    starts = []
     for _ in range(runs):
+        starts.append(time.perf_counter_ns())
         jax.block_until_ready(call())
-    unprofiled = (time.perf_counter() - began) / runs
     session = ProfilerSession()
     for _ in range(runs):
         jax.block_until_ready(call())
     profile = session.stop()
-    reports, rows = read_rank([Compiled(text)], read_profile(profile), Profile(), runs)
+    reports, rows = read_rank([Compiled(text)], read_profile(profile), runs)
     for row in rows["programs"].values():
-        if row["times"]:
-            row["times"]["unprofiled"] = 1e9 * unprofiled
+        if row["times"]:  # as there: from the start of one run to the start of the next
+            row["times"]["unprofiled"] = median_step(starts)
     if not profile:
         rows["notes"].append(BUSY)
     programs = _merged(reports, rows, f"jaxcoll/watch/{next(_numbers)}/rows", 0, everywhere=True)
@@ -123,7 +149,8 @@ def _merged(
 
     ranks, note = gathered(rows, name, everywhere=everywhere)
     programs = programs_from(reports, ranks, quiet)
-    return dataclasses.replace(programs, notes=(*programs.notes, *filter(None, [note])))
+    notes = (*programs.notes, *filter(None, [note]))
+    return dataclasses.replace(programs, notes=notes, unread=tuple(rows["unread"]))
 
 
 def gathered(values: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
@@ -162,7 +189,8 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
     """Report every program with collectives that is compiled inside a `with` block.
 
     The block may run any code: `jax.jit` with shardings, `pmap`, `shard_map`, or a library that
-    compiles by itself, in any thread. Programs that were compiled earlier are not reported.
+    compiles by itself, in any thread. Programs that were compiled earlier are not reported. Nothing
+    of this can raise into the block; what fails is in the notes.
 
     In a job of several processes, all of them must enter the block. Each gets the same report, with
     the measurements of every rank; a rank that does not answer in ten seconds is named in it.
@@ -174,7 +202,7 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
     Yields:
       A `Programs`, which is empty until the block ends. Print it, or let a notebook show it.
 
-    Cost: 0.1 ms for each compilation; nothing for a run (0.2 µs from Python 3.12 on, which counts
+    Cost: 0.1 ms for each compilation; nothing for a run (0.5 µs from Python 3.12 on, which counts
     calls); a few per cent of a step under the profiler.
 
     Raises:
@@ -192,13 +220,12 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
     from jaxcoll._observe.programs import Programs
 
     check_measure("inspecting", measure)
-    watch, programs = Watch(measure), Programs()
+    watch, programs = Watch(measure, "block", Shield()), Programs()
     watch.start()
     try:
         yield programs
     finally:
-        watch.stop()
-        vars(programs).update(vars(watch.programs(everywhere=True)))
+        vars(programs).update(vars(watch.finish(everywhere=True)))
 
 
 def read_folder(folder: Path) -> Programs:
@@ -228,7 +255,7 @@ def read_folder(folder: Path) -> Programs:
     ranks = {}
     for rank, (profile, programs) in enumerate(contents):
         compiled = [assume_devices(program, devices) for program in programs]
-        of_rank, ranks[rank] = read_rank(compiled, profile, Profile(), _MOST_SAVED)
+        of_rank, ranks[rank] = read_rank(compiled, profile, _MOST_SAVED)
         reports = of_rank | reports
     if not reports and contents:
         unread.append(

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable
 
-import jax
-
 from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
-from jaxcoll._compat.running import ProfilerSession
+from jaxcoll._compat.running import ProfilerSession, before_profiles
 from jaxcoll._observe.profile import BUSY
 from jaxcoll._watch.compilations import Compilations
+from jaxcoll._watch.shield import Shield
 
 _QUIET_SECONDS = 1.0  # to wait after the last compilation
 _PROBES = (0.25, 1.0, 4.0)  # seconds of the short profiles that estimate the step time
-_LONGEST_SECONDS, _MOST_EVENTS = 60.0, 200_000
+_LONGEST_SECONDS, _MOST_EVENTS = 30.0, 60_000
 _POLL_SECONDS = 0.05
+_MOST_CALLS = 600  # of jitted functions while a profile is open; each may have 200 events
 
-EARLY = "not measured: the program ended within a second or two of its last compilation."
+_SHARE = 0.05
+"""The share of the process's CPU time, or of all time if longer, that short profiles may take."""
+_RECORDING = 2e-8
+"""Seconds of CPU time that it takes to record a byte of a profile; an event has about 60 bytes."""
+
+EARLY = "not measured: the {} ended while the profile waited for {}."
+_QUIET = "a second without a compilation"
+_RUN = "a run of a program with collectives"
+_FREE = f"short profiles to have taken less than {_SHARE:.0%} of its time"
+_LAST = "the other ranks"
 ABSENT = (
     "not measured: no program with collectives ran from start to end while the profile was open."
 )
@@ -27,41 +37,56 @@ ABSENT = (
 class Window(threading.Thread):
     """A thread that records one profile, a second after the last compilation.
 
-    Rank 0 estimates the step time and tells the other ranks when to begin. The profile is long
-    enough for `runs` runs, but at most about a minute. The program's own profiles have priority:
-    when it starts one, this one ends (from Python 3.12 on). All processes use the same `name`.
+    Rank 0 estimates the step time by short profiles, and tells the other ranks when to begin. The
+    profile is long enough for `runs` runs, but at most about a minute. The program's own profiles
+    have priority: when it starts one, this one ends. All processes use the same `name`; `watched`
+    is what they watch, in a word.
     """
 
     def __init__(
-        self, compilations: Compilations, runs: int, name: str, *, with_programs: bool
-    ) -> None:
-        super().__init__(name="jaxcoll-profile", daemon=True)
-        self.profile = self.probe = b""
-        self.note = EARLY
+        self, compilations: Compilations, runs: int, name: str, watched: str, shield: Shield,
+        *, with_programs: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(target=shield(self._record), name="jaxcoll-profile", daemon=True)
+        self.profile = b""
+        self.note = ""
+        self._probe_profile = b""
+        self._watched, self._waits_for = watched, _RUN
+        self._began = time.monotonic()
+        self._open_seconds = 0.0  # how long the last profile was open
+        self._spent, self._rate = 0.0, 0.0  # CPU seconds of short profiles: all, and each second
         self._compilations, self._runs, self._key = compilations, runs, name
         self._with_programs = with_programs
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._session: ProfilerSession | None = None
+        self._shield, self._undo = shield, lambda: None
 
     def start(self) -> None:
         """Start the thread."""
-        self._compilations.calls.on_enter(jax.profiler.start_trace, lambda: self.close(BUSY))
+        self._undo = before_profiles(self._shield(self._give_way))
         super().start()
 
     def close(self, note: str = "") -> None:
         """End the open profile, if any, and open no other one."""
+        self._undo()
         self._over.set()
         with self._lock:
             if self._session is not None:
                 self.profile, self._session = self._session.stop(), None
-                self.note = note or EARLY if self.profile else BUSY
+                self.note = note or self._early() if self.profile else BUSY
             elif not self.profile:
-                self.profile, self.note = self.probe, note or self.note or EARLY
+                self.profile, self.note = self._probe_profile, note or self.note or self._early()
 
-    def run(self) -> None:
+    def _give_way(self) -> None:
+        self.close(BUSY)
+
+    def _early(self) -> str:
+        return EARLY.format(self._watched, self._waits_for)
+
+    def _record(self) -> None:
         """Wait for the last compilation and for rank 0's signal, then record the profile."""
-        if not self._until(lambda: bool(self._compilations)):
+        if not self._until(lambda: bool(self._compilations.modules)):
             return
         try:
             self._open(self._seconds(store()))
@@ -78,35 +103,69 @@ class Window(threading.Thread):
             if self._over.is_set():
                 return None
             pause = min(2 * pause, _LONGEST_SECONDS)
-        seconds, events, runs = probed
-        self._over.wait(seconds)  # between two profiles: gives the step time without the profiler
+        seconds, _, runs = probed
+        seconds = min(self._wanted(*probed), 4 * seconds if runs > 2 else _LONGEST_SECONDS)
+        self._waits_for = _LAST
+        if keys is not None:
+            keys.set(self._key, str(seconds))
+        return seconds
+
+    def _wanted(self, seconds: float, events: int, runs: int) -> float:
+        """Return for how long to record, after a short profile that had so many runs and events."""
         wanted = _LONGEST_SECONDS
         if runs > 2:
             # A profile cuts off its first and last run; other ranks begin a poll or two later.
             wanted = seconds * (self._runs + 2) / runs + 2 * _POLL_SECONDS
-        seconds = min(wanted, seconds * _MOST_EVENTS / events, _LONGEST_SECONDS)
-        if keys is not None:
-            keys.set(self._key, str(seconds))
-        return seconds
+        return min(wanted, _LONGEST_SECONDS, seconds * _MOST_EVENTS / max(events, 1))
 
     def _probe(self, pause: float) -> tuple[float, int, int] | None:
         """Return a short profile's seconds, events, and runs of communicating programs.
 
         None if no such program ran: it may wait for data, or another program is compiling.
         """
-        from jaxcoll._observe.programs import count_runs
-
+        importlib.import_module("jaxcoll._observe.programs")  # which is needed in any case
         began, seconds, runs, events = time.monotonic(), 0.0, 0, 0
-        self._until(lambda: time.monotonic() - max(self._compilations.at, began) > pause)
-        for seconds in _PROBES:
-            if not self._open(seconds):
+        for longest in _PROBES:
+            while not (self._is_quiet(began, pause) and self._is_affordable(longest)):
+                if self._over.wait(_POLL_SECONDS):
+                    return None
+            cpu = time.thread_time()
+            if not self._open(longest):
                 self._over.set()
                 return None
-            self.probe, self.profile = self.profile, b""
-            events, runs = count_runs(self.probe, self._compilations.programs())
-            if runs > 2 or 4 * events > _MOST_EVENTS:
+            seconds = self._open_seconds
+            self._probe_profile, self.profile = self.profile, b""
+            events, runs = self._count(self._probe_profile)
+            cost = time.thread_time() - cpu + len(self._probe_profile) * _RECORDING
+            self._spent, self._rate = self._spent + cost, cost / max(seconds, 1.0)
+            # A phase of few events may end: a short profile tells little of a long one.
+            if runs > 2 and self._wanted(seconds, events, runs) <= 4 * seconds:
                 break
+            self._waits_for = _RUN
         return (seconds, events, runs) if runs else None
+
+    def _count(self, profile: bytes) -> tuple[int, int]:
+        """Return a short profile's events and runs; it is not read if no such program ran."""
+        from jaxcoll._observe.programs import count_runs
+
+        names = [name.encode() for name in self._compilations.modules]
+        if not any(name in profile for name in names):
+            return 0, 0
+        return count_runs(profile, self._compilations.programs())
+
+    def _is_quiet(self, began: float, pause: float) -> bool:
+        """Return whether nothing was compiled for a while."""
+        is_quiet = time.monotonic() - max(self._compilations.at, began) > pause
+        self._waits_for = self._waits_for if is_quiet else _QUIET
+        return is_quiet
+
+    def _is_affordable(self, seconds: float) -> bool:
+        """Return whether a profile of so many seconds is within what short profiles may take."""
+        # A program that waits, for a device say, has time to spare.
+        taken = max(time.process_time(), time.monotonic() - self._began)
+        is_affordable = self._spent + self._rate * seconds <= _SHARE * (taken - self._spent)
+        self._waits_for = self._waits_for if is_affordable else _FREE
+        return is_affordable
 
     def _open(self, seconds: float | None) -> bool:
         """Record a profile; False if the program ended before, or has its own profile open."""
@@ -114,7 +173,13 @@ class Window(threading.Thread):
             if seconds is None or self._over.is_set():
                 return False
             self._session = ProfilerSession(with_programs=self._with_programs)
-        self._over.wait(seconds)
+        # From Python 3.12 on, a phase that begins while it is open does not fill it.
+        began = time.monotonic()
+        until, most = began + seconds, self._compilations.calls.number + _MOST_CALLS
+        while time.monotonic() < until and self._compilations.calls.number < most:
+            if self._over.wait(min(_POLL_SECONDS, max(0.0, until - time.monotonic()))):
+                break
+        self._open_seconds = time.monotonic() - began
         with self._lock:
             if self._session is not None:
                 self.profile, self._session = self._session.stop(), None

@@ -9,13 +9,13 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 import jaxcoll as jc
-from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical
+
+if TYPE_CHECKING:  # a script that `inspect` runs may set variables that JAX reads when imported
+    import jax
+    import numpy as np
 
 SIMULATED = 8
 """The default number of simulated CPU devices."""
@@ -68,6 +68,8 @@ TREES = {
 
 def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
     """Return one of `TREES`, or read a file of `[{"shape": .., "dtype": .., "name": ..}, ..]`."""
+    import jax
+
     try:
         dtype_of(dtype)
     except ValueError as error:
@@ -102,6 +104,8 @@ def options_of(name: str) -> jc.CommunicationOptions:
     Raises:
       ValueError: there is no such algorithm or format, or the size is invalid.
     """
+    from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical
+
     rest, at, pack = name.partition("@")
     algorithm, plus, wire_format = rest.partition("+")
     options: dict[str, Any] = {"compression": wire_format} if plus else {}
@@ -129,6 +133,9 @@ def bytes_of(text: str) -> int:
 
 def dtype_of(name: str) -> np.dtype:
     """Return the dtype of that name, if JAX does not convert it to another one."""
+    import jax
+    import numpy as np
+
     try:
         kept = jax.dtypes.canonicalize_dtype(dtype := np.dtype(name))
     except TypeError:
@@ -201,6 +208,8 @@ def choose_platform(platform: str | None, count: int | None) -> None:
     Raises:
       ValueError: this machine has no device of that platform.
     """
+    import jax
+
     if platform in (None, "cpu"):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count or SIMULATED)
@@ -218,6 +227,8 @@ def choose_platform(platform: str | None, count: int | None) -> None:
 
 def devices_of(platform: str | None, count: int | None) -> list[jax.Device]:
     """Return the devices of this process's job, or else those that the flags select."""
+    import jax
+
     if platform is None and count is None:
         jc.initialize()
     if jax.distributed.is_initialized():

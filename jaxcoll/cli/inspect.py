@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -12,19 +13,22 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jax.sharding import AbstractMesh, Mesh
-
 import jaxcoll as jc
-from jaxcoll._mesh.clusters import abstract_mesh, topology_named
-from jaxcoll._mesh.mesh import checked_mesh, takes_mesh
+from jaxcoll._observe.limits import check_limits
 from jaxcoll._show.units import WIDTH, shortened
-from jaxcoll._watch.script import Script
-from jaxcoll._watch.watch import Watch, read_folder, this_rank
+from jaxcoll._watch.script import OnImport, Script
+from jaxcoll._watch.shield import Shield
 from jaxcoll.cli import flags
 
-if TYPE_CHECKING:  # the readers of programs are imported once there is something to read
+if TYPE_CHECKING:  # JAX, and what needs it, is imported by the script or once there is a target
+    from jax.sharding import AbstractMesh, Mesh
+
     from jaxcoll._observe.programs import Programs
     from jaxcoll._observe.report import Report
+    from jaxcoll._watch.watch import Watch
+
+PICTURES = "eps gif jpeg jpg pdf pgf png ps raw rgba svg svgz tif tiff webp".split()
+"""Suffixes of the formats that matplotlib writes."""
 
 EPILOG = """\
 TARGET is a file of HLO text from `compiled.as_text()`, or a function: train.py:name or module:name.
@@ -69,6 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Report one target, profile or script, and return the exit status."""
     folder: Path | None = args.profile if args.run is None else None
+    _check_output(args)
+    if args.target and args.run is not None and (not args.run or args.run[0].startswith("--")):
+        words = " ".join([*args.run, "--run", args.target])
+        raise ValueError(f"--run goes before the script: jaxcoll inspect {words}")
     if (args.target is not None) + (args.run is not None) + (folder is not None) != 1:
         raise ValueError("expected one of TARGET, --profile FOLDER or --run script.py.")
     of_target = [x for x in ("devices", "platform", "topology", "against") if vars(args)[x]]
@@ -82,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     if args.measure or args.limit:
         raise ValueError("--measure and --limit need --run, as in --measure 20 --run train.py.")
     if folder is not None:
+        from jaxcoll._watch.watch import read_folder
+
         programs = read_folder(folder)
         _show(programs, args, sys.stdout)
         for line in programs.unread:
@@ -115,53 +125,86 @@ def _run_for_hangs(command: list[str], args: argparse.Namespace) -> int:
     os.execv(command[0], [*command, *args.run])
 
 
+def _check_output(args: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, before anything takes time."""
+    for file in (args.plot, args.json and args.json != "-" and Path(args.json)):
+        if file and not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ValueError(f"cannot write {file}.")
+    if args.plot and args.plot.suffix[1:].lower() not in ["", *PICTURES]:
+        raise ValueError(f"--plot {args.plot}: a picture is one of {', '.join(PICTURES)}.")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install 'jaxcoll[cli]'.")
+
+
 def _run(args: argparse.Namespace) -> int:
     """Run a script, and show its collectives and their times."""
     # Check everything that can be checked before the script runs.
     limits = dict(map(_limit, args.limit))
     if limits:
-        from jaxcoll._observe.programs import Programs
-
-        jc.assert_collectives(Programs(quiet=1), **limits)
+        check_limits(**limits)
     if args.profile and not args.measure:
         raise ValueError("--run with --profile needs --measure N: nothing else is recorded.")
     if args.profile:
         args.profile.mkdir(parents=True, exist_ok=True)
-    for file in (args.plot, args.json and args.json != "-" and Path(args.json)):
-        if file and not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise ValueError(f"cannot write {file}.")
-    script = Script(args.run)
-    watch, process = Watch(args.measure, with_programs=bool(args.profile)), os.getpid()
-    watch.start()
-    status = script.run()
+    passed_on = {word.partition("=")[0] for word in args.run[1:]}
+    for flag, value in (("--measure", args.measure), ("--limit", limits)):
+        if not value and flag in passed_on:
+            _say(f"{flag} comes after --run and is passed to the script; put it before --run.")
+    shield, process = Shield(), os.getpid()
+    watches: list[Watch] = []
+
+    def start() -> None:
+        from jaxcoll._watch.watch import Watch
+
+        watch = Watch(args.measure, "program", shield, with_programs=bool(args.profile))
+        watch.start()
+        watches.append(watch)
+
+    OnImport("jax", shield(start))
+    status = Script(args.run).run()
     if os.getpid() != process:
         return status  # this is a fork that the script made
-    watch.stop()
-    programs = watch.programs(everywhere=False, folder=args.profile)
+    ended = shield(_finish)(args, watches, limits, status, shield)
+    if ended is None:  # it failed, and no limit is known to be kept
+        _say(shield.notes[-1])
+        return status or int(bool(limits))
+    return ended
+
+
+def _finish(
+    args: argparse.Namespace, watches: list[Watch], limits: dict[str, Any], status: int,
+    shield: Shield,
+) -> int:  # fmt: skip
+    """Show what was recorded; return the status of the script, or 1 if it exceeds a limit."""
+    from jaxcoll._observe.programs import Programs
+    from jaxcoll._watch.watch import this_rank
+
     sys.stdout.flush()
+    programs = Programs(notes=tuple(shield.notes))
+    for watch in watches:
+        programs = watch.finish(everywhere=False, folder=args.profile)
     try:
         if this_rank() == 0:
             _show(programs, args, sys.stderr)
+    except (OSError, ImportError, ValueError) as error:
+        _say(str(error))
+    try:
         if limits:
             jc.assert_collectives(programs, **limits)
-    except (AssertionError, OSError, ImportError, ValueError) as error:
-        print(f"jaxcoll inspect: {error}", file=sys.stderr)
-        status = status or 1
-    passed_on = {word.partition("=")[0] for word in args.run[1:]}
-    for flag, value in (("--measure", args.measure), ("--limit", limits)):
-        if this_rank() == 0 and not value and flag in passed_on:
-            print(
-                f"jaxcoll inspect: {flag} came after --run and was passed to the script; put it "
-                "before --run.",
-                file=sys.stderr,
-            )
+    except AssertionError as error:
+        _say(str(error))
+        return status or 1
     return status
+
+
+def _say(text: str) -> None:
+    print(f"jaxcoll inspect: {text}", file=sys.stderr, flush=True)
 
 
 def _limit(text: str) -> tuple[str, Any]:
     """Return the name and the value of a --limit, for `jc.assert_collectives`."""
     name, _, value = text.partition("=")
-    names = jc.assert_collectives.__kwdefaults__ or {}
+    names = check_limits.__kwdefaults__ or {}
     if name not in names:
         raise ValueError(f"--limit: {name} is not a limit; the limits are {', '.join(names)}.")
     example = {"none_in_loops": "", "dtypes": "=bf16,f32", "kinds": "=all-reduce"}.get(name, "=1")
@@ -216,6 +259,8 @@ def _program(
     module: str, name: str, topology: str | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Import module:name and return its program with its arguments and keyword arguments."""
+    from jaxcoll._mesh.mesh import takes_mesh
+
     path = Path(module)
     is_file = path.suffix == ".py"
     sys.path.insert(0, str(path.parent.absolute()) if is_file else "")
@@ -249,6 +294,9 @@ def _program(
 
 
 def _mesh(topology: str | None) -> Mesh | AbstractMesh:
+    from jaxcoll._mesh.clusters import abstract_mesh, topology_named
+    from jaxcoll._mesh.mesh import checked_mesh
+
     if topology is None:
         return checked_mesh(None, "data", "jaxcoll inspect")
     return abstract_mesh(topology_named(topology), ("data",))

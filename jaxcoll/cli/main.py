@@ -84,6 +84,10 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
         if name in words[:1]:
             _module(name).add_arguments(command)
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        close = difflib.get_close_matches(words[0], COMMANDS, 1)
+        nearest = f"; nearest: {close[0]}" if close else ""
+        whole.error(f"no command {words[0]!r}{nearest}; there are {', '.join(COMMANDS)}")
     return whole
 
 

@@ -55,6 +55,13 @@ def test_no_command():
         main([])
 
 
+def test_a_command_that_there_is_not_is_told_the_nearest(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspct", "--run", "a.py"])
+    error = capsys.readouterr().err
+    assert "jaxcoll: error: no command 'inspct'; nearest: inspect; there are demo, plan," in error
+
+
 @pytest.mark.parametrize(
     ("words", "nearest"),
     [

@@ -342,7 +342,7 @@ class TestLimits:
             with pytest.raises(AssertionError, match="(?s)found at least .*no known trip count"):
                 jc.assert_collectives(report, **{limit: 1 << 30})
         jc.assert_collectives(report, kinds=["all-reduce"], dtypes=["f32"])
-        assert "at least" in str(report)
+        assert "≥ 2 all-reduces, ≥ 2.05 kB, f32; ≥ 3.58 kB wire bytes" in str(report)
 
     @pytest.mark.parametrize("limit", ["max_count", "none_in_loops", "kinds", "dtypes"])
     def test_what_cannot_be_read_keeps_no_limit(self, limit):

@@ -35,6 +35,7 @@ def rank(durations, *, first=0, clock=0, step=20 * MS, starts=None):
         "starts": [end + clock - sum(map(sum, d)) for end, d in zip(ends, durations, strict=True)],
         "ends": [end + clock for end in ends],
         "step": step,
+        "turns": [[]] * n,
         "devices": 1,
         "exposed": [sum(map(sum, d)) for d in durations],
         "times": durations,
@@ -105,7 +106,8 @@ def test_the_table_says_who_is_last_and_how_late(kind, width):
     assert f"\n0  2 × {kind}" in text
     assert re.search(r"\n   last to arrive: rank 1 in 100 % of runs, by 20\.\d ms$", text)
     assert max(map(len, text.splitlines())) <= width
-    assert ("waiting, by rank" in text) == (width == WIDTH)
+    assert ("waiting, by rank" in text.splitlines()[0]) == (width == WIDTH)
+    assert ("waiting, by rank: 20." in text) == (width == 80)
 
 
 def test_turns_of_a_loop_are_compared_one_by_one():
@@ -138,6 +140,73 @@ def test_runs_meet_by_number_or_else_by_their_rhythm(clock, early, late, seed, a
     assert {len(lane) for lane in measured.lanes} == {3}
 
 
+def test_turns_that_the_profile_knows_replace_those_that_the_compiler_does_not():
+    ranks = late_by([0, 20], transfer=3.0)
+    for times in ranks.values():
+        times["times"] = [[[ns // 40] * 40 for (ns,) in run] for run in times["times"]]
+        times["turns"] = [[40]] * 20
+    rows = [row(trips=None)]
+    measured = compare(rows, ranks)
+    assert measured.turns == (40,)
+    assert measured.times[0].busbw == pytest.approx(40 * 6000 / measured.times[0].transfer)
+    text = table(rows, measured).text()
+    assert re.search(r"all-reduce  f32    4\.00 kB    40    240\.0 kB  ", text)
+    for times in ranks.values():
+        times["turns"] = [[40 + run % 2] for run in range(20)]
+    measured = compare(rows, ranks)
+    assert measured.turns == (None,)
+    assert measured.times[0].busbw == pytest.approx(40.5 * 6000 / measured.times[0].transfer)
+    assert re.search(r"4\.00 kB     \?   ≥ 6\.00 kB  ", table(rows, measured).text())
+
+
+@pytest.mark.parametrize("runs", [1, 2, 3])
+def test_a_program_has_a_step_if_it_ran_three_times(runs):
+    executions = [("psum.7", run, 10 * run, 10 * run + 3) for run in range(runs)]
+    reports, rows = read_rank([Compiled(HLO, 7)], profiled(*executions), 9)
+    programs = programs_from(reports, {0: rows}, 0)
+    measured = programs.reports[0].measured
+    assert (measured.step_seconds is None) == (runs < 3)
+    said = [
+        "a step takes 10 ms under the profiler, 3 ms of it",
+        "too few to tell the time of a step",
+    ]
+    assert [text in str(programs) for text in said] == [runs == 3, runs < 3]
+    assert re.search(
+        r" 0 %  10 ms     30 %\n" if runs == 3 else r" 0 %     –     3 ms\n", str(programs)
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, WIDTH])
+def test_no_figure_is_lost_to_a_narrow_table(width):
+    kinds = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+    head, entry = HLO.split("  ROOT %psum.7")
+    lines = [f"  %c{k} = f32[100]{{0}} {kind}(%x), " + (
+        "source_target_pairs={{0,1}}" if k == 3 else
+        "replica_groups={{0,1}}, " + ("to_apply=%add" if k in (0, 2) else "dimensions={0}"))
+        for k, kind in enumerate(kinds)]  # fmt: skip
+    text = head + "\n".join(lines) + "\n  ROOT %psum.7" + entry
+    executions = [(name, run, 10 * run + k, 10 * run + k + 1) for run in range(9)
+              for k, name in enumerate(["c0", "c1", "c2", "c3", "psum.7"])]  # fmt: skip
+    reports, rows = read_rank([Compiled(text, 7)], profiled(*executions), 9)
+    printed = programs_from(reports, {0: rows}, 0).text(width)
+    assert max(map(len, printed.splitlines())) <= width
+    first = printed.split("\n\n")[0]
+    words = " ".join(first.split())
+    for figure in ("1 collective-permute", "wire bytes", "step", "exposed", "10 ms", "50 %"):
+        assert figure in words, first
+    assert "…" not in first
+
+
+def test_a_function_without_a_name_is_told_by_its_line():
+    text = HLO.replace("jit_f,", "jit__unnamed_function,").replace(
+        "to_apply=%add", 'to_apply=%add, metadata={source_file="a/train.py" source_line=7}'
+    )
+    reports, rows = read_rank([Compiled(text)], Profile(), 9)
+    (report,) = programs_from(reports, {0: rows}, 0).reports
+    assert (report.name, report.title) == ("jit__unnamed_function", "jit at train.py:7")
+    assert "\njit at train.py:7  " in str(programs_from(reports, {0: rows}, 0))
+
+
 def test_lanes_are_laid_on_one_clock():
     ranks = late_by([0, 20])
     shifted = (
@@ -167,11 +236,15 @@ ENTRY %main (x: f32[100]) -> f32[100] {
 """
 
 
-def times(*executions):
-    """Times of (instruction, run, start, end) in milliseconds, and perhaps a device."""
+def profiled(*executions):
+    """A profile of (instruction, run, start, end) in milliseconds, and perhaps a device."""
     named = [Execution(*device or [0], run, name, start * MS, end * MS) for name, run, start, end, *device in executions]  # fmt: skip
-    profile = read_profile(cpu(named, module="jit_f", first=0))
-    _, rows = read_rank([Compiled(HLO, 7)], profile, Profile(), 9)
+    return read_profile(cpu(named, module="jit_f", first=0))
+
+
+def times(*executions):
+    """Times of executions."""
+    _, rows = read_rank([Compiled(HLO, 7)], profiled(*executions), 9)
     (row,) = rows["programs"].values()
     return row["times"]
 
@@ -198,8 +271,8 @@ def test_a_run_that_the_profile_cuts_off_is_left_out():
 
 
 def test_what_ranks_do_not_share_is_said():
-    reports, rows = read_rank([Compiled(HLO, calls=3)], Profile(), Profile(), 9)
-    _, other = read_rank([Compiled(HLO.replace("jit_f", "jit_g"))], Profile(), Profile(), 9)
+    reports, rows = read_rank([Compiled(HLO, calls=3)], Profile(), 9)
+    _, other = read_rank([Compiled(HLO.replace("jit_f", "jit_g"))], Profile(), 9)
     rows["notes"].append("not measured: x")
     programs = programs_from(reports, {0: rows, 1: other, 2: rows}, 2)
     assert "rank 1: compiled other programs: jit_g." in programs.notes

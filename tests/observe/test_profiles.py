@@ -16,7 +16,7 @@ from jaxlib import _hlo
 
 import jaxcoll as jc
 from jaxcoll._compat.running import fields_of
-from jaxcoll._observe.profile import Compiled, Profile, read_profile
+from jaxcoll._observe.profile import Compiled, read_profile
 from jaxcoll._observe.programs import count_runs, programs_from, read_rank
 from jaxcoll._watch.watch import read_folder
 from tests.observe.xplanes import (
@@ -118,7 +118,7 @@ def test_a_late_host_is_named_on_every_backend(write, both_ways, tmp_path):
 
 def times_in(profile, text=None, number=7, **compiled):
     """The report of a program that one process runs, measured, and the notes on it."""
-    reports, rows = read_rank([Compiled(text or hlo(), number, **compiled)], read_profile(profile), Profile(), 99)  # fmt: skip
+    reports, rows = read_rank([Compiled(text or hlo(), number, **compiled)], read_profile(profile), 99)  # fmt: skip
     found = programs_from(reports, {0: rows}, 0)
     return found.reports[0].measured, found.notes
 
@@ -147,7 +147,7 @@ def test_every_form_says_the_same(backend, devices, runs, sizes, is_cut):
     assert (found.runs, found.ranks, notes) == (runs - is_cut, (0,), ())
     assert found.exposed_seconds == pytest.approx(sum(ms for _, ms in sizes) / 1e3)
     assert [row.transfer for row in found.times] == pytest.approx([ms / 1e3 for _, ms in sizes])
-    if found.runs > 1:
+    if found.runs > 2:
         assert found.step_seconds == pytest.approx(70e-3)
 
 

@@ -12,5 +12,5 @@ def test_as_text():
 
 def test_no_number_is_cut():
     table = Table(("leaf", "bytes", "of"), "<>>", [("w", "1,024", "2,048")])
-    assert table.text(17) == "leaf  bytes  …\nw     1,024  …"
+    assert table.text(17) == "leaf  bytes\nw     1,024\n      of: 2,048"
     assert table.text(18) == "leaf  bytes     of\nw     1,024  2,048"

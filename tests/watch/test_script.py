@@ -122,9 +122,9 @@ def test_output_arguments_and_flags_behind_it_are_the_scripts_own_and_that_is_sa
     assert report["programs"][0]["measured"] is None
     assert report["quiet"] > 0
     assert "programs without collectives." in done.stderr
-    lines = done.stderr.splitlines()[-2:]
+    lines = done.stderr.splitlines()[:2]  # before it runs
     assert [line.split()[2] for line in lines] == ["--measure", "--limit"]
-    assert all("came after --run and was passed to the script" in line for line in lines)
+    assert all("comes after --run and is passed to the script" in line for line in lines)
 
 
 ENDS = {
@@ -165,7 +165,7 @@ def test_a_script_ends_as_it_does_alone_and_the_table_is_there(end, tmp_path):
     if end in ("raises", "Ctrl-C"):
         trace = done.stderr[: done.stderr.index("jit_step ")]
         assert trace.startswith("Traceback (most recent call last):\n")
-        assert re.findall(r'File "([^"]*)"', trace) == ["train.py"]
+        assert re.findall(r'File "([^"]*)"', trace) == [str(tmp_path / "train.py")]
     if end == "exits with words":
         assert done.stderr.startswith("because\n")
 
@@ -197,8 +197,28 @@ def test_modules_run_as_python_runs_them(tmp_path):
 def test_limits_are_held_when_the_script_has_ended(tmp_path):
     done, _ = inspect(tmp_path, JIT, "--limit", "max_count=1", arguments=["--limit", "x"])
     assert done.returncode == 0
-    assert "came after" not in done.stderr
+    assert "comes after" not in done.stderr
     done, _ = inspect(tmp_path, JIT, "--limit", "max_count=0", "--limit", "dtypes=bf16,s8")
     assert (done.returncode, done.stdout) == (1, "ended\n")
     assert "max_count=0, found 1 in one run." in done.stderr
     assert "dtypes=['bf16', 's8'], found f32 in #0." in done.stderr
+
+
+def test_a_line_of_a_notebook_is_told_by_its_cell(tmp_path):
+    pytest.importorskip("IPython")
+    cells = [
+        "import jax, jaxcoll as jc\nmesh = jax.sharding.Mesh(jax.devices(), ('data',))",
+        "def total(x):\n    return jax.lax.psum(x, 'data')",
+        "with jc.inspecting() as programs:\n    jax.jit(jax.shard_map(total, mesh=mesh, "
+        "in_specs=jax.P('data'), out_specs=jax.P()))(jax.numpy.ones(4))",
+        "print(programs)",
+    ]
+    code = (
+        "import sys\nfrom IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance()\nshell.history_manager.enabled = False\n"
+        "for cell in sys.argv: shell.run_cell(cell, store_history=True).raise_error()"
+    )
+    done = forks.with_commands().run(
+        code, *cells, cwd=tmp_path, IPYTHONDIR=str(tmp_path), JAX_NUM_CPU_DEVICES="4"
+    )
+    assert re.search(r"\n +Cell In\[2\]:2\n", done.stdout), done.stdout + done.stderr

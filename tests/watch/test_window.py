@@ -7,14 +7,15 @@ import pytest
 
 from jaxcoll._observe import programs
 from jaxcoll._watch import window as module
+from jaxcoll._watch.shield import Shield
 
 
 class Compilations:
     """One program that communicates, compiled long ago."""
 
-    at = 0.0
+    modules, at = {"jit_step"}, 0.0
     programs = list
-    calls = types.SimpleNamespace(on_enter=lambda *_: None)
+    calls = types.SimpleNamespace(number=0)
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def opened(monkeypatch):
             found.append(found.asked)
             if len(found) == found.begins[0]:
                 found.steps = found.begins[1]
-            return b"%g" % found.asked
+            return b"%s %g" % (b"jit_step" * bool(found.steps or found.others), found.asked)
 
     opens = module.Window._open
 
@@ -45,7 +46,8 @@ def opened(monkeypatch):
         return opens(self, seconds)
 
     def count_runs(profile, _):
-        steps, others = (int(n * float(profile)) for n in (found.steps, found.others))
+        seconds = float(profile.split()[-1])
+        steps, others = (int(n * seconds) for n in (found.steps, found.others))
         return steps + others, steps
 
     monkeypatch.setattr(module, "ProfilerSession", Session)
@@ -60,7 +62,7 @@ def opened(monkeypatch):
 
 
 def window(runs=20):
-    made = module.Window(Compilations(), runs, "w", with_programs=False)
+    made = module.Window(Compilations(), runs, "w", "block", Shield(), with_programs=False)
     made.start()
     return made
 
@@ -69,10 +71,9 @@ def test_a_window_is_as_long_as_its_runs_take(opened):
     opened.steps = 300.0
     found = window(30)
     found.join(10)
-    assert len(opened) == 2, "a probe tells it"
     assert 0.1 <= opened[-1] < 0.3
     found.close()
-    assert (found.note, found.profile) == ("", b"%g" % opened[-1])
+    assert (found.note, found.profile) == ("", b"jit_step %g" % opened[-1])
 
 
 def test_nothing_long_is_opened_until_the_program_runs(opened):
@@ -90,7 +91,6 @@ def test_a_probe_with_many_events_is_the_longest(opened, monkeypatch):
     opened.steps, opened.others = 60.0, 60_000.0
     found = window()
     found.join(10)
-    assert len(opened) == 2
     assert opened[-1] < 0.2, "of slow steps among many events"
     found.close()
     assert found.profile
@@ -101,5 +101,25 @@ def test_what_ends_before_its_window_has_its_probe_and_says_so(opened):
     while not opened:
         time.sleep(0.01)
     found.close()
-    assert found.note == module.EARLY
-    assert found.profile in (b"%g" % seconds for seconds in opened)
+    assert found.note == module.EARLY.format("block", module._RUN)
+    assert found.profile in (b" %g" % seconds for seconds in opened)
+
+
+def test_a_compilation_of_any_program_keeps_profiles_closed(opened):
+    compilations = Compilations()
+    compilations.at = time.monotonic() + 1e6
+    found = module.Window(compilations, 9, "w", "program", Shield(), with_programs=False)
+    found.start()
+    found.join(0.2)
+    found.close()
+    assert not opened
+    assert found.note == module.EARLY.format("program", module._QUIET)
+
+
+def test_short_profiles_take_a_small_share_of_the_time(opened, monkeypatch):
+    monkeypatch.setattr(module, "_RECORDING", 1.0)  # a byte costs a second
+    found = window()
+    found.join(0.5)
+    found.close()
+    assert len(opened) == 1, "the next would cost too much"
+    assert found.note == module.EARLY.format("block", module._FREE)
