@@ -261,6 +261,16 @@ def test_layouts_that_xla_takes_are_read_alike(name):
     assert [*map(plain, found)] == [*map(plain, expected)]
 
 
+def test_a_start_that_calls_its_addition_too_is_one_collective():
+    """XLA's canonical text has `calls=` for `to_apply=`."""
+    add = "calls=\n{\n  %a = f32[] parameter(0)\n  ROOT %s = f32[] add(%a, %a)\n}"
+    groups = "f32[4,4] reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}"
+    inner = f"{{\n  %x = f32[16,4] parameter(0)\n  ROOT %r = {groups}, {add}\n}}"
+    start = groups.replace("f32[4,4] reduce-scatter", "((f32[16,4]), f32[4,4]) reduce-scatter-start")
+    text = module(entry(f"%s = {start}, {add}, calls=\n{inner}", "ROOT %d = f32[4,4] reduce-scatter-done(%s)"))  # fmt: skip
+    assert only(text).is_async
+
+
 def test_a_start_that_defines_what_it_wraps_twice_is_one_collective():
     thread = 'execution_thread="sparsecore"'
     inner = f"called_computations={{\n{INNER}, {thread}\n}}"

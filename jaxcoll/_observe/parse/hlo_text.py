@@ -78,11 +78,11 @@ class Instruction(NamedTuple):
     def calls(self) -> list[tuple[str, str]]:
         """The attributes that name computations, with a name each.
 
-        If a start names the computation that it wraps, its others are those of what it wraps.
+        If a start names the computation that it wraps, last, its others are those of what it wraps.
         """
         found = _CALLED.findall(self.settings)
         if self.opcode.endswith("-start"):
-            found = [x for x in found if x[0] == "calls"] or found
+            found = [x for x in found if x[0] == "calls"][-1:] or found
         return [(attribute, name) for attribute, some in found for name in _NAME.findall(some)]
 
     @property
