@@ -277,6 +277,8 @@ def accumulate(
         )
     count = positive("jc.accumulate", "num_microbatches", num_microbatches)
     batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
+    if batch == ():
+        raise ValueError("`jc.accumulate` needs an argument to split: `batch_argnums` is ().")
     line = f"jc.accumulate({{name}}, {axis_name!r}, {count}, batch_argnums={{batch}})"
     op = ReduceOp.of(reduce_op)
     loss = gradient.Differentiator(

@@ -52,7 +52,7 @@ class Window(threading.Thread):
         self.note = ""
         self._probe_profile = b""
         self._watched, self._waits_for = watched, _RUN
-        self._began = time.monotonic()
+        self._began = time.process_time(), time.monotonic()
         self._open_seconds = 0.0  # how long the last profile was open
         self._spent, self._rate = 0.0, 0.0  # CPU seconds of short profiles: all, and each second
         self._compilations, self._runs, self._key = compilations, runs, name
@@ -162,7 +162,8 @@ class Window(threading.Thread):
     def _is_affordable(self, seconds: float) -> bool:
         """Return whether a profile of so many seconds is within what short profiles may take."""
         # A program that waits, for a device say, has time to spare.
-        taken = max(time.process_time(), time.monotonic() - self._began)
+        cpu, began = self._began
+        taken = max(time.process_time() - cpu, time.monotonic() - began)
         is_affordable = self._spent + self._rate * seconds <= _SHARE * (taken - self._spent)
         self._waits_for = self._waits_for if is_affordable else _FREE
         return is_affordable

@@ -266,7 +266,9 @@ def test_a_start_that_calls_its_addition_too_is_one_collective():
     add = "calls=\n{\n  %a = f32[] parameter(0)\n  ROOT %s = f32[] add(%a, %a)\n}"
     groups = "f32[4,4] reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}"
     inner = f"{{\n  %x = f32[16,4] parameter(0)\n  ROOT %r = {groups}, {add}\n}}"
-    start = groups.replace("f32[4,4] reduce-scatter", "((f32[16,4]), f32[4,4]) reduce-scatter-start")
+    start = groups.replace(
+        "f32[4,4] reduce-scatter", "((f32[16,4]), f32[4,4]) reduce-scatter-start"
+    )
     text = module(entry(f"%s = {start}, {add}, calls=\n{inner}", "ROOT %d = f32[4,4] reduce-scatter-done(%s)"))  # fmt: skip
     assert only(text).is_async
 

@@ -61,8 +61,9 @@ def found():
         "other trees": lambda: strategy.reduce("sum", trees[rank % 2], axis=None),
         "other axes": lambda: strategy.reduce("sum", whole, axis=rank % 2),
         "other gathers": lambda: strategy.gather(whole, axis=rank % 2),
-        "other shapes": lambda: jc.PerReplica.from_function(
-            lambda i: np.ones(1 + rank % 2), devices=strategy.devices
+        "other shapes": lambda: strategy.gather(
+            jc.PerReplica.from_function(lambda i: np.ones(1 + rank % 2), devices=strategy.devices),
+            axis=0,
         ),
         "other copies": lambda: jc.distribute.Mirrored.from_function(
             lambda i: float(rank), devices=strategy.devices

@@ -379,7 +379,7 @@ def test_eight_microbatches_send_an_eighth():
         ({}, (1.0, np.ones((6, 2), "f")), r"x has 6 rows.*\(6 = 4 × 1 \+ 2\)"),
         ({}, (1.0, {"x": np.ones(8, "f"), "t": 2.0}), r"x\['t'\] is a scalar"),
         ({"batch_argnums": 2}, (1.0, np.ones(8, "f")), "argument 2 is named in `batch_argnums`"),
-        ({"argnums": (0, 1)}, (1.0, np.ones(8, "f")), "argument 1 is in `argnums` and in"),
+        ({"argnums": (0, 1)}, (1.0, np.ones(8, "f")), "argument 'x' is in `argnums`, and is"),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(asked, args, message):
@@ -393,8 +393,9 @@ def test_a_batch_that_cannot_be_cut_is_refused(asked, args, message):
     [
         *((jc.accumulate, {"num_microbatches": n}, "`num_microbatches` to be an integer above 0; got")
           for n in (0, -1, True, 2.0)),
-        *((jc.accumulate, {"num_microbatches": 2, "batch_argnums": n},
-           "`batch_argnums` to be a position or several; got") for n in ((), "1", None)),
+        *((jc.accumulate, {"num_microbatches": 2, "batch_argnums": n}, words) for n, words in (
+            ((), r"needs an argument to split: `batch_argnums` is \(\)"),
+            (1.5, "`batch_argnums` must be a position or a name of an argument, .*; got 1.5"))),
         *((jc.grad, {"argnums": n}, "`jc.grad` expects `argnums` to be a position or several")
           for n in ((), "p", 1.0, None)),
     ],
