@@ -18,7 +18,7 @@ from jaxcoll._observe.xspace import ABSENT, Events, Plane
 _MODULE = re.compile(r"(.*?)(?:\((\d+)\))?$")  # jit_step(9646411105960254074)
 _NAME = re.compile(r"%?([\w.\-]+)")
 _RUN = re.compile(r"run_id=RunId: (-?\d+)")
-_STATS = ("hlo_module", "program_id", "hlo_op")
+_STATS: tuple[str, ...] = ("hlo_module", "program_id", "hlo_op")
 
 Program = tuple[str, int]
 """A program's name, and the number that distinguishes programs of one name in one profile."""
@@ -115,8 +115,13 @@ def _read_gpu(plane: Plane, device: int, found: Found) -> None:
     Some kernels lack the instruction: it is that of the other kernels of the same name, if these
     have only one. The launch of a kernel, on a line of the host, has the same instruction.
     """
-    streams = [line for name, line in plane.lines() if name.startswith("Stream #")]
-    events = _joined([part for line in streams for part in plane.events(line, _STATS)], _STATS)
+    streams = [
+        _joined([*plane.events(line, _STATS)], _STATS)
+        for name, line in plane.lines()
+        if name.startswith("Stream #")
+    ]
+    events = _joined(streams, _STATS)
+    stream = np.repeat(np.arange(len(streams)), [len(part.name) for part in streams])
     stats = np.stack([events.stats[stat] for stat in _STATS])
     known = stats[2] != ABSENT
     for kernel in np.unique(events.name[~known]).tolist():
@@ -124,8 +129,16 @@ def _read_gpu(plane: Plane, device: int, found: Found) -> None:
         instructions = np.unique(stats[:, of_kernel & known], axis=1)
         if instructions.shape[1] == 1:
             stats[:, of_kernel & ~known] = instructions
-    events = events._replace(stats=dict(zip(_STATS, stats, strict=True)))
-    _add_named(plane, events, found, device, np.zeros(len(events.name), np.int32))
+    # Kernels of one execution follow one another; another begins with the kernel of the first.
+    order = np.lexsort((events.start, stream))
+    changes = np.any(np.diff([*stats[:, order], stream[order]], prepend=ABSENT + 1), axis=0)
+    name = events.name[order]
+    begins = changes | (name == name[np.flatnonzero(changes)][np.cumsum(changes) - 1])
+    chosen, at = order[begins], np.flatnonzero(begins)
+    end = np.maximum.reduceat(events.end[order], at) if len(at) else events.end
+    joined = {stat: values[chosen] for stat, values in zip(_STATS, stats, strict=True)}
+    events = Events(events.name[chosen], events.start[chosen], end, joined)
+    _add_named(plane, events, found, device, np.zeros(len(chosen), np.int32))
 
 
 def _read_cpu(plane: Plane, _device: int, found: Found) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from jaxcoll._observe.backends import Executions, Program
-from jaxcoll._observe.event_names import EventNames, event_names
+from jaxcoll._observe.backends import Backend, Executions, Program
+from jaxcoll._observe.event_names import DONE, START, WHOLE, EventNames, event_names
 from jaxcoll._observe.profile import Compiled, Profile
 from jaxcoll._observe.rank_times import required
 from jaxcoll._observe.report import Report
@@ -30,10 +30,15 @@ class Candidate:
         collectives = [row.compiled for row in self.report.rows]
         return event_names(self.program.text, collectives, self.program.wrapped)
 
-    def missing(self, names: Iterable[str]) -> list[int]:
-        """Return the collectives of each run that no execution of these names is."""
-        seen = {self.names.collectives.get(name, (-1, 0))[0] for name in names}
-        return [k for k in required(self.report.rows) if k not in seen]
+    def missing(self, names: Iterable[str], backend: Backend) -> list[int]:
+        """Return the collectives of each run that no executions of these names are."""
+        seen = {self.names.collectives.get(name) for name in names}
+        return [
+            k
+            for k in required(self.report.rows)
+            if (k, WHOLE) not in seen
+            and ((k, START) not in seen or not (backend.runs_kernels or (k, DONE) in seen))
+        ]
 
     def may_be(self, program: Program) -> bool:
         """Return True if a program of this name and number may be this one."""
@@ -53,7 +58,11 @@ def match_programs(
     missing: dict[Program, dict[str, list[int]]] = {}
     for program, columns in profile.executions.items():
         names = [columns.names[k] for k in np.unique(columns.name).tolist()]
-        alike = {k: c.missing(names) for k, c in candidates.items() if c.report.name == program[0]}
+        alike = {
+            k: c.missing(names, profile.backend)
+            for k, c in candidates.items()
+            if c.report.name == program[0]
+        }
         whole = {k: left for k, left in alike.items() if not left}
         parts = {k: left for k, left in alike.items() if candidates[k].may_be(program)}
         missing[program] = whole or parts
@@ -77,8 +86,8 @@ def match_programs(
             if lost := [rows[k].compiled.name for k in left[keys[0]]]:
                 some = ", ".join(lost[:3]) + ", …" * (len(lost) > 3)
                 notes[
-                    f"{module}: {len(lost)} of its {len(rows)} collectives have no event in the "
-                    f"profile, and no time here ({some}): {profile.backend.advice}."
+                    f"{module}: {len(lost)} of its {len(rows)} collectives have no event, or no "
+                    f"end, in the profile, and no time here ({some}): {profile.backend.advice}."
                 ] = None
     return {key: _joined(parts) for key, parts in found.items()}, list(notes)
 

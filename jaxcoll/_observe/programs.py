@@ -152,7 +152,9 @@ def read_rank(
         rows[key] = {"name": name, "calls": calls, "times": times}
     if profile.executions:
         if idle := [row["name"] for row in rows.values() if not row["times"]]:
-            notes.append(f"{', '.join(idle)}: not measured: no run is whole in the profile.")
+            notes.append(
+                f"{', '.join(idle)}: not measured: no run is whole in the profile: record several."
+            )
     elif profile.is_there:
         advice = profile.backend.advice
         notes.append(f"not measured: the profile has no executions of instructions: {advice}.")

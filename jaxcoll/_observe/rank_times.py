@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -52,8 +52,9 @@ def times_of(
     trip count. "step" is the median time from one start to the next, and "devices" the number of
     devices that were recorded. Runs without a number count from -1, the last.
     """
-    events = _events(names, executions, backend)
-    numbers, events = _complete_runs(events, required(report.rows), backend, most)
+    regular = required(report.rows)
+    events = _events(names, executions, backend, regular)
+    numbers, events = _complete_runs(events, regular, backend, most)
     if not numbers:
         return None
     folds = folds_of(report.rows)
@@ -63,7 +64,7 @@ def times_of(
     permutes = {
         n for n, ks in enumerate(folds) if report.rows[ks[0]].compiled.kind == "collective-permute"
     }
-    transfers = _transfers(events)
+    transfers = _transfers(events, backend)
     fold = fold_of[transfers.row]
     edges = np.searchsorted(events.run, np.arange(len(numbers) + 1)).tolist()
     by_run = [events.of(slice(*edge)) for edge in itertools.pairwise(edges)]
@@ -88,7 +89,9 @@ def times_of(
     }
 
 
-def _events(names: EventNames, executions: Executions, backend: Backend) -> _Events:
+def _events(
+    names: EventNames, executions: Executions, backend: Backend, regular: Mapping[int, int]
+) -> _Events:
     place = [names.collectives.get(name, (-1, 0)) for name in executions.names]
     row, role = np.array(place, np.int32).reshape(-1, 2).T
     computes = np.array([not _CONTAINER.match(name) for name in executions.names], bool) & (row < 0)
@@ -98,7 +101,11 @@ def _events(names: EventNames, executions: Executions, backend: Backend) -> _Eve
         in_time = np.argsort(start, kind="stable")
         events = events.of(in_time)
         order = np.array([names.order.get(name, -1) for name in executions.names], int)[at[in_time]]
-        events = events._replace(run=_count_runs(events.device, order, events.row >= 0))
+        run = np.zeros(len(order), int)
+        for one in np.unique(device).tolist():
+            own = events.device == one
+            run[own] = _count_runs(events.of(own), order[own], regular)
+        events = events._replace(run=run, row=np.where(run == _NO_RUN, -1, events.row))
     return events
 
 
@@ -115,38 +122,61 @@ def _turns(transfers: _Events, rows: Sequence[int], runs: int) -> list[list[int]
     return [[int(count[run]) // devices for count in counts] for run in range(runs)]
 
 
-def required(rows: Sequence[Row]) -> list[int]:
-    """Return the rows whose collectives all runs execute equally often; all rows if none do."""
-    collectives = [row.compiled for row in rows]
-    regular = [k for k, c in enumerate(collectives) if not c.branches and c.trips is not None]
-    return regular or list(range(len(rows)))
+def required(rows: Sequence[Row]) -> dict[int, int]:
+    """Map the rows that all runs execute equally often to how often; to 0, and all, if none is so.
+
+    A computation that is called twice has two rows of one name, of which the last counts.
+    """
+    named: dict[str, list[int]] = {}
+    for k, row in enumerate(rows):
+        named.setdefault(row.compiled.name, []).append(k)
+    turns = {
+        ks[-1]: sum(c.turns for c in some)
+        for ks in named.values()
+        for some in [[rows[k].compiled for k in ks]]
+        if all(c.trips and not c.branches for c in some)
+    }
+    return turns or dict.fromkeys((ks[-1] for ks in named.values()), 0)
 
 
-def _count_runs(device: np.ndarray, order: np.ndarray, sends: np.ndarray) -> np.ndarray:
-    """Number the runs of each device, where nothing but the order of instructions tells them.
+def _count_runs(events: _Events, order: np.ndarray, regular: Mapping[int, int]) -> np.ndarray:
+    """Number the runs of a device, where nothing but the order of instructions tells them.
 
     A run begins where the order falls back by more than half of the program. Collectives wait in
-    streams of their own, and are left out if there are two other instructions.
+    streams of their own, and are left out if there are two other instructions: one may start before
+    the first of these, and belongs to the same run as those after it. In a program of one
+    instruction, a run has the `regular` number of collectives, and begins after the longest gaps.
     """
-    runs = np.zeros(len(device), int)
-    for one in np.unique(device).tolist():
-        of_device = (device == one) & (order >= 0)
-        computing = of_device & ~sends
-        ordered = computing if len(np.unique(order[computing])) > 1 else of_device
-        places = order[ordered]
-        if not len(places):
-            continue
-        fall = (places.max() - places.min()) / 2
-        begins = np.diff(places) < -fall if fall else np.ones(len(places) - 1, bool)
-        runs[ordered] = np.concatenate([[0], np.cumsum(begins)])
-        own, marks = device == one, np.flatnonzero(ordered)
-        before = np.maximum(np.searchsorted(marks, np.flatnonzero(own), "right") - 1, 0)
-        runs[own] = runs[marks[before]]
+    known, sends = np.flatnonzero(order >= 0), events.row >= 0
+    sent, computing = known[sends[known]], known[~sends[known]]
+    marks = computing if len(np.unique(order[computing])) > 1 else known
+    if len(np.unique(order[marks])) > 1:
+        begins = _falls(order[marks])
+    elif not (each := sum(regular.get(row, 0) for row in np.unique(events.row[sent]).tolist())):
+        return np.full(len(order), _NO_RUN)
+    else:
+        marks = sent
+        gaps = np.append(0, events.start[sent[1:]] - events.end[sent[:-1]])
+        begins = np.arange(len(sent)) % each == np.argmax(
+            [gaps[k::each].sum() for k in range(each)]
+        )
+    after = np.searchsorted(marks, np.arange(len(order)), "right")
+    runs = np.append(0, 1 + np.cumsum(begins))[after]
+    if not len(sent):
+        return runs
+    falls = _falls(order[sent])
+    lasts = sent[np.append(np.flatnonzero(falls) - 1, -1)[np.cumsum(falls)]]
+    is_early = order[sent] < np.append(len(order) + order.max(), order[marks])[after[sent]]
+    runs[sent] = np.where(is_early, runs[lasts], runs[sent])
     return runs
 
 
+def _falls(order: np.ndarray) -> np.ndarray:
+    return np.diff(order, prepend=order[:1]) < -np.ptp(order) / 2
+
+
 def _complete_runs(
-    events: _Events, regular: Sequence[int], backend: Backend, most: int
+    events: _Events, regular: Mapping[int, int], backend: Backend, most: int
 ) -> tuple[list[int], _Events]:
     """Return the numbers of the last complete runs, and their events, with runs counted from 0.
 
@@ -156,18 +186,22 @@ def _complete_runs(
     sends = events.row >= 0
     places, own = np.unique(keys[sends], return_inverse=True)  # one for each device and run
     device, sends = places >> 40, events.of(sends)
-    counts = np.bincount(own[np.isin(sends.row, regular)], minlength=len(places))
-    if not counts.any():
-        return [], events
-    expected = counts.max()
-    if backend.runs_kernels:  # where an annotation is missing, two runs may seem one
+    counts = np.bincount(own[np.isin(sends.row, [*regular])], minlength=len(places))
+    expected = counts.max(initial=1)
+    if (
+        backend.runs_kernels and counts.any()
+    ):  # where an annotation is missing, two runs may seem one
         expected = len(seen := np.bincount(counts[counts > 0])) - 1 - seen[::-1].argmax()
+    parts = np.unique(np.stack([sends.row, sends.role]), axis=1)[0]  # starts and ends are two
+    expected = max(expected, sum(regular.get(row, 0) for row in parts.tolist()))
     ends, number = np.zeros(len(places), int), np.zeros(len(places), int)
     np.maximum.at(ends, own, sends.end)
     number[own] = sends.run
     if not backend.has_numbers:
         number = _join(device, ends)
     complete = (counts == expected) & (number != _NO_RUN)
+    if not complete.any():
+        return [], events
     found, position = np.unique(number, return_inverse=True)
     devices = len(np.unique(device[complete]))
     whole = np.bincount(position[complete], minlength=len(found)) == devices
@@ -193,19 +227,25 @@ def _join(device: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.where(at < 0, _NO_RUN, at - len(first))
 
 
-def _transfers(events: _Events) -> _Events:
-    """Return the collectives of complete runs; one that has a start and an end lasts between."""
+def _transfers(events: _Events, backend: Backend) -> _Events:
+    """Return the collectives of complete runs; one that has a start and an end lasts between.
+
+    Where starts have no end, or another number of them, it is not known how long they lasted. GPUs
+    have no ends.
+    """
     sends = events.of(events.row >= 0)
-    begins = (sends.role == START) & np.isin(sends.row, sends.row[sends.role == DONE])
-    ends = sends.role == DONE
+    ends, begins = sends.role == DONE, sends.role == START
+    if backend.runs_kernels:
+        begins &= np.isin(sends.row, sends.row[ends])
     begun, done = (
         part.of(np.lexsort((part.start, part.row, part.device, part.run)))
         for part in map(sends.of, (begins, ends))
     )
-    pairs = [np.stack([part.run, part.device, part.row]) for part in (begun, done)]
-    if pairs[0].shape != pairs[1].shape or (pairs[0] != pairs[1]).any():
-        return sends.of(~begins & ~ends)  # starts and ends that do not match are not measured
-    joined = begun._replace(end=done.end)
+    keys = np.concatenate([np.stack([x.run, x.device, x.row], axis=1) for x in (begun, done)])
+    _, place = np.unique(keys, axis=0, return_inverse=True)
+    first, second = np.split(place.reshape(-1), [len(begun.row)])
+    pairs = np.bincount(first, minlength=len(keys)) == np.bincount(second, minlength=len(keys))
+    joined = begun.of(pairs[first])._replace(end=done.end[pairs[second]])
     columns = zip(sends.of(~begins & ~ends), joined, strict=True)
     return _Events(*map(np.concatenate, columns))
 

@@ -24,9 +24,10 @@ from statistics import mean, median
 from jax.profiler import ProfileData
 
 from jaxcoll._compat.running import text_of
+from jaxcoll._observe.backends import GPU as GPU_DEVICES
 from jaxcoll._observe.event_names import event_names
 from jaxcoll._observe.profile import modules_in, read_profile
-from jaxcoll._observe.rank_times import _count_runs
+from jaxcoll._observe.rank_times import _events
 from jaxcoll._observe.xspace import read_planes
 from jaxcoll._watch.watch import read_folder
 from tests.observe.xplanes import Plane, programs, task
@@ -160,7 +161,7 @@ def seen(profile, name):
 
 
 def gpu(path):
-    """It has no collective: the runs of each of its eight devices, five in truth."""
+    """It has no collective: four instructions of five runs, one with two kernels, on eight devices."""
     profile = path.read_bytes()
     (executions,) = read_profile(profile).executions.values()
     (plane,) = [
@@ -169,12 +170,9 @@ def gpu(path):
     (text,) = [
         text_of(module) for name, module in modules_in(plane) if name.startswith("jit_forward_3d")
     ]
-    order = event_names(text, [], {}).order
-    places = [order.get(executions.names[k], -1) for k in executions.name.tolist()]
-    import numpy as np
-
-    runs = _count_runs(executions.device, np.array(places), np.zeros(len(places), bool))
-    return {"kernels": len(places), "runs of each device": [1 + int(runs[executions.device == d].max()) for d in range(8)]}  # fmt: skip
+    names = event_names(text, [], {})
+    runs = _events(names, executions, GPU_DEVICES, {})
+    return {"executions": len(runs.run), "runs of each device": [int(runs.run[runs.device == d].max()) for d in range(8)]}  # fmt: skip
 
 
 FORMS = {
@@ -200,7 +198,7 @@ def main(folder):
                     f"{'ok   ' if is_right else 'WRONG'} {name}: {key}: {value}, read {found[key]}"
                 )
     if (folder / GPU).exists():
-        found, truth = gpu(folder / GPU), {"kernels": 200, "runs of each device": [5] * 8}
+        found, truth = gpu(folder / GPU), {"executions": 160, "runs of each device": [5] * 8}
         wrong += found != truth
         print(f"{'ok   ' if found == truth else 'WRONG'} {GPU}: {truth}, read {found}")
     return 1 if wrong else 0

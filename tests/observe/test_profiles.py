@@ -45,6 +45,31 @@ PAIR = f"""  %all-reduce-start.1 = f32[1000]{{0}} all-reduce-start(%dot.1), {RED
   %all-reduce-done.1 = f32[1000]{{0}} all-reduce-done(%all-reduce-start.1)"""
 
 
+LOOP = f"""
+%body (t: (s32[], f32[1000])) -> (s32[], f32[1000]) {{
+  %t = (s32[], f32[1000]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[1000] get-tuple-element(%t), index=1
+  %fusion.8 = f32[1000] multiply(%y, %y)
+  %all-reduce.7 = f32[1000] all-reduce(%fusion.8), {REDUCE}
+  %fusion.9 = f32[1000] multiply(%all-reduce.7, %y)
+  ROOT %tuple.1 = (s32[], f32[1000]) tuple(%next, %fusion.9)
+}}
+
+%condition (t: (s32[], f32[1000])) -> pred[] {{
+  %t = (s32[], f32[1000]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %limit = s32[] constant(4)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}}
+"""
+WHILE = """  %zero = s32[] constant(0)
+  %state = (s32[], f32[1000]) tuple(%zero, %dot.1)
+  %while.1 = (s32[], f32[1000]) while(%state), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"4"}}"""
+
+
 def hlo(body=PLAIN, *, devices=2, before="", groups="{}"):
     return f"""HloModule jit_step, is_scheduled=true, num_partitions={devices}
 {ADD}{before}
@@ -151,6 +176,41 @@ def test_every_form_says_the_same(backend, devices, runs, sizes, is_cut):
         assert found.step_seconds == pytest.approx(70e-3)
 
 
+TURNS = [
+    op for at in (0, 3, 6, 9) for op in [("fusion.8", at, at + 1), ("all-reduce.7", at + 1, at + 2)]
+]
+
+
+@pytest.mark.parametrize("write", BACKENDS.values(), ids=BACKENDS)
+class TestOnEveryBackend:
+    def test_turns_of_a_loop_are_no_runs(self, write):
+        found, notes = times_in(write(steps(*TURNS), number=7), hlo(WHILE, before=LOOP))
+        assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
+        assert found.times[0].transfer == pytest.approx(4e-3)
+
+    def test_parts_of_runs_are_not_measured(self, write):
+        half = [e for e in steps(*TURNS, runs=2) if 7 * MS < e.start < 25 * MS]
+        found, notes = times_in(write(half, number=7), hlo(WHILE, before=LOOP))
+        assert found is None
+        assert "no run is whole in the profile" in notes[0]
+
+    def test_a_collective_before_all_other_instructions_is_of_its_run(self, write):
+        first = PLAIN.replace(".1", ".9").replace("dot.9", "x")
+        text = hlo().replace("  %dot.1 =", f"{first}\n  %dot.1 =")
+        ops = [("all-reduce.9", 0, 2), ("dot.1", 2, 5), ("all-reduce.1", 5, 8), ("dot.2", 8, 9)]
+        found, notes = times_in(write(steps(*ops, runs=2), number=7), text)
+        assert (found.runs, found.step_seconds, notes) == (2, pytest.approx(20e-3), ())
+        assert [row.transfer for row in found.times] == pytest.approx([2e-3, 3e-3])
+
+    def test_a_computation_that_is_called_twice_is_whole(self, write):
+        before = f"\n%twice (p: f32[1000]) -> f32[1000] {{\n  %p = f32[1000] parameter(0)\n  ROOT {PLAIN.strip().replace('dot.1', 'p')}\n}}\n"  # fmt: skip
+        calls = [f"  %call.{k} = f32[1000] call(%x), to_apply=%twice" for k in range(2)]
+        ops = [("dot.1", 0, 1), ("all-reduce.1", 1, 3), ("all-reduce.1", 3, 4), ("dot.2", 4, 5)]
+        found, notes = times_in(write(steps(*ops), number=7), hlo("\n".join(calls), before=before))
+        assert (found.runs, notes) == (12, ())
+        assert [row.transfer for row in found.times] == pytest.approx([3e-3, 3e-3])
+
+
 class TestOfTpus:
     def test_a_fusion_stands_for_the_collective_inside(self):
         before = f"""
@@ -240,6 +300,12 @@ class TestOfGpus:
         assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
         assert found.times[0].transfer == pytest.approx(11e-3)
 
+    @pytest.mark.parametrize("kernels", [1, 2, 3])
+    def test_a_program_may_be_one_collective_of_several_kernels(self, kernels):
+        found, notes = times_in(gpu(steps(("all-reduce.1", 0, 3)), kernels=kernels))
+        assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
+        assert found.times[0].transfer == pytest.approx(3e-3)
+
     def test_a_kernel_of_two_instructions_that_lacks_its_name_costs_its_run(self):
         body = PLAIN + "\n" + PLAIN.replace(".1", ".2").replace("dot.2", "dot.1")
         ops = [("dot.1", 0, 5), ("all-reduce.1", 5, 8), ("all-reduce.2", 8, 10), ("dot.2", 10, 11)]
@@ -248,35 +314,12 @@ class TestOfGpus:
         assert [row.transfer for row in found.times] == pytest.approx([3e-3, 2e-3])
 
     def test_a_loop_falls_back_to_its_own_beginning_only(self):
-        before = f"""
-%body (t: (s32[], f32[1000])) -> (s32[], f32[1000]) {{
-  %t = (s32[], f32[1000]) parameter(0)
-  %i = s32[] get-tuple-element(%t), index=0
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  %y = f32[1000] get-tuple-element(%t), index=1
-  %fusion.8 = f32[1000] multiply(%y, %y)
-  %all-reduce.7 = f32[1000] all-reduce(%fusion.8), {REDUCE}
-  %fusion.9 = f32[1000] multiply(%all-reduce.7, %y)
-  ROOT %tuple.1 = (s32[], f32[1000]) tuple(%next, %fusion.9)
-}}
-
-%condition (t: (s32[], f32[1000])) -> pred[] {{
-  %t = (s32[], f32[1000]) parameter(0)
-  %i = s32[] get-tuple-element(%t), index=0
-  %limit = s32[] constant(4)
-  ROOT %less = pred[] compare(%i, %limit), direction=LT
-}}
-"""
-        body = """  %zero = s32[] constant(0)
-  %state = (s32[], f32[1000]) tuple(%zero, %dot.1)
-  %while.1 = (s32[], f32[1000]) while(%state), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"4"}}"""
         ops = [("dot.1", 0, 1), ("dot.2", 13, 14)]
         for k in range(4):
             ops += [("fusion.8", 1 + 3 * k, 2 + 3 * k), ("all-reduce.7", 2 + 3 * k, 3 + 3 * k), ("fusion.9", 3 + 3 * k, 4 + 3 * k)]  # fmt: skip
         ops.sort(key=lambda op: op[1])
         for write in BACKENDS.values():
-            found, notes = times_in(write(steps(*ops), number=7), hlo(body, before=before))
+            found, notes = times_in(write(steps(*ops), number=7), hlo(WHILE, before=LOOP))
             assert (found.runs, notes) == (12, ())
             assert found.times[0].transfer == pytest.approx(4e-3)
 
@@ -328,14 +371,22 @@ class TestNothingIsSilent:
         body = PLAIN + "\n" + PLAIN.replace(".1", ".2").replace("dot.2", "dot.1")
         found, notes = times_in(gpu(steps(*usual())), hlo(body))
         assert [row and row.transfer for row in found.times] == [pytest.approx(11e-3), None]
-        assert "jit_step: 1 of its 2 collectives have no event in the profile" in notes[0]
+        assert (
+            "jit_step: 1 of its 2 collectives have no event, or no end, in the profile" in notes[0]
+        )
         assert "(all-reduce.2): CUDA graphs hide collectives: set XLA_FLAGS=" in notes[0]
+
+    def test_starts_without_ends_are_named(self):
+        ops = [("dot.1", 0, 5), ("all-reduce-start.1", 5, 6), ("dot.2", 6, 9)]
+        found, notes = times_in(tpu(steps(*ops), number=7), hlo(PAIR))
+        assert found.times == (None,)
+        assert "1 of its 1 collectives have no event, or no end, in the profile" in notes[0]
 
     def test_a_program_that_did_not_run_is_named(self):
         found, notes = times_in(tpu(steps(*usual()), module="jit_other", number=7))
         assert (found, notes) == (
             None,
-            ("jit_step: not measured: no run is whole in the profile.",),
+            ("jit_step: not measured: no run is whole in the profile: record several.",),
         )
 
     def test_missing_devices_are_counted(self, tmp_path):
