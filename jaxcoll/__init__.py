@@ -109,8 +109,16 @@ def __getattr__(name: str) -> _Any:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message, name=name, obj=sys.modules[__name__])
     module = _import_module(_LATER[name])
+    if name == "initialize":
+        vars(module)["report_hangs"] = _report_hangs
     value = globals()[name] = getattr(module, name, module)
     return value
+
+
+def _report_hangs(seconds: float) -> None:
+    from jaxcoll._watch.hang import report_hangs
+
+    report_hangs(seconds)
 
 
 def __dir__() -> list[str]:

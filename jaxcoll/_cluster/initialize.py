@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -66,6 +66,9 @@ class _Joined:
             host, port = copy.getpeername()[:2]
             return copy.getsockname()[0], f"[{host}]:{port}"
 
+
+report_hangs: Callable[[float], Any] | None = None
+"""What `hang_seconds` starts. The package sets it: a watch of programs stands above processes."""
 
 _joined: _Joined | None = None
 _leaving = threading.Lock()
@@ -149,8 +152,7 @@ def initialize(
         return
     timeout = _seconds("initialization_timeout_seconds", initialization_timeout_seconds)
     if hang_seconds is not None:
-        from jaxcoll._watch.hang import report_hangs
-
+        assert report_hangs is not None
         report_hangs(_seconds("hang_seconds", hang_seconds))
     limits = {
         "heartbeat_timeout_seconds": heartbeat_timeout_seconds,

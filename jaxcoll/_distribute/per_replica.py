@@ -6,7 +6,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, final
 
 import jax
 from jax.core import Tracer
@@ -56,6 +56,12 @@ class DistributedValues:
             lambda devices, children: cls._of(next(iter(children)), devices),
             lambda value: ((value.tree,), value.devices if of_parts else None),
         )
+
+    if TYPE_CHECKING:  # for readers; a constructor may return an `Uneven`
+
+        def __init__(
+            self, values: Sequence[Any], *, devices: Sequence[jax.Device] | None = None
+        ) -> None: ...
 
     def __new__(cls, values: Sequence[Any], *, devices: Sequence[jax.Device] | None = None) -> Any:
         if cls is DistributedValues:
