@@ -16,6 +16,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
+from jaxcoll._cluster.liveness import coordinator_connection  # noqa: E402
 from jaxcoll._compat.coordination import store  # noqa: E402
 from jaxcoll._dispatch import watchdog  # noqa: E402
 
@@ -225,8 +226,8 @@ if __name__ == "__main__":
         for PART in sys.argv[1:]:
             globals()[PART]()
     finally:
-        WATCH = watchdog.watchdog()
-        WATCH.end()
+        watchdog.watchdog().end()
+        coordinator_connection().close()  # which reports what is done
         sys.stdout.flush()
         time.sleep(0.5 * (RANK == 0))
         os._exit(0)  # without the service's farewell, which waits for the dead
