@@ -13,6 +13,7 @@ from pathlib import Path
 import forks
 import pytest
 
+from benchmarks.teams import free_port
 from jaxcoll._cluster.launch import supervisor
 from jaxcoll.cli.main import main
 
@@ -324,3 +325,20 @@ def test_the_doctor_looks_over_this_machine(capsys):
     for what in ("versions", "devices", "collectives", "open files", "shared memory"):
         assert what in text
     assert os.uname().nodename in text
+
+
+def test_the_doctor_is_told_a_job_that_no_launcher_set(tmp_path):
+    flags = ["--json", "--num-processes", 2, "--coordinator-address", f"127.0.0.1:{free_port()}"]
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    with forks.running() as running:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-m", "jaxcoll", "doctor", *flags, "--process-id", rank]
+            with log.open("wb") as out:
+                running.start(command, {"JAX_PLATFORMS": "cpu"}, stdout=out)
+        assert {process.wait(90) for process in running.processes} <= {0, 1}
+    first, second = (
+        [json.loads(line) for line in log.read_text().splitlines() if line[:1] == "{"]
+        for log in logs
+    )
+    assert [each["found"] for each in first if each["what"] == "processes"] == ["2 on 1 host"]
+    assert not second  # process 0 prints
