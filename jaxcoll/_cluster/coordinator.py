@@ -49,7 +49,7 @@ STRANGERS = 256
 
 _NAMELESS = "a job without a name (JAXCOLL_JOB)"
 
-_LOOK_SECONDS = 1.0  # between two checks for clients of the service, once all members have left
+_LOOK_SECONDS = 0.1  # between two checks for clients of the service, once all members have left
 
 _LONGEST_IDLE = 32767  # seconds: the most that Linux accepts for TCP_KEEPIDLE
 
