@@ -332,10 +332,10 @@ class Run:
             return f"workers {listed(error.ranks)} ended"
         if isinstance(error, ProgramMismatchError):
             return "workers have different programs"
-        line = str(error).splitlines()[0][:200]
+        name, lines = rank_of(self._membership.name), str(error).strip().splitlines() or [""]
         if isinstance(error, DeadlineExceededError):
-            return line.rstrip(".")
-        return f"{what} failed on worker {rank_of(self._membership.name)}: {line}"
+            return lines[0][:200].rstrip(".")
+        return f"{what} failed on worker {name}: {lines[-1][:200]}"  # where a callback's error is
 
     def _save_if_due(self, before: int, finished: int) -> None:
         is_due = self._writers and finished // self._every > before // self._every

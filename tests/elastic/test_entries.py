@@ -106,3 +106,26 @@ def test_copies_that_drift_apart_end_elastic(tmp_path):
         train.run(lambda step, worker, workers: ROWS, 9)
     assert [len(groups) for groups in caught.value.divergent.values()] == [8]
     assert jc.restore_checkpoint(tmp_path / "last.npz", np.float32(0))[1] == 2
+
+
+def test_change_says_what_a_callback_raised():
+    attempts = []
+
+    def look_up(x):
+        if len(attempts) == 1:
+            raise ValueError("no such row")
+        return x
+
+    def step(w, x):
+        x = jax.pure_callback(look_up, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return w + jc.pmean(x.mean()), None
+
+    def batches(step, worker, workers):
+        attempts.append(step)
+        return ROWS
+
+    train = jc.Elastic(jc.data_parallel(step), np.float32(0))
+    train.run(batches, 2)
+    assert attempts == [0, 0, 1]
+    assert "step 0 failed on worker 0" in train.changes[0].why
+    assert "no such row" in train.changes[0].why
