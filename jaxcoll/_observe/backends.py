@@ -52,7 +52,6 @@ class Found:
     """The executions that were found so far, by program."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
         self._numbers: dict[str, int] = {}
         self._columns: dict[Program, list[list[np.ndarray]]] = {}
 
@@ -65,7 +64,6 @@ class Found:
         texts = [names[1].get(key, "") for key in keys.tolist()]
         found = [match[1] if (match := _NAME.match(text)) else "" for text in texts]
         numbers = [self._numbers.setdefault(text, len(self._numbers)) for text in found]
-        self._names += list(self._numbers)[len(self._names) :]
         devices = np.broadcast_to(np.asarray(device, np.int32), chosen.shape)
         columns = self._columns.setdefault(program, [[] for _ in range(5)])
         columns[0].append(np.array(numbers, np.int32)[inverse])
@@ -76,13 +74,13 @@ class Found:
 
     def executions(self, began: int) -> dict[Program, Executions]:
         """Return all, with times from when the session began. This can be done once."""
-        joined = {}
+        joined, names = {}, list(self._numbers)
         for program, columns in self._columns.items():
             # Column by column, so that no more than one is in memory twice.
             arrays = [np.concatenate(columns.pop(0)) for _ in range(5)]
             arrays[3] += began
             arrays[4] += began
-            joined[program] = Executions(self._names, *arrays)
+            joined[program] = Executions(names, *arrays)
         return joined
 
 
@@ -145,40 +143,39 @@ def _read_cpu(plane: Plane, _device: int, found: Found) -> None:
     """Read the instructions of all threads; each has its device and its run.
 
     JAX before 0.8 recorded neither, but the rendezvous inside a collective has the run's number. A
-    thread executes a program for one device from one mark of its pool to the next.
+    thread executes a program for one device from one mark of its pool to the next. Before that not
+    even runs were told: each thread is taken for a device.
     """
-    is_old = "run_id" not in plane.strings.values()
+    recorded = {*plane.names.values(), *plane.strings.values()}
     ends = [key for key, name in plane.names.items() if name.startswith("end: ")]
-    place = [key for key, name in plane.names.items() if name.endswith("StartRegion")]
+    places = [key for key, name in plane.names.items() if name.endswith("StartRegion")]
     devices: dict[int, int] = defaultdict(int)  # by run, those that were found so far
-    for _, line in plane.lines():
+    for thread, (_, line) in enumerate(plane.lines()):
         for events in plane.events(line, (*_STATS, "device_ordinal", "run_id", "name")):
             device, run = events.stats["device_ordinal"], events.stats["run_id"]
-            if is_old:
-                order = np.argsort(events.start, kind="stable")
-                part = np.zeros(len(order), int)
-                part[order] = np.cumsum(np.isin(events.name[order], place))
-                for k in np.unique(part[events.stats["name"] != ABSENT]).tolist():
-                    texts = {
-                        plane.strings.get(n, "") for n in events.stats["name"][part == k].tolist()
-                    }
-                    numbers = {int(match[1]) for t in texts if (match := _RUN.search(t))}
-                    if len(numbers) == 1:
-                        run[part == k] = number = numbers.pop()
-                        device[part == k] = devices[number]
-                        devices[number] += 1
+            if not recorded & {"run_id", "Rendezvous"}:
+                device[:], run[:] = thread, 0
+            elif "run_id" not in recorded:
+                _find_runs(plane, events, places, devices)
             device[device == ABSENT] = 0
             events.stats["hlo_op"][np.isin(events.name, ends) | (run == ABSENT)] = ABSENT
             _add_named(plane, events, found, device, run & 0xFFFFFFFF)  # it was a signed number
 
 
-def _read_threads(plane: Plane, _device: int, found: Found) -> None:
-    """Read a CPU's threads, each as a device: the oldest profiles tell neither runs nor devices."""
-    ends = [key for key, name in plane.names.items() if name.startswith("end: ")]
-    for thread, (_, line) in enumerate(plane.lines()):
-        for events in plane.events(line, _STATS):
-            events.stats["hlo_op"][np.isin(events.name, ends)] = ABSENT
-            _add_named(plane, events, found, thread, np.zeros(len(events.name), np.int32))
+def _find_runs(
+    plane: Plane, events: Events, places: Sequence[int], devices: dict[int, int]
+) -> None:
+    """Give events the run that a rendezvous between two marks names, and a device of their own."""
+    order, part = np.argsort(events.start, kind="stable"), np.zeros(len(events.start), int)
+    part[order] = np.cumsum(np.isin(events.name[order], places))
+    says = events.stats["name"]
+    for k in np.unique(part[says != ABSENT]).tolist():
+        texts = [plane.strings.get(key, "") for key in says[part == k].tolist()]
+        numbers = {int(match[1]) for text in texts if (match := _RUN.search(text))}
+        if len(numbers) == 1:
+            events.stats["run_id"][part == k] = number = numbers.pop()
+            events.stats["device_ordinal"][part == k] = devices[number]
+            devices[number] += 1
 
 
 TPU = Backend(
@@ -193,7 +190,7 @@ CPU = Backend(
     re.compile("/host:CPU()"), _read_cpu, has_numbers=True, runs_kernels=False,
     advice="on CPUs, JAX before 0.7 records instructions only with host_tracer_level=2",
 )  # fmt: skip
-OLD_CPU = CPU._replace(read=_read_threads, has_numbers=False, runs_kernels=True)
+OLD_CPU = CPU._replace(has_numbers=False, runs_kernels=True)
 
 
 def find_backend(planes: Sequence[Plane]) -> Backend:

@@ -44,10 +44,10 @@ def event_names(
             if role:
                 names |= dict.fromkeys(_find_sites(part, callers), (k, role))
     for inside in module.computations.values():
-        for end in inside.ends():
-            if end.start in names and end.opcode.endswith("-done"):
-                k, _ = names[end.start]
-                names[end.start], names[end.name] = (k, START), (k, DONE)
+        for site, name, start in inside.ends():
+            if start in names and site.opcode.endswith("-done"):
+                k, _ = names[start]
+                names[start], names[name] = (k, START), (k, DONE)
     names |= {inner: (names[start][0], WHOLE) for start, inner in wrapped.items() if start in names}
     return EventNames(names, _order(module, wrapped))
 

@@ -40,11 +40,6 @@ class Candidate:
             and ((k, START) not in seen or not (backend.runs_kernels or (k, DONE) in seen))
         ]
 
-    def may_be(self, program: Program) -> bool:
-        """Return True if a program of this name and number may be this one."""
-        name, number = program
-        return name == self.report.name and (not self.numbers or number in self.numbers)
-
 
 def match_programs(
     candidates: Mapping[str, Candidate], profile: Profile
@@ -64,7 +59,8 @@ def match_programs(
             if c.report.name == program[0]
         }
         whole = {k: left for k, left in alike.items() if not left}
-        parts = {k: left for k, left in alike.items() if candidates[k].may_be(program)}
+        numbers = {k: candidates[k].numbers for k in alike}
+        parts = {k: left for k, left in alike.items() if not numbers[k] or program[1] in numbers[k]}
         missing[program] = whole or parts
     unsure = {
         module

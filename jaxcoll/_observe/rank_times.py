@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -22,8 +22,6 @@ _DRAWN = 9
 """The runs in the middle whose lanes are kept: other ranks may not have the first and the last."""
 _NO_RUN = -(1 << 62)
 _PIECES = 400  # resolution of a lane in the picture: shorter gaps between computations are closed
-
-Span = tuple[int, int]
 
 
 class _Events(NamedTuple):
@@ -161,13 +159,14 @@ def _count_runs(events: _Events, order: np.ndarray, regular: Mapping[int, int]) 
             [gaps[k::each].sum() for k in range(each)]
         )
     after = np.searchsorted(marks, np.arange(len(order)), "right")
-    runs = np.append(0, 1 + np.cumsum(begins))[after]
-    if not len(sent):
-        return runs
-    falls = _falls(order[sent])
-    lasts = sent[np.append(np.flatnonzero(falls) - 1, -1)[np.cumsum(falls)]]
-    is_early = order[sent] < np.append(len(order) + order.max(), order[marks])[after[sent]]
-    runs[sent] = np.where(is_early, runs[lasts], runs[sent])
+    number = np.append(0, 1 + np.cumsum(begins))
+    runs = number[after]
+    ahead = np.append(order[marks].max(), order[marks])[after[sent]] - order[sent]
+    runs[sent] += ahead > np.ptp(order[marks]) / 2
+    if len(np.unique(order[sent])) > 1:  # the last of a run's collectives tells the run of others
+        falls = _falls(order[sent])
+        lasts = sent[np.append(np.flatnonzero(falls) - 1, -1)[np.cumsum(falls)]]
+        runs[sent] = np.where(ahead > 0, runs[lasts], number[after[sent]])
     return runs
 
 
@@ -185,9 +184,11 @@ def _complete_runs(
     keys = events.device.astype(np.int64) << 40 | (events.run - events.run.min(initial=0))
     sends = events.row >= 0
     places, own = np.unique(keys[sends], return_inverse=True)  # one for each device and run
+    if not len(places):
+        return [], events
     device, sends = places >> 40, events.of(sends)
     counts = np.bincount(own[np.isin(sends.row, [*regular])], minlength=len(places))
-    expected = counts.max(initial=1)
+    expected = counts.max()
     if (
         backend.runs_kernels and counts.any()
     ):  # where an annotation is missing, two runs may seem one
@@ -200,7 +201,7 @@ def _complete_runs(
     if not backend.has_numbers:
         number = _join(device, ends)
     complete = (counts == expected) & (number != _NO_RUN)
-    if not complete.any():
+    if not (expected and complete.any()):
         return [], events
     found, position = np.unique(number, return_inverse=True)
     devices = len(np.unique(device[complete]))
@@ -241,10 +242,10 @@ def _transfers(events: _Events, backend: Backend) -> _Events:
         part.of(np.lexsort((part.start, part.row, part.device, part.run)))
         for part in map(sends.of, (begins, ends))
     )
-    keys = np.concatenate([np.stack([x.run, x.device, x.row], axis=1) for x in (begun, done)])
-    _, place = np.unique(keys, axis=0, return_inverse=True)
-    first, second = np.split(place.reshape(-1), [len(begun.row)])
-    pairs = np.bincount(first, minlength=len(keys)) == np.bincount(second, minlength=len(keys))
+    keys = [x.run.astype(int) << 40 | x.device.astype(int) << 20 | x.row for x in (begun, done)]
+    _, place = np.unique(np.concatenate(keys), return_inverse=True)
+    first, second = np.split(place, [len(begun.row)])
+    pairs = np.bincount(first, minlength=len(place)) == np.bincount(second, minlength=len(place))
     joined = begun.of(pairs[first])._replace(end=done.end[pairs[second]])
     columns = zip(sends.of(~begins & ~ends), joined, strict=True)
     return _Events(*map(np.concatenate, columns))
@@ -296,19 +297,11 @@ def _lane(
     start = int(own.start[0])
     gap = int(of_device.end.max() - start) // _PIECES
     computing = of_device.of(of_device.computes)
-    computed = _union(zip(computing.start.tolist(), computing.end.tolist(), strict=True), gap)
-    spans = [(-1, a - start, b - start) for a, b in computed]
+    until = np.maximum.accumulate(computing.end)
+    begins = np.append(True, computing.start[1:] > until[:-1] + gap)[: len(until)]
+    ends = np.append(begins[1:], True)[: len(until)]
+    computed = (computing.start[begins] - start).tolist(), (until[ends] - start).tolist()
+    spans = [(-1, *span) for span in zip(*computed, strict=True)]
     chosen = (transfers.run == run) & (transfers.device == own.device.min())
     sent = (transfers.start[chosen] - start).tolist(), (transfers.end[chosen] - start).tolist()
     return sorted([*spans, *zip(fold[chosen].tolist(), *sent, strict=True)], key=lambda s: s[1])
-
-
-def _union(spans: Iterable[Span], gap: int) -> list[Span]:
-    """Return the union as disjoint spans; joins spans that are at most `gap` apart."""
-    united: list[Span] = []
-    for start, end in sorted(spans):
-        if united and start <= united[-1][1] + gap:
-            united[-1] = united[-1][0], max(united[-1][1], end)
-        else:
-            united.append((start, end))
-    return united

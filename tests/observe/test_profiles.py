@@ -194,13 +194,30 @@ class TestOnEveryBackend:
         assert found is None
         assert "no run is whole in the profile" in notes[0]
 
-    def test_a_collective_before_all_other_instructions_is_of_its_run(self, write):
+    def test_a_part_without_collectives_is_not_measured(self, write):
+        some = steps(("dot.1", 0, 1), ("dot.2", 1, 2), runs=2)
+        found, notes = times_in(write(some, number=7))
+        assert found is None
+        assert "no run is whole in the profile" in notes[-1]
+
+    @pytest.mark.parametrize("runs", [1, 2, 12])
+    @pytest.mark.parametrize("names", [(), ("all-reduce.1",)], ids=["alone", "with another"])
+    def test_a_collective_before_all_other_instructions_is_of_its_run(self, write, runs, names):
         first = PLAIN.replace(".1", ".9").replace("dot.9", "x")
-        text = hlo().replace("  %dot.1 =", f"{first}\n  %dot.1 =")
-        ops = [("all-reduce.9", 0, 2), ("dot.1", 2, 5), ("all-reduce.1", 5, 8), ("dot.2", 8, 9)]
-        found, notes = times_in(write(steps(*ops, runs=3), number=7), text)
-        assert (found.runs, found.step_seconds, notes) == (3, pytest.approx(20e-3), ())
-        assert [row.transfer for row in found.times] == pytest.approx([2e-3, 3e-3])
+        text = hlo(PLAIN if names else "").replace("  %dot.1 =", f"{first}\n  %dot.1 =")
+        ops = [
+            ("all-reduce.9", 0, 2),
+            ("dot.1", 2, 5),
+            *((x, 5, 8) for x in names),
+            ("dot.2", 8, 9),
+        ]
+        executions = steps(*ops, runs=runs + 1)
+        cut = [e for e in executions if e.run < runs or e.name == "all-reduce.9"]
+        found, notes = times_in(write(cut, number=7), text)
+        assert (found.runs, notes) == (runs + (not names), ())
+        assert [row.transfer for row in found.times] == pytest.approx(
+            [2e-3, 3e-3][: 1 + len(names)]
+        )
 
     def test_a_computation_that_is_called_twice_is_whole(self, write):
         before = f"\n%twice (p: f32[1000]) -> f32[1000] {{\n  %p = f32[1000] parameter(0)\n  ROOT {PLAIN.strip().replace('dot.1', 'p')}\n}}\n"  # fmt: skip

@@ -205,15 +205,12 @@ class Arithmetic:
                         pairs[start] = (at, site.at if part == "Done" else at)
             elif site.opcode.endswith("-start") or site.opcode == "send":
                 pairs[inside.parse(site).name] = (site.at, site.at)
-        for end in inside.ends():
-            at, _ = pairs.get(end.start, (end.at, end.at))
-            if (
-                end.opcode.endswith("-update")
-                and end.start in inside
-                and not inside[end.start].operands
-            ):
-                at = end.at
-            pairs[end.start] = (at, end.at)
+        for site, _, start in inside.ends():
+            at, _ = pairs.get(start, (site.at, site.at))
+            is_update = site.opcode.endswith("-update")
+            if is_update and start in inside and not inside[start].operands:
+                at = site.at
+            pairs[start] = (at, site.at)
         return pairs
 
 

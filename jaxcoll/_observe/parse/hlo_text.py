@@ -99,15 +99,6 @@ class Site(NamedTuple):
     start: int  # its position in the text
 
 
-class End(NamedTuple):
-    """The end of an asynchronous instruction, or an update of it."""
-
-    at: int
-    name: str
-    opcode: str
-    start: str  # the name of the start
-
-
 class Computation:
     """The instructions of a computation, each parsed on access."""
 
@@ -140,15 +131,14 @@ class Computation:
         """The names of the instructions, in order."""
         return self._starts
 
-    def ends(self) -> Iterator[End]:
-        """Yield the ends and updates of asynchronous instructions."""
+    def ends(self) -> Iterator[tuple[Site, str, str]]:
+        """Yield the ends and updates of asynchronous instructions, with their start's name."""
         first: dict[str, str] = {}  # An update stands for its start in later lines.
         for site in self.sites:
             if site.opcode.endswith(("-done", "-update")):
-                end = self.parse(site)
-                start = next(iter(end.operand_names), "")
-                first[end.name] = first.get(start, start)
-                yield End(site.at, end.name, end.opcode, first[end.name])
+                name, start = self.parse(site).name, next(iter(self.parse(site).operand_names), "")
+                first[name] = first.get(start, start)
+                yield site, name, first[name]
 
     @property
     def count(self) -> int:

@@ -7,7 +7,6 @@ place. The value of an attribute may contain line breaks.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 _STRING = r'"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'"
 _COMMENT = r"/\*.*?\*/|//[^\n]*"
@@ -39,12 +38,8 @@ def find_header_end(text: str, start: int) -> int:
     return len(text)
 
 
-class LaidOut(NamedTuple):
-    """The text of a computation, laid out."""
-
-    name: str
-    text: str
-    parent: str  # the computation that defines it in an instruction; "" for one with a name
+LaidOut = tuple[str, str, str]
+"""A computation's name, its text, and the one that defines it in an instruction, or ""."""
 
 
 def lay_out(text: str, start: int) -> tuple[list[LaidOut], int]:
@@ -119,7 +114,7 @@ def _read_body(
             if mark == "}":
                 title = f"\n{'ENTRY ' * is_entry}%{name} {{\n"
                 written = "".join([title, "\n".join(lines), "\n}\n"])
-                laid_out.append(LaidOut(name, written, parent))
+                laid_out.append((name, written, parent))
                 after = _AFTER.match(text, at)
                 return after.end() if after else at
             instruction, parts, copied = token[2] or token[3], [], at
