@@ -187,14 +187,21 @@ def _complete_runs(
     if not len(places):
         return [], events
     device, sends = places >> 40, events.of(sends)
-    counts = np.bincount(own[np.isin(sends.row, [*regular])], minlength=len(places))
-    expected = counts.max()
-    if (
-        backend.runs_kernels and counts.any()
-    ):  # where an annotation is missing, two runs may seem one
-        expected = len(seen := np.bincount(counts[counts > 0])) - 1 - seen[::-1].argmax()
+    is_regular = np.isin(sends.row, [*regular])
+    counts = np.bincount(own[is_regular], minlength=len(places))
     parts = np.unique(np.stack([sends.row, sends.role]), axis=1)[0]  # starts and ends are two
-    expected = max(expected, sum(regular.get(row, 0) for row in parts.tolist()))
+    least = sum(regular.get(row, 0) for row in parts.tolist())
+    if backend.runs_kernels and least:
+        # An instruction's kernels follow one another: if other work is between, runs seem one.
+        order = np.lexsort((events.start, keys))
+        is_first = np.empty(len(keys), bool)
+        is_first[order] = np.append(True, np.any(np.diff([keys[order], events.row[order]]), axis=0))
+        pieces = np.bincount(own[is_regular & is_first[events.row >= 0]], minlength=len(places))
+        counts[pieces > least] = 0
+    expected = counts.max()
+    if backend.runs_kernels and expected:  # where an annotation is missing, too, two seem one
+        expected = len(seen := np.bincount(counts[counts > 0])) - 1 - seen[::-1].argmax()
+    expected = max(expected, least)
     ends, number = np.zeros(len(places), int), np.zeros(len(places), int)
     np.maximum.at(ends, own, sends.end)
     number[own] = sends.run

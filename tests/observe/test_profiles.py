@@ -317,6 +317,17 @@ class TestOfGpus:
         assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
         assert found.times[0].transfer == pytest.approx(11e-3)
 
+    def test_runs_that_a_conditional_hides_are_left_out(self):
+        before = "".join(
+            f"\n%{name} (p: f32[1000]) -> f32[1000] {{\n  %p = f32[1000] parameter(0)\n  ROOT %{x} = f32[1000] negate(%p)\n}}\n"
+            for name, x in (("taken", "neg.1"), ("other", "neg.2"))
+        )
+        body = "  %k = pred[] constant(true)\n  %conditional.1 = f32[1000] conditional(%k, %x, %x), true_computation=%taken, false_computation=%other\n"  # fmt: skip
+        events = steps(("neg.1", 0, 1), ("all-reduce.1", 5, 8), ("dot.2", 8, 9))
+        kept = [e for e in events if e.name != "neg.1" or e.run % 4 in (0, 1)]
+        found, _ = times_in(gpu(kept), hlo(body + PLAIN, before=before))
+        assert found.times[0].transfer == pytest.approx(3e-3)
+
     @pytest.mark.parametrize("kernels", [1, 2, 3])
     def test_a_program_may_be_one_collective_of_several_kernels(self, kernels):
         found, notes = times_in(gpu(steps(("all-reduce.1", 0, 3)), kernels=kernels))
