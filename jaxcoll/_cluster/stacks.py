@@ -29,6 +29,7 @@ _WAITING = {"block_until_ready"}
 _STEPS = ("worker", "step")  # jaxcoll's threads that run programs
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd")
 _TAKES_LOCALS = {"locals", "vars", "eval", "exec", "dir", "f_locals"}
+_WAKES = 20  # in a second; some waits of JAX have 5, and a few more if another thread has the GIL
 _LONGEST = 120  # characters of a call's source
 
 OURS = "jaxcoll-"
@@ -69,13 +70,15 @@ class Stacks:
     """Looks at the threads of this process, and remembers since when each stands where it is."""
 
     def __init__(self) -> None:
-        self._before: dict[int, tuple[list[Any], list[float]]] = {}
+        self._before: dict[int, tuple[list[Any], list[float], int]] = {}
+        self._at = 0.0
 
     def look(self, now: float) -> list[Thread]:
         """Return all threads that run the user's code or programs, the main thread first."""
         frames, threads, main = sys._current_frames(), [], threading.main_thread().ident
         named = {thread.ident: thread for thread in list(threading.enumerate())}
         before, self._before = self._before, {}
+        most_wakes, self._at = 1 + _WAKES * (now - self._at), now
         for ident in dict.fromkeys([main, *frames]):
             assert ident is not None
             thread, chain, frame = named.get(ident), [], frames.get(ident)
@@ -86,24 +89,26 @@ class Stacks:
                 is_idle = not chain or chain[0].f_code.co_name == "_work"
                 if is_idle or not thread.name.endswith(_STEPS):
                     continue
-            # A frame that calls again from the same line looks alike: the thread woke up for it.
             keys: list[Any] = [(id(f), f.f_code, f.f_lasti) for f in reversed(chain)]
-            keys.append(_wakes(getattr(thread, "native_id", None)))
-            old, times = before.get(ident, ([], []))
+            old, times, woke = before.get(ident, ([], [now], 0))
             pairs = zip(old, keys, strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            times = times[:same] + [now] * (len(keys) - same)
-            self._before[ident] = keys, times
+            # A frame that calls again from the same line looks alike, but wakes up more often than
+            # JAX does while it waits, to look for signals.
+            wakes = _wakes(getattr(thread, "native_id", None))
+            stands = same == len(keys) == len(old) and wakes - woke <= most_wakes
+            times = [*times[:same], *[now] * (len(keys) - same), times[-1] if stands else now]
+            self._before[ident] = keys, times, wakes
             threads.append(Thread(ident == main, chain, times[::-1]))
         return threads
 
 
-def _wakes(thread: int | None) -> str:
-    """Return how often the system has put a thread to sleep; "" if that is not known."""
+def _wakes(thread: int | None) -> int:
+    """Return how often the system has put a thread to sleep; 0 if that is not known."""
     try:
-        return Path(f"/proc/self/task/{thread}/status").read_text().split()[-3]
+        return int(Path(f"/proc/self/task/{thread}/status").read_text().split()[-3])
     except OSError:
-        return ""
+        return 0
 
 
 def called(frame: FrameType) -> tuple[str, str, Any]:

@@ -18,9 +18,11 @@ def main(seconds: str, *command: str) -> int:
         return 2
     watch, process = report_hangs(float(seconds), end=end), os.getpid()
     status = script.run()
-    if os.getpid() == process and watch.is_alone() and not status:
-        why = "joined no job of several processes" if has_imported_jax() else "did not import JAX"
-        say(f"nothing was watched, because the program {why}.")
+    if os.getpid() == process and not status:
+        if not has_imported_jax():
+            say("nothing was watched, because the program did not import JAX.")
+        elif watch.is_alone():
+            say("nothing was watched, because the program joined no job of several processes.")
     return status
 
 

@@ -34,10 +34,10 @@ class Compilations:
     each run. Those that are compiled already count if not `only_new`.
     """
 
-    def __init__(self, shield: Shield, *, only_new: bool = True) -> None:
+    def __init__(self, shield: Shield, calls: Calls, *, only_new: bool = True) -> None:
         self.quiet = 0  # programs without collectives
         self.at = time.monotonic()  # of the last compilation
-        self.calls = Calls(shield)
+        self.calls = calls
         self.modules: set[str] = set()  # names of programs with collectives
         self._texts: dict[Any, tuple[bytes, int, dict[str, str]]] = {}
         self._from_cache = False

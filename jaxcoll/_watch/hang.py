@@ -11,10 +11,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jaxcoll._cluster.stacks import OURS
 from jaxcoll._watch.hang_report import say
+from jaxcoll._watch.shield import Shield
 
 EXIT_STATUS = 124
 """The exit status of a program that is ended because it hangs, as `timeout` has."""
@@ -37,57 +39,68 @@ class HangWatch(threading.Thread):
     """
 
     def __init__(self, seconds: float, *, end: bool = False) -> None:
-        super().__init__(name=f"{OURS}hang", daemon=True)
+        self._shield = Shield()
+        super().__init__(target=self._shield(self._watch), name=f"{OURS}hang", daemon=True)
         self._limit, self._end = seconds, end
-        self._over, self._process = threading.Event(), os.getpid()
+        self._over = threading.Event()
+        self._at_exit = self._shield(self.close)
         self._here: Any = None  # its class is imported after JAX
 
     def start(self) -> None:
         """Start the thread. If it comes before JAX, the exit of the program is watched as well."""
-        atexit.register(self.close)  # Python calls it after what is registered later
+        atexit.register(self._at_exit)  # Python calls it after what is registered later
         super().start()
 
-    def run(self) -> None:
+    def _watch(self) -> None:
         """Look again and again, once the program has imported JAX."""
-        try:
-            while not has_imported_jax():
-                if self._over.wait(_POLL_SECONDS):
-                    return
-            from jaxcoll._watch.call_log import CallLog
+        if self._until(has_imported_jax):
+            self._shield(self._look)()
+        if not self._over.is_set():
+            say(f"hangs are no longer reported: {self._shield.notes[-1]}")
 
-            log, beat = CallLog(), min(_LONGEST_BEAT, self._limit / 10)
-            log.start()
+    def _look(self) -> None:
+        from jaxcoll._watch.calls import Calls
 
-            from jaxcoll._watch.hang_process import HangProcess
+        calls, beat = Calls(Shield()), min(_LONGEST_BEAT, self._limit / 10)
+        self._shield(calls.start)()
 
-            self._here = HangProcess(self._limit, beat, log)
-            now, failures = time.monotonic(), 0
-            before = now
-            while not self._over.wait(beat):
-                # While the process was suspended, it did not wait.
-                passed = time.monotonic() - before
-                before += passed
-                now += min(passed, 2 * beat + _LONGEST_PAUSE)
-                try:
-                    if self._here.beat(now) and self._end:
-                        os._exit(EXIT_STATUS)
-                    failures = 0
-                except Exception:
-                    failures += 1
-                    if failures == _MOST_FAILURES:
-                        raise
-        except Exception as error:
-            if not self._over.is_set():
-                say(f"hangs are no longer reported: {type(error).__name__}: {error}")
+        from jaxcoll._compat.settings import has_backend
+        from jaxcoll._watch.hang_process import HangProcess
+
+        if not self._until(has_backend):
+            return
+        self._here = HangProcess(self._limit, beat, calls, self._shield)
+        failed = object()
+        look, failures = self._shield(self._here.beat, failed), 0
+        now = before = time.monotonic()
+        while failures < _MOST_FAILURES and not self._over.is_set():
+            found = look(now)
+            if found is True and self._end:
+                os._exit(EXIT_STATUS)
+            failures = failures + 1 if found is failed else 0
+            self._over.wait(beat)
+            # While the process was suspended, it did not wait.
+            passed = time.monotonic() - before
+            before += passed
+            now += min(passed, 2 * beat + _LONGEST_PAUSE)
+
+    def _until(self, condition: Callable[[], bool]) -> bool:
+        while not condition():
+            if self._over.wait(_POLL_SECONDS):
+                return False
+        return True
 
     def is_alone(self) -> bool:
         """Return whether this process has joined no job of several processes."""
-        return self._here is None or self._here.peers is None
+        from jaxcoll._compat.coordination import store
+
+        has_joined = self._here is not None and self._here.peers is not None
+        return not has_joined and getattr(store(), "processes", 1) == 1
 
     def close(self) -> None:
         """End the thread."""
         self._over.set()
-        if os.getpid() == self._process and self._here is not None:
+        if self._here is not None:
             self.join(_END_SECONDS)
             self._here.close()
 

@@ -17,7 +17,7 @@ import jax
 from jaxcoll._cluster.stacks import Stacks, Thread, doing, has_main_ended, is_user, name_of_program
 from jaxcoll._compat.coordination import store
 from jaxcoll._compat.settings import has_backend
-from jaxcoll._watch.call_log import CallLog
+from jaxcoll._watch.calls import JITTED, Calls
 from jaxcoll._watch.compilations import Compilations
 from jaxcoll._watch.hang_peers import ANSWER_SECONDS, HangPeers
 from jaxcoll._watch.hang_report import WAITS, Row, judge, report, say
@@ -36,17 +36,15 @@ class HangProcess:
     Args:
       limit: seconds that it may wait for others.
       beat: seconds between two calls of `beat`.
-      log: the calls of this process.
+      calls: those of this process.
+      shield: notes what fails.
     """
 
-    def __init__(self, limit: float, beat: float, log: CallLog) -> None:
+    def __init__(self, limit: float, beat: float, calls: Calls, shield: Shield) -> None:
         self.peers: HangPeers | None = None
         self._limit, self._beat = limit, beat
-        self._stacks, self._compilations, self._log = (
-            Stacks(),
-            Compilations(Shield(), only_new=False),
-            log,
-        )
+        self._stacks, self._calls, self._shield = Stacks(), calls, shield
+        self._compilations = Compilations(shield, calls, only_new=False)
         self._used: deque[tuple[float, float]] = deque(maxlen=2 + int(limit / beat))
         self._devices, self._platform = 0, ""
         self._question, self._patience, self._waited = 0, limit, 0.0
@@ -115,7 +113,9 @@ class HangProcess:
         again, self._told = self._told == verdict.missing, verdict.missing
         text = texts.get(verdict.program or "", "")
         lines = [*report(verdict, rows, _describe(text, verdict.program))]
-        folder = peers.write_report({"verdict": dataclasses.asdict(verdict), "rows": answers})
+        folder = peers.write_report(
+            {"verdict": dataclasses.asdict(verdict), "rows": answers, "notes": self._shield.notes}
+        )
         say(*lines[:1] if again else [*lines, f"  stacks of all threads, and a report: {folder}"])
         return True
 
@@ -128,7 +128,7 @@ class HangProcess:
             stuck = seconds > self._limit / 3 or not thread.frames
             kind, program = "python", None
             if stuck or (thread.is_main and (is_asked or seconds > 0)):
-                kind, program = doing(thread, self._log.jitted)
+                kind, program = doing(thread, JITTED)
             weight = _WEIGHTS.get(kind, 0) * stuck
             found.append(((weight, thread.is_main, seconds), kind, program, thread))
         (_, _, seconds), kind, program, thread = max(found, key=lambda f: f[0])
@@ -139,11 +139,17 @@ class HangProcess:
         elif has_backend():
             self._devices, self._platform = jax.device_count(), jax.default_backend()
         full = is_asked or seconds > self._limit / 3
-        (t0, cpu0), (t1, cpu1) = self._used[0], self._used[-1]
+        where = thread.places(now, with_calls=full) or threads[0].places(now, with_calls=full)
+        if kind == "python" and full:  # another thread may be the one that runs programs
+            others = [t for t in threads if t is not thread and now - t.since[0] > self._limit / 3]
+            of_others = [p for t in others for p in t.places(now, with_calls=True)[:1]]
+            where = [*where[:2], *of_others, *where[2:]]
+        # Not what it computed before: the compilation of the program that it waits in.
+        since = [used for used in self._used if used[0] >= now - seconds]
+        (t0, cpu0), (t1, cpu1) = since[0], since[-1]
         return Row(
             self.peers.rank if self.peers else 0, kind, round(seconds, 1), program,
-            thread.places(now, with_calls=full) or threads[0].places(now, with_calls=full),
-            round((cpu1 - cpu0) / max(t1 - t0, 1e-9), 3), ended,
+            where, round((cpu1 - cpu0) / max(t1 - t0, 1e-9), 3), ended,
             devices=self._devices, platform=self._platform, pid=os.getpid(),
             host=socket.gethostname(),
         )  # fmt: skip
@@ -155,9 +161,9 @@ class HangProcess:
             name: max(map(int, _DEVICES.findall(text.partition("\n")[0])), default=1)
             for name, text in texts.items()
         }
-        if self._log.is_known:
-            row.order = list(self._log.order)[-_CALLS:]
-            row.calls = dict(self._log.counts)
+        if self._calls.are_all:
+            row.order = list(self._calls.order)[-_CALLS:]
+            row.calls = dict(self._calls.counts)
         if row.kind == "program" and row.program is None:
             possible = [name for name in row.order if name in texts] or [*texts] * (len(texts) == 1)
             row.program = possible[-1] if possible else None

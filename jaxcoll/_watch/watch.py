@@ -29,6 +29,7 @@ from jaxcoll._observe.profile import (
     read_programs,
 )
 from jaxcoll._plan.checks import is_integer
+from jaxcoll._watch.calls import Calls
 from jaxcoll._watch.compilations import Compilations
 from jaxcoll._watch.shield import Shield
 from jaxcoll._watch.window import ABSENT, Window
@@ -80,7 +81,7 @@ class Watch:
         return dataclasses.replace(programs, notes=(*programs.notes, *failed))
 
     def _start(self) -> None:
-        self._compilations = Compilations(self._shield)
+        self._compilations = Compilations(self._shield, Calls(self._shield))
         self._compilations.start()
         if self._most:
             self._window = Window(

@@ -328,7 +328,10 @@ def main():
         if KIND == "order" and step == AT and RANK != BAD:
             evaluate(params, x)[0].block_until_ready()
         if step % late == late - 1:
-            print(step, np.asarray(value.addressable_data(0)).ravel()[0], flush=True)
+            if STYLE == "shard_map":
+                value.block_until_ready()
+            first = np.asarray(value.addressable_data(0)).ravel()[0]
+            print(step, float(value) if STYLE == "flax" else first, flush=True)
     print("ended", np.asarray(value.addressable_data(0)).ravel()[0], flush=True)
 
 

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import pytest
 from watch import hang_campaign
 
+from jaxcoll._cluster import stacks
 from jaxcoll._cluster.stacks import Stacks, called
-from jaxcoll._watch.call_log import CallLog
+from jaxcoll._watch import calls as counting
 from jaxcoll._watch.hang_report import Row, judge, report
+from jaxcoll._watch.shield import Shield
 
 LIMIT = 10.0
 STEP, PAIR = {"step": 4, "f": 4}, {"pair": 2}
@@ -112,15 +114,32 @@ def test_nothing_of_the_users_runs_when_its_frames_are_read():
     thread.join()
 
 
+@pytest.mark.parametrize(("wakes", "since"), [(5, 0.0), (100, 1.0)])
+def test_a_wait_that_looks_for_signals_is_one_wait(monkeypatch, wakes, since):
+    over, looks = threading.Event(), iter([0, wakes])
+    thread = threading.Thread(target=over.wait, name="user")
+    thread.start()
+    monkeypatch.setattr(stacks, "_wakes", lambda i: next(looks) if i == thread.native_id else 0)
+    looked = Stacks()
+    looked.look(0.0)
+    threads = looked.look(1.0)
+    found = [t for t in threads if any(f.f_locals.get("self") is over for f in t.frames)]
+    over.set()
+    assert [t.since[0] for t in found] == [since]
+
+
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from Python 3.12 on")
 @pytest.mark.parametrize("fails", [False, True])
 def test_counting_calls_never_raises_into_the_program(monkeypatch, fails):
-    log = CallLog()
-    monkeypatch.setattr("jaxcoll._watch.call_log.has_backend", lambda: False)
+    log, other = counting.Calls(Shield()), counting.Calls(Shield())
+    monkeypatch.setattr(counting, "has_backend", lambda: False)
     if fails:
-        monkeypatch.setattr("jaxcoll._watch.call_log.is_tracing", lambda: 1 / 0)
+        monkeypatch.setattr(counting, "clean", lambda name: 1 / 0)
     log.start()
     try:
+        other.start()
+        tools = [tool for tool in range(6) if sys.monitoring.get_tool(tool) == "jaxcoll"]
+        assert len(tools) == 1, "both share it"
         double = jax.jit(lambda x: 2 * x)
         compiled = double.lower(1.0).compile()
         values = [
@@ -129,9 +148,12 @@ def test_counting_calls_never_raises_into_the_program(monkeypatch, fails):
         ]  # fmt: skip
     finally:
         log.stop()
+        other.stop()
     assert list(map(float, values)) == [2, 2, 1, 1, 1, 1]
-    assert log.is_known != fails
+    assert log.are_all == other.are_all != fails
     assert fails or log.counts["lambda"] >= 2
+    assert log.order == other.order
+    assert sys.monitoring.get_tool(tools[0]) is None
 
 
 PROGRAM = """
@@ -189,6 +211,7 @@ def test_bad_input_is_one_line(tmp_path, command, line):
         ("GIL held", "jit", 2),
         ("stopped 0", "flax", 3),
         ("raised", "shard_map", 2),
+        ("sleep", "shard_map", 2),  # the others wait in block_until_ready
         ("order", "jit", 2),
         ("slow once", "jit", 2),
         ("all load", "jit", 2),
