@@ -167,8 +167,8 @@ def variable(frame: FrameType, name: str) -> Any:
 def doing(thread: Thread, jitted: type) -> tuple[str, str | None]:
     """Return what a thread is in, and the name of the program if it runs one.
 
-    It is in a `debugger`, `callback`, `barrier`, `initialize`, `shutdown`, `compile` or `program`,
-    at its `exit`, or elsewhere in `python`. `jitted` is the type of jitted functions.
+    It is in a `debugger`, `callback`, `barrier`, `shutdown`, `compile` or `program`, at its `exit`,
+    or elsewhere in `python`. `jitted` is the type of jitted functions.
     """
     chain = thread.frames
     if not chain:
@@ -188,9 +188,8 @@ def doing(thread: Thread, jitted: type) -> tuple[str, str | None]:
     _, name, function = called(chain[min(user, len(chain) - 1)])
     if innermost in _OF_COORDINATOR:
         return "barrier", None
-    for kind in ("shutdown", "initialize"):
-        if ("distributed.py", kind) in in_jax:
-            return kind, None
+    if ("distributed.py", "shutdown") in in_jax:
+        return "shutdown", None
     if any(file in _COMPILING or "lower" in name for file, name in in_jax):
         return "compile", None
     if type(function) is jitted:

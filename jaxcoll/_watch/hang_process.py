@@ -106,9 +106,7 @@ class HangProcess:
         rows = {r: Row(**(answers.get(r) or peers.last_word(r))) for r in range(peers.size)}
         verdict = judge(rows, self._limit)
         if verdict is None:
-            return False
-        if verdict.kind == "unclear":
-            self._patience = waits + self._limit / 4
+            self._patience = 1.25 * waits
             return False
         again, self._told = self._told == verdict.missing, verdict.missing
         text = texts.get(verdict.program or "", "")

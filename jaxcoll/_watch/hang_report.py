@@ -28,7 +28,6 @@ _STATES = {
     "callback": "is in a host callback",
     "python": "has been in no program",
     "shutdown": "waits in jax.distributed.shutdown",
-    "initialize": "is in jax.distributed.initialize",
     "program": "computes",
     "barrier": "waits at a barrier of the coordination service",
     "exit": "is in a function of atexit",
@@ -65,7 +64,7 @@ class Row:
 class Verdict:
     """Who waits for whom."""
 
-    kind: Literal["missing", "order", "inside", "unclear"]
+    kind: Literal["missing", "order", "inside"]
     waiting: list[int]
     missing: list[int]
     seconds: float
@@ -96,11 +95,10 @@ def judge(rows: Mapping[int, Row], limit: float) -> Verdict | None:
     everybody = max(row.devices for row in rows.values())
     if devices.get(program or "", everybody) < everybody:
         missing = [r for r in missing if not rows[r].programs or program in rows[r].programs]
-    verdict = Verdict("missing", waiting, missing, seconds, program)
     came_late = any(rows[r].kind in WAITS and not rows[r].is_busy for r in missing)
     if came_late and seconds < 2 * limit:
-        verdict.kind = "unclear"  # it came late, and now waits with the others
-        return verdict
+        return None  # they now wait with the others
+    verdict = Verdict("missing", waiting, missing, seconds, program)
     _compare_calls(verdict, rows, {name for name, n in devices.items() if n == everybody})
     if verdict.kind == "missing" and not missing:
         places = {r: rows[r].program or _STATES.get(rows[r].kind, "") for r in waiting}
@@ -157,7 +155,6 @@ def report(verdict: Verdict, rows: Mapping[int, Row], collective: str) -> Iterat
         else f"{waited}.",
         "order": f"{waited}, in different programs.",
         "inside": f"{waited} inside `{verdict.program}`, which all have called.",
-        "unclear": "",
     }[verdict.kind]
     if verdict.first is not None:
         names = dict.fromkeys(verdict.calls.values())

@@ -44,7 +44,6 @@ def calls(*names):
         (job(row(2, "shutdown", 9.0, ended="")), "missing", [2]),
         (job(row(2, "unknown", 0.0)), "inside", []),  # nobody can say whether it is there
         (job(row(2, program="other")), "order", []),
-        (job(row(2, seconds=1.0)), "unclear", [2]),  # it came late
         (job(row(2, seconds=1.0), seconds=3 * LIMIT), "missing", [2]),
         (job(row(2), row(3, cpu=0.9)), "missing", [3]),  # it computes, the others do not
         ({0: row(0, "python", 99.0), 1: row(1, "shutdown"), 2: row(2, "shutdown")}, "missing", [0]),
@@ -68,6 +67,7 @@ def test_named_process(rows, kind, missing):
         {r: row(r, "compile", 99.0) for r in range(3)},
         {r: row(r, cpu=0.9) for r in range(3)},  # a program that computes for long
         {r: row(r, seconds=1.0) for r in range(3)},
+        job(row(2, seconds=1.0)),  # it came late
         job(row(2, "compile")),  # what the others have compiled
         job(row(2, "debugger", 99.0)),
         {r: row(r, "shutdown", ended="") for r in range(3)},

@@ -212,7 +212,7 @@ HOOKS = {
     "Compilations._event", "Window._record", "Window._give_way", "Window.close", "Thread.join", "read_profile",
     "unregister_event_duration_listener", "unregister_event_listener", "Calls.start", "Calls.stop",
     *(
-        ("_called", "Calls._called", "Calls._add.<locals>.ended")
+        ("_called", "Calls._add.<locals>.ended")
         if sys.version_info >= (3, 12)
         else ()
     ),
