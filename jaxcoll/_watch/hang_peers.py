@@ -73,6 +73,8 @@ class HangPeers:
 
         Anybody's first row asks the question. Without a row, only look.
         """
+        # Unlike `jaxcoll._cluster.exchange`, it needs no coordinator on one host, where it may be
+        # the coordinator's process that hangs, and a coordinator that is silent ends no wait.
         if row is not None:
             self._write(f"row-{number}-{self.rank}", row)
             if not self._is_one_host():

@@ -28,7 +28,7 @@ LAST = {
     "sleep": "in sleep:", "loop": "in loop:", "lock": "in lock:", "queue": "in get:",
     "subprocess": "in run_subprocess:", "socket": "in receive:", "input": "in read_input:",
     "GIL held": "in hold_gil:", "GIL busy": "in compute_with_gil:", "stopped": "is stopped",
-    "raised": "ValueError at hang_program.py", "future": "in future:", "thread": "in join:",
+    "raised": "ValueError at hang_program.py", "future": "in future:", "thread": "in join:", "poll": "in fetch:",
     "event loop": "in event_loop:", "file lock": "in lock_file:", "signal": "in pause:",
     "loader": "in __next__:", "in a library": "in sort:", "left": "has ended its program",
     "exit": "in wait_at_exit:", "fewer": "has ended its program", "callback": "in wait_in_callback:",

@@ -201,6 +201,17 @@ def join():
     thread.join()
 
 
+def poll():
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.2)
+
+
+def fetch():
+    time.sleep(SECONDS)
+
+
 def event_loop():
     asyncio.run(asyncio.sleep(SECONDS))
 
@@ -268,7 +279,7 @@ def leave():
 FAULTS = {
     "sleep": sleep, "loop": loop, "lock": lock, "queue": get, "subprocess": run_subprocess,
     "socket": receive, "input": read_input, "GIL held": hold_gil, "GIL busy": compute_with_gil,
-    "stopped": stop, "raised": fail, "future": future, "thread": join, "event loop": event_loop,
+    "stopped": stop, "raised": fail, "future": future, "thread": join, "poll": poll, "event loop": event_loop,
     "file lock": lock_file, "signal": pause, "loader": starve, "in a library": sort,
     "left": leave, "exit": hang_at_exit, "slow once": sleep,
 }  # fmt: skip

@@ -13,6 +13,7 @@ from watch import hang_campaign
 from jaxcoll._cluster import stacks
 from jaxcoll._cluster.stacks import Stacks, called
 from jaxcoll._watch import calls as counting
+from jaxcoll._watch.hang_process import HangProcess
 from jaxcoll._watch.hang_report import Row, judge, report
 from jaxcoll._watch.shield import Shield
 
@@ -128,6 +129,19 @@ def test_a_wait_that_looks_for_signals_is_one_wait(monkeypatch, wakes, since):
     assert [t.since[0] for t in found] == [since]
 
 
+def test_a_compilation_before_a_wait_does_not_count_as_computing(monkeypatch):
+    calls = counting.Calls(Shield())
+    here, looked = HangProcess(LIMIT, 0.5, calls, calls._shield), Stacks()
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    rows = []
+    for now, used in ((0.0, 0.0), (5.0, 4.0), (10.0, 4.0)):
+        monkeypatch.setattr(time, "process_time", lambda used=used: used)
+        threads = looked.look(now)
+        threads[0].since[0] = min(now, 5.0)
+        rows.append(here._row(threads[:1], now, is_asked=True))
+    assert rows[-1].cpu == 0.0
+
+
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from Python 3.12 on")
 @pytest.mark.parametrize("fails", [False, True])
 def test_counting_calls_never_raises_into_the_program(monkeypatch, fails):
@@ -211,7 +225,7 @@ def test_bad_input_is_one_line(tmp_path, command, line):
         ("GIL held", "jit", 2),
         ("stopped 0", "flax", 3),
         ("raised", "shard_map", 2),
-        ("sleep", "shard_map", 2),  # the others wait in block_until_ready
+        ("poll", "shard_map", 2),  # the other waits in block_until_ready
         ("order", "jit", 2),
         ("slow once", "jit", 2),
         ("all load", "jit", 2),
