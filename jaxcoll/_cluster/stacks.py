@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +29,6 @@ _WAITING = {"block_until_ready"}
 _STEPS = ("worker", "step")  # jaxcoll's threads that run programs
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd")
 _TAKES_LOCALS = {"locals", "vars", "eval", "exec", "dir", "f_locals"}
-_WAKES = 20  # in a second; some waits of JAX have 5, and a few more if another thread has the GIL
 _LONGEST = 120  # characters of a call's source
 
 OURS = "jaxcoll-"
@@ -70,15 +69,21 @@ class Stacks:
     """Looks at the threads of this process, and remembers since when each stands where it is."""
 
     def __init__(self) -> None:
-        self._before: dict[int, tuple[list[Any], list[float], int]] = {}
+        self._before: dict[int, tuple[list[Any], list[float], tuple[int, int]]] = {}
         self._at = 0.0
 
-    def look(self, now: float) -> list[Thread]:
-        """Return all threads that run the user's code or programs, the main thread first."""
+    def look(self, now: float, calls: Mapping[int, int], *, wakes: int) -> list[Thread]:
+        """Return all threads that run the user's code or programs, the main thread first.
+
+        Args:
+          now: the time in seconds.
+          calls: the calls of programs so far, by thread.
+          wakes: how often in a second a thread that waits may wake up.
+        """
         frames, threads, main = sys._current_frames(), [], threading.main_thread().ident
         named = {thread.ident: thread for thread in list(threading.enumerate())}
         before, self._before = self._before, {}
-        most_wakes, self._at = 1 + _WAKES * (now - self._at), now
+        most_wakes, self._at = wakes * (now - self._at + 0.05), now
         for ident in dict.fromkeys([main, *frames]):
             assert ident is not None
             thread, chain, frame = named.get(ident), [], frames.get(ident)
@@ -90,15 +95,15 @@ class Stacks:
                 if is_idle or not thread.name.endswith(_STEPS):
                     continue
             keys: list[Any] = [(id(f), f.f_code, f.f_lasti) for f in reversed(chain)]
-            old, times, woke = before.get(ident, ([], [now], 0))
+            old, times, (made, woke) = before.get(ident, ([], [now], (0, 0)))
             pairs = zip(old, keys, strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            # A frame that calls again from the same line looks alike, but wakes up more often than
-            # JAX does while it waits, to look for signals.
-            wakes = _wakes(getattr(thread, "native_id", None))
-            stands = same == len(keys) == len(old) and wakes - woke <= most_wakes
+            # A frame that calls again from the same line looks alike.
+            marks = calls.get(ident, 0), _wakes(getattr(thread, "native_id", None))
+            stands = same == len(keys) == len(old) and marks[0] == made
+            stands = stands and marks[1] - woke <= most_wakes
             times = [*times[:same], *[now] * (len(keys) - same), times[-1] if stands else now]
-            self._before[ident] = keys, times, wakes
+            self._before[ident] = keys, times, marks
             threads.append(Thread(ident == main, chain, times[::-1]))
         return threads
 

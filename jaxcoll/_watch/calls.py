@@ -50,7 +50,7 @@ class Calls:
     """
 
     def __init__(self, shield: Shield) -> None:
-        self.number = 0  # of all calls
+        self.by_thread: Counter[int] = Counter()
         self.order: deque[str] = deque(maxlen=_MOST)  # names of functions, as modules have them
         self.counts: Counter[str] = Counter()  # by those names
         self.unknown: set[Any] = set()  # programs of which nobody knows who calls them
@@ -64,6 +64,11 @@ class Calls:
     def are_all(self) -> bool:
         """True if `order` and `counts` miss no call that Python code made."""
         return self._began and not self._shield.notes
+
+    @property
+    def number(self) -> int:
+        """The number of all calls."""
+        return sum(dict(self.by_thread).values())
 
     def start(self) -> None:
         """Start counting, unless other tools use the ids of `sys.monitoring`."""
@@ -124,7 +129,7 @@ class Calls:
         found = self._functions.get(id(function))
         if found is None:
             found = self._add(function, code)
-        self.number += 1
+        self.by_thread[threading.get_ident()] += 1
         found.calls += 1
         self.counts[found.in_order] += 1
         self.order.append(found.in_order)

@@ -23,6 +23,7 @@ from jaxcoll._watch.hang_peers import ANSWER_SECONDS, HangPeers
 from jaxcoll._watch.hang_report import WAITS, Row, judge, report, say
 from jaxcoll._watch.shield import Shield
 
+_WAKES = 20  # in a second, of a thread that waits
 _CALLS = 1000  # that a row has
 _LONGEST_ERROR = 200  # characters
 _WEIGHTS = {"callback": 3, "program": 2, "barrier": 2}
@@ -52,7 +53,10 @@ class HangProcess:
 
     def beat(self, now: float) -> bool:
         """Look once, and take part in a report; returns True if this process reported a hang."""
-        threads = self._stacks.look(now)
+        # Some waits wake up five times a second, to look for signals, or more often if others have
+        # the GIL. Without counts of calls, only CPU time tells them from a loop of programs.
+        is_known = self._calls.are_all or self._platform == "cpu"
+        threads = self._stacks.look(now, self._calls.by_thread, wakes=_WAKES * is_known)
         if self.peers is None or not self.peers.keys.is_current():
             self._join()
         self._compilations.look()

@@ -109,21 +109,28 @@ def test_nothing_of_the_users_runs_when_its_frames_are_read():
     thread = threading.Thread(target=wait, name="user")
     thread.start()
     time.sleep(0.1)
-    found = [t for t in Stacks().look(0.0) if any(f.f_code.co_name == "wait" for f in t.frames)]
+    found = [
+        t
+        for t in Stacks().look(0.0, {}, wakes=0)
+        if any(f.f_code.co_name == "wait" for f in t.frames)
+    ]
     frame = next(f for t in found for f in t.frames if f.f_code is wait.__code__)
     assert called(frame) == ("trap.step.wait(0.5)", "wait", None)
     thread.join()
 
 
-@pytest.mark.parametrize(("wakes", "since"), [(5, 0.0), (100, 1.0)])
-def test_a_wait_that_looks_for_signals_is_one_wait(monkeypatch, wakes, since):
+@pytest.mark.parametrize(
+    ("wakes", "most", "calls", "since"),
+    [(5, 20, 7, 0.0), (100, 20, 7, 1.0), (5, 20, 8, 1.0), (5, 0, 7, 1.0), (0, 0, 7, 0.0)],
+)
+def test_a_wait_that_looks_for_signals_is_one_wait(monkeypatch, wakes, most, calls, since):
     over, looks = threading.Event(), iter([0, wakes])
     thread = threading.Thread(target=over.wait, name="user")
     thread.start()
     monkeypatch.setattr(stacks, "_wakes", lambda i: next(looks) if i == thread.native_id else 0)
     looked = Stacks()
-    looked.look(0.0)
-    threads = looked.look(1.0)
+    looked.look(0.0, {thread.ident: 7}, wakes=most)
+    threads = looked.look(1.0, {thread.ident: calls}, wakes=most)
     found = [t for t in threads if any(f.f_locals.get("self") is over for f in t.frames)]
     over.set()
     assert [t.since[0] for t in found] == [since]
@@ -136,7 +143,7 @@ def test_a_compilation_before_a_wait_does_not_count_as_computing(monkeypatch):
     rows = []
     for now, used in ((0.0, 0.0), (5.0, 4.0), (10.0, 4.0)):
         monkeypatch.setattr(time, "process_time", lambda used=used: used)
-        threads = looked.look(now)
+        threads = looked.look(now, {}, wakes=0)
         threads[0].since[0] = min(now, 5.0)
         rows.append(here._row(threads[:1], now, is_asked=True))
     assert rows[-1].cpu == 0.0
