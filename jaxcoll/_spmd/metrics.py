@@ -55,7 +55,8 @@ class WeightedMean:
 class Total:
     """A metric that is a sum: a number of tokens, of examples, of overflows.
 
-    Guarantee: over microbatches and replicas it becomes the sum of all elements of all `value`s.
+    Guarantee: over microbatches and replicas it becomes the sum of all elements of all `value`s;
+    of integers and flags it is exact, modulo 2^32 (2^64 for 64-bit ones), as that of `jnp.sum`.
 
     Attributes:
       value: this replica's number, or an array whose elements are added.
@@ -70,7 +71,10 @@ class Total:
 
 
 Parts = dict[str, WeightedMean | Total]
-"""The metrics of a tree by path, as float scalars, so that they share one pack."""
+"""The metrics of a tree by path, as floats, so that they share one pack."""
+
+_DIGITS = 4
+"""Digits of an integer in a pack of floats, which hold the sum of 2^16 of each exactly."""
 
 
 def is_metric(x: Any) -> bool:
@@ -119,6 +123,9 @@ def parts_of(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
     for path, metric in flattened(tree, is_metric)[0]:
         if isinstance(metric, Total):
             total = _summed(metric.value, path, caller)
+            counter = _counter(metric.value)
+            if counter is not None:
+                total = _digits(jnp.sum(jnp.asarray(metric.value), dtype=counter))
             parts[path] = Total(total)
         elif isinstance(metric, WeightedMean):
             shapes = np.shape(metric.total), np.shape(metric.weight)
@@ -152,11 +159,8 @@ def with_numbers(tree: Any, parts: Parts, times: int) -> Any:
             widest = np.result_type(part.total.dtype, part.weight.dtype)
             return part.total.astype(widest) / part.weight.astype(widest)
         total = part.value * times if times > 1 else part.value
-        dtype = dtype_of(metric.value)
-        if jnp.issubdtype(dtype, np.inexact):
-            return total
-        # The sum of flags or narrow counters may not fit into their type.
-        return jnp.round(total).astype(dtype if dtype.itemsize >= 4 else np.int32)
+        counter = _counter(metric.value)
+        return total if counter is None else _integer(jnp.round(total).astype(counter))
 
     return jax.tree_util.tree_map_with_path(number, tree, is_leaf=is_metric)
 
@@ -171,3 +175,28 @@ def _summed(value: Any, path: str, caller: str) -> jax.Array:
         )
     array = jnp.asarray(value)
     return jnp.sum(array.astype(wide(array.dtype)))
+
+
+def _counter(value: Any) -> np.dtype | None:
+    """Return the type in which integers or flags are counted; None for other numbers."""
+    dtype = jnp.asarray(value).dtype
+    if jnp.issubdtype(dtype, np.inexact):
+        return None
+    # The sum of flags or narrow counters may not fit into their type.
+    return dtype if dtype.itemsize >= 4 else np.dtype(np.int32)
+
+
+def _digits(total: jax.Array) -> jax.Array:
+    """Return an integer's digits as floats: a float would round the integer itself."""
+    places, base = _places(total.dtype)
+    return (total >> places & (base - 1)).astype(wide(total.dtype))
+
+
+def _integer(digits: jax.Array) -> jax.Array:
+    """Return the integer with these digits, or sums of digits."""
+    return jnp.sum(digits << _places(digits.dtype)[0], dtype=digits.dtype)
+
+
+def _places(dtype: np.dtype) -> tuple[np.ndarray, int]:
+    bits = 8 * dtype.itemsize // _DIGITS
+    return np.arange(_DIGITS, dtype=dtype) * dtype.type(bits), 1 << bits

@@ -59,7 +59,7 @@ def test_one_collective_for_all_of_them_however_they_were_made():
     report = jc.inspect(jc.data_parallel(step), X)
     jc.assert_collectives(report, none_in_loops=True, max_count=1, dtypes=["f32"])
     (asked,) = report.requested
-    assert (report.count, asked.operands[0].size) == (1, 30)
+    assert (report.count, asked.operands[0].size) == (1, 60)  # an integer is four
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
@@ -127,3 +127,39 @@ def test_a_total_that_was_reduced_is_refused():
         jc.errors.AlreadyReducedError, match=r"`jc.grad`: the total of metric \['n'\]"
     ):
         run("checked", lambda x: f(1.0, x), 4, jnp.ones(4))
+
+
+WAYS = {
+    "reduce_metrics": lambda x: jc.reduce_metrics(jc.Total(x), "data"),
+    **{
+        op: lambda x, op=op: jc.value_and_grad(
+            lambda w: (w, jc.Total(x)), "data", reduce_op=op, has_aux=True
+        )(1.0)[0][1]
+        for op in ("mean", "sum")
+    },
+    "weighted": lambda x: jc.value_and_grad(
+        lambda w: (jc.WeightedLoss(w, 3.0), jc.Total(x)), "data", has_aux=True
+    )(1.0)[0][1],
+    "accumulate": lambda x: jc.accumulate(
+        lambda w, x: (w * 1, jc.Total(x)), "data", 2, has_aux=True
+    )(1.0, x)[0][1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", [3, 8])
+def test_integers_are_counted_exactly(way, n):
+    """As `jnp.sum` of all rows counts, above the integers of a float32, below 0, and modulo 2^32."""
+    for x in (
+        np.full((n, 4), (1 << 24) + 1, np.int32),
+        np.arange(-n * 4, 0, dtype=np.int32).reshape(n, 4) * 12_345_677,
+        np.full((n, 4), (1 << 30) + 7, np.uint32),
+        np.full((n, 4), 255, np.uint8),
+        np.full((n, 4), -128, np.int8),
+        np.ones((n, 4), bool),
+    ):
+        total = run("vmap", WAYS[way], n, x)
+        wide = np.int32 if x.itemsize < 4 else x.dtype
+        with np.errstate(over="ignore"):
+            assert np.asarray(total).tolist() == [x.sum(dtype=wide).item()] * n
+        assert total.dtype == wide
