@@ -119,9 +119,16 @@ def refuse_tied(tree: Any, caller: str) -> None:
     if nnx is None:  # there are no such modules
         return
     module, seen = getattr(nnx, "Pytree", nnx.Module), dict[int, str]()
-    for path, node in flattened(tree, lambda x: isinstance(x, module))[0]:
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, module)
+
+    # Every call with host arrays comes here, and paths cost five times as much as leaves.
+    if not any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
+        return
+    for path, node in flattened(tree, is_module)[0]:
         inside = flattened(node, lambda x: isinstance(x, nnx.Variable))[0]
-        for name, x in inside if isinstance(node, module) else ():
+        for name, x in inside if is_module(node) else ():
             first = seen.setdefault(id(x), path + name) if isinstance(x, nnx.Variable) else ""
             if first not in ("", path + name):
                 fields = {"one": where(first), "other": where(path + name), "caller": caller}
