@@ -141,7 +141,7 @@ WAYS = {
         lambda w: (jc.WeightedLoss(w, 3.0), jc.Total(x)), "data", has_aux=True
     )(1.0)[0][1],
     "accumulate": lambda x: jc.accumulate(
-        lambda w, x: (w * 1, jc.Total(x)), "data", 2, has_aux=True
+        lambda w, x: (w, jc.Total(x)), "data", 2, has_aux=True
     )(1.0, x)[0][1],
 }  # fmt: skip
 

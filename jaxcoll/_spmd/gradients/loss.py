@@ -174,7 +174,8 @@ def accumulated(
         piece = call.with_batch(pieces)
         (value, extras), grads = differentiate(piece.args, piece.kwargs)
         aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), extras.aux)
-        return (value, extras.weight, grads), aux
+        # A loss may return a constant, or a Python number that is differentiated.
+        return jax.tree.map(jnp.asarray, (value, extras.weight, grads)), aux
 
     # Trace one piece for the types of the initial sums.
     first = jax.tree.map(lambda x: x[0], pieces)
