@@ -292,8 +292,8 @@ def _difference(
         return f"the file holds another tree ({both})"
     for name, leaf in wanted.items():
         (dtype, shape), want = entries[name][:2], (_dtype(leaf), list(np.shape(leaf)))
-        # A step makes weakly typed arrays of Python numbers, which NumPy takes for 64 bits.
-        weak = {kinds.get(name, ""), _kind(leaf)}.isdisjoint(("", "scalar"))
+        # NumPy takes a Python number for 64 bits, but a step may have made an array of any width.
+        weak = not {kinds.get(name, ""), _kind(leaf)} <= {"", "scalar"}
         same = dtype == want[0] or (weak and np.dtype(dtype).kind == np.dtype(want[0]).kind)
         if not same or shape != want[1]:
             expected = f"but {want[0]}{want[1]} in `like`"

@@ -45,6 +45,7 @@ class Backend(NamedTuple):
     has_numbers: bool
     # True: an instruction may run several kernels, and nothing says which run they belong to
     runs_kernels: bool
+    has_ends: bool  # True: a run has an event of its own
     advice: str  # what to do if collectives have no events
 
 
@@ -179,15 +180,17 @@ def _find_runs(
 
 
 TPU = Backend(
-    re.compile(r"/device:TPU:(\d+)"), _read_tpu, has_numbers=False, runs_kernels=False,
+    re.compile(r"/device:TPU:(\d+)"), _read_tpu,
+    has_numbers=False, runs_kernels=False, has_ends=True,
     advice="record the profile while the program runs, with the default options of JAX's profiler",
 )  # fmt: skip
 GPU = Backend(
-    re.compile(r"/device:GPU:(\d+)"), _read_gpu, has_numbers=False, runs_kernels=True,
+    re.compile(r"/device:GPU:(\d+)"), _read_gpu,
+    has_numbers=False, runs_kernels=True, has_ends=False,
     advice="CUDA graphs hide collectives: set XLA_FLAGS=--xla_gpu_enable_command_buffer=",
 )  # fmt: skip
 CPU = Backend(
-    re.compile("/host:CPU()"), _read_cpu, has_numbers=True, runs_kernels=False,
+    re.compile("/host:CPU()"), _read_cpu, has_numbers=True, runs_kernels=False, has_ends=False,
     advice="on CPUs, JAX before 0.7 records instructions only with host_tracer_level=2",
 )  # fmt: skip
 OLD_CPU = CPU._replace(has_numbers=False, runs_kernels=True)

@@ -47,8 +47,9 @@ def times_of(
     For each run: its number, its start, the end of its last collective, its exposed communication,
     and the durations of each fold on the device that waited least. For some in the middle: the
     lane of the first device; and how often it executed each collective in a loop without a known
-    trip count. "step" is the median time from one start to the next, and "devices" the number of
-    devices that were recorded. Runs without a number count from -1, the last.
+    trip count. "step" is the median time from one start to the next (of one or two runs, their
+    length, if the profile has it), and "devices" the number of devices that were recorded. Runs
+    without a number count from -1, the last.
     """
     regular = required(report.rows)
     events = _events(names, executions, backend, regular)
@@ -76,7 +77,7 @@ def times_of(
         "runs": numbers,
         "starts": starts,
         "ends": ends.tolist(),
-        "step": median_step(starts),
+        "step": median_step(starts) or _length(by_run, backend),
         "turns": _turns(transfers, unbounded, len(numbers)),
         "devices": len(np.unique(events.device)),
         "exposed": [_exposed(run) for run in by_run],
@@ -105,6 +106,11 @@ def _events(
             run[own] = _count_runs(events.of(own), order[own], regular)
         events = events._replace(run=run, row=np.where(run == _NO_RUN, -1, events.row))
     return events
+
+
+def _length(runs: Sequence[_Events], backend: Backend) -> float | None:
+    """Return how long the devices were busy with one run, if the profile says where runs end."""
+    return median(int(run.end.max() - run.start[0]) for run in runs) if backend.has_ends else None
 
 
 def median_step(starts: Sequence[int]) -> float | None:

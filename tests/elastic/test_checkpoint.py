@@ -117,6 +117,15 @@ def test_numbers_and_weak_types_come_back_as_what_they_were(tmp_path, x64):
             jc.restore_checkpoint(path, {**tree, "float": 1})
 
 
+def test_a_number_that_a_step_made_strong_comes_back(tmp_path):
+    begun, trained = {"n": 0, "r": 0.5}, {"n": jnp.int32(7), "r": jnp.float32(0.25)}
+    for saved, like in ((trained, begun), (begun, trained)):
+        jc.save_checkpoint(tmp_path / "c.npz", saved)
+        back, _ = jc.restore_checkpoint(tmp_path / "c.npz", like)
+        assert typed(back) == typed(saved)
+        assert back == saved
+
+
 def test_a_file_of_an_older_version_is_read_as_what_it_is_restored_for(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_kind", lambda leaf: "")
     dumps = checkpoint.json.dumps

@@ -121,7 +121,7 @@ def tpu_llm(path):
     body += [f"  {t}" for t in texts.values()]
     text = f"HloModule jit_step_fun, is_scheduled=true, num_partitions=2\n{ADD}\nENTRY %main () -> f32[] {{\n" + "\n".join(body) + "\n  ROOT %end = f32[] constant(0)\n}\n"  # fmt: skip
     kinds = Counter(re.search(r" ([a-z\-]+)\(", t)[1] for t in texts.values())
-    return planes + programs(text, number=int(number)) + task(), "jit_step_fun", plain(executions, set(texts)) | {"kinds": dict(kinds)}  # fmt: skip
+    return planes + programs(text, number=int(number)) + task(), "jit_step_fun", plain(executions, set(texts)) | {"step": median((b - a) / 1000 for a, b in spans.values()), "kinds": dict(kinds)}  # fmt: skip
 
 
 def cpu(path):

@@ -229,6 +229,11 @@ class TestOnEveryBackend:
 
 
 class TestOfTpus:
+    @pytest.mark.parametrize("runs", [1, 2])
+    def test_few_runs_have_their_length(self, runs):
+        found, notes = times_in(tpu(steps(*usual(), runs=runs), number=7), hlo())
+        assert (found.runs, found.step_seconds, notes) == (runs, pytest.approx(17e-3), ())
+
     def test_a_fusion_stands_for_the_collective_inside(self):
         before = f"""
 %all-reduce-scatter.1 (p: f32[1000]) -> f32[250] {{
