@@ -14,6 +14,7 @@ import re
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -83,7 +84,8 @@ class Stacks:
         frames, threads, main = sys._current_frames(), [], threading.main_thread().ident
         named = {thread.ident: thread for thread in list(threading.enumerate())}
         before, self._before = self._before, {}
-        most_wakes, self._at = wakes * (now - self._at + 0.05), now
+        at = time.monotonic()  # `now` stands still while the process is suspended
+        most_wakes, self._at = wakes * (at - self._at + 0.05), at
         for ident in dict.fromkeys([main, *frames]):
             assert ident is not None
             thread, chain, frame = named.get(ident), [], frames.get(ident)

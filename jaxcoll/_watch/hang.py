@@ -44,7 +44,8 @@ class HangWatch(threading.Thread):
         self._limit, self._end = seconds, end
         self._over = threading.Event()
         self._at_exit = self._shield(self.close)
-        self._here: Any = None  # its class is imported after JAX
+        self._calls: Any = None  # these classes are imported after JAX
+        self._here: Any = None
 
     def start(self) -> None:
         """Start the thread. If it comes before JAX, the exit of the program is watched as well."""
@@ -61,7 +62,8 @@ class HangWatch(threading.Thread):
     def _look(self) -> None:
         from jaxcoll._watch.calls import Calls
 
-        calls, beat = Calls(Shield()), min(_LONGEST_BEAT, self._limit / 10)
+        self._calls = calls = Calls(Shield())
+        beat = min(_LONGEST_BEAT, self._limit / 10)
         self._shield(calls.start)()
 
         from jaxcoll._compat.settings import has_backend
@@ -100,8 +102,10 @@ class HangWatch(threading.Thread):
     def close(self) -> None:
         """End the thread."""
         self._over.set()
-        if self._here is not None:
+        if self._calls is not None:
             self.join(_END_SECONDS)
+            self._calls.stop()  # it may have begun after Python's end did
+        if self._here is not None:
             self._here.close()
 
 

@@ -53,10 +53,7 @@ class HangProcess:
 
     def beat(self, now: float) -> bool:
         """Look once, and take part in a report; returns True if this process reported a hang."""
-        # Some waits wake up five times a second, to look for signals, or more often if others have
-        # the GIL. Without counts of calls, only CPU time tells them from a loop of programs.
-        is_known = self._calls.are_all or self._platform == "cpu"
-        threads = self._stacks.look(now, self._calls.by_thread, wakes=_WAKES * is_known)
+        threads = self._look(now)
         if self.peers is None or not self.peers.keys.is_current():
             self._join()
         self._compilations.look()
@@ -72,8 +69,14 @@ class HangProcess:
         self._waited = waits
         peers.tell_host(dataclasses.asdict(row))
         if is_asked or waits >= self._patience:
-            return self._take_part(peers, row, waits)
+            return self._take_part(peers, row, waits, now)
         return False
+
+    def _look(self, now: float) -> list[Thread]:
+        # Some waits wake up five times a second, to look for signals, or more often if others have
+        # the GIL. Without counts of calls, only CPU time tells them from a loop of programs.
+        is_known = self._calls.are_all or self._platform == "cpu"
+        return self._stacks.look(now, self._calls.by_thread, wakes=_WAKES * is_known)
 
     def close(self) -> None:
         """Leave the job."""
@@ -90,11 +93,11 @@ class HangProcess:
             with contextlib.suppress(TimeoutError, OSError):
                 self.peers, self._question = HangPeers(keys, self._beat), 0
 
-    def _take_part(self, peers: HangPeers, row: Row, waits: float) -> bool:
+    def _take_part(self, peers: HangPeers, row: Row, waits: float, now: float) -> bool:
         """Answer the question, and report if this is the first of the processes that wait."""
         texts = self._complete(row)
         peers.write_stacks()
-        least = 0.7 * self._limit
+        least, began = 0.7 * self._limit, time.monotonic()
         until = time.monotonic() + ANSWER_SECONDS + 2 * self._beat if waits >= least else 0.0
         answers = peers.exchange(self._question, dataclasses.asdict(row), until)
         self._question += 1
@@ -107,6 +110,9 @@ class HangProcess:
         ]
         if peers.rank != min(waiting, default=-1):
             return False
+        now += time.monotonic() - began
+        if self._row(self._look(now), now, is_asked=False).seconds < waits:
+            return False  # it went on meanwhile
         rows = {r: Row(**(answers.get(r) or peers.last_word(r))) for r in range(peers.size)}
         verdict = judge(rows, self._limit)
         if verdict is None:

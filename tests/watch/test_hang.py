@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,8 @@ def test_a_wait_that_looks_for_signals_is_one_wait(monkeypatch, wakes, most, cal
     thread = threading.Thread(target=over.wait, name="user")
     thread.start()
     monkeypatch.setattr(stacks, "_wakes", lambda i: next(looks) if i == thread.native_id else 0)
+    times = iter([0.0, 1.0])
+    monkeypatch.setattr(stacks, "time", SimpleNamespace(monotonic=lambda: next(times)))
     looked = Stacks()
     looked.look(0.0, {thread.ident: 7}, wakes=most)
     threads = looked.look(1.0, {thread.ident: calls}, wakes=most)
