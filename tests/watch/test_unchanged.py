@@ -1,5 +1,6 @@
 """A watched program is never changed: its output, its exit status, its numbers, its garbage."""
 
+import contextlib
 import functools
 import inspect
 import json
@@ -234,7 +235,7 @@ def stopped():
 @pytest.mark.usefixtures("stopped")
 @pytest.mark.parametrize("name", sorted(HOOKS))
 def test_a_hook_that_fails_is_noted_and_changes_nothing(name, monkeypatch):
-    seen, shielded = set(), Shield.__call__
+    seen, shielded, made = set(), Shield.__call__, []
 
     def failing(self, hook, otherwise=None, **settings):
         seen.add(hook.__qualname__)
@@ -243,7 +244,10 @@ def test_a_hook_that_fails_is_noted_and_changes_nothing(name, monkeypatch):
         def raises(*args, **kwargs):
             raise KeyError("on purpose")
 
-        return shielded(self, raises if hook.__qualname__ == name else hook, otherwise, **settings)
+        made.append(
+            shielded(self, raises if hook.__qualname__ == name else hook, otherwise, **settings)
+        )
+        return made[-1]
 
     expected = body()
     monkeypatch.setattr(Shield, "__call__", failing)
@@ -258,6 +262,13 @@ def test_a_hook_that_fails_is_noted_and_changes_nothing(name, monkeypatch):
         (note,) = [note for note in programs.notes if "on purpose" in note]
         assert note.startswith(f"jaxcoll's own {name} failed, which did not affect the program")
     assert seen <= HOOKS, "a new hook is in this list"
+    for hook in made:  # those that should have been removed by what failed
+        with contextlib.suppress(AssertionError, ValueError):
+            jax.monitoring.unregister_event_duration_listener(hook)
+        with contextlib.suppress(AssertionError, ValueError):
+            jax.monitoring.unregister_event_listener(hook)
+    for counting in calls._counting:
+        counting.stop()
 
 
 def test_a_program_may_profile_itself_while_it_is_measured(tmp_path, monkeypatch):
