@@ -38,6 +38,7 @@ class Compiled(NamedTuple):
     number: int | None = None  # the number of its executions' `Program`; None if not certain
     calls: int | None = None  # calls by Python code; None if they were not counted
     wrapped: Mapping[str, str] = {}  # from `wrapped_names`
+    runs_here: bool = True  # this process has some of its devices
 
 
 class Profile(NamedTuple):

@@ -150,12 +150,19 @@ def read_rank(
             times = times_of(candidate.report, names, during[key], profile.backend, most)
         name, calls = candidate.report.name, candidate.report.calls
         rows[key] = {"name": name, "calls": calls, "times": times}
+    away = [key for key, candidate in candidates.items() if not candidate.program.runs_here]
+    if away:
+        names = ", ".join(rows[key]["name"] for key in away)
+        notes.append(
+            f"{names}: this process has none of its devices, and does no part of it. If it should, "
+            "make the mesh from all of `jax.devices()`."
+        )
     if profile.executions:
-        if idle := [row["name"] for row in rows.values() if not row["times"]]:
+        if idle := [row["name"] for k, row in rows.items() if not row["times"] and k not in away]:
             notes.append(
                 f"{', '.join(idle)}: not measured: no run is whole in the profile: record several."
             )
-    elif profile.is_there:
+    elif profile.is_there and not (away and len(away) == len(rows)):
         advice = profile.backend.advice
         notes.append(f"not measured: the profile has no executions of instructions: {advice}.")
     reports = {key: candidate.report for key, candidate in candidates.items()}

@@ -39,7 +39,7 @@ class Compilations:
         self.at = time.monotonic()  # of the last compilation
         self.calls = calls
         self.modules: set[str] = set()  # names of programs with collectives
-        self._texts: dict[Any, tuple[bytes, int, dict[str, str]]] = {}
+        self._texts: dict[Any, tuple[bytes, int, dict[str, str], bool]] = {}
         self._from_cache = False
         self._seen = {_key(executable) for executable in live_executables() if only_new}
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Compilations:
                 text,
                 None if self._from_cache else self._texts[key][1],
                 calls.get(prints[key]),
-                self._texts[key][2],
+                *self._texts[key][2:],
             )
             for key, text in texts.items()
         ]
@@ -100,18 +100,19 @@ class Compilations:
                     continue
                 module = executable.hlo_modules()[0]
                 if is_new:
-                    self._read(key, module)
+                    self._read(key, module, executable)
                 if n == 0:  # JAX compiles a program anew for each function that has it
                     self.calls.join(key, name if _is_of(module.name, name) else "")
                 elif is_new:
                     self.calls.join(key, "")
 
-    def _read(self, key: Any, module: Any) -> None:
+    def _read(self, key: Any, module: Any, executable: Any) -> None:
         text = module.to_string()
         if sends(text):
             proto = module.as_serialized_hlo_module_proto()
             packed = zlib.compress(text.encode(), 1)
-            self._texts[key] = packed, program_id(proto), wrapped_names(proto)
+            runs_here = bool(executable.local_devices())
+            self._texts[key] = packed, program_id(proto), wrapped_names(proto), runs_here
             self.modules.add(module.name)
         else:
             self.quiet += 1

@@ -285,3 +285,11 @@ def test_what_ranks_do_not_share_is_said():
     (note,) = programs_from(reports, {0: rows, 3: other}, 0).notes[1:]
     assert note == "jit_f: not measured: the profiles of ranks 0, 3 share no run."
     assert "No program with collectives was compiled; 3 programs" in str(Programs(quiet=3))
+
+
+def test_a_process_without_devices_of_a_program_is_said_to_have_none():
+    _, rows = read_rank([Compiled(HLO, 7, runs_here=False)], Profile(is_there=True), 9)
+    assert rows["notes"] == [
+        "jit_f: this process has none of its devices, and does no part of it. If it should, make "
+        "the mesh from all of `jax.devices()`."
+    ]
