@@ -160,8 +160,9 @@ def _run(args: argparse.Namespace) -> int:
         watch.start()
         watches.append(watch)
 
+    script = Script(args.run)  # raises if there is none, before anything is watched
     OnImport("jax", shield(start))
-    status = Script(args.run).run()
+    status = script.run()
     if os.getpid() != process:
         return status  # this is a fork that the script made
     ended = shield(_finish)(args, watches, limits, status, shield)
