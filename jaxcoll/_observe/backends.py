@@ -144,8 +144,8 @@ def _read_cpu(plane: Plane, _device: int, found: Found) -> None:
     """Read the instructions of all threads; each has its device and its run.
 
     JAX before 0.8 recorded neither, but the rendezvous inside a collective has the run's number. A
-    thread executes a program for one device from one mark of its pool to the next. Before that not
-    even runs were told: each thread is taken for a device.
+    thread executes a program for one device from one mark of its pool to the next. Older files do
+    not number runs: each thread is taken for a device.
     """
     recorded = {*plane.names.values(), *plane.strings.values()}
     ends = [key for key, name in plane.names.items() if name.startswith("end: ")]

@@ -57,7 +57,7 @@ def test_late_rank(tmp_path, capsys):
     file = tmp_path / "late.jsonl"
     found = late_rank.main([
         "--worlds", "2x2", "--forms", "ring", "--where", "middle", "--ms", "100", "--windows", "1",
-        "--runs", "5", "--width", "16", "--json", str(file),
+        "--runs", "12", "--width", "16", "--json", str(file),
     ])  # fmt: skip
     (case,) = map(json.loads, file.read_text().splitlines())
     assert (case["processes"], case["form"], case["windows"][0]["late"]) == (2, "ring", 1)
