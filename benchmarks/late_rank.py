@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.all_reduce import parser_of
 from benchmarks.teams import HERE, ours
-from jaxcoll._observe.measured import LEAST_RUNS
+from jaxcoll._report.measured import LEAST_RUNS
 from jaxcoll._show.table import Table
 from jaxcoll.cli import flags
 

@@ -63,7 +63,7 @@ def packing(budget: float, tree: str = "resnet50") -> dict[str, Any]:
     An optimization barrier stands for the collective in between, so that nothing fuses across it.
     A plain copy reads and writes the tree once, packing and unpacking twice.
     """
-    from jaxcoll._spmd.pipeline import pack, unpack
+    from jaxcoll._collectives.pipeline import pack, unpack
 
     shapes = list(flags.tree_of(tree, "float32").values())
     nbytes = sum(4 * math.prod(x.shape) for x in shapes)

@@ -4,7 +4,7 @@
 have parameters: `CommunicationOptions(compression=jc.compression.Int8(block=64))`.
 """
 
+from jaxcoll._compression.formats import Bf16 as Bf16
+from jaxcoll._compression.formats import Int4 as Int4
+from jaxcoll._compression.formats import Int8 as Int8
 from jaxcoll._train.residual import residual as residual
-from jaxcoll._wire.formats import Bf16 as Bf16
-from jaxcoll._wire.formats import Int4 as Int4
-from jaxcoll._wire.formats import Int8 as Int8

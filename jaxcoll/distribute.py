@@ -1,8 +1,5 @@
 """The names of tf.distribute. Those that its guides use are in `jaxcoll` itself too."""
 
-from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver
-from jaxcoll._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
-from jaxcoll._cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
 from jaxcoll._distribute.all_reduce_ops import (
     AllReduceCrossDeviceOps as AllReduceCrossDeviceOps,
 )
@@ -24,6 +21,9 @@ from jaxcoll._distribute.per_replica import PerReplica as PerReplica
 from jaxcoll._distribute.replica_program import ReplicaContext as ReplicaContext
 from jaxcoll._distribute.replica_program import get_replica_context as get_replica_context
 from jaxcoll._distribute.strategy import MirroredStrategy as MirroredStrategy
+from jaxcoll._job.resolvers import ClusterResolver as ClusterResolver
+from jaxcoll._job.resolvers import SlurmClusterResolver as SlurmClusterResolver
+from jaxcoll._job.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
 from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions

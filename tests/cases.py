@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxcoll as jc
-from jaxcoll._observe.parse.hlo import read_hlo
+from jaxcoll._hlo.hlo import read_hlo
 from jaxcoll._plan.plan import Plan
 
 ROWS, WHOLE = PartitionSpec("data"), PartitionSpec()

@@ -176,7 +176,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes of a job are forks, which have imported jaxcoll already."""
     import forks
 
-    from jaxcoll._cluster.launch import supervisor
+    from jaxcoll._job.launch import supervisor
 
     monkeypatch.setattr(supervisor, "killed_on_exit", lambda: forks.running(forks.OfAJob))
 

@@ -4,7 +4,7 @@ import stat
 import sys
 import textwrap
 
-from jaxcoll._step.aot import PYTHON
+from jaxcoll._report.aot import PYTHON
 
 
 def stand_in(tmp_path, monkeypatch, body):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxcoll
-from jaxcoll._cluster.launch.subprocesses import OF_A_LAUNCH
+from jaxcoll._job.launch.subprocesses import OF_A_LAUNCH
 from jaxcoll.cli.main import COMMANDS
 
 # Every request names what one fork does. Replies: who has begun, and who has ended with what.

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxcoll as jc
-from jaxcoll._dispatch.dispatch import reason_to_warn
+from jaxcoll._runtime.dispatch import reason_to_warn
 
 W, X = np.ones(3, np.float32), np.ones((8, 3), np.float32)
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

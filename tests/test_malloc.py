@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from jaxcoll import _malloc
-from jaxcoll._cluster import initialize
+from jaxcoll._job import initialize
+from jaxcoll._job import malloc as _malloc
 
 ALONE = "import runpy; here = runpy.run_path({path!r}); keep, keeps = here['keep_freed_memory'], here['keeps_freed_memory']; "
 FAULTS = """

@@ -22,7 +22,7 @@ import json, sys, jax
 import jaxcoll
 found = {"file": jaxcoll.__file__, "own": [x for x in sys.modules if x.startswith("jaxcoll")]}
 getattr(jaxcoll, sys.argv[1])
-from jaxcoll._spmd.scope import scope_here
+from jaxcoll._collectives.scope import scope_here
 # Whichever name is used first, a bare call has its world, formats their names, and errors no frames.
 scope_here()
 jaxcoll.CommunicationOptions(compression="int8")

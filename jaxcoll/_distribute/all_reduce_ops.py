@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.arguments import devices_named
 from jaxcoll._distribute.cross_device_ops import Batch, CrossDeviceOps, Reduction
 from jaxcoll._distribute.replica_axis import AXIS, replicating, without_deadline
@@ -21,6 +20,7 @@ from jaxcoll._plan.checks import count, is_integer, refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.packing import UNPACKED, PackingRule
 from jaxcoll._plan.world import World
+from jaxcoll._runtime.call import Call
 
 HIERARCHICAL_COPY = "hierarchical_copy"
 

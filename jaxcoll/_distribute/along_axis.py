@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run
+from jaxcoll._collectives import gather
+from jaxcoll._collectives.scope import Scope
+from jaxcoll._collectives.sparse import check_dense
 from jaxcoll._distribute.arguments import as_distributed, delivered
 from jaxcoll._distribute.assemble import check_alike, described
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps
@@ -26,9 +27,8 @@ from jaxcoll._distribute.replica_axis import (
 from jaxcoll._mesh.mesh import line_of, no_mesh
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_reducible, flattened, where, wide
-from jaxcoll._spmd import gather
-from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import check_dense
+from jaxcoll._runtime.call import Call
+from jaxcoll._runtime.dispatch import run
 
 _SPARSE = {
     "reduce": "`reduce` along an axis expects dense arrays; {leaf} is an IndexedSlices. Reduce it "

@@ -11,8 +11,9 @@ import jax
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run
+from jaxcoll._collectives.gather import broadcast
+from jaxcoll._collectives.scope import Scope
+from jaxcoll._collectives.sparse import check_slices, is_sparse
 from jaxcoll._distribute.assemble import own_devices
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven
 from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, replicating
@@ -21,9 +22,8 @@ from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import is_array
-from jaxcoll._spmd.gather import broadcast
-from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import check_slices, is_sparse
+from jaxcoll._runtime.call import Call
+from jaxcoll._runtime.dispatch import run
 
 # TensorFlow calls the only task of a program that is not distributed "localhost".
 _SPELLING = re.compile(

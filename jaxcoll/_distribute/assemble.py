@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._distribute.replica_axis import (
     Shape,
     copies_over,
@@ -19,7 +20,6 @@ from jaxcoll._distribute.replica_axis import (
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.packs.leaves import flattened, where
-from jaxcoll._spmd.sparse import is_sparse
 
 
 def assembled(

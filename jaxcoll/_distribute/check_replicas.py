@@ -12,15 +12,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from jaxcoll._collectives import check_replicas as _check
+from jaxcoll._collectives.check_replicas import WORDS, ReplicaCheck, digest
+from jaxcoll._collectives.gather import all_gather
+from jaxcoll._collectives.scope import Scope, bound_axes, count, scope_here
 from jaxcoll._distribute.per_replica import PerReplica
 from jaxcoll._distribute.replica_axis import exchange_facts
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.packs.leaves import flattened, where
-from jaxcoll._spmd import check_replicas as _check
-from jaxcoll._spmd.check_replicas import WORDS, ReplicaCheck, digest
-from jaxcoll._spmd.gather import all_gather
-from jaxcoll._spmd.scope import Scope, bound_axes, count, scope_here
 
 _TRACED = """\
 `check_replicas`: {leaf} is being traced, so there are no copies to read. Name the axis, as in \

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run_all
-from jaxcoll._dispatch.executable import remember
+from jaxcoll._collectives import reduce
+from jaxcoll._collectives.scope import Scope
+from jaxcoll._collectives.sparse import check_dense, is_sparse
 from jaxcoll._distribute.arguments import (
     as_distributed,
     broadcast_to,
@@ -41,10 +41,10 @@ from jaxcoll._plan.packs.leaves import (
     wide,
 )
 from jaxcoll._plan.packs.packing import UNPACKED
+from jaxcoll._runtime.call import Call
+from jaxcoll._runtime.dispatch import run_all
+from jaxcoll._runtime.executable import remember
 from jaxcoll._show.units import counted
-from jaxcoll._spmd import reduce
-from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import check_dense, is_sparse
 
 INSTEAD = "`jc.get_replica_context()` reduces and gathers"
 

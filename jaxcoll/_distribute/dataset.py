@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._distribute.assemble import assembled
 from jaxcoll._distribute.per_replica import PerReplica, Uneven, is_distributed
 from jaxcoll._distribute.replica_axis import rows_over
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.placement import host_array, place
 from jaxcoll._plan.packs.leaves import flattened
-from jaxcoll._spmd.sparse import is_sparse
 
 _CALLER = "experimental_distribute_dataset"
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._distribute.arguments import call_options
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps, checked_pairs
 from jaxcoll._distribute.per_replica import DistributedValues, is_distributed
@@ -17,7 +18,6 @@ from jaxcoll._distribute.replica_program import check_call, run_on_replicas
 from jaxcoll._mesh.mesh import span_processes
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import is_array
-from jaxcoll._spmd.sparse import is_sparse
 
 
 @dataclasses.dataclass(eq=False, repr=False)

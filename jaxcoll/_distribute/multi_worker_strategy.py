@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._compat import settings
 from jaxcoll._distribute.all_reduce_ops import CollectiveAllReduce
 from jaxcoll._distribute.strategy import Strategy
+from jaxcoll._job.resolvers import ClusterResolver
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions
 
@@ -50,7 +50,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if not isinstance(options, CommunicationOptions):
             refuse("communication_options", "a CommunicationOptions or None", options)
         if cluster_resolver is not None or not settings.has_backend():
-            from jaxcoll._cluster.initialize import initialize
+            from jaxcoll._job.initialize import initialize
 
             initialize(cluster_resolver=cluster_resolver)
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run
-from jaxcoll._dispatch.executable import remember
+from jaxcoll._collectives.scope import Scope
 from jaxcoll._mesh.mesh import line_of, no_mesh
 from jaxcoll._mesh.world import worlds_of
 from jaxcoll._plan.options import UNSET, CommunicationOptions
-from jaxcoll._spmd.scope import Scope
+from jaxcoll._runtime.call import Call
+from jaxcoll._runtime.dispatch import run
+from jaxcoll._runtime.executable import remember
 
 AXIS = "replica"
 """The name of the mesh axis of the replicas."""

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jaxcoll._api.collectives import all_reduce
-from jaxcoll._api.halves import all_gather
+from jaxcoll._collectives.all_reduce import all_reduce
+from jaxcoll._collectives.check_replicas import Claims
+from jaxcoll._collectives.halves import all_gather
+from jaxcoll._collectives.scope import Scope
+from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._compat import settings
-from jaxcoll._dispatch.call import Call, InnerDeadlines
-from jaxcoll._dispatch.dispatch import run
-from jaxcoll._dispatch.executable import remember
 from jaxcoll._distribute.arguments import call_options, copy_near, over_group
 from jaxcoll._distribute.per_replica import (
     DistributedValues,
@@ -41,9 +41,9 @@ from jaxcoll._mesh.placement import InPlace, place
 from jaxcoll._mesh.world import worlds_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty, is_array, refuse_tied
-from jaxcoll._spmd.check_replicas import Claims
-from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._runtime.call import Call, InnerDeadlines
+from jaxcoll._runtime.dispatch import run
+from jaxcoll._runtime.executable import remember
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import checked
 from jaxcoll._step.replicated_program import replicated

@@ -9,6 +9,9 @@ from typing import Any
 
 import jax
 
+from jaxcoll._collectives import reduce
+from jaxcoll._collectives.scope import Scope
+from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._plan.algorithms import canonical, check_fits
 from jaxcoll._plan.checks import is_integer, refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
@@ -16,9 +19,6 @@ from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import PackingRule, Segment, alike, cut_evenly, whole
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import binary_size
-from jaxcoll._spmd import reduce
-from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import is_sparse
 
 
 @dataclasses.dataclass(frozen=True)

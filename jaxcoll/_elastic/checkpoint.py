@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.axes import as_weak
 from jaxcoll._compat.settings import boundary
 from jaxcoll._mesh.shard_arrays import cut_like, joined, whole_shapes
 from jaxcoll._plan.checks import kind_of
-from jaxcoll._spmd.shards import Shards, is_shards
 
 _ABOUT, _FORMAT = "about.json", "jaxcoll checkpoint 1"
 # Raised by NumPy and zipfile for a file that is truncated, or not a checkpoint.

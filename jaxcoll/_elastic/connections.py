@@ -12,14 +12,14 @@ from typing import Self
 
 import jax
 
-from jaxcoll._cluster import gloo_sockets
-from jaxcoll._cluster.initialize import own_address
-from jaxcoll._cluster.socket_folder import make_socket_folder
-from jaxcoll._cluster.timing import GLOO_CONNECT_SECONDS, IDLE_POLL_SECONDS, POLL_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._compat.gloo import SecondClient, meets_over_gloo
 from jaxcoll._elastic.membership import Membership
-from jaxcoll._threads import any_blocked
+from jaxcoll._job import gloo_sockets
+from jaxcoll._job.initialize import own_address
+from jaxcoll._job.socket_folder import make_socket_folder
+from jaxcoll._job.threads import any_blocked
+from jaxcoll._job.timing import GLOO_CONNECT_SECONDS, IDLE_POLL_SECONDS, POLL_SECONDS
 
 _jax_broken = False
 

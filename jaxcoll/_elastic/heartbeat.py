@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Mapping
 
-from jaxcoll._cluster.liveness import coordinator_connection, ended
-from jaxcoll._cluster.timing import SILENT_WORKER_SECONDS
 from jaxcoll._elastic.generation import rank_of
+from jaxcoll._job.liveness import coordinator_connection, ended
+from jaxcoll._job.timing import SILENT_WORKER_SECONDS
 
 ENDED = "ended"
 """The last heartbeat of a worker."""

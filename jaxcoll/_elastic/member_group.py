@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.executable import Program
-from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._elastic.generation import listed
+from jaxcoll._runtime.call import Call
+from jaxcoll._runtime.executable import Program
+from jaxcoll._runtime.process_group import ProcessGroup
 from jaxcoll.errors import PeerLostError
 
 

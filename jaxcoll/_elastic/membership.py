@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxcoll._cluster.exchange import LateError, agree, exchange
-from jaxcoll._cluster.liveness import ended
-from jaxcoll._cluster.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS, POLL_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._dispatch.watchdog import Watchdog
 from jaxcoll._elastic.generation import Generation, RegroupError, describe, rank_of
 from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, new_name
 from jaxcoll._elastic.member_group import MemberGroup, find_ejected
+from jaxcoll._job.exchange import LateError, agree, exchange
+from jaxcoll._job.liveness import ended
+from jaxcoll._job.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS, POLL_SECONDS
+from jaxcoll._runtime.watchdog import Watchdog
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 KEPT_STEPS = 100

@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxcoll._api.alike import broadcast
+from jaxcoll._collectives.alike import broadcast
+from jaxcoll._collectives.residual import is_residual
+from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.axes import as_weak
-from jaxcoll._dispatch.agreement import divergent
-from jaxcoll._dispatch.fingerprint import digest_bytes
 from jaxcoll._elastic import residuals
 from jaxcoll._elastic.checkpoint import (
     Stamp,
@@ -35,9 +35,9 @@ from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import whole_shapes
 from jaxcoll._plan.packs.leaves import is_array
+from jaxcoll._runtime.agreement import divergent
+from jaxcoll._runtime.fingerprint import digest_bytes
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.residual import is_residual
-from jaxcoll._spmd.shards import Shards, is_shards
 from jaxcoll._step.data_parallel import data_parallel
 from jaxcoll.errors import ProgramMismatchError, ReplicaDivergenceError
 

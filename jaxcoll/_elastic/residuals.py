@@ -10,14 +10,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxcoll._api.collectives import all_reduce
+from jaxcoll._collectives.all_reduce import all_reduce
+from jaxcoll._collectives.residual import is_residual
+from jaxcoll._collectives.shards import Shards
 from jaxcoll._elastic.checkpoint import on_host
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place, spec_of
 from jaxcoll._plan.packs.packing import LANES
 from jaxcoll._plan.packs.shard_layout import laid_over
-from jaxcoll._spmd.residual import is_residual
-from jaxcoll._spmd.shards import Shards
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
 
 

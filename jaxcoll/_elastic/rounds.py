@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxcoll._dispatch.call import Call
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState, Together
 from jaxcoll._elastic.steps import Prepared, Steps
 from jaxcoll._mesh.mesh import no_mesh
+from jaxcoll._runtime.call import Call
 from jaxcoll._train.diloco import DiLoCo, DiLoCoState
 
 

@@ -12,17 +12,17 @@ from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
-from jaxcoll._cluster.timing import LAST_LOCK_SECONDS, LOCK_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run
 from jaxcoll._elastic.connections import Connections, may_be_broken
 from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState, check_agreed
 from jaxcoll._elastic.steps import Steps
+from jaxcoll._job.threads import Task, Worker
+from jaxcoll._job.timing import LAST_LOCK_SECONDS, LOCK_SECONDS
 from jaxcoll._mesh.mesh import line_of
-from jaxcoll._threads import Task, Worker
+from jaxcoll._runtime.call import Call
+from jaxcoll._runtime.dispatch import run
 from jaxcoll.errors import (
     DeadlineExceededError,
     PeerLostError,

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxcoll._dispatch.call import Call
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._mesh.mesh import no_mesh
+from jaxcoll._runtime.call import Call
 from jaxcoll._step.data_parallel import DataParallel
 
 

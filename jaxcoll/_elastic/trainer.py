@@ -12,12 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoll._cluster.coordinator_proxy import give_up_coordinator, when_coordinator_is_lost
-from jaxcoll._cluster.initialize import outlives_processes
-from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._compat.coordination import StoreUnreachableError, store
 from jaxcoll._compat.settings import boundary
-from jaxcoll._dispatch.watchdog import Watchdog, watchdog
 from jaxcoll._elastic.generation import WorldChange
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
@@ -26,9 +22,13 @@ from jaxcoll._elastic.rounds import Rounds, RoundsState
 from jaxcoll._elastic.rows import rows_of, source_of
 from jaxcoll._elastic.run import Job, Run
 from jaxcoll._elastic.steps import Steps
+from jaxcoll._job.coordinator_proxy import give_up_coordinator, when_coordinator_is_lost
+from jaxcoll._job.initialize import outlives_processes
+from jaxcoll._job.key_value import LocalKeys
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import count, positive, seconds
 from jaxcoll._plan.packs.leaves import refuse_tied
+from jaxcoll._runtime.watchdog import Watchdog, watchdog
 from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll._train.diloco import DiLoCo, check_state
 from jaxcoll.errors import DeadlineExceededError, PeerLostError

@@ -12,11 +12,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcoll._collectives.scope import listed
+from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.axes import as_weak
 from jaxcoll._plan.packs.leaves import argument_name, is_array, refuse_tied, shape_of
 from jaxcoll._plan.packs.packing import LANES
-from jaxcoll._spmd.scope import listed
-from jaxcoll._spmd.shards import Shards, is_shards
 
 _is_deleted = operator.methodcaller("is_deleted")
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcoll._collectives.scope import DILOCO_AXIS
 from jaxcoll._mesh.mesh import line_of, of_this_process
 from jaxcoll._mesh.placement import is_in_place, place, viewed
-from jaxcoll._spmd.scope import DILOCO_AXIS
 
 
 class ReplicaRows:

@@ -10,10 +10,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from jaxcoll._collectives.shards import Shards
 from jaxcoll._mesh.placement import host_array, spec_of
 from jaxcoll._plan.packs.packing import LANES, padded
 from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout
-from jaxcoll._spmd.shards import Shards
 
 
 def cut(

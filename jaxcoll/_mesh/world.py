@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
-from jaxcoll._cluster.hosts import hosts_of_job
+from jaxcoll._collectives.scope import Scope, set_default_scope
+from jaxcoll._job.hosts import hosts_of_job
 from jaxcoll._plan.world import World
-from jaxcoll._spmd.scope import Scope, set_default_scope
 
 
 def ambient_world(axes: dict[str, int]) -> World:

@@ -13,9 +13,9 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
+from jaxcoll._compression.format import WireFormat
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
-from jaxcoll._wire.format import WireFormat
 
 DESCRIPTIONS = {
     "native": "the compiler's own collectives",

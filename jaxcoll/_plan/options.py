@@ -9,10 +9,10 @@ from typing import Any, Literal, Never, final
 
 import jax
 
+from jaxcoll._compression.format import WireFormat, named
+from jaxcoll._compression.format import checked as checked_format
 from jaxcoll._plan.algorithms import canonical
 from jaxcoll._plan.checks import count, is_number, refuse
-from jaxcoll._wire.format import WireFormat, named
-from jaxcoll._wire.format import checked as checked_format
 
 
 class ReduceOp(enum.Enum):

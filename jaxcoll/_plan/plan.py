@@ -8,7 +8,8 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-from jaxcoll._plan import planner
+from jaxcoll._compression.format import named
+from jaxcoll._plan import choose as planner
 from jaxcoll._plan.algorithms import DESCRIPTIONS
 from jaxcoll._plan.collective_plan import THE_VALUE, CollectivePlan
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
@@ -16,7 +17,6 @@ from jaxcoll._plan.packs.packing import KEEP_APART, LANES, UNPACKED, ReadyOrder
 from jaxcoll._plan.world import World
 from jaxcoll._show.table import Shown, Table
 from jaxcoll._show.units import binary_size, counted, fold
-from jaxcoll._wire.format import named
 
 COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
 MOST_ROWS = 20

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run
+from jaxcoll._collectives.check_replicas import REPORTED, Claims, ReplicaCheck
 from jaxcoll._mesh.mesh import no_mesh
-from jaxcoll._spmd.check_replicas import REPORTED, Claims, ReplicaCheck
+from jaxcoll._runtime.call import Call
+from jaxcoll._runtime.dispatch import run
 
 
 def are_new(claims: Claims, arguments: Any) -> bool:

@@ -12,19 +12,19 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jaxcoll._collectives.check_replicas import Claims
+from jaxcoll._collectives.scope import Scope
+from jaxcoll._collectives.shards import Shards
 from jaxcoll._compat.settings import boundary, known_options
-from jaxcoll._dispatch import call as dispatched
-from jaxcoll._dispatch.dispatch import run
-from jaxcoll._dispatch.executable import remember
+from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares, slots
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_mesh, equal_shares, no_mesh
 from jaxcoll._mesh.placement import specs_of
 from jaxcoll._mesh.world import Worlds, worlds_of
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, checked
-from jaxcoll._spmd.batch import Call, Signature, Slot, check_shares, slots
-from jaxcoll._spmd.check_replicas import Claims
-from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.shards import Shards
+from jaxcoll._runtime import call as dispatched
+from jaxcoll._runtime.dispatch import run
+from jaxcoll._runtime.executable import remember
 from jaxcoll._step.bound_step import bound_step
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import checked as checked_claims

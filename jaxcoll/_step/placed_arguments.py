@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxcoll._collectives.shards import is_shards, shards_in
+from jaxcoll._gradients.batch import Call, Signature, Slot
 from jaxcoll._mesh.mesh import axis_names, mapped_axes
 from jaxcoll._mesh.placement import (
     InPlace,
@@ -22,8 +24,6 @@ from jaxcoll._mesh.placement import (
     placed_shape,
     shape_of,
 )
-from jaxcoll._spmd.batch import Call, Signature, Slot
-from jaxcoll._spmd.shards import is_shards, shards_in
 
 _SHARDS_AS_BATCH = """\
 `data_parallel`: {name} holds `Shards`, but is taken for the batch, to be split over the replicas \

@@ -18,13 +18,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcoll import _compat
+from jaxcoll._collectives.scope import Scope, entered, listed
+from jaxcoll._collectives.shards import broadcast_prefix, is_shards
 from jaxcoll._compat import settings
-from jaxcoll._jaxpr.proof import Proven, prove
-from jaxcoll._jaxpr.subjaxprs import at_line
 from jaxcoll._mesh.mesh import mapped_axes
 from jaxcoll._mesh.placement import spec_of
-from jaxcoll._spmd.scope import Scope, entered, listed
-from jaxcoll._spmd.shards import broadcast_prefix, is_shards
+from jaxcoll._proof.proof import Proven, prove
+from jaxcoll._proof.subjaxprs import at_line
 from jaxcoll.errors import RepeatedSumWarning
 
 VaryingOutputs = Literal["error", "concatenate"]

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._cluster.exchange import agree
 from jaxcoll._compat.coordination import store
+from jaxcoll._job.exchange import agree
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._plan.checks import is_integer, positive

@@ -13,13 +13,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jaxcoll._api.collectives import all_reduce
+from jaxcoll._collectives.all_reduce import all_reduce
+from jaxcoll._gradients.batch import Call, check_shares
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.replica_rows import ReplicaRows
 from jaxcoll._plan.checks import kind_of, positive, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import flattened, is_array, refuse_tied
-from jaxcoll._spmd.batch import Call, check_shares
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._jaxpr.subjaxprs import called, is_ref, jaxpr_of, shape_of
 from jaxcoll._plan.packs.leaves import flattened, is_array
+from jaxcoll._proof.subjaxprs import called, is_ref, jaxpr_of, shape_of
 
 _REFUSED = "`sharded_optimizer` expects an elementwise optimizer"
 _ADVICE = (

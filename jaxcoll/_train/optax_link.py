@@ -7,11 +7,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxcoll._api.collectives import all_reduce
+from jaxcoll._collectives.all_reduce import all_reduce
+from jaxcoll._collectives.common_over_replicas import common
+from jaxcoll._collectives.reduce import Invariant
+from jaxcoll._collectives.scope import bound_axes
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._spmd.gradients.per_replica import common
-from jaxcoll._spmd.reduce import Invariant
-from jaxcoll._spmd.scope import bound_axes
 from jaxcoll._train.residual import residual
 
 _CALLER = "jc.all_reduce_updates"

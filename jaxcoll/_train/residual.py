@@ -8,11 +8,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll import _compat
+from jaxcoll._collectives.residual import Residual, layout_like, zeros
+from jaxcoll._collectives.shards import Shards
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place_shards
 from jaxcoll._mesh.shard_arrays import abstract
-from jaxcoll._spmd.residual import Residual, layout_like, zeros
-from jaxcoll._spmd.shards import Shards
 
 _CALLER = "residual"
 

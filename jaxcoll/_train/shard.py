@@ -8,8 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jaxcoll._collectives.parts import all_parts, sharded_leaves
+from jaxcoll._collectives.scope import count
+from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.settings import boundary
-from jaxcoll._jaxpr.retrace import traced
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import spec_of
 from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read
@@ -17,9 +19,7 @@ from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.shard_layout import layout_of
-from jaxcoll._spmd.parts import all_parts, sharded_leaves
-from jaxcoll._spmd.scope import count
-from jaxcoll._spmd.shards import Shards, is_shards
+from jaxcoll._proof.retrace import traced
 
 _CALLER = "shard"
 

@@ -11,6 +11,13 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
+from jaxcoll._collectives import reduce_scatter as halves
+from jaxcoll._collectives.common_over_replicas import checked_same
+from jaxcoll._collectives.parts import all_parts, check_fits, sharded_leaves
+from jaxcoll._collectives.reduce_scatter import local_part
+from jaxcoll._collectives.scope import bound_axes, count, scope_here
+from jaxcoll._collectives.shards import Shards, is_shards, shards_in
+from jaxcoll._gradients.norms import clipped
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place, specs_of
 from jaxcoll._mesh.shard_arrays import abstract, cut, part_shapes, whole_shapes
@@ -18,13 +25,6 @@ from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
-from jaxcoll._spmd import reduce_scatter as halves
-from jaxcoll._spmd.gradients.per_replica import checked_same
-from jaxcoll._spmd.norms import clipped
-from jaxcoll._spmd.parts import all_parts, check_fits, sharded_leaves
-from jaxcoll._spmd.reduce_scatter import local_part
-from jaxcoll._spmd.scope import bound_axes, count, scope_here
-from jaxcoll._spmd.shards import Shards, is_shards, shards_in
 from jaxcoll._train.elementwise import check_elementwise
 from jaxcoll._train.shard import unshard
 

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxcoll._jaxpr.subjaxprs import equations
+from jaxcoll._collectives.shards import is_shards
+from jaxcoll._gradients.batch import Signature, slots
 from jaxcoll._mesh.mesh import checked_mesh, takes_mesh, with_mesh
 from jaxcoll._mesh.shard_arrays import cut, joined
 from jaxcoll._plan.packs.leaves import is_array, refuse_tied
 from jaxcoll._plan.packs.shard_layout import laid_over
+from jaxcoll._proof.subjaxprs import equations
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.batch import Signature, slots
-from jaxcoll._spmd.shards import is_shards
 from jaxcoll._step.data_parallel import DataParallel
 
 _ORDERS, _ROUNDINGS = 3, 12  # runs with reordered rows; most runs with perturbed arguments

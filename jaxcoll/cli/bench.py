@@ -20,7 +20,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
-from jaxcoll._cluster.hosts import hosts_of_job
+from jaxcoll._job.hosts import hosts_of_job
 from jaxcoll._show.table import Table
 from jaxcoll._show.units import scaled
 from jaxcoll.cli import flags

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from jaxcoll._cluster.initialize import listen_at
-from jaxcoll._cluster.launch.subprocesses import COORDINATOR
-from jaxcoll._cluster.specs import Member
+from jaxcoll._job.initialize import listen_at
+from jaxcoll._job.launch.subprocesses import COORDINATOR
+from jaxcoll._job.specs import Member
 from jaxcoll.cli.flags import at_least
 
 EPILOG = f"""\

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxcoll as jc
-from jaxcoll._cluster.exchange import LateError, exchange
 from jaxcoll._compat import coordination
 from jaxcoll._compat.settings import configured
-from jaxcoll._malloc import SETTINGS, keeps_freed_memory
+from jaxcoll._job.exchange import LateError, exchange
+from jaxcoll._job.malloc import SETTINGS, keeps_freed_memory
 from jaxcoll._show.table import Table
 from jaxcoll.cli.flags import write_json
 

@@ -182,7 +182,8 @@ def hang_command(args: argparse.Namespace) -> list[str]:
         return []
     if not 0 < seconds < float("inf"):
         raise ValueError(f"--hang-seconds must be a number above 0; got {seconds}.")
-    return [sys.executable, "-m", "jaxcoll._watch", f"{seconds}", *["--exit"] * args.hang_exit]
+    ends = ["--exit"] if args.hang_exit else []
+    return [sys.executable, "-m", "jaxcoll._report.hang", f"{seconds}", *ends]
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:

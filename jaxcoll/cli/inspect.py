@@ -14,18 +14,18 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
 import jaxcoll as jc
-from jaxcoll._observe.limits import check_limits
+from jaxcoll._report.limits import check_limits
+from jaxcoll._report.profile.script import OnImport, Script
+from jaxcoll._report.profile.shield import Shield
 from jaxcoll._show.units import WIDTH, shortened
-from jaxcoll._watch.script import OnImport, Script
-from jaxcoll._watch.shield import Shield
 from jaxcoll.cli import flags
 
 if TYPE_CHECKING:  # JAX, and what needs it, is imported by the script or once there is a target
     from jax.sharding import AbstractMesh, Mesh
 
-    from jaxcoll._observe.programs import Programs
-    from jaxcoll._observe.report import Report
-    from jaxcoll._watch.watch import Watch
+    from jaxcoll._report.profile.watch import Watch
+    from jaxcoll._report.programs import Programs
+    from jaxcoll._report.report import Report
 
 PICTURES = "eps gif jpeg jpg pdf pgf png ps raw rgba svg svgz tif tiff webp".split()
 """Suffixes of the formats that matplotlib writes."""
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measure or args.limit:
         raise ValueError("--measure and --limit need --run, as in --measure 20 --run train.py.")
     if folder is not None:
-        from jaxcoll._watch.watch import read_folder
+        from jaxcoll._report.profile.watch import read_folder
 
         programs = read_folder(folder)
         _show(programs, args, sys.stdout)
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         return 0
     if other:
-        from jaxcoll._observe.report import side_by_side
+        from jaxcoll._report.report import side_by_side
 
         targets = args.target, args.against
         names = tuple(map(_short, targets))
@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace) -> int:
     watches: list[Watch] = []
 
     def start() -> None:
-        from jaxcoll._watch.watch import Watch
+        from jaxcoll._report.profile.watch import Watch
 
         watch = Watch(args.measure, "program", shield, with_programs=bool(args.profile))
         watch.start()
@@ -177,8 +177,8 @@ def _finish(
     shield: Shield,
 ) -> int:  # fmt: skip
     """Show what was recorded; return the status of the script, or 1 if it exceeds a limit."""
-    from jaxcoll._observe.programs import Programs
-    from jaxcoll._watch.watch import this_rank
+    from jaxcoll._report.profile.watch import this_rank
+    from jaxcoll._report.programs import Programs
 
     sys.stdout.flush()
     programs = Programs(notes=tuple(shield.notes))

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
-from jaxcoll._cluster.launch.subprocesses import check_system, signal_name
-from jaxcoll._cluster.launch.supervisor import Job, world
+from jaxcoll._job.launch.subprocesses import check_system, signal_name
+from jaxcoll._job.launch.supervisor import Job, world
 from jaxcoll.cli.flags import add_hang, check_least, hang_command
 
 EPILOG = """\

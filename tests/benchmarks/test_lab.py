@@ -15,7 +15,7 @@ from processes.hosts import hosts
 from processes.ranks import launch
 
 from benchmarks.lab import LabUnavailableError, Network, bits_per_second, lab
-from jaxcoll._cluster.launch.subprocesses import killed_on_exit
+from jaxcoll._job.launch.subprocesses import killed_on_exit
 
 ROOT = str(Path(__file__).parents[2])
 JOB = Path(__file__).parents[1] / "processes" / "two_levels.py"

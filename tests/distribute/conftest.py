@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from jaxcoll._distribute import all_reduce_ops
-from jaxcoll._observe.parse.hlo import read_hlo
+from jaxcoll._hlo.hlo import read_hlo
 
 
 class Programs(list):

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
-from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute import along_axis
+from jaxcoll._runtime.dispatch import run
 from jaxcoll.distribute import Mirrored, PerReplica, get_replica_context
 
 NAMES = [f"cpu:{i}" for i in range(8)]

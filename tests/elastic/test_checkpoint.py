@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jaxcoll as jc
-from jaxcoll._cluster.coordinator_proxy import CoordinatorProxy
-from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._elastic import checkpoint
 from jaxcoll._elastic.checkpoint import Stamp, save_newest, stamp_of_checkpoint
+from jaxcoll._job.coordinator_proxy import CoordinatorProxy
+from jaxcoll._job.socket_folder import make_socket_folder
 from jaxcoll.cli import launch
 
 ADDED = [

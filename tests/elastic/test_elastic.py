@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._cluster.key_value import LocalKeys
-from jaxcoll._cluster.specs import Member
-from jaxcoll._cluster.startup import reach
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._dispatch.dispatch import run
 from jaxcoll._elastic import replicated_state
 from jaxcoll._elastic.generation import Generation, RegroupError
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.rows import rows_of
+from jaxcoll._job.key_value import LocalKeys
+from jaxcoll._job.specs import Member
+from jaxcoll._job.startup import reach
+from jaxcoll._runtime.dispatch import run
 
 
 @jc.data_parallel(batch_argnums=1)

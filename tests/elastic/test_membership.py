@@ -9,21 +9,21 @@ import pytest
 from at_once import at_once
 
 import jaxcoll as jc
-from jaxcoll._cluster import key_value, timing
-from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._dispatch import watchdog
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.executable import Program
-from jaxcoll._dispatch.fingerprint import packed
-from jaxcoll._dispatch.watchdog import Watchdog
 from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic import membership as memberships
 from jaxcoll._elastic.generation import RegroupError, rank_of
 from jaxcoll._elastic.member_group import find_ejected
 from jaxcoll._elastic.membership import KEPT_STEPS, Membership
 from jaxcoll._elastic.run import write_once, writers_of
-from jaxcoll._threads import Task
+from jaxcoll._job import key_value, timing
+from jaxcoll._job.key_value import LocalKeys
+from jaxcoll._job.threads import Task
+from jaxcoll._runtime import watchdog
+from jaxcoll._runtime.call import Call
+from jaxcoll._runtime.executable import Program
+from jaxcoll._runtime.fingerprint import packed
+from jaxcoll._runtime.watchdog import Watchdog
 from jaxcoll.errors import ProgramMismatchError
 
 

@@ -18,7 +18,7 @@ from cases import plans_of
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxcoll._mesh.clusters import topology_named
-from jaxcoll._step.aot import laid_over
+from jaxcoll._report.aot import laid_over
 
 EXAMPLES = Path(gpt.__file__).parent
 

@@ -13,8 +13,8 @@ import pytest
 from cases import mapped, mesh_of
 
 import jaxcoll as jc
+from jaxcoll._collectives.scope import Scope, entered
 from jaxcoll._mesh.world import worlds_of
-from jaxcoll._spmd.scope import Scope, entered
 
 ROWS = np.ones((8, 4), "f")
 

@@ -18,9 +18,9 @@ from jaxcoll._plan.algorithms import (
     steps,
     wire_bytes,
 )
+from jaxcoll._plan.choose import choose, make_plan
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.planner import choose, make_plan
 from jaxcoll._plan.world import World
 
 names = st.sampled_from(sorted(DESCRIPTIONS))

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 
 import jaxcoll as jc
 from jaxcoll._distribute.routes import GroupSmall, NumPacks
-from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack
-from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.planner import (
+from jaxcoll._plan.choose import (
     BETWEEN_HOSTS,
     EXCHANGED,
     PACKED,
@@ -23,6 +20,9 @@ from jaxcoll._plan.planner import (
     make_plan,
     packing_for,
 )
+from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack
+from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 
 F32 = np.dtype(np.float32)

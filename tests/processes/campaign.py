@@ -23,9 +23,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxcoll._cluster.coordinator import start_coordinator
-from jaxcoll._cluster.launch.subprocesses import killed_on_exit
-from jaxcoll._cluster.launch.supervisor import world_variables
+from jaxcoll._job.coordinator import start_coordinator
+from jaxcoll._job.launch.subprocesses import killed_on_exit
+from jaxcoll._job.launch.supervisor import world_variables
 
 from .campaign_faults import DEADLINE, FAULTS, LATE, TIMEOUT
 

@@ -16,9 +16,9 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from jaxcoll._cluster.liveness import coordinator_connection  # noqa: E402
 from jaxcoll._compat.coordination import store  # noqa: E402
-from jaxcoll._dispatch import watchdog  # noqa: E402
+from jaxcoll._job.liveness import coordinator_connection  # noqa: E402
+from jaxcoll._runtime import watchdog  # noqa: E402
 
 WATCH = watchdog.watchdog()
 RANK = WATCH.peers.process

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import forks
 
-from jaxcoll._cluster.launch.supervisor import world
+from jaxcoll._job.launch.supervisor import world
 
 
 def launch(command, processes, *, timeout, env=None, ends=None):

@@ -10,7 +10,7 @@ import pytest
 from processes.campaign import STEP, Ran
 from processes.campaign_faults import FAULTS
 
-from jaxcoll._cluster import coordinator_proxy
+from jaxcoll._job import coordinator_proxy
 
 pytestmark = pytest.mark.processes
 

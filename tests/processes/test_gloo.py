@@ -134,7 +134,7 @@ def test_every_algorithm_over_three_processes_of_two_devices(three):
 
 @pytest.mark.usefixtures("optimized")
 def test_reproducible_sums_have_the_bits_of_one_process_over_several():
-    """Those of one process are in tests/spmd/test_reproducible.py."""
+    """Those of one process are in tests/collectives/test_reproducible.py."""
     found = in_world("reproducible", 2, env={"JAX_NUM_CPU_DEVICES": "2"})
     for result in (one["reproducible"] for one in found):
         want, native = result["reference"], result.pop("native")

@@ -12,7 +12,7 @@ import pytest
 from processes.hosts import hosts, listening, pids, pull_cable
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch.subprocesses import killed_on_exit
+from jaxcoll._job.launch.subprocesses import killed_on_exit
 
 pytestmark = pytest.mark.processes
 JOB = Path(__file__).with_name("cut_job.py")

@@ -14,7 +14,7 @@ import forks
 import pytest
 
 from benchmarks.teams import free_port
-from jaxcoll._cluster.launch import supervisor
+from jaxcoll._job.launch import supervisor
 from jaxcoll.cli.main import main
 
 pytestmark = pytest.mark.processes
@@ -23,7 +23,7 @@ JOB = """
 import os, platform, sys, time, warnings
 warnings.simplefilter("ignore")
 import jaxcoll as jc
-from jaxcoll._malloc import keeps_freed_memory
+from jaxcoll._job.malloc import keeps_freed_memory
 from jaxcoll.cli.main import main
 jc.initialize()
 assert keeps_freed_memory() == (platform.libc_ver()[0] == "glibc")

@@ -16,7 +16,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 import jaxcoll as jc
 from jaxcoll._compat.coordination import store
-from jaxcoll._dispatch.watchdog import watchdog
+from jaxcoll._runtime.watchdog import watchdog
 
 def children_of(thread):
     try:

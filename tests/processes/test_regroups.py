@@ -10,7 +10,7 @@ import pytest
 from processes.regroup_rows import local_rounds, owing_rows
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch import supervisor
+from jaxcoll._job.launch import supervisor
 
 pytestmark = pytest.mark.processes
 JOB = Path(__file__).with_name("regroup_job.py")

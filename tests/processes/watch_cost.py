@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch.subprocesses import RANK
-from jaxcoll._dispatch import dispatch
+from jaxcoll._job.launch.subprocesses import RANK
+from jaxcoll._runtime import dispatch
 from jaxcoll.cli.bench import interleaved, ratio
 
 WATCHED = dispatch.group_of

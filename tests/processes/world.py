@@ -342,7 +342,10 @@ def reproducible():
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     p, n = jax.sharding.PartitionSpec, len(jax.devices())
     rng = np.random.default_rng(0)
-    dtypes = ("float32", "bfloat16")  # float16 is as wide; tests/spmd/test_reproducible.py has it
+    dtypes = (
+        "float32",
+        "bfloat16",
+    )  # float16 is as wide; tests/collectives/test_reproducible.py has it
     names = [f"{name} {dtype}" for dtype in dtypes for name in ("long", "short")]
     host = {
         k: [rng.standard_normal((n, 1009 if "long" in k else 5)) for _ in range(2)] for k in names

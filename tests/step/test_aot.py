@@ -16,8 +16,8 @@ import jaxcoll as jc
 from jaxcoll._compat import compiler
 from jaxcoll._compat.compiler import has_compiler
 from jaxcoll._mesh.clusters import topology_named
-from jaxcoll._step import aot as service
-from jaxcoll._step.aot import compile_for, laid_over, lowered_over, traced_over
+from jaxcoll._report import aot as service
+from jaxcoll._report.aot import compile_for, laid_over, lowered_over, traced_over
 
 P = PartitionSpec
 W, X = np.ones((8, 8), "f"), jax.ShapeDtypeStruct((64, 8), jnp.float32)

@@ -13,7 +13,7 @@ import jaxcoll as jc
 from jaxcoll._compat import compiler
 from jaxcoll._compat.settings import known_options
 from jaxcoll._mesh.clusters import topology_named
-from jaxcoll._step.aot import laid_over
+from jaxcoll._report.aot import laid_over
 
 PARAMS = [np.full((16, 16), 0.1, np.float32) for _ in range(6)]
 X = np.ones((8, 16), np.float32)

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcoll._compression.format import AUTOMATIC, FORMATS, WireFormat, named
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from jaxcoll._plan.world import World
-from jaxcoll._wire.format import AUTOMATIC, FORMATS, WireFormat, named
 
 LEAST_CODED = 64 << 10
 """Bytes of the smallest leaf that `compression="auto"` codes over Gloo."""

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxcoll._compression.format import WireFormat
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import binary_size
-from jaxcoll._wire.format import WireFormat
 
 LANES = 128
 """Elements in a row. TPUs store rows of 128, and compile no reduce-scatter of a flat buffer."""

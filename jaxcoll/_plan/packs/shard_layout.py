@@ -13,7 +13,9 @@ from typing import Literal
 
 import numpy as np
 
+from jaxcoll._compression.format import named
 from jaxcoll._plan.checks import kind_of
+from jaxcoll._plan.choose import half_algorithm
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, where
@@ -26,10 +28,8 @@ from jaxcoll._plan.packs.packing import (
     padded,
     plan_packs,
 )
-from jaxcoll._plan.planner import half_algorithm
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
-from jaxcoll._wire.format import named
 
 DEFAULT_PACKING = BytesPerPack(16 << 20, 2 << 20)
 """The rule for packs without options. It is the same in every world, so that a layout made outside

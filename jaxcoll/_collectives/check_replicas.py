@@ -1,0 +1,236 @@
+"""Digests of replicas' copies, to compare them: for `check_replicas` and for `jc.same`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcoll import _compat
+from jaxcoll._collectives.scope import as_array, bound_axes
+from jaxcoll._compat import marks, settings
+from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._show.units import counted
+from jaxcoll.errors import ReplicaDivergenceError
+
+WORDS = 2
+"""The number of 32-bit words in a digest."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReplicaCheck:
+    """The result of `check_replicas`, a pytree: a program may return it.
+
+    Attributes:
+      digests: uint32[n, leaves, 2], every replica's digest of every leaf; *invariant*.
+      paths: the leaves' paths, as `jax.tree_util.keystr` writes them.
+      names: the replicas' names.
+      holders: for each leaf, the positions in `names` of the replicas that hold it; (): all do.
+
+    Examples:
+      >>> check = check_replicas(distribute.Mirrored([{"w": np.ones(3)}] * 8))
+      >>> check.differs.tolist()
+      [False]
+      >>> check.raise_if_differs()
+    """
+
+    digests: Any
+    paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    holders: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    @property
+    def differs(self) -> Any:
+        """bool[leaves]: True where replicas differ. Works inside a program, too."""
+        digests = self._digests()
+        return (digests != digests[:1]).any((0, 2))
+
+    def _digests(self) -> Any:
+        """Return `digests`, without the leading dimension that `pmap` or `vmap` adds."""
+        if self.digests.ndim == 3:
+            return self.digests
+        shards = getattr(self.digests, "addressable_shards", None)
+        return shards[0].data[0] if shards else self.digests[0]
+
+    def divergent(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Return, for each leaf that differs, the groups of replicas that agree, largest first.
+
+        If the first group is larger than the second, it is the majority. Runs on the host.
+        """
+        digests = np.asarray(self._digests())
+        divergent = {}
+        for leaf in np.flatnonzero((digests != digests[:1]).any((0, 2))):
+            groups: dict[bytes, list[str]] = {}
+            for i in self.holders[leaf] if self.holders else range(len(self.names)):
+                groups.setdefault(digests[i, leaf].tobytes(), []).append(self.names[i])
+            # `sorted` is stable: groups of one size stay in the order of their first replicas.
+            ordered = sorted(groups.values(), key=len, reverse=True)
+            divergent[self.paths[leaf]] = tuple(tuple(group) for group in ordered)
+        return divergent
+
+    def raise_if_differs(self) -> None:
+        """Wait for the result, on the host, and raise an error if replicas differ.
+
+        Raises:
+          ReplicaDivergenceError: replicas differ; it names the leaves and the replicas.
+        """
+        divergent = self.divergent()
+        if not divergent:
+            return
+        lines = [f"  {where(path)}: {_described(groups)}" for path, groups in divergent.items()]
+        more = f"\n  … and {_leaves(len(lines) - 20)} more" if len(lines) > 20 else ""
+        differ = "differs" if len(divergent) == 1 else "differ"
+        raise ReplicaDivergenceError(
+            f"{len(divergent)} of {_leaves(len(self.paths))} {differ} "
+            f"between {counted(len(self.names), 'replica')} that should hold the same:\n"
+            + "\n".join(lines[:20])
+            + more,
+            divergent=divergent,
+        )
+
+
+def digest(x: jax.Array) -> jax.Array:
+    """Return uint32[2], which depends on every bit of `x` and on its position.
+
+    The finalizer of MurmurHash3 (Austin Appleby), a bijection, mixes each element with its
+    position. The first word is the sum of the results; the second is their sum weighted by odd
+    numbers made of the positions. Integers wrap around, so the order of summation does not matter.
+    A difference in one element always changes the first word; any other difference leaves both
+    unchanged with probability 2⁻⁶⁴. Cost: reads `x` once, and writes nothing of its size.
+    """
+    if not x.size:
+        return jnp.zeros((WORDS,), jnp.uint32)
+    word = _words(x)
+    position = _positions(word.shape)
+    mixed = _mixed(word ^ (position * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15)))
+    weighted = mixed * (position + position + jnp.uint32(1))
+    zero = jnp.uint32(0)
+    sums = lax.reduce(
+        (mixed, weighted),
+        (zero, zero),
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        tuple(range(word.ndim)),
+    )
+    return jnp.stack(sums)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """Return the bits of `x`: one 32-bit word for each element, or several for a wider one."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return _words(jnp.stack([x.real, x.imag]))
+    if x.dtype == bool:
+        return x.astype(jnp.uint32)
+    of = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
+    bits = of(x.dtype).bits
+    if bits >= 32:
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
+
+
+def _positions(shape: tuple[int, ...]) -> jax.Array:
+    """Return each element's position in the flat array, modulo 2³², without a reshape."""
+    position = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = math.prod(shape[axis + 1 :]) % 2**32
+        position += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
+    return position
+
+
+def _mixed(word: jax.Array) -> jax.Array:
+    word = (word ^ (word >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    word = (word ^ (word >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return word ^ (word >> jnp.uint32(16))
+
+
+def arrays_of(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """Return the paths and the leaves of a tree, as arrays; for typed keys their data."""
+    flat, _ = flattened(tree)
+    return tuple(path for path, _ in flat), [_as_array(path, leaf) for path, leaf in flat]
+
+
+def _as_array(path: str, leaf: Any) -> Any:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    if dtype == jax.dtypes.float0:
+        raise ValueError(f"`check_replicas`: {where(path)}: expected an array, got {dtype}.")
+    return as_array(leaf, f"`check_replicas`: {where(path)}")
+
+
+def _leaves(n: int) -> str:
+    return counted(n, "leaf", "leaves")
+
+
+def _described(groups: Sequence[Sequence[str]]) -> str:
+    """Say which replicas differ from which."""
+    largest, *others = groups
+    if len(largest) == 1:
+        return f"all {len(groups)} hold different values"
+    if len(others[0]) == len(largest):
+        return "no majority: " + " | ".join(f"{_listed(group)} agree" for group in groups)
+    rest = [name for group in others for name in group]
+    values = "" if len(others) == 1 else f", with {len(others)} values between them"
+    differ = "differs" if len(rest) == 1 else "differ"
+    return f"{_listed(rest)} {differ} from the other {len(largest)}{values}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
+    kind = "" if not names[0].isdigit() else ("replica " if len(names) == 1 else "replicas ")
+    return kind + shown
+
+
+CALLER = "jc.same"
+REPORTED = WORDS + 1
+"""Numbers that a replica reports for a value: the sum of its digests (two), and their count."""
+
+
+@dataclasses.dataclass(eq=False)
+class Claims:
+    """The calls of `jc.same` in one program, and the digests of their values on each replica."""
+
+    compares: bool = False  # the program reports every value to the host
+    found: bool = False  # the program calls `jc.same`
+    # Shapes of the program's arguments for which replicas were compared
+    compared: set[Hashable] = dataclasses.field(default_factory=set)
+    # By the value's place in the user's program and the replica's number
+    reported: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
+    _lock: Any = dataclasses.field(default_factory=threading.Lock)
+
+    def add(self, place: str, replica: Any, digest: Any) -> None:
+        """Add one replica's digest of a value, uint32[2]; the program calls this on any thread."""
+        row = np.array([*np.asarray(digest), 1], np.uint32)
+        with self._lock:
+            before = self.reported.get((place, int(replica)), np.zeros(REPORTED, np.uint32))
+            self.reported[place, int(replica)] = before + row  # uint32 wraps around
+
+
+def same(value: Any, axis_name: Any, claims: Claims | None) -> Any:
+    """Return `value`, treated as equal on every replica; see `jc.same`."""
+    axes = bound_axes(axis_name, CALLER)
+    flat, treedef = flattened(value)
+    arrays = [as_array(leaf, f"`{CALLER}`: {where(path)}") for path, leaf in flat]
+    if claims is not None:
+        claims.found = True
+        if claims.compares:
+            line = settings.line_here()
+            for (path, _), x in zip(flat, arrays, strict=True):
+                _report(claims, f"{path or 'the value'} ({line})", tuple(axes), x)
+    typed = [_compat.as_invariant(x, tuple(axes)) for x in arrays]
+    return treedef.unflatten(marks.same(typed, tuple(axes)))
+
+
+def _report(claims: Claims, place: str, axes: tuple[str, ...], x: jax.Array) -> None:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = lax.stop_gradient(x)
+    replica = jnp.asarray(lax.axis_index(axes))
+    jax.debug.callback(lambda r, digest: claims.add(place, r, digest), replica, digest(x))

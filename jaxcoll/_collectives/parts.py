@@ -1,0 +1,116 @@
+"""Conversion between trees and their shards: checks, layouts, and packs as blocks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoll import _compat
+from jaxcoll._collectives.pipeline import pack, unpack
+from jaxcoll._collectives.shards import Shards
+from jaxcoll._collectives.sparse import is_sparse
+from jaxcoll._plan.packs.leaves import Leaf, Whole, dtype_of, flattened, no_array, where
+from jaxcoll._plan.packs.packing import LANES, Pack, padded
+from jaxcoll._plan.packs.shard_layout import ShardedLeaf, ShardLayout, first_difference
+
+
+def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
+    """Return the structure of a tree to be cut over `axes`, and the leaves of its layout."""
+    flat, treedef = flattened(tree, _is_node)
+    leaves = []
+    for name, leaf in flat:
+        if (obstacle := _obstacle(leaf)) is not None:
+            raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype_of(leaf)))
+        varying = _compat.varying_axes(leaf) if isinstance(leaf, jax.Array) else frozenset()
+        kind = (dtype.name, *sorted(varying - set(axes)))
+        leaves.append(
+            ShardedLeaf(name, tuple(np.shape(leaf)), dtype, dtype, tuple(axes.values()), kind)
+        )
+    return treedef, tuple(leaves)
+
+
+def _is_node(x: Any) -> bool:
+    """Return whether `x` is a pytree that must not be cut."""
+    return isinstance(x, Whole)
+
+
+def _obstacle(leaf: Any) -> str | None:
+    """Return the reason why a leaf cannot be cut into shards; None if it can."""
+    if _is_node(leaf):
+        more = " Call its `to_dense()`." if is_sparse(leaf) else ""
+        return f"expected an array, got {type(leaf).__name__}.{more}"
+    got = None if isinstance(leaf, jax.ShapeDtypeStruct) else no_array(leaf)
+    if got is not None:
+        return f"expected an array or a number, got {got}."
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return f"{dtype} holds no numbers; put None in its place."
+    if isinstance(leaf, jax.Array) and _compat.is_partially_sharded(leaf):
+        return (
+            "it is sharded over another axis of the mesh already. Map that axis, too, in "
+            "`jax.shard_map`."
+        )
+    return None
+
+
+def all_parts(
+    value: Any, layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] = ()
+) -> Shards:
+    """Return the parts of all replicas of a whole tree, in a program that maps no axis."""
+
+    def rows(*arrays: jax.Array) -> list[jax.Array]:
+        packed = zip(layout.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
+        return [blocks_of(x, layout, p).reshape(-1, LANES) for p, x in packed]
+
+    arrays = [jnp.asarray(x) for x in jax.tree.leaves(value)]
+    return Shards(tuple((jax.vmap(rows) if stack else rows)(*arrays)), layout, axes)
+
+
+def check_fits(
+    layout: ShardLayout, treedef: Any, leaves: Sequence[Leaf], replicas: int, caller: str
+) -> None:
+    """Raise an error if `layout` was made for another tree or another number of replicas."""
+    if layout.replicas != replicas:
+        raise ValueError(
+            f"`{caller}`: these shards were made for {layout.replicas} replicas, but there are "
+            f"{replicas} here. Convert them between programs: an optimizer's state with its "
+            "`unshard`, then `shard` of an optimizer for the new number; parameters with "
+            "`jc.unshard` and `jc.shard`."
+        )
+    difference = first_difference(leaves, layout.leaves)
+    if not difference and treedef != layout.treedef:
+        difference = f"its structure is {treedef}, and was {layout.treedef}"
+    if difference:
+        raise ValueError(
+            f"`{caller}`: the tree is not the one that the shards were made of: {difference}. An "
+            "optimizer's state belongs to the parameters that `init` got: call `init` again, or "
+            "restore the leaf's shape and type."
+        )
+
+
+def blocks_of(packed: jax.Array, layout: ShardLayout, pack: Pack) -> jax.Array:
+    """Split a whole pack into one block for each replica, of rows of 128 elements."""
+    flat = packed.reshape(-1)
+    filled = jnp.pad(flat, (0, padded(pack.size, layout.replicas) - flat.size))
+    return filled.reshape(layout.replicas, layout.rows(pack), LANES)
+
+
+def whole_of(blocks: jax.Array, pack: Pack) -> jax.Array:
+    """Undo `blocks_of`: return the pack, flat and without padding."""
+    return blocks.reshape(-1)[: pack.size]
+
+
+def leaves_of(
+    wholes: Sequence[jax.Array], layout: ShardLayout, on_cpus_along: Collection[str] = ()
+) -> list[jax.Array]:
+    """Return the leaves from packs that `whole_of` returned; see `unpack`."""
+    arrays = unpack(wholes, layout.packs, layout.leaves, on_cpus_along)
+    return [
+        jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
+        for array, leaf in zip(arrays, layout.leaves, strict=True)
+    ]

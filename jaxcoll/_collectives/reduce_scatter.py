@@ -1,0 +1,232 @@
+"""Reduce-scatter and all-gather of trees, the two halves of an all-reduce."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcoll import _compat
+from jaxcoll._collectives.algorithms import table as algorithms
+from jaxcoll._collectives.common_over_replicas import common
+from jaxcoll._collectives.parts import blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
+from jaxcoll._collectives.pipeline import Recipe, carry_out, divided, pack, prepared
+from jaxcoll._collectives.scope import (
+    Scope,
+    already_reduced,
+    bound_axes,
+    count,
+    listed,
+    named,
+    retyped,
+)
+from jaxcoll._collectives.shards import Shards
+from jaxcoll._compat import marks
+from jaxcoll._plan.collective_plan import CollectivePlan
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, wire_dtype
+from jaxcoll._plan.packs.packing import Pack
+from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of, plan_half
+from jaxcoll._plan.world import World
+from jaxcoll._show.units import counted
+
+_REDUCED = """\
+If it is the mean already, pass it to the optimizer's `update` with `reduced=True`."""
+
+_SUMMED = """\
+take it with `jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each replica \
+its part."""
+
+
+def reduce_scatter(
+    reduce_op: ReduceOp,
+    value: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    scope: Scope,
+    layout: ShardLayout | None = None,  # None: a new one
+    repeats: bool = False,  # counting equal values once per replica is intended, so do not warn
+) -> Shards:
+    """Return this replica's part of the reduced tree; see `jc.reduce_scatter`."""
+    axes = bound_axes(axis_name, "reduce_scatter")
+    world = scope.world(axes)
+    treedef, leaves = sharded_leaves(value, axes, "reduce_scatter")
+    arrays = [_compat.terms_of_sum(jnp.asarray(x), axes) for x in treedef.flatten_up_to(value)]
+    for leaf, array in zip(leaves, arrays, strict=True):
+        same = {a: axes[a] for a in _compat.same_axes(array, axes)}
+        if same and array.size:
+            raise already_reduced(
+                "reduce_scatter", leaf.path, array, axes, same, value=_REDUCED, gradient=_SUMMED
+            )
+    if layout is not None:
+        check_fits(layout, treedef, leaves, count(axes), "reduce_scatter")
+    plan, layout, recipes = plan_scatter(
+        treedef, leaves, reduce_op, axes, world, scope.options, layout
+    )
+    scope.record(plan)
+    parts = _scattered(arrays, plan, layout, recipes, axes)
+    parts = tuple(marks.part_of_sum(part, tuple(axes)) for part in parts)
+    if reduce_op is ReduceOp.SUM and not repeats and not _compat.types_tracked():
+        summed = [{leaves[s.leaf].path: arrays[s.leaf] for s in p.segments} for p in layout.packs]
+        over = tuple(axes), "reduce_scatter", "summands"
+        parts = tuple(marks.checked(x, xs, *over) for x, xs in zip(parts, summed, strict=True))
+    return Shards(parts, layout, tuple(axes))
+
+
+def _scattered(
+    arrays: Sequence[jax.Array],
+    plan: CollectivePlan,
+    layout: ShardLayout,
+    recipes: Sequence[Recipe],
+    axes: Mapping[str, int],
+) -> tuple[jax.Array, ...]:
+    """Return this replica's part of each pack of the reduced leaves."""
+
+    def enter(pack: Pack, array: jax.Array) -> jax.Array:
+        return blocks_of(prepared(array, recipes[pack.segments[0].leaf]), layout, pack)
+
+    def carry(pack: Pack, blocks: jax.Array) -> jax.Array:
+        return algorithms.reduce_scatter(blocks, plan.stages(pack), tuple(axes))
+
+    def leave(pack: Pack, total: jax.Array) -> jax.Array:
+        recipe = recipes[pack.segments[0].leaf]
+        part = divided(total, recipe)
+        return _compat.as_stored(part) if plan.reproducible and recipe.divisor else part
+
+    packed = pack(arrays, layout.packs, layout.leaves)
+    return tuple(carry_out(plan, packed, carry, enter=enter, leave=leave))
+
+
+def plan_scatter(
+    treedef: Any,
+    leaves: Sequence[Leaf],
+    reduce_op: ReduceOp,
+    axes: Mapping[str, int],
+    world: World,
+    options: CommunicationOptions,
+    layout: ShardLayout | None = None,
+) -> tuple[CollectivePlan, ShardLayout, list[Recipe]]:
+    """Return the plan of a `reduce_scatter`, the layout of its result, and each leaf's recipe."""
+    recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in leaves]
+    if layout is None:
+        results = zip(leaves, map(_result_dtype, recipes), strict=True)
+        ends = tuple(dataclasses.replace(leaf, dtype=end, wire=end) for leaf, end in results)
+        layout = layout_of(treedef, ends, count(axes), options.bytes_per_pack)
+    sent = wired(layout.leaves, recipes)
+    plan = plan_half("reduce_scatter", reduce_op, layout.packs, sent, options, world)
+    return plan, layout, recipes
+
+
+def local_part(
+    value: Any, axis_name: Any, caller: str, *, scope: Scope, layout: ShardLayout | None = None
+) -> Shards:
+    """Return this replica's part of a tree that all replicas hold; *varying*. Sends nothing."""
+    axes = bound_axes(axis_name, caller)
+    treedef, leaves = sharded_leaves(value, axes, caller)
+    if layout is None:
+        layout = layout_of(treedef, leaves, count(axes), scope.options.bytes_per_pack)
+    else:
+        check_fits(layout, treedef, leaves, count(axes), caller)
+    arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
+    arrays = jax.tree.leaves(common(treedef.unflatten(arrays), axes, caller))
+    rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
+    parts = [
+        lax.dynamic_index_in_dim(blocks_of(packed, layout, p), rank, keepdims=False)
+        for p, packed in zip(layout.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
+    ]
+    return Shards(tuple(parts), layout, tuple(axes))
+
+
+def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope) -> Any:
+    """Return the whole tree of `shards`, *invariant*; see `jc.all_gather`."""
+    axes = bound_axes(axis_name, "all_gather")
+    layout = shards.layout
+    if tuple(axes) != shards.axes or count(axes) != layout.replicas:
+        raise ValueError(
+            f"`all_gather` over {named(axes)} got Shards of "
+            f"{counted(layout.replicas, 'replica')} over {listed(shards.axes)}; "
+            "gather them over the axes they were made over."
+        )
+    if isinstance(layout, SummedLayout):
+        raise ValueError(
+            "`all_gather` got a residual. Each replica has its own for the whole tree: there is "
+            "nothing to gather. Between programs `jc.unshard` returns their sum."
+        )
+    if shards.stack:
+        raise ValueError(
+            f"`all_gather` got Shards of {shards.stack[0]} stacked layers, too large to gather at "
+            "once: gather each layer where it is used, in the body of a `lax.scan` over these "
+            "Shards, or with `jc.scan_layers`. Between programs `jc.unshard` returns the tree."
+        )
+    parts = [_compat.as_varying(x, tuple(axes)) for x in shards.parts]
+    arrays = _gather_of(layout, shards.leaves, axes, scope)(parts)
+    if not retyped().issuperset(axes):
+        arrays = [_compat.as_invariant(x, tuple(axes), summed=True) for x in arrays]
+    arrays = marks.same(arrays, tuple(axes))
+    return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
+
+
+def _gather_of(
+    layout: ShardLayout, leaves: Sequence[Leaf], axes: Mapping[str, int], scope: Scope
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Return a function from parts to leaves, *varying*; its backward pass is a reduce-scatter SUM.
+
+    The derivative that JAX would make sends as many bytes, but it adds up one padded pack for each
+    leaf, and no plan would show it.
+    """
+    world = scope.world(dict(axes))
+    context = (scope.options, world)
+    plan = plan_half("all_gather", ReduceOp.SUM, layout.packs, leaves, *context)
+    scope.record(plan)
+
+    def enter(pack: Pack, part: jax.Array) -> jax.Array:
+        return part.astype(carried_dtype(part.dtype))
+
+    def carry(pack: Pack, part: jax.Array) -> jax.Array:
+        return algorithms.all_gather(part, plan.stages(pack), tuple(axes))
+
+    def leave(pack: Pack, blocks: jax.Array) -> jax.Array:
+        return whole_of(blocks.astype(leaves[pack.segments[0].leaf].dtype), pack)
+
+    def gathered(parts: list[jax.Array]) -> list[jax.Array]:
+        wholes = carry_out(plan, parts, carry, enter=enter, leave=leave)
+        wholes = _compat.all_depending_on(wholes) if world.over_gloo else wholes
+        return leaves_of(wholes, layout, tuple(axes) if world.platform == "cpu" else ())
+
+    def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
+        recipes = [recipe_of(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]
+        sent = wired(leaves, recipes)
+        back = plan_half("reduce_scatter", ReduceOp.SUM, layout.packs, sent, *context)
+        scope.record(back)
+        cotangents = _compat.all_depending_on(cotangents) if world.over_gloo else cotangents
+        parts = _scattered(cotangents, back, layout, recipes, axes)
+        return ([marks.part_of_sum(part, tuple(axes)) for part in parts],)
+
+    gather = jax.custom_vjp(gathered)
+    gather.defvjp(lambda parts: (gathered(parts), None), scattered)
+    return gather
+
+
+def recipe_of(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: World) -> Recipe:
+    """Return the recipe of a leaf in a reduce-scatter."""
+    check_reducible(leaf.path, leaf.dtype, "reduce_scatter")
+    over = tuple(a for a, n in axes.items() if n > 1)
+    wire = wire_dtype(leaf.dtype, reduce_op, world)
+    divisor = count(axes) if reduce_op is ReduceOp.MEAN else None
+    return Recipe(over, tuple(axes), frozenset(), leaf.dtype, wire, 1, divisor)
+
+
+def wired(leaves: Sequence[Leaf], recipes: Sequence[Recipe]) -> list[Leaf]:
+    """Return the leaves with the wire types of their recipes."""
+    both = zip(leaves, recipes, strict=True)
+    return [dataclasses.replace(leaf, wire=recipe.wire) for leaf, recipe in both]
+
+
+def _result_dtype(recipe: Recipe) -> np.dtype:
+    wired = jax.ShapeDtypeStruct((), recipe.wire)
+    return np.dtype(jax.eval_shape(lambda x: divided(x, recipe), wired).dtype)

@@ -1,0 +1,177 @@
+"""Error feedback: each replica keeps the rounding error of a sum, and adds it to the next one.
+
+A residual is `Shards` in which every replica has a float32 for each element of the tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcoll import _compat
+from jaxcoll._collectives.algorithms import table as algorithms
+from jaxcoll._collectives.algorithms.coded import Coded, Coding
+from jaxcoll._collectives.parts import sharded_leaves
+from jaxcoll._collectives.pipeline import Recipe, unpack
+from jaxcoll._collectives.scope import bound_axes, count, listed, named
+from jaxcoll._collectives.shards import Shards, is_shards
+from jaxcoll._compression.formats import finite
+from jaxcoll._plan.collective_plan import CollectivePlan
+from jaxcoll._plan.packs.leaves import Leaf, where
+from jaxcoll._plan.packs.packing import LANES, Pack
+from jaxcoll._plan.packs.shard_layout import SummedLayout, first_difference, summed_layout
+from jaxcoll._show.units import counted
+
+_OTHER_WORLD = """\
+`{caller}` over {axes} got a residual of {was} over {over}. Convert it through a checkpoint: \
+`jc.save_checkpoint` writes the sum over replicas, and `jc.restore_checkpoint` with a new \
+`jc.compression.residual` spreads it over the replicas here."""
+
+_WRONG_SHAPE = """\
+`{caller}`: expected a residual with an array of shape {expected} on each replica; got {got}. Each \
+replica has its own: `jc.data_parallel` passes it that way; for `jax.shard_map` put \
+PartitionSpec({axes!r}) in `in_specs`."""
+
+_OTHER_TREE = """\
+`{caller}`: the residual belongs to another tree: {difference}. It fits the gradients of the \
+parameters that `jc.compression.residual` got: make a new one, or restore the leaf."""
+
+_ALIKE = """\
+`all_reduce` with a residual: {leaf} is already the same on every replica along one of the axes. \
+Adding each replica's residual would make it differ. Reduce it in another call, without \
+`residual`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residual(Shards):
+    """The residual of a tree: `Shards` in which each part is a summand for the whole tree."""
+
+    def feedback(self, tree: Any, axes: Mapping[str, int], caller: str, prefix: str) -> Feedback:
+        """Return this replica's residuals of the leaves of `tree`."""
+        layout = self.layout
+        if self.axes != tuple(axes) or layout.replicas != count(axes):
+            here = " × ".join(named({name: n}) for name, n in axes.items())
+            was, over = counted(layout.replicas, "replica"), listed(self.axes)
+            raise ValueError(_OTHER_WORLD.format(caller=caller, axes=here, was=was, over=over))
+        difference = first_difference(layout_like(tree, axes, caller).leaves, layout.leaves)
+        if difference:
+            raise ValueError(_OTHER_TREE.format(caller=caller, difference=difference))
+        owed = {}
+        for pack, part in zip(layout.packs, self.parts, strict=True):
+            expected, got = (layout.rows(pack), LANES), np.shape(part)
+            if got != expected:
+                raise ValueError(
+                    _WRONG_SHAPE.format(caller=caller, axes=self.axes, expected=expected, got=got)
+                )
+            leaf = layout.leaves[pack.segments[0].leaf]
+            owed[prefix + leaf.path] = part.reshape(-1)[: leaf.size].reshape(leaf.shape)
+        return Feedback(self, owed, prefix)
+
+
+def is_residual(x: Any) -> bool:
+    """Return whether `x` is the residual of a tree."""
+    return isinstance(x, Residual)
+
+
+def layout_like(tree: Any, axes: Mapping[str, int], caller: str) -> SummedLayout:
+    """Return the layout of a tree's residual: a float32 for every element on every replica."""
+    # What is in Shards is gathered and scattered exactly.
+    tree = jax.tree.map(lambda x: None if is_shards(x) else x, tree, is_leaf=is_shards)
+    treedef, leaves = sharded_leaves(tree, axes, caller)
+    return summed_layout(treedef, leaves, count(axes))
+
+
+def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Residual:
+    """Return this replica's initial residual, zeros, in a program that maps the axis; *varying*."""
+    axes = bound_axes(axis_name, caller)
+    layout = layout_like(tree, axes, caller)
+    names = tuple(axes)
+    parts = [
+        _compat.as_varying(jnp.zeros((layout.rows(pack), LANES), jnp.float32), names)
+        for pack in layout.packs
+    ]
+    return Residual(tuple(parts), layout, names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Feedback:
+    """This replica's residuals in one sum, and the computation of the next ones."""
+
+    residual: Residual
+    owed: Mapping[str, jax.Array]  # the residuals by path; other leaves of the sum have none
+    prefix: str
+
+    def added(
+        self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf], replicas: int
+    ) -> list[jax.Array]:
+        """Add this replica's residuals to the arrays."""
+        sent = []
+        for array, leaf in zip(arrays, leaves, strict=True):
+            owed = self.owed.get(leaf.path)
+            if owed is not None and math.prod(leaf.over) != replicas:
+                raise ValueError(_ALIKE.format(leaf=where(leaf.path)))
+            if owed is not None and jnp.issubdtype(leaf.dtype, np.inexact):
+                array = array.astype(leaf.wire) + owed.astype(leaf.wire)
+            sent.append(array)
+        return sent
+
+    def lost(
+        self,
+        plan: CollectivePlan,
+        pack: Pack,
+        total: jax.Array,
+        result: jax.Array,
+        coded: Coded | None,
+        coding: Coding,
+    ) -> jax.Array | None:
+        """Return the rounding errors of codes and of the cast to the leaf's type; None if exact."""
+        if pack.format is None:
+            return None
+        recipe = cast(Recipe, pack.kind)
+        lost = jnp.zeros_like(total, np.float32)
+        if recipe.dtype != recipe.wire:  # every replica keeps an equal share of the cast's error
+            replicas = math.prod(map(lax.axis_size, recipe.over))
+            lost = (total - result.astype(recipe.wire) * (recipe.divisor or 1)) / replicas
+        if coded is not None:
+            lost += algorithms.lost(coded, plan.stages(pack), recipe.axes, coding, total)
+        return lost
+
+    def next(
+        self,
+        plan: CollectivePlan,
+        carried: Sequence[tuple[jax.Array, Any]],
+        results: Sequence[jax.Array],
+        on_cpus_along: Collection[str],  # as in `unpack`
+    ) -> Residual:
+        """Return the next residual; it does not change if a reduced leaf with one is not finite."""
+        # Leaves without a residual, such as the loss and metrics, do not matter: a step may apply
+        # finite gradients although the loss is not finite.
+        both = zip(plan.leaves, results, strict=True)
+        with jax.named_scope(f"{plan.name}/finite"):
+            is_finite = finite([result for leaf, result in both if leaf.path in self.owed])
+        coded = [
+            (pack, lost)
+            for pack, (_, lost) in zip(plan.packs, carried, strict=True)
+            if lost is not None
+        ]
+        packs, errors = [pack for pack, _ in coded], [lost for _, lost in coded]
+        errors = unpack(errors, packs, plan.leaves, on_cpus_along)
+        paths = [leaf.path for leaf in plan.leaves]
+        error_of, parts = dict(zip(paths, errors, strict=True)), []
+        layout = self.residual.layout
+        for pack, part in zip(layout.packs, self.residual.parts, strict=True):
+            path = self.prefix + layout.leaves[pack.segments[0].leaf].path
+            if path in error_of:
+                error, owed = error_of[path], self.owed[path]
+                flat = jnp.where(is_finite, 0.0 if error is None else error, owed).reshape(-1)
+                part = jnp.pad(flat, (0, part.size - flat.size)).reshape(part.shape)
+            parts.append(part)
+        return dataclasses.replace(self.residual, parts=tuple(parts))

@@ -1,0 +1,334 @@
+"""Gradient of the global loss: local gradients, reduced together with the loss and the metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcoll import _compat
+from jaxcoll._collectives.common_over_replicas import (
+    checked_same,
+    with_shard_gradients,
+    without_shards,
+)
+from jaxcoll._collectives.pipeline import halved, halvings, quotient
+from jaxcoll._collectives.reduce import all_reduce, feedback_of
+from jaxcoll._collectives.reduce_scatter import reduce_scatter
+from jaxcoll._collectives.scope import Differentiation, Scope, bound_axes, count, listed, retyped
+from jaxcoll._collectives.shards import Shards, axes_of_shards
+from jaxcoll._compat import marks
+from jaxcoll._compression.formats import finite
+from jaxcoll._gradients import metrics
+from jaxcoll._gradients.batch import Signature
+from jaxcoll._gradients.loss import (
+    Differentiated,
+    Extras,
+    accumulated,
+    check_differentiable,
+    loss_and_aux,
+    value_and_local_grad,
+    value_and_weight,
+)
+from jaxcoll._plan.checks import kind_of
+from jaxcoll._plan.choose import wants_order
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import check_not_empty, flattened, refuse_tied, where
+from jaxcoll._proof.proof import same_outputs
+from jaxcoll._proof.retrace import Traced, places, traced_call
+from jaxcoll._proof.subjaxprs import contains
+from jaxcoll._show.units import counted
+from jaxcoll.errors import AlreadyReducedError
+
+_LOSS_ALREADY_REDUCED = """\
+`{caller}` over {axes}: the loss is already the same on every replica along {missing}, so its \
+gradient would be wrong by a factor of their number. Probably the loss itself calls `lax.pmean`, \
+`lax.psum` or `jc.all_reduce`, or depends neither on the batch nor on the parameters. Return the \
+loss of this replica's share of the batch; `{caller}` reduces it."""
+
+_NO_SHARD = """\
+`{caller}` with scatter=True: {leaf} is a part of `Shards` along {axes}. The gradient of Shards is \
+Shards without `scatter`: differentiate them in a separate call, without it."""
+
+_SYNCED = """\
+not sent again: {what} that `sync_in_backward` has made the same on every replica: {paths}"""
+
+_SYNCED_ALREADY = """\
+`{caller}` with feedback=True: {leaf} was reduced by `jc.sync_in_backward`, which cannot keep \
+residuals: it uses wire formats without feedback. Leave out one of the two."""
+
+_WEIGHT_IN_SUM = """\
+`{caller}` got a WeightedLoss with reduce_op SUM, which has no use for the weight. For the \
+weighted mean pass reduce_op="mean"; for the sum return only the total."""
+
+
+class _Local(NamedTuple):
+    """The tree that one replica reduces; the field names are the plan's leaf paths."""
+
+    value: Any
+    weight: Any
+    metrics: Any
+    grads: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiator:
+    """The checked arguments of `jc.value_and_grad`, `jc.grad` or `jc.accumulate`."""
+
+    fun: Callable[..., Any]
+    caller: str  # the function to name in a message
+    reduce_op: ReduceOp
+    argnums: int | Sequence[int]
+    has_aux: bool
+    scatter: bool
+    feedback: bool
+    with_value: bool = True
+    pieces: int | None = None  # the number of microbatches
+    signature: Signature | None = None  # finds the arguments to split into microbatches
+
+    def __post_init__(self) -> None:
+        if not callable(self.fun):
+            raise ValueError(
+                f"`{self.caller}` expects a function, the loss, and returns one, as in "
+                f'`{self.caller}(loss, "data")(params, batch)`; got {kind_of(self.fun)}.'
+            )
+        positions = self.argnums if isinstance(self.argnums, Sequence) else (self.argnums,)
+        if not positions or not all(isinstance(i, int) for i in positions):
+            raise ValueError(
+                f"`{self.caller}` expects `argnums` to be a position or several; got "
+                f"{self.argnums!r}."
+            )
+        if self.scatter and self.feedback:
+            raise ValueError(
+                f"`{self.caller}`: with scatter=True gradients travel exactly, so there is no "
+                "rounding error to feed back: leave out one of the two."
+            )
+
+    def positions(self, args: tuple[Any, ...]) -> list[int]:
+        """Return the positions of the differentiated arguments, from 0."""
+        several = [self.argnums] if isinstance(self.argnums, int) else self.argnums
+        return [argnum % len(args) for argnum in several if args]
+
+    def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        """Return the differentiated leaves by name, in the order of the gradients' leaves."""
+        return {
+            f"{self._name(i)}{path}": leaf
+            for i in self.positions(args)
+            for path, leaf in flattened(args[i])[0]
+        }
+
+    def _name(self, i: int) -> str:
+        return self._names[i] if i < len(self._names) else f"args[{i}]"
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """Names of the loss's positional parameters."""
+        return positional_names(self.fun)
+
+    def halvings(self, axes: Mapping[str, int]) -> int:
+        """Return the power of two that keeps float16 sums of a weighted mean from overflowing."""
+        return halvings(count(axes) * (self.pieces or 1))
+
+    def local(
+        self, axes: dict[str, int], here: Differentiation, args: tuple[Any, ...], kwargs: Any
+    ) -> Differentiated:
+        """Return the value and gradients of this replica's share, scaled so that sums fit."""
+        caller = self.caller
+        # The batch may have been passed by keyword, and becomes the last positional argument.
+        argnums = jax.tree.map(lambda i: i + len(args) if i < 0 else i, self.argnums)
+
+        def loss(*args: Any, **kwargs: Any) -> tuple[Any, Extras]:
+            out = self.fun(*args, **kwargs)
+            out, aux = loss_and_aux(out, caller) if self.has_aux else (out, None)
+            value, weight = value_and_weight(out, caller)
+            if weight is not None and self.reduce_op is ReduceOp.SUM:
+                raise ValueError(_WEIGHT_IN_SUM.format(caller=caller))
+            return value, Extras(weight, metrics.constants_as_varying(aux, tuple(axes)))
+
+        def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
+            (value, extras), grads = value_and_local_grad(loss, argnums, here, args, kwargs)
+            if missing := _compat.same_axes(value, axes):  # by its type, the loss reduced it
+                fields = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
+                raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**fields))
+            weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), extras.weight)
+            return (value, extras._replace(weight=weight)), grads
+
+        if self.pieces is not None:
+            assert self.signature is not None
+            return accumulated(
+                differentiate,
+                args,
+                kwargs,
+                self.pieces,
+                signature=self.signature,
+                learned=self.positions(args),
+                mean=self.reduce_op is ReduceOp.MEAN,
+                halvings=self.halvings(axes),
+            )
+        (value, extras), grads = differentiate(args, kwargs)
+        if extras.weight is not None:
+            value, grads = jax.tree.map(lambda x: halved(x, self.halvings(axes)), (value, grads))
+        return (value, extras), grads
+
+    def reduced(
+        self, program: Traced, args: tuple[Any, ...], axes: dict[str, int], scope: Scope, old: Any
+    ) -> Any:
+        """Evaluate the program of `local` and reduce it, given the old residual, if any."""
+        leaves = self.leaves(args)
+        sharded = axes_of_shards([args[i] for i in self.positions(args)])
+        (value, extras), grads = program.evaluate()
+        same = {k: x for (k, x), cut in zip(leaves.items(), sharded, strict=True) if not cut}
+        value = checked_same(value, same, axes, self.caller)
+        weighted = extras.weight is not None
+        op = ReduceOp.SUM if weighted else self.reduce_op
+        parts = metrics.parts_of(extras.aux, axes, self.caller)
+        local = _Local(value if self.with_value else None, extras.weight, parts, grads)
+        residual = None
+        if self.scatter:
+            for name, cut in zip(leaves, sharded, strict=True):
+                if cut:
+                    fields = {"caller": self.caller, "leaf": where(name), "axes": listed(cut)}
+                    raise ValueError(_NO_SHARD.format(**fields))
+            shards = reduce_scatter(op, grads, tuple(axes), scope=scope, repeats=weighted)
+            local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
+            local = local._replace(grads=shards)
+        else:
+            local, residual = self._together(op, local, sharded, program, axes, scope, old)
+        value, grads = local.value, local.grads
+        if weighted:
+            mean = functools.partial(quotient, by=local.weight, times=self.halvings(axes))
+            value, grads = jax.tree.map(mean, (value, grads))
+            if residual is not None:  # a small weight, or none, may make a finite sum infinite
+                is_finite = finite(jax.tree.leaves(without_shards(grads, sharded)))
+                residual = jax.tree.map(functools.partial(jnp.where, is_finite), residual, old)
+        times = count(axes) if op is ReduceOp.MEAN else 1
+        aux = metrics.with_numbers(extras.aux, local.metrics, times)
+        outputs = ((value, aux) if self.has_aux else value, grads)
+        if not self.with_value:
+            outputs = (grads, aux) if self.has_aux else (grads,)
+        if self.feedback:
+            return (*outputs, residual)
+        return outputs if len(outputs) > 1 else grads
+
+    def _together(
+        self,
+        op: ReduceOp,
+        local: _Local,
+        sharded: Sequence[tuple[str, ...]],
+        program: Traced,
+        axes: Mapping[str, int],
+        scope: Scope,
+        residual: Shards | None,
+    ) -> tuple[_Local, Shards | None]:
+        """Reduce the leaves outside of `Shards` in one call, then the others; also the residual."""
+        same, ready = _synced(program, axes), None
+        if residual is not None and same:
+            raise ValueError(_SYNCED_ALREADY.format(caller=self.caller, leaf=where(min(same))))
+        common = local._replace(grads=without_shards(local.grads, sharded))
+        others = flattened(common._replace(grads=None))[0]
+        if wants_order(scope.options, scope.world(dict(axes))):
+            _, order = program.result(places(program.program))
+            # Everything else is ready before the first gradient.
+            ready = [*(-1 for _ in others), *jax.tree.leaves(without_shards(order, sharded))]
+        if any(sharded) and scope.world(dict(axes)).over_gloo:
+            parts = [x for x, a in zip(jax.tree.leaves(local.grads), sharded, strict=True) if a]
+            leaves, treedef = jax.tree.flatten(common)
+            common = treedef.unflatten(_compat.all_depending_on(leaves, parts))
+        ends = " … ".join(dict.fromkeys([*[*same][:1], *[*same][-1:]]))
+        synced = _SYNCED.format(what=counted(len(same), "leaf", "leaves"), paths=ends)
+        feedback = None
+        if residual is not None:
+            feedback = feedback_of(residual, local.grads, axes, self.caller, ".grads")
+        reduced = all_reduce(
+            op,
+            common,
+            tuple(axes),
+            scope=scope,
+            ready=ready,
+            same=same,
+            repeats=local.weight is not None or bool(same),
+            exact=frozenset(path for path, _ in others),
+            reasons=(synced,) if same else (),
+            feedback=feedback,
+        )
+        if residual is not None:
+            reduced, residual = reduced
+        if any(sharded):
+            exactly = scope if residual is None else scope.exactly  # these have no residual
+            grads = reduced.grads
+            grads = with_shard_gradients(grads, op, local.grads, sharded, axes, scope=exactly)
+            reduced = reduced._replace(grads=grads)
+        return reduced, residual
+
+
+def positional_names(fun: Callable[..., Any]) -> list[str]:
+    """Return the names of the positional parameters; [] for a C function without a signature."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def reduced_gradient(
+    gradient: Differentiator,
+    axis_name: Any,
+    scope: Callable[[], Scope],
+    options: CommunicationOptions,
+) -> Callable[..., Any]:
+    """Implement `jc.value_and_grad`, `jc.grad` and `jc.accumulate`."""
+    caller = gradient.caller
+
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        here = scope()
+        axes = bound_axes(here.over(axis_name, caller), caller)
+        residual = kwargs.pop("residual", None) if gradient.feedback else None
+        if gradient.feedback and residual is None:
+            raise ValueError(
+                f"`{caller}` with feedback=True expects the keyword argument `residual`, besides "
+                "those of the loss: first what `jc.compression.residual(params)` returns, then "
+                "what the last call returned."
+            )
+        refuse_tied((args, kwargs), caller)
+        check_differentiable(gradient.leaves(args), caller)
+        learned = gradient.positions(args)
+        check_not_empty(caller, ([x for i, x in enumerate(args) if i not in learned], kwargs))
+        inside = Differentiation(tuple(axes), options, enclosing=retyped())
+
+        def local_gradient() -> Differentiated:
+            return gradient.local(axes, inside, args, kwargs)
+
+        program = traced_call(local_gradient)
+        return gradient.reduced(program, args, axes, here.merged(options), residual)
+
+    return _signed(reduced, gradient)
+
+
+def _signed(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[..., Any]:
+    """Give `reduced` the name and the signature of the loss, with `residual` under feedback."""
+    functools.update_wrapper(reduced, gradient.fun, updated=())
+    if gradient.feedback:
+        with contextlib.suppress(TypeError, ValueError):  # a C function may have no signature
+            signature = inspect.signature(gradient.fun)
+            more = inspect.Parameter("residual", inspect.Parameter.KEYWORD_ONLY, default=None)
+            others = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+            reduced.__signature__ = signature.replace(parameters=[*others, more])  # pyright: ignore[reportFunctionMemberAccess]
+    return reduced
+
+
+def _synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozenset[str]]:
+    """Return, by path, the axes along which `sync_in_backward` provably made a gradient equal.
+
+    Reducing a gradient that the proof misses is correct, too: the mean of equal numbers.
+    """
+    if not contains(program.program.jaxpr, marks.THROUGH):
+        return {}
+    _, grads = program.result(same_outputs(program.program, axes))
+    axes_by_path, _ = flattened(_Local(None, None, None, grads))
+    return {path: along for path, along in axes_by_path if along}

@@ -1,0 +1,338 @@
+"""A scan over sharded layers as one differentiable function: its forward and backward loops.
+
+Each layer's parameters are gathered before it runs; its gradients are reduce-scattered after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import Partial
+
+from jaxcoll import _compat
+from jaxcoll._collectives.scope import Differentiation, Scope, bound_axes, differentiation, listed
+from jaxcoll._gradients.layers.exchange import Arrays, Exchange, Traffic
+from jaxcoll._gradients.layers.layer_program import (
+    Residuals,
+    UserLayer,
+    carried,
+    is_floating,
+    residuals_of,
+)
+from jaxcoll._gradients.layers.stack import CALLER, stack_of
+from jaxcoll._plan.checks import count, shown
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._proof.retrace import Traced
+
+_PARTLY = """\
+`scan_layers` over {axes}, inside the loss of `jc.value_and_grad` or its like over {outer}: both \
+must reduce gradients over the same axes. Give both the same `axis_name`; if a leaf is cut over \
+only some of the axes, say so in `sharded`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanOptions:
+    """The checked arguments of `jc.scan_layers`."""
+
+    reduce_op: ReduceOp
+    gather_dtype: Any = None
+    ahead: int = 1
+    remat: Any = True
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        count("ahead", " number of layers (0: gathered where they are used)", self.ahead)
+        if count("unroll", " number of layers", self.unroll) < 1:
+            raise ValueError(f"`unroll` must be at least 1; got {self.unroll!r}.")
+        if not isinstance(self.remat, bool) and not callable(self.remat):
+            raise ValueError(
+                "`remat` must be True, False or a policy of `jax.checkpoint_policies`; got "
+                f"{shown(self.remat)}."
+            )
+        if self.gather_dtype is not None and not _is_float(self.gather_dtype):
+            raise ValueError(
+                "`gather_dtype` must be None or a floating type, such as `jnp.bfloat16`; got "
+                f"{shown(self.gather_dtype)}."
+            )
+
+
+def _is_float(dtype: Any) -> bool:
+    try:
+        return jax.dtypes.issubdtype(np.dtype(dtype), np.floating)
+    except TypeError:
+        return False
+
+
+def scan_layers(
+    layer: Callable[[Any, Any], Any],
+    carry: Any,
+    stacked: Any,
+    axis_name: str | tuple[str, ...],
+    sharded: Any,
+    scan: ScanOptions,
+    scope: Scope,
+    options: CommunicationOptions,
+) -> tuple[Any, Any]:
+    """Scan `layer` over layers with sharded parameters; see `jc.scan_layers`."""
+    axes = bound_axes(axis_name, CALLER)
+    inside = _enclosing(axes, scan.reduce_op)
+    scope = scope.merged(inside.options if inside else None).merged(options)
+    stack = stack_of(stacked, sharded, axes)
+    user_layer = UserLayer(layer, *carried(carry), stack)
+    first, varying, program, captured = user_layer.program(axes, scan.gather_dtype)
+    op = ReduceOp.SUM if inside else scan.reduce_op
+    traffic = Traffic(stack, axes, op, scan.gather_dtype, bool(inside), scope)
+    gathers = traffic.gathers(scan.ahead)
+    schedule = Schedule(stack.layers, scan.ahead, scan.unroll, program, gathers, varying)
+    run = _differentiable(schedule, traffic, scan.remat)
+    return user_layer.result(*run(first, traffic.typed(varying), captured))
+
+
+def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
+    """Return the differentiation around this call, which reduces gradients over `axes`, or None."""
+    inside = differentiation()
+    if inside is None or not set(inside.axes).intersection(axes):
+        return None
+    if set(inside.axes) != set(axes):
+        raise ValueError(_PARTLY.format(axes=listed(axes), outer=listed(inside.axes)))
+    inside.check_mean(reduce_op, axes, CALLER)
+    return inside
+
+
+def _differentiable(
+    schedule: Schedule, traffic: Traffic, remat: Any
+) -> Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]:
+    """Return the scan as a differentiable function of carry, stack and captured values (lists)."""
+
+    def primal(carry: Arrays, stack: Arrays, captured: Arrays) -> tuple[Arrays, Arrays]:
+        outs, results, *_ = schedule.forward(carry, stack, captured)
+        return outs, results
+
+    def forward(*inputs: Any) -> Any:
+        carry, stack, captured = ([x.value for x in arrays] for arrays in inputs)
+        _, *flags = ([x.perturbed and is_floating(x.value) for x in arrays] for arrays in inputs)
+        wanted = tuple([i for i, flag in enumerate(group) if flag] for group in flags)
+        avals = schedule.program.program.in_avals[len(carry) : len(carry) + len(stack)]
+        params = [_compat.zeros_like_aval(aval, aval.dtype) for aval in avals]
+        residuals = residuals_of(
+            schedule.program,
+            remat,
+            (carry, params, captured),
+            [*map(is_floating, carry), *flags[0], *flags[1]],
+        )
+        outs, results, saved, last = schedule.forward(carry, stack, captured, residuals)
+        # A `Partial` is a pytree: it carries what is not an array to the backward pass.
+        pull = Partial(functools.partial(backward, residuals, wanted))
+        return (outs, results), (pull, saved, last, carry, stack, captured)
+
+    def backward(
+        residuals: Residuals,
+        wanted: Sequence[Sequence[int]],
+        kept: tuple[Any, ...],
+        cotangents: tuple[Arrays, Arrays],
+    ) -> Any:
+        floating = [[x for x in map(_floating, cts) if x is not None] for cts in cotangents]
+        (saved, last, carry, stack, captured), floating = _differentiated_once((kept, floating))
+        ct, gradients, sums = schedule.backward(
+            residuals, saved, last, stack, captured, floating, wanted, traffic.scatters(wanted[0])
+        )
+        of_carry, of_captured = iter(ct), dict(zip(wanted[1], sums, strict=True))
+        return (
+            [next(of_carry) if is_floating(x) else None for x in carry],
+            traffic.finished(gradients),
+            [of_captured.get(i) for i in range(len(captured))],
+        )
+
+    run = jax.custom_vjp(primal)
+    run.defvjp(forward, lambda kept, ct: kept[0](kept[1:], ct), symbolic_zeros=True)
+    return run
+
+
+@jax.custom_jvp
+def _differentiated_once(tree: Any) -> Any:
+    """Return `tree`; differentiating it is an error, for a second derivative is not reduced."""
+    return tree
+
+
+@_differentiated_once.defjvp
+def _twice(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "`scan_layers` has first derivatives only. For a gradient penalty, a Hessian or "
+        "meta-learning use `jax.lax.scan`, and gather each layer in its body."
+    )
+
+
+def _floating(x: Any) -> jax.Array | None:
+    """Return a cotangent as an array; None for an array without a gradient."""
+    if not is_floating(x):
+        return None
+    symbolic = isinstance(x, jax.custom_derivatives.SymbolicZero)
+    return _compat.zeros_like_aval(x.aval, x.dtype) if symbolic else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The order of gathers, computation and scatters in both loops."""
+
+    layers: int  # the number of layers
+    ahead: int  # the number of layers whose gathers start before the current layer is computed
+    unroll: int  # layers in one step of the compiled loop
+    program: Traced  # one layer: from carry, parameters and captured values to the next carry
+    # By the leaves of the stack that share packs; every replica holds other leaves whole
+    gathers: dict[tuple[int, ...], Exchange]
+    varying: tuple[str, ...]  # axes that everything in the loops is typed as varying over
+
+    def _fetched(
+        self, stack: Arrays, index: Any, after: Mapping[int, jax.Array] = MappingProxyType({})
+    ) -> dict[int, jax.Array]:
+        """Gather the sharded leaves of one layer."""
+        return self._exchanged(self.gathers, lambda i: at(stack[i], index), after)
+
+    def _exchanged(
+        self,
+        exchanges: Mapping[tuple[int, ...], Exchange],
+        array: Callable[[int], jax.Array],
+        after: Mapping[int, jax.Array],
+    ) -> dict[int, jax.Array]:
+        """Exchange the array of each leaf, once the arrays in `after` exist."""
+        exchanged: dict[int, jax.Array] = {}
+        for leaves, exchange in exchanges.items():
+            arrays = [*map(array, leaves)]
+            # Outside of loops compilers would merge the collectives of two layers, and hide none.
+            for other in after.values():
+                arrays = [_compat.ordered(x, after=other) for x in arrays]
+            exchanged.update(zip(leaves, self._vary(exchange(arrays)), strict=True))
+        return exchanged
+
+    def _params(self, stack: Arrays, index: Any, gathered: dict[int, jax.Array]) -> Arrays:
+        """Return all parameters of one layer, gathered or whole."""
+        return [
+            gathered[i] if i in gathered else self._vary([at(x, index)])[0]
+            for i, x in enumerate(stack)
+        ]
+
+    def _vary(self, arrays: Sequence[Any]) -> list[Any]:
+        return [_compat.as_varying(x, self.varying) for x in arrays]
+
+    def forward(
+        self, carry: Arrays, stack: Arrays, captured: Arrays, residuals: Residuals | None = None
+    ) -> tuple[Arrays, Arrays, Arrays, list[dict[int, jax.Array]]]:
+        """Return the last carry, all results, the saved residuals, and the last gathered layers."""
+        ahead, program = min(self.ahead, self.layers), (residuals or self).program
+        results = range(len(carry), len(self.program.program.out_avals))
+        # Positions of the layer's outputs that are stacked over all layers
+        stacked = [*results, *(residuals.saved if residuals else ())]
+
+        def step(state: Any, index: Any, fetch: bool) -> Any:
+            carry, stacks, queue = state
+            if fetch:
+                queue = [*queue, self._fetched(stack, index + ahead)]
+            params = self._params(stack, index, queue[0])
+            outs = program.outputs(carry, params, captured)
+            stacks = put(stacks, self._vary([outs[k] for k in stacked]), index)
+            return outs[: len(carry)], stacks, queue[1:]
+
+        avals = [program.program.out_avals[k] for k in stacked]
+        zeros = self._vary([jnp.zeros((self.layers, *a.shape), a.dtype) for a in avals])
+        queue: list[dict[int, jax.Array]] = []
+        for index in range(ahead):
+            queue.append(self._fetched(stack, index, queue[-1] if queue else {}))
+        state = carry, zeros, queue
+        until = self.layers - ahead
+        state = self._loop(lambda s, i: step(s, i, True), state, 0, until, 1)
+        last = state[2]
+        for index in range(until, self.layers):
+            state = step(state, index, False)
+        carry, stacks, _ = state
+        return carry, stacks[: len(results)], stacks[len(results) :], last
+
+    def backward(
+        self,
+        residuals: Residuals,
+        saved: Arrays,
+        last: list[dict[int, jax.Array]],  # the last layers' parameters, gathered
+        stack: Arrays,
+        captured: Arrays,
+        cotangents: Sequence[Arrays],  # of the last carry and of the results, floating arrays only
+        # Positions, in the stack and in the captured values, that need a cotangent
+        wanted: Sequence[Sequence[int]],
+        scatters: Mapping[tuple[int, ...], Exchange],  # by leaves that share packs
+    ) -> tuple[Arrays, dict[int, jax.Array], Arrays]:
+        """Return the cotangents of the first carry, of the stack, and of captured values.
+
+        Those of sharded leaves are reduce-scattered one step after their layer; the others are
+        this replica's own.
+        """
+        of_carry, of_results = cotangents
+        ahead, top = len(last), self.layers - 1
+        cut = {i for leaves in scatters for i in leaves}
+
+        def step(state: Any, index: Any, fetch: bool, after: Any = MappingProxyType({})) -> Any:
+            ct, gradients, sums, waiting, queue = state
+            # The gather for a layer below and the scatter for the layer above come before this
+            # layer's arithmetic, and do not depend on it, so that a compiler can hide both.
+            if fetch:
+                queue = [*queue, self._fetched(stack, index - ahead)]
+            done = self._exchanged(scatters, waiting.__getitem__, after) if waiting else {}
+            gradients = self._with(gradients, done, index + 1)
+            params = self._params(stack, index, queue[0])
+            cts = [*ct, *(at(x, index) for x in of_results)]
+            kept = [at(x, index) for x in saved]
+            pulled = iter(residuals.backward(kept, params, captured, cts))
+            ct = self._vary([next(pulled) for _ in ct])
+            of_layer = self._vary([next(pulled) for _ in wanted[0]])
+            sums = [total + x for total, x in zip(sums, pulled, strict=True)]
+            both = list(zip(wanted[0], of_layer, strict=True))
+            whole = {i: x for i, x in both if i not in cut}
+            waiting = {i: x for i, x in both if i in cut}
+            return (ct, self._with(gradients, whole, index), sums, waiting, queue[1:]), done
+
+        gradients = {i: self._vary([jnp.zeros_like(stack[i])])[0] for i in wanted[0]}
+        sums = [jnp.zeros_like(captured[i]) for i in wanted[1]]
+        state = of_carry, gradients, sums, {}, last[::-1]
+        state, done = step(state, top, ahead <= top)
+        # At layers below `ahead` there is nothing left to fetch.
+        state = self._loop(lambda s, i: step(s, i, True)[0], state, top - 1, ahead - 1, -1)
+        for index in range(min(ahead, top) - 1, -1, -1):
+            state, done = step(state, index, False, done)
+        ct, gradients, sums, waiting, _ = state
+        done = self._exchanged(scatters, waiting.__getitem__, done)
+        return ct, self._with(gradients, done, 0), sums
+
+    def _with(
+        self, stacks: dict[int, jax.Array], parts: dict[int, jax.Array], index: Any
+    ) -> dict[int, jax.Array]:
+        """Write one layer's parts into stacked arrays; keep the arrays without a part."""
+        placed = put([stacks[i] for i in parts], list(parts.values()), index)
+        return {**stacks, **dict(zip(parts, placed, strict=True))}
+
+    def _loop(
+        self, step: Callable[[Any, Any], Any], state: Any, start: int, stop: int, stride: int
+    ) -> Any:
+        indices = jnp.arange(start, stop, stride, dtype=jnp.int32)
+        if not len(indices):
+            return state
+        return lax.scan(lambda s, i: (step(s, i), None), state, indices, unroll=self.unroll)[0]
+
+
+def at(x: jax.Array, index: Any) -> jax.Array:
+    """Return one layer's part of a stacked array."""
+    if isinstance(index, int):
+        return lax.index_in_dim(x, index, keepdims=False)
+    return lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
+
+
+def put(arrays: Sequence[Any], parts: Sequence[Any], index: Any) -> Arrays:
+    """Return stacked arrays with one layer's parts replaced."""
+    return [
+        lax.dynamic_update_index_in_dim(x, part, index, 0, allow_negative_indices=False)
+        for x, part in zip(arrays, parts, strict=True)
+    ]

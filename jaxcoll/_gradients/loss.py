@@ -1,0 +1,234 @@
+"""A replica's loss: what it may return, and its derivative, if need be in microbatches.
+
+Nothing is reduced here. Microbatches give the same result as one pass over the whole share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcoll import _compat
+from jaxcoll._collectives.scope import Differentiation, differentiated
+from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares
+from jaxcoll._plan.checks import kind_of
+from jaxcoll._plan.packs.leaves import no_array, wide
+from jaxcoll._proof.retrace import traced_call
+
+_TUPLE_LOSS = """\
+`{caller}`: the loss returned a tuple of {n}. If the rest is auxiliary output, \
+`jc.value_and_grad` takes it with `has_aux=True`. If it is a weight (tokens, unpadded examples), \
+return `jc.WeightedLoss(total, weight)`: the sum of this replica's weighted losses and the sum of \
+their weights."""
+
+_NO_SCALAR = """\
+`{caller}` expects the loss to be a scalar or a `jc.WeightedLoss`; got {got}. Return its mean over \
+this replica's share (`jnp.mean`), or, for examples that count differently, their weighted sum and \
+the sum of the weights as `jc.WeightedLoss(total, weight)`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WeightedLoss:
+    """The result of a loss with a weighted mean: over tokens, or over unpadded examples.
+
+    Guarantee: the mean over replicas is sum(total) / sum(weight), what one device would compute
+    from the whole batch. It is exact for uneven shares; a share of nothing but padding has weight 0
+    and total 0.
+
+    Attributes:
+      total: scalar; the sum of weight times loss over this replica's share. In float16 this sum
+        must fit; the sums over microbatches and replicas need not.
+      weight: scalar of any real type; the sum of the weights over this replica's share, converted
+        to float32 or wider. Differentiation treats it as a constant.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> losses, mask = jnp.array([1.0, 3.0, 100.0]), jnp.array([1.0, 1.0, 0.0])
+      >>> loss = WeightedLoss(jnp.sum(losses * mask), jnp.sum(mask))
+      >>> float(loss.total / loss.weight)
+      2.0
+    """
+
+    total: Any
+    weight: Any
+
+
+def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
+    """Return the value to differentiate, and its weight in float32 or wider; None without one."""
+    if not isinstance(out, WeightedLoss):
+        if isinstance(out, tuple):
+            raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(out)))
+        is_number = _is_array(out) or isinstance(out, bool | int | float | complex)
+        if not is_number or np.shape(out):
+            raise TypeError(_NO_SCALAR.format(caller=caller, got=kind_of(out)))
+        return out, None
+    for name, shape in (("total", jnp.shape(out.total)), ("weight", jnp.shape(out.weight))):
+        if shape:
+            raise ValueError(
+                f"`{caller}` expects the {name} of a WeightedLoss to be a scalar, the sum over "
+                f"this replica's share; got shape {shape}."
+            )
+    weight = jnp.asarray(out.weight)
+    return out.total, lax.stop_gradient(weight.astype(wide(weight.dtype)))
+
+
+def loss_and_aux(out: Any, caller: str) -> tuple[Any, Any]:
+    """Return the loss and the auxiliary output; raise an error if they are not a pair."""
+    if isinstance(out, tuple | list) and len(out) == 2:
+        return out[0], out[1]
+    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else kind_of(out)
+    raise TypeError(
+        f"`{caller}` with has_aux=True expects the loss to return (loss, aux); got {got}."
+    )
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def value_and_local_grad(
+    loss: Callable[..., tuple[Any, Any]],
+    argnums: int | Sequence[int],
+    differentiation: Differentiation,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, Any], Any]:
+    """Apply `jax.value_and_grad(loss, argnums, has_aux=True)` to this replica's loss alone.
+
+    In a checked `shard_map` autodiff would sum the gradient of a replicated parameter, with one
+    `psum` for each leaf. The parameters are typed as varying first, so that it does not.
+    """
+    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
+    chosen = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
+    if _compat.types_tracked():
+        args = tuple(
+            _vary(jax.tree.map(jnp.asarray, a), differentiation.axes) if i in chosen else a
+            for i, a in enumerate(args)
+        )
+    with differentiated(differentiation):
+        return jax.value_and_grad(loss, argnums, has_aux=True)(*args, **kwargs)
+
+
+def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:
+    """Raise an error that names a leaf without a gradient; JAX's own does not name it."""
+    for name, leaf in leaves.items():
+        dtype = getattr(leaf, "dtype", None)
+        is_number = isinstance(leaf, float | complex)
+        if not is_number and (dtype is None or not jnp.issubdtype(dtype, jnp.inexact)):
+            got = type(leaf).__name__ if dtype is None else dtype
+            raise TypeError(
+                f"`{caller}` differentiates arrays of floating point or complex numbers; {name} is "
+                f"{got}. Pass only the trainable part, for example from `eqx.partition(module, "
+                "eqx.is_inexact_array)` or `nnx.split(module, nnx.Param, ...)`, and combine the "
+                "module in the loss."
+            )
+
+
+def _vary(tree: Any, axes: Sequence[str]) -> Any:
+    return jax.tree.map(
+        lambda x: _compat.as_varying(x, axes) if isinstance(x, jax.Array) else x, tree
+    )
+
+
+class Extras(NamedTuple):
+    """Results of a loss besides its value: the weight, and auxiliary output with metrics."""
+
+    weight: Any
+    aux: Any
+
+
+Differentiated = tuple[tuple[Any, Extras], Any]
+Differentiate = Callable[[tuple[Any, ...], dict[str, Any]], Differentiated]
+
+
+def accumulated(
+    differentiate: Differentiate,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    count: int,
+    *,
+    signature: Signature,  # finds the arguments to split
+    learned: Sequence[int],  # positions of the differentiated arguments
+    mean: bool,
+    halvings: int,  # a power of two
+) -> Differentiated:
+    """Call `differentiate(args, kwargs)` for each of `count` microbatches; combine the results.
+
+    Value, weight and gradients are summed; for a mean without weights, value and gradients are
+    averaged. `aux` is stacked along a new leading dimension. Sums are taken in float32: adding
+    eight numbers in bfloat16 may cost three of its eight bits. In a weighted mean, a float16 value
+    and its gradients are divided by 2^`halvings`, so that the sums over replicas fit.
+    """
+    call = signature.call(args, kwargs)
+    pieces = [_in_pieces(call, slot, signature.name(slot), count, learned) for slot in call.batch]
+
+    def one(pieces: list[Any]) -> tuple[Any, Any]:
+        piece = call.with_batch(pieces)
+        (value, extras), grads = differentiate(piece.args, piece.kwargs)
+        aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), extras.aux)
+        # A loss may return a constant, or a Python number that is differentiated.
+        return jax.tree.map(jnp.asarray, (value, extras.weight, grads)), aux
+
+    # Trace one piece for the types of the initial sums.
+    first = jax.tree.map(lambda x: x[0], pieces)
+    program = traced_call(one, first)
+    check_shares(differentiate, call.with_batch(first), count, signature.name, "jc.accumulate")
+    types, _ = program.result(program.program.out_avals)
+    summed = jax.tree.leaves(types)
+
+    def step(totals: list[jax.Array], piece: list[Any]) -> tuple[list[jax.Array], Any]:
+        outputs = program.outputs(piece)
+        added = [t + x.astype(t.dtype) for t, x in zip(totals, outputs, strict=False)]
+        return added, outputs[len(summed) :]
+
+    zeros = [_compat.zeros_like_aval(aval, wide(aval.dtype)) for aval in summed]
+    totals, stacked = lax.scan(step, zeros, pieces)
+    (value, weight, grads), aux = program.result([*totals, *stacked])
+    parts = count if mean and weight is None else 1
+    taken_off = 0 if weight is None else halvings
+
+    def averaged(total: jax.Array, like: Any) -> jax.Array:
+        total = total / parts if parts > 1 else total
+        if taken_off and like.dtype == np.float16:
+            total = total * np.float32(2.0**-taken_off)
+        return total.astype(like.dtype)
+
+    value, grads = jax.tree.map(averaged, (value, grads), (types[0], types[2]))
+    return (value, Extras(weight, aux)), grads
+
+
+def _in_pieces(call: Call, slot: Slot, name: str, count: int, learned: Sequence[int]) -> Any:
+    """Return an argument to split, with each leaf of shape (count, rows / count, ...)."""
+    if slot in learned:
+        raise ValueError(
+            f"`jc.accumulate`: argument {name!r} is in `argnums`, and is the batch; a "
+            "differentiated argument cannot be split into microbatches."
+        )
+    cut = functools.partial(_cut, name, count)
+    return jax.tree_util.tree_map_with_path(cut, call.at(slot))
+
+
+def _cut(name: str, count: int, path: Any, leaf: Any) -> Any:
+    name, shape = name + jax.tree_util.keystr(path), np.shape(leaf)
+    if not shape:
+        raise ValueError(
+            f"`jc.accumulate`: {name} is a scalar and cannot be split into {count} microbatches; "
+            "leave its argument out of `batch_argnums` to pass every microbatch the same value."
+        )
+    if shape[0] % count:
+        raise ValueError(
+            f"`jc.accumulate`: {name} has {shape[0]} rows on each replica, which do not divide "
+            f"into {count} microbatches ({shape[0]} = {count} × {shape[0] // count} + "
+            f"{shape[0] % count}); take a number that divides {shape[0]}, or pad the batch and "
+            "return a `jc.WeightedLoss`."
+        )
+    array = leaf if hasattr(leaf, "reshape") else jnp.asarray(leaf)
+    return array.reshape(count, shape[0] // count, *shape[1:])

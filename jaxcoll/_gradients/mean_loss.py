@@ -1,0 +1,138 @@
+"""A function that returns the mean of the replicas' losses, with a custom derivative."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jaxcoll import _compat
+from jaxcoll._collectives.pipeline import quotient
+from jaxcoll._collectives.reduce import all_reduce
+from jaxcoll._collectives.scope import Differentiation, Scope, bound_axes, differentiated, retyped
+from jaxcoll._gradients.gradient import Differentiator, positional_names, reduced_gradient
+from jaxcoll._gradients.loss import WeightedLoss, value_and_weight
+from jaxcoll._gradients.sync import reduced_backward
+from jaxcoll._plan.checks import kind_of
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
+from jaxcoll._proof.retrace import traced, with_captured
+
+CALLER = "jc.mean_loss"
+
+_CAPTURED = f"""\
+`{CALLER}`: the loss captures a value with respect to which it is differentiated. In a checked \
+`shard_map` (check_vma=True), pass it as an argument of the loss."""
+
+
+def mean_loss(
+    fun: Callable[..., Any],
+    axis_name: Any,
+    scope: Callable[[], Scope],
+    options: CommunicationOptions,
+) -> Callable[..., Any]:
+    """Implement `jc.mean_loss`."""
+    if not callable(fun):
+        raise ValueError(f"`{CALLER}` expects a function, the loss; got {kind_of(fun)}.")
+
+    @functools.wraps(fun, updated=())
+    def mean(*args: Any, **kwargs: Any) -> Any:
+        here = scope()
+        axes = tuple(bound_axes(here.over(axis_name, CALLER), CALLER))
+        refuse_tied((args, kwargs), CALLER)
+        check_not_empty(CALLER, (args[1:], kwargs))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = treedef.unflatten([x if _is_array(x) else None for x in leaves])
+        inputs = [*arrays[0], *arrays[1].values()]
+
+        def loss(*inputs: Any) -> tuple[Any, Any]:
+            traced_leaves = iter(jax.tree.leaves(inputs))
+            all_leaves = [next(traced_leaves) if _is_array(x) else x for x in leaves]
+            args, kwargs = treedef.unflatten(all_leaves)
+            value, weight = value_and_weight(fun(*args, **kwargs), CALLER)
+            return jnp.asarray(value), weight
+
+        def varying(operands: Sequence[Any]) -> list[Any]:
+            # What is captured keeps the type that the trace met.
+            passed = operands[: len(inputs)] if _compat.types_tracked() else ()
+            cast = jax.tree.map(lambda x: _compat.as_varying(jnp.asarray(x), axes), [*passed])
+            return [*cast, *operands[len(cast) :]]
+
+        # JAX may trace a custom derivative after the function around it has returned. So every
+        # array that the loss uses must be an operand, also those that it captures.
+        with differentiated(Differentiation(axes, options, enclosing=retyped())):
+            program, captured = with_captured(traced(loss, *varying(inputs)))
+
+        def local(*operands: Any) -> Any:
+            value, weight = program.result(program.outputs(*varying(operands)))
+            return value if weight is None else WeightedLoss(value, weight)
+
+        local.__signature__ = _signature(fun, len(args), [*arrays[1]], len(captured))  # pyright: ignore[reportFunctionMemberAccess]
+
+        @jax.custom_jvp
+        def of_operands(*operands: Any) -> Any:
+            value, weight = program.result(program.outputs(*varying(operands)))
+            exactly = here.merged(options).exactly
+            if weight is None:
+                return all_reduce(ReduceOp.MEAN, value, axes, scope=exactly)
+            pair = all_reduce(ReduceOp.SUM, (value, weight), axes, scope=exactly, repeats=True)
+            return quotient(pair[0], by=pair[1])
+
+        def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            argnums = [
+                i
+                for i, tree in enumerate(tangents)
+                if not all(map(_is_zero, jax.tree.leaves(tree)))
+            ]
+            if not argnums:
+                value = of_operands(*primals)
+                return value, jnp.zeros_like(value)
+            if _compat.types_tracked() and argnums[-1] >= len(inputs):
+                raise ValueError(_CAPTURED)
+            gradient = Differentiator(local, CALLER, ReduceOp.MEAN, argnums, False, False, False)
+            operands = dict(enumerate(primals))
+            if not _compat.types_tracked():  # else autodiff sums over replicas by itself
+                # A derivative of the gradients is a mean over the replicas, too.
+                learned = {i: primals[i] for i in argnums}
+                operands |= reduced_backward(learned, ReduceOp.MEAN, axes, here.merged(options))
+            differentiate = reduced_gradient(gradient, axes, lambda: here, options)
+            value, grads = differentiate(*operands.values())
+            products = jax.tree.map(
+                lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
+                grads,
+                tuple(tangents[i] for i in argnums),
+            )
+            tangent = sum(jax.tree.leaves(products), jnp.zeros((), value.dtype))
+            return value, jnp.real(tangent).astype(value.dtype)
+
+        of_operands.defjvp(rule, symbolic_zeros=True)
+        return of_operands(*inputs, *captured)
+
+    return mean
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
+
+
+def _is_zero(tangent: Any) -> bool:
+    """Return whether a tangent is zero because its operand is not differentiated."""
+    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+
+
+def _signature(
+    fun: Callable[..., Any], positional: int, keywords: Sequence[str], captured: int
+) -> inspect.Signature:
+    """Return a signature that names the operands, for error messages."""
+    names = positional_names(fun)[:positional]
+    names += [f"args_{i}" for i in range(len(names), positional)]
+    names += [*keywords, *(f"captured_{i}" for i in range(captured))]
+    return inspect.Signature(
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in names]
+    )

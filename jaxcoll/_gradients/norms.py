@@ -1,0 +1,139 @@
+"""Properties of a whole gradient: its norm, clipping by the norm, and whether it is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcoll import _compat
+from jaxcoll._collectives.common_over_replicas import checked_same
+from jaxcoll._collectives.reduce import all_reduce
+from jaxcoll._collectives.scope import Scope, bound_axes, listed
+from jaxcoll._collectives.shards import axes_of_shards, is_shards
+from jaxcoll._collectives.sparse import is_sparse
+from jaxcoll._compression.formats import finite
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packs.leaves import dtype_of, flattened, where, wide
+
+_PART = """\
+`{caller}`: {leaf} is `Shards` along {axes}. Only this replica's part would count, and each \
+replica would get another result. Name these axes: `{caller}(tree, axis_name)`."""
+
+
+def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
+    """Return the norm of all elements, also of leaves in shards; see `jc.global_norm`."""
+    caller = "jc.global_norm"
+    axes = {} if axis_name is None else bound_axes(axis_name, caller)
+    leaves = _with_axes(tree, _arrays(tree, caller), axes, caller)
+    if not any(over for _, over in leaves):
+        return jnp.sqrt(_added([_squared(x) for x, _ in leaves]))
+    squares = [_counted_once(_squared(x), axes, over) for x, over in leaves]
+    return jnp.sqrt(_summed(_added(squares), axis_name, axes, scope))
+
+
+def clipped(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope) -> Any:
+    """Scale shards so that the norm of the whole tree is at most `max_norm`.
+
+    Equals `optax.clip_by_global_norm` of the whole tree, up to rounding. Squares are summed, and
+    shards scaled, in float32 or a leaf's wider type, so the norm need not fit into float16.
+    """
+    if not jax.tree.leaves(shards):
+        return shards
+    norm = global_norm(shards, axes, scope=scope)
+    within = norm < max_norm
+
+    def clip(x: jax.Array) -> jax.Array:
+        exact = x.astype(wide(x.dtype))
+        scaled = (exact / norm.astype(exact.dtype) * max_norm).astype(x.dtype)
+        return lax.select(jnp.broadcast_to(within, x.shape), x, scaled)
+
+    return jax.tree.map(clip, shards)
+
+
+def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
+    """Return whether every element on every replica is finite; see `jc.all_finite`."""
+    caller = "jc.all_finite"
+    axes = {} if axis_name is None else bound_axes(axis_name, caller)
+    _check_axes_of_shards(tree, axes, caller)
+    leaves = [x for _, x in _arrays(tree, caller) if jnp.issubdtype(x.dtype, np.inexact)]
+    bad = (~finite(leaves)).astype(np.float32)
+    # Ask the other replicas if they hold other elements, or may: types do not always tell.
+    varying = (_compat.varying_axes(x) for x in leaves)
+    if any(a in over or not _compat.tracks_variance(a) for over in varying for a in axes):
+        bad = _summed(bad, axis_name, axes, scope, repeats=True)
+    return bad == 0
+
+
+def _summed(
+    total: jax.Array, axis_name: Any, axes: dict[str, int], scope: Scope, repeats: bool = False
+) -> jax.Array:
+    total = _compat.as_varying(total, tuple(axes))
+    return all_reduce(ReduceOp.SUM, total, axis_name, scope=scope.exactly, repeats=repeats)
+
+
+def _with_axes(
+    tree: Any, leaves: list[tuple[str, jax.Array]], axes: dict[str, int], caller: str
+) -> list[tuple[jax.Array, tuple[str, ...]]]:
+    """Pair each leaf with the axes along which replicas hold, or may hold, different parts of it.
+
+    Types say so where JAX tracks them. Where it does not, only the parts of `Shards` are sharded if
+    the tree has any; otherwise every leaf counts as sharded.
+    """
+    _check_axes_of_shards(tree, axes, caller)
+    in_shards = axes_of_shards(tree)
+    untyped = [a for a in axes if not _compat.tracks_variance(a)]
+    arrays = []
+    for (_, x), shard_axes in zip(leaves, in_shards, strict=True):
+        assumed = shard_axes if any(in_shards) else untyped
+        varying = _compat.varying_axes(x)
+        over = tuple(a for a in axes if a in varying or a in assumed)
+        arrays.append((x, over))
+    if any(in_shards):
+        whole = {name: x for (name, x), (_, over) in zip(leaves, arrays, strict=True) if not over}
+        first, over = arrays[0]
+        arrays[0] = checked_same(first, whole, axes, caller), over
+    return arrays
+
+
+def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
+    """Raise an error for Shards along mapped axes that the call does not name."""
+    for path, x in flattened(tree, is_shards)[0]:
+        if is_shards(x) and x.parts and set(x.axes) & set(_compat.axes_in_scope()) - set(axes):
+            raise ValueError(_PART.format(caller=caller, leaf=where(path), axes=listed(x.axes)))
+
+
+def _counted_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) -> jax.Array:
+    """Return `square` on the first of the replicas that hold the same leaf, 0 on the others."""
+    same = tuple(a for a in axes if a not in over)
+    return jnp.where(lax.axis_index(same) == 0, square, 0) if same else square
+
+
+def _squared(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(jnp.abs(x.astype(wide(x.dtype)))))
+
+
+def _added(numbers: Sequence[jax.Array]) -> jax.Array:
+    widest = np.result_type(np.float32, *(x.dtype for x in numbers))
+    return sum((x.astype(widest) for x in numbers), jnp.zeros((), widest))
+
+
+def _arrays(tree: Any, caller: str) -> list[tuple[str, jax.Array]]:
+    """Return the leaves as arrays of numbers, with their paths."""
+    arrays = []
+    for path, leaf in flattened(tree, is_sparse)[0]:
+        if is_sparse(leaf):
+            raise ValueError(
+                f"`{caller}`: {where(path)} is an IndexedSlices, in which several rows may be "
+                "parts of one row; pass its `to_dense()`."
+            )
+        dtype = dtype_of(leaf)
+        if dtype is None or not jnp.issubdtype(dtype, np.number):
+            got = type(leaf).__name__ if dtype is None else dtype
+            raise ValueError(f"`{caller}`: {where(path)}: expected numbers, got {got}.")
+        arrays.append((path, jnp.asarray(leaf)))
+    return arrays

@@ -1,1 +1,0 @@
-"""Reads compiled programs and profiles. Changes nothing, runs nothing."""

@@ -1,0 +1,138 @@
+"""A forward dataflow analysis of a jaxpr; the fact about each value is a set of bits."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from jaxcoll._proof.subjaxprs import called, carry_of, ends_in_error, jaxpr_of, root_solver
+
+
+def union(facts: Iterable[int]) -> int:
+    """Return the union of facts: of a value that is one of several, or computed from them."""
+    return functools.reduce(operator.or_, facts, 0)
+
+
+class Dataflow:
+    """Computes a fact about each value, an integer of bits, from the facts about the inputs.
+
+    A subclass defines the effect of one equation. This class reads calls, loops and branches, each
+    program once for the same facts of its inputs. The fact about a loop's carry holds in every
+    iteration: bits are only added, so that the analysis ends.
+    """
+
+    def __init__(self) -> None:
+        # From a program's id and the facts of its inputs to the program, kept alive for its id, and
+        # the facts of its outputs
+        self._read: dict[Any, tuple[Any, list[int]]] = {}
+
+    def outputs(self, program: Any, inputs: Sequence[int]) -> list[int]:
+        """Return the facts of a program's outputs."""
+        jaxpr: Jaxpr = jaxpr_of(program)
+        key = id(jaxpr), tuple(inputs)
+        if key not in self._read:
+            facts: dict[Any, int] = {var: self.captured(var) for var in jaxpr.constvars}
+            facts.update(zip(jaxpr.invars, inputs, strict=True))
+            for eqn in jaxpr.eqns:
+                ins = [0 if isinstance(x, Literal) else facts[x] for x in eqn.invars]
+                facts.update(zip(eqn.outvars, self.equation(eqn, ins, jaxpr), strict=True))
+            outs = [0 if isinstance(x, Literal) else facts[x] for x in jaxpr.outvars]
+            self._read[key] = jaxpr, outs
+        return self._read[key][1]
+
+    def forget(self) -> None:
+        """Read programs anew, after a fact changed that is none of their inputs."""
+        self._read.clear()
+
+    def captured(self, var: Any) -> int:
+        """Return the fact of a constant of a program."""
+        raise NotImplementedError
+
+    def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
+        """Return the facts of an equation's results, from those of its operands."""
+        raise NotImplementedError
+
+    def chosen(self, by: int, fact: int, eqn: JaxprEqn) -> int:
+        """Return the fact of a value that depends on a condition with the fact `by`."""
+        raise NotImplementedError
+
+    def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn, ins: Sequence[int]) -> None:
+        """Check the programs of a branch or loop, whose condition has the fact `by`."""
+        raise NotImplementedError
+
+    def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
+        """Return the facts of the results of an equation that runs programs in an unknown way."""
+        raise NotImplementedError
+
+    def inside(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
+        """Return the facts of the results of an equation that runs programs."""
+        name = eqn.primitive.name
+        if name == "scan":
+            body, first, carried = carry_of(eqn)
+            return self._loop(body, ins, first, carried)
+        if name == "while":
+            return self._while(eqn, ins)
+        if name == "cond":
+            by, *operands = ins
+            branches = [*map(jaxpr_of, eqn.params["branches"])]
+            self.decided(by, branches, eqn, ins)
+            # After a branch that raises there is no value: it is that of the other branches.
+            branches = [b for b in branches if not ends_in_error(b)] or branches
+            outs = zip(*(self.outputs(branch, operands) for branch in branches), strict=True)
+            facts = [*map(union, outs)]
+            return [
+                fact if _hands_on(branches, k) else self.chosen(by, fact, eqn)
+                for k, fact in enumerate(facts)
+            ]
+        if name == "custom_linear_solve":
+            # It runs one of its programs; the others are for its derivatives.
+            lengths, solvers = eqn.params["const_lengths"], eqn.params["jaxprs"]
+            first = sum(lengths[: solvers._fields.index("solve")])
+            operands = [*ins[first : first + lengths.solve], *ins[sum(lengths) :]]
+            return self.outputs(solvers.solve, operands)
+        if (solve := root_solver(eqn)) is not None:
+            return self.outputs(solve, ins[: len(solve.invars)])
+        body = called(eqn)
+        return self.opaque(eqn, ins) if body is None else self.outputs(body, ins)
+
+    def _loop(self, body: Any, ins: list[int], first: int, carried: int) -> list[int]:
+        """Return the facts of a loop body's outputs after any number of iterations."""
+        end = first + carried
+        while True:
+            outs = self.outputs(body, ins)
+            carry = [*map(union, zip(ins[first:end], outs, strict=False))]
+            if carry == ins[first:end]:
+                return [*carry, *outs[carried:]]
+            ins = [*ins[:first], *carry, *ins[end:]]
+
+    def _while(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
+        count, condition = eqn.params["cond_nconsts"], eqn.params["cond_jaxpr"]
+        body, first, carried = carry_of(eqn)
+        of_condition, ins = ins[:count], ins[count:]
+        pairs = zip(jaxpr_of(body).invars[first:], jaxpr_of(body).outvars, strict=True)
+        changes = [a is not b for a, b in pairs]
+        while True:
+            carry = self._loop(body, ins, first, carried)
+            (until,) = self.outputs(condition, [*of_condition, *carry])
+            # If the number of iterations differs, so does every value that an iteration changes.
+            chosen = [
+                self.chosen(until, fact, eqn) if change else fact
+                for fact, change in zip(carry, changes, strict=True)
+            ]
+            if chosen == carry:
+                self.decided(until, [body, condition], eqn, [*of_condition, *ins])
+                return carry
+            ins = [*ins[:first], *chosen]
+
+
+def _hands_on(branches: Sequence[Jaxpr], k: int) -> bool:
+    """True if output `k` is the same operand in every branch, unchanged."""
+    places = {
+        next((i for i, var in enumerate(branch.invars) if var is branch.outvars[k]), None)
+        for branch in branches
+    }
+    return None not in places and len(places) == 1

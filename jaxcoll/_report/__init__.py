@@ -1,0 +1,1 @@
+"""A program as a report: requested, compiled, predicted and measured collectives."""

@@ -1,0 +1,127 @@
+"""Report a hang of any JAX program of several processes: who waits, for whom, and where.
+
+JAX is imported after the program has imported it, because it then reads its settings from the
+environment, which the program may set.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxcoll._job.stacks import OURS
+from jaxcoll._report.hang.report import say
+from jaxcoll._report.profile.shield import Shield
+
+EXIT_STATUS = 124
+"""The exit status of a program that is ended because it hangs, as `timeout` has."""
+
+_POLL_SECONDS = 0.02
+_LONGEST_BEAT = 0.5
+_MOST_FAILURES = 10  # in a row: a thread may change while it is looked at
+_LONGEST_PAUSE = 1.0  # of this thread on a loaded machine
+_END_SECONDS = 2.0
+
+
+class HangWatch(threading.Thread):
+    """A thread that looks where this process is, and reports hangs of its job.
+
+    Nothing that it does can raise into the program.
+
+    Args:
+      seconds: how long a process may wait for others.
+      end: end this process after its report, with `EXIT_STATUS`.
+    """
+
+    def __init__(self, seconds: float, *, end: bool = False) -> None:
+        self._shield = Shield()
+        super().__init__(target=self._shield(self._watch), name=f"{OURS}hang", daemon=True)
+        self._limit, self._end = seconds, end
+        self._over = threading.Event()
+        self._at_exit = self._shield(self.close)
+        self._calls: Any = None  # these classes are imported after JAX
+        self._here: Any = None
+
+    def start(self) -> None:
+        """Start the thread. If it comes before JAX, the exit of the program is watched as well."""
+        atexit.register(self._at_exit)  # Python calls it after what is registered later
+        super().start()
+
+    def _watch(self) -> None:
+        """Look again and again, once the program has imported JAX."""
+        if self._until(has_imported_jax):
+            self._shield(self._look)()
+        if not self._over.is_set():
+            say(f"hangs are no longer reported: {self._shield.notes[-1]}")
+
+    def _look(self) -> None:
+        from jaxcoll._report.profile.calls import Calls
+
+        self._calls = calls = Calls(Shield())
+        beat = min(_LONGEST_BEAT, self._limit / 10)
+        self._shield(calls.start)()
+
+        from jaxcoll._compat.settings import has_backend
+        from jaxcoll._report.hang.process import HangProcess
+
+        if not self._until(has_backend):
+            return
+        self._here = HangProcess(self._limit, beat, calls, self._shield)
+        failed = object()
+        look, failures = self._shield(self._here.beat, failed), 0
+        now = before = time.monotonic()
+        while failures < _MOST_FAILURES and not self._over.is_set():
+            found = look(now)
+            if found is True and self._end:
+                os._exit(EXIT_STATUS)
+            failures = failures + 1 if found is failed else 0
+            self._over.wait(beat)
+            # While the process was suspended, it did not wait.
+            passed = time.monotonic() - before
+            before += passed
+            now += min(passed, 2 * beat + _LONGEST_PAUSE)
+
+    def _until(self, condition: Callable[[], bool]) -> bool:
+        while not condition():
+            if self._over.wait(_POLL_SECONDS):
+                return False
+        return True
+
+    def is_alone(self) -> bool:
+        """Return whether this process has joined no job of several processes."""
+        from jaxcoll._compat.coordination import store
+
+        has_joined = self._here is not None and self._here.peers is not None
+        return not has_joined and getattr(store(), "processes", 1) == 1
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        if self._calls is not None:
+            self.join(_END_SECONDS)
+            self._calls.stop()  # it may have begun after Python's end did
+        if self._here is not None:
+            self._here.close()
+
+
+def has_imported_jax() -> bool:
+    """Return whether this process has imported JAX, to the end."""
+    spec = getattr(sys.modules.get("jax"), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
+
+
+_watch: HangWatch | None = None
+
+
+def report_hangs(seconds: float, *, end: bool = False) -> HangWatch:
+    """Start to report hangs, unless this process does so already."""
+    global _watch
+    if _watch is None:
+        _watch = HangWatch(seconds, end=end)
+        _watch.start()
+    return _watch

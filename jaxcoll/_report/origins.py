@@ -1,0 +1,203 @@
+"""Match each compiled collective to the requested ones that it carries out."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from jaxcoll._hlo.collective import Collective, Groups
+from jaxcoll._plan.scope_names import names
+
+By = Literal["name", "order", ""]
+
+
+class Origin(NamedTuple):
+    """The requested collectives that a compiled one carries out."""
+
+    requested: tuple[int, ...] = ()  # their positions; () if none is known
+    by: By = ""
+    repeats: bool = False  # a copy of another compiled collective, as in an unrolled loop
+
+
+def find_origins(requested: Sequence[Collective], compiled: Sequence[Collective]) -> list[Origin]:
+    """Match each compiled collective to requested ones, by the scope names that compilers keep.
+
+    A requested collective is matched to no more elements than it has, except by copies that bear
+    its name. Collectives of the same kind and groups are matched first, and within these,
+    collectives in loops to collectives in loops.
+    """
+    by_name: dict[str, list[int]] = defaultdict(list)
+    for i, r in enumerate(requested):
+        by_name[r.op_name].append(i)
+    unmatched = [_size(r) for r in requested]  # elements not matched yet
+    pools: list[list[_Pool]] = [[] for _ in requested]  # those that contain each
+
+    @functools.cache
+    def find_named(op_name: str) -> list[int]:
+        """Return the requested collectives that share a name with a compiled one."""
+        found: set[int] = set()
+        for name in dict.fromkeys(names(op_name)):
+            parts = name.split("/")
+            # Compiled names begin with the callers' scopes: any suffix may be the requested name.
+            for start in range(len(parts)):
+                found.update(by_name.get("/".join(parts[start:]), ()))
+        return sorted(found)
+
+    @functools.cache
+    def find_pool(
+        op_name: str, kind: str, groups: frozenset[tuple[int, ...]] | None, in_loop: bool | None
+    ) -> _Pool:
+        """Return what remains of a kind and groups, or without groups of all other kinds."""
+        fits = [
+            i
+            for i in find_named(op_name)
+            for r in [requested[i]]
+            if (r.kind != kind if groups is None else r.kind == kind and _members(r) == groups)
+            and (in_loop is None or bool(r.loops) == in_loop)
+        ]
+        pool = _Pool(fits, requested, unmatched)
+        for i in fits:
+            pools[i].append(pool)
+        return pool
+
+    origins = [Origin() for _ in compiled]
+    for is_alike, minds_loops in ((True, True), (True, False), (False, True), (False, False)):
+        for k, c in enumerate(compiled):
+            if origins[k].requested or not requested:
+                continue
+            groups, in_loop = (
+                _members(c) if is_alike else None,
+                bool(c.loops) if minds_loops else None,
+            )
+            chosen, is_certain = find_pool(c.op_name, c.kind, groups, in_loop).choose(c)
+            if chosen:
+                origins[k] = Origin(tuple(sorted(chosen)), "name" if is_certain else "order")
+            needed = _size(c)
+            for i in chosen:
+                before = unmatched[i]
+                unmatched[i] -= min(before, needed)
+                needed -= before - unmatched[i]
+                for pool in pools[i]:
+                    pool.update(i, before)
+
+    @functools.cache
+    def find_copied(op_name: str, kind: str) -> tuple[tuple[int, ...], int]:
+        found = tuple(i for i in find_named(op_name) if requested[i].kind == kind)
+        return found, sum(_size(requested[i]) for i in found)
+
+    # An unmatched collective whose name is already matched is a copy.
+    for k, c in enumerate(compiled):
+        if not origins[k].requested:
+            copied, size = find_copied(c.op_name, c.kind)
+            if copied and size >= _size(c):
+                origins[k] = Origin(copied, "name", repeats=True)
+    return origins
+
+
+class _Pool:
+    """Requested collectives that a compiled one may carry out, by their unmatched elements."""
+
+    def __init__(
+        self, members: Sequence[int], requested: Sequence[Collective], unmatched: Sequence[int]
+    ) -> None:
+        self._members, self._requested, self._unmatched = members, requested, unmatched
+        self._first = 0  # of the members that have elements left
+        self._total = 0
+        self._by_size: dict[int, list[int]] = defaultdict(list)  # a heap, with some that are past
+        # How many there are of each size and of each look; equal looks are interchangeable
+        self._looks: dict[int, Counter] = defaultdict(Counter)
+        for i in members:
+            self._add(i)
+
+    def _add(self, i: int) -> None:
+        size = self._unmatched[i]
+        if size:
+            self._total += size
+            heapq.heappush(self._by_size[size], i)
+            self._looks[size][self._look(i)] += 1
+
+    def _look(self, i: int) -> tuple:
+        r = self._requested[i]
+        return r.op_name, r.source, r.operands
+
+    def update(self, i: int, before: int) -> None:
+        """Take note that member `i` had `before` unmatched elements."""
+        if before and before != self._unmatched[i]:
+            self._total -= before
+            looks = self._looks[before]
+            looks[self._look(i)] -= 1
+            if not looks[self._look(i)]:
+                del looks[self._look(i)]
+            if not looks:
+                del self._looks[before]
+            self._add(i)
+
+    def _remaining(self) -> Iterator[int]:
+        members, unmatched = self._members, self._unmatched
+        while self._first < len(members) and not unmatched[members[self._first]]:
+            self._first += 1
+        return (members[k] for k in range(self._first, len(members)) if unmatched[members[k]])
+
+    def _take(self, size: int, most: int) -> list[int]:
+        """Return the first members with `size` elements."""
+        heap, taken = self._by_size[size], []
+        while heap and len(taken) < most:
+            i = heapq.heappop(heap)
+            if self._unmatched[i] == size:
+                taken.append(i)
+        for i in taken:
+            heapq.heappush(heap, i)
+        return taken
+
+    def choose(self, c: Collective) -> tuple[list[int], bool]:
+        """Choose members whose elements add up to `c`'s; False if others fit as well."""
+        total = _size(c)
+        # All of them together have exactly as many elements: no other choice is possible.
+        if self._total == total:
+            return list(self._remaining()), True
+        wanted = Counter(operand.size for operand in c.operands)
+        chosen = [i for size, n in wanted.items() for i in self._take(size, n)]
+        if sum(self._unmatched[i] for i in chosen) == total:
+            return chosen, all(
+                looks.total() == n or len(looks) == 1
+                for size, n in wanted.items()
+                for looks in [self._looks.get(size, Counter())]
+            )
+        if chosen := self._find_neighbours(total):
+            return chosen, False
+        larger = [size for size in self._looks if size > total]  # `c` may be a part of one of these
+        parts = sorted(i for size in larger for i in self._take(size, 2))
+        return parts[:1], len(parts) == 1
+
+    def _find_neighbours(self, total: int) -> list[int]:
+        """Return neighbours with `total` elements, which compilers combine."""
+        if min(self._looks, default=total + 1) > total:
+            return []
+        # All sizes are above 0, so a sliding window finds every range that adds up to `total`.
+        window: deque[int] = deque()
+        spent = 0
+        for i in self._remaining():
+            window.append(i)
+            spent += self._unmatched[i]
+            while spent > total:
+                spent -= self._unmatched[window.popleft()]
+            if spent == total:
+                return list(window)
+        return []
+
+
+def _members(c: Collective) -> frozenset[tuple[int, ...]]:
+    """Return the groups, regardless of the order of groups and of devices in them."""
+    return _as_sets(c.groups, c.kind == "collective-permute")
+
+
+@functools.lru_cache(256)
+def _as_sets(groups: Groups, is_ordered: bool) -> frozenset[tuple[int, ...]]:
+    return frozenset(groups if is_ordered else (tuple(sorted(group)) for group in groups))
+
+
+def _size(c: Collective) -> int:
+    return sum(operand.size for operand in c.operands)

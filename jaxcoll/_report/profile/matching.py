@@ -1,0 +1,95 @@
+"""Find the executions of each compiled program in a profile, and say what was not found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from jaxcoll._report.profile.backends import Backend, Executions, Program
+from jaxcoll._report.profile.event_names import DONE, START, WHOLE, EventNames, event_names
+from jaxcoll._report.profile.profile import Compiled, Profile
+from jaxcoll._report.profile.rank_times import required
+from jaxcoll._report.report import Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A compiled program that executions may belong to."""
+
+    report: Report
+    program: Compiled
+    numbers: frozenset[int]  # of its executions' programs; empty if not certain
+
+    @functools.cached_property
+    def names(self) -> EventNames:
+        """The names of its collectives in profiles."""
+        collectives = [row.compiled for row in self.report.rows]
+        return event_names(self.program.text, collectives, self.program.wrapped)
+
+    def missing(self, names: Iterable[str], backend: Backend) -> list[int]:
+        """Return the collectives of each run that no executions of these names are."""
+        seen = {self.names.collectives.get(name) for name in names}
+        return [
+            k
+            for k in required(self.report.rows)
+            if (k, WHOLE) not in seen
+            and ((k, START) not in seen or not (backend.runs_kernels or (k, DONE) in seen))
+        ]
+
+
+def match_programs(
+    candidates: Mapping[str, Candidate], profile: Profile
+) -> tuple[dict[str, Executions], list[str]]:
+    """Return each program's executions, and notes on what is ambiguous or missing.
+
+    A program is identified by its name and its collectives. If several match, its number decides,
+    unless one of that name has an unknown number: one from the persistent cache has another's. If
+    none matches, collectives are missing, and its number must fit.
+    """
+    missing: dict[Program, dict[str, list[int]]] = {}
+    for program, columns in profile.executions.items():
+        names = [columns.names[k] for k in np.unique(columns.name).tolist()]
+        alike = {
+            k: c.missing(names, profile.backend)
+            for k, c in candidates.items()
+            if c.report.name == program[0]
+        }
+        whole = {k: left for k, left in alike.items() if not left}
+        numbers = {k: candidates[k].numbers for k in alike}
+        parts = {k: left for k, left in alike.items() if not numbers[k] or program[1] in numbers[k]}
+        missing[program] = whole or parts
+    unsure = {
+        module
+        for (module, number), keys in missing.items()
+        if keys and not any(number in candidates[key].numbers for key in keys)
+    }
+    found: dict[str, list[Executions]] = defaultdict(list)
+    notes: dict[str, None] = {}
+    for (module, number), left in missing.items():
+        keys = list(left)
+        if len(keys) > 1:
+            keys = [k for k in keys if number in candidates[k].numbers and module not in unsure]
+            if len(keys) != 1:
+                note = "and the profile does not tell them apart: they were not measured."
+                notes[f"several programs are called {module}, {note}"] = None
+        if len(keys) == 1:
+            rows = candidates[keys[0]].report.rows
+            found[keys[0]].append(profile.executions[module, number])
+            if lost := [rows[k].compiled.name for k in left[keys[0]]]:
+                some = ", ".join(lost[:3]) + ", …" * (len(lost) > 3)
+                notes[
+                    f"{module}: {len(lost)} of its {len(rows)} collectives have no event, or no "
+                    f"end, in the profile, and no time here ({some}): {profile.backend.advice}."
+                ] = None
+    return {key: _joined(parts) for key, parts in found.items()}, list(notes)
+
+
+def _joined(parts: Sequence[Executions]) -> Executions:
+    if len(parts) == 1:
+        return parts[0]
+    columns = (np.concatenate(column) for column in zip(*(part[1:] for part in parts), strict=True))
+    return Executions(parts[0].names, *columns)

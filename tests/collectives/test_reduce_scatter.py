@@ -1,0 +1,221 @@
+"""reduce_scatter and the all_gather of its Shards: together an all_reduce, each half by itself."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    OPTIONS,
+    RUNNERS,
+    assert_trees_equal,
+    gaussian,
+    grid,
+    lowered,
+    mapped,
+    per_replica,
+    plans_of,
+    rows,
+    run,
+    tree,
+)  # fmt: skip
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxcoll as jc
+from jaxcoll._collectives.parts import sharded_leaves
+from jaxcoll._plan.packs.shard_layout import layout_of
+
+P = PartitionSpec
+HALVES = ("auto", "packed", "ring", "halving_doubling", "shuffle")
+CASES = [
+    ("vmap", 3, ("auto", "ring")), ("pmap", 3, ("packed", "halving_doubling")),
+    ("unchecked", 3, ("auto", "shuffle")), *(("checked", n, HALVES) for n in (1, 7, 8)),
+]  # fmt: skip
+
+
+def both(op, options=None):
+    scatter = functools.partial(jc.reduce_scatter, op, axis_name="data", options=options)
+    return lambda v: jc.all_gather(scatter(v), "data", options=options)
+
+
+@pytest.mark.parametrize(("runner", "n", "names"), CASES)
+def test_the_halves_together_are_an_all_reduce_of_any_tree(runner, n, names):
+    def f(v):
+        found = [both("sum", OPTIONS[name])(v) for name in names]
+        return found, jc.all_reduce("sum", v, "data")
+
+    found, want = run(runner, f, n, tree(n))  # small integers and halves: sums of them are exact
+    for got in found:
+        assert_trees_equal(got, want)
+
+
+def test_means_have_the_types_of_all_reduce_and_float16_does_not_overflow():
+    value = {**tree(4), "bytes": rows(4, 3, dtype=np.int8), "huge": np.full((4, 5), 4e4, "f2")}
+    f = lambda v: (both("mean")(v), jc.all_reduce("mean", v, "data"))
+    got, want = run("checked", f, 4, value)
+    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), got, want)
+    assert got["huge"].max() == 4e4
+
+
+@pytest.mark.parametrize(
+    ("runner", "name"),
+    [*((runner, "auto") for runner in RUNNERS), ("checked", "ring"), ("unchecked", "shuffle")],
+)
+def test_each_half_is_the_transpose_of_the_other(runner, name):
+    """y = gather(2 scatter(x)) · c with another x and c on each replica."""
+    n, options = 3, OPTIONS[name]
+
+    def grads(x, c):
+        def loss(v):
+            shards = jc.reduce_scatter("mean", {"v": v}, "data", options=options)
+            doubled = jax.tree.map(lambda part: 2 * part, shards)
+            return jnp.sum(jc.all_gather(doubled, "data", options=options)["v"] * c)
+
+        return jax.grad(loss)(x)
+
+    c = rows(n, 5, 7)
+    got = per_replica(runner, grads, n, rows(n, 5, 7, seed=1), c)
+    for i in range(n):
+        np.testing.assert_allclose(got[i], 2 * np.asarray(c).sum(0) / n, rtol=1e-6)
+
+
+def test_each_replica_has_as_much_and_little_of_it_is_padding():
+    n, value = 8, {"w": rows(8, 300, 40), "b": rows(8, 77), "h": rows(8, 9, dtype=np.float16)}
+    shards = per_replica("checked", lambda v: jc.reduce_scatter("sum", v, "data"), n, value)
+    assert isinstance(shards, jc.Shards)
+    assert [(p.shape, p.dtype.name) for p in shards.parts] == [
+        ((8, 12, 128), "float32"), ((8, 1, 128), "float16")
+    ]  # fmt: skip
+    assert shards.layout.nbytes == (12 * 4 + 2) * 128
+    whole = np.asarray(shards.parts[0]).reshape(-1)
+    np.testing.assert_array_equal(whole[:77], np.asarray(value["b"]).sum(0))
+    np.testing.assert_array_equal(whole[77 : 77 + 12000], np.asarray(value["w"]).sum(0).reshape(-1))
+    assert not whole[77 + 12000 :].any()
+    # The layout is a value: made from shapes alone it is the same, and a static argument.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), value)
+    again = layout_of(*sharded_leaves(shapes, {"data": n}, "test"), n)
+    assert again == shards.layout
+    assert hash(again) == hash(shards.layout)
+    assert repr(again) == "ShardLayout(3 leaves in 2 packs, 8 shards each)"
+
+
+def test_rows_stay_reduce_scatters_and_nothing_else_is_sent():
+    value = {"w": rows(8, 64, 128), "b": rows(8, 10)}
+    options = jc.CommunicationOptions(bytes_per_pack=1000)
+    requested = lowered(both("mean", options), 8, value)
+    text = requested.as_text()
+    assert text.count('"stablehlo.reduce_scatter"') == text.count('"stablehlo.all_gather"') == 2
+    assert "(tensor<8x8x128xf32>) -> tensor<1x8x128xf32>" in text  # no flat buffer: see the docs
+    assert "all_reduce" not in text
+    compiled = requested.compile().as_text()
+    assert " reduce-scatter(" in compiled
+    assert " all-reduce(" not in compiled
+
+
+def test_over_two_axes_the_parts_are_in_the_order_of_the_replicas():
+    axes, x = ("node", "data"), rows(8, 2000)
+    algorithms = ("native/native", "ring/halving_doubling", "shuffle/native")
+
+    def f(v):
+        found = []
+        for options in (jc.CommunicationOptions(algorithm=a) for a in algorithms):
+            shards = jc.reduce_scatter("sum", v[0], axes, options=options)
+            found.append((shards.parts[0], jc.all_gather(shards, axes, options=options)))
+        return found
+
+    outs = [(P(axes), P())] * len(algorithms)
+    for parts, whole in mapped(f, P(axes), outs, grid(2, 4))(x):
+        np.testing.assert_array_equal(whole, np.asarray(x).sum(0))
+        np.testing.assert_array_equal(np.asarray(parts).reshape(-1)[:2000], np.asarray(x).sum(0))
+
+
+def test_reproducible_sums_have_the_same_bits_by_every_algorithm_and_packing():
+    value = {"a": gaussian(8, 999), "b": rows(8, 5)}
+    asked = [{}, {"bytes_per_pack": 64}, {"algorithm": "shuffle"}]
+    options = [jc.CommunicationOptions(reproducible=True, **more) for more in asked]
+
+    def f(v):
+        want = jc.all_reduce("mean", v, "data", options=options[0])
+        return want, [both("mean", o)(v) for o in options]
+
+    want, found = run("checked", f, 8, value)
+    for got in found:
+        assert_trees_equal(got, want)
+
+
+def test_the_plan_is_what_is_carried_out_and_half_of_an_all_reduce():
+    value = {"w": np.ones((64, 128), "f"), "b": np.ones(10, np.float16)}
+    options = jc.CommunicationOptions(algorithm="rechd", bytes_per_pack=1 << 12)
+    step = jc.data_parallel(
+        lambda t, x: both("mean")(jax.tree.map(lambda y: x.sum().astype(y.dtype) * y, t)),
+        options=options,
+    )
+    scatter, gather = plans_of(step, value, np.ones(8, "f"))
+    kinds = ("reduce_scatter", "all_gather")
+    asked = [jc.plan(value, axis_size=8, options=options, collective=kind) for kind in kinds]
+    for made, plan in zip((scatter, gather), asked, strict=True):
+        assert made.packs == plan.packs
+        assert made.reasons == plan.reasons
+        assert made.name == plan.name
+        assert made.wire_bytes == plan.wire_bytes
+        assert plan.steps == 2 * 3
+    whole = jc.plan({"w": value["w"]}, axis_size=8)
+    half = jc.plan({"w": value["w"]}, axis_size=8, collective="reduce_scatter")
+    assert whole.wire_bytes == 2 * half.wire_bytes
+    assert half.steps == 1
+    assert "reduce_scatter MEAN of 1 leaf," in str(half)
+    assert "the compiler's own reduce-scatter and all-gather, carried by memory" in str(half)
+    assert str(asked[1]).startswith("all_gather of 2 leaves")
+    asked = {"topology": "h100:8", "options": options}
+    there = [jc.plan(value, collective=kind, **asked) for kind in ("all_reduce", *kinds)]
+    whole, scatter_seconds, gather_seconds = (plan.predicted.seconds for plan in there)
+    assert 0 < gather_seconds < scatter_seconds < whole
+    report = str(jc.inspect(step, value, np.ones(8, "f")))
+    assert f"pack 1 of {scatter.name} (['w'])" in report
+    assert f"pack 0 of {gather.name} (['b'])" in report
+
+
+def of_rows(f):
+    return lambda: per_replica("checked", f, 2, rows(2))
+
+
+def bad(leaf, **asked):
+    options = jc.CommunicationOptions(**asked)
+    return of_rows(lambda v: jc.reduce_scatter("sum", {"s": leaf(v)}, "data", options=options))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (bad(lambda v: jc.IndexedSlices(v[None, None], jnp.zeros(1, int), (3, 1))),
+         r"`reduce_scatter` cannot cut leaf \['s'\] in shards: .* IndexedSlices. Call its `to_dense"),
+        (bad(lambda v: "x"), r"leaf \['s'\] in shards: expected an array or a number, got str"),
+        (bad(lambda v: jax.random.key(0)), r"leaf \['s'\] in shards: key<fry> holds no numbers"),
+        (bad(lambda v: v > 0), r"`reduce_scatter` cannot reduce leaf \['s'\]: booleans have no sum"),
+        (bad(lambda v: v, shards=2), r"one shard for each replica, and `shards=2`"),
+        (lambda: mapped(
+            lambda v: jc.all_gather(jc.reduce_scatter("sum", v, ("node", "data")), "data"),
+            P(("node", "data")), mesh=grid(2, 4))(np.ones(8, "f")),
+         r"over 'data' \(size 4\) got Shards of 8 replicas over 'node', 'data'"),
+        (lambda: jc.plan(np.ones(3), axis_size=2, collective="psum"),
+         r"`collective` must be 'all_reduce', 'reduce_scatter' or"),
+        (of_rows(lambda v: jc.all_gather(jc.reduce_scatter("sum", v, "data"), "data", axis=1)),
+         r"`all_gather` of Shards returns the whole tree, .* `axis` \(1\)"),
+        (of_rows(lambda v: jc.reduce_scatter("mean", {"w": jnp.ones(3), "v": v}, "data")),
+         r"leaf \['w'\] is already the same .* count it 2 times.*reduced=True.*scatter=True"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused_by_its_path(call, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        call()
+    assert isinstance(caught.value, jc.errors.AlreadyReducedError) == ("already" in words)
+
+
+def test_a_leaf_sharded_over_an_axis_that_is_not_mapped_is_refused():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.device_put(np.ones((2, 8), "f"), jax.NamedSharding(mesh, P("data", "model")))
+    f = lambda v: jc.reduce_scatter("sum", v, "data").parts[0]
+    with pytest.raises(ValueError, match=r"the value in shards: it is sharded over another axis"):
+        mapped(f, outs=P("data"), mesh=mesh, axis_names={"data"})(x)

@@ -1,0 +1,123 @@
+"""Programs that hang in many ways, each under `jaxcoll launch --hang-seconds`: who is named?
+
+    python -m tests.hang.campaign [--only WORDS] [--processes 2,4] [--styles jit,pmap] [--times N]
+
+Prints one line for each run, and ends with the number of those that named nobody, or the wrong
+process, or that reported a hang where there was none.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("hang_program.py")
+STYLES = "jit", "shard_map", "pmap", "flax"
+LIMIT = 4.0
+
+# What a report must say of the process that is missing: its function of hang_program.py, or words.
+LAST = {
+    "sleep": "in sleep:", "loop": "in loop:", "lock": "in lock:", "queue": "in get:",
+    "subprocess": "in run_subprocess:", "socket": "in receive:", "input": "in read_input:",
+    "GIL held": "in hold_gil:", "GIL busy": "in compute_with_gil:", "stopped": "is stopped",
+    "raised": "ValueError at hang_program.py", "future": "in future:", "thread": "in join:", "poll": "in fetch:",
+    "event loop": "in event_loop:", "file lock": "in lock_file:", "signal": "in pause:",
+    "loader": "in __next__:", "in a library": "in sort:", "left": "has ended its program",
+    "exit": "in wait_at_exit:", "fewer": "has ended its program", "callback": "in wait_in_callback:",
+    "slow once": "went on", "barrier": "in barrier:",
+}  # fmt: skip
+FIRST = {"stopped 0": "is stopped", "raised 0": "ValueError at hang_program.py",
+         "sleep 0": "in sleep:", "saves": "in save:", "evaluates": "in evaluate_alone:"}  # fmt: skip
+OTHERS = {"more": "has ended its program"}
+NOBODY = {"order": "in different programs", "branch": "branch_step"}
+QUIET = ("none", "all slow", "all load", "all evaluate", "all compile", "all stop", "long program",
+         "one debugs")  # fmt: skip
+LOUD = (*LAST, *FIRST, *OTHERS, *NOBODY)
+
+
+def run(kind, style, processes, limit=LIMIT):
+    """Run a program, and return (what became of it, its output)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    ends = ["--hang-exit"] * (kind in LOUD and kind != "slow once")
+    flags = ["-n", processes, "--hang-seconds", limit, *ends, "--timeout-seconds", 60]
+    command = [sys.executable, "-m", "jaxcoll", "launch", *flags, PROGRAM, kind, style, address]
+    with subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        if kind == "all stop":
+            threading.Timer(3 * limit + 6, _go_on, (address,)).start()
+        output = job.communicate()[0]
+    return judged(kind, style, processes, output), output
+
+
+def judged(kind, style, processes, output):
+    """Return "right", or what is wrong with a report."""
+    reports = re.findall(r"jaxcoll hang:.* and a report: (.*)", output)
+    if kind in QUIET:
+        return "false alarm" if reports else "right" if "ended" in output else "failed"
+    if not reports:
+        return "JAX ended it" if "jaxcoll launch: process" in output else "silent"
+    rows = [json.loads(file.read_text()) for file in sorted(Path(reports[0]).glob("report-*"))]
+    missing, everybody = rows[0]["verdict"]["missing"], [*range(processes)]
+    want, words = {
+        **{k: (everybody[-1:], v) for k, v in LAST.items()},
+        **{k: ([0], v) for k, v in FIRST.items()},
+        **{k: (everybody[:-1], v) for k, v in OTHERS.items()},
+        **{k: (missing, v) for k, v in NOBODY.items()},
+    }[kind]
+    if kind == "callback" and style in ("jit", "flax"):
+        want = [0]
+    if missing != want:
+        return f"wrong: {missing}" if missing else "nobody named"
+    return "right" if words in output else f"without {words!r}"
+
+
+def _go_on(address):
+    """Continue the stopped processes of one job."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if address.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGCONT)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", help="kinds, separated by commas")
+    parser.add_argument("--processes", default="2,4")
+    parser.add_argument("--styles", help="default: each kind takes the next of all four")
+    parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--quiet", action="store_true", help="only programs that do not hang")
+    parser.add_argument("--show", action="store_true", help="print the reports")
+    args = parser.parse_args()
+    kinds = args.only.split(",") if args.only else QUIET if args.quiet else (*LOUD, *QUIET)
+    bad = turn = 0
+    for kind in kinds * args.times:
+        for processes in map(int, args.processes.split(",")):
+            turn += 1
+            styles = args.styles.split(",") if args.styles else [STYLES[turn * 7 // 3 % 4]]
+            for style in styles:
+                began = time.monotonic()
+                result, output = run(kind, style, processes)
+                bad += result not in ("right", "JAX ended it")
+                seconds = time.monotonic() - began
+                print(f"{kind:14} {style:10} {processes}  {result}  ({seconds:.0f} s)", flush=True)
+                if args.show or result not in ("right", "JAX ended it"):
+                    lines = output.splitlines()
+                    print(
+                        "\n".join("    " + x for x in lines if args.show or "hang" in x), flush=True
+                    )
+    print(f"{bad} not right")
+    return bad > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

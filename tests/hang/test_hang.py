@@ -1,0 +1,247 @@
+"""Hang reports: who is named, when nobody is, and that a watched program is not changed."""
+
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from watch import hang_campaign
+
+from jaxcoll._job import stacks
+from jaxcoll._job.stacks import Stacks, called
+from jaxcoll._report.hang.process import HangProcess
+from jaxcoll._report.hang.report import Row, judge, report
+from jaxcoll._report.profile import calls as counting
+from jaxcoll._report.profile.shield import Shield
+
+LIMIT = 10.0
+STEP, PAIR = {"step": 4, "f": 4}, {"pair": 2}
+
+
+def row(rank, kind="program", seconds=LIMIT, **more):
+    program = "step" if kind == "program" else None
+    defaults = {"program": program, "programs": STEP, "devices": 4, "platform": "cpu"}
+    return Row(rank, kind, seconds, **{**defaults, **more})
+
+
+def job(*others, waiting=2, **of_waiting):
+    rows = [row(rank, **of_waiting) for rank in range(waiting)]
+    return {r.rank: r for r in [*rows, *others]}
+
+
+def calls(*names):
+    return {"order": list(names), "calls": {name: names.count(name) for name in names}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "missing"),
+    [
+        (job(row(2, "python", 11.0)), "missing", [2]),
+        (job(row(2, "silent", 0.0)), "missing", [2]),
+        (job(row(2, "callback", 11.0), row(3)), "missing", [2]),
+        (job(row(2, "shutdown", 9.0, ended="")), "missing", [2]),
+        (job(row(2, "unknown", 0.0)), "inside", []),  # nobody can say whether it is there
+        (job(row(2, program="other")), "order", []),
+        (job(row(2, seconds=1.0), seconds=3 * LIMIT), "missing", [2]),
+        (job(row(2), row(3, cpu=0.9)), "missing", [3]),  # it computes, the others do not
+        ({0: row(0, "python", 99.0), 1: row(1, "shutdown"), 2: row(2, "shutdown")}, "missing", [0]),
+        (job(row(2, "python", **calls("step")), **calls("step", "step")), "missing", [2]),
+        (job(row(2, "python", **calls("step")), **calls("step")), "inside", [2]),
+        (job(row(2, **calls("f", "step")), **calls("step", "f")), "order", []),
+        # A program of two devices is waited for by processes that compiled it only
+        (job(row(2, "python"), program="pair", programs=PAIR), "inside", []),
+    ],
+)
+def test_named_process(rows, kind, missing):
+    verdict = judge(rows, LIMIT)
+    assert verdict is not None
+    assert (verdict.kind, verdict.missing) == (kind, missing)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {r: row(r, "python", 99.0) for r in range(3)},
+        {r: row(r, "compile", 99.0) for r in range(3)},
+        {r: row(r, cpu=0.9) for r in range(3)},  # a program that computes for long
+        {r: row(r, seconds=1.0) for r in range(3)},
+        job(row(2, seconds=1.0)),  # it came late
+        job(row(2, "compile")),  # what the others have compiled
+        job(row(2, "debugger", 99.0)),
+        {r: row(r, "shutdown", ended="") for r in range(3)},
+    ],
+)
+def test_nobody_waits_in_vain(rows):
+    assert judge(rows, LIMIT) is None
+
+
+def test_text_of_a_report():
+    here = [["train.py", 7, "main", "step(w, x)", 10.0]]
+    there = [["load.py", 3, "__next__", "self.queue.get()", 11.0]]
+    absent = row(2, "python", 11.0, where=there, pid=5, host="h", **calls("step"))
+    rows = job(absent, where=here, **calls("step", "step"))
+    assert list(report(judge(rows, LIMIT), rows, "Its collective.")) == [
+        "processes 0 and 1 of 3 have waited 10.0 s for process 2.",
+        "  processes 0 and 1: in call 2 of `step`",
+        "    train.py:7 in main: step(w, x)",
+        "    Its collective.",
+        "  process 2 has been in no program for 11.0 s, after 1 call of `step` (pid 5 on h):",
+        "    load.py:3 in __next__: self.queue.get()  (11.0 s)",
+    ]
+
+
+def test_nothing_of_the_users_runs_when_its_frames_are_read():
+    class Trap:
+        @property
+        def step(self):
+            return threading.Event()
+
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+    def wait():
+        trap.step.wait(0.5) or time.sleep(0)
+
+    trap = Trap()
+    thread = threading.Thread(target=wait, name="user")
+    thread.start()
+    time.sleep(0.1)
+    found = [
+        t
+        for t in Stacks().look(0.0, {}, wakes=0)
+        if any(f.f_code.co_name == "wait" for f in t.frames)
+    ]
+    frame = next(f for t in found for f in t.frames if f.f_code is wait.__code__)
+    assert called(frame) == ("trap.step.wait(0.5)", "wait", None)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("wakes", "most", "calls", "since"),
+    [(5, 20, 7, 0.0), (100, 20, 7, 1.0), (5, 20, 8, 1.0), (5, 0, 7, 1.0), (0, 0, 7, 0.0)],
+)
+def test_a_wait_that_looks_for_signals_is_one_wait(monkeypatch, wakes, most, calls, since):
+    over, looks = threading.Event(), iter([0, wakes])
+    thread = threading.Thread(target=over.wait, name="user")
+    thread.start()
+    monkeypatch.setattr(stacks, "_wakes", lambda i: next(looks) if i == thread.native_id else 0)
+    times = iter([0.0, 1.0])
+    monkeypatch.setattr(stacks, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    looked = Stacks()
+    looked.look(0.0, {thread.ident: 7}, wakes=most)
+    threads = looked.look(1.0, {thread.ident: calls}, wakes=most)
+    found = [t for t in threads if any(f.f_locals.get("self") is over for f in t.frames)]
+    over.set()
+    assert [t.since[0] for t in found] == [since]
+
+
+def test_a_compilation_before_a_wait_does_not_count_as_computing(monkeypatch):
+    calls = counting.Calls(Shield())
+    here, looked = HangProcess(LIMIT, 0.5, calls, calls._shield), Stacks()
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    rows = []
+    for now, used in ((0.0, 0.0), (5.0, 4.0), (10.0, 4.0)):
+        monkeypatch.setattr(time, "process_time", lambda used=used: used)
+        threads = looked.look(now, {}, wakes=0)
+        threads[0].since[0] = min(now, 5.0)
+        rows.append(here._row(threads[:1], now, is_asked=True))
+    assert rows[-1].cpu == 0.0
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from Python 3.12 on")
+@pytest.mark.parametrize("fails", [False, True])
+def test_counting_calls_never_raises_into_the_program(monkeypatch, fails):
+    log, other = counting.Calls(Shield()), counting.Calls(Shield())
+    monkeypatch.setattr(counting, "has_backend", lambda: False)
+    if fails:
+        monkeypatch.setattr(counting, "clean", lambda name: 1 / 0)
+    log.start()
+    try:
+        other.start()
+        tools = [tool for tool in range(6) if sys.monitoring.get_tool(tool) == "jaxcoll"]
+        assert len(tools) == 1, "both share it"
+        double = jax.jit(lambda x: 2 * x)
+        compiled = double.lower(1.0).compile()
+        values = [
+            double(1.0), compiled(1.0), jax.grad(jnp.sin)(0.0), jax.vmap(jnp.cos)(jnp.zeros(1))[0],
+            jax.checkpoint(jnp.exp)(0.0), jax.jvp(jnp.sin, (0.0,), (1.0,))[1],
+        ]  # fmt: skip
+    finally:
+        log.stop()
+        other.stop()
+    assert list(map(float, values)) == [2, 2, 1, 1, 1, 1]
+    assert log.are_all == other.are_all != fails
+    assert fails or log.counts["lambda"] >= 2
+    assert log.order == other.order
+    assert sys.monitoring.get_tool(tools[0]) is None
+
+
+PROGRAM = """
+import os, sys
+os.environ["JAX_NUM_CPU_DEVICES"] = "3"
+print(sys.argv[1:], __name__, __file__, file=sys.stderr)
+import jax
+print(jax.device_count())
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end", ["pass", "raise SystemExit(3)", "raise KeyError('x')", "sys.exit('no')"]
+)
+def test_a_watched_program_is_not_changed(tmp_path, end):
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM.format(end=end))
+    watch = ["-m", "jaxcoll", "inspect", "--hang-seconds", "5", "--run"]
+    plain, watched = (
+        subprocess.run([sys.executable, *flags, script, "a"], capture_output=True, text=True)
+        for flags in ([], watch)
+    )
+    line = "jaxcoll hang: nothing was watched, because the program joined no job of several processes.\n"
+    assert watched.stdout == plain.stdout == "3\n"
+    assert watched.stderr == plain.stderr + line * (end == "pass")
+    assert watched.returncode == plain.returncode
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("launch --hang-seconds 0 x.py", "--hang-seconds must be a number above 0; got 0.0."),
+        ("launch --hang-seconds nan x.py", "--hang-seconds must be a number above 0; got nan."),
+        ("launch --hang-exit x.py", "--hang-exit needs --hang-seconds, as in --hang-seconds 60."),
+        ("inspect --hang-seconds 9 x.py:f", "--hang-seconds needs --run"),
+        ("inspect --hang-seconds 9 --measure 3 --run x.py", "leave --measure out"),
+        ("inspect --hang-seconds 9 --run absent.py", "absent.py: No such file or directory."),
+        ("inspect --hang-seconds 9 --run x.py", "the program did not import JAX."),
+        ("launch -n 1 --hang-seconds 9 x.py", "[0] jaxcoll hang: nothing was watched"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, command, line):
+    (tmp_path / "x.py").write_text("print('ran')")
+    command = [sys.executable, "-m", "jaxcoll", *command.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert line in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "style", "processes"),
+    [
+        ("loader", "pmap", 2),
+        ("GIL held", "jit", 2),
+        ("stopped 0", "flax", 3),
+        ("raised", "shard_map", 2),
+        ("poll", "shard_map", 2),  # the other waits in block_until_ready
+        ("order", "jit", 2),
+        ("slow once", "jit", 2),
+        ("all load", "jit", 2),
+        ("one debugs", "shard_map", 2),
+    ],
+)
+def test_a_real_hang_is_named(kind, style, processes):
+    result, output = hang_campaign.run(kind, style, processes)
+    assert result == "right", output

@@ -1,0 +1,427 @@
+"""HLO notations that today's compilers here do not print, and texts that are not in order."""
+
+import re
+
+import pytest
+
+from jaxcoll._hlo.collective import Operand
+from jaxcoll._hlo.hlo import read_hlo
+
+ADD = """\
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+"""
+
+
+AR = "%ar = f32[16,4]{1,0} all-reduce(%x), replica_groups={{0,1}}"
+
+
+def module(*computations, counts="num_partitions=8"):
+    return "\n\n".join([f"HloModule jit_f, is_scheduled=true, {counts}", *computations])
+
+
+def entry(*lines):
+    body = "".join(f"  {line}\n" for line in ("%x = f32[16,4]{1,0} parameter(0)", *lines))
+    return f"ENTRY %main (x: f32[16,4]) -> f32[16,4] {{\n{body}}}\n"
+
+
+def only(text):
+    (found,) = read_hlo(text).collectives
+    return found
+
+
+def test_operands_typed_in_place():
+    text = module(
+        ADD,
+        entry(
+            "ROOT %ar = (f32[2,3]{1,0}, bf16[7]{0}) all-reduce(f32[2,3]{1,0} %p, "
+            "/*index=1*/bf16[7]{0:T(8,128)(2,1)} %q), replica_groups={}, to_apply=%add"
+        ),
+        counts="replica_count=4",
+    )
+    found = only(text)
+    assert found.operands == (Operand("f32", (2, 3)), Operand("bf16", (7,)))
+    assert found.groups == ((0, 1, 2, 3),)
+
+
+@pytest.mark.parametrize(
+    ("ends", "names"),
+    [
+        ({"a": "jit(f)/pack0/psum", "b": "jit(f)/pack1/psum"}, "(jit(f)/pack0/psum:jit(f)/pack1/psum)"),
+        ({"a": "jit(f)/pack0/psum", "b": "jit(f)/pack0/psum"}, "jit(f)/pack0/psum"),
+        ({"a": "jit(f)/add", "b": "jit(f)/reduce_sum"}, ""),
+    ],
+)  # fmt: skip
+def test_a_merged_collective_without_a_name_has_those_of_the_slices_of_its_result(ends, names):
+    slices = [
+        f'%{name} = f32[8,4] fusion(%done), kind=kLoop, calls=%add, metadata={{op_name="{of}"}}'
+        for name, of in ends.items()
+    ]
+    start = "%ar = f32[16,4] all-reduce-start(%x), replica_groups={}, to_apply=%add"
+    done = '%done = f32[16,4] all-reduce-done(%ar), metadata={scheduling_name="done"}'
+    assert only(module(ADD, entry(start, done, *slices))).op_name == names
+    unnamed = [line.partition(", metadata")[0].replace("%", "%s", 1) for line in slices]
+    views = [
+        f'%{name} = f32[32] bitcast(%s{name}), metadata={{op_name="{of}"}}'
+        for name, of in ends.items()
+    ]
+    assert only(module(ADD, entry(start, done, *unnamed, *views))).op_name == names
+
+
+def test_a_collective_without_a_name_does_not_have_that_of_the_next_one():
+    end = "replica_groups={}, to_apply=%add"
+    first, second = f"%a = f32[4] all-reduce(%x), {end}", f"%b = f32[4] all-reduce(%a), {end}"
+    named = f'{second}, metadata={{op_name="jit(f)/pack1/psum"}}'
+    found = read_hlo(module(ADD, entry(first, named))).collectives
+    assert [x.op_name for x in found] == ["", "jit(f)/pack1/psum"]
+    whole = "%t = (f32[4], f32[4]) tuple(%a, %x)"
+    part = '%p = f32[4] get-tuple-element(%t), index=1, metadata={op_name="jit(f)/pack1/psum"}'
+    assert only(module(ADD, entry(first, whole, part))).op_name == "", "nor that of what is beside"
+
+
+def test_a_text_that_is_not_compiled_yet_is_for_as_many_devices_as_is_said():
+    mark = "channel_id=1, use_global_device_ids=true, to_apply=%add"
+    text = module(
+        ADD, entry(f"ROOT %ar = f32[16,4]{{1,0}} all-reduce(%x), replica_groups={{}}, {mark}"),
+        counts="x=1",
+    )  # fmt: skip
+    (found,) = read_hlo(text, devices=8).collectives
+    assert found.groups == (tuple(range(8)),)
+
+
+def test_names_without_percent_signs():
+    text = module(
+        "add {\n  a = f32[] parameter(0)\n  b = f32[] parameter(1)\n  ROOT s = f32[] add(a, b)\n}",
+        "ENTRY main {\n  x.1 = f32[8]{0} parameter(0)\n"
+        "  ROOT ar = f32[8]{0} all-reduce(x.1), channel_id=1, replica_groups=[4,2]<=[8], "
+        "use_global_device_ids=true, to_apply=add\n}",
+    )
+    assert (only(text).operands, only(text).group_size) == ((Operand("f32", (8,)),), 2)
+
+
+def test_a_wrapped_asynchronous_computation():
+    wrapped = (
+        "%wrapped (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %exchange = f32[16,4]{1,0} all-to-all(%p), channel_id=2, "
+        "replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}\n}"
+    )
+    done = "f32[16,4]{1,0} async-done(%start), calls=%wrapped"
+    text = module(
+        wrapped,
+        entry(
+            "%start = ((f32[16,4]{1,0}), f32[16,4]{1,0}, s32[]) async-start(%x), calls=%wrapped",
+            "%going = ((f32[16,4]{1,0}), f32[16,4]{1,0}, s32[]) async-update(%start), "
+            "calls=%wrapped",
+            f"ROOT %done = {done}",
+        ),
+    )
+    found = only(text)
+    assert (found.kind, found.is_async, found.group_size) == ("all-to-all", True, 4)
+
+
+def test_a_start_that_the_compiler_has_made_synchronous():
+    text = module(
+        entry(
+            "%s = f32[16,4]{1,0} all-reduce-start(%x), replica_groups={{0,1}}, channel_id=1, "
+            'use_global_device_ids=true, backend_config={"collective_backend_config":'
+            '{"is_sync":true}}',
+            "ROOT %d = f32[16,4]{1,0} all-reduce-done(%s)",
+        )
+    )
+    assert not only(text).is_async
+
+
+def fusion(name, *lines):
+    return f"%{name} (p: f32[2,4]) -> f32[16,4] {{\n" + "".join(f"  {x}\n" for x in lines) + "}\n"
+
+
+GATHER = (
+    "%{name} = f32[16,4]{{1,0}} all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], "
+    'dimensions={{0}}, use_global_device_ids=true, frontend_attributes={{chain_id="{chain}"}}'
+)
+PART = "%p = f32[2,4]{1,0} parameter(0)"
+
+
+def chain(number, *products):
+    """The fusions of a TPU v5e that start, continue and end an all-gather, and their calls."""
+    starts = [GATHER.format(name=f"ag{number}.{k}", chain=number) for k in range(3)]
+    call = 'custom-call({}), custom_call_target="AsyncCollective{}"'
+    ends = f"ROOT %e{number} = f32[16,4] {call.format(f'%p, %ag{number}.2', 'Done')}"
+    begin = f"ROOT %b{number} = (f32[2,4], u32[]) {call.format(f'%ag{number}.0', 'Start')}"
+    multiply = "%m = f32[2,2] dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+    return (
+        fusion(f"begin{number}", PART, starts[0], begin),
+        fusion(f"go_on{number}", PART, starts[1], multiply, "ROOT %t = (f32[2,2]) tuple(%m)"),
+        fusion(f"end{number}", PART, starts[2], ends),
+    ), (
+        f"%start{number} = (f32[2,4], u32[]) fusion(%p), kind=kCustom, calls=%begin{number}",
+        f"%going{number} = (f32[2,2]) fusion(%p), kind=kOutput, calls=%go_on{number}",
+        f"%done{number} = f32[16,4] fusion(%p), kind=kCustom, calls=%end{number}",
+    )  # fmt: skip
+
+
+def test_fusions_of_one_chain_are_one_asynchronous_collective():
+    (first, a), (second, b) = chain(0), chain(1)
+    program = read_hlo(module(*first, *second, entry(PART, *a[:2], *b[:2], a[2], b[2])))
+    assert program.unread == ()
+    found = [(c.kind, c.operands, c.group_size, c.is_async, c.trips) for c in program.collectives]
+    assert found == [("all-gather", (Operand("f32", (2, 4)),), 8, True, 1)] * 2
+    # What continues the one multiplies while the other is in flight, too.
+    assert [c.meanwhile.matmuls for c in program.collectives] == [2, 1]
+    (note,) = read_hlo(module(*first[1:], entry(PART, *a[1:]))).unread
+    assert "chain_id='0'" in note
+
+
+@pytest.mark.parametrize(
+    ("emitter", "kind", "wire_bytes"),
+    [
+        ("AllReduceScatterFusion", "reduce-scatter", 7 * 32),
+        ("SingleInputAllReduceScatterFusion", "reduce-scatter", 7 * 32),
+        ("RotatedPincerEmitter", "all-reduce", 14 * 32),
+    ],
+)
+def test_a_fusion_that_scatters_a_sum_sends_what_a_reduce_scatter_does(emitter, kind, wire_bytes):
+    scatter = fusion(
+        "all-reduce-scatter",
+        "%p = f32[16,4]{1,0} parameter(0)",
+        "%ar = f32[16,4]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, "
+        "use_global_device_ids=true, to_apply=%add",
+        "ROOT %own = f32[2,4]{1,0} dynamic-slice(%ar, %i, %i), dynamic_slice_sizes={2,4}",
+    )
+    call = (
+        "ROOT %f = f32[2,4]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter, "
+        f'backend_config={{"collective_algorithm_config":{{"emitter":"{emitter}"}}}}'
+    )
+    found = only(module(ADD, scatter, entry(call)))
+    assert (found.kind, found.wire_bytes, found.nbytes) == (kind, wire_bytes, 256)
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_a_send_to_the_targets_in_its_text_is_a_permute(quote):
+    pairs = f"frontend_attributes={{_xla_send_recv_source_target_pairs={quote}{{{{0,1}},{{1,2}}}}{quote}}}"
+    found = only(
+        module(
+            entry(
+                "%t = token[] after-all()",
+                f"%r = (f32[16,4], u32[], token[]) recv(%t), channel_id=1, {pairs}",
+                f"%s = (f32[16,4], u32[], token[]) send(%x, %t), channel_id=1, {pairs}",
+                "%m = f32[16,16] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+                "%d = token[] send-done(%s), channel_id=1",
+                "%e = (f32[16,4], token[]) recv-done(%r), channel_id=1",
+            )
+        )
+    )
+    assert (found.kind, found.groups, found.nbytes) == ("collective-permute", ((0, 1), (1, 2)), 256)
+    assert (found.is_async, found.meanwhile.matmuls) == (True, 1)
+
+
+def test_an_operand_may_be_an_element_of_a_tuple():
+    """XLA since JAX 0.12 dumps elements of tuples so, without instructions of their own."""
+    lines = (
+        "%t = (f32[16,4]{1,0}, (s8[3]{0}, /*index=1*/f16[8]{0})) custom-call(%x), "
+        'custom_call_target="many"',
+        f"ROOT {AR.replace('%x', '%t#0, %t#1#1')}",
+    )
+    assert only(module(entry(*lines))).operands == (Operand("f32", (16, 4)), Operand("f16", (8,)))
+
+
+JSON = '{\n  "steps": [\n    {"name": "a = b, }{"}\n  ],\n%x = f32[] add(%b)\n}'
+LAYOUTS = {
+    "line breaks in a value": lambda t: t.replace("NOTE", JSON),
+    "a brace on its own line in a value": lambda t: t.replace("NOTE", "{\n}"),
+    "no indentation": lambda t: re.sub(r"(?m)^ +", "", t),
+    "operands on lines of their own": lambda t: t.replace(", ", ",\n"),
+    "one line": lambda t: t.replace("\n", " ").replace("devices=8 ", "devices=8\n"),
+    "comments": lambda t: "// a\n" + t.replace("(%x)", "(/* ) */ %x // }\n)"),
+    "carriage returns": lambda t: t.replace("\n", "\r\n"),
+    "computations in place": lambda t: t.replace("to_apply=%inner", "to_apply=\n" + INNER),
+    "a list of computations": lambda t: t.replace("to_apply=%inner", f"called_computations={{{INNER}}}"),
+}  # fmt: skip
+INNER = f"{{\n  %x = f32[16,4]{{1,0}} parameter(0)\n  ROOT {AR}, frontend_attributes={{v=NOTE}}\n}}"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_that_xla_takes_are_read_alike(name):
+    call = "%c = f32[16,4]{1,0} call(%x), to_apply=%inner, frontend_attributes={v=NOTE}"
+    text = module(
+        f"%inner (x: f32[16,4]) -> f32[16,4] {INNER}",
+        entry(call, "ROOT " + AR.replace("%ar", "%last").replace("%x", "%c")),
+        counts="num_partitions=8, devices=8",
+    )
+    expected = read_hlo(text.replace("NOTE", "1")).collectives
+    found = read_hlo(LAYOUTS[name](text).replace("NOTE", "1")).collectives
+    assert len(found) == 2
+
+    def plain(c):
+        return (c.kind, c.name, c.operands, c.groups, c.trips, c.wire_bytes)
+
+    assert [*map(plain, found)] == [*map(plain, expected)]
+
+
+def test_a_start_that_calls_its_addition_too_is_one_collective():
+    """XLA's canonical text has `calls=` for `to_apply=`."""
+    add = "calls=\n{\n  %a = f32[] parameter(0)\n  ROOT %s = f32[] add(%a, %a)\n}"
+    groups = "f32[4,4] reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}"
+    inner = f"{{\n  %x = f32[16,4] parameter(0)\n  ROOT %r = {groups}, {add}\n}}"
+    start = groups.replace(
+        "f32[4,4] reduce-scatter", "((f32[16,4]), f32[4,4]) reduce-scatter-start"
+    )
+    text = module(entry(f"%s = {start}, {add}, calls=\n{inner}", "ROOT %d = f32[4,4] reduce-scatter-done(%s)"))  # fmt: skip
+    assert only(text).is_async
+
+
+def test_a_start_that_defines_what_it_wraps_twice_is_one_collective():
+    thread = 'execution_thread="sparsecore"'
+    inner = f"called_computations={{\n{INNER}, {thread}\n}}"
+    wrapped = f"ROOT %k = f32[16,4]{{1,0}} custom-call(%p), {inner}"
+    start = f"((f32[16,4]), f32[16,4]) custom-call-start(%x), {inner}, calls="
+    body = f"{{\n  %p = f32[16,4]{{1,0}} parameter(0)\n  {wrapped}\n}}, {thread}"
+    text = module(entry(f"%s = {start}\n{body}", "ROOT %d = f32[16,4] custom-call-done(%s)"))
+    found = only(text.replace("NOTE", "1"))
+    assert (found.name, found.is_async, found.trips) == ("ar", True, 1)
+
+
+def test_a_computation_that_is_defined_in_an_unknown_place_is_refused():
+    text = module(entry(f"%c = f32[16,4] call(%x), beside={INNER}"))
+    with pytest.raises(ValueError, match="'c' in 'main' defines a computation in an unknown way"):
+        read_hlo(text)
+    text = module(entry(f"%c = f32[16,4] call(%x), to_apply={INNER}").replace("call", "visit"))
+    with pytest.raises(ValueError, match="'ar' is in 'main.c.0', which no instruction calls"):
+        read_hlo(text)
+
+
+def test_nested_loops_calls_and_fusions():
+    text = module(
+        "%inner (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %ar = f32[16,4]{1,0} all-reduce(%p), replica_groups={{0,1}}\n}",
+        "%fused (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %c = f32[16,4]{1,0} call(%p), to_apply=%inner\n}",
+        "%body (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %f = f32[16,4]{1,0} fusion(%p), kind=kCustom, calls=%fused\n}",
+        "%more (p: f32[16,4]) -> pred[] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  %ag = f32[32,4]{1,0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}\n"
+        "  ROOT %yes = pred[] constant(true)\n}",
+        "%outer (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %w = f32[16,4]{1,0} while(%p), condition=%more, body=%body, "
+        'backend_config="{\\"known_trip_count\\":{\\"n\\":\\"3\\"}}"\n}',
+        "%always (p: f32[16,4]) -> pred[] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %yes = pred[] constant(true)\n}",
+        entry(
+            "%w = f32[16,4]{1,0} while(%x), condition=%always, body=%outer, "
+            'backend_config={"known_trip_count":{"n":"10"}}',
+            "ROOT %again = f32[16,4]{1,0} call(%w), to_apply=%fused",
+        ),
+        counts="replica_count=2",
+    )
+    found = [(c.kind, c.computation, c.trips) for c in read_hlo(text).collectives]
+    assert found == [
+        ("all-gather", "more", 40),  # the condition is asked once more than the loop turns
+        ("all-reduce", "inner", 30),
+        ("all-reduce", "inner", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (),
+        ("%t = token[] after-all()", "%send = (f32[16,4]{1,0}, u32[], token[]) send(%x, %t), "
+         "channel_id=9, is_host_transfer=true"),
+        ("%all-reduce.7 = f32[16,4]{1,0} negate(%x), "
+         'metadata={op_name="jit(f)/all-reduce(x) body=%nowhere"}',
+         "ROOT %all-gather = f32[16,4]{1,0} copy(%all-reduce.7)"),
+    ],
+    ids=["nothing", "host callback", "names"],
+)  # fmt: skip
+def test_what_only_looks_like_a_collective_is_none(lines):
+    program = read_hlo(module(entry(*lines)))
+    assert program.collectives == program.unread == ()
+
+
+def test_what_may_send_and_is_not_understood_is_told():
+    kernel = (
+        '%k = f32[16,4]{1,0} custom-call(%x), custom_call_target="my_nccl_kernel", '
+        "api_version=API_VERSION_TYPED_FFI"
+    )
+    shuffle = "%s = f32[16,4]{1,0} all-shuffle(%x), replica_groups={{0,1}}"
+    gemm = '%g = f32[16,4]{1,0} custom-call(%x, %x), custom_call_target="__cublas$gemm"'
+    program = read_hlo(module(entry(kernel, shuffle, gemm, AR)))
+    assert [c.name for c in program.collectives] == ["ar"]
+    assert "`all-shuffle` ('s') moves data" in program.unread[0]
+    assert "custom call 'k' (my_nccl_kernel) may communicate" in program.unread[1]
+    assert "'g' multiplies matrices of unknown sizes" in program.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (AR.replace("%x", "%y"), "has the operand '%y', which its computation"),
+        (AR[: AR.index("(%x)") + 3], "expected an instruction, .*truncated or damaged"),
+        (AR.replace("{{0,1}}", "ring(8)"), "expected replica groups as"),
+        (AR.replace("all-reduce", "all-shuffle"), "`all-shuffle` .'ar'. moves data"),
+        ("%s = (f32[]) send(%x), channel_id=1", "`send` .'s'. moves data between"),
+        (
+            "%s = (f32[]) send(%x), is_host_transfer=true, frontend_attributes="
+            '{_xla_host_transfer_handler_name="xla_megascale_runtime"}',
+            "`send` .'s'. moves data between devices, which is not counted",
+        ),
+        (
+            "%p = f32[] collective-permute(%x, %x), source_target_pairs={{0,1}}, slice_sizes={{4}}",
+            "'p' sends slices in place, which jaxcoll does not count",
+        ),
+    ],
+)
+def test_a_line_that_is_not_understood_is_unread(line, words):
+    program = read_hlo(module(entry(line)))
+    assert program.collectives == ()
+    (note,) = program.unread
+    assert re.search(words, note)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected HLO text, which begins with 'HloModule'.*got ''"),
+        ("module @jit_f {\n}", "got 'module @jit_f {'.*only lowered, pass it"),
+        ("HloModule jit_f", "looks truncated: it ends before the ENTRY computation"),
+        (module(ADD), "looks truncated: it ends before the ENTRY computation"),
+        (module(entry(AR))[:-3], "looks truncated: it ends inside the computation 'main'"),
+        (module(entry("%c = f32[] call(%x), to_apply=%lost")), "'c' calls 'lost', which is not"),
+        (
+            module(f"%apart () -> f32[] {{\n  %x = f32[] parameter(0)\n  {AR}\n}}", entry()),
+            "all-reduce 'ar' is in 'apart', which no instruction calls in a known way",
+        ),
+        (
+            module(
+                f"%circle () -> f32[] {{\n  %x = f32[] parameter(0)\n  {AR}\n"
+                "  %c = f32[] call(%x), to_apply=%circle\n}",
+                entry("%c = f32[] call(%x), to_apply=%circle"),
+            ),
+            "'circle' calls itself, which HLO does not allow",
+        ),
+    ],
+)
+def test_a_text_that_is_no_whole_program_is_an_error(text, words):
+    with pytest.raises(ValueError, match=words):
+        read_hlo(text)
+
+
+@pytest.mark.timeout(60)  # reading takes less than a second, and if it were quadratic, minutes
+def test_five_megabytes_are_read_in_linear_time():
+    fusion = (
+        "  %fusion.{k} = f32[256,256]{{1,0}} fusion(%x), kind=kLoop, calls=%add, "
+        'metadata={{op_name="jit(train)/transpose(jvp(layer_{k}))/dot_general" stack_frame_id={k}}}'
+    )
+    reduce = (
+        "  %ar.{k} = f32[256,256]{{1,0}} all-reduce(%fusion.{k}), channel_id={k}, "
+        "replica_groups=mesh['d'=8] {{'d'}}, use_global_device_ids=true, to_apply=%add"
+    )
+    count = 30_000
+    lines = [fusion.format(k=k) for k in range(count)]
+    lines += [reduce.format(k=k) for k in range(0, count, 50)]
+    text = module(ADD, entry(*[line.strip() for line in lines]))
+    assert len(text) > 4e6
+    assert len(read_hlo(text).collectives) == count // 50

@@ -1,0 +1,183 @@
+"""Whatever strangers send, and however a coordinator ends, real processes get in or know at once."""
+
+import contextlib
+import json
+import socket
+import sys
+import threading
+import time
+from unittest import mock
+
+import pytest
+from at_once import at_once
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import jaxcoll as jc
+from jaxcoll._job import coordinator as coordinators
+from jaxcoll._job.coordinator import STRANGERS, message, news_of, start_coordinator
+from jaxcoll._job.liveness import CoordinatorConnection
+from jaxcoll._job.specs import Member
+from jaxcoll._job.startup import arrive
+
+HELLO = {"process_id": 1, "num_processes": 2, "patience": 60.0, "who": "there:1", "job": ""}
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.recursive(SCALARS, lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=9)
+
+
+def is_one(name, value):
+    """Whether a hello with this value in the place of its own is one that a process may send."""
+    text = json.dumps(HELLO | {name: value})
+    return coordinators._hello(text.encode()) is not None
+
+
+HELLOS = (
+    st.tuples(st.sampled_from(sorted(HELLO)), VALUES)
+    .filter(lambda pair: not is_one(*pair))
+    .map(lambda pair: json.dumps(HELLO | dict([pair])).encode() + b"\n")
+)
+
+
+@pytest.fixture(scope="module")
+def waiting():
+    """A coordinator that has waited for two processes all the while, and gets them in the end."""
+    started = start_coordinator("127.0.0.1:0", 2)
+    yield started
+    with joined(started) as connections:
+        assert [one.news() for one in connections] == [{}, {}]
+    started.close()
+
+
+@contextlib.contextmanager
+def joined(started):
+    members = [Member(started.address, 2, rank) for rank in range(2)]
+    arrived = at_once(*(lambda m=m: arrive(m, 20).detach() for m in members))
+    found = [CoordinatorConnection(fd) for fd in arrived]
+    yield found
+    for one in found:
+        one.close()
+
+
+def connection(started):
+    host, port = started.address.split(":")
+    return socket.create_connection((host, int(port)), 20)
+
+
+@settings(max_examples=15)
+@given(st.binary() | VALUES.map(lambda x: json.dumps(x).encode() + b"\n") | HELLOS)
+@example(b"[" * 1500 + b"\n")
+@example(b'{"a":' * 700 + b"\n")
+@example(json.dumps(HELLO | {"patience": float("inf")}).encode() + b"\n")
+@example(json.dumps(HELLO).replace("60.0", "1e999").encode() + b"\n")
+@example(json.dumps(HELLO | {"patience": float("nan")}).encode() + b"\n")
+@example(json.dumps(HELLO | {"patience": 2.2e6}).encode() + b"\n")
+@example(json.dumps(HELLO | {"num_processes": 10**4000}).encode() + b"\n")
+@example(json.dumps(HELLO | {"who": "\x1b[2J"}).encode() + b"\n")
+@example(b"\xff" * 5000)
+@example(b"\n")
+def test_a_coordinator_waits_on_whatever_strangers_send(waiting, sent):
+    with connection(waiting) as stranger, contextlib.suppress(ConnectionError):
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(100) == b""  # it has read it all, hung up, and lives
+    assert waiting.process.poll() is None
+
+
+@settings(max_examples=25)
+@given(st.binary() | VALUES.map(json.dumps))
+@example("[" * 100_000)
+@example('{"ended": 1, "done": {"a": "b"}, "stage": 7}')
+@example('{"ended": true}')
+def test_what_is_received_is_a_message_or_nothing(sent):
+    assert type(message(sent)) is dict
+    news = news_of(sent)
+    assert not news or type(news["ended"]) is int
+    assert all(type(count) is int for count in news.get("done", {}).values())
+
+
+def test_connections_that_say_nothing_keep_nobody_out_and_are_not_heard_later():
+    started = start_coordinator("127.0.0.1:0", 2)
+    with contextlib.ExitStack() as open_ones:
+        silent = [open_ones.enter_context(connection(started)) for _ in range(STRANGERS + 40)]
+        for each in silent[::2]:
+            with contextlib.suppress(ConnectionError):  # the oldest were closed
+                each.sendall(b'{"process')
+        began = time.monotonic()
+        with joined(started) as (here, there):
+            assert time.monotonic() - began < 10
+            for each in silent:
+                with contextlib.suppress(OSError):
+                    each.sendall(json.dumps(HELLO).encode() + b"\n")
+            there.report(done={"team": 3})
+            time.sleep(0.2)
+            assert not here.news()  # until it has ended
+            there.close()
+            until = time.monotonic() + 20
+            while not here.news() and time.monotonic() < until:
+                time.sleep(0.01)
+            assert here.news()[1]["done"] == {"team": 3}
+            assert not here.is_broken
+    started.close()
+
+
+def test_a_stranger_that_says_nothing_keeps_nobody_from_hearing_why_there_is_no_job():
+    started = start_coordinator("127.0.0.1:0", 3)
+    wrong = HELLO | {"num_processes": 7}
+    with connection(started) as one, connection(started) as silent:
+        one.sendall(json.dumps(wrong).encode() + b"\n")
+        assert b"expects 7 processes" in one.recv(1000)
+        with connection(started), pytest.raises(ValueError, match="expects 7 processes"):
+            arrive(Member(started.address, 3, 0), 20)
+        assert b"expects 7 processes" in silent.recv(1000)
+    started.close()
+
+
+def test_the_port_is_free_only_once_the_service_is_loaded(monkeypatch):
+    was_open = []
+
+    def loaded():
+        was_open.append(listener.fileno() != -1)
+        return lambda *args: was_open.append(listener.fileno() != -1) or "the service"
+
+    monkeypatch.setattr(coordinators, "_loaded_service", loaded)
+    monkeypatch.setattr(coordinators.selectors, "DefaultSelector", mock.MagicMock)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        begun = coordinators._Coordinator(
+            listener, {"num_processes": 1, "address": "127.0.0.1:1", "service": {}}
+        )
+        begun._begin()
+    assert was_open == [True, False]
+    assert begun._service == "the service"
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_dies_early_is_not_waited_for():
+    started = start_coordinator("127.0.0.1:0", 2)
+    threading.Timer(0.3, started.process.kill).start()
+    began = time.monotonic()
+    with pytest.raises(
+        jc.errors.PeerLostError, match="coordinator at .* died before all processes had arr"
+    ) as lost:
+        arrive(Member(started.address, 2, 1), 60)
+    assert (lost.value.ranks, time.monotonic() - began < 20) == ((), True)
+    started.close()
+
+
+@pytest.mark.parametrize("seconds", [2_147_484, 1e9, sys.float_info.max])
+def test_however_long_one_would_wait_the_others_are_waited_for(seconds):
+    started = start_coordinator("127.0.0.1:0", 2)
+    found = []
+
+    def come(rank):
+        found.append(arrive(Member(started.address, 2, rank), seconds))
+
+    first = threading.Thread(target=come, args=(0,), daemon=True)
+    first.start()
+    time.sleep(0.2)
+    assert started.process.poll() is None
+    come(1)
+    first.join(20)
+    assert len(found) == 2
+    for one in found:
+        one.close()
+    started.close()

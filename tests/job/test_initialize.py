@@ -1,0 +1,372 @@
+"""Entering a job: who arrives, who does not, and what each is told."""
+
+import ipaddress
+import json
+import os
+import socket
+import threading
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+from at_once import at_once
+
+import jaxcoll as jc
+from jaxcoll._job.coordinator import LONGEST, _Coordinator, start_coordinator
+from jaxcoll._job.initialize import listen_at
+from jaxcoll._job.liveness import CoordinatorConnection
+from jaxcoll._job.specs import Member
+from jaxcoll._job.startup import arrive
+
+TIMES = {"heartbeat_timeout_seconds": 1, "shutdown_timeout_seconds": 1}
+
+
+@pytest.fixture
+def coordinator():
+    started = []
+
+    def start(processes):
+        started.append(start_coordinator("127.0.0.1:0", processes))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("present", "expected", "kind", "words"),
+    [
+        ([(0, 3), (1, 3), (1, 3)], 3, ValueError, "two processes claim to be process 1 of 3: .*:"),
+        ([(0, 2), (1, 3)], 2, ValueError, "expects 3 processes, but the coordinator expects 2"),
+    ],
+)  # fmt: skip
+def test_everyone_who_came_is_told_what_is_wrong(coordinator, present, expected, kind, words):
+    address = coordinator(expected).address
+    members = [Member(address, n, rank) for rank, n in present]
+    found = at_once(*(lambda m=m: arrive(m, 60.0) for m in members))
+    for error in found:
+        with pytest.raises(kind, match=words):
+            raise error
+
+
+def test_process_of_another_job_is_refused_alone_and_named(coordinator):
+    address = coordinator(2).address
+    first, missing = Member(address, 2, 0, job="Slurm step 7.0"), []
+    waiting = threading.Thread(target=lambda: missing.extend(at_once(lambda: arrive(first, 3.0))))
+    waiting.start()
+    time.sleep(0.5)
+    for job in ("Slurm step 8.0", ""):
+        with pytest.raises(
+            ValueError, match=f"serves Slurm step 7.0, and process 1 of {job or 'a job without'}"
+        ):
+            arrive(Member(address, 2, 1, job=job), 20)
+    waiting.join(20)
+    with pytest.raises(jc.errors.DeadlineExceededError, match="process 1 of 2 did not.*") as late:
+        raise missing[0]
+    assert "This is Slurm step 7.0; process 1 of a job without a name" in str(late.value)
+
+
+def test_process_0_is_found_on_any_of_several_hosts(coordinator):
+    address = coordinator(2).address
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.socket() as nothing:
+        nothing.bind(("127.0.0.1", 0))
+        elsewhere = [f"127.0.0.1:{each.getsockname()[1]}" for each in (other, nothing)]
+
+        def answer():
+            connection, _ = other.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+            other.close()
+
+        member = Member(elsewhere[0], 2, 1, elsewhere=(elsewhere[1], address))
+        arrived, zero, _ = at_once(
+            lambda: arrive(member, 20), lambda: arrive(Member(address, 2, 0), 20), answer
+        )
+    assert arrived.getpeername() == zero.getpeername()
+    arrived.close()
+    zero.close()
+
+
+def test_process_0_receives_a_refusal_last_as_it_then_kills_the_coordinator(monkeypatch):
+    recipients = []
+    monkeypatch.setattr("jaxcoll._job.coordinator._send", lambda _, to: recipients.extend(to))
+    monkeypatch.setattr("os._exit", lambda _: None)
+    refusing = object.__new__(_Coordinator)
+    refusing._members = {"zero": 0, "one": 1}
+    refusing._received = dict.fromkeys(("zero", "one", "no line yet"), b"")
+    refusing._listener = types.SimpleNamespace(fileno=lambda: -1)
+    refusing._refuse({})
+    assert recipients == ["one", "no line yet", "zero"]
+
+
+def test_a_coordinator_may_be_late_with_its_reply():
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+
+        def answer():
+            connection, _ = slow.accept()
+            with connection:
+                connection.recv(LONGEST)
+                time.sleep(1.2)
+                connection.sendall(b'{"error": "process 1 is late", "kind": "deadline"}\n')
+
+        member = Member(f"127.0.0.1:{slow.getsockname()[1]}", 2, 0)
+        error, _ = at_once(lambda: arrive(member, 0.5), answer)
+    with pytest.raises(jc.errors.DeadlineExceededError, match="of 2: process 1 is late"):
+        raise error
+
+
+def test_one_that_dies_before_all_are_here_is_named_at_once(coordinator):
+    address = coordinator(3).address
+    host, port = address.split(":")
+    hello = {"process_id": 2, "num_processes": 3, "patience": 60.0, "who": "there:1", "job": ""}
+    with socket.create_connection((host, int(port))) as dying:
+        dying.sendall(json.dumps(hello).encode() + b"\n")
+        threading.Timer(0.2, lambda: dying.shutdown(socket.SHUT_RDWR)).start()
+        start = time.monotonic()
+        with pytest.raises(
+            jc.errors.PeerLostError, match=r"process 2 \(there:1\) ended before all 3 had arrived"
+        ) as caught:
+            arrive(Member(address, 3, 0), 30)
+    assert caught.value.ranks == (2,)
+    assert time.monotonic() - start < 10
+
+
+def test_a_coordinator_leaves_when_nobody_needs_it(coordinator):
+    started = coordinator(2)
+    arrived = at_once(*(lambda r=r: arrive(Member(started.address, 2, r), 20) for r in range(2)))
+    with pytest.raises(ValueError, match="is not a coordinator that waits for processes: another"):
+        arrive(Member(started.address, 2, 1), 20)  # the job has begun
+    os.close(os.dup(started.lifeline))
+    arrived[0].close()
+    assert started.process.poll() is None
+    os.dup2(os.open(os.devnull, os.O_RDONLY), started.lifeline)  # as if this process had ended
+    arrived[1].close()
+    assert started.process.wait(20) == 0
+
+
+def test_who_ended_while_this_process_was_told_to_go_is_known_as_well():
+    with socket.create_server(("127.0.0.1", 0)) as coordinator:
+        address = f"127.0.0.1:{coordinator.getsockname()[1]}"
+        found = []
+        thread = threading.Thread(target=lambda: found.append(arrive(Member(address, 2, 1), 5)))
+        thread.start()
+        connection, _ = coordinator.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b'{"go": true}\n{"ended": 0}\n')
+            thread.join()
+            connection = CoordinatorConnection(found[0].detach())
+            assert connection.news() == {0: {"ended": 0, "stage": None}}
+            connection.close()
+
+
+def test_nobody_there_no_such_host_another_program_and_a_port_in_use(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        with pytest.raises(
+            jc.errors.DeadlineExceededError,
+            match=rf"could not reach the coordinator at {address} within 0.2 s \(Conn.*Is process 0",
+        ):
+            arrive(Member(address, 2, 1), 0.2)
+        taken.listen()
+
+        def answer():
+            connection, _ = taken.accept()
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ValueError, match=f"whatever answers at {address} is not a coordinator"):
+            arrive(Member(address, 2, 1), 5)
+        thread.join()
+        with pytest.raises(
+            OSError,
+            match=f"The coordinator cannot listen at {address}.*: Address already in use. Choose a free",
+        ):
+            listen_at(address, Member(address, 2, 0), **TIMES)
+    with pytest.raises(
+        ValueError,
+        match=r"'no-such-host.invalid:1' cannot be resolved here .*came from the arguments",
+    ):
+        arrive(Member("no-such-host.invalid:1", 2, 1), 5)
+    monkeypatch.setattr("jaxcoll._job.startup._REPLY_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(
+            jc.errors.DeadlineExceededError, match=f"{address} did not answer in time"
+        ):
+            arrive(Member(address, 2, 1), 0.2)
+    with pytest.raises(
+        ValueError, match="'no-such-host.invalid', where the coordinator should listen, has no addr"
+    ):
+        listen_at("no-such-host.invalid:1", Member("no-such-host.invalid:1", 2, 0), **TIMES)
+
+
+def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):
+    def unknown(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", unknown)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(ValueError, match="Open MPI does not say where .* JAX_COORDINATOR_ADDRESS"):
+        jc.initialize()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        (ValueError, {"initialization_timeout_seconds": float("inf")}, "`initialization_timeout_seconds` to be a finite number of seconds"),
+        (ValueError, {"heartbeat_timeout_seconds": -1}, "`heartbeat_timeout_seconds` to be a finite number of seconds"),
+        (ValueError, {"num_processes": 2}, "needs `coordinator_address` and `process_id`, which"),
+        (ValueError, {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2}, "process 2 of 2"),
+        (ValueError, {"coordinator_address": "a", "num_processes": 2, "process_id": 0}, "'host:port'"),
+        (ValueError, {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0, "local_device_ids": "01"},
+         "`local_device_ids` must be an integer"),
+        (ValueError, {"cluster_resolver": "slurm"}, "`cluster_resolver` must be a ClusterResolver"),
+        (RuntimeError, {"coordinator_address": "127.0.0.1:1", "num_processes": 2, "process_id": 0},
+         "must come before anything that uses devices"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(kind, arguments, words):
+    jax.devices()
+    with pytest.raises(kind, match=words):
+        jc.initialize(**arguments)
+
+
+def test_a_process_that_nobody_launched_is_alone():
+    jc.initialize()
+    assert jax.process_count() == 1
+    assert not jax.distributed.is_initialized()
+
+
+def test_a_place_may_come_from_arguments_and_variables_and_be_counted_by_numpy(monkeypatch):
+    found = []
+    monkeypatch.setattr("jaxcoll._job.initialize._check_unused", lambda: None)
+    monkeypatch.setattr("jaxcoll._job.initialize._keep_memory", lambda: None)
+    monkeypatch.setattr(
+        "jaxcoll._job.initialize.arrive",
+        lambda member, timeout: found.append(member) or out_of_time(member, timeout),
+    )
+    numbers = {"num_processes": np.int64(3), "process_id": np.int32(2)}
+    for arguments, variables in (
+        ({**numbers, "local_device_ids": np.int64(1)}, {}),
+        ({}, {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}),
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(jc.errors.DeadlineExceededError):
+            jc.initialize("127.0.0.1:1", **arguments)
+    assert [(m.coordinator_address, m.num_processes, m.process_id) for m in found] == [
+        ("127.0.0.1:1", 3, 2)
+    ] * 2
+    assert [m.local_device_ids for m in found] == [(1,)] * 2
+
+
+TWO_JOBS = {"ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1", "w2:1"]}
+
+
+def tf_config(cluster, kind=None, index=None, **arguments):
+    task = {} if kind is None else {"type": kind, "index": index}
+    env = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task, "rpc_layer": "grpc"})}
+    return jc.distribute.TFConfigClusterResolver(environment=env, **arguments)
+
+
+def test_K14_K16_K17_K19_K20_the_tf_config_resolver_and_its_arguments():
+    resolver = tf_config({"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "worker", 0, task_id=1)
+    assert resolver.cluster_spec() == {"chief": ("a:1",), "worker": ("b:1", "c:1")}
+    assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 1, "grpc://c:1")
+    assert resolver.master("chief", 0, rpc_layer="x") == "x://a:1"
+    assert resolver.num_accelerators() == {}
+    assert resolver.member() == Member("a:1", 3, 2, None, "TFConfigClusterResolver")
+    counted = tf_config({"worker": ["a:1", "b:1"]}, "worker", 0, task_id=np.int64(1))
+    assert type(counted.task_id) is int, "as any count of NumPy's"
+    with pytest.raises(ValueError, match="^`task_id`: a task's number must be a wh.* got 1.5"):
+        tf_config({"worker": ["a:1", "b:1"]}, "worker", 0, task_id=1.5)
+    typed = tf_config(TWO_JOBS, 123456, "1")
+    assert (typed.task_type, typed.task_id) == ("123456", 1)
+    one = {"worker": ["a:1"]}
+    alone = jc.distribute.TFConfigClusterResolver(environment={})
+    for resolver in (alone, tf_config({}), tf_config(one), tf_config(one, "worker", 0)):
+        assert resolver.master() == "", "there is nobody else to connect to"
+    with pytest.raises(ValueError, match="there is no task 7 of job 'worker'; the cluster has"):
+        typed.master("worker", 7)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "kind", "index", "words"),
+    [
+        ({"worker": ["a:1", "b:1"]}, "worker", 9, "TFConfigClusterResolver: this is task 9 of .*, which has only 2"),
+        ({"worker": ["a:1", "b:1"]}, "chief", 0, "a task of job 'chief', but the cluster has only the"),
+        (TWO_JOBS, "ps", 0, "TFConfigClusterResolver has parameter servers"),
+        ({"chief": ["a:1", "b:1"]}, "chief", 0, "there can be only one chief; got a:1, b:1"),
+        (["a:1"], "worker", 0, "'cluster' must be a JSON object"),
+    ],
+)  # fmt: skip
+def test_K22_what_the_tf_config_resolver_refuses(cluster, kind, index, words):
+    with pytest.raises(ValueError, match=words):
+        tf_config(cluster, kind, index).member()
+
+
+@pytest.mark.parametrize(
+    ("jobs", "change", "words"),
+    [
+        ({"worker": 3}, {}, "`jobs` has 3 tasks, but the Slurm step has 4"),
+        (None, {"SLURM_PROCID": ""}, "SLURM_PROCID is missing .* Start it with `srun`"),
+        (None, {"SLURM_STEP_TASKS_PER_NODE": "2"}, r"2 hosts \(n\[1-2\]\), but the tasks of 1"),
+    ],
+)
+def test_the_slurm_resolver_refuses(jobs, change, words):
+    env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0"}  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        jc.distribute.SlurmClusterResolver(jobs, environment={**env, **change})
+
+
+@pytest.mark.parametrize("per_node", [None, "3,1", "2(x2)"])
+def test_tasks_per_node_stand_in_the_place_of_slurms(per_node):
+    env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "3"}
+    env |= {} if per_node is None else {"SLURM_STEP_TASKS_PER_NODE": per_node}
+    resolver = jc.distribute.SlurmClusterResolver(tasks_per_node=2, environment=env)
+    assert resolver.cluster_spec() == {"worker": ("n1:8888", "n1:8889", "n2:8888", "n2:8889")}
+    assert resolver.master() == "grpc://n2:8889"
+    assert resolver.member() == Member("n1:8888", 4, 3, None, "SlurmClusterResolver")
+    step = jc.distribute.SlurmClusterResolver(environment={
+        **env, "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"
+    })  # fmt: skip
+    assert step.member().job == "Slurm step 7.2"
+
+
+def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):
+    monkeypatch.setattr(
+        "jaxcoll._job.initialize._resolved", lambda *_: ipaddress.ip_address("127.0.0.1")
+    )
+    monkeypatch.setattr("jaxcoll._job.initialize._check_unused", lambda: None)
+    monkeypatch.setattr("jaxcoll._job.initialize.arrive", out_of_time)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(jc.errors.DeadlineExceededError) as caught:
+        jc.initialize(f"node1:{port}", 2, 0)
+    assert f"'node1:{port}' resolves to 127.0.0.1:{port} on" in caught.value.__notes__[0]
+
+
+def test_a_second_call_is_checked_without_making_devices(monkeypatch):
+    here = types.SimpleNamespace(member=Member("127.0.0.1:1", 2, 0))
+    monkeypatch.setattr("jaxcoll._job.initialize._joined", here)
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("jax.process_count", lambda: pytest.fail("it makes devices"))
+    jc.initialize("127.0.0.1:1", 2, 0)
+    with pytest.raises(
+        RuntimeError, match="this is already process 0 of 2, and cannot also become"
+    ):
+        jc.initialize("127.0.0.1:1", 2, 1)
+
+
+def out_of_time(member, timeout):
+    raise jc.errors.DeadlineExceededError("time is up")

@@ -1,0 +1,105 @@
+"""Processes that do not come to JAX's own meetings are named in time."""
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._job import startup
+from jaxcoll._job.key_value import LocalKeys
+from jaxcoll._job.liveness import CoordinatorConnection
+
+BOTH_DIED = b"""{"ended": 1, "stage": null}
+{"ended": 2}
+{"ended": 0, "stage": "left"}
+"""
+
+
+@pytest.fixture
+def connection():
+    here, coordinator = socket.socketpair()
+    yield CoordinatorConnection(here.detach()), coordinator
+    coordinator.close()
+
+
+def waits(kind, connection, timeout):
+    """Enter a meeting of this kind, in which nothing comes about before the end of the test."""
+    comes = threading.Event()
+    try:
+        if kind == "connect":
+            startup.connect_clients(comes.wait, connection, timeout)
+        else:
+            startup.exchange_devices(comes.wait, connection, timeout)
+    finally:
+        comes.set()
+
+
+@pytest.mark.parametrize("kind", ["connect", "devices"])
+@pytest.mark.parametrize(
+    ("sent", "words", "ranks"),
+    [
+        (BOTH_DIED, "Processes 1, 2 ended during startup", (1, 2)),
+        (b"the end", "The coordinator died, or was cut off, during startup", ()),
+    ],
+)
+def test_nobody_is_waited_for_who_has_ended(kind, sent, words, ranks, connection):
+    connection, coordinator = connection
+    if sent == b"the end":
+        coordinator.close()
+    else:
+        coordinator.sendall(sent)
+    with pytest.raises(jc.errors.PeerLostError, match=words) as caught:
+        waits(kind, connection, 60)
+    assert caught.value.ranks == ranks
+    if ranks:  # who gives up because of another is not blamed by those who notice later
+        assert coordinator.recv(1000) == b'{"stage": "left"}\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("connect", "within 0.1 s: one is stopped"), ("devices", "within 0.1 s, th")],
+)
+def test_a_meeting_that_does_not_come_about_ends_in_time(kind, words, connection, monkeypatch):
+    monkeypatch.setattr(startup, "_LEAST_SECONDS", 0.1)
+    with pytest.raises(jc.errors.DeadlineExceededError, match=words):
+        waits(kind, connection[0], 0.1)
+
+
+def test_who_ended_after_a_meeting_is_no_loss_for_it(connection):
+    connection, coordinator = connection
+    coordinator.sendall(b'{"ended": 1, "stage": "devices"}\n')
+    assert startup.exchange_devices(lambda: time.sleep(0.1) or 7, connection, 60) == 7
+    startup.connect_clients(lambda: time.sleep(0.1), connection, 60)
+    reports = coordinator.recv(1000).splitlines()
+    assert [json.loads(each)["stage"] for each in reports] == ["devices", "connected"]
+    coordinator.sendall(b'{"ended": 2, "stage": "connected"}\n')
+    startup.connect_clients(lambda: time.sleep(0.1), connection, 60)
+    with pytest.raises(jc.errors.PeerLostError, match="Process 2 ended during"):
+        waits("devices", connection, 60)
+
+
+def test_what_fails_while_connecting_is_the_callers():
+    with pytest.raises(ZeroDivisionError):
+        startup.connect_clients(lambda: 1 / 0, None, 5.0)
+    with pytest.raises(ZeroDivisionError):
+        startup.exchange_devices(lambda: 1 / 0, None, 5.0)
+
+
+def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(monkeypatch):
+    keys = LocalKeys(0, 2)
+    monkeypatch.setattr(startup, "store", lambda: keys)
+    with pytest.raises(
+        jc.errors.DeadlineExceededError, match="Process 1 of 2 did not .* 0.1 s of the f"
+    ):
+        startup.await_all(0.1, lambda: None)
+    monkeypatch.setattr(startup, "store", lambda: dataclasses.replace(keys, process=1))
+    with pytest.raises(
+        jc.errors.DeadlineExceededError, match="after process 0 had stopped waiting for it"
+    ):
+        startup.await_all(60, lambda: None)
+    keys.set("jaxcoll/devices/0", "here")
+    startup.await_all(0.1, lambda: None)

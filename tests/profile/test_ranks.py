@@ -1,0 +1,95 @@
+"""`jaxcoll inspect --run` over several processes: one table, and the rank that comes late."""
+
+import contextlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import forks
+import pytest
+
+from jaxcoll._job.key_value import LocalKeys
+from jaxcoll._report.profile import watch
+
+pytestmark = pytest.mark.processes
+
+JOB = Path(__file__).parents[2] / "benchmarks/ranks/late_job.py"
+
+
+def inspect(folder, n, *words, measure=20, **variables):
+    """Run the job in n processes, and return what it printed and the report."""
+    own = ["-m", "jaxcoll", "inspect", "--json", folder / "report.json"]
+    own += ["--measure", measure] if measure else []
+    done = forks.with_jaxcoll().run(
+        forks.COMMAND, "jaxcoll", "launch", "-n", n, *own, "--run", JOB, *words,
+        cwd=folder, timeout=200, **variables,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done, json.loads((folder / "report.json").read_text())
+
+
+def test_the_rank_that_comes_late_is_named_and_no_other(tmp_path):
+    done, report = inspect(tmp_path, 4, "--form", "shift", "--late", 3, "--ms", 100)
+    assert len(report["late"]) == 1, (report["late"], done.stderr)
+    assert report["late"][0].startswith("jit_step: rank 3 arrives late: last at ")
+    (measured,) = (program["measured"] for program in report["programs"])
+    assert measured["ranks"] == [*range(4)]
+    assert measured["runs"] >= 5
+    (last, _), *_ = measured["late"]
+    assert 0.05 < last["seconds"] < 1
+    assert {len(t["waiting"]) for t in measured["times"]} == {4}
+    assert len(measured["lanes"]) == 4
+    # One table, of the first rank.
+    assert re.search(r"^\[0\] program ", done.stderr, re.M)
+    assert not re.search(r"^\[[1-9]\] program ", done.stderr, re.M)
+    assert {f"[{k}] ended {k}" for k in range(4)} <= set(done.stdout.splitlines())
+
+
+def test_ranks_with_and_without_a_cache_are_compared(tmp_path):
+    # Of the two the first alone writes what it compiles, so later it loads what the other compiles.
+    (tmp_path / "cache").mkdir()
+    cached = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    words = ["--late", 1, "--ms", 100]
+    inspect(tmp_path, 2, "--seconds", 0.01, measure=0, **cached)
+    assert list((tmp_path / "cache").iterdir())
+    _, report = inspect(tmp_path, 2, *words, **cached)
+    assert [text.split(":")[1] for text in report["late"]] == [" rank 1 arrives late"]
+
+
+def test_a_rank_that_does_not_answer_is_named(monkeypatch):
+    keys = LocalKeys(processes=3)
+    write = keys.set
+    keys.set = lambda key, value: (write(key, value), write(key.replace("/0", "/2"), value))
+    monkeypatch.setattr(watch, "store", lambda: keys)
+    monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.2)
+    own = {"notes": ["x"]}
+    found = watch.gathered(own, "name", everywhere=False)
+    assert found == ({0: own, 2: own}, "rank 1 did not answer within 0.2 s.")
+
+
+def test_slurm(tmp_path):
+    words = ["jaxcoll", "inspect", "--measure", 20, "--json", "report.json", "--run", JOB,
+             "--late", 1, "--ms", 100]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank in range(2):
+            log = stack.enter_context(open(tmp_path / f"{rank}.log", "w"))
+            variables = {
+                "SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2",
+                "SLURM_LOCALID": str(rank), "SLURM_STEP_NODELIST": "localhost",
+                "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu",
+            }  # fmt: skip
+            python = stack.enter_context(forks.running())
+            command = [sys.executable, "-m", *words]
+            started.append(python.start(command, variables, stdout=log, cwd=tmp_path))
+        statuses = [child.wait(150) for child in started]
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    assert statuses == [0, 0], logs
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [text.split(":")[1] for text in report["late"]] == [" rank 1 arrives late"]
+    assert ["program " in log for log in logs] == [True, False]

@@ -1,0 +1,84 @@
+"""The order in which gradients become ready, read from backward passes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxcoll._proof.retrace import places, traced, traced_call
+
+WIDTH, LAYERS = 4, 3
+PARAMS = {f"w{i}": jnp.ones((WIDTH, WIDTH), jnp.bfloat16) for i in range(LAYERS)}
+X = jnp.ones((2, WIDTH), jnp.bfloat16)
+
+
+def layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+def plain(params, x):
+    for i in range(LAYERS):
+        x = layer(params[f"w{i}"], x)
+    return jnp.sum(x.astype(jnp.float32))
+
+
+def rematerialized(params, x):
+    for i in range(LAYERS):
+        x = jax.checkpoint(layer)(params[f"w{i}"], x)
+    return jnp.sum(x.astype(jnp.float32))
+
+
+def cast_first(params, x):
+    # The casts of all gradients then stand at the end of the backward pass, first layer first.
+    params = {k: v.astype(jnp.bfloat16) for k, v in sorted(params.items(), reverse=True)}
+    return plain(params, x)
+
+
+def order(loss, params, x=X):
+    program = traced(jax.grad(loss), params, x)
+    found = program.result(places(program.program))
+    return sorted(found, key=lambda name: found[name])
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        (plain, jnp.bfloat16),
+        (jax.jit(plain), jnp.bfloat16),
+        (rematerialized, jnp.bfloat16),
+        (cast_first, jnp.float32),
+    ],
+    ids=["plain", "jitted", "rematerialized", "cast-first"],
+)
+def test_the_last_layer_is_ready_first(loss, dtype):
+    params = {name: w.astype(dtype) for name, w in PARAMS.items()}
+    assert order(loss, params) == ["w2", "w1", "w0"]
+
+
+def test_what_one_loop_makes_is_ready_at_once():
+    def loss(params, x):
+        stacked = jnp.stack([params["w1"], params["w2"]])
+        x = layer(params["w0"], x)
+        x, _ = lax.scan(lambda c, w: (layer(w, c), None), x, stacked)
+        return jnp.sum(x.astype(jnp.float32))
+
+    program = traced(jax.grad(loss), PARAMS, X)
+    found = program.result(places(program.program))
+    assert max(found["w1"], found["w2"]) < found["w0"]
+
+
+def test_a_traced_program_gives_what_the_function_gives():
+    calls = []
+
+    def fun(x):
+        calls.append(x)
+        return {"sum": jnp.sum(x), "name": "text", "none": None, "number": 3}
+
+    def both(x):
+        program = traced_call(fun, x)
+        return program.result(program.outputs(x)), program
+
+    found, _ = both(X)
+    assert (found["name"], found["none"], found["number"]) == ("text", None, 3)
+    assert len(calls) == 1
+    assert float(jax.jit(lambda x: both(x)[0]["sum"])(X)) == X.size

@@ -1,0 +1,581 @@
+"""Saved profiles, in the form that TPUs, GPUs and CPUs write: the same table from each."""
+
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxlib import _hlo
+
+import jaxcoll as jc
+from jaxcoll._compat.running import fields_of
+from jaxcoll._report.profile.profile import Compiled, read_profile
+from jaxcoll._report.profile.watch import read_folder
+from jaxcoll._report.programs import count_runs, programs_from, read_rank
+from tests.report.xplanes import (
+    FINGERPRINT,
+    Execution,
+    cpu,
+    field,
+    gpu,
+    old_cpu,
+    programs,
+    task,
+    tpu,
+)
+
+MS = 10**6
+ADD = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+"""
+REDUCE = "channel_id=1, replica_groups={}, use_global_device_ids=true, to_apply=%add"
+PLAIN = "  %all-reduce.1 = f32[1000]{0} all-reduce(%dot.1), " + REDUCE
+PAIR = f"""  %all-reduce-start.1 = f32[1000]{{0}} all-reduce-start(%dot.1), {REDUCE}
+  %all-reduce-done.1 = f32[1000]{{0}} all-reduce-done(%all-reduce-start.1)"""
+
+
+LOOP = f"""
+%body (t: (s32[], f32[1000])) -> (s32[], f32[1000]) {{
+  %t = (s32[], f32[1000]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[1000] get-tuple-element(%t), index=1
+  %fusion.8 = f32[1000] multiply(%y, %y)
+  %all-reduce.7 = f32[1000] all-reduce(%fusion.8), {REDUCE}
+  %fusion.9 = f32[1000] multiply(%all-reduce.7, %y)
+  ROOT %tuple.1 = (s32[], f32[1000]) tuple(%next, %fusion.9)
+}}
+
+%condition (t: (s32[], f32[1000])) -> pred[] {{
+  %t = (s32[], f32[1000]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %limit = s32[] constant(4)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}}
+"""
+WHILE = """  %zero = s32[] constant(0)
+  %state = (s32[], f32[1000]) tuple(%zero, %dot.1)
+  %while.1 = (s32[], f32[1000]) while(%state), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"4"}}"""
+
+
+def hlo(body=PLAIN, *, devices=2, before="", groups="{}"):
+    return f"""HloModule jit_step, is_scheduled=true, num_partitions={devices}
+{ADD}{before}
+ENTRY %main (x: f32[1000]) -> f32[1000] {{
+  %x = f32[1000]{{0}} parameter(0)
+  %dot.1 = f32[1000]{{0}} multiply(%x, %x)
+{body.replace("replica_groups={}", f"replica_groups={groups}")}
+  ROOT %dot.2 = f32[1000]{{0}} multiply(%dot.1, %dot.1)
+}}
+"""
+
+
+def steps(*ops, runs=12, devices=2, step=20 * MS):
+    """Runs of some (name, start, end) in milliseconds."""
+    return [
+        Execution(device, run, name, *(MS + step * run + round(MS * t) for t in times))
+        for run in range(runs)
+        for device in range(devices)
+        for name, *times in ops
+    ]
+
+
+def usual(late=0, name="all-reduce.1"):
+    """A product of 5 ms, then an all-reduce of 3 ms after the last rank, which is 8 ms late."""
+    return [("dot.1", late, late + 5), (name, late + 5, 16), ("dot.2", 16, 17)]
+
+
+def read(tmp_path, *hosts):
+    """Read the profiles of hosts of one job."""
+    folder = tmp_path / "plugins" / "profile" / "2026_01_01"
+    folder.mkdir(parents=True)
+    for k, host in enumerate(hosts):
+        (folder / f"host-{k}.xplane.pb").write_bytes(host)
+    return read_folder(tmp_path)
+
+
+def measured(tmp_path, *hosts):
+    (report,) = read(tmp_path, *hosts).reports
+    return report.measured
+
+
+BACKENDS = {
+    "TPU": tpu,
+    "GPU": gpu,
+    "CPU": cpu,
+    "GPU without launches": functools.partial(gpu, launches=False),
+}
+
+
+@pytest.mark.parametrize("write", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("both_ways", [False, True], ids=["host-1", "host-0"])
+def test_a_late_host_is_named_on_every_backend(write, both_ways, tmp_path):
+    hosts = [write(steps(*usual(8 * (late != both_ways)))) for late in (False, True)]
+    text = programs(hlo(devices=4), number=FINGERPRINT if write is tpu else 7)
+    found = read(tmp_path, *(host + text + task() for host in hosts))
+    (report,) = found.reports
+    times = report.measured
+    assert (report.wire_bytes, times.runs, times.ranks) == (6000, 12, (0, 1))
+    ((last, _),) = times.late
+    assert (last.rank, last.share, last.seconds) == (1 - both_ways, 1.0, pytest.approx(8e-3))
+    (row,) = times.times
+    assert row.transfer == pytest.approx(3e-3)
+    assert sorted(row.waiting) == pytest.approx([0, 8e-3])
+    assert (times.step_seconds, times.exposed_seconds) == (
+        pytest.approx(20e-3),
+        pytest.approx(7e-3),
+    )
+    assert (row.algbw, row.busbw) == pytest.approx((4000 / 3e-3, 6000 / 3e-3))
+    assert found.notes == ()
+
+
+def times_in(profile, text=None, number=7, **compiled):
+    """The report of a program that one process runs, measured, and the notes on it."""
+    reports, rows = read_rank([Compiled(text or hlo(), number, **compiled)], read_profile(profile), 99)  # fmt: skip
+    found = programs_from(reports, {0: rows}, 0)
+    return found.reports[0].measured, found.notes
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(BACKENDS)),
+    st.integers(1, 3),
+    st.integers(2, 9),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_every_form_says_the_same(backend, devices, runs, sizes, is_cut):
+    body, ops, at = [], [("dot.1", 0, 1)], 1
+    for k, (computing, sending) in enumerate(sizes):
+        body += [
+            f"  %fusion.{k} = f32[1000]{{0}} multiply(%x, %x)",
+            f"  %psum.{k} = f32[1000]{{0}} all-reduce(%fusion.{k}), {REDUCE}",
+        ]
+        ops += [(f"fusion.{k}", at, at + computing), (f"psum.{k}", at + computing, at + computing + sending)]  # fmt: skip
+        at += computing + sending
+    executions = steps(*ops, ("dot.2", at, at + 1), runs=runs, devices=devices, step=70 * MS)
+    if is_cut:  # the profile begins inside the first run
+        executions = [e for e in executions if e.run or e.name not in ("dot.1", "psum.0")]
+    found, notes = times_in(BACKENDS[backend](executions, number=5), hlo("\n".join(body), devices=devices), 5)  # fmt: skip
+    assert (found.runs, found.ranks, notes) == (runs - is_cut, (0,), ())
+    assert found.exposed_seconds == pytest.approx(sum(ms for _, ms in sizes) / 1e3)
+    assert [row.transfer for row in found.times] == pytest.approx([ms / 1e3 for _, ms in sizes])
+    if found.runs > 2:
+        assert found.step_seconds == pytest.approx(70e-3)
+
+
+TURNS = [
+    op for at in (0, 3, 6, 9) for op in [("fusion.8", at, at + 1), ("all-reduce.7", at + 1, at + 2)]
+]
+
+
+@pytest.mark.parametrize("write", BACKENDS.values(), ids=BACKENDS)
+class TestOnEveryBackend:
+    def test_turns_of_a_loop_are_no_runs(self, write):
+        found, notes = times_in(write(steps(*TURNS), number=7), hlo(WHILE, before=LOOP))
+        assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
+        assert found.times[0].transfer == pytest.approx(4e-3)
+
+    def test_parts_of_runs_are_not_measured(self, write):
+        half = [e for e in steps(*TURNS, runs=2) if 7 * MS < e.start < 25 * MS]
+        found, notes = times_in(write(half, number=7), hlo(WHILE, before=LOOP))
+        assert found is None
+        assert "no run is whole in the profile" in notes[0]
+
+    def test_a_part_without_collectives_is_not_measured(self, write):
+        some = steps(("dot.1", 0, 1), ("dot.2", 1, 2), runs=2)
+        found, notes = times_in(write(some, number=7))
+        assert found is None
+        assert "no run is whole in the profile" in notes[-1]
+
+    @pytest.mark.parametrize("runs", [1, 2, 12])
+    @pytest.mark.parametrize("names", [(), ("all-reduce.1",)], ids=["alone", "with another"])
+    def test_a_collective_before_all_other_instructions_is_of_its_run(self, write, runs, names):
+        first = PLAIN.replace(".1", ".9").replace("dot.9", "x")
+        text = hlo(PLAIN if names else "").replace("  %dot.1 =", f"{first}\n  %dot.1 =")
+        ops = [
+            ("all-reduce.9", 0, 2),
+            ("dot.1", 2, 5),
+            *((x, 5, 8) for x in names),
+            ("dot.2", 8, 9),
+        ]
+        executions = steps(*ops, runs=runs + 1)
+        cut = [e for e in executions if e.run < runs or e.name == "all-reduce.9"]
+        found, notes = times_in(write(cut, number=7), text)
+        assert (found.runs, notes) == (runs + (not names), ())
+        assert [row.transfer for row in found.times] == pytest.approx(
+            [2e-3, 3e-3][: 1 + len(names)]
+        )
+
+    def test_a_computation_that_is_called_twice_is_whole(self, write):
+        before = f"\n%twice (p: f32[1000]) -> f32[1000] {{\n  %p = f32[1000] parameter(0)\n  ROOT {PLAIN.strip().replace('dot.1', 'p')}\n}}\n"  # fmt: skip
+        calls = [f"  %call.{k} = f32[1000] call(%x), to_apply=%twice" for k in range(2)]
+        ops = [("dot.1", 0, 1), ("all-reduce.1", 1, 3), ("all-reduce.1", 3, 4), ("dot.2", 4, 5)]
+        found, notes = times_in(write(steps(*ops), number=7), hlo("\n".join(calls), before=before))
+        assert (found.runs, notes) == (12, ())
+        assert [row.transfer for row in found.times] == pytest.approx([3e-3, 3e-3])
+
+
+class TestOfTpus:
+    @pytest.mark.parametrize("runs", [1, 2])
+    def test_few_runs_have_their_length(self, runs):
+        found, notes = times_in(tpu(steps(*usual(), runs=runs), number=7), hlo())
+        assert (found.runs, found.step_seconds, notes) == (runs, pytest.approx(17e-3), ())
+
+    def test_a_fusion_stands_for_the_collective_inside(self):
+        before = f"""
+%all-reduce-scatter.1 (p: f32[1000]) -> f32[250] {{
+  %p = f32[1000]{{0}} parameter(0)
+  %zero = s32[] constant(0)
+  %all-reduce.9 = f32[1000]{{0}} all-reduce(%p), {REDUCE}
+  ROOT %slice.5 = f32[250]{{0}} dynamic-slice(%all-reduce.9, %zero), dynamic_slice_sizes={{250}}
+}}
+"""
+        body = f"""  %fusion.107 = f32[250]{{0}} fusion(%dot.1), kind=kCustom, calls=%all-reduce-scatter.1
+  %all-gather.16 = f32[1000]{{0}} all-gather(%fusion.107), {REDUCE.partition(", to_apply")[0]}, dimensions={{0}}"""
+        events = steps(("dot.1", 0, 5), ("fusion.107", 5, 8), ("all-gather.16", 8, 10))
+        found, notes = times_in(tpu(events, number=7), hlo(body, before=before))
+        assert sorted(row.transfer for row in found.times) == pytest.approx([2e-3, 3e-3])
+        assert (found.exposed_seconds, notes) == (pytest.approx(5e-3), ())
+
+    def test_a_chain_of_fusions_lasts_from_its_start_to_its_end(self):
+        ends = {"begin": "AsyncCollectiveStart", "go_on": "", "finish": "AsyncCollectiveDone"}
+        before = "".join(
+            f"""
+%{name} (p: f32[250]) -> f32[1000] {{
+  %p = f32[250]{{0}} parameter(0)
+  %gather.{name} = f32[1000]{{0}} all-gather(%p), channel_id=1, replica_groups={{}}, dimensions={{0}}, use_global_device_ids=true, frontend_attributes={{chain_id="0"}}
+  ROOT %end.{name} = f32[1000]{{0}} {f'custom-call(%gather.{name}), custom_call_target="{target}"' if target else f"copy(%gather.{name})"}
+}}
+"""
+            for name, target in ends.items()
+        )
+        body = "\n".join(f"  %{site} = f32[1000]{{0}} fusion(%s), kind=kCustom, calls=%{name}" for site, name in (("async-collective-start", "begin"), ("fusion.4", "go_on"), ("async-collective-done", "finish")))  # fmt: skip
+        body = "  %s = f32[250]{0} slice(%dot.1), slice={[0:250]}\n" + body
+        events = steps(("dot.1", 0, 1), ("async-collective-start", 1, 1.001), ("fusion.4", 2, 5), ("async-collective-done", 5, 9))  # fmt: skip
+        found, _ = times_in(tpu(events, number=7), hlo(body, before=before))
+        (row,) = {row.rows: row for row in found.times if row}.values()
+        assert row.transfer == pytest.approx(8e-3)
+        assert found.exposed_seconds == pytest.approx(4.001e-3)
+
+    def test_the_wait_in_a_done_is_exposed_and_copies_in_the_background_hide_nothing(self):
+        ops = ("all-reduce-start.1", 0, 0.000004), ("dot.1", 0.1, 2), ("all-reduce-done.1", 2, 6)
+        background = [(MS + 20 * MS * k, 5 * MS + 20 * MS * k) for k in range(12)]
+        profile = tpu(steps(*ops), number=7, background=background)
+        found, _ = times_in(profile, hlo(PAIR))
+        assert found.times[0].transfer == pytest.approx(6e-3)
+        assert found.exposed_seconds == pytest.approx(4e-3, rel=1e-4)
+
+    def test_the_fingerprint_tells_programs_of_one_name_apart(self, tmp_path):
+        texts = hlo(), hlo().replace("f32[1000]", "f32[2000]")
+        long = [e._replace(run=e.run + 12, start=e.start + 900 * MS, end=e.end + 900 * MS) for e in steps(*usual(), step=200 * MS)]  # fmt: skip
+        planes = tpu(steps(*usual()) + long, number=lambda run: FINGERPRINT + (run > 11))
+        found = read(tmp_path, planes + programs(*texts) + task())
+        assert [r.measured.runs for r in found.reports] == [12, 12]
+        assert [r.measured.step_seconds for r in found.reports] == pytest.approx([0.02, 0.2])
+        assert [r.wire_bytes for r in found.reports] == [4000, 8000]
+        assert found.notes == ()
+
+    def test_runs_of_devices_are_joined_by_time_whatever_their_numbers(self):
+        events = steps(*usual(), devices=4)
+        # One device was recorded later, and another ended earlier.
+        kept = [e for e in events if not (e.device == 1 and e.run < 2) and (e.device, e.run) != (2, 11)]  # fmt: skip
+        found, _ = times_in(tpu(kept, number=7), hlo(devices=4))
+        assert (found.runs, found.step_seconds) == (9, pytest.approx(20e-3))
+
+
+class TestOfGpus:
+    @pytest.mark.parametrize("name", ["psum.28.1", "reduce-scatter.3"])
+    def test_kernels_of_a_wrapped_collective_bear_the_inner_name(self, name):
+        wrapped = {"all-reduce-start.1": name}
+        found, notes = times_in(gpu(steps(*usual(name=name))), hlo(PAIR), wrapped=wrapped)
+        assert (found.runs, found.times[0].transfer, notes) == (12, pytest.approx(11e-3), ())
+
+    def test_the_wrapped_name_is_read_from_the_program(self, tmp_path):
+        before = f"""
+%wrap (p: f32[1000]) -> f32[250] {{
+  %p = f32[1000]{{0}} parameter(0)
+  ROOT %scatter.3.1 = f32[250]{{0}} reduce-scatter(%p), {REDUCE}, dimensions={{0}}
+}}
+"""
+        body = """  %rs-start = ((f32[1000]), f32[250]) async-start(%dot.1), calls=%wrap
+  %rs-done = f32[250]{0} async-done(%rs-start), calls=%wrap"""
+        profile = gpu(steps(*usual(name="scatter.3.1"))) + programs(hlo(body, before=before), number=7)  # fmt: skip
+        assert measured(tmp_path, profile).times[0].transfer == pytest.approx(11e-3)
+
+    @pytest.mark.parametrize("kernels", [1, 2])
+    def test_an_instruction_may_run_several_kernels_and_some_lack_their_name(self, kernels):
+        bare = {(3, "dot.1"), (5, "all-reduce.1"), (8, "dot.2")}
+        found, notes = times_in(gpu(steps(*usual()), kernels=kernels, bare=bare))
+        assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
+        assert found.times[0].transfer == pytest.approx(11e-3)
+
+    def test_runs_that_a_conditional_hides_are_left_out(self):
+        before = "".join(
+            f"\n%{name} (p: f32[1000]) -> f32[1000] {{\n  %p = f32[1000] parameter(0)\n  ROOT %{x} = f32[1000] negate(%p)\n}}\n"
+            for name, x in (("taken", "neg.1"), ("other", "neg.2"))
+        )
+        body = "  %k = pred[] constant(true)\n  %conditional.1 = f32[1000] conditional(%k, %x, %x), true_computation=%taken, false_computation=%other\n"  # fmt: skip
+        events = steps(("neg.1", 0, 1), ("all-reduce.1", 5, 8), ("dot.2", 8, 9))
+        kept = [e for e in events if e.name != "neg.1" or e.run % 4 in (0, 1)]
+        found, _ = times_in(gpu(kept), hlo(body + PLAIN, before=before))
+        assert found.times[0].transfer == pytest.approx(3e-3)
+
+    @pytest.mark.parametrize("kernels", [1, 2, 3])
+    def test_a_program_may_be_one_collective_of_several_kernels(self, kernels):
+        found, notes = times_in(gpu(steps(("all-reduce.1", 0, 3)), kernels=kernels))
+        assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
+        assert found.times[0].transfer == pytest.approx(3e-3)
+
+    def test_a_kernel_of_two_instructions_that_lacks_its_name_costs_its_run(self):
+        body = PLAIN + "\n" + PLAIN.replace(".1", ".2").replace("dot.2", "dot.1")
+        ops = [("dot.1", 0, 5), ("all-reduce.1", 5, 8), ("all-reduce.2", 8, 10), ("dot.2", 10, 11)]
+        found, _ = times_in(gpu(steps(*ops), bare={(5, "all-reduce.1")}), hlo(body))
+        assert (found.runs, found.step_seconds) == (11, pytest.approx(20e-3))
+        assert [row.transfer for row in found.times] == pytest.approx([3e-3, 2e-3])
+
+    def test_a_loop_falls_back_to_its_own_beginning_only(self):
+        ops = [("dot.1", 0, 1), ("dot.2", 13, 14)]
+        for k in range(4):
+            ops += [("fusion.8", 1 + 3 * k, 2 + 3 * k), ("all-reduce.7", 2 + 3 * k, 3 + 3 * k), ("fusion.9", 3 + 3 * k, 4 + 3 * k)]  # fmt: skip
+        ops.sort(key=lambda op: op[1])
+        for write in BACKENDS.values():
+            found, notes = times_in(write(steps(*ops), number=7), hlo(WHILE, before=LOOP))
+            assert (found.runs, notes) == (12, ())
+            assert found.times[0].transfer == pytest.approx(4e-3)
+
+
+class TestOfOldVersions:
+    @pytest.mark.parametrize("devices", [1, 4])
+    def test_before_jax_0_8_a_rendezvous_says_the_run(self, devices):
+        found, notes = times_in(old_cpu(steps(*usual(), devices=devices)), hlo(devices=4))
+        assert (found.runs, found.step_seconds) == (12, pytest.approx(20e-3))
+        assert found.times[0].transfer == pytest.approx(11e-3)
+        assert notes == () if devices == 4 else "measured on 1 of its 4 devices" in notes[0]
+
+    def test_the_oldest_have_a_thread_for_each_device(self):
+        found, notes = times_in(old_cpu(steps(*usual(), devices=4), is_oldest=True), hlo(devices=4))
+        assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
+        assert found.times[0].transfer == pytest.approx(11e-3)
+
+    def test_groups_of_old_programs_are_not_lost(self, tmp_path):
+        module = _hlo.hlo_module_from_text(
+            hlo(devices=8, groups="[4,2]<=[2,4]T(1,0)")
+        ).as_serialized_hlo_module_proto()
+        old = with_old_groups(module)
+        assert len(old) != len(module)
+        (report,) = read(tmp_path, tpu(steps(*usual())) + programs(old)).reports
+        assert report.rows[0].compiled.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+        assert report.wire_bytes == 4000
+
+    def test_without_instructions_it_says_what_to_do(self):
+        found, notes = times_in(cpu([]))
+        assert found is None
+        assert "no executions of instructions: on CPUs, JAX before 0.7" in notes[0]
+
+
+def with_old_groups(message, depth=0):
+    """The HloModuleProto as XLA wrote it before JAX 0.9: field 87 holds what is field 92 now."""
+    nested = {0: 3, 1: 2}.get(depth)
+    content = b""
+    for number, value in fields_of(message):
+        if number == nested:
+            value = with_old_groups(value, depth + 1)
+        if depth == 2 and number == 92:
+            number, value = 87, field(2, bytes(value))
+        content += field(number, value if isinstance(value, int) else bytes(value))
+    return content
+
+
+class TestNothingIsSilent:
+    def test_collectives_without_an_event_are_named(self):
+        body = PLAIN + "\n" + PLAIN.replace(".1", ".2").replace("dot.2", "dot.1")
+        found, notes = times_in(gpu(steps(*usual())), hlo(body))
+        assert [row and row.transfer for row in found.times] == [pytest.approx(11e-3), None]
+        assert (
+            "jit_step: 1 of its 2 collectives have no event, or no end, in the profile" in notes[0]
+        )
+        assert "(all-reduce.2): CUDA graphs hide collectives: set XLA_FLAGS=" in notes[0]
+
+    def test_starts_without_ends_are_named(self):
+        ops = [("dot.1", 0, 5), ("all-reduce-start.1", 5, 6), ("dot.2", 6, 9)]
+        found, notes = times_in(tpu(steps(*ops), number=7), hlo(PAIR))
+        assert found.times == (None,)
+        assert "1 of its 1 collectives have no event, or no end, in the profile" in notes[0]
+
+    def test_a_program_that_did_not_run_is_named(self):
+        found, notes = times_in(tpu(steps(*usual()), module="jit_other", number=7))
+        assert (found, notes) == (
+            None,
+            ("jit_step: not measured: no run is whole in the profile: record several.",),
+        )
+
+    def test_missing_devices_are_counted(self, tmp_path):
+        found = read(tmp_path, tpu(steps(*usual())) + programs(hlo(devices=8)))
+        assert "measured on 2 of its 8 devices" in found.notes[0]
+
+    def test_groups_tell_the_devices_of_a_program_without_an_assignment(self, tmp_path):
+        module = _hlo.hlo_module_from_text(hlo(groups="{{0,1},{2,3}}"))
+        program = programs(module.as_serialized_hlo_module_proto())
+        found = read(tmp_path, tpu(steps(*usual())) + program)
+        assert "measured on 2 of its 4 devices" in found.notes[0]
+
+    def test_files_of_one_name_in_two_log_folders_are_two_ranks(self, tmp_path):
+        for rank in range(2):
+            for time in ("2026_01_01", "2026_02_02"):
+                run = tmp_path / f"rank{rank}" / "plugins" / "profile" / time
+                run.mkdir(parents=True)
+                events = steps(*usual(8 * rank), runs=12 if time == "2026_02_02" else 5, devices=1)
+                text = programs(hlo(devices=2), number=7)
+                (run / "node.xplane.pb").write_bytes(cpu(events, rank=rank) + text + task())
+        (report,) = read_folder(tmp_path).reports
+        assert (report.measured.ranks, report.measured.runs) == ((0, 1), 12)
+        assert [last.rank for last, _ in report.measured.late] == [1]
+
+
+WHOLE = tpu(steps(*usual())) + programs(hlo())
+DAMAGED = {
+    "empty": b"",
+    "foreign": b"hello",
+    "gzip": b"\x1f\x8b\x08\x00" + bytes(60),
+    "a program": _hlo.hlo_module_from_text(hlo()).as_serialized_hlo_module_proto(),
+    "half": WHOLE[: len(WHOLE) // 2],
+    "re-encoded": WHOLE.decode("latin1").encode(),
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_one_line_and_nothing_of_others_is_lost(content, tmp_path):
+    (tmp_path / "bad.xplane.pb").write_bytes(content)
+    with pytest.raises(ValueError, match=r"bad\.xplane\.pb: this is not a JAX profile") as error:
+        read_folder(tmp_path)
+    assert "\n" not in str(error.value)
+    (tmp_path / "good.xplane.pb").write_bytes(WHOLE)
+    found = read_folder(tmp_path)
+    assert found.reports[0].measured.runs == 12
+    assert found.unread == (str(error.value),)
+    assert json.loads(found.to_json())["unread"] == list(found.unread)
+
+
+@given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
+def test_one_wrong_byte_or_a_cut_raises_nothing_but_value_errors(at, byte):
+    for damaged in (WHOLE[:at] + bytes([byte]) + WHOLE[at + 1 :], WHOLE[:at]):
+        with contextlib.suppress(ValueError):
+            read_profile(damaged)
+
+
+def test_the_command_ends_with_2_after_the_table(tmp_path):
+    (tmp_path / "good.xplane.pb").write_bytes(WHOLE)
+    (tmp_path / "bad.xplane.pb").write_bytes(WHOLE[:-9])
+    command = [sys.executable, "-m", "jaxcoll", "inspect", "--profile", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "bad.xplane.pb: this is not a JAX profile" in done.stderr
+    assert "measured in 12 runs" in done.stdout
+
+
+@pytest.mark.parametrize("write", BACKENDS.values(), ids=BACKENDS)
+def test_windows_count_runs_by_the_same_rule(write):
+    others = write(steps(("dot.1", 0, 1), runs=40), module="jit_other")
+    assert count_runs(write(steps(*usual()), number=7), [Compiled(hlo(), 7)]) == (72, 12)
+    assert count_runs(others, [Compiled(hlo(), 7)]) == (80, 0)
+
+
+def test_profiles_of_different_times_are_not_compared(tmp_path):
+    text = programs(hlo(), number=7)
+    hosts = [gpu(steps(*usual(), runs=12 + k)) + text + task(10**18 * (k + 1)) for k in range(2)]
+    found = read(tmp_path, *hosts)
+    assert found.reports[0].measured is None
+    assert "share no run" in found.notes[0]
+
+
+def test_profiles_without_programs_say_how_to_record_them(tmp_path):
+    with pytest.raises(ValueError, match="contain no communicating program"):
+        read(tmp_path, tpu(steps(*usual())))
+
+
+def test_programs_of_one_name_are_told_apart_by_their_numbers(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    total = jax.jit(lambda x: x.sum(0))
+    xs = [jax.device_put(np.ones((n, 50), "f"), rows) for n in (8, 16)]
+    jax.block_until_ready([total(x) for x in xs])
+    with jax.profiler.trace(tmp_path):
+        for _ in range(6):
+            jax.block_until_ready([total(x) for x in xs])
+    programs = [r for r in read_folder(tmp_path).reports if r.name == "jit__lambda"]
+    assert len(programs) >= 2
+    assert sum(r.measured is not None and r.measured.runs >= 5 for r in programs) == 2
+
+
+class TestInPython:
+    def test_one_step(self):
+        @jc.data_parallel(donate_argnums=0)
+        def step(w, x):
+            return w - 0.1 * jc.grad(lambda w, x: jnp.mean((x @ w) ** 2))(w, x)
+
+        w = np.ones((16, 4), "f")
+        report = jc.inspect(step, w, np.ones((32, 16), "f"), measure=4)
+        assert (report.measured.ranks, report.measured.late) == ((0,), ())
+        assert report.measured.runs >= 3
+        (times,) = report.measured.times
+        assert 0 < times.transfer < report.measured.step_seconds
+        assert "measured in" in str(report)
+        assert "transfer" in str(report)
+        assert report.to_dict()["measured"]["runs"] == report.measured.runs
+        assert report.requested is not None
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ((jax.ShapeDtypeStruct((8,), "float32"),), "arrays as its arguments"),
+            ((np.ones(8, "f"), "h100:8"), "without a topology"),
+        ],
+        ids=["shapes", "topology"],
+    )
+    def test_what_cannot_run_is_not_measured(self, arguments, words):
+        x, *topology = arguments
+        step = jax.jit(lambda x: x * 2)
+        with pytest.raises(ValueError, match=words):
+            jc.inspect(step, x, measure=3, topology=topology[0] if topology else None)
+        for measure in (-1, 2.5):
+            with pytest.raises(ValueError, match="at least 0"):
+                jc.inspect(step, np.ones(8, "f"), measure=measure)
+            with pytest.raises(ValueError, match="at least 0"), jc.inspecting(measure=measure):
+                pass
+
+    def test_a_block(self):
+        mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        with jc.inspecting() as programs:
+            jax.jit(lambda x: (x - 3).sum())(jax.device_put(np.ones((8, 7), "f"), rows))
+            with pytest.raises(AssertionError, match="filled when its block ends"):
+                jc.assert_collectives(programs, max_count=0)
+        assert jc.assert_collectives(programs, max_count=1, kinds=["all-reduce"]) is programs
+        with pytest.raises(AssertionError, match=r"jit__lambda exceeds .*\n.*max_count=0, found 1"):
+            jc.assert_collectives(programs, max_count=0)
+        assert "1 all-reduce" in str(programs)
+
+    def test_a_block_that_raises_is_read_up_to_there(self):
+        with pytest.raises(KeyError), jc.inspecting() as programs:  # noqa: PT012
+            jax.jit(lambda x: x * 5)(np.ones(9, "f"))
+            raise KeyError
+        assert (programs.reports, programs.quiet > 0) == ((), True)
+
+    def test_nothing_is_compiled_anew_nor_watched_after_the_block(self):
+        with jc.inspecting() as programs:
+            pass
+        jax.jit(lambda x: x * 6)(np.ones(9, "f"))
+        assert programs.quiet == 0

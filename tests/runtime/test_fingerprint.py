@@ -1,0 +1,103 @@
+"""What processes compare of a program is what there is to compare."""
+
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcoll as jc
+from jaxcoll._runtime import dispatch
+from jaxcoll._runtime.call import Call
+from jaxcoll._runtime.executable import compiled_for
+from jaxcoll._runtime.fingerprint import first_collective, first_difference, shared_program
+from jaxcoll._runtime.watchdog import watchdog
+
+
+def test_programs_that_sum_over_other_axes_of_one_mesh_differ():
+    mesh = jax.make_mesh((2, 2), ("a", "b"))
+    x = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, PartitionSpec("a", "b")))
+    digests = set()
+    for axis in ("a", "b", ("a", "b")):
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=PartitionSpec("a", "b"),
+            out_specs=PartitionSpec("a", "b"),
+        )
+        def step(x, axis=axis):
+            return x + jax.lax.psum(x, axis)
+
+        digests.add(compiled_for(Call(step, (x,), (), "step"), shared_program).digest)
+    assert len(digests) == 3
+
+
+RING = [(k, (k + 1) % 8) for k in range(8)]
+
+
+def halves(rows):
+    mean = jc.reduce_scatter("mean", {"w": rows.mean(0), "b": rows.sum()}, "data")
+    return jc.all_gather(mean, "data")
+
+
+def loop(rows):
+    first = jc.all_reduce("mean", rows[0], "data") + rows[0]
+    last = jax.lax.fori_loop(0, 5, lambda _, x: jax.lax.ppermute(x * 2, "data", RING), first)
+    return jc.all_reduce("sum", last, "data")
+
+
+def table(rows):
+    slices = jc.IndexedSlices(rows, jnp.arange(1), (9, 128))
+    return jc.all_reduce("mean", {"b": rows[0], "table": slices}, "data")["table"].values
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (halves, r"first of 2 collectives in .* is reduce-scatter .*, carrying (\S+/pack0) \(\1 has \['b'\] … \['w'\]\)\.$"),
+        (loop, r"first of 3 collectives in `loop` of float32\[8,128\] is all-reduce f32\[128\] among \{\{0,1,2,3,4,5,6,7\}\}, "
+         "requested as psum"),
+        (table, r"all-gather .*, carrying (all_reduce_\w+/rows1) \(\1 has \['table'\]\)\.$"),
+        (lambda rows: rows, "^`<lambda>` of float32.8,128. has no collective.$"),
+    ],
+)  # fmt: skip
+def test_the_collective_that_processes_come_to_first_is_named_with_the_leaves_that_it_carries(
+    step, words
+):
+    step = jc.data_parallel(step, varying_outputs="concatenate")
+    program = compiled_for(step.prepare(jnp.ones((8, 128)))[0], shared_program)
+    assert re.search(words, first_collective(program)), first_collective(program)
+
+
+def test_a_text_that_is_not_understood_is_no_error_beside_another():
+    compiled = types.SimpleNamespace(as_text=lambda: "no program")
+    assert first_collective(types.SimpleNamespace(compiled=compiled, name="")) == ""
+
+
+def test_a_difference_in_length_is_one():
+    difference = first_difference({0: ("a",), 1: ("a", "b")})
+    assert difference == "process 0: (nothing more)\nprocess 1: b"
+
+
+def test_what_processes_must_have_in_common_is_compared_in_every_call():
+    program, x = jax.jit(lambda x: x + 1), jnp.arange(3)
+
+    def mark(settings):
+        call = Call(program, (x,), jax.devices()[:1], "a call", settings=settings)
+        return compiled_for(call, shared_program).digest
+
+    assert len({mark("leaf a"), mark("leaf b"), mark("leaf a")}) == 2
+
+
+def test_one_process_has_nobody_to_ask_and_is_told_where_a_launcher_started_several(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    dispatch._warn_where_alone.cache_clear()
+    assert watchdog() is None
+    with pytest.warns(UserWarning, match="WORLD_SIZE=4 says that this process is one of several"):
+        assert dispatch.group_of(jax.devices()) is None
+    assert dispatch.group_of(jax.devices()) is None  # once

@@ -1,0 +1,104 @@
+"""A call that blocks is abandoned, and the thread that makes it takes the next one after it."""
+
+import gc
+import threading
+
+import jax
+import pytest
+
+from jaxcoll._job import threads as _threads
+from jaxcoll._job.threads import Worker, any_blocked, within
+
+
+def test_a_worker_makes_calls_in_order_and_ends_when_it_is_closed():
+    made = []
+    worker = Worker("in order")
+    tasks = [worker.submit(lambda i=i: made.append(i) or i) for i in range(5)]
+    raises = worker.submit(lambda: 1 / 0)
+    worker.close()
+    assert all(task.wait(5) for task in (*tasks, raises))
+    with pytest.raises(ZeroDivisionError):
+        raises.result()
+    assert [task.result() for task in tasks] == made == [*range(5)]
+    assert not worker.is_alive()
+    (thread,) = [t for t in threading.enumerate() if t.name == "in order"] or [None]
+    assert thread is None or thread.join(5) is None
+
+
+def test_the_thread_of_a_worker_that_nobody_has_any_more_ends():
+    worker = Worker("nobody's")
+    (thread,) = (t for t in threading.enumerate() if t.name == "nobody's")
+    task = worker.submit(lambda: 1)
+    del worker
+    assert task.wait(5)
+    assert task.result() == 1
+    del task
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("check", ["debug_nans", "debug_infs"])
+def test_results_are_checked_as_the_thread_that_asks_for_them_has_it(check):
+    worker = Worker("checked")
+    with getattr(jax, check)(True):
+        checked = worker.submit(lambda: getattr(jax.config, f"jax_{check}"))
+    plain = worker.submit(lambda: getattr(jax.config, f"jax_{check}"))
+    assert checked.wait(5)
+    assert plain.wait(5)
+    assert (checked.result(), plain.result()) == (True, False)
+
+
+def test_an_abandoned_call_keeps_its_thread_and_the_next_begins_after_it():
+    release = threading.Event()
+    worker = Worker("blocked")
+    first = worker.submit(release.wait)
+    assert not first.wait(0.01)
+    assert not first.done()
+    first.abandon(KeyError("news"))
+    assert first.done()
+    assert first.wait(0)
+    with pytest.raises(KeyError, match="news"):
+        first.result()
+    assert any_blocked()
+    second = worker.submit(lambda: 2)
+    assert not second.wait(0.01)
+    release.set()
+    assert second.wait(5)
+    assert second.result() == 2
+    assert not any_blocked()
+
+
+def test_an_exception_in_the_wait_abandons_the_call(monkeypatch):
+    release = threading.Event()
+    task = Worker("interrupted").submit(release.wait)
+
+    class Interrupted:
+        def acquire(self, timeout):
+            raise KeyboardInterrupt
+
+        def release(self):
+            pass
+
+    monkeypatch.setattr(task, "_running", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        task.wait()
+    assert any_blocked()
+    release.set()
+
+
+def test_within_returns_raises_looks_and_gives_up():
+    assert within(5, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(5, lambda: 1 / 0)
+    release = threading.Event()
+    with pytest.raises(TimeoutError, match=r"it did not answer within 0\.05 s"):
+        within(0.05, release.wait)
+
+    def look():
+        raise ConnectionError("it is dead")
+
+    with pytest.raises(ConnectionError, match="it is dead"):
+        within(60, release.wait, look)
+    assert len([thread for thread in _threads._abandoned if thread.is_alive()]) == 2
+    release.set()

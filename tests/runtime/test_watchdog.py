@@ -1,0 +1,140 @@
+"""Watchdogs speak with each other over keys and values alone, by threads in the place of processes."""
+
+import dataclasses
+import threading
+import time
+
+import pytest
+
+from jaxcoll._job.key_value import LocalKeys
+from jaxcoll._runtime import watchdog
+from jaxcoll._runtime.watchdog import Watchdog
+
+
+class Recorder:
+    """Something that a watchdog speaks for."""
+
+    def __init__(self):
+        self.alarms, self.heard, self.beaten = [], threading.Event(), threading.Event()
+
+    def alarmed(self, alarm):
+        self.alarms.append(alarm)
+        self.heard.set()
+
+    def beat(self):
+        self.beaten.set()
+
+
+@pytest.fixture
+def meet(monkeypatch):
+    """Starts watchdogs over some keys, and ends them after the test."""
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.05)
+    met = []
+
+    def start(keys):
+        met.append(Watchdog(keys))
+        return met[-1]
+
+    yield start
+    for each in met:
+        each.end()
+        assert not each._thread.is_alive()
+
+
+def here(one):
+    """Wait until this watchdog listens."""
+    until = time.monotonic() + 5
+    while one.peers.state_of(one.peers.process) != "here" and time.monotonic() < until:
+        time.sleep(0.01)
+    return one
+
+
+def test_a_question_is_replied_to_at_once_also_about_a_group_that_has_made_no_call(meet):
+    keys = LocalKeys(processes=3)
+    one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
+    group = other.group((0, 1))
+    assert other.group((0, 1)) is group
+    assert one.peers.ask(group.name, 1, [1])[1]["name"] == "nothing"
+    assert one.peers.ask("0-2-unknown", 1, [1, 2], patience=0.5) == {1: {"at": 0}}
+    assert keys.all("jaxcoll/watch/replies") == keys.all("jaxcoll/watch/inbox/1") == {}
+
+
+def test_an_alarm_reaches_what_it_is_meant_for_and_nobody_else(meet):
+    keys, found, others = LocalKeys(processes=2), Recorder(), Recorder()
+    one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
+    other.watched |= {"a run": found, "another": others}
+    one.watched["a run"] = others
+    one.peers.alarm("unknown", [0, 1], {"lost": [7]})
+    one.peers.alarm("a run", [0, 1], {"lost": [8]})
+    assert found.heard.wait(5)
+    assert (found.alarms, others.alarms) == ([{"lost": [8]}], [])
+    assert (other.peers.lost, one.peers.lost) == ({7, 8}, set())
+
+
+def test_it_beats_whether_it_hears_something_or_not(meet):
+    keys, quiet = LocalKeys(processes=2), Recorder()
+    one = here(meet(dataclasses.replace(keys, process=0)))
+    one.watched["quiet"] = quiet
+    assert quiet.beaten.wait(5)
+    ringing = threading.Event()
+
+    def ring():
+        while not ringing.wait(0.001):
+            keys.set("jaxcoll/watch/bell/0", "1")
+
+    thread = threading.Thread(target=ring)
+    thread.start()
+    quiet.beaten.clear()
+    assert quiet.beaten.wait(5)
+    ringing.set()
+    thread.join()
+
+
+def test_few_of_its_reads_time_out_in_a_row_because_each_keeps_memory(meet, monkeypatch):
+    monkeypatch.setattr(watchdog, "OWN_RING", 3)
+    keys, rows = LocalKeys(), [0]
+    read = keys.get
+
+    def get(key, seconds):
+        try:
+            rows.append(0)
+            return read(key, seconds)
+        except TimeoutError:
+            rows[-1] = rows[-2] + 1
+            raise
+
+    keys.get = get
+    meet(keys)
+    until = time.monotonic() + 10
+    while len(rows) < 20 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(rows) >= 20
+    assert 0 < max(rows) <= 6
+
+
+def test_one_that_is_started_again_does_not_hear_what_its_predecessor_was_to_hear(meet):
+    keys, found = LocalKeys(processes=2), Recorder()
+    asking = here(meet(dataclasses.replace(keys, process=0)))
+    asking.peers.alarm("a run", [1], {"lost": [1]})  # while process 1 is not there
+    keys.set("jaxcoll/watch/state/1", "ended")
+    again = here(meet(dataclasses.replace(keys, process=1)))
+    again.watched["a run"] = found
+    asking.peers.alarm("a run", [1], {"lost": [2]})
+    assert found.heard.wait(5)
+    assert (found.alarms, again.peers.lost) == ([{"lost": [2]}], {2})
+    assert asking.peers.state_of(1) == "here"
+
+
+def test_what_anybody_may_have_written_into_the_inbox_does_no_harm(meet):
+    keys, found = LocalKeys(processes=2), Recorder()
+    one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
+    other.watched["a run"] = found
+    for number, text in enumerate(
+        ("[", "[1]", "{}", '{"to": []}', '{"to": "a run", "ask": 1}', '{"to": "x", "alarm": 5}')
+    ):
+        keys.set(f"jaxcoll/watch/inbox/1/{number}", text)
+    one.peers.alarm("a run", [1], {"lost": []})
+    assert found.heard.wait(5)
+    assert one.peers.state_of(1) == "here"
+    other.end()
+    assert one.peers.state_of(1) == "ended"
