@@ -109,6 +109,7 @@ def __getattr__(name: str) -> _Any:
 
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message, name=name, obj=sys.modules[__name__])
+    _import_module("jaxcoll._compat.settings")  # removes our frames from tracebacks
     _import_module("jaxcoll._mesh.world")  # sets the scope of calls outside `data_parallel`
     module = _import_module(_LATER[name])
     if name == "initialize":

@@ -17,7 +17,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = {"_plan": ["tests/plan"], "_spmd": ["tests/spmd"]}
+TESTS = {
+    "_plan": ["tests/plan"],
+    "_collectives": ["tests/collectives", "tests/gradients"],
+    "_gradients": ["tests/collectives", "tests/gradients"],
+}
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,

@@ -10,7 +10,7 @@ import jaxcoll as jc
 from jaxcoll.cli import inspect
 from jaxcoll.cli.main import main
 
-GOLDEN = Path(__file__).parents[1] / "observe" / "golden"
+GOLDEN = Path(__file__).parents[1] / "report" / "golden"
 
 MODULE = """
 import jax, jax.numpy as jnp

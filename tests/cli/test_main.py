@@ -8,7 +8,7 @@ import pytest
 
 from jaxcoll.cli.main import COMMANDS, main
 
-HLO = str(Path(__file__).parents[1] / "observe" / "golden" / "gpu-0.12.0.1-overlapped.hlo")
+HLO = str(Path(__file__).parents[1] / "report" / "golden" / "gpu-0.12.0.1-overlapped.hlo")
 RUNS = {
     "plan": ["plan", "--json", "-"],
     "inspect": ["inspect", HLO, "--json", "-"],

@@ -8,7 +8,7 @@ import pytest
 
 from jaxcoll.cli.main import main
 
-HLO = str(Path(__file__).parents[1] / "observe" / "golden" / "gpu-0.12.0.1-packs.hlo")
+HLO = str(Path(__file__).parents[1] / "report" / "golden" / "gpu-0.12.0.1-packs.hlo")
 REFUSED = {
     "plan": [
         ("--tree resnet51", "--tree resnet51: expected one of resnet50"),

@@ -19,22 +19,22 @@ import threading
 import time
 from pathlib import Path
 
-PROGRAM = Path(__file__).with_name("hang_program.py")
+PROGRAM = Path(__file__).with_name("program.py")
 STYLES = "jit", "shard_map", "pmap", "flax"
 LIMIT = 4.0
 
-# What a report must say of the process that is missing: its function of hang_program.py, or words.
+# What a report must say of the process that is missing: its function of program.py, or words.
 LAST = {
     "sleep": "in sleep:", "loop": "in loop:", "lock": "in lock:", "queue": "in get:",
     "subprocess": "in run_subprocess:", "socket": "in receive:", "input": "in read_input:",
     "GIL held": "in hold_gil:", "GIL busy": "in compute_with_gil:", "stopped": "is stopped",
-    "raised": "ValueError at hang_program.py", "future": "in future:", "thread": "in join:", "poll": "in fetch:",
+    "raised": "ValueError at program.py", "future": "in future:", "thread": "in join:", "poll": "in fetch:",
     "event loop": "in event_loop:", "file lock": "in lock_file:", "signal": "in pause:",
     "loader": "in __next__:", "in a library": "in sort:", "left": "has ended its program",
     "exit": "in wait_at_exit:", "fewer": "has ended its program", "callback": "in wait_in_callback:",
     "slow once": "went on", "barrier": "in barrier:",
 }  # fmt: skip
-FIRST = {"stopped 0": "is stopped", "raised 0": "ValueError at hang_program.py",
+FIRST = {"stopped 0": "is stopped", "raised 0": "ValueError at program.py",
          "sleep 0": "in sleep:", "saves": "in save:", "evaluates": "in evaluate_alone:"}  # fmt: skip
 OTHERS = {"more": "has ended its program"}
 NOBODY = {"order": "in different programs", "branch": "branch_step"}

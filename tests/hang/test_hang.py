@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from watch import hang_campaign
+from hang import campaign
 
 from jaxcoll._job import stacks
 from jaxcoll._job.stacks import Stacks, called
@@ -243,5 +243,5 @@ def test_bad_input_is_one_line(tmp_path, command, line):
     ],
 )
 def test_a_real_hang_is_named(kind, style, processes):
-    result, output = hang_campaign.run(kind, style, processes)
+    result, output = campaign.run(kind, style, processes)
     assert result == "right", output

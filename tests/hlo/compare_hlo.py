@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "golden"), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent / "report" / "golden"), str(HERE.parents[1])]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from observe.compare_hlo import PROGRAMS, compare, compile_text
+from hlo.compare_hlo import PROGRAMS, compare, compile_text
 
 NOT_HERE = ("ragged_experts", "broadcast")  # XLA's CPU compiler has none
 

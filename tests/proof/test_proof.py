@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import mlir
 from jaxlib.mlir.dialects import stablehlo as hlo
-from jaxpr.random_programs import by_host, tried
+from proof.random_programs import by_host, tried
 
 import jaxcoll as jc
 from jaxcoll._proof import proof

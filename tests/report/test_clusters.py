@@ -14,7 +14,7 @@ from jaxcoll._compat.compiler import has_compiler
 from jaxcoll._report.cost.rates import rates_of
 from jaxcoll.cli.main import main
 
-GOLDEN = Path(__file__).parents[1] / "observe" / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 PACKS = (GOLDEN / "gpu-0.12.0.1-packs.hlo").read_text()
 TREE = {name: jax.ShapeDtypeStruct((200,), jnp.float32) for name in "abc"}
 X = jax.ShapeDtypeStruct((64, 8), jnp.float32)

@@ -276,7 +276,7 @@ def test_the_picture(tmp_path):
     "program", ["cpu-0.12.0.1-kinds", "gpu-0.12.0.1-packs", "v6e-0.12.0.1-layers"]
 )
 def test_the_words_of_a_picture_lie_apart_and_on_the_page(program):
-    golden = Path(__file__).parents[1] / f"observe/golden/{program}.hlo"
+    golden = GOLDEN / f"{program}.hlo"
     figure = jc.inspect(golden.read_text()).plot()
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
@@ -304,7 +304,7 @@ def report_of(name):
     return jc.inspect(function, *arguments)
 
 
-GOLDEN = Path(__file__).parents[1] / "observe" / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 
 
 class TestLimits:
