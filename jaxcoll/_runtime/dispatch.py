@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import os
 import threading
@@ -49,8 +48,9 @@ class Group(Protocol):
 def group_of(devices: Sequence[jax.Device]) -> Group | None:
     """Return the group that watches calls over these devices; None if all are in this process."""
     if jax.process_count() > 1:
-        # Imported by name, so that a single process does not load the watchdog.
-        return importlib.import_module("jaxcoll._runtime.watchdog").group_of(devices)
+        from jaxcoll._runtime import watchdog  # here, so that a single process does not load it
+
+        return watchdog.group_of(devices)
     _warn_where_alone()
     return None
 
