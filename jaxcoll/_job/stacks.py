@@ -47,16 +47,16 @@ class Thread:
     def places(self, now: float, *, with_calls: bool) -> list[list[Any]]:
         """Return a `place` for each of its frames in the user's files."""
         return [
-            place(
+            show_place(
                 (code := frame.f_code).co_filename, frame.f_lineno or 0, code.co_name,
-                called(frame)[0] if with_calls else "", now - since,
+                read_call(frame)[0] if with_calls else "", now - since,
             )
             for frame, since in zip(self.frames, self.since[1:], strict=True)
             if is_user(frame.f_code.co_filename)
         ]  # fmt: skip
 
 
-def place(file: str, line: int, function: str, call: str, seconds: float) -> list[Any]:
+def show_place(file: str, line: int, function: str, call: str, seconds: float) -> list[Any]:
     """Return where a frame is, as rows have it."""
     return [os.path.basename(file), line, function, call.strip()[:_LONGEST], round(seconds, 1)]
 
@@ -101,7 +101,7 @@ class Stacks:
             pairs = zip(old, keys, strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             # A frame that calls again from the same line looks alike.
-            marks = calls.get(ident, 0), _wakes(getattr(thread, "native_id", None))
+            marks = calls.get(ident, 0), _count_wakes(getattr(thread, "native_id", None))
             stands = same == len(keys) == len(old) and marks[0] == made
             stands = stands and marks[1] - woke <= most_wakes
             times = [*times[:same], *[now] * (len(keys) - same), times[-1] if stands else now]
@@ -110,7 +110,7 @@ class Stacks:
         return threads
 
 
-def _wakes(thread: int | None) -> int:
+def _count_wakes(thread: int | None) -> int:
     """Return how often the system has put a thread to sleep; 0 if that is not known."""
     try:
         return int(Path(f"/proc/self/task/{thread}/status").read_text().split()[-3])
@@ -118,7 +118,7 @@ def _wakes(thread: int | None) -> int:
         return 0
 
 
-def called(frame: FrameType) -> tuple[str, str, Any]:
+def read_call(frame: FrameType) -> tuple[str, str, Any]:
     """Return the source of the call that a frame is in, and the name and object of what it calls.
 
     The object is None unless names and attributes lead to it: nothing of the user's is run.
@@ -144,7 +144,7 @@ def called(frame: FrameType) -> tuple[str, str, Any]:
 def _object(node: ast.AST, frame: FrameType) -> Any:
     match node:
         case ast.Name(id=name):
-            return variable(frame, name)
+            return look_up(frame, name)
         case ast.Attribute(value=value, attr=name):
             owner = _object(value, frame)
             for each in (owner, type(owner)):  # no property, and no __getattr__
@@ -158,7 +158,7 @@ def _object(node: ast.AST, frame: FrameType) -> Any:
     return None
 
 
-def variable(frame: FrameType, name: str) -> Any:
+def look_up(frame: FrameType, name: str) -> Any:
     """Return a variable that a frame sees, or None."""
     code = frame.f_code
     is_copy = sys.version_info < (3, 13) and code.co_flags & inspect.CO_OPTIMIZED
@@ -171,7 +171,7 @@ def variable(frame: FrameType, name: str) -> Any:
     return value
 
 
-def doing(thread: Thread, jitted: type) -> tuple[str, str | None]:
+def classify(thread: Thread, jitted: type) -> tuple[str, str | None]:
     """Return what a thread is in, and the name of the program if it runs one.
 
     It is in a `debugger`, `callback`, `barrier`, `shutdown`, `compile` or `program`, at its `exit`,
@@ -191,8 +191,8 @@ def doing(thread: Thread, jitted: type) -> tuple[str, str | None]:
     ]
     if any("callback" in os.path.basename(file) for file in files[user:] if _JAX[0] in file):
         return "callback", None
-    innermost = called(chain[0])[1]
-    _, name, function = called(chain[min(user, len(chain) - 1)])
+    innermost = read_call(chain[0])[1]
+    _, name, function = read_call(chain[min(user, len(chain) - 1)])
     if innermost in _OF_COORDINATOR:
         return "barrier", None
     if ("distributed.py", "shutdown") in in_jax:
@@ -201,24 +201,24 @@ def doing(thread: Thread, jitted: type) -> tuple[str, str | None]:
         return "compile", None
     if type(function) is jitted:
         name = getattr(function, "__name__", None)
-        return "program", name and clean(name)
+        return "program", name and clean_name(name)
     for frame in chain[:user]:
         if frame.f_code.co_name == "__call__" and frame.f_code.co_filename.endswith("pxla.py"):
-            name = getattr(variable(frame, "self"), "name", None)
-            return "program", name and name_of_program(name)
+            name = getattr(look_up(frame, "self"), "name", None)
+            return "program", name and name_program(name)
     is_waiting = name in _WAITING or innermost in _WAITING
     inside = any(part in file for file in files[:user] for part in (*_JAX, _JAXCOLL))
     return ("program" if is_waiting or inside else "python"), None
 
 
 @functools.lru_cache(maxsize=4096)
-def name_of_program(module: str) -> str:
+def name_program(module: str) -> str:
     """Return the name of the function whose compiled module has this name, such as jit_step."""
-    return clean(re.sub(r"^(jit|pmap)_", "", module))
+    return clean_name(re.sub(r"^(jit|pmap)_", "", module))
 
 
 @functools.lru_cache(maxsize=4096)
-def clean(name: str) -> str:
+def clean_name(name: str) -> str:
     """Return a function's name as it stands in its module's name, without <> for example."""
     return re.sub(r"\W+", "_", name).strip("_") or "?"
 
@@ -231,7 +231,7 @@ def main_place() -> str:
     if frame is None:
         return ""
     file, name = os.path.basename(frame.f_code.co_filename), frame.f_code.co_name
-    return f"{file}:{frame.f_lineno} in {name}: {called(frame)[0][:_LONGEST]}"
+    return f"{file}:{frame.f_lineno} in {name}: {read_call(frame)[0][:_LONGEST]}"
 
 
 def has_main_ended(threads: list[Thread]) -> bool:

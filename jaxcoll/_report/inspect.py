@@ -10,7 +10,7 @@ import jax
 
 from jaxcoll._report.aot import compile_for
 from jaxcoll._report.lowering import lowerable, stage_of, texts_of
-from jaxcoll._report.profile.watch import check_measure, measured
+from jaxcoll._report.profile.watch import check_measure, measure_calls
 from jaxcoll._report.report import Report, report_of
 
 
@@ -86,7 +86,7 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
             "already lowered for devices, or is no program. Pass the function and its arguments."
         )
     report = report_of(**vars(texts))
-    return measured(report, texts.compiled, runs, measure) if runs else report
+    return measure_calls(report, texts.compiled, runs, measure) if runs else report
 
 
 def _check_no_arguments(fun: Callable[..., Any]) -> None:

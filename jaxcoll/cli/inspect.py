@@ -252,7 +252,7 @@ def _report(target: str, args: argparse.Namespace) -> Report:
     flags.choose_platform(None if args.topology else args.platform, args.devices)
     fun, arguments, named = _program(module, name, args.topology)
     # The user's function and the compiler may raise any error.
-    with _explained(f"{target} cannot be compiled"):
+    with _explain_errors(f"{target} cannot be compiled"):
         return jc.inspect(fun, *arguments, topology=args.topology, **named)
 
 
@@ -269,14 +269,14 @@ def _program(
     if is_file and loaded and os.path.realpath(loaded) != os.path.realpath(path):
         del sys.modules[path.stem]  # the target of --against may be a file of the same name
     # Importing runs the user's file, which may raise any error.
-    with _explained(f"no {name!r} in {module!r}"):
+    with _explain_errors(f"no {name!r} in {module!r}"):
         target = getattr(importlib.import_module(path.stem if is_file else module), name)
     if hasattr(target, "example_args"):
         return target, tuple(target.example_args), dict(getattr(target, "example_kwargs", {}))
     if not callable(target):
         raise ValueError(f"{module}:{name} is not a function; it is {type(target).__name__}.")
     # A missing platform, for example, raises errors of its own.
-    with _explained(f"no mesh for {module}:{name}"):
+    with _explain_errors(f"no mesh for {module}:{name}"):
         mesh = {"mesh": _mesh(topology)} if takes_mesh(target, {}) else {}
     arguments = "with only a `mesh`" if mesh else "without arguments"
     script = module if module.endswith(".py") else f"-m {module}"
@@ -285,7 +285,7 @@ def _program(
         f'"float32"),)`, or run the script: jaxcoll inspect --run {script}.'
     )
     what = f"{module}:{name} has no `example_args`, and cannot be called {arguments}"
-    with _explained(what, instead):
+    with _explain_errors(what, instead):
         made = target(**mesh)
     if not isinstance(made, tuple):
         return made, (), {}
@@ -304,7 +304,7 @@ def _mesh(topology: str | None) -> Mesh | AbstractMesh:
 
 
 @contextlib.contextmanager
-def _explained(what: str, instead: str = "") -> Iterator[None]:
+def _explain_errors(what: str, instead: str = "") -> Iterator[None]:
     """Turn any error into a ValueError of one line: `what`, its type unless common, its message."""
     try:
         yield

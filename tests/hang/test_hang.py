@@ -12,7 +12,7 @@ import pytest
 from hang import campaign
 
 from jaxcoll._job import stacks
-from jaxcoll._job.stacks import Stacks, called
+from jaxcoll._job.stacks import Stacks, read_call
 from jaxcoll._report.hang.process import HangProcess
 from jaxcoll._report.hang.report import Row, judge, report
 from jaxcoll._report.profile import calls as counting
@@ -116,7 +116,7 @@ def test_nothing_of_the_users_runs_when_its_frames_are_read():
         if any(f.f_code.co_name == "wait" for f in t.frames)
     ]
     frame = next(f for t in found for f in t.frames if f.f_code is wait.__code__)
-    assert called(frame) == ("trap.step.wait(0.5)", "wait", None)
+    assert read_call(frame) == ("trap.step.wait(0.5)", "wait", None)
     thread.join()
 
 
@@ -128,7 +128,9 @@ def test_a_wait_that_looks_for_signals_is_one_wait(monkeypatch, wakes, most, cal
     over, looks = threading.Event(), iter([0, wakes])
     thread = threading.Thread(target=over.wait, name="user")
     thread.start()
-    monkeypatch.setattr(stacks, "_wakes", lambda i: next(looks) if i == thread.native_id else 0)
+    monkeypatch.setattr(
+        stacks, "_count_wakes", lambda i: next(looks) if i == thread.native_id else 0
+    )
     times = iter([0.0, 1.0])
     monkeypatch.setattr(stacks, "time", SimpleNamespace(monotonic=lambda: next(times)))
     looked = Stacks()
@@ -158,7 +160,7 @@ def test_counting_calls_never_raises_into_the_program(monkeypatch, fails):
     log, other = counting.Calls(Shield()), counting.Calls(Shield())
     monkeypatch.setattr(counting, "has_backend", lambda: False)
     if fails:
-        monkeypatch.setattr(counting, "clean", lambda name: 1 / 0)
+        monkeypatch.setattr(counting, "clean_name", lambda name: 1 / 0)
     log.start()
     try:
         other.start()

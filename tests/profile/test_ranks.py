@@ -68,7 +68,7 @@ def test_a_rank_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setattr(watch, "store", lambda: keys)
     monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.2)
     own = {"notes": ["x"]}
-    found = watch.gathered(own, "name", everywhere=False)
+    found = watch.gather(own, "name", everywhere=False)
     assert found == ({0: own, 2: own}, "rank 1 did not answer within 0.2 s.")
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from jaxcoll._compat.coordination import Store
 from jaxcoll._job.key_value import CoordinatorClient, Keys
-from jaxcoll._job.stacks import is_user, place
+from jaxcoll._job.stacks import is_user, show_place
 
 ANSWER_SECONDS = 1.0
 _SAMPLE_SECONDS = 0.3  # to see whether a silent process computes
@@ -168,7 +168,7 @@ class HangPeers:
         stacks = (self.folder / f"stacks-{row['rank']}.txt").read_text()
         of_main = stacks.rpartition(f"0x{about['main']:016x}")[2].partition("\n\n")[0]
         return [
-            place(file, int(line), name, linecache.getline(file, int(line)), row["silence"])
+            show_place(file, int(line), name, linecache.getline(file, int(line)), row["silence"])
             for file, line, name in re.findall(r'File "(.*)", line (\d+) in (\S+)', of_main)
             if is_user(file)
         ]

@@ -16,7 +16,7 @@ import jax
 
 from jaxcoll._compat.coordination import store
 from jaxcoll._compat.settings import has_backend
-from jaxcoll._job.stacks import Stacks, Thread, doing, has_main_ended, is_user, name_of_program
+from jaxcoll._job.stacks import Stacks, Thread, classify, has_main_ended, is_user, name_program
 from jaxcoll._report.hang.peers import ANSWER_SECONDS, HangPeers
 from jaxcoll._report.hang.report import WAITS, Row, judge, report, say
 from jaxcoll._report.profile.calls import JITTED, Calls
@@ -136,7 +136,7 @@ class HangProcess:
             stuck = seconds > self._limit / 3 or not thread.frames
             kind, program = "python", None
             if stuck or (thread.is_main and (is_asked or seconds > 0)):
-                kind, program = doing(thread, JITTED)
+                kind, program = classify(thread, JITTED)
             weight = _WEIGHTS.get(kind, 0) * stuck
             found.append(((weight, thread.is_main, seconds), kind, program, thread))
         (_, _, seconds), kind, program, thread = max(found, key=lambda f: f[0])
@@ -180,7 +180,7 @@ class HangProcess:
 
 def _name(text: str) -> str:
     head = _HEAD.match(text)
-    return name_of_program(head[1]) if head else "?"
+    return name_program(head[1]) if head else "?"
 
 
 def _describe(text: str, name: str | None) -> str:

@@ -16,7 +16,7 @@ import jax
 
 from jaxcoll._compat.running import is_tracing
 from jaxcoll._compat.settings import has_backend
-from jaxcoll._job.stacks import clean, name_of_program, variable
+from jaxcoll._job.stacks import clean_name, look_up, name_program
 from jaxcoll._report.profile.shield import Shield
 
 _TOOLS = (4, 3)
@@ -76,14 +76,14 @@ class Calls:
         if _monitoring is None:
             return
         # The first one's failure ends the callback, so that it is noted there, and comes last.
-        self._count = self._shield(self._called) if _counting else self._called
+        self._count = self._shield(self._count_call) if _counting else self._count_call
         if not _counting:
             free = [tool for tool in _TOOLS if _monitoring.get_tool(tool) is None]
             if not free:
                 return
             _tool = free[0]
             _monitoring.use_tool_id(_tool, "jaxcoll")
-            called = self._shield(_called, _monitoring.DISABLE)
+            called = self._shield(_count_everywhere, _monitoring.DISABLE)
             _monitoring.register_callback(_tool, _monitoring.events.CALL, called)
             _monitoring.set_events(_tool, _monitoring.events.CALL)
         self._began = not has_backend()
@@ -125,7 +125,7 @@ class Calls:
             totals[function.programs] += function.calls
         return totals
 
-    def _called(self, function: Any, code: types.CodeType) -> None:
+    def _count_call(self, function: Any, code: types.CodeType) -> None:
         found = self._functions.get(id(function))
         if found is None:
             found = self._add(function, code)
@@ -140,17 +140,17 @@ class Calls:
         if len(self._ended) > _MOST_ENDED:
             self.totals()
 
-        def ended(_: Any) -> None:
+        def drop(_: Any) -> None:
             # Called wherever the program drops it, which may be while a lock of ours is taken.
             self._ended.append(self._functions.pop(number))
 
         name = getattr(function, "__name__", None)
-        name = clean(name) if name else _name_of_compiled(code)
-        found = self._functions[number] = _Function(function, name, self._shield(ended))
+        name = clean_name(name) if name else _name_compiled(code)
+        found = self._functions[number] = _Function(function, name, self._shield(drop))
         return found
 
 
-def _called(code: types.CodeType, at: int, function: Any, first: Any) -> Any:
+def _count_everywhere(code: types.CodeType, at: int, function: Any, first: Any) -> Any:
     # Not `isinstance`, which would run a property `__class__` of the program's object.
     while (kind := type(function)) is functools.partial or kind is types.MethodType:
         function = getattr(function, "func" if kind is functools.partial else "__func__")
@@ -162,13 +162,13 @@ def _called(code: types.CodeType, at: int, function: Any, first: Any) -> Any:
     return None
 
 
-def _name_of_compiled(code: types.CodeType) -> str:
+def _name_compiled(code: types.CodeType) -> str:
     """Return the name of a program that was compiled ahead of time, which its caller knows."""
     frame = sys._getframe()
     while frame.f_code is not code and frame.f_back is not None:
         frame = frame.f_back
-    compiled = variable(frame, "self")
+    compiled = look_up(frame, "self")
     if not isinstance(compiled, jax.stages.Compiled):
         return "?"
     executable: Any = compiled.runtime_executable()
-    return name_of_program(executable.hlo_modules()[0].name)
+    return name_program(executable.hlo_modules()[0].name)

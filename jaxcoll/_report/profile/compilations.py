@@ -44,7 +44,7 @@ class Compilations:
         self._seen = {_key(executable) for executable in live_executables() if only_new}
         self._lock = threading.Lock()
         self._shield = shield
-        self._on_compiled, self._on_event = shield(self._compiled), shield(self._event)
+        self._on_compiled, self._on_event = shield(self._note_compilation), shield(self._note_event)
 
     def start(self) -> None:
         """Start recording."""
@@ -67,7 +67,7 @@ class Compilations:
 
         texts = {key: zlib.decompress(packed).decode() for key, (packed, *_) in self._texts.items()}
         prints = {key: fingerprint(text) for key, text in texts.items()}
-        calls = _by_program(self.calls, prints)
+        calls = _count_by_program(self.calls, prints)
         return [
             Compiled(
                 text,
@@ -78,12 +78,12 @@ class Compilations:
             for key, text in texts.items()
         ]
 
-    def _compiled(self, event: str, duration_secs: float, **fields: Any) -> None:
+    def _note_compilation(self, event: str, duration_secs: float, **fields: Any) -> None:
         if event == COMPILED:
             self.at = time.monotonic()
             self.look(str(fields.get("fun_name", "")))
 
-    def _event(self, event: str, **fields: Any) -> None:
+    def _note_event(self, event: str, **fields: Any) -> None:
         self._from_cache |= event == FROM_CACHE
 
     def look(self, name: str = "") -> None:
@@ -102,7 +102,7 @@ class Compilations:
                 if is_new:
                     self._read(key, module, executable)
                 if n == 0:  # JAX compiles a program anew for each function that has it
-                    self.calls.join(key, name if _is_of(module.name, name) else "")
+                    self.calls.join(key, name if _is_module_named(module.name, name) else "")
                 elif is_new:
                     self.calls.join(key, "")
 
@@ -124,12 +124,12 @@ def _key(executable: Any) -> Any:
     return executable.fingerprint or module()[0].as_serialized_hlo_module_proto()
 
 
-def _is_of(module: str, name: str) -> bool:
+def _is_module_named(module: str, name: str) -> bool:
     """Return whether a module is that of a function which JAX names as in "jit(step)"."""
     return module.rstrip("_") == re.sub(r"[^\w.\-]", "_", name).rstrip("_")
 
 
-def _by_program(calls: Calls, prints: Mapping[Any, str]) -> dict[str, int]:
+def _count_by_program(calls: Calls, prints: Mapping[Any, str]) -> dict[str, int]:
     """Return the calls of each program; none of one whose function has other programs, too."""
     known: Counter[str] = Counter()
     unknown = {prints.get(key, "") for key in calls.unknown}

@@ -25,7 +25,7 @@ class Script:
         if command[0] == "-m":
             # Like `python -m`, look for modules in the current folder first.
             sys.path.insert(0, os.getcwd())
-            spec, arguments = _spec_of(command[1]), command[2:]
+            spec, arguments = _find_spec(command[1]), command[2:]
             file, folder = str(spec.origin), os.getcwd()
             sys.path.pop(0)
         else:
@@ -54,17 +54,17 @@ class Script:
         sys.modules["__main__"] = self._main
         try:
             exec(self._code, vars(self._main))
-            return self._ended(0)
+            return self._end(0)
         except SystemExit as end:
-            return self._ended(_status(end.code))
+            return self._end(_status(end.code))
         except KeyboardInterrupt as error:
             self._show(error)
             return 130  # after Ctrl-C
         except BaseException as error:
             self._show(error)
-            return self._ended(1)
+            return self._end(1)
 
-    def _ended(self, status: int) -> int:
+    def _end(self, status: int) -> int:
         """Wait for threads, as Python does before it calls `atexit` functions."""
         try:
             shutdown: Any = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue]
@@ -125,7 +125,7 @@ def _status(code: Any) -> int:
     return 1
 
 
-def _spec_of(module: str) -> ModuleSpec:
+def _find_spec(module: str) -> ModuleSpec:
     """Return the import specification of a module, or of a package's `__main__`."""
     try:
         spec = importlib.util.find_spec(module)

@@ -28,7 +28,7 @@ class Shield:
         """Return a function that calls `hook`, and returns `otherwise` if it fails."""
 
         @functools.wraps(hook)
-        def shielded(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if os.getpid() != self._process and not in_forks:
                 return otherwise
             try:
@@ -39,7 +39,7 @@ class Shield:
                 self._note(hook.__qualname__, error)
             return otherwise
 
-        return shielded
+        return call
 
     def _note(self, name: str, error: Exception) -> None:
         # Text only: the exception's frames would keep the program's values alive.

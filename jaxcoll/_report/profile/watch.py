@@ -114,10 +114,10 @@ class Watch:
             rows["notes"] = [note, *rows["unread"]] if note != ABSENT else rows["notes"] or [note]
         rows["notes"] += self._shield.notes
         quiet = self._compilations.quiet
-        return _merged(reports, rows, f"{self._name}/rows", quiet, everywhere=everywhere)
+        return _merge(reports, rows, f"{self._name}/rows", quiet, everywhere=everywhere)
 
 
-def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
+def measure_calls(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
     """Return the report with times, after `runs` calls without the profiler and `runs` with it."""
     from jaxcoll._report.profile.rank_times import median_step
     from jaxcoll._report.programs import read_rank
@@ -137,24 +137,24 @@ def measured(report: Report, text: str, call: Callable[[], Any], runs: int) -> R
             row["times"]["unprofiled"] = median_step(starts)
     if not profile:
         rows["notes"].append(BUSY)
-    programs = _merged(reports, rows, f"jaxcoll/watch/{next(_numbers)}/rows", 0, everywhere=True)
+    programs = _merge(reports, rows, f"jaxcoll/watch/{next(_numbers)}/rows", 0, everywhere=True)
     times = programs.reports[0].measured
     return dataclasses.replace(report, measured=times, notes=(*report.notes, *programs.notes))
 
 
-def _merged(
+def _merge(
     reports: dict[str, Report], rows: dict[str, Any], name: str, quiet: int, *, everywhere: bool
 ) -> Programs:
     """Return the programs of this process, with the measurements of all ranks."""
     from jaxcoll._report.programs import programs_from
 
-    ranks, note = gathered(rows, name, everywhere=everywhere)
+    ranks, note = gather(rows, name, everywhere=everywhere)
     programs = programs_from(reports, ranks, quiet)
     notes = (*programs.notes, *filter(None, [note]))
     return dataclasses.replace(programs, notes=notes, unread=tuple(rows["unread"]))
 
 
-def gathered(values: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
+def gather(values: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
     """Return the `values` of all ranks, by rank, and a note on ranks that did not answer.
 
     Values must be JSON, and each call needs a new `name`. Unless `everywhere`, ranks other than

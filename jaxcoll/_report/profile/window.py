@@ -104,13 +104,13 @@ class Window(threading.Thread):
                 return None
             pause = min(2 * pause, _LONGEST_SECONDS)
         seconds, _, runs = probed
-        seconds = min(self._wanted(*probed), 4 * seconds if runs > 2 else _LONGEST_SECONDS)
+        seconds = min(self._choose_length(*probed), 4 * seconds if runs > 2 else _LONGEST_SECONDS)
         self._waits_for = _LAST
         if keys is not None:
             keys.set(self._key, str(seconds))
         return seconds
 
-    def _wanted(self, seconds: float, events: int, runs: int) -> float:
+    def _choose_length(self, seconds: float, events: int, runs: int) -> float:
         """Return for how long to record, after a short profile that had so many runs and events."""
         wanted = _LONGEST_SECONDS
         if runs > 2:
@@ -139,7 +139,7 @@ class Window(threading.Thread):
             cost = time.thread_time() - cpu + len(self._probe_profile) * _RECORDING
             self._spent, self._rate = self._spent + cost, cost / max(seconds, 1.0)
             # A phase of few events may end: a short profile tells little of a long one.
-            if runs > 2 and self._wanted(seconds, events, runs) <= 4 * seconds:
+            if runs > 2 and self._choose_length(seconds, events, runs) <= 4 * seconds:
                 break
             self._waits_for = _RUN
         return (seconds, events, runs) if runs else None
