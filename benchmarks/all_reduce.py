@@ -243,8 +243,8 @@ def workloads_of(args: argparse.Namespace) -> list[Workload]:
     """Return the workloads of --tree, --sizes and --dtype."""
     sizes = getattr(args, "sizes", None)
     trees = args.tree or ([] if sizes else ["resnet50"])
-    workloads = [Workload(n, tuple(flags.tree_of(n, args.dtype).values())) for n in trees]
-    dtype = flags.dtype_of(args.dtype)
+    workloads = [Workload(n, tuple(flags.read_tree(n, args.dtype).values())) for n in trees]
+    dtype = flags.parse_dtype(args.dtype)
     for name, size in sizes_of(sizes).items() if sizes else ():
         leaf = jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype)
         workloads.append(Workload(name, (leaf,), is_size=True))
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     add = parser.add_argument
     add("--sizes", metavar="RANGE", help="sizes of arrays, as for jaxcoll bench")
     add("--algorithms", default="auto", metavar="LIST", help="as for jaxcoll bench (default: auto)")
-    add("--rounds", type=flags.at_least(1), default=20, help="timed rounds (default: 20)")
+    add("--rounds", type=flags.minimum(1), default=20, help="timed rounds (default: 20)")
     add_world(parser)
     words = "torch (torch.distributed over Gloo, in place) or tensorflow (RING); not with --rate"
     add("--against", choices=PEERS, action="append", default=[], help=words)

@@ -180,9 +180,9 @@ def main(argv: Sequence[str] | None = None) -> list[Found]:
         help="when it sleeps (default: before,middle)",
     )
     add("--ms", default="100,20,5,0", metavar="LIST", help="delays in ms (default: 100,20,5,0)")
-    add("--windows", type=flags.at_least(1), default=10, help="windows per case (default: 10)")
-    add("--runs", type=flags.at_least(5), default=20, help="runs per window (default: 20)")
-    add("--width", type=flags.at_least(1), default=256, help="N of w[N, N], float32 (default: 256)")
+    add("--windows", type=flags.minimum(1), default=10, help="windows per case (default: 10)")
+    add("--runs", type=flags.minimum(5), default=20, help="runs per window (default: 20)")
+    add("--width", type=flags.minimum(1), default=256, help="N of w[N, N], float32 (default: 256)")
     add("--timeout", type=float, default=180, help="seconds per window (default: 180)")
     add("--json", metavar="FILE", help="write one JSON line per case")
     args = parser.parse_args(argv)

@@ -65,7 +65,7 @@ def packing(budget: float, tree: str = "resnet50") -> dict[str, Any]:
     """
     from jaxcoll._collectives.pipeline import pack, unpack
 
-    shapes = list(flags.tree_of(tree, "float32").values())
+    shapes = list(flags.read_tree(tree, "float32").values())
     nbytes = sum(4 * math.prod(x.shape) for x in shapes)
     # Plan for eight devices from shapes alone, because one device has nothing to send.
     plans = {

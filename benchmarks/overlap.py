@@ -125,13 +125,13 @@ def main(argv: Sequence[str] | None = None) -> list[Overlapped]:
     add = parser.add_argument
     add(
         "--parts",
-        type=flags.at_least(1),
+        type=flags.minimum(1),
         default=8,
         metavar="N",
         help="number of programs (default: 8)",
     )
     add("--algorithm", default="auto", metavar="NAME", help="as for jaxcoll bench (default: auto)")
-    add("--rounds", type=flags.at_least(1), default=20, help="timed rounds (default: 20)")
+    add("--rounds", type=flags.minimum(1), default=20, help="timed rounds (default: 20)")
     add("--json", metavar="FILE", help="write one JSON line per tree")
     args = parser.parse_args(argv)
     how = {"parts": args.parts, "algorithm": args.algorithm, "rounds": args.rounds}

@@ -27,7 +27,7 @@ from benchmarks.rank_pool import Team
 from benchmarks.teams import on_hosts, on_this_host
 from jaxcoll._show.table import Table
 from jaxcoll.cli.bench import AGAIN, BASELINE, MOST_CALLS, SHORTEST, WARM, interleaved
-from jaxcoll.cli.flags import at_least
+from jaxcoll.cli.flags import minimum
 
 SECONDS = 8.0
 """Limit of the rounds of one case in seconds; at least `FEWEST` rounds are run."""
@@ -252,9 +252,9 @@ def main(argv: Sequence[str] | None = None) -> list[Regret]:
     """Measure the cases that no earlier run has, and print all; returns all cases."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--cases", type=at_least(1), default=40, help="number of cases (default: 40)")
-    add("--seed", type=at_least(0), default=0, help="random seed (default: 0)")
-    add("--rounds", type=at_least(FEWEST), default=20, help="maximum per case (default: 20)")
+    add("--cases", type=minimum(1), default=40, help="number of cases (default: 40)")
+    add("--seed", type=minimum(0), default=0, help="random seed (default: 0)")
+    add("--rounds", type=minimum(FEWEST), default=20, help="maximum per case (default: 20)")
     add("--timeout", type=float, default=600, help="seconds that a request may take (default: 600)")
     add("--json", type=Path, metavar="FILE", help="one line per case; also read at the start")
     args = parser.parse_args(argv)

@@ -47,7 +47,7 @@ def simulate(nbytes: int, chip: str, algorithms: Sequence[str]) -> tuple[Lines, 
                 topology=f"{chip}:{hosts}x{n // hosts}",
                 axis_size=(hosts, n // hosts) if two else n,
                 axis_name=("host", "device") if two else "device",
-                options=flags.options_of(name if two else name.partition("/")[0]),
+                options=flags.parse_options(name if two else name.partition("/")[0]),
             )
             lines[name].append(plan.predicted.seconds)
             source = str(plan).partition(", from ")[2].partition("\n")[0]
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> Lines:
     add("--json", metavar="FILE", help="write the seconds to FILE; - for standard output")
     add("--plot", type=Path, metavar="FILE.png", help="plot the seconds")
     args = parser.parse_args(argv)
-    leaves = flags.tree_of(args.tree, args.dtype).values()
+    leaves = flags.read_tree(args.tree, args.dtype).values()
     nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     lines, source = simulate(nbytes, args.chip, args.algorithms.split(","))
     title = f"One all-reduce of {nbytes / 1e6:,.1f} MB, from 2 to {RANKS[-1]:,} {args.chip.upper()}"

@@ -14,7 +14,7 @@ import jaxcoll as jc
 from benchmarks.ranks.data import Exact, block, held, leaf
 from benchmarks.ranks.rank import Rank, serve
 from jaxcoll.cli.bench import AGAIN, BASELINE, mesh_of, program_of
-from jaxcoll.cli.flags import options_of
+from jaxcoll.cli.flags import parse_options
 
 FEEDBACK = "+feedback"
 """Suffix of an algorithm with a wire format: keep a residual from call to call."""
@@ -24,7 +24,7 @@ class WithResidual:
     """A compiled reduction that adds the previous call's rounding error to each call."""
 
     def __init__(self, algorithm: str, mesh: Mesh, reduce_op: str, arrays: list[Any]) -> None:
-        axes, options = mesh.axis_names, options_of(algorithm)
+        axes, options = mesh.axis_names, parse_options(algorithm)
 
         def reduce(tree: Any, kept: Any) -> Any:
             leaves = [x[0] for x in tree]
@@ -145,7 +145,7 @@ class JaxRank(Rank):
         if (name := name.removesuffix(AGAIN)) == BASELINE:
             return BASELINE
         where = {"mesh": self._mesh, "axis_name": self._mesh.axis_names}
-        options = options_of(name.removesuffix(FEEDBACK))
+        options = parse_options(name.removesuffix(FEEDBACK))
         return jc.plan(self._specs, **where, options=options, reduce_op=self._reduce_op).name
 
 

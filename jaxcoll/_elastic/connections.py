@@ -60,10 +60,10 @@ class Connections:
 
     def begin(self) -> None:
         """Exchange the addresses at which members listen."""
-        mine = json.dumps(gloo_sockets.listening())
+        mine = json.dumps(gloo_sockets.find_listeners())
         texts = self._membership.gather("listening", mine)
         self._listening = {(h, p) for text in texts.values() for h, p in json.loads(text)}
-        self._before = gloo_sockets.connections(self._listening)
+        self._before = gloo_sockets.find_connections(self._listening)
 
     def forget_others(self) -> None:
         """Clear JAX's caches, which keep the clients of earlier generations alive.
@@ -77,7 +77,7 @@ class Connections:
     def settle(self) -> None:
         """Record that a program has run: connections made later belong to others."""
         if self._made is None:
-            self._made = gloo_sockets.connections(self._listening) - self._before
+            self._made = gloo_sockets.find_connections(self._listening) - self._before
         self._until = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class Connections:
         global _jax_broken
         if any_blocked():  # in a collective of this generation, which nothing else can end
             self.settle()
-            gloo_sockets.shut(self._made or ())
+            gloo_sockets.shut_down(self._made or ())
         # After an error, connections may be broken, here or on other workers.
         _jax_broken = _jax_broken or (kind is not None and self._client is None)
         self._ended.set()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from jaxcoll._elastic.generation import rank_of
-from jaxcoll._job.liveness import coordinator_connection, ended
+from jaxcoll._job.liveness import coordinator_connection, list_ended
 from jaxcoll._job.timing import SILENT_WORKER_SECONDS
 
 ENDED = "ended"
@@ -50,7 +50,7 @@ class Heartbeats:
         """
         if self._seen.get(name, (ENDED,))[0] == ENDED:
             return True
-        if not name.endswith(_UNREPORTED) and rank_of(name) in ended():
+        if not name.endswith(_UNREPORTED) and rank_of(name) in list_ended():
             return True
         return not is_reported(name) and self.is_silent(name)
 

@@ -23,7 +23,7 @@ from jaxcoll._elastic.generation import Generation, RegroupError, describe, rank
 from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, new_name
 from jaxcoll._elastic.member_group import MemberGroup, find_ejected
 from jaxcoll._job.exchange import LateError, agree, exchange
-from jaxcoll._job.liveness import ended
+from jaxcoll._job.liveness import list_ended
 from jaxcoll._job.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS, POLL_SECONDS
 from jaxcoll._runtime.watchdog import Watchdog
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
@@ -120,7 +120,7 @@ class Membership:
         """Return who starts this run: all who finished the previous one, if any, and still live."""
         finished = self._keys.try_get(f"{self._after}/finished") if self._after else None
         ranks = json.loads(finished) if finished else range(self._keys.processes)
-        return set(ranks) - ended().keys()
+        return set(ranks) - list_ended().keys()
 
     def enter(self, step: int, term: int = 0) -> Generation | None:
         """Join the first generation, or wait to join a later one.

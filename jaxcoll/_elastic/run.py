@@ -344,7 +344,7 @@ class Run:
         self._compare()
         if self._membership.name != self._writers[0] or self._job.file is None:
             return
-        if self._saving is not None and not self._saving.done():
+        if self._saving is not None and not self._saving.is_done():
             _LOG.warning("No checkpoint after step %d: the last is still being written.", finished)
             return
         write = self._state.to_write(self._job.file, finished, LOCK_SECONDS)

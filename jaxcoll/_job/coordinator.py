@@ -72,7 +72,7 @@ def break_when_silent(connection: socket.socket, seconds: float) -> None:
 
 
 def jax_heartbeat(seconds: int, recoverable: bool) -> int:
-    """Return the heartbeat timeout for JAX's client and service, in seconds.
+    """Choose the heartbeat timeout of JAX's client and service, in seconds.
 
     JAX aborts a process that was stopped for longer than this, as soon as it continues. In a
     recoverable job closed connections show who has ended, so JAX's timeout is practically off.
@@ -82,8 +82,6 @@ def jax_heartbeat(seconds: int, recoverable: bool) -> int:
 
 @dataclasses.dataclass
 class Coordinator:
-    """A coordinator that this process started."""
-
     address: str  # where it listens, "host:port"
     process: subprocess.Popen[bytes]
     replies: IO[bytes]  # our end of a pipe on which it reports that a process has arrived
@@ -98,7 +96,7 @@ class Coordinator:
         self.process.returncode = 0  # Python does not wait for it, or warn, when this process ends
 
     def has_arrivals(self) -> bool:
-        """Return whether a process has arrived, or the coordinator has ended."""
+        """Tell whether a process has arrived, or the coordinator has ended."""
         return bool(select.select((self.replies,), (), (), 0)[0])
 
     def release(self) -> None:
@@ -199,7 +197,7 @@ class _Coordinator:
                 key.data(key.fileobj)
 
     def _has_clients(self) -> bool:
-        """Return whether the service has a client. A restarted process is one, but no member."""
+        """Tell whether the service has a client. A restarted process is one, but no member."""
         port = self._settings["address"].rpartition(":")[2]
         found = False
         for name in os.listdir("/dev/fd") if self._service is not None else ():
@@ -226,7 +224,7 @@ class _Coordinator:
             _reply(self._settings["replies"], {"members": sorted(self._members.values())})
 
     def _strangers(self) -> list[socket.socket]:
-        """Return the connections that have not sent a first line, oldest first."""
+        """List the connections that have not sent a first line, oldest first."""
         return [connection for connection in self._received if connection not in self._members]
 
     def _accept(self, listener: socket.socket) -> None:
@@ -272,7 +270,7 @@ class _Coordinator:
                 return self._begin()
 
     def _other_job(self, hello: dict[str, Any]) -> str:
-        """Return an error message if a process comes from another job at this address, else ""."""
+        """Make an error message if a process comes from another job at this address, else ""."""
         job = self._settings["job"] = self._settings["job"] or hello["job"] or _NAMELESS
         other = hello["job"] or _NAMELESS
         if job == other:
@@ -303,7 +301,6 @@ class _Coordinator:
         return ""
 
     def _missing(self) -> dict[str, Any]:
-        """Return the reply that names the processes that did not arrive."""
         absent = [rank for rank in range(self._expected) if rank not in self._arrived]
         patience = min(hello["patience"] for hello in self._arrived.values())
         text = (
@@ -326,11 +323,11 @@ class _Coordinator:
             who = self._arrived[rank]["who"]
             wrong = f"process {rank} ({who}) ended before all {self._expected} had arrived."
             self._refuse({"error": wrong, "kind": "lost", "ranks": [rank]})
-        _send({"ended": rank} | _reported(report), self._members)
+        _send({"ended": rank} | _parse_report(report), self._members)
         self._list_members()
 
     def _begin(self) -> None:
-        start_service = _loaded_service()  # takes a while, so do it before the port is free
+        start_service = _load_service()  # takes a while, so do it before the port is free
         self._selector.unregister(self._listener)
         self._listener.close()  # the service listens on the same port
         try:
@@ -372,7 +369,7 @@ def _reply(fd: int, fields: dict[str, Any]) -> None:
         os.write(fd, json.dumps(fields).encode() + b"\n")
 
 
-def _loaded_service() -> Callable[..., Any]:
+def _load_service() -> Callable[..., Any]:
     """Load `start_service` of `_compat` from its file: importing the package would import JAX."""
     path = Path(__file__).parents[1] / "_compat" / "service.py"
     return runpy.run_path(str(path))["start_service"]
@@ -400,7 +397,7 @@ def _hello(line: bytes) -> dict[str, Any] | None:
     return {name: fields[name] for name in kinds}
 
 
-def _reported(lines: bytes) -> dict[str, Any]:
+def _parse_report(lines: bytes) -> dict[str, Any]:
     """Parse the lines that a process sent after its first; one that died may have sent none."""
     fields: dict[str, Any] = {}
     for line in lines.splitlines():
@@ -408,7 +405,7 @@ def _reported(lines: bytes) -> dict[str, Any]:
     return {"stage": fields.get("stage")} | ({"done": fields["done"]} if "done" in fields else {})
 
 
-def news_of(line: bytes) -> dict[str, Any]:
+def parse_news(line: bytes) -> dict[str, Any]:
     """Parse the coordinator's line about a process that has ended. Return {} for any other line.
 
     The result has `ended`, the process's number; `stage`, the last stage that it reached, or None;

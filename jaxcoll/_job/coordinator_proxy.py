@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from jaxcoll._compat.coordination import leave_coordinator
 from jaxcoll._job.coordinator import break_when_silent
 from jaxcoll._job.socket_folder import make_socket_folder
-from jaxcoll._job.threads import at_exit, not_at_exit
+from jaxcoll._job.threads import call_at_exit, cancel_at_exit
 
 _CHUNK = 1 << 16
 _LEAST = 2.0  # seconds for which a working network may be silent
@@ -53,7 +53,7 @@ class CoordinatorProxy:
             self._folder = make_socket_folder("coordinator")
             self._listener.bind(f"{self._folder}/coordinator")
             self.address = f"unix:{self._folder}/coordinator"
-            at_exit(self._remove)
+            call_at_exit(self._remove)
         self._listener.listen()
         self._start(self._accept)
 
@@ -67,7 +67,7 @@ class CoordinatorProxy:
         self._listener.close()
         if self._folder:
             self._remove()
-            not_at_exit(self._remove)
+            cancel_at_exit(self._remove)
 
     def hurry(self, seconds: float) -> None:
         """Report silence after so many seconds from now on, and always before JAX does."""
@@ -140,7 +140,7 @@ class CoordinatorProxy:
 
 
 def _is_own(near: socket.socket) -> bool:
-    """Return whether the connection comes from this process, not from another on this host."""
+    """Tell this process's connection from those of others on this host."""
     if sys.platform != "linux":
         return True
     peer = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -162,15 +162,14 @@ def _copy(source: socket.socket, target: socket.socket) -> bool:
             return False
 
 
-def through_proxy(address: str, heartbeat: float) -> CoordinatorProxy:
-    """Start this process's proxy to the coordinator at `address`."""
+def start_proxy(address: str, heartbeat: float) -> CoordinatorProxy:
     global _proxy
     _proxy = CoordinatorProxy(address, heartbeat)
     return _proxy
 
 
 def current_proxy() -> CoordinatorProxy | None:
-    """Return the proxy of the job that this process entered last; None if there was none."""
+    """Get the proxy of the job that this process entered last; None if there was none."""
     return _proxy
 
 

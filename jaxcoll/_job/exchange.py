@@ -72,5 +72,5 @@ def exchange(
 
 
 def agree(keys: Keys | CoordinatorClient, name: str, value: Any) -> Any:
-    """Return the first value that any process gave by this name: the same for all of them."""
+    """Get the first value that any process gave by this name: the same for all of them."""
     return json.loads(keys.agree(name, json.dumps(value)))

@@ -19,8 +19,8 @@ Address = tuple[str, int]
 Connection = tuple[int, Address, Address]  # a file descriptor, and the addresses of both ends
 
 
-def listening() -> list[Address]:
-    """Return the addresses at which Gloo listens in this process.
+def find_listeners() -> list[Address]:
+    """Find the addresses at which Gloo listens in this process.
 
     Python's and gRPC's sockets are closed on exec, Gloo's are not; this tells them apart.
     """
@@ -31,8 +31,8 @@ def listening() -> list[Address]:
     ]
 
 
-def connections(listening: Collection[Address]) -> set[Connection]:
-    """Return this process's present connections to or from these addresses."""
+def find_connections(listening: Collection[Address]) -> set[Connection]:
+    """Find this process's present connections to or from these addresses."""
     addresses, found = set(listening), set()
     for fd, sock in _sockets():
         with contextlib.suppress(OSError):  # it is not connected
@@ -42,7 +42,7 @@ def connections(listening: Collection[Address]) -> set[Connection]:
     return found
 
 
-def shut(connections: Iterable[Connection]) -> None:
+def shut_down(connections: Iterable[Connection]) -> None:
     """Shut connections down if they still exist, so that whatever waits on them fails.
 
     Compare both addresses first, because another socket may have the file descriptor by now.
@@ -66,7 +66,7 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _socket(fd: int) -> socket.socket:
-    """Return a duplicate of a descriptor's socket. OSError: it is closed, or not a socket."""
+    """Duplicate a descriptor's socket. OSError: it is closed, or not a socket."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         raise OSError(f"{fd} is not a socket")
     return socket.socket(fileno=os.dup(fd))

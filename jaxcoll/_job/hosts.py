@@ -36,7 +36,7 @@ def publish_host() -> str:
 
 
 def hosts_of_job() -> tuple[int, ...]:
-    """Return, for each process of this job, the number of the first process on its host.
+    """Number the hosts: for each process of this job, the first process on its host.
 
     The result is the same in all processes and never changes. If some have not published their
     host within `HOSTS_SECONDS`, all processes assume that they share one host.
@@ -46,7 +46,7 @@ def hosts_of_job() -> tuple[int, ...]:
         keys = store()
         if keys is not None and keys.processes > 1:
             if _known is None or not _known[0].is_of(keys):
-                places = _agreed(keys)
+                places = _agree_on_places(keys)
                 hosts = tuple(map(places.index, places)) or (0,) * keys.processes
                 _known = keys, hosts
         elif _known is None:
@@ -55,8 +55,8 @@ def hosts_of_job() -> tuple[int, ...]:
         return _known[1]
 
 
-def _agreed(keys: Store) -> list[str]:
-    """Return what all processes published; [] if the first to ask gave up waiting for some."""
+def _agree_on_places(keys: Store) -> list[str]:
+    """Get what all processes published; [] if the first to ask gave up waiting for some."""
     if keys.try_get(_AGREED) is not None:
         return agree(keys, _AGREED, [])
     try:
@@ -67,7 +67,6 @@ def _agreed(keys: Store) -> list[str]:
 
 
 def _place() -> str:
-    """Return the name of the host that this process is on."""
     if given := os.environ.get(HOST):
         return given
     name = kernel = socket.gethostname()

@@ -30,11 +30,11 @@ from jaxcoll._job.coordinator import (
     jax_heartbeat,
     start_coordinator,
 )
-from jaxcoll._job.coordinator_proxy import current_proxy, through_proxy
-from jaxcoll._job.gloo_sockets import connections, listening, shut
+from jaxcoll._job.coordinator_proxy import current_proxy, start_proxy
+from jaxcoll._job.gloo_sockets import find_connections, find_listeners, shut_down
 from jaxcoll._job.hosts import publish_host
 from jaxcoll._job.launch.subprocesses import COORDINATOR, JOB, REJOIN
-from jaxcoll._job.launchers import JAX_BIND, JAX_COORDINATOR, member_of
+from jaxcoll._job.launchers import JAX_BIND, JAX_COORDINATOR, read_member
 from jaxcoll._job.liveness import CoordinatorConnection, use_connection
 from jaxcoll._job.malloc import keep_freed_memory
 from jaxcoll._job.resolvers import ClusterResolver
@@ -178,7 +178,7 @@ def initialize(
             _check_same(member)
         return
     if member is None or member.coordinator_address is None:
-        member = _detected(member, timeout)
+        member = _detect_member(member, timeout)
     if member is None:
         return
     _check_unused()
@@ -211,7 +211,7 @@ def _enter_jax(
     global _joined
     member = joined.member
     own, coordinator = joined.addresses
-    proxy = through_proxy(coordinator, limits["heartbeat_timeout_seconds"])
+    proxy = start_proxy(coordinator, limits["heartbeat_timeout_seconds"])
     heartbeat = jax_heartbeat(limits["heartbeat_timeout_seconds"], joined.recoverable)
     join = functools.partial(
         jax.distributed.initialize,
@@ -262,7 +262,9 @@ def _end(job: _Joined, seconds: int) -> None:
     its host, the coordinator is killed. Its clients would abort.
     """
     if getattr(sys, "last_value", None) is not None:  # its exception ends this process
-        shut(connections(listening()))  # as the operating system does: others may be in a call
+        shut_down(
+            find_connections(find_listeners())
+        )  # as the operating system does: others may be in a call
     _leave(job)
     proxy, coordinator = current_proxy(), job.coordinator
     if proxy is not None:
@@ -286,21 +288,21 @@ def _say(text: str) -> None:
 
 
 def outlives_processes() -> bool:
-    """Return whether this job goes on when one of its processes dies."""
+    """Tell whether this job goes on when one of its processes dies."""
     if _joined is not None:
         return _joined.recoverable
     return bool(settings.configured("enable_recoverability"))
 
 
 def own_address() -> str | None:
-    """Return this host's address on its connection to the coordinator; None outside a job."""
+    """Get this host's address on its connection to the coordinator; None outside a job."""
     return None if _joined is None else _joined.addresses[0]
 
 
 def _member(
     given: dict[str, Any], local: int | Sequence[int] | None, resolver: ClusterResolver | None
 ) -> Member | None:
-    """Return this process's place: arguments first, then the resolver or the environment."""
+    """Find this process's place: in the arguments, then in the resolver or the environment."""
     if resolver is not None and not isinstance(resolver, ClusterResolver):
         raise ValueError(
             "`cluster_resolver` must be a ClusterResolver, such as "
@@ -309,7 +311,7 @@ def _member(
     member, names = None, ("coordinator_address", "num_processes", "process_id")
     if len(given) < 3:
         address = {JAX_COORDINATOR: coordinator} if (coordinator := given.get(names[0])) else {}
-        member = member_of({**os.environ, **address}) if resolver is None else resolver.member()
+        member = read_member({**os.environ, **address}) if resolver is None else resolver.member()
     if member is not None:
         member = dataclasses.replace(member, **given)
     else:
@@ -336,7 +338,6 @@ def _member(
 
 
 def _check_same(member: Member) -> None:
-    """Refuse to join a second job."""
     if _joined is not None:
         now = _joined.member
     else:  # JAX knows, but only with its devices
@@ -381,7 +382,7 @@ def _keep_memory() -> None:
 def listen_at(address: str | None, member: Member, **options: Any) -> Coordinator:
     """Start the coordinator of a member's job, which listens at one address only."""
     host, port = host_and_port(address)
-    number = _resolved("127.0.0.1" if host == "localhost" else host, member)
+    number = _resolve("127.0.0.1" if host == "localhost" else host, member)
     at = f"[{number}]:{port}" if number.version == 6 else f"{number}:{port}"
     try:
         return start_coordinator(at, member.num_processes, job=member.job, **options)
@@ -393,7 +394,7 @@ def listen_at(address: str | None, member: Member, **options: Any) -> Coordinato
         ) from None
 
 
-def _resolved(host: str, member: Member) -> Any:
+def _resolve(host: str, member: Member) -> Any:
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -419,8 +420,8 @@ def _explain_loopback(error: BaseException, listened: str, member: Member) -> No
         )
 
 
-def _detected(member: Member | None, timeout: float) -> Member | None:
-    """Return this process's place in a cluster that JAX detects; None if it is alone."""
+def _detect_member(member: Member | None, timeout: float) -> Member | None:
+    """Find this process's place in a cluster that JAX detects; None if it is alone."""
     if member is None and settings.has_backend():
         return None
     if member is None:

@@ -116,7 +116,7 @@ class CoordinatorClient:
         self._worker.close()
 
     def request(self, call: Callable[[Keys], Any], seconds: float = math.inf) -> Any:
-        """Return `call(keys)`. At the timeout raise, though the request may still be made later."""
+        """Make a request. At the timeout raise, though it may still be made later."""
         self.check()
         task = self._worker.submit(lambda: call(self.keys))
         self._pending.add(task)
@@ -125,7 +125,7 @@ class CoordinatorClient:
             while left > 0 and not task.wait(min(left, HEARTBEAT_SECONDS)):
                 self.check()
                 left -= HEARTBEAT_SECONDS  # no clock: while it is stopped a process does not wait
-            if not task.done():
+            if not task.is_done():
                 task.abandon(StoreUnreachableError(_SILENT.format(limit=limit)))
                 if limit == self.patience:
                     self.lose()

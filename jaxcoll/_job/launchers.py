@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jaxcoll._job.launch.subprocesses import COORDINATOR, PROCESSES, RANK
-from jaxcoll._job.resolvers import TF_CONFIG, TFConfigClusterResolver, member_of_tasks
-from jaxcoll._job.specs import HIGHEST_PORT, Member, counts_of, hosts_of, slurm_step
+from jaxcoll._job.resolvers import TF_CONFIG, TFConfigClusterResolver, member_in_cluster
+from jaxcoll._job.specs import HIGHEST_PORT, Member, parse_counts, parse_hosts, slurm_step
 
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
@@ -34,8 +34,8 @@ _PORTS = 4096
 _STEPS = 61  # distance between the ports of two steps, so that jobs with close numbers differ
 
 
-def member_of(environment: Mapping[str, str]) -> Member | None:
-    """Return this process's place, from the variables of the first launcher that set any.
+def read_member(environment: Mapping[str, str]) -> Member | None:
+    """Read this process's place from the variables of the first launcher that set any.
 
     Slurm comes after torchrun, Open MPI and MPICH because it may start their agents, whose
     processes inherit its variables. `JAX_COORDINATOR_ADDRESS` overrides the meeting place of every
@@ -72,12 +72,12 @@ def _check_numbers(environment: Mapping[str, str], member: Member | None) -> Non
             )
 
 
-def _launched(environment: Mapping[str, str]) -> Member | None:
+def _jaxcoll_launch(environment: Mapping[str, str]) -> Member | None:
     if RANK not in environment:
         return None
     source = "jaxcoll launch"
     count, rank = _numbers(environment, (PROCESSES, RANK), source)
-    return Member(_needed(environment, COORDINATOR, source), count, rank, None, source)
+    return Member(_require(environment, COORDINATOR, source), count, rank, None, source)
 
 
 def _slurm(environment: Mapping[str, str]) -> Member | None:
@@ -87,8 +87,8 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
     # Steps of one job may run at the same time, so each has another port.
     with_step = {"SLURM_STEP_ID": "0", **environment}
     job, step = _numbers(with_step, ("SLURM_JOB_ID", "SLURM_STEP_ID"), _SLURM)
-    hosts, own = hosts_of(environment["SLURM_STEP_NODELIST"]), environment.get("SLURMD_NODENAME")
-    counts = counts_of(environment.get("SLURM_STEP_TASKS_PER_NODE", "0"))
+    hosts, own = parse_hosts(environment["SLURM_STEP_NODELIST"]), environment.get("SLURMD_NODENAME")
+    counts = parse_counts(environment.get("SLURM_STEP_TASKS_PER_NODE", "0"))
     here = counts[0] if len(set(counts)) == 1 else 0
     if own in hosts and len(counts) == len(hosts):
         here = counts[hosts.index(own)]
@@ -166,7 +166,7 @@ def _master(environment: Mapping[str, str]) -> Member | None:
         return None
     address = environment.get(JAX_COORDINATOR)
     if address is None:
-        host = _needed(environment, "MASTER_ADDR", source)
+        host = _require(environment, "MASTER_ADDR", source)
         host = f"[{host}]" if ":" in host else host
         (port,) = _numbers(environment, ("MASTER_PORT",), source)
         # If torchrun's agent itself listens on MASTER_PORT, take the next port.
@@ -178,8 +178,8 @@ def _master(environment: Mapping[str, str]) -> Member | None:
 
 
 _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
-    _launched,
-    lambda environment: member_of_tasks(
+    _jaxcoll_launch,
+    lambda environment: member_in_cluster(
         TFConfigClusterResolver(environment=environment), TF_CONFIG
     ),
     # torchrun, and later any other launcher with the same variables
@@ -191,7 +191,7 @@ _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
 
 
 def _port(job: int) -> int:
-    """Return a port that differs from job to job on one host, chosen as JAX does."""
+    """Choose a port that differs from job to job on one host, as JAX does."""
     return job % _PORTS + HIGHEST_PORT - _PORTS + 1
 
 
@@ -216,7 +216,7 @@ def _process(
 
 
 def _share(environment: Mapping[str, str], local: int, here: int) -> tuple[int, ...] | None:
-    """Return the GPUs of a process among others of its host; None: it sees only its own."""
+    """Share a host's GPUs among its processes; None: this one sees only its own."""
     visible = next((environment[name] for name in _VISIBLE if environment.get(name)), None)
     if visible is None:
         return (local,)  # one for each, as JAX does it
@@ -227,14 +227,14 @@ def _share(environment: Mapping[str, str], local: int, here: int) -> tuple[int, 
     return tuple(range(local * each, (local + 1) * each))
 
 
-def _needed(environment: Mapping[str, str], name: str, source: str) -> str:
+def _require(environment: Mapping[str, str], name: str, source: str) -> str:
     if not environment.get(name):
         raise ValueError(f"{source}: the environment variable {name} is missing.")
     return environment[name]
 
 
 def _numbers(environment: Mapping[str, str], names: Sequence[str], source: str) -> tuple[int, ...]:
-    values = {name: _needed(environment, name, source) for name in names}
+    values = {name: _require(environment, name, source) for name in names}
     for name, value in values.items():
         if not value.isdecimal():
             raise ValueError(f"{source}: {name} must be a whole number; got {value!r}.")

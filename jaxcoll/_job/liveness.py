@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxcoll._job.coordinator import news_of
-from jaxcoll._job.threads import in_forked_child
+from jaxcoll._job.coordinator import parse_news
+from jaxcoll._job.threads import run_in_forked_child
 
 CONNECTED, DEVICES, LEFT = "connected", "devices", "left"
 """Stages of startup: JAX's clients are connected; all know each other's devices; or this process
@@ -39,17 +39,17 @@ class CoordinatorConnection:
         self.is_broken = False  # at the last read the coordinator had ended, or was cut off
 
     def news(self) -> dict[int, dict[str, Any]]:
-        """Return the report on each process that has ended, in the form of `news_of`."""
+        """Read the reports on processes that have ended, in the form of `parse_news`."""
         with self._lock:
             *lines, self._rest = (self._rest + self._read()).split(b"\n")
             self._rest = self._rest[:_LONGEST]
             for line in lines:
-                if news := news_of(line):
+                if news := parse_news(line):
                     self._news[news["ended"]] = news
             return dict(self._news)
 
-    def lost_before(self, *stages: str) -> tuple[int, ...]:
-        """Return the processes that ended before these stages, unless they gave up waiting."""
+    def find_lost(self, *stages: str) -> tuple[int, ...]:
+        """Find the processes that ended before these stages, unless they gave up waiting."""
         news = self.news()
         return tuple(sorted(p for p in news if news[p]["stage"] not in (*stages, LEFT)))
 
@@ -71,7 +71,6 @@ class CoordinatorConnection:
             os.write(self.fd, json.dumps(fields).encode() + b"\n")
 
     def close(self) -> None:
-        """Leave the job."""
         for report in self.before_close:
             report()
         fd, self.fd = self.fd, -1
@@ -83,13 +82,13 @@ _connection: CoordinatorConnection | None = None
 
 
 def use_connection(connection: CoordinatorConnection | None) -> None:
-    """Make `ended` read this connection."""
+    """Make `list_ended` read this connection."""
     global _connection
     _connection = connection
 
 
 def coordinator_connection() -> CoordinatorConnection | None:
-    """Return the connection that `ended` reads.
+    """Get the connection that `list_ended` reads.
 
     It is None if this process was restarted, or joined its job without jaxcoll's coordinator. Then
     its end is not reported to others, nor theirs to it.
@@ -97,8 +96,8 @@ def coordinator_connection() -> CoordinatorConnection | None:
     return _connection
 
 
-def ended() -> dict[int, dict[str, int]]:
-    """Return the processes that have ended, or were cut off for longer than the heartbeat timeout.
+def list_ended() -> dict[int, dict[str, int]]:
+    """List the processes that have ended, or were cut off for longer than the heartbeat timeout.
 
     The value of each is what it had `done` by its `report`, empty if it died.
     """
@@ -107,7 +106,7 @@ def ended() -> dict[int, dict[str, int]]:
     return {process: fields.get("done", {}) for process, fields in news.items()}
 
 
-@in_forked_child
+@run_in_forked_child
 def _leave_to_parent() -> None:
     """Close a forked child's copy, which would keep the connection open after its parent died."""
     if _connection is not None:

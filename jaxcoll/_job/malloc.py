@@ -38,7 +38,7 @@ def keep_freed_memory() -> bool:
 
 
 def keeps_freed_memory() -> bool:
-    """Return True if malloc keeps large freed blocks. This is tried with an untouched block."""
+    """Tell whether malloc keeps large freed blocks. This is tried with an untouched block."""
     libc = _glibc()
     if libc is None:
         return False
@@ -50,7 +50,7 @@ def keeps_freed_memory() -> bool:
 
 
 def _glibc() -> Any:
-    """Return the C library of this process, or None if it is not glibc."""
+    """Load this process's C library; None if it is not glibc."""
     if os.name != "posix":
         return None
     libc: Any = ctypes.CDLL(None)

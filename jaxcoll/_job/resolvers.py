@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll._job.specs import Member, counts_of, hosts_of, slurm_step
+from jaxcoll._job.specs import Member, parse_counts, parse_hosts, slurm_step
 from jaxcoll._plan.checks import is_integer
 
 TF_CONFIG = "TF_CONFIG"
@@ -86,7 +86,7 @@ class ClusterResolver(abc.ABC):
         Raises:
           ValueError: the cluster has no such task, or two chiefs, or other jobs.
         """
-        return member_of_tasks(self, type(self).__name__)
+        return member_in_cluster(self, type(self).__name__)
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -185,9 +185,9 @@ class SlurmClusterResolver(ClusterResolver):
                 f"`SlurmClusterResolver`: {', '.join(missing)} is missing from the environment: "
                 "this process is not a task of a Slurm step. Start it with `srun`."
             )
-        hosts = hosts_of(env[names[0]])
+        hosts = parse_hosts(env[names[0]])
         if tasks_per_node is None:
-            counts = counts_of(env[names[2]])
+            counts = parse_counts(env[names[2]])
         else:
             counts = [tasks_per_node] * len(hosts)
         if len(counts) != len(hosts):
@@ -226,8 +226,8 @@ class SlurmClusterResolver(ClusterResolver):
         return member and dataclasses.replace(member, job=self._step)
 
 
-def member_of_tasks(resolver: ClusterResolver, source: str) -> Member | None:
-    """Return the process of a cluster's task, if it has one. Messages name `source`."""
+def member_in_cluster(resolver: ClusterResolver, source: str) -> Member | None:
+    """Number a cluster's task as a process, if it is one. Messages name `source`."""
     cluster = {job: tuple(tasks) for job, tasks in resolver.cluster_spec().items()}
     kind, index = resolver.task_type, resolver.task_id
     if not cluster or kind == "evaluator":
@@ -271,7 +271,7 @@ def member_of_tasks(resolver: ClusterResolver, source: str) -> Member | None:
 
 
 def _addresses(job: str, tasks: Any) -> tuple[str, ...]:
-    """Return the addresses of a job, given as a list or as a mapping from numbers."""
+    """Read the addresses of a job, given as a list or as a mapping from numbers."""
     if isinstance(tasks, Mapping):
         numbered = {_index(index): address for index, address in tasks.items()}
         if sorted(numbered) != list(range(len(numbered))):
@@ -286,7 +286,7 @@ def _addresses(job: str, tasks: Any) -> tuple[str, ...]:
 
 
 def _index(value: Any, source: str = TF_CONFIG) -> int:
-    """Return a task's number, which TensorFlow's users may quote and JSON keys must be quoted."""
+    """Read a task's number, which TensorFlow's users may quote and JSON keys must be quoted."""
     if is_integer(value) or (isinstance(value, str) and value.strip().isdecimal()):
         return int(value)
     raise ValueError(f"{source}: a task's number must be a whole number from 0; got {value!r}.")

@@ -71,43 +71,43 @@ def host_and_port(address: Any) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is a loopback address; names are not resolved."""
+    """Tell whether an address is a loopback address; names are not resolved."""
     host, _ = host_and_port(address)
     return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
-def hosts_of(listed: str) -> list[str]:
-    """Return all hosts in a list that Slurm wrote, with ranges in brackets.
+def parse_hosts(listed: str) -> list[str]:
+    """List the hosts in a list that Slurm wrote, with ranges in brackets.
 
     Raises:
       ValueError: it is not such a list.
 
     Examples:
-      >>> hosts_of("gpu[01-03,7],login")
+      >>> parse_hosts("gpu[01-03,7],login")
       ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
-      >>> hosts_of("r[1-2]n[1-2]")
+      >>> parse_hosts("r[1-2]n[1-2]")
       ['r1n1', 'r1n2', 'r2n1', 'r2n2']
     """
     names = re.findall(r"(?:[^,\[\]]|\[[\d,-]+\])+", listed)
     if ",".join(names) != listed or not names:
         raise ValueError(f"Slurm: this is not a list of hosts: {listed!r}.")
-    return [host for name in names for host in _expanded(name)]
+    return [host for name in names for host in _expand(name)]
 
 
 def slurm_step(environment: Mapping[str, str]) -> str:
-    """Return the name of this process's job, by the step of Slurm that it is in; "" without one."""
+    """Name this process's job by the step of Slurm that it is in; "" without one."""
     job, step = environment.get("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0")
     return f"Slurm step {job}.{step}" if job else ""
 
 
-def counts_of(listed: str) -> list[int]:
-    """Return the number of tasks on each host from a list that Slurm wrote.
+def parse_counts(listed: str) -> list[int]:
+    """List the number of tasks on each host, from a list that Slurm wrote.
 
     Raises:
       ValueError: it is not such a list.
 
     Examples:
-      >>> counts_of("2(x3),1")
+      >>> parse_counts("2(x3),1")
       [2, 2, 2, 1]
     """
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in listed.split(",")]
@@ -116,7 +116,7 @@ def counts_of(listed: str) -> list[int]:
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
 
 
-def _expanded(name: str) -> Iterator[str]:
+def _expand(name: str) -> Iterator[str]:
     pieces = [
         list(_range(piece[1:-1])) if piece.startswith("[") else [piece]
         for piece in re.findall(r"\[[^\]]*\]|[^\[\]]+", name)

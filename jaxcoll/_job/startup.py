@@ -22,7 +22,7 @@ from jaxcoll._job.coordinator import LONGEST, LONGEST_SECONDS, message
 from jaxcoll._job.coordinator_proxy import give_up_coordinator
 from jaxcoll._job.liveness import CONNECTED, DEVICES, LEFT, CoordinatorConnection
 from jaxcoll._job.specs import Member, host_and_port
-from jaxcoll._job.threads import within
+from jaxcoll._job.threads import call_with_timeout
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _RETRY_SECONDS = 0.05  # between two attempts to reach a coordinator that is not there yet
@@ -47,7 +47,7 @@ def arrive(member: Member, timeout: float) -> socket.socket:
         except socket.gaierror as error:
             if error.errno != socket.EAI_AGAIN:
                 raise ValueError(
-                    f"{named(member)}: the coordinator's host in {member.coordinator_address!r} "
+                    f"{title(member)}: the coordinator's host in {member.coordinator_address!r} "
                     f"cannot be resolved here ({error.strerror}). Check the name, which came from "
                     f"{member.source}."
                 ) from None
@@ -56,27 +56,27 @@ def arrive(member: Member, timeout: float) -> socket.socket:
             refused = error.strerror or str(error)
             if isinstance(error, ConnectionRefusedError) and time.monotonic() > gone:
                 raise PeerLostError(
-                    f"{named(member)}: the coordinator at {member.coordinator_address} died before "
+                    f"{title(member)}: the coordinator at {member.coordinator_address} died before "
                     "all processes had arrived: it hung up, and nothing listens there any more. "
                     "Start the job again.",
                 ) from None
         else:
             reply = _reply(connection, member, deadline)
             if reply is not None:
-                return _accepted(connection, reply, member)
+                return _check_reply(connection, reply, member)
             connection.close()
             refused = "it hung up"
             gone = gone if member.elsewhere else time.monotonic() + _GONE_SECONDS
         time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise DeadlineExceededError(
-        f"{named(member)}: could not reach the coordinator at {member.coordinator_address} within "
+        f"{title(member)}: could not reach the coordinator at {member.coordinator_address} within "
         f"{timeout:g} s ({refused}). Is process 0 running there, and can this host reach it? A "
         "larger `initialization_timeout_seconds` waits longer."
     )
 
 
 def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[str, Any] | None:
-    """Return the coordinator's reply when all have arrived or startup failed; None: it hung up."""
+    """Await the coordinator's reply, when all have arrived or startup failed; None: it hung up."""
     hello = {
         "process_id": member.process_id,
         "num_processes": member.num_processes,
@@ -110,18 +110,18 @@ def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[s
         return None
     connection.close()
     raise ValueError(
-        f"{named(member)}: whatever answers at {member.coordinator_address} is not a coordinator "
+        f"{title(member)}: whatever answers at {member.coordinator_address} is not a coordinator "
         "that waits for processes: another program uses that port, or the job has begun without "
         "this process. Choose another port."
     )
 
 
-def _accepted(connection: socket.socket, reply: dict[str, Any], member: Member) -> socket.socket:
+def _check_reply(connection: socket.socket, reply: dict[str, Any], member: Member) -> socket.socket:
     if "go" in reply:
         connection.settimeout(None)
         return connection
     connection.close()
-    text, ranks = f"{named(member)}: {reply.get('error')}", reply.get("ranks")
+    text, ranks = f"{title(member)}: {reply.get('error')}", reply.get("ranks")
     ranks = [r for r in ranks if type(r) is int] if isinstance(ranks, list) else []
     match reply.get("kind"):
         case "deadline":
@@ -131,8 +131,7 @@ def _accepted(connection: socket.socket, reply: dict[str, Any], member: Member) 
     raise ValueError(text)
 
 
-def named(member: Member) -> str:
-    """Return this process's name for messages."""
+def title(member: Member) -> str:
     return f"`initialize` on process {member.process_id} of {member.num_processes}"
 
 
@@ -143,7 +142,7 @@ def reach(member: Member, timeout: float) -> socket.socket:
         connection = socket.create_connection(address, min(timeout, LONGEST_SECONDS))
     except OSError as error:
         raise DeadlineExceededError(
-            f"{named(member)}: cannot reach the coordinator at {member.coordinator_address} "
+            f"{title(member)}: cannot reach the coordinator at {member.coordinator_address} "
             f"({error.strerror or error}). A process can rejoin only a job that is still running."
         ) from None
     connection.settimeout(None)
@@ -156,7 +155,7 @@ def connect_clients(
     """Call `connect`, in which JAX's clients wait for each other."""
     try:
         with _barrier(connection, CONNECTED, DEVICES) as check:
-            within(timeout, connect, check)
+            call_with_timeout(connect, timeout, check)
     except TimeoutError:
         give_up_coordinator()
         raise DeadlineExceededError(
@@ -171,11 +170,11 @@ def connect_clients(
 def exchange_devices(
     make: Callable[[], Any], connection: CoordinatorConnection | None, timeout: float
 ) -> Any:
-    """Return `make()`, in which processes exchange their devices, once all are ready to."""
+    """Call `make`, in which processes exchange their devices, once all are ready to."""
     try:
         with _barrier(connection, DEVICES) as check:
             await_all(timeout, check)
-            return within(max(timeout, _LEAST_SECONDS), make, check)
+            return call_with_timeout(make, max(timeout, _LEAST_SECONDS), check)
     except DeadlineExceededError:
         raise
     except TimeoutError:
@@ -201,7 +200,7 @@ def _barrier(connection: CoordinatorConnection | None, *stages: str) -> Iterator
 
 
 def _check_live(connection: CoordinatorConnection, stages: Sequence[str]) -> None:
-    if lost := connection.lost_before(*stages):
+    if lost := connection.find_lost(*stages):
         raise PeerLostError(
             f"Process{'es' * (len(lost) > 1)} {', '.join(map(str, lost))} ended during startup, "
             "after all had arrived, while they waited for each other. Start the job again.",

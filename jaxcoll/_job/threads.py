@@ -15,9 +15,7 @@ from typing import Any, NoReturn
 
 from jaxcoll._compat.coordination import leave_coordinator
 from jaxcoll._compat.settings import checks_of_thread
-
-_LOOK_SECONDS = 0.02
-_EXIT_SECONDS = 0.5  # how long the exit waits for abandoned calls to return
+from jaxcoll._job.timing import ABANDONED_SECONDS, POLL_SECONDS
 
 
 class Task:
@@ -32,11 +30,10 @@ class Task:
         self._running = threading.Lock()  # held until there is an outcome
         self._running.acquire()
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return bool(self._outcome)
 
     def end(self, result: Any, error: BaseException | None = None) -> None:
-        """Set the outcome, unless there is one."""
         outcome = result, error
         if self._outcome.setdefault(None, outcome) is outcome:  # atomic
             self._running.release()
@@ -51,13 +48,13 @@ class Task:
             if not self._running.acquire(timeout=limit):
                 return False
         except BaseException:
-            abandon(self._worker)
+            abandon_and_watch_exit(self._worker)
             raise
         self._running.release()
         return True
 
     def result(self) -> Any:
-        """Return the result of a task that is done, or raise its error."""
+        """Get the result of a task that is done, or raise its error."""
         result, error = self._outcome[None]
         if error is None:
             return result
@@ -68,7 +65,7 @@ class Task:
 
     def abandon(self, error: BaseException) -> None:
         """End the task with this error. The call, which may be blocked, stays in its thread."""
-        abandon(self._worker)
+        abandon_and_watch_exit(self._worker)
         self.end(None, error)
 
 
@@ -90,7 +87,6 @@ class Worker:
         self.close()
 
     def is_alive(self) -> bool:
-        """Return whether a call is running or queued."""
         return bool(self._unfinished)
 
     def submit(self, call: Callable[[], Any], task: Task | None = None) -> Task:
@@ -125,39 +121,41 @@ _status: Any = None
 _at_exit: list[Callable[[], Any]] = []
 
 
-def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | None = None) -> Any:
-    """Return `call()`. Abandon its thread at the timeout (TimeoutError), or if `look` raises."""
-    worker = Worker("jaxcoll-within")
+def call_with_timeout(
+    call: Callable[[], Any], seconds: float, poll: Callable[[], None] | None = None
+) -> Any:
+    """Call, and abandon the call's thread at the timeout (TimeoutError), or when `poll` raises."""
+    worker = Worker("jaxcoll-call")
     task = worker.submit(call)
     worker.close()
     until = time.monotonic() + seconds
-    longest = _LOOK_SECONDS if look else seconds
+    longest = POLL_SECONDS if poll else seconds
     try:
         while not task.wait(max(0, min(until - time.monotonic(), longest))):
             if time.monotonic() >= until:
                 raise TimeoutError(f"it did not answer within {seconds:g} s")
-            if look:
-                look()
+            if poll:
+                poll()
     except BaseException:
-        abandon(worker)
+        abandon_and_watch_exit(worker)
         raise
     return task.result()
 
 
-def abandon(thread: Worker | threading.Thread) -> None:
+def abandon_and_watch_exit(thread: Worker | threading.Thread) -> None:
     """Stop waiting for a thread that may never return from its call.
 
     Also replace `sys.exit`: functions that run at exit have no other way to learn the status.
     """
     if sys.exit is not _exit:
-        at_exit(_end)
+        call_at_exit(_end)
         sys.exit = _exit
     _abandoned[:] = [each for each in _abandoned if each is not thread and each.is_alive()]
     _abandoned.append(thread)
 
 
 def any_blocked() -> bool:
-    """Return whether an abandoned thread is still in its call."""
+    """Tell whether an abandoned thread is still in its call."""
     return any(thread.is_alive() for thread in _abandoned)
 
 
@@ -177,14 +175,14 @@ def _end() -> None:
     runs Python's exit functions itself, and ends the process at once. (It knows the status from
     `sys.exit` or an uncaught exception, and takes a plain `raise SystemExit` for 0.)
     """
-    until = time.monotonic() + _EXIT_SECONDS
+    until = time.monotonic() + ABANDONED_SECONDS
     while any_blocked():
         if time.monotonic() > until:
             break
         time.sleep(0.01)
     else:
         return
-    not_at_exit(_end)
+    cancel_at_exit(_end)
     atexit._run_exitfuncs()
     status = 1 if getattr(sys, "last_value", None) is not None else _status
     if status is not None and not isinstance(status, int):
@@ -196,26 +194,23 @@ def _end() -> None:
     os._exit((status or 0) & 0xFF)
 
 
-def at_exit(call: Callable[[], Any]) -> None:
-    """Register a function for Python to call when the process ends."""
+def call_at_exit(call: Callable[[], Any]) -> None:
     _at_exit.append(call)
     atexit.register(call)
 
 
-def not_at_exit(call: Callable[[], Any]) -> None:
-    """Undo `at_exit` for a function."""
+def cancel_at_exit(call: Callable[[], Any]) -> None:
     _at_exit[:] = [other for other in _at_exit if other != call]
     atexit.unregister(call)
 
 
-def in_forked_child(call: Callable[[], None]) -> Callable[[], None]:
-    """Register a function to be called in every forked child."""
+def run_in_forked_child(call: Callable[[], None]) -> Callable[[], None]:
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=call)
     return call
 
 
-@in_forked_child
+@run_in_forked_child
 def _leave_to_parent() -> None:
     """Keep a forked child, when it ends, from signing off for its parent or removing its files."""
     if not _at_exit:

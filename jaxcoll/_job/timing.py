@@ -66,3 +66,6 @@ Only after `jax.distributed.initialize`; `jc.initialize` publishes them."""
 
 SILENT_EXIT_SECONDS = 3.0
 """Time for which process 0 waits for the others at its end before it says so."""
+
+ABANDONED_SECONDS = 0.5
+"""Time for which a process's exit waits for abandoned calls to return."""

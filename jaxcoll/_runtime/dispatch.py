@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxcoll._compat import settings
-from jaxcoll._job.threads import Task, Worker, abandon
+from jaxcoll._job.threads import Task, Worker, abandon_and_watch_exit
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.executable import Compile, Program, compiled_for
 from jaxcoll.errors import DeadlineExceededError, SameRowsWarning
@@ -110,7 +110,7 @@ def run(call: Call, until: float | None = None) -> Any:
             ends = group.deadline(call, begun)
         if time.monotonic() >= ends:
             ranks, why = ((), "") if group is None else group.describe_late(call, program)
-            abandon(worker)
+            abandon_and_watch_exit(worker)
             text = f"{call.name} did not finish within {seconds:g} s.{why}"
             raise DeadlineExceededError(text, ranks=ranks)
     while call.same_rows:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxcoll._job.key_value import CoordinatorClient, Keys
-from jaxcoll._job.liveness import coordinator_connection, ended
+from jaxcoll._job.liveness import coordinator_connection, list_ended
 from jaxcoll._job.timing import COORDINATOR_SECONDS, REPLY_SECONDS, REPLY_SECONDS_EACH
 
 UNREPORTED = "here, unreported"
@@ -94,7 +94,7 @@ class Peers:
 
     def look(self) -> None:
         """Update `ended`, the processes that have ended."""
-        left = ended()
+        left = list_ended()
         if left:
             states = self.store.all(f"{self.root}/state")
             left = {p: done for p, done in left.items() if states.get(str(p)) != UNREPORTED}
@@ -105,7 +105,7 @@ class Peers:
         state = self.store.try_get(self.key("state", process)) or ""
         if state == UNREPORTED:
             return "here"
-        return "lost" if state != "ended" and process in ended() else state
+        return "lost" if state != "ended" and process in list_ended() else state
 
     def describe_silence(self, process: int) -> str:
         """Describe the state of a silent process for messages."""

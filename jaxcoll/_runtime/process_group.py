@@ -257,7 +257,7 @@ class ProcessGroup:
 
     def _interrupt(self, error: Exception) -> None:
         for reference in list(self._waiting):
-            if (task := reference()) and not task.done():
+            if (task := reference()) and not task.is_done():
                 task.abandon(error)
 
     def alarmed(self, alarm: dict[str, Any]) -> None:

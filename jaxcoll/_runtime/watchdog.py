@@ -20,7 +20,7 @@ from jaxcoll._job.coordinator import message
 from jaxcoll._job.coordinator_proxy import give_up_coordinator
 from jaxcoll._job.key_value import CoordinatorClient, Keys
 from jaxcoll._job.liveness import coordinator_connection
-from jaxcoll._job.threads import at_exit, in_forked_child, not_at_exit
+from jaxcoll._job.threads import call_at_exit, cancel_at_exit, run_in_forked_child
 from jaxcoll._job.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS, SIGN_OFF_SECONDS
 from jaxcoll._runtime.peers import UNREPORTED, Peers
 from jaxcoll._runtime.process_group import ProcessGroup
@@ -50,7 +50,7 @@ class Watchdog:
         self._ended = False
         self._thread = threading.Thread(target=self._listen, name="jaxcoll-watchdog", daemon=True)
         self._thread.start()
-        at_exit(self.end)
+        call_at_exit(self.end)
 
     def group(self, processes: tuple[int, ...]) -> ProcessGroup:
         """Return the group of these processes, and make it on first use."""
@@ -61,7 +61,7 @@ class Watchdog:
 
     def end(self) -> None:
         """Stop the thread: Python crashes if it exits while a thread waits in JAX's client."""
-        not_at_exit(self.end)
+        cancel_at_exit(self.end)
         self._ended = True
         try:
             self.peers.store.request(self._sign_off, SIGN_OFF_SECONDS)
@@ -124,7 +124,7 @@ class Watchdog:
     def _release(self) -> None:
         """Drop a client that `jax.distributed.shutdown` ended: a reference would keep it alive."""
         global _watchdog
-        not_at_exit(self.end)
+        cancel_at_exit(self.end)
         self.peers.store.close()
         with _lock:
             if _watchdog is self:
@@ -180,7 +180,7 @@ def group_of(devices: Sequence[jax.Device]) -> ProcessGroup | None:
     return here and (here.groups.get(processes) or here.group(processes))
 
 
-@in_forked_child
+@run_in_forked_child
 def _leave_to_parent() -> None:
     """Disable the watchdog in a forked child, which has its groups but not its threads."""
     if _watchdog is not None:

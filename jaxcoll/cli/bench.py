@@ -24,7 +24,7 @@ from jaxcoll._job.hosts import hosts_of_job
 from jaxcoll._show.table import Table
 from jaxcoll._show.units import scaled
 from jaxcoll.cli import flags
-from jaxcoll.cli.flags import UNITS, bytes_of, options_of
+from jaxcoll.cli.flags import UNITS, parse_bytes, parse_options
 
 EPILOG = """\
 In a job that jc.initialize can join (jaxcoll launch, Slurm, Open MPI, ...), all processes take part
@@ -48,7 +48,7 @@ T = TypeVar("T")
 def sizes_of(text: str) -> dict[str, int]:
     """Parse "size", "first:last" or "first:last:factor" (default 2) into bytes by name."""
     parts = re.fullmatch(r"([^:]+)(?::([^:]+))?(?::(\d+))?", text)
-    low, high = (bytes_of(parts[1]), bytes_of(parts[2] or parts[1])) if parts else (1, 0)
+    low, high = (parse_bytes(parts[1]), parse_bytes(parts[2] or parts[1])) if parts else (1, 0)
     factor = int(parts[3] or 2) if parts else 0
     if high < low or factor < 2:
         raise ValueError(
@@ -125,7 +125,7 @@ def program_of(algorithm: str, mesh: Mesh, reduce_op: str) -> Any:
         leaves = [x[0] for x in arrays]
         if algorithm == BASELINE:
             return [plain(x, axes) for x in leaves]
-        return jc.all_reduce(reduce_op, leaves, axes, options=options_of(algorithm))
+        return jc.all_reduce(reduce_op, leaves, axes, options=parse_options(algorithm))
 
     rows, copies = PartitionSpec(axes), PartitionSpec()
     return jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=rows, out_specs=copies))
@@ -228,8 +228,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_devices(parser)
     text = "start N CPU processes on this machine, over Gloo, with --devices each (default: 1)"
-    add("--processes", type=flags.at_least(2), metavar="N", help=text)
-    add("--rounds", type=flags.at_least(1), default=20, help="timed rounds (default: 20)")
+    add("--processes", type=flags.minimum(2), metavar="N", help=text)
+    add("--rounds", type=flags.minimum(1), default=20, help="timed rounds (default: 20)")
     text = "also write one JSON line per result to FILE; - prints these only"
     add("--json", metavar="FILE", help=text)
 
@@ -239,11 +239,11 @@ def run(args: argparse.Namespace) -> int:
     names = list(dict.fromkeys(name.strip() for name in args.algorithms.split(",")))
     for name in names:
         if name.removesuffix(AGAIN) != BASELINE:
-            options_of(name)
+            parse_options(name)
     trees = args.tree or ([] if args.sizes else ["resnet50"])
-    workloads = [(name, list(flags.tree_of(name, args.dtype).values())) for name in trees]
+    workloads = [(name, list(flags.read_tree(name, args.dtype).values())) for name in trees]
     for name, size in sizes_of(args.sizes).items() if args.sizes else ():
-        dtype = flags.dtype_of(args.dtype)
+        dtype = flags.parse_dtype(args.dtype)
         if size % dtype.itemsize:
             raise ValueError(f"--sizes: {name} is not a whole number of {dtype} elements.")
         workloads.append((name, [jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype)]))
@@ -267,7 +267,7 @@ def _measured(
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Return the lines of every workload, the same in each process of the job."""
-    mesh = mesh_of(flags.devices_of(args.platform, args.devices))
+    mesh = mesh_of(flags.choose_devices(args.platform, args.devices))
     lines = []
     for name, leaves in workloads:
         if jax.process_index() == 0 and sys.stderr.isatty():

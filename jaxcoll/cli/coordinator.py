@@ -7,7 +7,7 @@ import argparse
 from jaxcoll._job.initialize import listen_at
 from jaxcoll._job.launch.subprocesses import COORDINATOR
 from jaxcoll._job.specs import Member
-from jaxcoll.cli.flags import at_least
+from jaxcoll.cli.flags import minimum
 
 EPILOG = f"""\
 Without it process 0 starts the coordinator, and a scheduler may end it with process 0's container
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("address", metavar="HOST:PORT", help="where the processes meet")
     text = "processes of the job"
-    parser.add_argument("-n", "--processes", type=at_least(1), required=True, help=text)
+    parser.add_argument("-n", "--processes", type=minimum(1), required=True, help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     flags.add_devices(parser)
-    positive, text = flags.at_least(1), f"training steps (default: {STEPS})"
+    positive, text = flags.minimum(1), f"training steps (default: {STEPS})"
     parser.add_argument("--steps", type=positive, default=STEPS, metavar="N", help=text)
 
 
@@ -132,7 +132,7 @@ def _compared(args: argparse.Namespace) -> int:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    devices, processes = flags.devices_of(args.platform, args.devices), jax.process_count()
+    devices, processes = flags.choose_devices(args.platform, args.devices), jax.process_count()
     data, size = load(), len(devices) * max(1, round(BATCH / len(devices)))
 
     def trained(step: Any, shares: int, rank: int) -> tuple[Any, list[float], tuple[Any, ...]]:

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return facts about this machine and this process's devices, as JSON values."""
+    """Collect facts about this machine and this process's devices, as JSON values."""
     try:
         import resource
 

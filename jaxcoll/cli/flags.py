@@ -25,8 +25,8 @@ _EVERYTHING = 1 << 60
 Shapes = dict[str, tuple[int, ...]]
 
 
-def resnet50() -> Shapes:
-    """Return 161 shapes, 25,557,032 elements: kernels, and a scale and a bias for each."""
+def resnet50_shapes() -> Shapes:
+    """Make 161 shapes, 25,557,032 elements: kernels, and a scale and a bias for each."""
     kernels: Shapes = {"conv1": (7, 7, 3, 64)}
     channels = 64
     for k, (width, blocks) in enumerate(zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True), 1):
@@ -44,8 +44,8 @@ def resnet50() -> Shapes:
     return {**shapes, "out": (2048, 1000), "out.bias": (1000,)}
 
 
-def gpt2_small() -> Shapes:
-    """Return 148 shapes, 124,439,808 elements."""
+def gpt2_small_shapes() -> Shapes:
+    """Make 148 shapes, 124,439,808 elements."""
     d = 768
     layer = {
         "norm1.scale": (d,), "norm1.bias": (d,), "qkv": (d, 3 * d), "qkv.bias": (3 * d,),
@@ -58,20 +58,20 @@ def gpt2_small() -> Shapes:
 
 
 TREES = {
-    "resnet50": resnet50,
-    "gpt2-small": gpt2_small,
+    "resnet50": resnet50_shapes,
+    "gpt2-small": gpt2_small_shapes,
     # Leaves of 1 to 4,096 elements, in the order of a multiplicative hash.
     "many-small": lambda: {str(i): (1 + (i * 2654435761 % 2**32) % 4096,) for i in range(1000)},
     "200x1KiB": lambda: {str(i): (256,) for i in range(200)},
 }
 
 
-def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
-    """Return one of `TREES`, or read a file of `[{"shape": .., "dtype": .., "name": ..}, ..]`."""
+def read_tree(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
+    """Make one of `TREES`, or read a file of `[{"shape": .., "dtype": .., "name": ..}, ..]`."""
     import jax
 
     try:
-        dtype_of(dtype)
+        parse_dtype(dtype)
     except ValueError as error:
         raise ValueError(f"--dtype: {error}") from None
     try:
@@ -82,7 +82,7 @@ def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
                 (str(row.get("name", k)), tuple(row["shape"]), row.get("dtype", dtype))
                 for k, row in enumerate(json.loads(Path(name).read_text()))
             ]
-        leaves = [(k, jax.ShapeDtypeStruct(shape, dtype_of(t))) for k, shape, t in rows]
+        leaves = [(k, jax.ShapeDtypeStruct(shape, parse_dtype(t))) for k, shape, t in rows]
         if not leaves or not all(type(n) is int and n >= 0 for _, x in leaves for n in x.shape):
             raise ValueError("no leaves, or an invalid shape")
         if len(tree := OrderedDict(leaves)) < len(leaves):
@@ -96,7 +96,7 @@ def tree_of(name: str, dtype: str) -> OrderedDict[str, jax.ShapeDtypeStruct]:
         ) from None
 
 
-def options_of(name: str) -> jc.CommunicationOptions:
+def parse_options(name: str) -> jc.CommunicationOptions:
     """Parse an algorithm's name: "auto+int8", "ring@4MiB", "shuffle/native@all".
 
     After "+" comes the wire format; after "@" the largest pack, or "all" for a single pack.
@@ -110,7 +110,7 @@ def options_of(name: str) -> jc.CommunicationOptions:
     algorithm, plus, wire_format = rest.partition("+")
     options: dict[str, Any] = {"compression": wire_format} if plus else {}
     if at:
-        options["bytes_per_pack"] = _EVERYTHING if pack == "all" else bytes_of(pack)
+        options["bytes_per_pack"] = _EVERYTHING if pack == "all" else parse_bytes(pack)
     if algorithm == "reproducible":
         options["reproducible"] = True
     elif algorithm != "auto":
@@ -122,8 +122,8 @@ def options_of(name: str) -> jc.CommunicationOptions:
     return jc.CommunicationOptions(**options)
 
 
-def bytes_of(text: str) -> int:
-    """Return the bytes of a size with a unit ("1.5KiB"), or of a plain number."""
+def parse_bytes(text: str) -> int:
+    """Parse a size with a unit ("1.5KiB"), or a plain number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)?", text.strip())
     size = int(float(match[1]) * UNITS[match[2] or "B"]) if match else 0
     if not size:
@@ -131,8 +131,8 @@ def bytes_of(text: str) -> int:
     return size
 
 
-def dtype_of(name: str) -> np.dtype:
-    """Return the dtype of that name, if JAX does not convert it to another one."""
+def parse_dtype(name: str) -> np.dtype:
+    """Find the dtype of that name, if JAX does not convert it to another one."""
     import jax
     import numpy as np
 
@@ -145,8 +145,8 @@ def dtype_of(name: str) -> np.dtype:
     return kept
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a type for flags: integers of at least `least`."""
+def minimum(least: int) -> Callable[[str], int]:
+    """Make a type for flags: integers of at least `least`."""
 
     def integer(text: str) -> int:
         number = int(text)
@@ -175,7 +175,7 @@ def add_hang(parser: argparse.ArgumentParser) -> None:
 
 
 def hang_command(args: argparse.Namespace) -> list[str]:
-    """Return the beginning of the command that runs a program and reports its hangs; or []."""
+    """Make the beginning of the command that runs a program and reports its hangs; or []."""
     if (seconds := args.hang_seconds) is None:
         if args.hang_exit:
             raise ValueError("--hang-exit needs --hang-seconds, as in --hang-seconds 60.")
@@ -189,7 +189,7 @@ def hang_command(args: argparse.Namespace) -> list[str]:
 def add_devices(parser: argparse.ArgumentParser) -> None:
     """Add `--devices` and `--platform`."""
     text = f"number of devices (default: {SIMULATED} simulated ones, or all accelerators)"
-    parser.add_argument("--devices", type=at_least(1), metavar="N", help=text)
+    parser.add_argument("--devices", type=minimum(1), metavar="N", help=text)
     text = "simulated CPU devices (default), or this machine's accelerators"
     parser.add_argument("--platform", choices=["cpu", "gpu", "tpu", "auto"], help=text)
 
@@ -226,8 +226,8 @@ def choose_platform(platform: str | None, count: int | None) -> None:
         ) from error
 
 
-def devices_of(platform: str | None, count: int | None) -> list[jax.Device]:
-    """Return the devices of this process's job, or else those that the flags select."""
+def choose_devices(platform: str | None, count: int | None) -> list[jax.Device]:
+    """Choose the devices of this process's job, or else those that the flags select."""
     import jax
 
     if platform is None and count is None:

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "run a script, or -m and a module, and report every communicating program"
     add("--run", nargs=argparse.REMAINDER, metavar="script.py ...", help=text)
     text = "with --run: profile about N runs, for transfer and waiting times and late ranks"
-    add("--measure", type=flags.at_least(1), default=0, metavar="N", help=text)
+    add("--measure", type=flags.minimum(1), default=0, metavar="N", help=text)
     text = "read saved profiles, one per host; with --run --measure: save the profiles there"
     add("--profile", type=Path, metavar="FOLDER", help=text)
     text = "with --run: a limit of `jc.assert_collectives` on each program, as in max_count=1"

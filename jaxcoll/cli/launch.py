@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     check_system()
     with contextlib.ExitStack() as at_end:
         output = _Output(_logs(args.logs, args.processes, at_end))
-        signals = at_end.enter_context(_noted())
+        signals = at_end.enter_context(_note_signals())
         until = time.monotonic() + (args.timeout_seconds or float("inf"))
         restarts = (f"restart {k} of {args.restarts}" for k in range(1, args.restarts + 1))
 
@@ -114,7 +114,7 @@ def _status(args: argparse.Namespace, job: Job, output: _Output) -> int:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """Check all flags and return the command of each process."""
+    """Check all flags and make the command of each process."""
     if args.processes < 1:
         raise ValueError(f"-n must be at least 1; got {args.processes}.")
     check_least(args, 1, "devices_per_process")
@@ -202,7 +202,7 @@ def _logs(folder: Path | None, processes: int, at_end: contextlib.ExitStack) -> 
 
 
 @contextlib.contextmanager
-def _noted() -> Iterator[list[int]]:
+def _note_signals() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list, for the job to act on at a safe point."""
     received: list[int] = []
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Return a parser of all commands; to save time, it imports only the module of `words[0]`."""
+    """Make a parser of all commands; to save time, it imports only the module of `words[0]`."""
     whole = _Parser(prog="jaxcoll", description=jaxcoll.__doc__)
     whole.add_argument("--version", action="version", version=f"jaxcoll {jaxcoll.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")

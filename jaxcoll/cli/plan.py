@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_mutually_exclusive_group().add_argument
     add("--topology", metavar="NAME", help="a cluster, such as h100:2x8 or v5e:4x4")
     text = f"devices of one CPU process (default: {flags.SIMULATED})"
-    add("--devices", type=flags.at_least(1), metavar="N", help=text)
+    add("--devices", type=flags.minimum(1), metavar="N", help=text)
     text = "CPU processes on this machine, over Gloo"
-    add("--processes", type=flags.at_least(1), metavar="N", help=text)
+    add("--processes", type=flags.minimum(1), metavar="N", help=text)
     add = parser.add_argument
     add("--all-rows", action="store_true", help="show all rows of a long table, not the first ones")
     add("--json", metavar="FILE", help="also write JSON to FILE; - prints JSON only")
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan and return the exit status."""
-    options = flags.options_of(args.algorithm)
+    options = flags.parse_options(args.algorithm)
     if args.topology:
         topology = topology_named(args.topology)
         # "inner/outer" needs two axes of the cluster; a single algorithm takes all replicas as one.
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         n = args.processes or args.devices or flags.SIMULATED
         world = World("cpu", (n,), processes=args.processes or 1)
-    tree = flags.tree_of(args.tree, args.dtype)
+    tree = flags.read_tree(args.tree, args.dtype)
     plan = plan_in(tree, world, options, args.reduce_op)
     flags.write_json(args.json, plan.to_dict())
     if args.json != "-":

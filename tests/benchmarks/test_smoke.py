@@ -13,7 +13,7 @@ from benchmarks import all_reduce, late_rank, on_one_gpu, overlap, regret, simul
 from benchmarks.counters import transmitted_bytes
 from benchmarks.ranks.data import BLOCK, Exact, block, leaf
 from jaxcoll.cli.bench import BASELINE
-from jaxcoll.cli.flags import options_of
+from jaxcoll.cli.flags import parse_options
 
 PNG = b"\x89PNG"
 
@@ -132,7 +132,7 @@ def test_cases_of_regret_are_of_their_seed_and_of_every_kind_of_world():
     for case in found:
         assert 0.5 * regret.FEWEST_BYTES < case.nbytes < 1.1 * regret.MOST_BYTES
         names = regret.candidates(case)
-        assert all(name == BASELINE or options_of(name) for name in names)
+        assert all(name == BASELINE or parse_options(name) for name in names)
         assert any("/" in name for name in names) == (case.processes > case.hosts > 1)
 
 

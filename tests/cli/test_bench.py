@@ -11,25 +11,25 @@ from jaxcoll.cli.main import main
 
 
 def test_algorithms():
-    options = {n: flags.options_of(n) for n in ("auto", "auto@2KiB", "ring", "nccl/rechd@all")}
+    options = {n: flags.parse_options(n) for n in ("auto", "auto@2KiB", "ring", "nccl/rechd@all")}
     assert [o.algorithm for o in options.values()] == [
         *(None, None, "ring", "native/halving_doubling")
     ]
     assert [o.bytes_per_pack for o in options.values()] == [0, 2048, 0, 1 << 60]
-    coded = flags.options_of("shuffle/shuffle+int8@4MiB")
+    coded = flags.parse_options("shuffle/shuffle+int8@4MiB")
     assert (coded.algorithm, coded.bytes_per_pack) == ("shuffle/shuffle", 4 << 20)
     assert coded.compression == jc.compression.Int8()
-    assert flags.options_of("reproducible@all").reproducible
+    assert flags.parse_options("reproducible@all").reproducible
 
 
 def test_sizes():
     assert bench.sizes_of("1KiB:8KiB") == {f"{2**k}KiB": 1024 << k for k in range(4)}
     assert [*bench.sizes_of("1KiB:1MiB:32").values()] == [1 << 10, 1 << 15, 1 << 20]
     assert bench.sizes_of("1MiB") == {"1MiB": 1 << 20}
-    assert [flags.bytes_of(text) for text in ("4MiB", "1.5KiB", "512")] == [4 << 20, 1536, 512]
+    assert [flags.parse_bytes(text) for text in ("4MiB", "1.5KiB", "512")] == [4 << 20, 1536, 512]
     assert len(bench.sizes_of("1KiB:1GiB")) == 21
     for size in (1, 999, 1024, 5 << 20, 3 << 29):
-        assert flags.bytes_of(bench.spelled(size)) == size
+        assert flags.parse_bytes(bench.spelled(size)) == size
     for bad in ("2KiB:1KiB", "1KiB:2KiB:1", "1KiB:2KiB:2:2", "1KiB:2KiB:x"):
         with pytest.raises(ValueError, match=r"--sizes: expected SIZE, FIRST:LAST or FIRST:LAST:F"):
             bench.sizes_of(bad)
@@ -45,7 +45,7 @@ def test_the_trees_have_the_sizes_they_are_known_for():
 def test_a_tree_from_a_file(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text('[{"shape": [2, 3], "dtype": "int32"}, {"shape": [], "name": "b"}]')
-    tree = flags.tree_of(str(file), "float16")
+    tree = flags.read_tree(str(file), "float16")
     assert {k: (x.shape, x.dtype.name) for k, x in tree.items()} == {
         "0": ((2, 3), "int32"), "b": ((), "float16"),
     }  # fmt: skip
@@ -54,7 +54,7 @@ def test_a_tree_from_a_file(tmp_path):
                 '[{"shape": [], "name": "b"}, {"shape": [2], "name": "b"}]'):  # fmt: skip
         file.write_text(bad)
         with pytest.raises(ValueError, match=r"mine\.json: expected one of resnet50.*or a file of"):
-            flags.tree_of(str(file), "float32")
+            flags.read_tree(str(file), "float32")
 
 
 def test_rounds_are_reversed_every_other_time_and_ratios_are_paired():

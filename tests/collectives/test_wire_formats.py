@@ -25,7 +25,7 @@ from jaxcoll._compression import formats
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.world import World
 from jaxcoll._report.show_plan import plan_in
-from jaxcoll.cli.flags import tree_of
+from jaxcoll.cli.flags import read_tree
 
 FORMATS = ("bf16", "int8", "int4")
 OPTIONS = {name: jc.CommunicationOptions(compression=name) for name in FORMATS}
@@ -353,7 +353,7 @@ def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
 
 @pytest.mark.parametrize("name", [None, *FORMATS])
 def test_two_levels_by_themselves_are_those_that_can_be_asked_for(name):
-    tree = list(tree_of("resnet50", "float32").values())
+    tree = list(read_tree("resnet50", "float32").values())
     hosts = World("cpu", (2, 2), 4, hosts=2, inner=1)
     by_itself = planned(tree, hosts, compression=name)
     asked = planned(tree, hosts, compression=name, algorithm="nccl/nccl")
@@ -364,7 +364,7 @@ def test_two_levels_by_themselves_are_those_that_can_be_asked_for(name):
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_simulated_devices_get_few_packs_of_codes_each_of_which_compiles_its_own_kernels(name):
-    tree = list(tree_of("resnet50", "float32").values())
+    tree = list(read_tree("resnet50", "float32").values())
     plan = planned(tree, World("cpu", (4,)), compression=name)
     assert len({pack.size for pack in plan.packs if pack.format}) == 2
     assert "packs: at most 64 MiB, because no compiler combines" in str(plan)

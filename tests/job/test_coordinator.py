@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jaxcoll as jc
 from jaxcoll._job import coordinator as coordinators
-from jaxcoll._job.coordinator import STRANGERS, message, news_of, start_coordinator
+from jaxcoll._job.coordinator import STRANGERS, message, parse_news, start_coordinator
 from jaxcoll._job.liveness import CoordinatorConnection
 from jaxcoll._job.specs import Member
 from jaxcoll._job.startup import arrive
@@ -90,7 +90,7 @@ def test_a_coordinator_waits_on_whatever_strangers_send(waiting, sent):
 @example('{"ended": true}')
 def test_what_is_received_is_a_message_or_nothing(sent):
     assert type(message(sent)) is dict
-    news = news_of(sent)
+    news = parse_news(sent)
     assert not news or type(news["ended"]) is int
     assert all(type(count) is int for count in news.get("done", {}).values())
 
@@ -139,7 +139,7 @@ def test_the_port_is_free_only_once_the_service_is_loaded(monkeypatch):
         was_open.append(listener.fileno() != -1)
         return lambda *args: was_open.append(listener.fileno() != -1) or "the service"
 
-    monkeypatch.setattr(coordinators, "_loaded_service", loaded)
+    monkeypatch.setattr(coordinators, "_load_service", loaded)
     monkeypatch.setattr(coordinators.selectors, "DefaultSelector", mock.MagicMock)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         begun = coordinators._Coordinator(

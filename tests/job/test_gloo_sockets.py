@@ -15,18 +15,18 @@ def test_only_the_connections_that_are_meant_are_shut():
         socket.create_connection(others.getsockname()) as foreign,
     ):
         at = listener.getsockname()
-        assert at not in gloo_sockets.listening(), "Python's own sockets are no Gloo's"
+        assert at not in gloo_sockets.find_listeners(), "Python's own sockets are no Gloo's"
         os.set_inheritable(listener.fileno(), True)
-        assert at in gloo_sockets.listening()
-        before_it = gloo_sockets.connections([at])
+        assert at in gloo_sockets.find_listeners()
+        before_it = gloo_sockets.find_connections([at])
         with socket.create_connection(at) as new:
-            made = gloo_sockets.connections([at]) - before_it
+            made = gloo_sockets.find_connections([at]) - before_it
             with socket.create_connection(at) as later:
-                gloo_sockets.shut(made)
+                gloo_sockets.shut_down(made)
                 assert new.recv(1) == b""
                 for sock in (old, foreign, later):
                     sock.sendall(b"still there")
-        gloo_sockets.shut(made)  # what has ended since is passed over
-        gloo_sockets.shut([(foreign.fileno(), at, at)])  # as is what has the number of another
+        gloo_sockets.shut_down(made)  # what has ended since is passed over
+        gloo_sockets.shut_down([(foreign.fileno(), at, at)])  # as is what has the number of another
         foreign.sendall(b"still there")
     assert len(os.listdir("/dev/fd")) == before

@@ -345,7 +345,7 @@ def test_tasks_per_node_stand_in_the_place_of_slurms(per_node):
 
 def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):
     monkeypatch.setattr(
-        "jaxcoll._job.initialize._resolved", lambda *_: ipaddress.ip_address("127.0.0.1")
+        "jaxcoll._job.initialize._resolve", lambda *_: ipaddress.ip_address("127.0.0.1")
     )
     monkeypatch.setattr("jaxcoll._job.initialize._check_unused", lambda: None)
     monkeypatch.setattr("jaxcoll._job.initialize.arrive", out_of_time)

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from jaxcoll._job import launchers
-from jaxcoll._job.launchers import member_of
-from jaxcoll._job.specs import Member, counts_of, host_and_port, hosts_of
+from jaxcoll._job.launchers import read_member
+from jaxcoll._job.specs import Member, host_and_port, parse_counts, parse_hosts
 
 LAUNCH = {"JAXCOLL_COORDINATOR": "127.0.0.1:5", "JAXCOLL_PROCESSES": "4", "JAXCOLL_RANK": "3"}
 SLURM = {
@@ -102,7 +102,7 @@ WORKERS = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
     ids=lambda x: None,
 )  # fmt: skip
 def test_the_first_launcher_that_left_its_marks_is_believed(environment, expected):
-    found = member_of(environment)
+    found = read_member(environment)
     if expected is None:
         assert found is None
     else:
@@ -123,17 +123,17 @@ def test_the_first_launcher_that_left_its_marks_is_believed(environment, expecte
     ],
 )
 def test_job_has_the_name_that_its_launcher_gave_it(environment, job):
-    assert member_of(environment).job == job
+    assert read_member(environment).job == job
 
 
 def test_task_0_of_slurm_is_where_it_says_or_on_any_host_of_the_step():
     part = {**SLURM, "SLURM_STEP_NODELIST": "x[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
     for way in ({"SLURM_DISTRIBUTION": "arbitrary"}, {"SLURM_HET_SIZE": "2"}):
-        zero = member_of({**part, **way, "SLURMD_NODENAME": "x2", "SLURM_PROCID": "0"})
-        other = member_of({**part, **way, "SLURMD_NODENAME": "x1"})
+        zero = read_member({**part, **way, "SLURMD_NODENAME": "x2", "SLURM_PROCID": "0"})
+        other = read_member({**part, **way, "SLURMD_NODENAME": "x1"})
         assert (zero.coordinator_address, zero.elsewhere) == ("x2:61441", ())
         assert (other.coordinator_address, other.elsewhere) == ("x1:61441", ("x2:61441",))
-    assert member_of({**part, "SLURM_DISTRIBUTION": "cyclic"}).elsewhere == ()
+    assert read_member({**part, "SLURM_DISTRIBUTION": "cyclic"}).elsewhere == ()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_task_0_of_slurm_is_where_it_says_or_on_any_host_of_the_step():
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_words(environment, words):
     with pytest.raises(ValueError, match=words):
-        member_of(environment).check()
+        read_member(environment).check()
 
 
 @pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "Slurm"])
@@ -173,7 +173,7 @@ def test_one_of_many_is_not_alone_where_its_launcher_is_not_read(name, around):
     with pytest.raises(
         ValueError, match=f"{name}=3 says that .* a launcher that jaxcoll does not support"
     ):
-        member_of({**around, name: "3"})
+        read_member({**around, name: "3"})
 
 
 @pytest.mark.parametrize("address", ["a", "a:", ":1", "a:b", "a:99999", "::1:1", "[::1:1", 5])
@@ -183,7 +183,7 @@ def test_no_address(address):
 
 
 def test_lists_of_hosts_and_of_tasks():
-    assert hosts_of("a[08-10]b,c") == ["a08b", "a09b", "a10b", "c"]
-    assert counts_of("2(x2),1") == [2, 2, 1]
+    assert parse_hosts("a[08-10]b,c") == ["a08b", "a09b", "a10b", "c"]
+    assert parse_counts("2(x2),1") == [2, 2, 1]
     with pytest.raises(ValueError, match="not a list of task counts: 'x'"):
-        counts_of("x")
+        parse_counts("x")

@@ -23,14 +23,14 @@ def coordinator():
 
 
 def test_lines_are_heard_whole_however_they_arrive(coordinator):
-    assert liveness.ended() == {}
+    assert liveness.list_ended() == {}
     coordinator.sendall(b'{"go": true}\n{"ended": 2}\n{"ended": 1')
-    assert liveness.ended() == {2: {}}
+    assert liveness.list_ended() == {2: {}}
     coordinator.sendall(b'0, "done": {"0-1": 7}}\n')
-    assert liveness.ended() == {2: {}, 10: {"0-1": 7}}
+    assert liveness.list_ended() == {2: {}, 10: {"0-1": 7}}
     coordinator.sendall(b'{"ended\n{"ended": 0}\n{"ended"')
     coordinator.close()
-    assert liveness.ended() == liveness.ended() == {0: {}, 2: {}, 10: {"0-1": 7}}
+    assert liveness.list_ended() == liveness.list_ended() == {0: {}, 2: {}, 10: {"0-1": 7}}
 
 
 def test_a_forked_child_does_not_keep_the_connection_of_its_parent(tmp_path):
@@ -59,7 +59,7 @@ os._exit(0)
 
 
 def test_who_was_not_told_of_anybody_knows_of_nobody():
-    assert liveness.ended() == {}
+    assert liveness.list_ended() == {}
     assert liveness.coordinator_connection() is None
 
 

@@ -12,9 +12,9 @@ cat > "$here/job.py" << 'PY'
 import sys, time
 value, late = float(sys.argv[1]), float(sys.argv[2])
 import jaxcoll as jc
-from jaxcoll._job.launchers import member_of
+from jaxcoll._job.launchers import read_member
 import os
-rank = member_of(os.environ).process_id
+rank = read_member(os.environ).process_id
 time.sleep(late * rank)
 try:
     jc.initialize(initialization_timeout_seconds=30)

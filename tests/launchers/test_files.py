@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll._job.launchers import member_of
+from jaxcoll._job.launchers import read_member
 
 FILES = Path(__file__).parents[2] / "docs/examples/cluster"
 SCRIPTS = [path for path in sorted(FILES.iterdir()) if path.suffix in (".sh", ".sbatch")]
@@ -40,7 +40,7 @@ def stubs(tmp_path):
 
 
 def found(environment):
-    member = member_of(environment)
+    member = read_member(environment)
     member.check()
     own = member.local_device_ids
     return member.coordinator_address, member.num_processes, member.process_id, own

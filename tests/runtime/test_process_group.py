@@ -35,13 +35,13 @@ class Wired:
 class Waiting:
     """As much of a `Task` as a process group needs."""
 
-    is_done = False
+    has_ended = False
 
     def __init__(self, given_up):
         self.abandon = given_up.append
 
-    def done(self):
-        return self.is_done
+    def is_done(self):
+        return self.has_ended
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(t
     assert {error.ranks for error in given_up} == {(2,)}
     assert "the coordinator reported it" in str(given_up[0])
     assert peers.lost == {2}
-    waiting.is_done = True  # what has its result is left alone, and what nobody has is forgotten
+    waiting.has_ended = True  # what has its result is left alone, and what nobody has is forgotten
     one._fail(ProgramMismatchError("another"))
     del waiting
     assert len(given_up) == 1

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxcoll._job import threads as _threads
-from jaxcoll._job.threads import Worker, any_blocked, within
+from jaxcoll._job.threads import Worker, any_blocked, call_with_timeout
 
 
 def test_a_worker_makes_calls_in_order_and_ends_when_it_is_closed():
@@ -54,9 +54,9 @@ def test_an_abandoned_call_keeps_its_thread_and_the_next_begins_after_it():
     worker = Worker("blocked")
     first = worker.submit(release.wait)
     assert not first.wait(0.01)
-    assert not first.done()
+    assert not first.is_done()
     first.abandon(KeyError("news"))
-    assert first.done()
+    assert first.is_done()
     assert first.wait(0)
     with pytest.raises(KeyError, match="news"):
         first.result()
@@ -87,18 +87,18 @@ def test_an_exception_in_the_wait_abandons_the_call(monkeypatch):
     release.set()
 
 
-def test_within_returns_raises_looks_and_gives_up():
-    assert within(5, lambda: 3) == 3
+def test_call_with_timeout_returns_raises_polls_and_gives_up():
+    assert call_with_timeout(lambda: 3, 5) == 3
     with pytest.raises(ZeroDivisionError):
-        within(5, lambda: 1 / 0)
+        call_with_timeout(lambda: 1 / 0, 5)
     release = threading.Event()
     with pytest.raises(TimeoutError, match=r"it did not answer within 0\.05 s"):
-        within(0.05, release.wait)
+        call_with_timeout(release.wait, 0.05)
 
-    def look():
+    def die():
         raise ConnectionError("it is dead")
 
     with pytest.raises(ConnectionError, match="it is dead"):
-        within(60, release.wait, look)
+        call_with_timeout(release.wait, 60, die)
     assert len([thread for thread in _threads._abandoned if thread.is_alive()]) == 2
     release.set()

@@ -81,7 +81,7 @@ def launch(
         timeout_seconds = checks.seconds("launch", "timeout_seconds", timeout_seconds)
     check_system()
     settings = numerics() | {name: getattr(jax.config, name) for name in _COPIED}
-    call = pickle.dumps((list(sys.path), settings)) + _pickled(fn)
+    call = pickle.dumps((list(sys.path), settings)) + _pickle(fn)
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder:
         Path(folder, _CALL).write_bytes(call)
         with world(processes, platform, count) as (variables, _):
@@ -102,7 +102,7 @@ def work() -> None:
             for name, value in settings.items():
                 jax.config.update(name, value)
             initialize()
-            result = jax.tree.map(_on_host, pickle.load(file)())
+            result = jax.tree.map(_to_numpy, pickle.load(file)())
             # If cloudpickle brought the function, the result may be of the notebook's classes too.
             result = sys.modules.get("cloudpickle", pickle).dumps(result)
     except BaseException as error:
@@ -120,7 +120,7 @@ def work() -> None:
 def _results(
     outcomes: list[tuple[Any, bytes] | None], job: Job, timeout: float | None
 ) -> list[Any]:
-    """Return the result of every rank, or raise an error for the first failure."""
+    """Unpack every rank's result, or raise an error for the first failure."""
     n = len(outcomes)
     failures = [(*of[0], rank) for rank, of in enumerate(outcomes) if of and of[0]]
     if failures:
@@ -152,7 +152,7 @@ def _results(
     return results
 
 
-def _pickled(fn: Any) -> bytes:
+def _pickle(fn: Any) -> bytes:
     if not callable(fn):
         program = " (programs are started by `jaxcoll launch`)" if isinstance(fn, str) else ""
         raise ValueError(f"`launch` expects a function{program}; got {checks.kind_of(fn)}.")
@@ -173,7 +173,7 @@ def _pickled(fn: Any) -> bytes:
     return cloudpickle.dumps(fn)
 
 
-def _on_host(x: Any) -> Any:
+def _to_numpy(x: Any) -> Any:
     """Convert a JAX array to a numpy array, and return anything else unchanged."""
     if not hasattr(x, "addressable_shards"):
         return x

@@ -38,7 +38,6 @@ def check_system() -> None:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, such as "SIGKILL"."""
     try:
         return signal.Signals(number).name
     except ValueError:  # one of the real-time signals

@@ -177,7 +177,7 @@ def world(
 def world_variables(
     address: str, processes: int, platform: str = "", count: int = 0
 ) -> list[dict[str, str]]:
-    """Return each rank's environment variables for the coordinator at `address`.
+    """Make each rank's environment variables for the coordinator at `address`.
 
     If a platform is given, they also set up `count` devices of it.
     """
