@@ -1,5 +1,6 @@
 """The laboratory: eight CPU devices, strict promotion, warnings are errors (pyproject.toml)."""
 
+import collections
 import gc
 import os
 import subprocess
@@ -15,6 +16,7 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
 
+DURATIONS = Path(__file__).with_name("durations.txt")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -76,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A folder that stays from run to run: Matplotlib keeps its list of fonts there.
     cache = Path(config.rootpath) / ".pytest_cache" / "user"
     os.environ["XDG_CACHE_HOME"] = str(cache)
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
     if config.getoption("--few"):
         keep_compiled(config, cache.with_name(f"xla-{jax.__version__}"))
 
@@ -99,21 +103,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--few", type=int, metavar="N", help="of each test's cases only N, evenly spaced"
     )
+    parser.addoption(
+        "--whole", action="append", default=[], metavar="FOLDER", help="all cases there, with --few"
+    )
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name} anew")
+
+
+class Recorder:
+    """Sums what each test function took, over its cases, their fixtures included."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = collections.Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.split("[")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        slow = sorted(self._seconds.items(), key=lambda item: -item[1])
+        DURATIONS.write_text("".join(f"{s:6.1f} {name}\n" for name, s in slow if s >= 0.1))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     turns = {path: turn for turn, path in enumerate(order_of_files(items))}
     items.sort(key=lambda item: turns[item.path])
-    few = config.getoption("--few")
-    if not few:
-        return
+    if few := config.getoption("--few"):
+        keep_few(config, items, few)
+
+
+def keep_few(config: pytest.Config, items: list[pytest.Item], few: int) -> None:
+    """Leave `few` cases of each test, of those in the folders of `--whole` all."""
+    whole = tuple(config.getoption("--whole"))
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     kept = {
-        id(found[k * len(found) // min(few, len(found))])
-        for found in cases.values()
-        for k in range(min(few, len(found)))
+        id(same[k * len(same) // number])
+        for name, same in cases.items()
+        for number in [len(same) if name.startswith(whole) else min(few, len(same))]
+        for k in range(number)
     }
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]

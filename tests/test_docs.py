@@ -53,6 +53,7 @@ def python():
     return forks.Python(("jaxcoll",), own | quick)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, python):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
@@ -62,6 +63,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, python):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.product
 def test_the_report_that_a_page_shows_is_what_its_code_prints(tmp_path, python):
     page = (ROOT / "docs/reading_a_report.md").read_text()
     code, shown = (
@@ -76,6 +78,7 @@ def test_the_report_that_a_page_shows_is_what_its_code_prints(tmp_path, python):
     assert re.fullmatch(re.escape(shown).replace("…", ".*"), done.stdout), done.stdout
 
 
+@pytest.mark.product
 def test_the_table_of_the_readme_is_what_its_command_prints(tmp_path, python):
     readme = (ROOT / "README.md").read_text("utf8")
     code, shown = (

@@ -38,6 +38,7 @@ for cell in json.load(open(sys.argv[0])):
 """
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
 def test_a_notebook_runs(path, tmp_path):

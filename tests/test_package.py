@@ -9,6 +9,7 @@ import tarfile
 import types
 from pathlib import Path
 
+import pytest
 import trove_classifiers
 from wheel import built
 
@@ -35,6 +36,7 @@ print(json.dumps({**found, "devices": jax.device_count()}))
 """
 
 
+@pytest.mark.product
 def test_import_is_light_and_leaves_the_backend_alone_and_needs_the_wheel_alone():
     # JAX refuses to change the number of CPU devices once a backend exists.
     variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(built().site)}
@@ -70,6 +72,7 @@ def test_every_public_name_is_in_the_reference_and_the_face_is_small():
     assert len(public(jaxcoll)) <= 51
 
 
+@pytest.mark.product
 def test_wheel_is_typed_and_complete():
     names, metadata = built().names, built().metadata
     sources = {
@@ -84,6 +87,7 @@ def test_wheel_is_typed_and_complete():
     assert sorted(needs) == ["jax>=0.10", "jaxlib>=0.10", "numpy"]
 
 
+@pytest.mark.product
 def test_what_a_package_index_reads_of_the_wheel_is_complete():
     metadata = built().metadata
     assert metadata["Name"] == "jaxcoll"
@@ -96,6 +100,7 @@ def test_what_a_package_index_reads_of_the_wheel_is_complete():
     assert any(name.endswith("licenses/LICENSE") for name in built().names)
 
 
+@pytest.mark.product
 def test_the_source_archive_has_what_a_packager_needs_and_nothing_else():
     with tarfile.open(built().sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

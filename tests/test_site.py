@@ -14,7 +14,7 @@ import yaml
 from browser import CHROMIUM, ILLEGIBLE, Browser, served
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.product, pytest.mark.slow]
 
 
 class Page(html.parser.HTMLParser):

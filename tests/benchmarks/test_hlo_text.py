@@ -6,6 +6,7 @@ import jaxcoll as jc
 from benchmarks.hlo_text import in_flight, layers, measure, results, show, state
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("make", [results, in_flight, state, layers])
 @pytest.mark.timeout(120)
 def test_texts_are_programs_for_both_readers(make, tmp_path, capsys):

@@ -17,6 +17,7 @@ from processes.ranks import launch
 from benchmarks.lab import LabUnavailableError, Network, bits_per_second, lab
 from jaxcoll._job.launch.subprocesses import killed_on_exit
 
+pytestmark = pytest.mark.product
 ROOT = str(Path(__file__).parents[2])
 JOB = Path(__file__).parents[1] / "processes" / "two_levels.py"
 ARRAY = 4 << 20  # bytes that the job sums

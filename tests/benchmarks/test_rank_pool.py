@@ -20,6 +20,7 @@ from benchmarks.rank_pool import launched
 from jaxcoll.cli.bench import AGAIN, BASELINE
 from jaxcoll.errors import LaunchError
 
+pytestmark = pytest.mark.product
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), str(teams.HERE)]
 TREE = Workload("pair", (jax.ShapeDtypeStruct((3,), np.float32),) * 2)
 TWIN = BASELINE + AGAIN

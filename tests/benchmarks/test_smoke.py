@@ -15,6 +15,7 @@ from benchmarks.ranks.data import BLOCK, Exact, block, leaf
 from jaxcoll.cli.bench import BASELINE
 from jaxcoll.cli.flags import parse_options
 
+pytestmark = pytest.mark.product
 PNG = b"\x89PNG"
 
 

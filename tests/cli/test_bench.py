@@ -79,6 +79,7 @@ def check(lines, workloads, algorithms, devices):
         assert x["compile_seconds"] > 0
 
 
+@pytest.mark.product
 def test_lines_and_a_table_of_devices_of_this_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "SHORTEST", 1e-4)
     tree = tmp_path / "mine.json"
@@ -94,6 +95,7 @@ def test_lines_and_a_table_of_devices_of_this_process(tmp_path, monkeypatch, cap
     assert len(text.splitlines()) == 2 + len(lines)
 
 
+@pytest.mark.product
 @pytest.mark.processes
 @pytest.mark.usefixtures("forked")
 def test_over_processes_one_of_which_shows(tmp_path, capsys):

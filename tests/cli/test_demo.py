@@ -10,6 +10,7 @@ from jaxcoll._compat.settings import numerics
 from jaxcoll.cli import demo
 from jaxcoll.cli.main import main
 
+pytestmark = pytest.mark.product
 BYTES = 153_132  # 38,282 parameters and the loss, in float32
 
 

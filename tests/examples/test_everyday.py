@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.product
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "peers" / "everyday"
 LIBRARIES = ("ours", "plain", "ddp", "accelerated")

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._report.aot import laid_over
 
+pytestmark = pytest.mark.product
 EXAMPLES = Path(gpt.__file__).parent
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.product, pytest.mark.processes]
 README = (Path(__file__).parents[2] / "README.md").read_text("utf8")
 
 PREAMBLE = """\

@@ -120,7 +120,7 @@ def _differentiable(
         carry, stack, captured = ([x.value for x in arrays] for arrays in inputs)
         _, *flags = ([x.perturbed and is_floating(x.value) for x in arrays] for arrays in inputs)
         wanted = tuple([i for i, flag in enumerate(group) if flag] for group in flags)
-        avals = schedule.program.program.in_avals[len(carry) : len(carry) + len(stack)]
+        avals: Any = schedule.program.program.in_avals[len(carry) : len(carry) + len(stack)]
         params = [_compat.zeros_like_aval(aval, aval.dtype) for aval in avals]
         residuals = residuals_of(
             schedule.program,
@@ -240,7 +240,7 @@ class Schedule:
             stacks = put(stacks, self._vary([outs[k] for k in stacked]), index)
             return outs[: len(carry)], stacks, queue[1:]
 
-        avals = [program.program.out_avals[k] for k in stacked]
+        avals: Any = [program.program.out_avals[k] for k in stacked]
         zeros = self._vary([jnp.zeros((self.layers, *a.shape), a.dtype) for a in avals])
         queue: list[dict[int, jax.Array]] = []
         for index in range(ahead):
