@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.rank_pool import Entry, Team
 from benchmarks.teams import PEERS, add_world, peer, team_of
 from jaxcoll._show.table import Table
-from jaxcoll._show.units import scaled
+from jaxcoll._show.units import scale
 from jaxcoll.cli import flags
 from jaxcoll.cli.bench import (
     AGAIN,
@@ -33,9 +33,9 @@ from jaxcoll.cli.bench import (
     WARM,
     Estimate,
     estimate,
-    interleaved,
+    interleave,
+    parse_sizes,
     ratio,
-    sizes_of,
 )  # fmt: skip
 
 COMPILES, TRIALS = 3, 3
@@ -124,7 +124,7 @@ def measure(
     for team in teams:
         workload.prepare(team, reduce_op)
     chosen = {c.name: c for team in teams for c in _shortlist(workload, team)}
-    for compiled in interleaved(_turns(chosen, Contestant.compile), COMPILES):
+    for compiled in interleave(_turns(chosen, Contestant.compile), COMPILES):
         for name, seconds in compiled.items():
             if seconds is not None:
                 chosen[name].compile_seconds.append(seconds)
@@ -136,7 +136,7 @@ def measure(
             c.warm_up()
     for team in teams:
         team.barrier_bytes = _barrier_bytes(team)
-    for measured in interleaved(_turns(chosen, Contestant.turn), rounds):
+    for measured in interleave(_turns(chosen, Contestant.turn), rounds):
         for name, values in measured.items():
             chosen[name].rounds.append(values)
     return [_line(workload, reduce_op, c, chosen[BASELINE]) for c in chosen.values()]
@@ -191,7 +191,7 @@ def _shortlist(workload: Workload, team: Team) -> Iterator[Contestant]:
         if len(those) == 1:
             yield from those.values()
         elif len(workload.leaves) > 1:  # they differ only in packing, which one array does not need
-            trials = list(interleaved(_turns(those, Contestant.turn), TRIALS))
+            trials = list(interleave(_turns(those, Contestant.turn), TRIALS))
             yield those[min(entry, key=lambda n: np.median([t[n].seconds for t in trials]))]
 
 
@@ -236,7 +236,7 @@ def world_of(line: Mapping[str, Any]) -> str:
 
 
 def _bytes(nbytes: float | None) -> str:
-    return "–" if nbytes is None else f"{scaled(round(nbytes))}B"
+    return "–" if nbytes is None else f"{scale(round(nbytes))}B"
 
 
 def workloads_of(args: argparse.Namespace) -> list[Workload]:
@@ -245,7 +245,7 @@ def workloads_of(args: argparse.Namespace) -> list[Workload]:
     trees = args.tree or ([] if sizes else ["resnet50"])
     workloads = [Workload(n, tuple(flags.read_tree(n, args.dtype).values())) for n in trees]
     dtype = flags.parse_dtype(args.dtype)
-    for name, size in sizes_of(sizes).items() if sizes else ():
+    for name, size in parse_sizes(sizes).items() if sizes else ():
         leaf = jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype)
         workloads.append(Workload(name, (leaf,), is_size=True))
     return workloads

@@ -17,7 +17,7 @@ from benchmarks.all_reduce import world_of
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, WIDE, page, strip_frame
 from jaxcoll._show.style import LEFT as MARGIN
 from jaxcoll._show.units import milliseconds
-from jaxcoll.cli.bench import AGAIN, BASELINE, Estimate, spelled
+from jaxcoll.cli.bench import AGAIN, BASELINE, Estimate, spell_size
 
 TWIN = BASELINE + AGAIN
 Line = Mapping[str, Any]
@@ -76,7 +76,7 @@ def _bandwidths(axes: Axes, results: Sequence[Line]) -> None:
     curves(axes, lines, colours)
     sizes = sorted({r["bytes"] for r in results})
     axes.xaxis.set_major_locator(FixedLocator(sizes[:: math.ceil(len(sizes) / 12)]))
-    axes.xaxis.set_major_formatter(lambda x, _: spelled(round(x)))
+    axes.xaxis.set_major_formatter(lambda x, _: spell_size(round(x)))
     _plain_ticks(axes, "y")
     axes.set_xlabel("bytes on each replica", color=FAINT, size=10.5, loc="right")
     axes.set_title("Bus bandwidth, GB/s", loc="left", size=13, weight="bold", color=INK, pad=14)

@@ -144,12 +144,12 @@ def compare(name: str, file: Path) -> None:
 
 def requested(n: int) -> float:
     """Return the CPU seconds of matching n requested collectives of one scope to compiled ones."""
-    from jaxcoll._report.report import report_of
+    from jaxcoll._report.report import make_report
 
     lines = [f"%r.{i} = {ARRAY} all-reduce(%p), channel_id=1, {GROUPS}, {NAMED}" for i in range(n)]
     text = HEAD + entry([*lines, "%o = f32[] constant(0)"])
     start = time.process_time()
-    report_of(text, text)
+    make_report(text, text)
     return time.process_time() - start
 
 

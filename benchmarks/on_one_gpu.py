@@ -37,7 +37,7 @@ import jaxcoll as jc
 from benchmarks.all_reduce import parser_of
 from jaxcoll._plan.plan import Plan
 from jaxcoll.cli import flags
-from jaxcoll.cli.bench import Estimate, estimate, interleaved, ratio
+from jaxcoll.cli.bench import Estimate, estimate, interleave, ratio
 from jaxcoll.compression import Bf16, Int4, Int8
 
 ROOT = Path(__file__).parents[1]
@@ -274,7 +274,7 @@ def timed(
             call()
         once = time.perf_counter() - start
     rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(budget / once)))
-    found = list(interleaved(turns, rounds))
+    found = list(interleave(turns, rounds))
     seconds = {name: [measured[name] for measured in found] for name in turns}
     return {
         name: {

@@ -18,7 +18,7 @@ from benchmarks.rank_pool import Team
 from benchmarks.teams import add_world, team_of
 from jaxcoll._show.table import Table
 from jaxcoll.cli import flags
-from jaxcoll.cli.bench import BASELINE, Estimate, estimate, interleaved, ratio
+from jaxcoll.cli.bench import BASELINE, Estimate, estimate, interleave, ratio
 
 WARM = 3
 
@@ -80,7 +80,7 @@ def measure(
         "twin": lambda: seconds(0.0),
     }
     timed = []
-    for measured in interleaved(turns, rounds):
+    for measured in interleave(turns, rounds):
         timed.append(measured)
         slept = measured["communication"]  # next, compute for as long as communication took
     by_name = {name: [measured[name] for measured in timed] for name in turns}

@@ -26,7 +26,7 @@ from benchmarks.lab import Network
 from benchmarks.rank_pool import Team
 from benchmarks.teams import on_hosts, on_this_host
 from jaxcoll._show.table import Table
-from jaxcoll.cli.bench import AGAIN, BASELINE, MOST_CALLS, SHORTEST, WARM, interleaved
+from jaxcoll.cli.bench import AGAIN, BASELINE, MOST_CALLS, SHORTEST, WARM, interleave
 from jaxcoll.cli.flags import minimum
 
 SECONDS = 8.0
@@ -216,7 +216,7 @@ def _measured(case: Case, team: Team, rounds: int) -> Regret:
     once = sum(c.warm_seconds * c.calls for c in turns.values())
     rounds = max(FEWEST, min(rounds, int(SECONDS / once)))
     calls = {name: lambda c=c: c.turn().seconds for name, c in turns.items()}
-    found = list(interleaved(calls, rounds))
+    found = list(interleave(calls, rounds))
     return Regret(case, {name: tuple(each[name] for each in found) for name in turns}, alike)
 
 

@@ -203,7 +203,7 @@ class TorchSteps(Rank):
 
 def measured(teams: dict[str, Any], rounds: int) -> None:
     """Measure the teams, and print a row for each model."""
-    from jaxcoll.cli.bench import interleaved, ratio
+    from jaxcoll.cli.bench import interleave, ratio
 
     for model in ("cnn", "gpt"):
         losses = {}
@@ -218,7 +218,7 @@ def measured(teams: dict[str, Any], rounds: int) -> None:
         turns = {
             f"{name}{again}": lambda n=name: turn(n) for name in teams for again in ("", " again")
         }
-        found = list(interleaved(turns, rounds))
+        found = list(interleave(turns, rounds))
         seconds = {name: [each[name] for each in found] for name in turns}
         ms = {name: 1e3 * float(np.median(each)) for name, each in seconds.items()}
         print(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxcoll as jc
 from benchmarks.ranks.data import Exact, block, held, leaf
 from benchmarks.ranks.rank import Rank, serve
-from jaxcoll.cli.bench import AGAIN, BASELINE, mesh_of, program_of
+from jaxcoll.cli.bench import AGAIN, BASELINE, make_mesh, make_program
 from jaxcoll.cli.flags import parse_options
 
 FEEDBACK = "+feedback"
@@ -47,13 +47,13 @@ class JaxRank(Rank):
     """One process of a JAX job; `devices` are those of all its processes."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
-        self._mesh = mesh_of(devices)
+        self._mesh = make_mesh(devices)
         self._rows = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         self._compiled: dict[str, Any] = {}
         self._parts: dict[str, slice] = {}
         self._ones = self._placed((), lambda replica: np.ones((), np.int32))
         # The barrier is a sum of one number, which returns only after all ranks have entered it.
-        self._barrier = program_of(BASELINE, self._mesh, "sum")
+        self._barrier = make_program(BASELINE, self._mesh, "sum")
 
     def world(self) -> dict[str, Any]:
         """See `Rank`; `device` is JAX's name for the first device."""
@@ -97,7 +97,7 @@ class JaxRank(Rank):
         if plain != algorithm:
             self._compiled[name] = WithResidual(plain, self._mesh, self._reduce_op, arrays)
             return
-        program = program_of(algorithm, self._mesh, self._reduce_op)
+        program = make_program(algorithm, self._mesh, self._reduce_op)
         self._compiled[name] = program.lower(arrays).compile()
 
     def describe(self, name: str) -> dict[str, Any]:

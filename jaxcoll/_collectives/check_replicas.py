@@ -17,7 +17,7 @@ from jaxcoll import _compat
 from jaxcoll._collectives.scope import as_array, bound_axes
 from jaxcoll._compat import marks, settings
 from jaxcoll._plan.packs.leaves import flattened, where
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 from jaxcoll.errors import ReplicaDivergenceError
 
 WORDS = 2
@@ -90,7 +90,7 @@ class ReplicaCheck:
         differ = "differs" if len(divergent) == 1 else "differ"
         raise ReplicaDivergenceError(
             f"{len(divergent)} of {_leaves(len(self.paths))} {differ} "
-            f"between {counted(len(self.names), 'replica')} that should hold the same:\n"
+            f"between {pluralize(len(self.names), 'replica')} that should hold the same:\n"
             + "\n".join(lines[:20])
             + more,
             divergent=divergent,
@@ -166,7 +166,7 @@ def _as_array(path: str, leaf: Any) -> Any:
 
 
 def _leaves(n: int) -> str:
-    return counted(n, "leaf", "leaves")
+    return pluralize(n, "leaf", "leaves")
 
 
 def _described(groups: Sequence[Sequence[str]]) -> str:

@@ -33,7 +33,7 @@ from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, wir
 from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of, plan_half
 from jaxcoll._plan.world import World
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 
 _REDUCED = """\
 If it is the mean already, pass it to the optimizer's `update` with `reduced=True`."""
@@ -149,7 +149,7 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
     if tuple(axes) != shards.axes or count(axes) != layout.replicas:
         raise ValueError(
             f"`all_gather` over {named(axes)} got Shards of "
-            f"{counted(layout.replicas, 'replica')} over {listed(shards.axes)}; "
+            f"{pluralize(layout.replicas, 'replica')} over {listed(shards.axes)}; "
             "gather them over the axes they were made over."
         )
     if isinstance(layout, SummedLayout):

@@ -27,7 +27,7 @@ from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import LANES, Pack
 from jaxcoll._plan.packs.shard_layout import SummedLayout, first_difference, summed_layout
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 
 _OTHER_WORLD = """\
 `{caller}` over {axes} got a residual of {was} over {over}. Convert it through a checkpoint: \
@@ -59,7 +59,7 @@ class Residual(Shards):
         layout = self.layout
         if self.axes != tuple(axes) or layout.replicas != count(axes):
             here = " × ".join(named({name: n}) for name, n in axes.items())
-            was, over = counted(layout.replicas, "replica"), listed(self.axes)
+            was, over = pluralize(layout.replicas, "replica"), listed(self.axes)
             raise ValueError(_OTHER_WORLD.format(caller=caller, axes=here, was=was, over=over))
         difference = first_difference(layout_like(tree, axes, caller).leaves, layout.leaves)
         if difference:

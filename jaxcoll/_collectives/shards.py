@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxcoll._collectives.scope import bound_axes, listed
 from jaxcoll._plan.packs.leaves import Leaf, Whole, flattened, where
-from jaxcoll._show.units import counted, size
+from jaxcoll._show.units import pluralize, size
 from jaxcoll.errors import AlreadyReducedError
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class Shards(Whole):
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
-        leaves = counted(len(self.layout.leaves), "leaf", "leaves")
-        layers = f"{counted(self.stack[0], 'layer')} of " if self.stack else ""
+        leaves = pluralize(len(self.layout.leaves), "leaf", "leaves")
+        layers = f"{pluralize(self.stack[0], 'layer')} of " if self.stack else ""
         nbytes = size(math.prod(self.stack) * sum(leaf.nbytes for leaf in self.layout.leaves))
         held = f"1/{self.layout.replicas} on each replica along {listed(self.axes)}"
         return f"Shards({layers}{leaves}, {nbytes}, {held})"

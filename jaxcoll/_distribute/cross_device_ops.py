@@ -44,7 +44,7 @@ from jaxcoll._plan.packs.packing import UNPACKED
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.dispatch import run_all
 from jaxcoll._runtime.executable import remember
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 
 INSTEAD = "`jc.get_replica_context()` reduces and gathers"
 
@@ -233,7 +233,7 @@ class CrossDeviceOps(abc.ABC):
                 reductions.append(self._checked(caller, number, op, value, destinations))
             moving = [r for r in reductions if r.result is None]
             if moving:
-                values = counted(len(moving), "value")
+                values = pluralize(len(moving), "value")
                 name = f"`{type(self).__name__}.{caller}` ({op.name} of {values})"
                 calls = self._prepare(Batch(op, moving, merged, name, structure))
                 returned = run_all([call for call, _ in calls])

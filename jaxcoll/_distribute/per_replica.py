@@ -17,7 +17,7 @@ from jaxcoll._distribute.replica_axis import copies_over, refuse_traced, rows_ov
 from jaxcoll._mesh.mesh import checked_devices, no_mesh, of_this_process
 from jaxcoll._mesh.placement import viewed
 from jaxcoll._plan.packs.leaves import where
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 
 
 class DistributedValues:
@@ -86,7 +86,7 @@ class DistributedValues:
         if len(line) != len(values):
             raise ValueError(
                 f"`{name}` expects one device for each value; got "
-                f"{counted(len(values), 'value')} and {counted(len(line), 'device')}."
+                f"{pluralize(len(values), 'value')} and {pluralize(len(line), 'device')}."
             )
         return cls._made(values.__getitem__, line)
 
@@ -291,7 +291,7 @@ class DistributedValues:
         if not fits:
             raise ValueError(
                 f"`{type(self).__name__}` expects {name} {expected}; got shape {leaf.shape} over "
-                f"{counted(len(leaf.sharding.device_set), 'device')}: {leaf.sharding}."
+                f"{pluralize(len(leaf.sharding.device_set), 'device')}: {leaf.sharding}."
             )
         if not self._rows:
             return tuple(parts)

@@ -24,7 +24,7 @@ from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import flattened, is_array
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 
 _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
     "jaxcoll_strategy", default=None
@@ -269,7 +269,7 @@ class Strategy:
         if len(here) != len(own):
             raise ValueError(
                 f"`{type(self).__name__}.experimental_local_results` has "
-                f"{counted(len(own), 'replica')} in this process, and got {value!r}, which has "
+                f"{pluralize(len(own), 'replica')} in this process, and got {value!r}, which has "
                 f"{len(here)} here, on other devices. Read these with `value[i]`."
             )
         return here

@@ -37,7 +37,7 @@ from jaxcoll._mesh.shard_arrays import whole_shapes
 from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._runtime.agreement import divergent
 from jaxcoll._runtime.fingerprint import digest_bytes
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 from jaxcoll._step.data_parallel import data_parallel
 from jaxcoll.errors import ProgramMismatchError, ReplicaDivergenceError
 
@@ -356,7 +356,7 @@ def _divergence_error(digests: dict[str, str]) -> ReplicaDivergenceError:
     leaves = divergent({str(rank): by_rank[rank] for rank in sorted(by_rank)})
     first, groups = next(iter(leaves.items()))
     return ReplicaDivergenceError(
-        f"Workers have different values in {counted(len(leaves), 'leaf', 'leaves')} of the "
+        f"Workers have different values in {pluralize(len(leaves), 'leaf', 'leaves')} of the "
         f"state. The first is {first}: workers "
         f"{' | '.join(', '.join(group) for group in groups)}. Give all workers the same initial "
         "state, made from one seed or read from one file. After that every step must compute the "

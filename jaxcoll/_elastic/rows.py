@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 from jaxcoll._train.batches import Batches, count_divisible
 
 Rows = Callable[[int, int, int], Any]
@@ -87,7 +87,7 @@ def _split(batch_of: Callable[[int], Any]) -> Rows:
         elif not all(used.values()):  # to leave out rows would part what belongs together
             raise ValueError(
                 f"`Elastic`: the arrays of the batch of step {step} have {sorted(counts)} rows, "
-                f"which do not all divide among {workers} workers with {counted(here, 'device')} "
+                f"which do not all divide among {workers} workers with {pluralize(here, 'device')} "
                 "each. Choose numbers of rows that every possible number of workers divides."
             )
 

@@ -43,7 +43,7 @@ from jaxcoll._plan.packs.leaves import check_not_empty, flattened, refuse_tied, 
 from jaxcoll._proof.proof import same_outputs
 from jaxcoll._proof.retrace import Traced, places, traced_call
 from jaxcoll._proof.subjaxprs import contains
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 from jaxcoll.errors import AlreadyReducedError
 
 _LOSS_ALREADY_REDUCED = """\
@@ -241,7 +241,7 @@ class Differentiator:
             leaves, treedef = jax.tree.flatten(common)
             common = treedef.unflatten(_compat.all_depending_on(leaves, parts))
         ends = " … ".join(dict.fromkeys([*[*same][:1], *[*same][-1:]]))
-        synced = _SYNCED.format(what=counted(len(same), "leaf", "leaves"), paths=ends)
+        synced = _SYNCED.format(what=pluralize(len(same), "leaf", "leaves"), paths=ends)
         feedback = None
         if residual is not None:
             feedback = feedback_of(residual, local.grads, axes, self.caller, ".grads")

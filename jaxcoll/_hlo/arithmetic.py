@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxcoll._hlo.calls import Bodies, Call, Item, containing
+from jaxcoll._hlo.calls import Bodies, Call, Item, find_containing
 from jaxcoll._hlo.collective import Collective, Matmul, Meanwhile, Operand
 from jaxcoll._hlo.hlo_text import (
     PRODUCTS,
@@ -52,7 +52,7 @@ class Work(NamedTuple):
         return Work(self.matmuls + times * other.matmuls, self.flops + more, dtype)
 
 
-def _total(works: Iterable[Work]) -> Work:
+def _add_up(works: Iterable[Work]) -> Work:
     return functools.reduce(Work.plus, works, Work())
 
 
@@ -63,7 +63,7 @@ class Arithmetic:
         self, module: Module, bodies: Bodies, chains: Mapping[str, Sequence[tuple[str, str]]]
     ) -> None:
         self._module, self._bodies, self._chains = module, bodies, chains
-        self._communicating = containing(bodies, module, (Collective,))
+        self._communicating = find_containing(bodies, module, (Collective,))
         # The work at each line of a computation, without and with the computations it calls
         self._known: dict[str, tuple[dict[int, Work], dict[int, Work]]] = {}
         self.unread: list[str] = []  # custom calls that may communicate
@@ -71,7 +71,7 @@ class Arithmetic:
         self.notes: list[str] = []  # products of unknown size
 
     def bodies(self) -> Bodies:
-        """Return the bodies with their matrix products, and with the work that overlaps.
+        """Add matrix products to the bodies, and the work that overlaps.
 
         Leaves out calls that are part of one instruction, such as a fusion, and do not communicate.
         """
@@ -107,7 +107,7 @@ class Arithmetic:
         return sorted(items, key=lambda item: item.at)
 
     def _between(self, name: str) -> Callable[[int, int], Meanwhile]:
-        """Return a function of two lines that adds up the work between them."""
+        """Make a function of two lines that adds up the work between them."""
         whole = sorted(self._work(name)[1].items())
         lines = [at for at, _ in whole]
         matmuls = [0, *itertools.accumulate(work.matmuls for _, work in whole)]
@@ -131,7 +131,7 @@ class Arithmetic:
         return call.is_part and call.callee not in self._communicating
 
     def _work(self, name: str) -> tuple[dict[int, Work], dict[int, Work]]:
-        """Return the work at each line, without and with the computations called there.
+        """Find the work at each line, without and with the computations called there.
 
         The work of a fusion is that of its parts; of a conditional, the largest branch counts.
         """
@@ -143,7 +143,7 @@ class Arithmetic:
                 if not isinstance(call, Call) or call.callee not in self._bodies:
                     continue
                 turns = 1 if call.trips is None else call.trips
-                work = Work().plus(_total(self._work(call.callee)[1].values()), turns)
+                work = Work().plus(_add_up(self._work(call.callee)[1].values()), turns)
                 others = called.get(call.at, Work())
                 if self._is_arithmetic(call):
                     if work.matmuls:
@@ -174,7 +174,7 @@ class Arithmetic:
                         f"custom call {instruction.name!r} ({target[1]}) may communicate, which "
                         "is not counted."
                     )
-            operations = flops(instruction, inside)
+            operations = count_flops(instruction, inside)
             if operations is None:
                 self.notes.append(
                     f"{instruction.name!r} multiplies matrices of unknown sizes: its "
@@ -188,7 +188,7 @@ class Arithmetic:
         return works
 
     def _pairs(self, name: str) -> dict[str, tuple[int, int]]:
-        """Return the lines where each asynchronous operation begins and ends, by its start's name.
+        """Find the lines where each asynchronous operation begins and ends, by its start's name.
 
         A start without operands only prepares: the operation begins with its update.
         """
@@ -214,7 +214,7 @@ class Arithmetic:
         return pairs
 
 
-def flops(instruction: Instruction, inside: Computation) -> int | None:
+def count_flops(instruction: Instruction, inside: Computation) -> int | None:
     """Count the floating-point operations of an instruction.
 
     Multiplications and additions count separately: a product with N output elements that sums over
@@ -226,7 +226,7 @@ def flops(instruction: Instruction, inside: Computation) -> int | None:
     Examples:
       >>> from jaxcoll._hlo.hlo_text import parse_instruction
       >>> text = "  %d = f32[4,6] dot(f32[4,5] %a, f32[5,6] %b), lhs_contracting_dims={1}"
-      >>> flops(parse_instruction(text), Computation(""))
+      >>> count_flops(parse_instruction(text), Computation(""))
       240
     """
     opcode, attributes = instruction.opcode, instruction.attributes
@@ -238,15 +238,17 @@ def flops(instruction: Instruction, inside: Computation) -> int | None:
     if not results or len(operands) < 2:
         return None
     if opcode == "convolution":
-        return _convolved(attributes, operands[0], operands[1], results[0])
+        return _count_convolution(attributes, operands[0], operands[1], results[0])
     read = (
-        _kernel_size(attributes, operands[1]) if convolves else _contracted(attributes, operands[0])
+        _kernel_size(attributes, operands[1])
+        if convolves
+        else _count_terms(attributes, operands[0])
     )
     return None if read is None else 2 * results[0].size * read
 
 
-def _contracted(attributes: str, left: Operand) -> int | None:
-    """Return the number of terms in each sum, from the left operand's contracted dimensions."""
+def _count_terms(attributes: str, left: Operand) -> int | None:
+    """Multiply the left operand's contracted dimensions; None if they are not known."""
     match = _CONTRACTED.search(attributes) or _CONTRACTED_IN_CONFIG.search(attributes)
     if not match:
         return None
@@ -257,14 +259,16 @@ def _contracted(attributes: str, left: Operand) -> int | None:
 
 
 def _kernel_size(attributes: str, kernel: Operand) -> int | None:
-    """Return the number of elements in a convolution's kernel for one output feature."""
+    """Count the elements of a convolution's kernel for one output feature."""
     labels = _LABELS.search(attributes)
     if not labels or len(labels[2]) != len(kernel.shape) or "o" not in labels[2]:
         return None
     return math.prod(n for n, label in zip(kernel.shape, labels[2], strict=True) if label != "o")
 
 
-def _convolved(attributes: str, left: Operand, kernel: Operand, output: Operand) -> int | None:
+def _count_convolution(
+    attributes: str, left: Operand, kernel: Operand, output: Operand
+) -> int | None:
     """Count a convolution's operations; TPUs write products as these, and batches as dilations."""
     labels, window = _LABELS.search(attributes), _WINDOW.search(attributes)
     arrays = (left, kernel, output)

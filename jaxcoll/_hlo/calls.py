@@ -37,7 +37,7 @@ Event = Collective | Matmul | Loop
 """An entry in the list of what one run executes."""
 
 
-def flattened(bodies: Bodies, module: Module, lengths: Mapping[str, int]) -> tuple[Event, ...]:
+def flatten_calls(bodies: Bodies, module: Module, lengths: Mapping[str, int]) -> tuple[Event, ...]:
     """List what one run executes, each with the loops and branches around it.
 
     A computation with two callers is listed twice, because both send. Positions count the program's
@@ -46,7 +46,7 @@ def flattened(bodies: Bodies, module: Module, lengths: Mapping[str, int]) -> tup
     Raises:
       ValueError: a computation is missing or calls itself, or no call reaches a collective.
     """
-    relevant = containing(bodies, module, (Collective, Matmul))
+    relevant = find_containing(bodies, module, (Collective, Matmul))
     reached: set[str] = set()
     extents: dict[str, int] = {}
 
@@ -57,7 +57,7 @@ def flattened(bodies: Bodies, module: Module, lengths: Mapping[str, int]) -> tup
             extents[name] += sum(extent(call.callee) for call in _calls(bodies[name], relevant))
         return extents[name]
 
-    def within(name: str, path: tuple[Call, ...], base: int) -> Iterator[Event]:
+    def walk(name: str, path: tuple[Call, ...], base: int) -> Iterator[Event]:
         if any(name == call.callee for call in path[:-1]):
             raise ValueError(f"{name!r} calls itself, which HLO does not allow: damaged text.")
         reached.add(name)
@@ -71,19 +71,21 @@ def flattened(bodies: Bodies, module: Module, lengths: Mapping[str, int]) -> tup
         callees = iter(grown)
         for item in bodies[name]:
             if isinstance(item, Collective):
-                yield _placed(item, path, place(item.at), place(item.until))
+                yield _place_collective(item, path, place(item.at), place(item.until))
             elif isinstance(item, Matmul):
-                yield dataclasses.replace(item, trips=_trips(item.trips, path), at=place(item.at))
+                yield dataclasses.replace(
+                    item, trips=_multiply_trips(item.trips, path), at=place(item.at)
+                )
             elif item.callee in relevant:
                 # The calls of one line, such as a loop's condition and body, follow one another.
                 start = base + item.at + next(callees)
                 call = dataclasses.replace(item, at=place(item.at), until=place(item.until))
                 if item.is_loop:
                     end = start + extent(item.callee)
-                    yield Loop(item.site, _trips(item.trips, path), start, end)
-                yield from within(item.callee, (*path, call), start)
+                    yield Loop(item.site, _multiply_trips(item.trips, path), start, end)
+                yield from walk(item.callee, (*path, call), start)
 
-    events = tuple(within(module.entry, (), 0)) if module.entry in bodies else ()
+    events = tuple(walk(module.entry, (), 0)) if module.entry in bodies else ()
     called = {x.callee for body in bodies.values() for x in body if isinstance(x, Call)}
     # A collective that no call reaches would be missing from the report, which would mislead.
     for name in sorted(relevant - reached):
@@ -101,8 +103,8 @@ def flattened(bodies: Bodies, module: Module, lengths: Mapping[str, int]) -> tup
     return events
 
 
-def containing(bodies: Bodies, module: Module, kinds: tuple[type, ...]) -> set[str]:
-    """Return names of the computations that contain one of `kinds`, directly or through calls."""
+def find_containing(bodies: Bodies, module: Module, kinds: tuple[type, ...]) -> set[str]:
+    """Find the computations that contain one of `kinds`, directly or through calls."""
     callers: dict[str, list[str]] = {}
     for name, body in bodies.items():
         for item in body:
@@ -127,14 +129,16 @@ def _calls(body: Sequence[Item], relevant: set[str]) -> list[Call]:
     return [item for item in body if isinstance(item, Call) and item.callee in relevant]
 
 
-def _trips(trips: int | None, path: Sequence[Call]) -> int | None:
+def _multiply_trips(trips: int | None, path: Sequence[Call]) -> int | None:
     for call in path:
         trips = None if trips is None or call.trips is None else trips * call.trips
     return trips
 
 
-def _placed(collective: Collective, path: Sequence[Call], at: int, until: int) -> Collective:
-    """Return `collective` with the trip count, loops and branches of the calls that lead to it."""
+def _place_collective(
+    collective: Collective, path: Sequence[Call], at: int, until: int
+) -> Collective:
+    """Give `collective` the trip count, loops and branches of the calls that lead to it."""
     branches = tuple(
         ("/".join(c.site for c in path[: k + 1]), call.branch)
         for k, call in enumerate(path)
@@ -146,7 +150,7 @@ def _placed(collective: Collective, path: Sequence[Call], at: int, until: int) -
     return dataclasses.replace(
         collective,
         kind="reduce-scatter" if is_scattered else collective.kind,
-        trips=_trips(collective.trips, path),
+        trips=_multiply_trips(collective.trips, path),
         is_async=collective.is_async or pair is not None,
         branches=branches,
         loops=tuple(call.site for call in path if call.is_loop),

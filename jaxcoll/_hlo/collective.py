@@ -37,11 +37,11 @@ class Operand:
     @property
     def nbytes(self) -> int:
         """Bytes on one device; types narrower than a byte are bit-packed."""
-        return bytes_of(self.dtype, self.size)
+        return count_bytes(self.dtype, self.size)
 
 
-def bytes_of(dtype: str, size: int) -> int:
-    """Return the bytes of `size` elements of an HLO type, rounded up to whole bytes."""
+def count_bytes(dtype: str, size: int) -> int:
+    """Count the bytes of `size` elements of an HLO type, rounded up to whole bytes."""
     if dtype == "pred":
         return size
     bits = _BITS.fullmatch(dtype)
@@ -130,18 +130,18 @@ class Collective:
         if self.kind == "all-to-all" and len(self.operands) == self.group_size > 1:
             # Each operand is the share of one device, and one of them stays here.
             return self.nbytes // self.group_size * (self.group_size - 1)
-        return sum(_leaving(self.kind, operand, self.group_size) for operand in self.operands)
+        return sum(_count_leaving(self.kind, operand, self.group_size) for operand in self.operands)
 
 
-def _leaving(kind: str, operand: Operand, n: int) -> int:
-    """Return the bytes of one operand that leave a device in a group of `n`, at most."""
+def _count_leaving(kind: str, operand: Operand, n: int) -> int:
+    """Count the bytes of one operand that leave a device in a group of `n`, at most."""
     if n <= 1:
         return 0
     match kind:
         case "all-reduce":
-            return 2 * bytes_of(operand.dtype, operand.size - operand.size // n)
+            return 2 * count_bytes(operand.dtype, operand.size - operand.size // n)
         case "reduce-scatter" | "all-to-all":
-            return (n - 1) * bytes_of(operand.dtype, -(-operand.size // n))
+            return (n - 1) * count_bytes(operand.dtype, -(-operand.size // n))
         case "all-gather":
             return (n - 1) * operand.nbytes
         case _:
@@ -178,7 +178,7 @@ class Loop:
 
 
 def wire_bytes(collectives: Iterable[Collective]) -> int:
-    """Return the bytes that leave one device when the program runs once.
+    """Count the bytes that leave one device when the program runs once.
 
     The figures are those of a byte-optimal implementation. With n devices in a group and S bytes in
     an operand, an all-reduce sends 2(n-1)/n·S, a reduce-scatter and an all-to-all (n-1)/n·S, an
@@ -190,15 +190,15 @@ def wire_bytes(collectives: Iterable[Collective]) -> int:
     conditional differ, the one that sends the most counts. A loop without a known trip count
     counts one iteration. Traffic inside a kernel (a custom call) is not counted.
     """
-    return _largest([(c.branches, c.turns * c.wire_bytes) for c in collectives])
+    return _add_largest([(c.branches, c.turns * c.wire_bytes) for c in collectives])
 
 
 def runs(collectives: Iterable[Collective]) -> int:
     """Count the collectives of one run, with the branch of each conditional that has the most."""
-    return _largest([(c.branches, c.turns) for c in collectives])
+    return _add_largest([(c.branches, c.turns) for c in collectives])
 
 
-def _largest(amounts: list[tuple[tuple[tuple[str, int], ...], int]]) -> int:
+def _add_largest(amounts: list[tuple[tuple[tuple[str, int], ...], int]]) -> int:
     """Add up (branches, amount) pairs, with the largest branch of each conditional."""
     total = sum(amount for branches, amount in amounts if not branches)
     conditionals: dict[str, dict[int, list]] = {}
@@ -207,4 +207,4 @@ def _largest(amounts: list[tuple[tuple[tuple[str, int], ...], int]]) -> int:
             (conditional, branch), *inner = branches
             within = conditionals.setdefault(conditional, {}).setdefault(branch, [])
             within.append((tuple(inner), amount))
-    return total + sum(max(map(_largest, c.values())) for c in conditionals.values())
+    return total + sum(max(map(_add_largest, c.values())) for c in conditionals.values())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxcoll._hlo.arithmetic import Arithmetic
-from jaxcoll._hlo.calls import Call, Item, flattened
+from jaxcoll._hlo.calls import Call, Item, flatten_calls
 from jaxcoll._hlo.collective import KINDS, Collective, Loop, Matmul
 from jaxcoll._hlo.hlo_text import (
     Computation,
@@ -20,7 +20,7 @@ from jaxcoll._hlo.hlo_text import (
     sends,
 )
 from jaxcoll._hlo.loops import count_turns
-from jaxcoll._hlo.replica_groups import group_size, groups_of, read_groups
+from jaxcoll._hlo.replica_groups import count_group, find_groups, read_groups
 from jaxcoll._hlo.sources import Source, StackFrames
 from jaxcoll._plan.scope_names import names, op_name_of
 
@@ -63,7 +63,7 @@ def read_hlo(text: str, devices: int = 1) -> Program:
     reader.check_chains()
     arithmetic = Arithmetic(module, bodies, reader.chains)
     lengths = {name: module.computations[name].count for name in {*bodies, module.entry}}
-    events = flattened(arithmetic.bodies(), module, lengths)
+    events = flatten_calls(arithmetic.bodies(), module, lengths)
     ends = (event.at if isinstance(event, Matmul) else event.until for event in events)
     return Program(
         name=module.name,
@@ -89,7 +89,7 @@ class _Reader:
         self.unread: list[str] = []
 
     def body(self, name: str, computation: Computation) -> list[Item]:
-        """Return the collectives and calls of one computation, in order."""
+        """List the collectives and calls of one computation, in order."""
         items: list[Item] = []
         for site in computation.sites:
             if site.opcode in ("dot", "convolution"):
@@ -165,14 +165,14 @@ class _Reader:
             kind = "collective-permute"
             groups = read_groups(attributes.partition(_SENT_PAIRS)[2].lstrip('"'))
         else:
-            groups = groups_of(kind, instruction.settings, replicas, partitions)
+            groups = find_groups(kind, instruction.settings, replicas, partitions)
         source = self._frames.source(attributes)
         near = source if source.user else self._nearest_source(inside, instruction.name)
         return Collective(
             kind=kind,
             name=instruction.name,
             operands=operands,
-            group_size=group_size(kind, groups),
+            group_size=count_group(kind, groups),
             groups=groups,
             computation=name,
             is_async=instruction.opcode != kind and not _IS_SYNC.search(attributes),
@@ -185,7 +185,7 @@ class _Reader:
         )
 
     def _nearest_source(self, inside: Computation, name: str) -> Source:
-        """Return the lines of the nearest instruction that uses a result, or made its operands."""
+        """Search the instructions that use a result, then those that made its operands."""
         users = inside.users
         for find in (lambda x: users.get(x, ()), lambda x: inside[x].operand_names):
             waiting, seen = deque([name]), {name}
@@ -201,7 +201,7 @@ class _Reader:
 
 
 def _find_op_name(inside: Computation, instruction: Instruction, operands: int) -> str:
-    """Return a collective's scope names, from the users of its results if it lacks some."""
+    """Find a collective's scope names, in the users of its results if it lacks some."""
     op_name = op_name_of(instruction.attributes)
     if not op_name:
         return _find_users_names(inside, instruction.name)
@@ -225,7 +225,7 @@ def _skip_ends(inside: Computation, name: str) -> Iterator[Instruction]:
 
 
 def _find_users_names(inside: Computation, name: str) -> str:
-    """Return the names of collectives that the users of a nameless one bear.
+    """Find the names of collectives that the users of a nameless one bear.
 
     A compiler for GPUs (JAX 0.10) concatenates operands, and merges the collectives without a
     name. Each slice of the result, or the view of a slice that has the shape of the operand, has

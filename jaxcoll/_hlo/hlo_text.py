@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jaxcoll._hlo.collective import KINDS, Operand
 from jaxcoll._hlo.layout import find_header_end, lay_out
-from jaxcoll._hlo.replica_groups import numbers
+from jaxcoll._hlo.replica_groups import read_numbers
 
 _HEADER = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*HloModule ?([\w.\-]*)", re.DOTALL)
 # A line between two line breaks: an instruction (1: its opcode), the end of a computation (2), the
@@ -88,7 +88,7 @@ class Instruction(NamedTuple):
     @property
     def results(self) -> tuple[Operand, ...]:
         """The arrays that it returns."""
-        return arrays(self.type)
+        return read_arrays(self.type)
 
 
 class Site(NamedTuple):
@@ -176,8 +176,8 @@ class Computation:
         found = _DEFINES.finditer(self._text, self._start, self._end)
         return {line[1]: line.start() + 1 for line in found}
 
-    def type_of(self, name: str) -> str:
-        """Return the type of an instruction, or of one element of it: `name#1`."""
+    def find_type(self, name: str) -> str:
+        """Find the type of an instruction, or of one element of it: `name#1`."""
         name, *indices = name.split("#")
         text = self[name].type
         for index in indices:
@@ -185,7 +185,7 @@ class Computation:
         return text
 
     def operands(self, instruction: Instruction) -> tuple[Operand, ...]:
-        """Return the arrays that an instruction takes."""
+        """List the arrays that an instruction takes."""
         operands: list[Operand] = []
         for piece in split(_COMMENT.sub("", instruction.operands)):
             # Some compilers print each operand with its type, others only its name.
@@ -196,8 +196,8 @@ class Computation:
                         f"{instruction.opcode} {instruction.name!r} has the operand {name!r}, "
                         "which its computation does not define: the text looks truncated."
                     )
-                type_text = self.type_of(name.lstrip("%"))
-            operands += arrays(type_text)
+                type_text = self.find_type(name.lstrip("%"))
+            operands += read_arrays(type_text)
         return tuple(operands)
 
 
@@ -315,7 +315,7 @@ def sends(opcode: str) -> bool:
 
 
 def find_chain(inside: Computation, collective: Instruction) -> tuple[str, str] | None:
-    """Return the number of a collective's chain, and "Start", "Done" or "" for its part in it.
+    """Find the number of a collective's chain, and "Start", "Done" or "" for its part in it.
 
     A TPU v5e starts a transfer in one fusion, continues it in others beside products, and ends it
     in another; each has the collective in its text.
@@ -347,15 +347,15 @@ def parse_instruction(text: str, start: int = 0) -> Instruction:
 
 
 @functools.lru_cache(maxsize=1024)  # a program repeats a few types thousands of times
-def arrays(type_text: str) -> tuple[Operand, ...]:
-    """Return the arrays of a type.
+def read_arrays(type_text: str) -> tuple[Operand, ...]:
+    """Parse the arrays of a type.
 
     Examples:
-      >>> arrays("(bf16[2,3]{1,0:T(8,128)}, token[], pred[<=4])")
+      >>> read_arrays("(bf16[2,3]{1,0:T(8,128)}, token[], pred[<=4])")
       (Operand(dtype='bf16', shape=(2, 3)), Operand(dtype='pred', shape=(4,)))
     """
     return tuple(
-        Operand(dtype, numbers(dims.replace("<=", "")))
+        Operand(dtype, read_numbers(dims.replace("<=", "")))
         for dtype, dims in _ARRAY.findall(type_text)
         if dtype != "token"
     )
@@ -384,7 +384,7 @@ def split(text: str) -> Iterator[str]:
 
 
 def _closing(text: str, start: int, end: int) -> int:
-    """Return the position of the parenthesis that closes the one at `start`; -1 if none does."""
+    """Find the parenthesis that closes the one at `start`; -1 if none does."""
     close = text.find(")", start, end)
     if text.find("(", start + 1, close) < 0 and text.find("/*", start, close) < 0:
         return close  # most instructions

@@ -28,7 +28,7 @@ _NEAR = 40  # more characters than an attribute's name has
 
 
 def find_header_end(text: str, start: int) -> int:
-    """Return the position of the line break after a module's header."""
+    """Find the line break after a module's header."""
     end = text.find("\n", start)
     while end >= 0:
         bare = re.sub(_STRING, "", text[start:end]).rstrip()
@@ -65,7 +65,7 @@ def lay_out(text: str, start: int) -> tuple[list[LaidOut], int]:
 
 
 def _find_body(text: str, at: int) -> int:
-    """Return the position after the brace that opens a computation's body; 0 if there is none."""
+    """Find the position after the brace that opens a body; 0 if there is none."""
     depth = 0
     for token in _TOKEN.finditer(text, at):
         if depth == 0 and (body := _BODY.match(text, token.start())):

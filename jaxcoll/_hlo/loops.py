@@ -23,7 +23,7 @@ class _Element(NamedTuple):
 
 
 def count_turns(module: Module, loop: Instruction, caller: Computation) -> int | None:
-    """Return the number of iterations of a `while`, or None if its text does not prove it."""
+    """Count the iterations of a `while`; None if its text does not prove them."""
     if count := _TRIPS.search(loop.attributes):
         return int(count[1])
     try:
@@ -59,14 +59,14 @@ def _prove_turns(module: Module, loop: Instruction, caller: Computation) -> int 
         step = -step
     elif change.opcode != "add":
         return None
-    turns = _turns(first, step, limit, direction)
+    turns = _count_steps(first, step, limit, direction)
     bits = int(number[2]) - (number[1] == "s")
     low = -(2**bits) if number[1] == "s" else 0
     # A counter that leaves its type's range wraps around.
     return turns if turns is not None and low <= first + turns * step < 2**bits else None
 
 
-def _turns(first: int, step: int, limit: int, direction: str) -> int | None:
+def _count_steps(first: int, step: int, limit: int, direction: str) -> int | None:
     """Count the steps from `first` while the comparison with `limit` is true; None for no end."""
     if direction == "NE":
         turns, rest = divmod(limit - first, step) if step else (-1, 0)
@@ -80,7 +80,7 @@ def _turns(first: int, step: int, limit: int, direction: str) -> int | None:
 
 
 def _skip_copies(name: str, inside: Computation) -> Instruction:
-    """Return the instruction that makes a value."""
+    """Find the instruction that makes a value."""
     instruction = inside[name]
     while instruction.opcode in _COPIES:
         instruction = inside[instruction.operand_names[0]]
@@ -88,7 +88,7 @@ def _skip_copies(name: str, inside: Computation) -> Instruction:
 
 
 def _find_value(name: str, inside: Computation) -> int | _Element | None:
-    """Return a constant's value, or the element of the parameter that a value is."""
+    """Find a constant's value, or the element of the parameter that a value is."""
     whole, _, index = name.partition("#")  # element 1 of a tuple may be printed as %tuple#1
     x = _skip_copies(whole, inside)
     if not index and x.opcode == "constant":

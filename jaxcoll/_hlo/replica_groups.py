@@ -23,9 +23,9 @@ _AXIS_REF = re.compile(r"'?([^',=:]+)'?(?::\((\d+)\)(\d+))?")  # 'a', or 'a':(2)
 
 
 def read_groups(text: str) -> Groups:
-    """Return the groups at the beginning of `text`; () for `{}`, a single group of all."""
+    """Parse the groups at the beginning of `text`; () for `{}`, a single group of all."""
     listed = next(filter(None, (notation.match(text) for notation in _NOTATIONS)), None)
-    groups = None if listed is None else _groups(listed[0])
+    groups = None if listed is None else _parse_groups(listed[0])
     if groups is None:
         raise ValueError(
             "expected replica groups as {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'a'}; got "
@@ -35,24 +35,24 @@ def read_groups(text: str) -> Groups:
 
 
 @functools.lru_cache(maxsize=256)  # a program repeats a few groups thousands of times
-def _groups(text: str) -> Groups | None:
+def _parse_groups(text: str) -> Groups | None:
     if listed := _LISTED.fullmatch(text):
-        return tuple(numbers(group) for group in re.findall(r"\{([\d,\s]*)\}", listed[1]))
+        return tuple(read_numbers(group) for group in re.findall(r"\{([\d,\s]*)\}", listed[1]))
     if counted := _COUNTED.fullmatch(text):
-        return as_groups(_device_order(counted[2]).reshape(numbers(counted[1])))
+        return list_rows(_read_order(counted[2]).reshape(read_numbers(counted[1])))
     if on_mesh := _ON_MESH.fullmatch(text):
         axes = [_AXIS.fullmatch(axis.strip()) for axis in on_mesh[1].split(",")]
         refs = [_AXIS_REF.fullmatch(ref.strip()) for ref in on_mesh[3].split(",")]
         if all(axes) and all(refs):
-            return _mesh_groups(
+            return _group_mesh(
                 {axis[1]: int(axis[2]) for axis in axes if axis},
-                _device_order(on_mesh[2]) if on_mesh[2] else None,
+                _read_order(on_mesh[2]) if on_mesh[2] else None,
                 [(r[1], int(r[2] or 1), int(r[3]) if r[3] else None) for r in refs if r],
             )
     return None
 
 
-def _mesh_groups(
+def _group_mesh(
     sizes: dict[str, int], devices: np.ndarray | None, axes: Iterable[tuple[str, int, int | None]]
 ) -> Groups:
     """Group the devices of a mesh that differ only along `axes`, in the order of `axes`.
@@ -85,11 +85,11 @@ def _mesh_groups(
     rest = [k for k in range(len(pieces)) if k not in chosen]
     grid = np.arange(math.prod(sizes.values())) if devices is None else devices
     grid = grid.reshape([b // a for _, a, b in pieces]).transpose(rest + chosen)
-    return as_groups(grid.reshape(-1, math.prod(grid.shape[len(rest) :])))
+    return list_rows(grid.reshape(-1, math.prod(grid.shape[len(rest) :])))
 
 
-def groups_of(kind: str, attributes: str, replicas: int, partitions: int) -> Groups:
-    """Return the device groups in a collective's attributes.
+def find_groups(kind: str, attributes: str, replicas: int, partitions: int) -> Groups:
+    """Find the device groups in a collective's attributes.
 
     XLA numbers devices in three ways, which two attributes distinguish. With a channel, groups are
     of partitions instead of replicas; with global ids, they number all devices, replica by
@@ -113,28 +113,26 @@ def groups_of(kind: str, attributes: str, replicas: int, partitions: int) -> Gro
     return listed or (tuple(range(partitions if has_channel else replicas)),)
 
 
-def group_size(kind: str, groups: Groups) -> int:
+def count_group(kind: str, groups: Groups) -> int:
     """Count the devices of the largest group; for a collective-permute, all that take part."""
     if kind == "collective-permute":
         return len({device for pair in groups if len(set(pair)) > 1 for device in pair})
     return max(map(len, groups))
 
 
-def as_groups(rows: np.ndarray) -> Groups:
-    """Return the rows of a matrix of device numbers as tuples."""
+def list_rows(rows: np.ndarray) -> Groups:
     return tuple(map(tuple, rows.tolist()))
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Return the integers of a comma-separated list."""
+def read_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.rstrip(", ").split(","))) if text.strip() else ()
 
 
-def _device_order(text: str) -> np.ndarray:
-    """Return device numbers from a list (`3,1,2,0`) or an iota notation (`[4,2]T(1,0)`)."""
+def _read_order(text: str) -> np.ndarray:
+    """Parse device numbers: a list (`3,1,2,0`) or an iota notation (`[4,2]T(1,0)`)."""
     counted = _ORDER.fullmatch(text)
     if counted is None:
-        return np.array(numbers(text))
-    shape = numbers(counted[1])
-    order = numbers(counted[2]) if counted[2] else tuple(range(len(shape)))
+        return np.array(read_numbers(text))
+    shape = read_numbers(counted[1])
+    order = read_numbers(counted[2]) if counted[2] else tuple(range(len(shape)))
     return np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(-1)

@@ -26,16 +26,16 @@ class Source(NamedTuple):
     library: str = ""  # the innermost of a package other than JAX and jaxcoll, if `user` called it
 
 
-def source_of(frames: Iterable[tuple[str, str]]) -> Source:
+def find_source(frames: Iterable[tuple[str, str]]) -> Source:
     """Find the user's and the library's lines among stack frames, given innermost first.
 
     The search ends at jaxcoll's wrapper of a step: its callers are not part of the step.
 
     Examples:
-      >>> source_of([("/x/jaxcoll/_plan/plan.py", "115"), ("/home/me/train.py", "22")]).user
+      >>> find_source([("/x/jaxcoll/_plan/plan.py", "115"), ("/home/me/train.py", "22")]).user
       '/home/me/train.py:22'
       >>> flax = ("/usr/lib/python3.12/site-packages/flax/linen/linear.py", "287")
-      >>> source_of([flax, ("/home/me/train.py", "22")]).library.rpartition("/")[2]
+      >>> find_source([flax, ("/home/me/train.py", "22")]).library.rpartition("/")[2]
       'linear.py:287'
     """
     library = ""
@@ -61,14 +61,14 @@ class StackFrames:
                 table[number] = entry
             else:
                 table = self._tables.setdefault(number, {})
-        self._source = functools.cache(lambda number: source_of(self._frames(number)))
+        self._source = functools.cache(lambda number: find_source(self._frames(number)))
 
     def source(self, attributes: str) -> Source:
-        """Return the lines of Python that an instruction's attributes refer to."""
+        """Find the lines of Python that an instruction's attributes refer to."""
         if frame := _FRAME.search(attributes):
             return self._source(frame[1])
         file = _FILE.search(attributes)
-        return source_of([(file[1], file[2] or "0")]) if file else Source()
+        return find_source([(file[1], file[2] or "0")]) if file else Source()
 
     def _frames(self, number: str) -> Iterator[tuple[str, str]]:
         """Yield the frames, innermost first. The text stores each parent's number plus one."""

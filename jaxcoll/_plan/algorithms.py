@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from jaxcoll._compression.format import WireFormat
 from jaxcoll._plan.world import World
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 
 DESCRIPTIONS = {
     "native": "the compiler's own collectives",
@@ -136,7 +136,7 @@ def check_fits(algorithm: str, shards: int, world: World) -> None:
     if owns_shards(algorithm) and shards > owners:
         raise ValueError(
             f"`shards` is {shards}, but the shuffle of {algorithm!r} runs over "
-            f"{counted(owners, 'replica')}, and each shard needs its own owner: pass at most "
+            f"{pluralize(owners, 'replica')}, and each shard needs its own owner: pass at most "
             f"{owners}, or 0 for one shard per replica."
         )
 
@@ -165,7 +165,7 @@ def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
         return
     n = world.replicas
     owned = shards and owns_shards(algorithm)
-    what = f"{algorithm!r} with {counted(shards, 'owner')}" if owned else repr(algorithm)
+    what = f"{algorithm!r} with {pluralize(shards, 'owner')}" if owned else repr(algorithm)
     fixed = " or ".join(repr(name) for name, law in IN_TREE_ORDER.items() if law(n))
     fixed += " with `shards` unset" if owned else ""
     pairs = ", or 'inner/outer' of these over groups of a power of two"

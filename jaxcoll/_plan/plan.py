@@ -16,7 +16,7 @@ from jaxcoll._plan.options import CommunicationImplementation, CommunicationOpti
 from jaxcoll._plan.packs.packing import KEEP_APART, LANES, UNPACKED, ReadyOrder
 from jaxcoll._plan.world import World
 from jaxcoll._show.table import Shown, Table
-from jaxcoll._show.units import binary_size, counted, fold
+from jaxcoll._show.units import binary_size, fold, pluralize
 
 COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
 MOST_ROWS = 20
@@ -90,8 +90,8 @@ class Plan(Shown, CollectivePlan):
     def reasons(self) -> tuple[str, ...]:
         """One sentence for each decision, including requests that were not followed."""
         if self.collective == "all_reduce":
-            return (*_of_reduction(self), *self.notes)
-        return (*self.notes, *_of_half(self))
+            return (*_explain_reduction(self), *self.notes)
+        return (*self.notes, *_explain_half(self))
 
     @property
     def temporary_bytes(self) -> int:
@@ -171,10 +171,10 @@ class Plan(Shown, CollectivePlan):
         """The reduction, its world, and the bytes that it sends, in one sentence."""
         called = self.collective + f" {self.reduce_op.name}" * (self.collective != "all_gather")
         return (
-            f"{called} of {counted(len(self.leaves), 'leaf', 'leaves')}, "
-            f"{counted(self.nbytes, 'byte')} a replica, over {self.world}: "
-            f"{counted(len(self.packs) + 2 * len(self.gathers), 'array')}, "
-            f"{counted(self.steps, 'step')}, {counted(self.wire_bytes, 'wire byte')} a device"
+            f"{called} of {pluralize(len(self.leaves), 'leaf', 'leaves')}, "
+            f"{pluralize(self.nbytes, 'byte')} a replica, over {self.world}: "
+            f"{pluralize(len(self.packs) + 2 * len(self.gathers), 'array')}, "
+            f"{pluralize(self.steps, 'step')}, {pluralize(self.wire_bytes, 'wire byte')} a device"
         )
 
     @property
@@ -207,7 +207,7 @@ class Plan(Shown, CollectivePlan):
         return self.text(MOST_ROWS)
 
 
-def _of_reduction(plan: CollectivePlan) -> Iterator[str]:
+def _explain_reduction(plan: CollectivePlan) -> Iterator[str]:
     """Yield a sentence for each decision about an all-reduce."""
     leaves, packs, world, options = plan.leaves, plan.packs, plan.world, plan.options
     if not plan.overlap or not isinstance(plan.packing, ReadyOrder):
@@ -218,9 +218,9 @@ def _of_reduction(plan: CollectivePlan) -> Iterator[str]:
     if others and len(others) == len(packs) and not planner.fixes_algorithm(options):
         yield f"algorithm: {names}"
     else:
-        exceptions = f"; {names} for {len(others)} of {counted(len(packs), 'pack')}"
+        exceptions = f"; {names} for {len(others)} of {pluralize(len(packs), 'pack')}"
         yield _why_algorithm(algorithm, options, world) + exceptions * bool(others)
-    yield from _of_options(options, world)
+    yield from _explain_options(options, world)
     exact = [pack for pack in packs if not pack.solid and not pack.format]
     if not planner.fixes_algorithm(options):
         if any("/" in pack.algorithm for pack in packs):
@@ -232,10 +232,10 @@ def _of_reduction(plan: CollectivePlan) -> Iterator[str]:
             most = binary_size(planner.choose(options, world).limit)
             yield f"packs of at most {most}: by jaxcoll's own exchanges, which start sooner"
     if plan.overlap:
-        yield from _of_overlap(plan)
+        yield from _explain_overlap(plan)
     elif any(pack.algorithm == "native" and not pack.is_leaf(leaves) for pack in exact):
         yield "compiled: the compiler may combine these packs further"
-    yield from _of_formats(plan)
+    yield from _explain_formats(plan)
     uncoded = [x for x in leaves if x.wire != x.dtype and not x.format]
     widened = {f"{x.dtype.name} as {x.wire.name}" for x in uncoded}
     if widened:
@@ -249,13 +249,13 @@ def _of_reduction(plan: CollectivePlan) -> Iterator[str]:
         yield "sparse leaves: rows and indices by the compiler's own all-gather, outside the packs"
 
 
-def _of_half(plan: CollectivePlan) -> Iterator[str]:
+def _explain_half(plan: CollectivePlan) -> Iterator[str]:
     """Yield a sentence for each decision about a reduce-scatter or an all-gather."""
     packs, world, options, in_layers = plan.packs, plan.world, plan.options, plan.lanes == 1
     if not in_layers:
         yield (
             f"packs: {len(packs)}, laid out in rows of {LANES}, equally many on each of "
-            f"{counted(world.replicas, 'replica')}"
+            f"{pluralize(world.replicas, 'replica')}"
         )
     algorithm = planner.half_algorithm(options, world)
     if algorithm != planner.requested_algorithm(options, world):
@@ -263,16 +263,16 @@ def _of_half(plan: CollectivePlan) -> Iterator[str]:
     else:
         why = _why_algorithm(algorithm, options, world)
         yield why.replace("own all-reduce", "own reduce-scatter and all-gather")
-    yield from _of_options(options, world)
+    yield from _explain_options(options, world)
     if in_layers and world.platform == "cpu":
         if any(pack.algorithm == "native" and pack.dtype.name == "bfloat16" for pack in packs):
             yield "dtypes: bfloat16, which XLA's CPU compiler widens to float32 on the wire"
     if plan.overlap:
         kind = "loop" if in_layers else plan.collective.replace("_", "-")
-        yield _by_options(world.platform, kind)
+        yield _explain_apart(world.platform, kind)
 
 
-def _by_options(platform: str, kind: str = "all-reduce") -> str:
+def _explain_apart(platform: str, kind: str = "all-reduce") -> str:
     """Describe the compiler options that keep packs apart, in a sentence."""
     options, in_loops = KEEP_APART.get((platform, kind), {}), kind == "loop"
     listed = " and ".join(f"{name}={value}" for name, value in options.items())
@@ -328,7 +328,7 @@ def _why_algorithm(algorithm: str, options: CommunicationOptions, world: World) 
     )
 
 
-def _of_options(options: CommunicationOptions, world: World) -> Iterator[str]:
+def _explain_options(options: CommunicationOptions, world: World) -> Iterator[str]:
     if options.reproducible:
         yield (
             "order: every element is summed in pairs of replicas, then pairs of pairs, so that its "
@@ -340,7 +340,7 @@ def _of_options(options: CommunicationOptions, world: World) -> Iterator[str]:
         yield f"shards: each pack is cut into {options.shards}, reduced side by side, as requested"
 
 
-def _of_overlap(plan: CollectivePlan) -> Iterator[str]:
+def _explain_overlap(plan: CollectivePlan) -> Iterator[str]:
     packs, rule, platform = plan.packs, plan.packing, plan.world.platform
     if isinstance(rule, ReadyOrder):
         last = packs[-1].nbytes if packs else 0
@@ -362,10 +362,10 @@ def _of_overlap(plan: CollectivePlan) -> Iterator[str]:
     if platform == "gpu" and not plan.in_backward:
         yield "apart: each pack waits for the one before, so that the compiler cannot combine them"
     else:
-        yield _by_options(platform)
+        yield _explain_apart(platform)
 
 
-def _of_formats(plan: CollectivePlan) -> Iterator[str]:
+def _explain_formats(plan: CollectivePlan) -> Iterator[str]:
     """Yield which leaves travel in a wire format, and which cannot although it was requested."""
     leaves, options = plan.leaves, plan.options
     for format in dict.fromkeys(x.format for x in leaves if x.format):
@@ -375,14 +375,14 @@ def _of_formats(plan: CollectivePlan) -> Iterator[str]:
         why = "as requested" if options.compression else "because XLA would widen them for Gloo"
         why = "which is faster over Gloo" if options.compression == "auto" else why
         yield (
-            f"format: {format}{blocks} for {counted(count, 'leaf', 'leaves')}, {why}: codes go to "
-            "the owner of each shard, which adds them in float32 and sends the sum as codes"
+            f"format: {format}{blocks} for {pluralize(count, 'leaf', 'leaves')}, {why}: codes go "
+            "to the owner of each shard, which adds them in float32 and sends the sum as codes"
             + ", between groups only"
             * between
         )
     exact = [x for x in leaves if x.travels and not x.format]
     if named(options.compression) and exact:
         yield (
-            f"exactly: {counted(len(exact), 'leaf', 'leaves')}, smaller than a block of "
+            f"exactly: {pluralize(len(exact), 'leaf', 'leaves')}, smaller than a block of "
             f"{options.compression} or of a type that it does not code"
         )

@@ -33,8 +33,8 @@ from jaxcoll._mesh.world import Worlds, platform_and_kind
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import shape_of
 from jaxcoll._plan.plan import Plan
-from jaxcoll._report.cost.rates import rates_of
-from jaxcoll._report.lowering import Texts, jitted, requested_text, stage_of, unwrapped
+from jaxcoll._report.cost.rates import find_rates
+from jaxcoll._report.lowering import Texts, find_stage, jit_arrays, print_requested, unwrap
 from jaxcoll.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def compile_for(
     if python == sys.executable and not has_compiler(where.platform):
         raise ImportError(_how_to_install(where, python))
     plans: list[CollectivePlan] = []
-    traced = traced_over(fun, args, kwargs, where, mesh, plans.append)
-    lowered = lowered_over(traced, where)
+    traced = trace_for(fun, args, kwargs, where, mesh, plans.append)
+    lowered = lower_for(traced, where)
     program = lowered.as_text(debug_info=True)
     # Sizes of the program's mesh, which determine the order of the devices
     meshes = ([int(n) for n in re.findall(r"=(\d+)", axes)] for axes in _MESH.findall(program))
@@ -91,12 +91,12 @@ def compile_for(
         (folder / "program.mlir").write_text(program)
         memory = _compile(folder, python, where, timeout_seconds)
         compiled = (folder / "compiled.txt").read_text()
-    requested, rates = requested_text(lowered), rates_of(topology_world(where))
+    requested, rates = print_requested(lowered), find_rates(topology_world(where))
     return Texts(compiled, requested, tuple(map(Plan.of, plans)), str(where), rates, memory)
 
 
 def _compile(folder: Path, python: str, topology: Topology, timeout: float) -> dict[str, int]:
-    """Compile in a subprocess, and return the program's memory in bytes by name."""
+    """Compile in a subprocess; return the program's memory in bytes by name."""
     environment = {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # or it queries the network for its location
@@ -143,7 +143,7 @@ def _how_to_install(topology: Topology, python: str) -> str:
     )
 
 
-def traced_over(
+def trace_for(
     fun: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -159,37 +159,39 @@ def traced_over(
     jitted or not, which uses the mesh of `jax.set_mesh` or a mesh of the topology's size. Arguments
     may be static. Without `mesh`, the mesh of `fun` is used if it fits or has only one axis.
     """
-    fun, args, kwargs = unwrapped(fun, args, kwargs)
+    fun, args, kwargs = unwrap(fun, args, kwargs)
     if hasattr(fun, "trace_recorded"):  # a `data_parallel` step
         shapes, keywords = jax.tree.map(shape_of, (args, kwargs))
-        return laid_over(fun, topology, mesh).trace_recorded(record, *shapes, **keywords)
+        return lay_out_step(fun, topology, mesh).trace_recorded(record, *shapes, **keywords)
     context = jax.sharding.get_abstract_mesh()
     if takes_mesh(fun, kwargs):
         over = abstract_mesh(topology, ("data",)) if mesh is None else fitted_mesh(mesh, topology)
-        return traced_over(with_mesh(fun, over), args, kwargs, topology, over, record)
+        return trace_for(with_mesh(fun, over), args, kwargs, topology, over, record)
     if mesh is None and not context.empty and context.size != topology.size:
         mesh = context
     over = None if mesh is None else fitted_mesh(mesh, topology)
-    shapes, keywords = jax.tree.map(functools.partial(_as_argument, mesh=over), (args, kwargs))
+    shapes, keywords = jax.tree.map(
+        functools.partial(_abstract_argument, mesh=over), (args, kwargs)
+    )
     # Without `trace`, it is a plain function or was jitted by another library.
     program: Any = fun
     if not hasattr(fun, "trace"):
-        program, shapes, keywords = jitted(fun, shapes, keywords)
+        program, shapes, keywords = jit_arrays(fun, shapes, keywords)
     scope = Scope(topology_worlds(topology), record=record)
     with contextlib.ExitStack() as around:
         if over is not None:  # leave the current mesh, which may have another size
             around.enter_context(no_mesh())
             around.enter_context(jax.sharding.use_abstract_mesh(over))
         around.enter_context(entered(scope))
-        traced = stage_of(program.trace(*shapes, **keywords))
+        traced = find_stage(program.trace(*shapes, **keywords))
     assert isinstance(traced, jax.stages.Traced)
     return traced
 
 
-def laid_over(
+def lay_out_step(
     step: DataParallel, topology: Topology, mesh: Mesh | AbstractMesh | None = None
 ) -> DataParallel:
-    """Return a step for `topology`, which can be traced and lowered but not called.
+    """Lay a step out over `topology`: the result can be traced and lowered but not called.
 
     Without `mesh`, the step's mesh is used if it fits or has axes beside `axis_name`.
     """
@@ -203,14 +205,14 @@ def laid_over(
 
 
 def topology_worlds(topology: Topology) -> Worlds:
-    """Return the worlds of reductions in programs for a topology."""
+    """Describe the worlds of reductions in programs for a topology."""
     # The processes of a TPU slice, or of CPUs, count as one host: there is no other kind of network
     # between them.
     hosts = tuple((k, k * (topology.platform == "gpu")) for k in range(topology.hosts))
     return Worlds(*platform_and_kind(topology.platform, topology.kind), hosts)
 
 
-def lowered_over(traced: jax.stages.Traced, topology: Topology) -> jax.stages.Lowered:
+def lower_for(traced: jax.stages.Traced, topology: Topology) -> jax.stages.Lowered:
     """Lower the requested program for all devices of `topology`."""
     platform = "cuda" if topology.platform == "gpu" else topology.platform
     try:
@@ -236,8 +238,8 @@ def lowered_over(traced: jax.stages.Traced, topology: Topology) -> jax.stages.Lo
     return lowered
 
 
-def _as_argument(x: Any, mesh: AbstractMesh | None) -> Any:
-    """Return the type of an array, with its sharding if that has a meaning on the topology."""
+def _abstract_argument(x: Any, mesh: AbstractMesh | None) -> Any:
+    """Reduce an array to its type, with its sharding if that has a meaning on the topology."""
     if isinstance(x, bool | int | float | complex):
         return x  # a number may be a static argument
     shape, sharding = shape_of(x), getattr(x, "sharding", None)

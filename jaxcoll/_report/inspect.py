@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from jaxcoll._report.aot import compile_for
-from jaxcoll._report.lowering import lowerable, stage_of, texts_of
+from jaxcoll._report.lowering import compile_texts, find_stage, make_lowerable
 from jaxcoll._report.profile.watch import check_measure, measure_calls
-from jaxcoll._report.report import Report, report_of
+from jaxcoll._report.report import Report, make_report
 
 
 def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwargs: Any) -> Report:
@@ -65,7 +65,7 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
       (('',), ())
     """
     check_measure("inspect", measure)
-    if callable(fun) and stage_of(fun) is None and not args and not kwargs:
+    if callable(fun) and find_stage(fun) is None and not args and not kwargs:
         _check_no_arguments(fun)
     runs = _repeatable_call(fun, args, kwargs, topology) if measure else None
     if isinstance(fun, str):
@@ -74,10 +74,10 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
                 "`inspect` got arguments or a topology with HLO text, which is already compiled; "
                 "pass the function and its arguments, or the text alone."
             )
-        return report_of(fun)
+        return make_report(fun)
     if topology is None:
-        texts = texts_of(fun, args, kwargs, "inspect")
-    elif callable(fun) and stage_of(fun) is None:
+        texts = compile_texts(fun, args, kwargs, "inspect")
+    elif callable(fun) and find_stage(fun) is None:
         others = {name: value for name, value in kwargs.items() if name != "mesh"}
         texts = compile_for(fun, args, others, topology, mesh=kwargs.get("mesh"))
     else:
@@ -85,7 +85,7 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
             f"`inspect` compiles functions for a topology; got {type(fun).__name__}, which is "
             "already lowered for devices, or is no program. Pass the function and its arguments."
         )
-    report = report_of(**vars(texts))
+    report = make_report(**vars(texts))
     return measure_calls(report, texts.compiled, runs, measure) if runs else report
 
 
@@ -111,24 +111,24 @@ def _check_no_arguments(fun: Callable[..., Any]) -> None:
 def _repeatable_call(
     fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], topology: Any
 ) -> Callable[[], Any]:
-    """Return a call of `fun` that can be repeated even if `fun` donates its arguments."""
+    """Make a call of `fun` that can be repeated even if `fun` donates its arguments."""
     shapes = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.ShapeDtypeStruct)]
-    if topology is not None or shapes or not callable(fun) or stage_of(fun) is not None:
+    if topology is not None or shapes or not callable(fun) or find_stage(fun) is not None:
         raise ValueError(
             "`inspect` with `measure` runs a function on the local devices: pass the function and "
             "arrays as its arguments, without a topology."
         )
-    fun, args, kwargs = lowerable(fun, args, kwargs, "inspect")
+    fun, args, kwargs = make_lowerable(fun, args, kwargs, "inspect")
     donates = True
 
-    def copied(x: Any) -> Any:
+    def copy(x: Any) -> Any:
         return x.copy() if isinstance(x, jax.Array) else x
 
     def call() -> Any:
         nonlocal donates
         passed = (args, kwargs)
         if donates:
-            passed = jax.tree.map(copied, passed)
+            passed = jax.tree.map(copy, passed)
         results = fun(*passed[0], **passed[1])
         donates = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(passed))
         return results

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from jaxcoll._hlo.collective import KINDS, Collective, bytes_of
-from jaxcoll._show.units import counted, some
+from jaxcoll._hlo.collective import KINDS, Collective, count_bytes
+from jaxcoll._show.units import pluralize, some
 
 if TYPE_CHECKING:
     from jaxcoll._report.programs import Programs
@@ -93,7 +93,7 @@ def check_limits(
     dtypes: Iterable[str] | None = None,
     kinds: Iterable[str] | None = None,
 ) -> tuple[dict[str, int | None], dict[str, set[str] | None]]:
-    """Return the limits on numbers, and the allowed names; raise a ValueError if one is invalid."""
+    """Split limits into those on numbers and the allowed names; refuse invalid ones."""
     upper = {
         "max_count": max_count, "max_wire_bytes": max_wire_bytes, "max_operands": max_operands,
     }  # fmt: skip
@@ -101,8 +101,10 @@ def check_limits(
         if limit is not None and (type(limit) is not int or limit < 0):
             raise ValueError(f"`{name}` must be None or an integer of at least 0; got {limit!r}.")
     allowed = {
-        "dtypes": _checked("dtypes", dtypes, _is_dtype, "element types of HLO such as f32, bf16"),
-        "kinds": _checked("kinds", kinds, KINDS.__contains__, ", ".join(KINDS)),
+        "dtypes": _check_names(
+            "dtypes", dtypes, _is_dtype, "element types of HLO such as f32, bf16"
+        ),
+        "kinds": _check_names("kinds", kinds, KINDS.__contains__, ", ".join(KINDS)),
     }
     if not none_in_loops and all(limit is None for limit in (*upper.values(), *allowed.values())):
         names = ", ".join([*upper, "none_in_loops", *allowed])
@@ -110,7 +112,7 @@ def check_limits(
     return upper, allowed
 
 
-def _checked(
+def _check_names(
     name: str, value: Iterable[str] | None, is_valid: Callable[[str], bool], valid: str
 ) -> set[str] | None:
     if value is None:
@@ -123,7 +125,7 @@ def _checked(
 
 def _is_dtype(name: str) -> bool:
     with contextlib.suppress(ValueError):
-        return bytes_of(name, 1) > 0
+        return count_bytes(name, 1) > 0
     return False
 
 
@@ -144,7 +146,7 @@ def _complaints(
     if (most := upper["max_operands"]) is not None:
         limits.append((
             f"max_operands={most}",
-            lambda c: [counted(len(c.operands), "operand")] * (len(c.operands) > most),
+            lambda c: [pluralize(len(c.operands), "operand")] * (len(c.operands) > most),
         ))  # fmt: skip
     if none_in_loops:
         limits.append(("none_in_loops=True", lambda c: [f"loop {name}" for name in c.loops[-1:]]))

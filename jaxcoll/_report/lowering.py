@@ -17,7 +17,7 @@ from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._plan.plan import Plan
-from jaxcoll._report.cost.rates import Rates, rates_of
+from jaxcoll._report.cost.rates import Rates, find_rates
 
 Stage = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
 
@@ -40,7 +40,9 @@ class Texts:
     memory: Mapping[str, int] | None = None
 
 
-def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str) -> Texts:
+def compile_texts(
+    program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str
+) -> Texts:
     """Trace, lower and compile a program, as far as that is not done yet.
 
     It is a function, a result of `jax.jit`, `jax.pmap` or another library's `jit`, a
@@ -50,40 +52,39 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
     Raises:
       ValueError: it is none of these, or there are arguments for a traced program.
     """
-    stage = stage_of(program)
+    stage = find_stage(program)
     if stage is not None:
         if args or kwargs:
             raise ValueError(
                 f"`{caller}` got arguments with a program that was already traced with its own; "
                 "pass the function and its arguments, or the program alone."
             )
-        return _texts_of(stage)
+        return _compile_stage(stage)
     plans: list[CollectivePlan] = []
-    return _texts_of(_traced(program, args, kwargs, plans.append, caller), plans)
+    return _compile_stage(_trace(program, args, kwargs, plans.append, caller), plans)
 
 
-def _texts_of(stage: Stage, plans: Sequence[CollectivePlan] = ()) -> Texts:
-    """Return the texts of a traced, lowered or compiled program."""
+def _compile_stage(stage: Stage, plans: Sequence[CollectivePlan] = ()) -> Texts:
     lowered = stage.lower() if isinstance(stage, jax.stages.Traced) else stage
     compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
     memory, mesh = compiled.memory_analysis(), line_of(jax.devices(), "data")
     return Texts(
         compiled.as_text() or "",
-        requested_text(lowered) if isinstance(lowered, jax.stages.Lowered) else None,
+        print_requested(lowered) if isinstance(lowered, jax.stages.Lowered) else None,
         tuple(map(Plan.of, plans)),
-        rates=rates_of(mesh_world(mesh, {"data": mesh.size})),
+        rates=find_rates(mesh_world(mesh, {"data": mesh.size})),
         memory=memory and memory_by_name(memory),
     )
 
 
-def requested_text(lowered: jax.stages.Lowered) -> str:
-    """Return the requested HLO, before any compiler pass, with source lines."""
+def print_requested(lowered: jax.stages.Lowered) -> str:
+    """Print the requested HLO, before any compiler pass, with source lines."""
     # Like `as_text("hlo")`, but without the values of large constants
     program: Any = lowered.compiler_ir("hlo")
     return program.as_hlo_module().to_string()
 
 
-def _traced(
+def _trace(
     program: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -91,14 +92,14 @@ def _traced(
     caller: str,
 ) -> Stage:
     """Trace the program anew, and call `record` with the plan of each reduction."""
-    program, args, kwargs = lowerable(program, args, kwargs, caller)
+    program, args, kwargs = make_lowerable(program, args, kwargs, caller)
     if hasattr(program, "trace_recorded"):  # a `data_parallel` step
         return program.trace_recorded(record, *args, **kwargs)
     # The new scope is part of the key of JAX's caches, so no older trace is used.
     with entered(dataclasses.replace(scope_here(), record=record)):
         # equinox's functions have no `trace`, only `lower`.
         result = getattr(program, "trace", program.lower)(*args, **kwargs)
-    stage = stage_of(result)
+    stage = find_stage(result)
     if stage is None:
         raise ValueError(
             f"`{caller}`: {type(program).__name__} has a method to lower it, but the result, "
@@ -107,10 +108,10 @@ def _traced(
     return stage
 
 
-def lowerable(
+def make_lowerable(
     program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return a jitted function and its arguments, jitting a plain function.
+    """Jit a plain function, and prepare its arguments.
 
     A function with a required `mesh` gets one of all devices on the axis "data".
 
@@ -119,7 +120,7 @@ def lowerable(
     """
     if callable(program) and takes_mesh(program, kwargs):
         program = with_mesh(program, line_of(jax.devices(), "data"))
-    program, args, kwargs = unwrapped(program, args, kwargs)
+    program, args, kwargs = unwrap(program, args, kwargs)
     if not callable(program):
         functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]
         hint = f"; its functions are {' and '.join(f'`.{name}`' for name in functions)}"
@@ -129,11 +130,11 @@ def lowerable(
             f"{type(program).__name__}{hint if functions else ''}."
         )
     is_ready: bool = hasattr(program, "lower")
-    return (program, args, kwargs) if is_ready else jitted(program, args, kwargs)
+    return (program, args, kwargs) if is_ready else jit_arrays(program, args, kwargs)
 
 
-def stage_of(program: Any) -> Stage | None:
-    """Return the traced, lowered or compiled JAX program that `program` is or holds, or None."""
+def find_stage(program: Any) -> Stage | None:
+    """Find the traced, lowered or compiled JAX program that `program` is or holds, or None."""
     if isinstance(program, Stage):
         return program
     names = (vars(type(program)).keys() | getattr(program, "__dict__", {}).keys()) & {*_HOLDING}
@@ -141,10 +142,10 @@ def stage_of(program: Any) -> Stage | None:
     return next((x for x in values if isinstance(x, Stage)), None)
 
 
-def unwrapped(
+def unwrap(
     fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the function inside of a `functools.partial` or method, with all of its arguments.
+    """Take the function out of a `functools.partial` or method, with all of its arguments.
 
     This unwraps functions that have a `lower`, as `jax.jit`, `jax.pmap` and `jc.data_parallel`
     return them. Any other `fun` is returned unchanged.
@@ -160,17 +161,17 @@ def unwrapped(
     return (inner, positional, named) if is_ready else (fun, tuple(args), dict(kwargs))
 
 
-def jitted(
+def jit_arrays(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return `fun` jitted, and the arrays to call it with.
+    """Jit `fun` as a function of its arrays.
 
     Arguments that are not arrays, such as a name or a function in a module, are bound to it.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     dynamic = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
 
-    def of_arrays(*arrays: Any) -> Any:
+    def call_with_arrays(*arrays: Any) -> Any:
         rest = iter(arrays)
         positional, named = treedef.unflatten(
             next(rest) if is_dynamic else x for x, is_dynamic in zip(leaves, dynamic, strict=True)
@@ -178,6 +179,6 @@ def jitted(
         return fun(*positional, **named)
 
     inner = fun.func if isinstance(fun, functools.partial) else fun
-    of_arrays.__name__ = getattr(inner, "__name__", type(inner).__name__)
+    call_with_arrays.__name__ = getattr(inner, "__name__", type(inner).__name__)
     arrays = tuple(x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic)
-    return jax.jit(of_arrays), arrays, {}
+    return jax.jit(call_with_arrays), arrays, {}

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcoll._hlo.collective import Collective
 from jaxcoll._report.rows import Row
-from jaxcoll._show.units import counted, milliseconds, percent
+from jaxcoll._show.units import milliseconds, percent, pluralize
 
 LEAST_LEAD, LEAST_SHARE, LEAST_RUNS = 1e-3, 0.05, 5
 """A rank is late if, in three of four runs, it arrives at least this many seconds and this share
@@ -75,9 +75,11 @@ class Measured:
     lanes: tuple[tuple[tuple[str, float, float], ...], ...] = dataclasses.field(repr=False)
 
     def summary(self) -> str:
-        """Return a sentence on the step time, and how much of it is exposed."""
+        """Say in a sentence how long a step takes, and how much of it is exposed."""
         step, exposed = self.step_seconds, milliseconds(self.exposed_seconds)
-        headline = f"measured in {counted(self.runs, 'run')} on {counted(len(self.ranks), 'rank')}"
+        headline = (
+            f"measured in {pluralize(self.runs, 'run')} on {pluralize(len(self.ranks), 'rank')}"
+        )
         if step is None:
             return (
                 f"{headline}, too few to tell the time of a step: {exposed} of exposed "
@@ -93,7 +95,7 @@ class Measured:
         return f"{headline}: {takes}, {exposed} of it exposed communication ({share})"
 
     def sentences(self, rows: Sequence[Row]) -> list[str]:
-        """Return a sentence for each late rank."""
+        """Describe each late rank in a sentence."""
         return [
             f"rank {last.rank} arrives late: last at {rows[k].compiled.kind} #{k} in "
             f"{percent(last.share, 1)} of {self.runs} runs, by {milliseconds(last.seconds)} "
@@ -103,7 +105,7 @@ class Measured:
         ]
 
 
-def folds_of(rows: Sequence[Row]) -> list[list[int]]:
+def fold_rows(rows: Sequence[Row]) -> list[list[int]]:
     """Group the positions of rows that are measured together: the permutes of a pack.
 
     Permutes whose pack is not named are grouped by their line of Python.
@@ -125,10 +127,10 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
         return None
     steps = [r["step"] for r in by_rank if r["step"]]
     step = median(steps) / 1e9 if steps else None
-    executed = _turns_by_row(rows, by_rank[0], [run[0] for run in runs])
+    executed = _count_turns(rows, by_rank[0], [run[0] for run in runs])
     times: list[Times | None] = [None] * len(rows)
     late: dict[int, tuple[Last, int]] = {}
-    folds = folds_of(rows)
+    folds = fold_rows(rows)
     shares = []  # for each fold, the share of its time that each rank waited, by [run, rank]
     for n, positions in enumerate(folds):
         # For each run and rank, the durations of its loop iterations.
@@ -142,7 +144,7 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
             continue
         total, waiting = total[is_whole] / 1e9, waiting[is_whole] / 1e9
         transfer = float(np.median(np.array(least)[is_whole])) / 1e9
-        last, late_here = _last(names, total, step or 0.0)
+        last, late_here = _find_last(names, total, step or 0.0)
         size = sum(median(executed[k]) * _size(rows[k].compiled) for k in positions)
         sent = sum(median(executed[k]) * rows[k].compiled.wire_bytes for k in positions)
         measured = Times(
@@ -168,8 +170,8 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
     )  # fmt: skip
 
 
-def with_turns(rows: Sequence[Row], measured: Measured | None) -> tuple[Row, ...]:
-    """Return the rows with trip counts that only the measured runs know."""
+def add_turns(rows: Sequence[Row], measured: Measured | None) -> tuple[Row, ...]:
+    """Give the rows the trip counts that only the measured runs know."""
     turns = measured.turns if measured else [None] * len(rows)
     return tuple(
         row
@@ -179,10 +181,10 @@ def with_turns(rows: Sequence[Row], measured: Measured | None) -> tuple[Row, ...
     )
 
 
-def _turns_by_row(
+def _count_turns(
     rows: Sequence[Row], rank: Mapping[str, Any], runs: Sequence[int]
 ) -> list[list[int]]:
-    """Return how often these runs executed each row; only the profile knows it in some loops."""
+    """Count how often these runs executed each row; only the profile knows it in some loops."""
     recorded = iter(zip(*(rank["turns"][run] for run in runs), strict=True))
     return [
         [c.trips] * len(runs) if c.trips is not None else [*next(recorded)]
@@ -191,12 +193,12 @@ def _turns_by_row(
 
 
 def _size(c: Collective) -> int:
-    """Return the bytes that nccl-tests counts: for an all-gather, those of all devices."""
+    """Count bytes as nccl-tests does: for an all-gather, those of all devices."""
     return c.nbytes * (c.group_size if c.kind == "all-gather" else 1)
 
 
-def _last(names: Sequence[int], total: Any, step: float) -> tuple[Last | None, list[Last]]:
-    """Return the rank that is last most often, and all late ranks, from seconds[run, rank]."""
+def _find_last(names: Sequence[int], total: Any, step: float) -> tuple[Last | None, list[Last]]:
+    """Find the rank that is last most often, and all late ranks, from seconds[run, rank]."""
     if len(names) == 1:
         return None, []
     others = [np.median(np.delete(total, i, 1), 1) for i in range(len(names))]
@@ -204,19 +206,19 @@ def _last(names: Sequence[int], total: Any, step: float) -> tuple[Last | None, l
     # The last rank to arrive takes the shortest time: it waits for nobody.
     is_last = total.argmin(1)[:, None] == np.arange(len(names))
 
-    def of(i: int) -> Last:
+    def describe(i: int) -> Last:
         # A rank that is never last is judged by all runs.
         lead = leads[is_last[:, i], i] if is_last[:, i].any() else leads[:, i]
         share = float(is_last[:, i].mean())
         return Last(names[i], share, *map(float, np.percentile(lead, (50, 90))))
 
     least = max(LEAST_LEAD, LEAST_SHARE * step) if len(total) >= LEAST_RUNS else np.inf
-    named = [of(i) for i in range(len(names)) if np.percentile(leads[:, i], 25) >= least]
-    return of(int(is_last.mean(0).argmax())), named
+    named = [describe(i) for i in range(len(names)) if np.percentile(leads[:, i], 25) >= least]
+    return describe(int(is_last.mean(0).argmax())), named
 
 
 def _common_runs(by_rank: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Return, for each run that all ranks recorded, its position on each rank.
+    """Find the position on each rank of each run that all ranks recorded.
 
     Runs are matched by number, or by their order in time. Numbers differ if only some ranks loaded
     the program from the persistent cache; those below 0 count from the end of a rank's profile.
@@ -226,12 +228,12 @@ def _common_runs(by_rank: Sequence[dict[str, Any]]) -> list[list[int]]:
     for other in others:
         position = {run: k for k, run in enumerate(other["runs"]) if run >= 0}
         same = {k: position[run] for k, run in enumerate(first["runs"]) if run in position}
-        places.append(same or _in_order(first["ends"], other["ends"]))
+        places.append(same or _match_by_time(first["ends"], other["ends"]))
     common = [k for k in places[0] if all(k in place for place in places)]
     return [[place[k] for place in places] for k in common]
 
 
-def _in_order(first: Sequence[int], other: Sequence[int]) -> dict[int, int]:
+def _match_by_time(first: Sequence[int], other: Sequence[int]) -> dict[int, int]:
     """Match the runs of two ranks by time: their intervals give how far their clocks are apart.
 
     A collective ends at the same time on all ranks, and the clocks of hosts differ by a constant.
@@ -250,12 +252,12 @@ def _in_order(first: Sequence[int], other: Sequence[int]) -> dict[int, int]:
     _, middle = min(apart)
     # A rank may lack a run in the middle: match by time, not by position.
     within = float(np.median(np.diff(a))) / 2 if len(a) > 1 else np.inf
-    at = nearest(a, b - int(middle), within).tolist()
+    at = find_nearest(a, b - int(middle), within).tolist()
     return {k: at.index(k) for k in range(len(a)) if k in at}
 
 
-def nearest(sorted_times: np.ndarray, times: np.ndarray, within: float) -> np.ndarray:
-    """Return the position of the nearest of some sorted times to each time; -1 if none is near."""
+def find_nearest(sorted_times: np.ndarray, times: np.ndarray, within: float) -> np.ndarray:
+    """Find the nearest of some sorted times to each time, by position; -1 if none is near."""
     after = np.searchsorted(sorted_times, times).clip(max=len(sorted_times) - 1)
     before = np.maximum(after - 1, 0)
     is_before = abs(times - sorted_times[before]) < abs(times - sorted_times[after])
@@ -266,7 +268,7 @@ def nearest(sorted_times: np.ndarray, times: np.ndarray, within: float) -> np.nd
 def _lanes(
     by_rank: Sequence[dict[str, Any]], runs: Sequence[Sequence[int]], shares: Sequence[Any]
 ) -> tuple[tuple[tuple[str, float, float], ...], ...]:
-    """Return the lanes of the run that took the median time, on the clock of the first rank."""
+    """Draw the lanes of the run that took the median time, on the clock of the first rank."""
     first = by_rank[0]
     recorded = [
         (first["ends"][run[0]] - first["starts"][run[0]], at)

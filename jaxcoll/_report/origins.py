@@ -37,7 +37,7 @@ def find_origins(requested: Sequence[Collective], compiled: Sequence[Collective]
 
     @functools.cache
     def find_named(op_name: str) -> list[int]:
-        """Return the requested collectives that share a name with a compiled one."""
+        """Find the requested collectives that share a name with a compiled one."""
         found: set[int] = set()
         for name in dict.fromkeys(names(op_name)):
             parts = name.split("/")
@@ -50,7 +50,7 @@ def find_origins(requested: Sequence[Collective], compiled: Sequence[Collective]
     def find_pool(
         op_name: str, kind: str, groups: frozenset[tuple[int, ...]] | None, in_loop: bool | None
     ) -> _Pool:
-        """Return what remains of a kind and groups, or without groups of all other kinds."""
+        """Collect what remains of a kind and groups, or without groups of all other kinds."""
         fits = [
             i
             for i in find_named(op_name)
@@ -142,7 +142,7 @@ class _Pool:
         return (members[k] for k in range(self._first, len(members)) if unmatched[members[k]])
 
     def _take(self, size: int, most: int) -> list[int]:
-        """Return the first members with `size` elements."""
+        """Take the first members with `size` elements."""
         heap, taken = self._by_size[size], []
         while heap and len(taken) < most:
             i = heapq.heappop(heap)
@@ -173,7 +173,7 @@ class _Pool:
         return parts[:1], len(parts) == 1
 
     def _find_neighbours(self, total: int) -> list[int]:
-        """Return neighbours with `total` elements, which compilers combine."""
+        """Find neighbours with `total` elements, which compilers combine."""
         if min(self._looks, default=total + 1) > total:
             return []
         # All sizes are above 0, so a sliding window finds every range that adds up to `total`.
@@ -190,12 +190,12 @@ class _Pool:
 
 
 def _members(c: Collective) -> frozenset[tuple[int, ...]]:
-    """Return the groups, regardless of the order of groups and of devices in them."""
-    return _as_sets(c.groups, c.kind == "collective-permute")
+    """Sort the groups, whose order and whose devices' order say nothing."""
+    return _sort_groups(c.groups, c.kind == "collective-permute")
 
 
 @functools.lru_cache(256)
-def _as_sets(groups: Groups, is_ordered: bool) -> frozenset[tuple[int, ...]]:
+def _sort_groups(groups: Groups, is_ordered: bool) -> frozenset[tuple[int, ...]]:
     return frozenset(groups if is_ordered else (tuple(sorted(group)) for group in groups))
 
 

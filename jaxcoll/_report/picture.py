@@ -12,10 +12,10 @@ from matplotlib.ticker import MaxNLocator
 
 from jaxcoll._hlo.collective import Collective
 from jaxcoll._report.measured import Measured
-from jaxcoll._report.report import Report, sent
+from jaxcoll._report.report import Report, describe_sent
 from jaxcoll._report.row_table import least, packs_in_words, totals
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, legend, page, strip_frame
-from jaxcoll._show.units import counted, milliseconds, percent, scaled, size
+from jaxcoll._show.units import milliseconds, percent, pluralize, scale, size
 
 PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
 LEFT, RIGHT = 0.105, 0.965
@@ -33,7 +33,7 @@ def plot(report: Report) -> Figure:
     """Draw a figure of 1,920 × 1,080 pixels, higher for many ranks, without pyplot."""
     if report.measured:
         return _step(report, report.measured)
-    title = f"{report.title} on {report.where or counted(report.devices, 'device')}"
+    title = f"{report.title} on {report.where or pluralize(report.devices, 'device')}"
     figure = page(title, _subtitle(report))
     legend(figure, LEFT, 0.811, _LOOKS)
     _schedule(figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49)), report)
@@ -42,7 +42,7 @@ def plot(report: Report) -> Figure:
 
 
 def _subtitle(report: Report) -> str:
-    lines = [f"Compiled to {totals(report.executed)}: {sent(report)} leave each device."]
+    lines = [f"Compiled to {totals(report.executed)}: {describe_sent(report)} leave each device."]
     if report.requested is not None:
         lines.insert(0, f"Requested {totals(report.requested)}.")
     return (" " if len("".join(lines)) < 140 else "\n").join(lines)
@@ -103,7 +103,7 @@ def _products(axes: Axes, report: Report) -> None:
         axes.vlines(m.at + 0.5, 0.05, 0.05 + height, color=colour, linewidth=2.2, zorder=2)
     if report.matmuls:
         total = sum(m.turns * m.flops for m in report.matmuls)
-        label = f"{scaled(total)}FLOP in {counted(len(report.matmuls), 'matrix product')}"
+        label = f"{scale(total)}FLOP in {pluralize(len(report.matmuls), 'matrix product')}"
         axes.annotate(
             label, (0, 0), (0, -23), xycoords="axes fraction", textcoords="offset points",
             color=FAINT, size=10, va="center",
@@ -184,7 +184,7 @@ def _step(report: Report, measured: Measured) -> Figure:
         lanes.sort(key=lambda lane: lane[0] not in late)
         lanes = sorted(lanes[:MOST_RANKS])
     high = 3.2 + 0.42 * max(len(lanes), 3)
-    devices = counted(report.devices, "device")
+    devices = pluralize(report.devices, "device")
     exposed, step = measured.exposed_seconds, measured.step_seconds
     takes = f"{milliseconds(exposed)} of exposed communication in each run"
     if step is not None:
@@ -196,8 +196,8 @@ def _step(report: Report, measured: Measured) -> Figure:
         for last, _ in measured.late[:3]
     ]
     figure = page(
-        f"{report.title} on {devices}, {counted(len(measured.ranks), 'rank')}",
-        f"{totals(report.executed)}. {takes} (medians of {counted(measured.runs, 'run')}).\n"
+        f"{report.title} on {devices}, {pluralize(len(measured.ranks), 'rank')}",
+        f"{totals(report.executed)}. {takes} (medians of {pluralize(measured.runs, 'run')}).\n"
         + (" ".join(names) or "No rank is late."),
         high=high,
     )

@@ -13,11 +13,11 @@ from jaxcoll._hlo.hlo_text import parse_module
 from jaxcoll._report.measured import compare
 from jaxcoll._report.profile.matching import Candidate, match_programs
 from jaxcoll._report.profile.profile import Compiled, Profile, read_profile
-from jaxcoll._report.profile.rank_times import times_of
-from jaxcoll._report.report import Report, report_of, sent
-from jaxcoll._report.row_table import lines_of, table, totals
+from jaxcoll._report.profile.rank_times import time_runs
+from jaxcoll._report.report import Report, describe_sent, make_report
+from jaxcoll._report.row_table import list_lines, table, totals
 from jaxcoll._show.table import Shown, Table
-from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, shortened
+from jaxcoll._show.units import WIDTH, fold, milliseconds, percent, pluralize, shorten
 
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
 
@@ -52,7 +52,7 @@ class Programs(Shown):
         ]
 
     def text(self, width: int = WIDTH) -> str:
-        """Return late ranks, the table of programs, notes, and the measured times of each."""
+        """Print late ranks, the table of programs, notes, and the measured times of each."""
         parts = [fold(line, width) for line in self.late]
         if self.reports:
             parts.append(self._table().text(width))
@@ -68,7 +68,7 @@ class Programs(Shown):
         return self.text()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the reports, and what else is known, as plain values."""
+        """Convert the reports, and what else is known, into plain values."""
         reports = [report.to_dict() for report in self.reports]
         names = ("quiet", "notes", "late", "unread")
         return {"programs": reports, **{name: getattr(self, name) for name in names}}
@@ -85,7 +85,7 @@ class Programs(Shown):
         return most.plot(path)
 
     def _notes(self) -> list[str]:
-        quiet = f"{counted(self.quiet, 'program')} without collectives."
+        quiet = f"{pluralize(self.quiet, 'program')} without collectives."
         if not self.reports:
             return [f"No program with collectives was compiled; {quiet}", *self.notes]
         return [*[quiet] * bool(self.quiet), *self.notes]
@@ -97,7 +97,7 @@ class Programs(Shown):
                 report.title,
                 "–" if report.calls is None else f"{report.calls:,}",
                 totals(report.executed),
-                sent(report),
+                describe_sent(report),
                 percent(sum(s.behind for s in shares), sum(s.nbytes for s in shares)),
                 *_steps(report),
             )
@@ -107,7 +107,7 @@ class Programs(Shown):
         if any(report.measured for report in self.reports):
             columns += ("step", "exposed")
         rows = [row[: len(columns)] for row in rows]
-        below = [", ".join(lines_of(report.rows, 4)) for report in self.reports]
+        below = [", ".join(list_lines(report.rows, 4)) for report in self.reports]
         return Table(columns, "<><" + ">" * (len(columns) - 3), rows, below)
 
 
@@ -124,7 +124,7 @@ def _steps(report: Report) -> tuple[str, str]:
 def read_rank(
     compiled: Iterable[Compiled], profile: Profile, most: int
 ) -> tuple[dict[str, Report], dict[str, Any]]:
-    """Return one process's reports by fingerprint, and the times of their last runs.
+    """Read one process's reports by fingerprint, and the times of their last runs.
 
     Times are those of at most `most` runs, in plain values.
     """
@@ -133,9 +133,9 @@ def read_rank(
     for program in compiled:
         try:
             key = fingerprint(program.text)
-            report = dataclasses.replace(report_of(program.text), calls=program.calls)
+            report = dataclasses.replace(make_report(program.text), calls=program.calls)
         except ValueError as error:
-            unread.append(f"not read: {shortened(program.text.partition(',')[0], 80)}: {error}")
+            unread.append(f"not read: {shorten(program.text.partition(',')[0], 80)}: {error}")
             continue
         if report.rows or report.unread:
             others = candidates[key].numbers if key in candidates else frozenset()
@@ -147,7 +147,7 @@ def read_rank(
         times = None
         if key in during:
             names = candidate.names
-            times = times_of(candidate.report, names, during[key], profile.backend, most)
+            times = time_runs(candidate.report, names, during[key], profile.backend, most)
         name, calls = candidate.report.name, candidate.report.calls
         rows[key] = {"name": name, "calls": calls, "times": times}
     away = [key for key, candidate in candidates.items() if not candidate.program.runs_here]
@@ -170,7 +170,7 @@ def read_rank(
 
 
 def count_runs(profile: bytes, compiled: Iterable[Compiled]) -> tuple[int, int]:
-    """Return a profile's executions of instructions, and its runs of the program that ran longest.
+    """Count a profile's executions of instructions, and its runs of the program that ran longest.
 
     Only runs that `read_rank` would measure count.
     """
@@ -223,7 +223,7 @@ def programs_from(
 
 
 def fingerprint(text: str) -> str:
-    """Return a hash that is the same on all ranks: without module numbers and file names."""
+    """Make a hash that is the same on all ranks: without module numbers and file names."""
     digest = hashlib.sha256()
     for name, lines in (module := parse_module(text)).computations.items():
         digest.update(_METADATA.sub("", "\n".join([module.name, name, *lines])).encode())

@@ -13,13 +13,13 @@ from typing import Any
 from jaxcoll._hlo.collective import Collective, Groups, Loop, Matmul, runs, wire_bytes
 from jaxcoll._hlo.hlo import read_hlo
 from jaxcoll._plan.plan import Plan
-from jaxcoll._report.cost.overlap import Overlap, overlap
+from jaxcoll._report.cost.overlap import Overlap, add_overlap
 from jaxcoll._report.cost.rates import Rates
-from jaxcoll._report.measured import Measured, with_turns
-from jaxcoll._report.row_table import MOST, least, table, totals, without_folders
-from jaxcoll._report.rows import Row, rows_of
+from jaxcoll._report.measured import Measured, add_turns
+from jaxcoll._report.row_table import MOST, least, strip_folders, table, totals
+from jaxcoll._report.rows import Row, make_rows
 from jaxcoll._show.table import Shown, Table
-from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, scaled, shortened, size
+from jaxcoll._show.units import WIDTH, fold, milliseconds, percent, pluralize, scale, shorten, size
 
 _UNNAMED = ("__unnamed_function", "__unnamed_wrapped_function_")
 """JAX's names for functions without one."""
@@ -86,14 +86,14 @@ class Report(Shown):
     @property
     def executed(self) -> tuple[Collective, ...]:
         """The compiled collectives, with trip counts that only measured runs know."""
-        return tuple(row.compiled for row in with_turns(self.rows, self.measured))
+        return tuple(row.compiled for row in add_turns(self.rows, self.measured))
 
     @property
     def title(self) -> str:
         """The name, or for a function without one its first line in Python."""
         lines = (source for row in self.rows for source in row.sources)
         place = next(lines, "") if self.name.endswith(_UNNAMED) else ""
-        return f"{self.name.partition('_')[0]} at {without_folders(place)}" if place else self.name
+        return f"{self.name.partition('_')[0]} at {strip_folders(place)}" if place else self.name
 
     @property
     def count(self) -> int:
@@ -212,7 +212,7 @@ class Report(Shown):
         if self.rows:
             parts.append(table(self.rows, self.measured).text(width))
         if self.dropped:
-            parts.append("\n".join(shortened(line, width) for line in _dropped(self)))
+            parts.append("\n".join(shorten(line, width) for line in _list_dropped(self)))
         return "\n\n".join([*parts, *(fold(note, width) for note in _notes(self))])
 
     def __str__(self) -> str:
@@ -220,13 +220,13 @@ class Report(Shown):
 
 
 def _heading(report: Report) -> list[str]:
-    """Return one sentence for each figure of the whole program; the first is the headline."""
-    headline = f"{report.title}, {report.where or counted(report.devices, 'device')}: "
+    """Say each figure of the whole program in a sentence; the first is the headline."""
+    headline = f"{report.title}, {report.where or pluralize(report.devices, 'device')}: "
     if report.requested is not None:
         headline += f"requested {totals(report.requested)}; compiled: "
     headline += totals(report.executed)
     if report.rows:
-        headline += f", {', '.join(_dtypes(report))}; {sent(report)} wire bytes per device"
+        headline += f", {', '.join(_dtypes(report))}; {describe_sent(report)} wire bytes per device"
     lines = [headline]
     if shares := report.overlap.shares:
         overlapped = ", ".join(
@@ -235,7 +235,7 @@ def _heading(report: Report) -> list[str]:
             for share in shares
         )
         flops = report.overlap.flops
-        products = f"matrix products ({scaled(flops)}FLOP)" if flops else "matrix products"
+        products = f"matrix products ({scale(flops)}FLOP)" if flops else "matrix products"
         lines.append(f"overlapped with {products}: {overlapped}{_prediction(report)}")
     if report.memory_bytes is not None:
         lines.append(f"memory: at most {size(report.memory_bytes)} per device")
@@ -244,8 +244,8 @@ def _heading(report: Report) -> list[str]:
     return lines
 
 
-def sent(report: Report) -> str:
-    """Return the wire bytes of one run, marked if they are a lower bound."""
+def describe_sent(report: Report) -> str:
+    """Format the wire bytes of one run, marked if they are a lower bound."""
     mark = "≥ " if report.unread else least(*report.executed)
     return mark + size(wire_bytes(report.executed))
 
@@ -266,16 +266,16 @@ def _dtypes(report: Report) -> list[str]:
     return sorted({dtype for c in report.collectives for dtype in c.dtypes})
 
 
-def _dropped(report: Report) -> list[str]:
+def _list_dropped(report: Report) -> list[str]:
     requested, dropped = report.requested or (), report.dropped
     lines = [
         f"  {r.kind}  {','.join(r.dtypes)}  {size(r.nbytes)}  "
-        f"{without_folders(r.source)}  {r.op_name}".rstrip()
+        f"{strip_folders(r.source)}  {r.op_name}".rstrip()
         for r in (requested[i] for i in dropped[:MOST])
     ]
     more = [f"  … and {len(dropped) - MOST} more"] * (len(dropped) > MOST)
     title = "requested, but not found in the compiled program:"
-    return [title, *(shortened(line, WIDTH) for line in lines), *more] if lines else []
+    return [title, *(shorten(line, WIDTH) for line in lines), *more] if lines else []
 
 
 def _notes(report: Report) -> list[str]:
@@ -290,7 +290,7 @@ def _notes(report: Report) -> list[str]:
 
 
 def side_by_side(reports: Mapping[str, Report]) -> str:
-    """Return a table with a column for each program, and their ratio if there are two."""
+    """Make a table with a column for each program, and their ratio if there are two."""
     columns = [_figures(report) for report in reports.values()]
     is_pair = len(columns) == 2
     lines = []
@@ -305,11 +305,11 @@ def side_by_side(reports: Mapping[str, Report]) -> str:
 
 
 def _figures(report: Report) -> dict[str, tuple[str, float | None]]:
-    """Return each figure as text, and as a number if a ratio of it is meaningful."""
+    """Format each figure; add its number if a ratio of it is meaningful."""
     payload = sum(c.turns * c.nbytes for c in report.executed)
     mark = least(*report.executed)
     before = sum(r.turns for r in report.requested or ())
-    requested = "" if report.requested is None else counted(before, "collective")
+    requested = "" if report.requested is None else pluralize(before, "collective")
     reduced, exposed, seconds = report.overlap.reduced, report.exposed_seconds, report.seconds
     flops = report.overlap.flops
     overlapped = percent(reduced.behind, reduced.nbytes) if reduced.nbytes else ""
@@ -318,15 +318,15 @@ def _figures(report: Report) -> dict[str, tuple[str, float | None]]:
     return {
         "requested": (requested, None),
         "compiled, per run": (
-            mark + counted(runs(report.executed), "collective"),
+            mark + pluralize(runs(report.executed), "collective"),
             runs(report.executed),
         ),
         "asynchronous": (f"{asynchronous:,}", None),
         "payload per device": (mark + size(payload), payload),
-        "wire bytes per device": (sent(report), wire_bytes(report.executed)),
+        "wire bytes per device": (describe_sent(report), wire_bytes(report.executed)),
         "dtypes on the wire": (", ".join(_dtypes(report)), None),
         "reductions overlapped": (overlapped, None),
-        "overlapping products": (f"{scaled(flops)}FLOP" if flops else "0", flops),
+        "overlapping products": (f"{scale(flops)}FLOP" if flops else "0", flops),
         "predicted communication": ("" if seconds is None else milliseconds(seconds), seconds),
         "exposed communication": ("" if exposed is None else milliseconds(exposed), exposed),
         "exposed share": (share, None),
@@ -346,7 +346,7 @@ def _pause_garbage_collection() -> Iterator[None]:
 
 
 @_pause_garbage_collection()
-def report_of(
+def make_report(
     compiled: str,
     requested: str | None = None,
     plans: Sequence[Plan] = (),
@@ -371,8 +371,8 @@ def report_of(
         **fields,
         where=where,
         requested=collectives,
-        rows=rows_of(program, collectives, plans, rates),
-        overlap=overlap(program.collectives, program.matmuls),
+        rows=make_rows(program, collectives, plans, rates),
+        overlap=add_overlap(program.collectives, program.matmuls),
         predicted_from="" if rates is None else rates.source,
         memory_bytes=sum(memory[x] for x in needed) - memory["alias"] if memory else None,
         plans=tuple(plans),

@@ -9,10 +9,10 @@ from itertools import groupby
 from pathlib import PurePath
 
 from jaxcoll._hlo.collective import Collective, Meanwhile
-from jaxcoll._report.measured import Measured, Times, with_turns
+from jaxcoll._report.measured import Measured, Times, add_turns
 from jaxcoll._report.rows import Row
 from jaxcoll._show.table import Table
-from jaxcoll._show.units import WIDTH, counted, milliseconds, percent, scaled, shortened, size, some
+from jaxcoll._show.units import WIDTH, milliseconds, percent, pluralize, scale, shorten, size, some
 
 MOST = 40
 """The most lines that the table shows; the rest are counted."""
@@ -22,11 +22,11 @@ Cell = Callable[[Row, int], str]
 
 
 def least(*collectives: Collective) -> str:
-    """Return a sign for a figure that is a lower bound: one turn counts where none is known."""
+    """Make a sign for a figure that is a lower bound: one turn counts where none is known."""
     return "≥ " if any(c.trips is None for c in collectives) else ""
 
 
-def _from(row: Row, n: int) -> str:
+def _show_origin(row: Row, n: int) -> str:
     return str(len(row.requested)) + "?" * (row.matched_by == "order") if row.requested else "–"
 
 
@@ -36,12 +36,12 @@ def _changes(row: Row, n: int) -> str:
 
 COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ("kind", "<", lambda row, n: f"{n} × " * (n > 1) + row.compiled.kind),
-    ("from", ">", _from),
+    ("from", ">", _show_origin),
     ("dtype", "<", lambda row, n: ",".join(row.compiled.dtypes)),
     ("bytes", ">", lambda row, n: size(row.compiled.nbytes)),
     ("runs", ">", lambda row, n: "?" if row.compiled.trips is None else f"{row.compiled.trips:,}"),
     ("wire bytes", ">", lambda row, n: least(row.compiled) + size(n * row.wire_bytes)),
-    ("overlapped by", "<", lambda row, n: during(row.compiled.meanwhile)),
+    ("overlapped by", "<", lambda row, n: describe_overlap(row.compiled.meanwhile)),
     ("changes", "<", _changes),
 )
 """The name, the alignment and the cells of each column."""
@@ -70,15 +70,15 @@ def _last(times: Times | None) -> str:
 
 MEASURED_COLUMNS: tuple[tuple[str, str, Callable[[Times], str]], ...] = (
     ("transfer", ">", _transfer),
-    ("busbw", ">", lambda times: f"{scaled(round(times.busbw))}B/s"),
+    ("busbw", ">", lambda times: f"{scale(round(times.busbw))}B/s"),
     ("waiting, by rank", ">", _waiting),
 )
 """Columns of measured times, which replace those of the compiler's schedule."""
 
 
 def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
-    """Return the table; its first column is the position in `rows`."""
-    rows = with_turns(rows, measured)
+    """Make the table; its first column is the position in `rows`."""
+    rows = add_turns(rows, measured)
     compiled, timed, times = COLUMNS, MEASURED_COLUMNS[:0], measured.times if measured else ()
     if measured:
         compiled = tuple(column for column in COLUMNS if column[0] in _SENT)
@@ -94,7 +94,9 @@ def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
         fold = of_row.rows if of_row else ()
         together = f"#{', #'.join(map(str, fold))} are parts of one reduction, measured together"
         is_split = len({tuple(cells(n, 1)) for n in fold}) > 1
-        return "  ".join(filter(None, [_last(of_row), together * is_split, carried(rows[k])]))
+        return "  ".join(
+            filter(None, [_last(of_row), together * is_split, describe_carried(rows[k])])
+        )
 
     equal: dict[tuple[str, ...], list[int]] = {}
     for k in range(len(rows)):
@@ -105,45 +107,47 @@ def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
         ("#", *(name for name, _, _ in columns)),
         ">" + "".join(side for _, side, _ in columns),
         [(str(k), *cells(k, n)) for k, n in lines[:MOST]],
-        [shortened(below(k), 2 * WIDTH) for k, _ in lines[:MOST]],
+        [shorten(below(k), 2 * WIDTH) for k, _ in lines[:MOST]],
         f"… and {left} more, in `report.rows`" if left else "",
     )
 
 
-def carried(row: Row) -> str:
-    """Return the lines of Python that requested a row, and the packs and leaves it carries."""
+def describe_carried(row: Row) -> str:
+    """Name the lines of Python that requested a row, and the packs and leaves it carries."""
     packs = packs_in_words(row.packs)
     if row.leaves:
         packs += f" ({', '.join(leaf or 'the value' for leaf in some(row.leaves, 3))})"
     loop = f"in loop {row.compiled.loops[-1]}" if row.compiled.loops else ""
-    return "  ".join(part for part in (", ".join(lines_of([row], 2)), packs, loop) if part)
+    return "  ".join(part for part in (", ".join(list_lines([row], 2)), packs, loop) if part)
 
 
-def lines_of(rows: Iterable[Row], most: int) -> list[str]:
-    """Return the user's lines, with library lines in parentheses; "near": a neighbour's line."""
+def list_lines(rows: Iterable[Row], most: int) -> list[str]:
+    """List the user's lines, with library lines in parentheses; "near": a neighbour's line."""
     lines = []
     for row in rows:
         near = "near " * row.compiled.is_near
         library = row.compiled.library
-        behind = f" ({without_folders(library)})" if library else ""
-        lines += [f"{near}{without_folders(line)}{behind}" for line in row.sources]
+        behind = f" ({strip_folders(library)})" if library else ""
+        lines += [f"{near}{strip_folders(line)}{behind}" for line in row.sources]
     return some([*dict.fromkeys(lines)], most)
 
 
 def totals(collectives: Iterable[Collective]) -> str:
-    """Return the number of collectives of each kind, and their bytes, for every loop iteration."""
+    """Count the collectives of each kind, and their bytes, for every loop iteration."""
     kinds: dict[str, list[Collective]] = {}
     for c in collectives:
         kinds.setdefault(c.kind, []).append(c)
     if not kinds:
         return "no collectives"
-    parts = [f"{least(*cs)}{counted(sum(c.turns for c in cs), kind)}" for kind, cs in kinds.items()]
+    parts = [
+        f"{least(*cs)}{pluralize(sum(c.turns for c in cs), kind)}" for kind, cs in kinds.items()
+    ]
     every = [c for cs in kinds.values() for c in cs]
     return f"{', '.join(parts)}, {least(*every)}{size(sum(c.turns * c.nbytes for c in every))}"
 
 
 def packs_in_words(packs: Sequence[str]) -> str:
-    """Return the numbers of packs as ranges, grouped by reduction.
+    """Write the numbers of packs as ranges, grouped by reduction.
 
     Examples:
       >>> packs_in_words([f"all_reduce_5f3a1c/pack{k}" for k in (1, 2, 3, 0, 7)])
@@ -161,23 +165,23 @@ def packs_in_words(packs: Sequence[str]) -> str:
     return ", ".join(phrases)
 
 
-def during(meanwhile: Meanwhile | None) -> str:
-    """Return the work between a collective's start and end, in a few words.
+def describe_overlap(meanwhile: Meanwhile | None) -> str:
+    """Describe the work between a collective's start and end, in a few words.
 
     Examples:
-      >>> during(Meanwhile(14, 2, 1_240_000_000)), during(None)
+      >>> describe_overlap(Meanwhile(14, 2, 1_240_000_000)), describe_overlap(None)
       ('1.24 GFLOP, 14 ops', 'synchronous')
     """
     if meanwhile is None:
         return "synchronous"
     if not meanwhile.instructions:
         return "nothing"
-    operations = counted(meanwhile.instructions, "op")
-    return f"{scaled(meanwhile.flops)}FLOP, {operations}" if meanwhile.matmuls else operations
+    operations = pluralize(meanwhile.instructions, "op")
+    return f"{scale(meanwhile.flops)}FLOP, {operations}" if meanwhile.matmuls else operations
 
 
-def without_folders(source: str) -> str:
-    """Return file:line without the folders; in a notebook, the cell and the line."""
+def strip_folders(source: str) -> str:
+    """Strip the folders from file:line; in a notebook, the cell and the line."""
     file, _, line = source.rpartition(":")
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     cell_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
@@ -187,7 +191,7 @@ def without_folders(source: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return consecutive numbers as first-last."""
+    """Write consecutive numbers as first-last."""
     # Consecutive numbers all differ from their positions by the same amount.
     grouped = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = ([n for _, n in run] for _, run in grouped)

@@ -10,7 +10,7 @@ from jaxcoll._hlo.collective import Collective
 from jaxcoll._hlo.hlo import Program
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.scope_names import names, pack_of
-from jaxcoll._report.cost.overlap import exposed, predicted
+from jaxcoll._report.cost.overlap import compute_exposed, predict_seconds
 from jaxcoll._report.cost.rates import Rates
 from jaxcoll._report.origins import By, find_origins
 
@@ -48,13 +48,13 @@ class Row:
         return self.compiled.turns * self.compiled.wire_bytes
 
 
-def rows_of(
+def make_rows(
     compiled: Program,
     requested: Sequence[Collective] | None,
     plans: Sequence[Plan],
     rates: Rates | None,
 ) -> tuple[Row, ...]:
-    """Return a row for each compiled collective, in the order of the schedule."""
+    """Make a row for each compiled collective, in the order of the schedule."""
     collectives = compiled.collectives
     origins = find_origins(requested or (), collectives)
     # For each position in `requested`, the number of compiled collectives that carry a part of it.
@@ -64,8 +64,8 @@ def rows_of(
     leaves = dict(_leaves_by_pack(plans))
     prices = hidden = [None] * len(collectives)
     if rates is not None:
-        prices = [predicted(c, rates) for c in collectives]
-        hidden = exposed(collectives, prices, compiled.matmuls, rates)
+        prices = [predict_seconds(c, rates) for c in collectives]
+        hidden = compute_exposed(collectives, prices, compiled.matmuls, rates)
     rows = []
     for k, (c, origin) in enumerate(zip(collectives, origins, strict=True)):
         before = [(requested or ())[i] for i in origin.requested]

@@ -27,7 +27,7 @@ from jaxcoll._job.timing import (
 from jaxcoll._runtime.executable import Program
 from jaxcoll._runtime.fingerprint import FirstValues, first_difference, unpacked
 from jaxcoll._runtime.peers import Peers
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 from jaxcoll.errors import PeerLostError, ProgramMismatchError, ReplicaDivergenceError
 
 _MISMATCH = """\
@@ -164,7 +164,7 @@ class Agreement:
             text = _DIFFERENT.format(
                 name=self.program.name,
                 n=len(differing),
-                of=counted(len(next(iter(values.values()))), "leaf", "leaves"),
+                of=pluralize(len(next(iter(values.values()))), "leaf", "leaves"),
                 leaf=leaf,
                 groups=" | ".join(map(", ".join, groups)),
             )

@@ -22,7 +22,7 @@ LEFT = 0.04
 
 
 def page(title: str, below: str = "", *, high: float = HIGH) -> Figure:
-    """Return a blank page with a title and a fainter text `below`; pyplot does not manage it."""
+    """Make a blank page with a title and a fainter text `below`; pyplot does not manage it."""
     figure = Figure(figsize=(WIDE, high), dpi=150, facecolor="white")
     figure.text(LEFT, 1 - 0.54 / high, title, size=21, weight="bold", color=INK)
     figure.text(LEFT, 1 - 0.71 / high, below, size=11, color=FAINT, va="top", linespacing=1.4)

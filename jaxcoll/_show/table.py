@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from jaxcoll._show.units import fold, shortened
+from jaxcoll._show.units import fold, shorten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Table:
     more: str = ""  # a last line that says how much is left out; "" for none
 
     def text(self, width: int | None = None) -> str:
-        """Return the aligned table, with lines of at most `width` characters, the rest cut off.
+        """Align the table, with lines of at most `width` characters, the rest cut off.
 
         Numbers are not cut: the widest column after the second moves beneath, until they fit.
         """
@@ -49,11 +49,11 @@ class Table:
                 room = max((width or 0) - len(indent), 20)
                 lines += [indent + line for line in fold(text, room).split("\n")]
             lines += [indent + last] if last else []
-        lines = lines if width is None else [shortened(line, width) for line in lines]
+        lines = lines if width is None else [shorten(line, width) for line in lines]
         return "\n".join([*lines, self.more] if self.more else lines)
 
     def _end(self, columns: Sequence[int], widths: Sequence[int]) -> int:
-        """Return where the last column of numbers ends; it has room for the start of the next."""
+        """Find where the last column of numbers ends; it has room for the start of the next."""
         numbers = [n for n, k in enumerate(columns) if self.align[k] == ">" and n]
         last = max(numbers, default=0)
         end = sum(widths[k] for k in columns[: last + 1]) + 2 * last

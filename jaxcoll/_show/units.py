@@ -9,28 +9,28 @@ WIDTH = 118
 """Characters in a line of a report."""
 
 
-def counted(n: int, noun: str, many: str = "") -> str:
-    """Return a number with its noun, in the plural unless it is 1.
+def pluralize(n: int, noun: str, many: str = "") -> str:
+    """Put a number before its noun, in the plural unless it is 1.
 
     Examples:
-      >>> counted(1, "device"), counted(1200, "op"), counted(0, "leaf", "leaves")
+      >>> pluralize(1, "device"), pluralize(1200, "op"), pluralize(0, "leaf", "leaves")
       ('1 device', '1,200 ops', '0 leaves')
     """
     return f"{n:,} {noun if n == 1 else many or noun + 's'}"
 
 
 def size(nbytes: int) -> str:
-    """Return bytes in decimal units.
+    """Format bytes in decimal units.
 
     Examples:
       >>> size(28), size(178_900_000), size(7_340_036)
       ('28 B', '178.9 MB', '7.34 MB')
     """
-    return f"{scaled(nbytes)}B"
+    return f"{scale(nbytes)}B"
 
 
 def binary_size(nbytes: int) -> str:
-    """Return bytes in the largest binary unit that divides them.
+    """Format bytes in the largest binary unit that divides them.
 
     Examples:
       >>> binary_size(16 << 20), binary_size(64 << 10), binary_size(100)
@@ -42,11 +42,11 @@ def binary_size(nbytes: int) -> str:
     return f"{nbytes:,} bytes"
 
 
-def scaled(number: int) -> str:
-    """Return a number, a space, and the decimal prefix of its unit.
+def scale(number: int) -> str:
+    """Format a number with a space and the decimal prefix of its unit.
 
     Examples:
-      >>> scaled(999), scaled(1000), scaled(17_179_869_184)
+      >>> scale(999), scale(1000), scale(17_179_869_184)
       ('999 ', '1.00 k', '17.2 G')
     """
     if number < 1000:
@@ -59,7 +59,7 @@ def scaled(number: int) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds, to three digits.
+    """Format a time in milliseconds, to three digits.
 
     Examples:
       >>> milliseconds(0.00256), milliseconds(0.1534), milliseconds(0.0000312)
@@ -69,7 +69,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Return a percentage; 0 % and 100 % are never the result of rounding.
+    """Format a percentage; 0 % and 100 % are never the result of rounding.
 
     Examples:
       >>> percent(486, 604), percent(0, 5), percent(1, 5000), percent(4999, 5000), percent(5, 5)
@@ -82,12 +82,12 @@ def percent(part: float, whole: float) -> str:
 
 
 def some(items: Sequence[str], most: int) -> list[str]:
-    """Return the first `most` items, and then how many more there are."""
+    """List the first `most` items, and then how many more there are."""
     return [*items[:most], *([f"{len(items) - most} more"] if len(items) > most else [])]
 
 
-def shortened(line: str, width: int) -> str:
-    """Return `line`, cut to `width` characters with a final "…" if it is longer."""
+def shorten(line: str, width: int) -> str:
+    """Cut `line` to `width` characters, with a final "…" if it is longer."""
     return line if len(line) <= width else line[: width - 1] + "…"
 
 

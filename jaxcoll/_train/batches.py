@@ -20,7 +20,7 @@ from jaxcoll._job.exchange import agree
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._plan.checks import is_integer, positive
-from jaxcoll._show.units import counted, some
+from jaxcoll._show.units import pluralize, some
 from jaxcoll.errors import ProgramMismatchError
 
 _counter = itertools.count()  # numbers the `Batches` that are split over processes
@@ -119,7 +119,7 @@ class Batches:
     def __repr__(self) -> str:
         seed = "in the source's order" if self._seed is None else f"seed {self._seed}"
         epoch, row = self._position
-        rows = f"{counted(self._rows, 'row')}, {counted(len(self), 'batch', 'batches')}"
+        rows = f"{pluralize(self._rows, 'row')}, {pluralize(len(self), 'batch', 'batches')}"
         return f"Batches({rows} of {self._size:,} an epoch, {seed}; at epoch {epoch}, row {row:,})"
 
     def __len__(self) -> int:
@@ -241,13 +241,13 @@ def count_divisible(rows: int, replicas: int) -> int:
     # The others are left out: a mean over replicas is that over rows only if each has equally many.
     if 0 < rows < replicas:
         raise ValueError(
-            f"`Elastic`: a batch has {counted(rows, 'row')}, fewer than one for each of "
+            f"`Elastic`: a batch has {pluralize(rows, 'row')}, fewer than one for each of "
             f"{replicas} replicas."
         )
     if rest := rows % replicas:
         _log_once(
-            f"A batch of {counted(rows, 'row')} does not divide over {replicas} replicas: each "
-            f"step leaves out its last {counted(rest, 'row')}. `jc.batches(..., uneven='pad')` "
+            f"A batch of {pluralize(rows, 'row')} does not divide over {replicas} replicas: each "
+            f"step leaves out its last {pluralize(rest, 'row')}. `jc.batches(..., uneven='pad')` "
             "uses all."
         )
     return rows - rest

@@ -19,7 +19,7 @@ from jaxcoll._mesh.shard_arrays import cut, joined
 from jaxcoll._plan.packs.leaves import is_array, refuse_tied
 from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._proof.subjaxprs import equations
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 from jaxcoll._step.data_parallel import DataParallel
 
 _ORDERS, _ROUNDINGS = 3, 12  # runs with reordered rows; most runs with perturbed arguments
@@ -125,8 +125,9 @@ def assert_same_as_one_device(
     many, one = pairs(together), pairs(alone)
     if [*one] != [*many]:
         raise AssertionError(
-            f"on {mesh.size} devices the step returns {counted(len(many), 'output')}, "
-            f"{', '.join(many)}; on one it returns {counted(len(one), 'output')}, {', '.join(one)}"
+            f"on {mesh.size} devices the step returns {pluralize(len(many), 'output')}, "
+            f"{', '.join(many)}; on one it returns {pluralize(len(one), 'output')}, "
+            f"{', '.join(one)}"
         )
     outputs = [
         _Output(path, one[path], many[path], tolerance, narrowest)
@@ -213,7 +214,7 @@ def _raise_if_off(outputs: Sequence[_Output], n: int) -> None:
         rows = (f"\n  {f'output {p}' if p else 'the output'}: {text}" for p, text in lines.items())
         raise AssertionError(
             f"on {n} devices the step {verb} one, in {len(lines)} of "
-            f"{counted(len(outputs), 'output')}:{''.join(rows)}{_ADVICE if by_order else ''}"
+            f"{pluralize(len(outputs), 'output')}:{''.join(rows)}{_ADVICE if by_order else ''}"
         )
 
 

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jaxcoll as jc
 from jaxcoll._job.hosts import hosts_of_job
 from jaxcoll._show.table import Table
-from jaxcoll._show.units import scaled
+from jaxcoll._show.units import scale
 from jaxcoll.cli import flags
 from jaxcoll.cli.flags import UNITS, parse_bytes, parse_options
 
@@ -45,7 +45,7 @@ _BLOCK = 65_537  # the period of the elements in each array; no pack or shard is
 T = TypeVar("T")
 
 
-def sizes_of(text: str) -> dict[str, int]:
+def parse_sizes(text: str) -> dict[str, int]:
     """Parse "size", "first:last" or "first:last:factor" (default 2) into bytes by name."""
     parts = re.fullmatch(r"([^:]+)(?::([^:]+))?(?::(\d+))?", text)
     low, high = (parse_bytes(parts[1]), parse_bytes(parts[2] or parts[1])) if parts else (1, 0)
@@ -56,10 +56,10 @@ def sizes_of(text: str) -> dict[str, int]:
             f"an integer factor of at least 2, as in 1KiB:256MiB; got {text!r}."
         )
     count = math.floor(math.log(high / low, factor) + 1e-9) + 1
-    return {spelled(size): size for size in (low * factor**k for k in range(count))}
+    return {spell_size(size): size for size in (low * factor**k for k in range(count))}
 
 
-def spelled(nbytes: int) -> str:
+def spell_size(nbytes: int) -> str:
     """Format a size in the largest unit that needs at most one decimal: "1.5KiB"."""
     units = reversed(UNITS.items())
     unit, size = next((u, s) for u, s in units if not (nbytes < s or 10 * nbytes % s))
@@ -92,7 +92,7 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Estimate:
     return estimate([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
-def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[dict[str, T]]:
+def interleave(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[dict[str, T]]:
     """Make every call once per round, in reverse order every other round; yield results by name."""
     names = list(calls)
     for k in range(rounds):
@@ -101,7 +101,7 @@ def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[d
         yield {name: calls[name]() for name in order}
 
 
-def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
     """Make a mesh with one axis, or with two if several hosts or processes have several devices."""
     grid, axes = np.array(devices, dtype=object), ("data",)
     owners = [device.process_index for device in devices]
@@ -116,7 +116,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def program_of(algorithm: str, mesh: Mesh, reduce_op: str) -> Any:
+def make_program(algorithm: str, mesh: Mesh, reduce_op: str) -> Any:
     """Return the jitted reduction of a list of arrays with a leading dimension of replicas."""
     axes, plain = mesh.axis_names, lax.pmean if reduce_op == "mean" else lax.psum
     algorithm = algorithm.removesuffix(AGAIN)
@@ -145,21 +145,21 @@ def measure(
     numbers = np.random.default_rng(0).standard_normal((n, _BLOCK))
     rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
-    def placed(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         def row(index: Any) -> np.ndarray:
             return np.resize(numbers[index[0].start or 0], leaf.shape)[None].astype(leaf.dtype)
 
         return jax.make_array_from_callback((n, *leaf.shape), rows, row)
 
-    arrays, ones = [placed(leaf) for leaf in leaves], placed(jax.ShapeDtypeStruct((), np.int32))
+    arrays, ones = [place(leaf) for leaf in leaves], place(jax.ShapeDtypeStruct((), np.int32))
     # The sum of one number is a barrier: it returns once all processes have entered it.
-    barrier = program_of(BASELINE, mesh, "sum")
+    barrier = make_program(BASELINE, mesh, "sum")
     compiled: dict[str, Any] = {}
     built: dict[str, list[float]] = {a: [] for a in algorithms}
     for _ in range(BUILDS):
         for a in algorithms:
             start = time.perf_counter()
-            compiled[a] = program_of(a, mesh, reduce_op).lower(arrays).compile()
+            compiled[a] = make_program(a, mesh, reduce_op).lower(arrays).compile()
             built[a].append(time.perf_counter() - start)
 
     def turn(a: str, calls: int) -> float:
@@ -169,18 +169,18 @@ def measure(
             jax.block_until_ready(compiled[a](arrays))
         return (time.perf_counter() - start) / calls
 
-    once = [_slowest([turn(a, 1) for a in algorithms]) for _ in range(WARM)][-1]
+    once = [_gather_slowest([turn(a, 1) for a in algorithms]) for _ in range(WARM)][-1]
     calls = {
         a: min(MOST_CALLS, math.ceil(SHORTEST / s)) for a, s in zip(algorithms, once, strict=True)
     }
     turns = {a: functools.partial(turn, a, calls[a]) for a in algorithms}
-    timed = [[r[a] for a in algorithms] for r in interleaved(turns, rounds)]
-    seconds = dict(zip(algorithms, _slowest(timed).T.tolist(), strict=True))
+    timed = [[r[a] for a in algorithms] for r in interleave(turns, rounds)]
+    seconds = dict(zip(algorithms, _gather_slowest(timed).T.tolist(), strict=True))
     exact = numbers.sum(0) / (n if reduce_op == "mean" else 1)
     lines = []
     for a in algorithms:
         report = jc.inspect(compiled[a].as_text())
-        errors = (_error(x, exact) for x in compiled[a](arrays))
+        errors = (_measure_error(x, exact) for x in compiled[a](arrays))
         algbw = nbytes / float(np.median(seconds[a])) / 1e9
         lines.append({
             "workload": name, "algorithm": a, "bytes": nbytes, "leaves": len(leaves),
@@ -198,14 +198,14 @@ def measure(
     return lines
 
 
-def _error(x: jax.Array, exact: np.ndarray) -> float:
+def _measure_error(x: jax.Array, exact: np.ndarray) -> float:
     """Return the norm of a result's deviation from the exact one, relative to the exact norm."""
     exact = np.resize(exact, x.shape)
     norm = np.linalg.norm(np.asarray(x.addressable_data(0), float) - exact)
     return float(norm / np.linalg.norm(exact)) if x.size else 0.0
 
 
-def _slowest(values: Any) -> np.ndarray:
+def _gather_slowest(values: Any) -> np.ndarray:
     """Return the maximum of each value over all processes."""
     mine = np.asarray(values)
     return np.max(np.reshape(process_allgather(mine), (-1, *mine.shape)), axis=0)
@@ -242,12 +242,12 @@ def run(args: argparse.Namespace) -> int:
             parse_options(name)
     trees = args.tree or ([] if args.sizes else ["resnet50"])
     workloads = [(name, list(flags.read_tree(name, args.dtype).values())) for name in trees]
-    for name, size in sizes_of(args.sizes).items() if args.sizes else ():
+    for name, size in parse_sizes(args.sizes).items() if args.sizes else ():
         dtype = flags.parse_dtype(args.dtype)
         if size % dtype.itemsize:
             raise ValueError(f"--sizes: {name} is not a whole number of {dtype} elements.")
         workloads.append((name, [jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype)]))
-    work = functools.partial(_measured, workloads, [BASELINE, BASELINE + AGAIN, *names], args)
+    work = functools.partial(_measure_all, workloads, [BASELINE, BASELINE + AGAIN, *names], args)
     if args.processes:
         if args.platform not in (None, "cpu"):
             raise ValueError("--processes starts CPU processes; leave --platform out.")
@@ -257,17 +257,17 @@ def run(args: argparse.Namespace) -> int:
     if jax.process_index() == 0:
         flags.write_json(args.json, lines, as_lines=True)
         if args.json != "-":
-            print(text_of(lines))
+            print(format_lines(lines))
     return 0
 
 
-def _measured(
+def _measure_all(
     workloads: Sequence[tuple[str, Sequence[jax.ShapeDtypeStruct]]],
     names: Sequence[str],
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Return the lines of every workload, the same in each process of the job."""
-    mesh = mesh_of(flags.choose_devices(args.platform, args.devices))
+    mesh = make_mesh(flags.choose_devices(args.platform, args.devices))
     lines = []
     for name, leaves in workloads:
         if jax.process_index() == 0 and sys.stderr.isatty():
@@ -276,7 +276,7 @@ def _measured(
     return lines
 
 
-def text_of(lines: Sequence[Mapping[str, Any]]) -> str:
+def format_lines(lines: Sequence[Mapping[str, Any]]) -> str:
     """Format the lines as a table, below a line on the devices and versions."""
     columns = ("", "algorithm", "ms", f"÷ {BASELINE} [95 %]", "busbw", "sent", "arrays", "temp",
                "error", "build s", "÷")  # fmt: skip
@@ -287,9 +287,9 @@ def text_of(lines: Sequence[Mapping[str, Any]]) -> str:
             f"{line['seconds']['median'] * 1e3:.3g}",
             str(Estimate(**line["ratio"])),
             f"{line['busbw']:.3g}",
-            f"{scaled(line['wire_bytes'])}B",
+            f"{scale(line['wire_bytes'])}B",
             str(line["operands"]),
-            f"{scaled(line['temporary_bytes'])}B",
+            f"{scale(line['temporary_bytes'])}B",
             f"{line['error']:.1e}",
             f"{line['compile_seconds']:.2f}",
             f"{line['compile_ratio']:.2f}",

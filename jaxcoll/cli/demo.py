@@ -115,12 +115,12 @@ def run(args: argparse.Namespace) -> int:
     # By default, an accelerator may round the factors of products, depending on the batch size.
     jax.config.update(precision, "highest")
     try:
-        return _compared(args)
+        return _compare(args)
     finally:
         jax.config.update(precision, before)
 
 
-def _compared(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> int:
     import optax
 
     rate = optax.warmup_cosine_decay_schedule(0.0, 0.05, min(30, args.steps // 2), args.steps)
@@ -135,7 +135,7 @@ def _compared(args: argparse.Namespace) -> int:
     devices, processes = flags.choose_devices(args.platform, args.devices), jax.process_count()
     data, size = load(), len(devices) * max(1, round(BATCH / len(devices)))
 
-    def trained(step: Any, shares: int, rank: int) -> tuple[Any, list[float], tuple[Any, ...]]:
+    def train(step: Any, shares: int, rank: int) -> tuple[Any, list[float], tuple[Any, ...]]:
         params, losses, arguments = initial(0), [], ()
         state = optimizer.init(params)
         for batch in batches(data, size, args.steps, 0):
@@ -147,12 +147,12 @@ def _compared(args: argparse.Namespace) -> int:
     mesh = jax.sharding.Mesh(np.array(devices, dtype=object), ("data",))
     ours = partial(step, jc.value_and_grad(loss, "data"))
     shared = jc.data_parallel(ours, mesh=mesh, batch_argnums=2)
-    params, losses, arguments = trained(shared, processes, rank := jax.process_index())
+    params, losses, arguments = train(shared, processes, rank := jax.process_index())
     report = jc.inspect(shared, *arguments)
     if rank:
         return 0
     with jax.default_device(devices[0]):
-        reference, _, _ = trained(jax.jit(partial(step, jax.value_and_grad(loss))), 1, 0)
+        reference, _, _ = train(jax.jit(partial(step, jax.value_and_grad(loss))), 1, 0)
         predicted = np.argmax(np.asarray(jax.jit(scores)(params, data.test_images)), axis=1)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(reference), strict=True)
     difference = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)

@@ -17,7 +17,7 @@ import jaxcoll as jc
 from jaxcoll._report.limits import check_limits
 from jaxcoll._report.profile.script import OnImport, Script
 from jaxcoll._report.profile.shield import Shield
-from jaxcoll._show.units import WIDTH, shortened
+from jaxcoll._show.units import WIDTH, shorten
 from jaxcoll.cli import flags
 
 if TYPE_CHECKING:  # JAX, and what needs it, is imported by the script or once there is a target
@@ -309,7 +309,7 @@ def _explain_errors(what: str, instead: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = shortened(" ".join(str(error).split()), 400)
+        message = shorten(" ".join(str(error).split()), 400)
         is_plain = isinstance(error, ValueError | OSError) and message
         raise ValueError(
             f"{what}: {message if is_plain else f'{type(error).__name__}: {message}'}"

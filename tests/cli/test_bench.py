@@ -23,16 +23,16 @@ def test_algorithms():
 
 
 def test_sizes():
-    assert bench.sizes_of("1KiB:8KiB") == {f"{2**k}KiB": 1024 << k for k in range(4)}
-    assert [*bench.sizes_of("1KiB:1MiB:32").values()] == [1 << 10, 1 << 15, 1 << 20]
-    assert bench.sizes_of("1MiB") == {"1MiB": 1 << 20}
+    assert bench.parse_sizes("1KiB:8KiB") == {f"{2**k}KiB": 1024 << k for k in range(4)}
+    assert [*bench.parse_sizes("1KiB:1MiB:32").values()] == [1 << 10, 1 << 15, 1 << 20]
+    assert bench.parse_sizes("1MiB") == {"1MiB": 1 << 20}
     assert [flags.parse_bytes(text) for text in ("4MiB", "1.5KiB", "512")] == [4 << 20, 1536, 512]
-    assert len(bench.sizes_of("1KiB:1GiB")) == 21
+    assert len(bench.parse_sizes("1KiB:1GiB")) == 21
     for size in (1, 999, 1024, 5 << 20, 3 << 29):
-        assert flags.parse_bytes(bench.spelled(size)) == size
+        assert flags.parse_bytes(bench.spell_size(size)) == size
     for bad in ("2KiB:1KiB", "1KiB:2KiB:1", "1KiB:2KiB:2:2", "1KiB:2KiB:x"):
         with pytest.raises(ValueError, match=r"--sizes: expected SIZE, FIRST:LAST or FIRST:LAST:F"):
-            bench.sizes_of(bad)
+            bench.parse_sizes(bad)
 
 
 def test_the_trees_have_the_sizes_they_are_known_for():
@@ -60,7 +60,7 @@ def test_a_tree_from_a_file(tmp_path):
 def test_rounds_are_reversed_every_other_time_and_ratios_are_paired():
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    assert len(list(bench.interleaved(calls, 3))) == 3
+    assert len(list(bench.interleave(calls, 3))) == 3
     assert order == list("abbaab")
     assert bench.ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0]).median == 2.0
     assert str(bench.ratio([2.0, 2.0, 4.0], [1.0, 2.0, 2.0])) == "2 [1, 2]"
@@ -90,7 +90,7 @@ def test_lines_and_a_table_of_devices_of_this_process(tmp_path, monkeypatch, cap
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     check(lines, [str(tree), "1KiB", "2KiB"], ["auto", "ring@all", "auto+int8"], 3)
     assert [x["operands"] for x in lines[:4]] == [2, 2, 2, 8]
-    text = bench.text_of(lines)
+    text = bench.format_lines(lines)
     assert text.startswith("mean over 3 devices (cpu) of 1 process, JAX ")
     assert len(text.splitlines()) == 2 + len(lines)
 

@@ -18,7 +18,7 @@ from cases import plans_of
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxcoll._mesh.clusters import topology_named
-from jaxcoll._report.aot import laid_over
+from jaxcoll._report.aot import lay_out_step
 
 pytestmark = pytest.mark.product
 EXAMPLES = Path(gpt.__file__).parent
@@ -150,7 +150,7 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
         assert f"{turns} times" in plan.reasons[0]
         assert "widens to float32 on the wire" in plan.reasons[-1]
     assert value.leaves[0].path == ".value"
-    there = plans_of(laid_over(step, topology_named("h100:8")), *args)
+    there = plans_of(lay_out_step(step, topology_named("h100:8")), *args)
     option = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
     assert [plan.compiler_options() for plan in there] == [option, option, {}]
     assert all("which `jc.data_parallel` sets" in plan.reasons[-1] for plan in there[:2])

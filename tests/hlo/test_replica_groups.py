@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcoll._hlo.replica_groups import (
-    group_size,
-    groups_of,
+    count_group,
+    find_groups,
     read_groups,
 )
 
@@ -90,10 +90,10 @@ def test_groups_of_a_mesh_differ_along_the_axes_and_only_there(sizes, data):
     ],
 )
 def test_the_three_ways_to_number_devices(kind, attributes, expected):
-    assert groups_of(kind, attributes, replicas=2, partitions=3) == expected
+    assert find_groups(kind, attributes, replicas=2, partitions=3) == expected
 
 
 def test_the_size_of_a_permutation_counts_those_that_move_something():
-    assert group_size("collective-permute", ((0, 1), (1, 0), (2, 2))) == 2
-    assert group_size("collective-permute", ((0, 0), (1, 1))) == 0
-    assert group_size("all-reduce", ((0, 1, 2), (3,))) == 3
+    assert count_group("collective-permute", ((0, 1), (1, 0), (2, 2))) == 2
+    assert count_group("collective-permute", ((0, 0), (1, 1))) == 0
+    assert count_group("all-reduce", ((0, 1, 2), (3,))) == 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxcoll._hlo.collective import KINDS, Collective, Operand, bytes_of, wire_bytes
+from jaxcoll._hlo.collective import KINDS, Collective, Operand, count_bytes, wire_bytes
 from jaxcoll._report.row_table import totals
 
 
@@ -43,13 +43,13 @@ def test_a_group_of_one_sends_nothing(kind):
     ],
 )
 def test_element_types(dtype, size, expected):
-    assert bytes_of(dtype, size) == expected
+    assert count_bytes(dtype, size) == expected
 
 
 @pytest.mark.parametrize("dtype", ["token", "tf32", "q8", ""])
 def test_an_unknown_element_type_is_an_error(dtype):
     with pytest.raises(ValueError, match=f"expected an element type of HLO.*got '{dtype}'"):
-        bytes_of(dtype, 1)
+        count_bytes(dtype, 1)
 
 
 def test_every_operand_and_every_trip_counts():

@@ -19,7 +19,7 @@ import numpy as np
 import jaxcoll as jc
 from jaxcoll._job.launch.subprocesses import RANK
 from jaxcoll._runtime import dispatch
-from jaxcoll.cli.bench import interleaved, ratio
+from jaxcoll.cli.bench import interleave, ratio
 
 WATCHED = dispatch.group_of
 ROUND_SECONDS = 0.04
@@ -60,7 +60,7 @@ def measured(kib, rounds):
     )
     mean = float(step(guess).addressable_data(0)[0]) / jax.process_count()  # the same on all
     calls = max(5, round(ROUND_SECONDS / mean))
-    found = list(interleaved(turns, rounds))
+    found = list(interleave(turns, rounds))
     taken = {name: [each[name] for each in found] for name in turns}
     ratios = [f"{name} {ratio(taken[name], taken['unwatched'])}" for name in [*turns][1:]]
     return (

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 import jaxcoll as jc
 from jaxcoll._compat.compiler import has_compiler
-from jaxcoll._report.cost.rates import rates_of
+from jaxcoll._report.cost.rates import find_rates
 from jaxcoll.cli.main import main
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -39,7 +39,7 @@ def test_the_report_is_of_the_cluster_and_has_the_plans_made_for_it(fun):
     assert report.where == "h100:8 (8 × NVIDIA H100 80GB HBM3, one host)"
     (plan,) = report.plans
     assert plan.world == jc.plan(TREE, topology="h100:8").world
-    assert report.predicted_from == rates_of(plan.world).source
+    assert report.predicted_from == find_rates(plan.world).source
     assert [c.kind for c in report.requested] == ["all-reduce"] * 3
     assert [c.kind for c in report.collectives] == ["all-reduce"]
     assert report.where in str(report)

@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import jaxcoll as jc
 from jaxcoll._report import inspect as _inspect
-from jaxcoll._report.lowering import texts_of
+from jaxcoll._report.lowering import compile_texts
 
 P = PartitionSpec
 
@@ -179,7 +179,9 @@ def kinds_and_bytes(text):
 def test_counts_and_bytes_are_those_of_an_independent_count(name, monkeypatch):
     function, arguments, kinds, wire = PROGRAMS[name]
     texts = []
-    monkeypatch.setattr(_inspect, "texts_of", lambda *of: texts.append(texts_of(*of)) or texts[-1])
+    monkeypatch.setattr(
+        _inspect, "compile_texts", lambda *of: texts.append(compile_texts(*of)) or texts[-1]
+    )
     report = jc.inspect(function, *arguments)
     runs = Counter()
     for c in report.collectives:

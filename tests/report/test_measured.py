@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcoll._hlo.collective import Collective, Operand
-from jaxcoll._report.measured import compare, folds_of
+from jaxcoll._report.measured import compare, fold_rows
 from jaxcoll._report.profile.profile import Compiled, Profile, read_profile
 from jaxcoll._report.programs import Programs, programs_from, read_rank
 from jaxcoll._report.row_table import table
@@ -89,7 +89,7 @@ def test_nobody_is_named_for_a_little_or_for_few_runs_or_alone():
 def test_permutes_of_a_pack_are_compared_together_and_others_alone():
     rows = [row("collective-permute", f"p{k}") for k in range(3)]
     rows += [row(), row("collective-permute", "other", source="train.py:9")]
-    assert folds_of(rows) == [[0, 1, 2], [3], [4]]
+    assert fold_rows(rows) == [[0, 1, 2], [3], [4]]
     measured = compare(rows[:3], late_by([0, 20]))
     assert {times.rows for times in measured.times} == {(0, 1, 2)}
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from jaxcoll._hlo.collective import Collective, Matmul, Meanwhile, Operand
 from jaxcoll._plan.world import World
-from jaxcoll._report.cost.overlap import Share, exposed, overlap
-from jaxcoll._report.cost.rates import rates_of
-from jaxcoll._report.report import report_of, side_by_side
+from jaxcoll._report.cost.overlap import Share, add_overlap, compute_exposed
+from jaxcoll._report.cost.rates import find_rates
+from jaxcoll._report.report import make_report, side_by_side
 
 GOLDEN = Path(__file__).parent / "golden"
-H100 = rates_of(World("gpu", (8,), device_kind="NVIDIA H100"))
+H100 = find_rates(World("gpu", (8,), device_kind="NVIDIA H100"))
 ONE = dataclasses.replace(H100, products=(("bf16", 1.0),))
 """One operation of bfloat16 takes a second."""
 
@@ -53,7 +53,7 @@ def test_law_no_assignment_hides_more(spans, places, seconds):
     spans = [(2 * start, 2 * (start + length)) for start, length in spans]
     places = [2 * at + 1 for at in places]
     seconds = seconds[: len(spans)]
-    left = exposed([sends(*s) for s in spans], seconds, [product(at) for at in places], ONE)
+    left = compute_exposed([sends(*s) for s in spans], seconds, [product(at) for at in places], ONE)
     assert all(0 <= after <= before for after, before in zip(left, seconds, strict=True))
     assert sum(seconds) - sum(left) == most_hidden(spans, seconds, places)
 
@@ -61,21 +61,21 @@ def test_law_no_assignment_hides_more(spans, places, seconds):
 def test_loops_count_each_turn_and_what_is_synchronous_is_exposed():
     looped = [sends(2, 6, trips=3), sends(8, 8, trips=3, is_async=False)]
     inside = [product(4, flops=2, trips=3), product(9, flops=50)]
-    assert exposed(looped, [5.0, 1.0], inside, ONE) == [3 * 5.0 - 3 * 2, 3 * 1.0]
-    found = overlap([*looped, sends(10, 10, kind="all-gather", is_async=False)], inside)
+    assert compute_exposed(looped, [5.0, 1.0], inside, ONE) == [3 * 5.0 - 3 * 2, 3 * 1.0]
+    found = add_overlap([*looped, sends(10, 10, kind="all-gather", is_async=False)], inside)
     assert found.shares == (Share("all-reduce", 2400, 1200), Share("all-gather", 400, 0))
     assert (found.reduced, found.flops) == (Share("", 2400, 1200), 6)
 
 
 def test_what_products_of_an_unknown_rate_hide_is_not_claimed():
     spans, inside = [sends(0, 4)], [product(1, dtype="s8"), product(2)]
-    assert exposed(spans, [5.0], inside, ONE) == [4.0]
+    assert compute_exposed(spans, [5.0], inside, ONE) == [4.0]
 
 
 @pytest.fixture(scope="module")
 def report():
     text = (GOLDEN / "gpu-0.12.0.1-overlapped.hlo").read_text()
-    return report_of(text, where="h100:8", rates=H100)
+    return make_report(text, where="h100:8", rates=H100)
 
 
 def test_a_compiled_program(report):
@@ -88,13 +88,13 @@ def test_a_compiled_program(report):
 
 
 def test_without_prices_there_are_bytes_and_no_seconds(report):
-    bare = report_of((GOLDEN / "gpu-0.12.0.1-overlapped.hlo").read_text())
+    bare = make_report((GOLDEN / "gpu-0.12.0.1-overlapped.hlo").read_text())
     assert (bare.seconds, bare.exposed_seconds, bare.rows[0].seconds) == (None, None, None)
     assert bare.overlap == report.overlap
 
 
 def test_programs_side_by_side(report):
-    plain = report_of((GOLDEN / "gpu-0.12.0.1-packs.hlo").read_text(), rates=H100)
+    plain = make_report((GOLDEN / "gpu-0.12.0.1-packs.hlo").read_text(), rates=H100)
     rows = side_by_side({"ours": report, "plain": plain}).splitlines()
     assert rows[0].split() == ["ours", "plain", "ratio"]
     assert rows[-1].split()[:2] == ["exposed", "share"]

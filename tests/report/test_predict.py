@@ -16,9 +16,9 @@ from jaxcoll._hlo.collective import KINDS, Collective, Operand
 from jaxcoll._plan.algorithms import DESCRIPTIONS, stages
 from jaxcoll._plan.plan import Cost
 from jaxcoll._plan.world import World
-from jaxcoll._report.cost.overlap import predicted
-from jaxcoll._report.cost.predict import cost_of, cost_of_loads
-from jaxcoll._report.cost.rates import Curve, Link, Rates, rates_of
+from jaxcoll._report.cost.overlap import predict_seconds
+from jaxcoll._report.cost.predict import price_array, price_loads
+from jaxcoll._report.cost.rates import Curve, Link, Rates, find_rates
 
 PUBLISHED = Path(__file__).parent / "published"
 WORLDS = [
@@ -42,12 +42,12 @@ def compositions(world):
 
 @worlds
 def test_more_bytes_never_cost_less_and_one_replica_costs_nothing(world):
-    rates, alone = rates_of(world), (1,) * len(world.sizes)
+    rates, alone = find_rates(world), (1,) * len(world.sizes)
     for name, composed in compositions(world).items():
-        costs = [cost_of(composed, nbytes, world.sizes, rates) for nbytes in SIZES]
+        costs = [price_array(composed, nbytes, world.sizes, rates) for nbytes in SIZES]
         assert all(a.seconds <= b.seconds for a, b in itertools.pairwise(costs))
         assert all(min(c.latency, c.bandwidth, c.reduction, c.copy) >= 0 for c in costs)
-        assert cost_of(stages(name, 0, alone), 1 << 20, alone, rates) == Cost()
+        assert price_array(stages(name, 0, alone), 1 << 20, alone, rates) == Cost()
 
 
 def example(**changes):
@@ -56,7 +56,7 @@ def example(**changes):
 
 
 def cost(name, sizes, nbytes, rates=None, shards=0):
-    return cost_of(stages(name, shards, sizes), nbytes, sizes, rates or example())
+    return price_array(stages(name, shards, sizes), nbytes, sizes, rates or example())
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ NATIVE = stages("native", 0, (8,))
 def test_a_plan_pays_for_its_copies_and_its_arrays():
     rates = example(array=1e-3, copy=1e-9, slice=1e-5)
     one = cost("native", (8,), 10**6, rates)
-    found = cost_of_loads({(NATIVE, 10**6, 4): 3, (NATIVE, 10**6, 0): 1}, (8,), rates)
+    found = price_loads({(NATIVE, 10**6, 4): 3, (NATIVE, 10**6, 0): 1}, (8,), rates)
     assert found.copy == pytest.approx(3 * (2e-3 + 4e-5))
     assert found.latency == pytest.approx(4 * (one.latency + 1e-3))
     assert found.bandwidth == pytest.approx(4 * one.bandwidth)
@@ -129,7 +129,7 @@ def test_a_pack_that_is_one_leaf_is_not_copied():
     options = jc.CommunicationOptions(bytes_per_pack=50, algorithm="ring")
     plan = jc.plan(tree, topology="h100:4", options=options)
     assert [pack.nbytes for pack in plan.packs] == [48, 24, 400]
-    rates = rates_of(plan.world)
+    rates = find_rates(plan.world)
     assert plan.predicted.copy == pytest.approx(2 * rates.slice + 2 * 48 * rates.copy)
 
 
@@ -144,7 +144,7 @@ def test_a_pack_that_is_one_leaf_is_not_copied():
 )
 def test_what_the_compiler_combines_is_one_call_up_to_its_threshold(nbytes, times, calls, of):
     rates = example(array=1e-9, combine=10**7)
-    found = cost_of_loads({(NATIVE, nbytes, 0): times}, (8,), rates)
+    found = price_loads({(NATIVE, nbytes, 0): times}, (8,), rates)
     together = calls * cost("native", (8,), of, rates).seconds
     assert found.seconds == pytest.approx(together + times * 1e-9)
 
@@ -156,7 +156,7 @@ def test_what_the_compiler_combines_is_one_call_up_to_its_threshold(nbytes, time
 )
 def test_a_larger_world_never_has_less_latency(world, nbytes, n):
     for name in FLAT:
-        a, b = (cost(name, (size,), nbytes, rates_of(world)) for size in (n, 2 * n))
+        a, b = (cost(name, (size,), nbytes, find_rates(world)) for size in (n, 2 * n))
         assert a.latency <= b.latency * (1 + 1e-9)
 
 
@@ -202,12 +202,12 @@ def test_predictions_change_on_purpose_only(world, want):
         ("native", "halving_doubling", last), (1 << 23, 1 << 20, 1 << 26), want, strict=True
     ):
         load = stages(name, 0, world.sizes), nbytes, 7
-        found = cost_of_loads({load: 3}, world.sizes, rates_of(world))
+        found = price_loads({load: 3}, world.sizes, find_rates(world))
         assert found.seconds * 1e6 == pytest.approx(us, rel=1e-4)
 
 
 def test_of_cpus_nothing_is_predicted():
-    assert rates_of(World("cpu", (4,), processes=4)) is None
+    assert find_rates(World("cpu", (4,), processes=4)) is None
     assert jc.plan(np.zeros(9, "f"), axis_size=4).predicted is None
 
 
@@ -225,7 +225,7 @@ def test_of_cpus_nothing_is_predicted():
     ],
 )
 def test_the_table_knows_devices(platform, kind, source):
-    rates = rates_of(World(platform, (16,), device_kind=kind, hosts=2))
+    rates = find_rates(World(platform, (16,), device_kind=kind, hosts=2))
     assert source in rates.source
     assert rates.product_rate("bf16") > 1e14
     assert rates.product_rate("s4") is None
@@ -258,13 +258,13 @@ def test_the_table_holds_the_curves_it_is_from(name, kind, mean):
     data = json.loads((PUBLISHED / f"{name}.json").read_text())
     n, hosts = data["replicas"], data["hosts"]
     world = World("gpu", (n,), hosts, False, kind, hosts)
-    rates = rates_of(world)
+    rates = find_rates(world)
     off = [abs(cost("native", (n,), size, rates).seconds / t - 1) for size, t in data["points"]]
     assert sum(off) / len(off) <= mean
 
 
 # Of compiled collectives.
-TWO_HOSTS = rates_of(World("gpu", (16,), processes=2, device_kind="NVIDIA H100", hosts=2))
+TWO_HOSTS = find_rates(World("gpu", (16,), processes=2, device_kind="NVIDIA H100", hosts=2))
 ALL, INNER, OUTER = (
     (tuple(range(16)),),
     (tuple(range(8)), tuple(range(8, 16))),
@@ -274,7 +274,7 @@ ALL, INNER, OUTER = (
 
 def seconds(kind, groups, size=1 << 24, rates=TWO_HOSTS):
     c = Collective(kind, "c", (Operand("f32", (size,)),), max(map(len, groups)), groups, "main")
-    return predicted(c, rates)
+    return predict_seconds(c, rates)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def seconds(kind, groups, size=1 << 24, rates=TWO_HOSTS):
     ids=["all", "inner", "outer"],
 )
 def test_an_all_reduce_costs_what_a_plan_says(groups, sizes, over):
-    planned = cost_of(stages("native", 0, over), 4 << 24, sizes, TWO_HOSTS)
+    planned = price_array(stages("native", 0, over), 4 << 24, sizes, TWO_HOSTS)
     assert seconds("all-reduce", groups) == pytest.approx(planned.seconds + TWO_HOSTS.array)
 
 

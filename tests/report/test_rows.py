@@ -4,7 +4,7 @@ import pytest
 
 from jaxcoll._hlo.collective import Collective, Operand
 from jaxcoll._hlo.hlo import Program
-from jaxcoll._report.rows import rows_of
+from jaxcoll._report.rows import make_rows
 
 
 def sends(name, *sizes, kind="all-reduce", loops=(), dtype="f32"):
@@ -50,6 +50,6 @@ CASES = {  # what is requested, what is compiled, and of each of these (requeste
 def test_what_is_compiled_is_joined_to_what_was_requested(case):
     requested, compiled, expected = CASES[case]
     program = Program("f", 4, 9, tuple(compiled), (), (), (), (), ())
-    rows = rows_of(program, requested, (), None)
+    rows = make_rows(program, requested, (), None)
     found = [(row.requested, row.matched_by, ", ".join(row.changes)) for row in rows]
     assert found == expected

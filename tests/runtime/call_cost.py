@@ -22,7 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
-from jaxcoll.cli.bench import interleaved, ratio  # noqa: E402
+from jaxcoll.cli.bench import interleave, ratio  # noqa: E402
 
 
 def row(leaves):
@@ -44,7 +44,7 @@ def row(leaves):
     for turn in [*turns.values()] * 5:
         turn()
     gc.disable()
-    found = list(interleaved(turns, ROUNDS))
+    found = list(interleave(turns, ROUNDS))
     gc.enable()
     taken = {name: [each[name] for each in found] for name in turns}
     bare, ours = (1e6 * min(taken[name]) for name in ("bare", "ours"))

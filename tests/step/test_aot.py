@@ -17,7 +17,7 @@ from jaxcoll._compat import compiler
 from jaxcoll._compat.compiler import has_compiler
 from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._report import aot as service
-from jaxcoll._report.aot import compile_for, laid_over, lowered_over, traced_over
+from jaxcoll._report.aot import compile_for, lay_out_step, lower_for, trace_for
 
 P = PartitionSpec
 W, X = np.ones((8, 8), "f"), jax.ShapeDtypeStruct((64, 8), jnp.float32)
@@ -45,8 +45,8 @@ def takes_mesh(w, x, *, mesh):
 
 def requested(fun, args=(W, X), topology="h100:2x8", mesh=None):
     where = topology_named(topology)
-    traced = traced_over(fun, args, {}, where, mesh, lambda plan: None)
-    return lowered_over(traced, where).as_text(debug_info=True)
+    traced = trace_for(fun, args, {}, where, mesh, lambda plan: None)
+    return lower_for(traced, where).as_text(debug_info=True)
 
 
 def partitions(text):
@@ -122,7 +122,7 @@ def test_reductions_are_planned_for_the_cluster_and_not_for_this_machine():
         return jc.all_reduce("mean", w + x.sum(), "data")
 
     requested(lambda mesh: jax.shard_map(ring, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
-    there = laid_over(jc.data_parallel(step), topology_named("h100:2x8"))
+    there = lay_out_step(jc.data_parallel(step), topology_named("h100:2x8"))
     plans = plans_of(there, jax.ShapeDtypeStruct((8, 8), jnp.float32), X)
     assert [(p.world.platform, p.world.processes) for p in plans] == [("gpu", 2)]
     assert seen[0] == plans[0].world

@@ -13,7 +13,7 @@ import jaxcoll as jc
 from jaxcoll._compat import compiler
 from jaxcoll._compat.settings import known_options
 from jaxcoll._mesh.clusters import topology_named
-from jaxcoll._report.aot import laid_over
+from jaxcoll._report.aot import lay_out_step
 
 PARAMS = [np.full((16, 16), 0.1, np.float32) for _ in range(6)]
 X = np.ones((8, 16), np.float32)
@@ -76,7 +76,7 @@ def test_a_step_gets_the_options_that_its_plans_need_and_is_traced_once():
     plans = []
     large = [jax.ShapeDtypeStruct((1024, 1024), np.float32)] * 2
     rows = jax.ShapeDtypeStruct((8, 1024), np.float32)
-    traced = laid_over(jc.data_parallel(step), cluster).trace_recorded(plans.append, large, rows)
+    traced = lay_out_step(jc.data_parallel(step), cluster).trace_recorded(plans.append, large, rows)
     assert compiler.compiler_options(traced) == plans[0].compiler_options() != {}
     assert len(traces) == 1
     assert len(plans) == 2
@@ -92,7 +92,7 @@ def test_a_step_gets_the_options_that_its_plans_need_and_is_traced_once():
         lambda p, x: jc.all_gather(jc.reduce_scatter("sum", p * x.sum(), "data"), "data"),
         options=options,
     )
-    halves = laid_over(halves, cluster)
+    halves = lay_out_step(halves, cluster)
     assert set(compiler.compiler_options(halves.trace(large[0], rows))) == {
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
         "xla_gpu_all_gather_combine_threshold_bytes",

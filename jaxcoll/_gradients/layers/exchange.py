@@ -25,7 +25,7 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.packs.shard_layout import Half, ShardedLeaf, plan_rows
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 
 Arrays = list[jax.Array]
 
@@ -51,7 +51,9 @@ class Traffic:
         layers = self.stack.layers
         ahead = min(ahead, layers)
         when = (
-            f"gathered {counted(ahead, 'layer')} ahead of its use" if ahead else "where it is used"
+            f"gathered {pluralize(ahead, 'layer')} ahead of its use"
+            if ahead
+            else "where it is used"
         )
         # The backward pass begins with the last layers, which are still gathered then.
         when += f" in the forward pass ({layers}), and again in the backward pass"

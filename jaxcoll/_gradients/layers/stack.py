@@ -16,7 +16,7 @@ from jaxcoll._collectives.scope import as_array, count, differentiation, listed,
 from jaxcoll._collectives.shards import Shards, broadcast_prefix, is_shards
 from jaxcoll._compat import marks
 from jaxcoll._plan.packs.leaves import flattened, where
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 from jaxcoll.errors import AlreadyReducedError
 
 CALLER = "scan_layers"
@@ -154,7 +154,7 @@ def _axes_of_shards(
     if tuple(mapped) != shards.axes or count(mapped) != shards.layout.replicas:
         raise ValueError(
             f"`{CALLER}` over {listed(axes)} got Shards of "
-            f"{counted(shards.layout.replicas, 'replica')} along {listed(shards.axes)} at "
+            f"{pluralize(shards.layout.replicas, 'replica')} along {listed(shards.axes)} at "
             f"{where(name)}; name their axes in `axis_name`."
         )
     for k, part in enumerate(shards.parts):

@@ -29,7 +29,7 @@ from jaxcoll._plan.packs.packing import (
     plan_packs,
 )
 from jaxcoll._plan.world import World
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 
 DEFAULT_PACKING = BytesPerPack(16 << 20, 2 << 20)
 """The rule for packs without options. It is the same in every world, so that a layout made outside
@@ -76,8 +76,8 @@ class ShardLayout:
 
     def __repr__(self) -> str:
         return (
-            f"ShardLayout({counted(len(self.leaves), 'leaf', 'leaves')} in "
-            f"{counted(len(self.packs), 'pack')}, {counted(self.replicas, 'shard')} each)"
+            f"ShardLayout({pluralize(len(self.leaves), 'leaf', 'leaves')} in "
+            f"{pluralize(len(self.packs), 'pack')}, {pluralize(self.replicas, 'shard')} each)"
         )
 
 
@@ -190,7 +190,7 @@ def plan_rows(
     plan = plan_half(half, reduce_op, whole, leaves, options.replace(overlap=UNSET), world)
     plan = dataclasses.replace(plan, lanes=1, overlap=apart, in_backward=True)
     note = (
-        f"layers: one at a time, {when}: {counted(times, 'time')}, "
-        f"{counted(times * plan.wire_bytes, 'wire byte')} a device in total"
+        f"layers: one at a time, {when}: {pluralize(times, 'time')}, "
+        f"{pluralize(times * plan.wire_bytes, 'wire byte')} a device in total"
     )
     return dataclasses.replace(plan, notes=(note,))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from jaxcoll._hlo.collective import Collective, Groups, Matmul
-from jaxcoll._report.cost.predict import Group, collective
+from jaxcoll._report.cost.predict import Group, price_collective
 from jaxcoll._report.cost.rates import Rates
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -41,7 +41,7 @@ class Overlap:
         return Share("", sum(s.nbytes for s in shares), sum(s.behind for s in shares))
 
 
-def overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Overlap:
+def add_overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Overlap:
     """Add up the communication that is scheduled to overlap with matrix products.
 
     A loop without a known trip count counts one iteration. Every branch of a conditional counts. A
@@ -55,17 +55,17 @@ def overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Ove
             if c.is_async and c.meanwhile is not None and c.meanwhile.matmuls > 0:
                 behind[c.kind] += c.turns * c.nbytes
     shares = tuple(Share(kind, nbytes, behind[kind]) for kind, nbytes in sent.items())
-    overlapping = (m for m, in_flight in _in_flight(collectives, matmuls) if in_flight)
+    overlapping = (m for m, in_flight in _sweep(collectives, matmuls) if in_flight)
     return Overlap(shares, sum(m.turns * m.flops for m in overlapping))
 
 
-def exposed(
+def compute_exposed(
     collectives: Sequence[Collective],
     seconds: Sequence[float],
     matmuls: Sequence[Matmul],
     rates: Rates,
 ) -> list[float]:
-    """Return each collective's seconds in one run that no matrix product hides.
+    """Compute each collective's seconds in one run that no matrix product hides.
 
     A second of matrix products hides one second of one collective, however many are in flight: of
     these, the first to end that is not hidden yet. No other choice hides more in total (F. Glover,
@@ -74,7 +74,7 @@ def exposed(
     dtype whose rate is unknown.
     """
     left = [c.turns * once for c, once in zip(collectives, seconds, strict=True)]
-    for m, in_flight in _in_flight(collectives, matmuls):
+    for m, in_flight in _sweep(collectives, matmuls):
         # Earliest deadline first, which makes greedy hide the most.
         rate = rates.product_rate(m.dtype)
         spare = m.turns * m.flops / rate if rate else 0.0
@@ -88,7 +88,7 @@ def exposed(
     return left
 
 
-def _in_flight(
+def _sweep(
     collectives: Sequence[Collective], matmuls: Sequence[Matmul]
 ) -> Iterator[tuple[Matmul, list[tuple[int, int]]]]:
     """Yield each product, in order, with the heap of (end, number) of the collectives in flight.
@@ -108,17 +108,17 @@ def _in_flight(
         yield m, in_flight
 
 
-def predicted(c: Collective, rates: Rates) -> float:
-    """Return the seconds of one execution of `c`, without contention; 0.0 for a group of one."""
+def predict_seconds(c: Collective, rates: Rates) -> float:
+    """Predict the seconds of one execution of `c`, without contention; 0.0 for a group of one."""
     group = _group(c.groups, rates.per_island)
     if group.n == 1:
         return 0.0
-    return collective(c.kind, c.nbytes, group, rates).seconds + rates.array * len(c.operands)
+    return price_collective(c.kind, c.nbytes, group, rates).seconds + rates.array * len(c.operands)
 
 
 @functools.lru_cache(64)
 def _group(groups: Groups, per_island: int) -> Group:
-    """Return the largest group's devices, the most of them on one island, and its islands."""
+    """Count the largest group's devices, the most of them on one island, and its islands."""
     # JAX numbers devices host by host: a device's number divided by an island's size is its island.
     n = near = islands = 1
     for group in groups:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jaxcoll._plan.algorithms import Stage, steps
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.plan import Cost, Plan
-from jaxcoll._report.cost.rates import Curve, Rates, rates_of
+from jaxcoll._report.cost.rates import Curve, Rates, find_rates
 
 OPERANDS = 256
 """Most arrays that XLA combines into one collective (xla/service/collective_utils.h)."""
@@ -29,8 +29,8 @@ it; 0: it is a leaf, and needs no copy."""
 
 
 def predict(plan: CollectivePlan) -> Plan:
-    """Return the plan with its predicted seconds, packs running one after another."""
-    shown, rates = Plan.of(plan), rates_of(plan.world)
+    """Add predicted seconds to a plan, packs running one after another."""
+    shown, rates = Plan.of(plan), find_rates(plan.world)
     if rates is None:
         return shown
     rates = dataclasses.replace(rates, combine=0) if plan.overlap else rates
@@ -38,7 +38,7 @@ def predict(plan: CollectivePlan) -> Plan:
         (plan.stages(pack), pack.nbytes, 0 if pack.is_leaf(plan.leaves) else len(pack.segments))
         for pack in plan.packs
     )
-    cost = cost_of_loads(loads, plan.world.sizes, rates)
+    cost = price_loads(loads, plan.world.sizes, rates)
     if plan.collective != "all_reduce":  # half of the steps and bytes; only one half adds
         adds = plan.collective == "reduce_scatter"
         halves = (cost.latency / 2, cost.bandwidth / 2, cost.reduction * adds, cost.copy / 2)
@@ -46,8 +46,8 @@ def predict(plan: CollectivePlan) -> Plan:
     return dataclasses.replace(shown, predicted=dataclasses.replace(cost, source=rates.source))
 
 
-def cost_of_loads(loads: Mapping[Load, int], sizes: tuple[int, ...], rates: Rates) -> Cost:
-    """Return the cost of `loads`, each as often as its count, with copies and `Rates.array`.
+def price_loads(loads: Mapping[Load, int], sizes: tuple[int, ...], rates: Rates) -> Cost:
+    """Price `loads`, each as often as its count, with copies and `Rates.array`.
 
     Arrays summed by the compiler's own all-reduce are combined as the compiler combines them
     (`Rates.combine`).
@@ -63,19 +63,19 @@ def cost_of_loads(loads: Mapping[Load, int], sizes: tuple[int, ...], rates: Rate
             combined.setdefault(stages, []).append((nbytes, times))
         else:
             hand_over = Cost(latency=rates.array * native)
-            total += times * (cost_of(stages, nbytes, sizes, rates) + hand_over)
+            total += times * (price_array(stages, nbytes, sizes, rates) + hand_over)
     for stages, arrays in combined.items():
         count = sum(times for _, times in arrays)
         nbytes = sum(times * nbytes_of_one for nbytes_of_one, times in arrays)
         # A combined collective is full at the threshold, or at the limit of operands.
         calls = max(-(-nbytes // rates.combine), -(-count // OPERANDS))
-        total += calls * cost_of(stages, nbytes // calls, sizes, rates)
+        total += calls * price_array(stages, nbytes // calls, sizes, rates)
         total += Cost(latency=count * rates.array)
     return total
 
 
-def cost_of(stages: Sequence[Stage], nbytes: int, sizes: tuple[int, ...], rates: Rates) -> Cost:
-    """Return the cost of summing one array, without copies and `Rates.array`.
+def price_array(stages: Sequence[Stage], nbytes: int, sizes: tuple[int, ...], rates: Rates) -> Cost:
+    """Price the sum of one array, without copies and `Rates.array`.
 
     `sizes` are the replicas along each axis of the reduction, outer first; islands follow one
     another along the outer axes.
@@ -83,7 +83,7 @@ def cost_of(stages: Sequence[Stage], nbytes: int, sizes: tuple[int, ...], rates:
     cost, shard = Cost(), float(nbytes)
     for stage in stages:
         group = _group(stage, sizes, rates)
-        cost += _stage(stage, shard, stage is stages[-1], rates, group)
+        cost += _price_stage(stage, shard, stage is stages[-1], rates, group)
         shard /= stage.shards
     return cost
 
@@ -96,8 +96,8 @@ class Group(NamedTuple):
     k: int
 
 
-def collective(kind: str, nbytes: int, group: Group, rates: Rates) -> Cost:
-    """Return the cost of a single collective of a compiled program.
+def price_collective(kind: str, nbytes: int, group: Group, rates: Rates) -> Cost:
+    """Price a single collective of a compiled program.
 
     A reduce-scatter or an all-gather costs half of an all-reduce without a curve. In an all-to-all
     each device keeps an n-th, and sends parts for its own island over the links within. In a
@@ -106,7 +106,7 @@ def collective(kind: str, nbytes: int, group: Group, rates: Rates) -> Cost:
     n, p, k = group
     match kind:
         case "all-reduce":
-            return _native(nbytes, rates, group)
+            return _price_native(nbytes, rates, group)
         case "reduce-scatter" | "all-gather":
             whole = nbytes * (n if kind == "all-gather" else 1)
             added = 0.0 if kind == "all-gather" else (n - 1) / n * whole * rates.reduce
@@ -122,18 +122,18 @@ def collective(kind: str, nbytes: int, group: Group, rates: Rates) -> Cost:
 
 
 def _group(stage: Stage, sizes: tuple[int, ...], rates: Rates) -> Group:
-    """Return how the replicas of a stage spread over islands, which have consecutive ranks."""
+    """Spread the replicas of a stage over islands, which have consecutive ranks."""
     stride = math.prod(sizes[max(stage.axes) + 1 :])
     p = min(max(rates.per_island // stride, 1), stage.replicas)
     return Group(stage.replicas, p, -(-stage.replicas // p))
 
 
-def _stage(stage: Stage, nbytes: float, last: bool, rates: Rates, group: Group) -> Cost:
+def _price_stage(stage: Stage, nbytes: float, last: bool, rates: Rates, group: Group) -> Cost:
     n = stage.replicas
     added = (n - 1) * nbytes / stage.shards * rates.reduce
     if stage.algorithm == "native":
         if last:
-            return _native(nbytes, rates, group)
+            return _price_native(nbytes, rates, group)
         # A reduce-scatter and, later, an all-gather. Switches that sum on the way (NVLS) do so only
         # in all-reduces, so no measured curve applies here.
         latency = _latency(rates, group) + rates.call
@@ -154,7 +154,7 @@ def _stage(stage: Stage, nbytes: float, last: bool, rates: Rates, group: Group) 
 
 
 def _share_between(algorithm: str, group: Group) -> float:
-    """Return the fraction of a device's sent bytes that goes to other islands in exchanges.
+    """Compute the fraction of a device's sent bytes that goes to other islands in exchanges.
 
     In a ring all devices wait at each step for those whose neighbour is on another island.
     """
@@ -166,8 +166,8 @@ def _share_between(algorithm: str, group: Group) -> float:
     return (k - 1 if in_pairs else n - p) / (n - 1)
 
 
-def _native(nbytes: float, rates: Rates, group: Group) -> Cost:
-    """Return the cost of the backend's own all-reduce, from the nearest curve.
+def _price_native(nbytes: float, rates: Rates, group: Group) -> Cost:
+    """Price the backend's own all-reduce, from the nearest curve.
 
     The time of the smallest size is latency, and scales with the steps; the rest scales with the
     bytes on the slowest link.
@@ -190,7 +190,7 @@ def _native(nbytes: float, rates: Rates, group: Group) -> Cost:
 
 
 def _nearest(curves: Sequence[Curve], group: Group) -> Curve | None:
-    """Return the curve of the smallest world that is at least as large, else of the largest.
+    """Find the curve of the smallest world that is at least as large, else of the largest.
 
     Without a curve between islands, one within an island serves, if several devices of each island
     take part: transports then do the same on more links.
@@ -207,14 +207,14 @@ def _nearest(curves: Sequence[Curve], group: Group) -> Curve | None:
 
 
 def _latency(rates: Rates, group: Group) -> float:
-    """Return the seconds of an empty all-reduce: there and back, within and between islands."""
+    """Add up the seconds of an empty all-reduce: there and back, within and between islands."""
     near = rates.within.steps(group.p) * rates.within.step
     far = rates.between.steps(group.k) * rates.between.step if group.k > 1 else 0.0
     return rates.call + 2 * (near + far)
 
 
 def _per_byte(rates: Rates, group: Group) -> float:
-    """Return the seconds per byte of an all-reduce that keeps the slowest link busy."""
+    """Compute the seconds per byte of an all-reduce that keeps the slowest link busy."""
     around = 2 * (group.n - 1) / group.n
     if group.k == 1:
         return around * rates.within.per_byte

@@ -205,8 +205,8 @@ ACCELERATORS = (
 )  # fmt: skip
 
 
-def rates_of(world: World) -> Rates | None:
-    """Return the rates of a world; None for CPUs, which differ from machine to machine.
+def find_rates(world: World) -> Rates | None:
+    """Find the rates of a world; None for CPUs, which differ from machine to machine.
 
     An unknown GPU has the rates of an H100, an unknown TPU those of a v5e.
 
@@ -237,7 +237,7 @@ def rates_of(world: World) -> Rates | None:
 
 
 def _curves(chip: Accelerator) -> list[Curve]:
-    """Return the measured curves, and one that is estimated for a ring."""
+    """Convert the measured curves, and estimate one for a ring."""
     curves = [
         Curve(tuple((size, us * MICRO) for size, us in points), replicas, hosts)
         for replicas, hosts, points in chip.curves

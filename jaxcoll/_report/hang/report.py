@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import pluralize
 
 _BUSY = 0.05
 """A process that uses more of a core than this computes."""
@@ -191,7 +191,7 @@ def _absent(row: Row, program: str | None) -> Iterator[str]:
     if row.silence is None and row.seconds:
         state += f" for {row.seconds:.1f} s"
     if row.calls and program in row.calls and row.silence is None:
-        state += f", after {counted(row.calls[program], 'call')} of `{program}`"
+        state += f", after {pluralize(row.calls[program], 'call')} of `{program}`"
     seen = f"; last seen {row.silence:.1f} s ago" if row.silence is not None else ""
     where = f" (pid {row.pid} on {row.host}{seen})" if row.pid else ""
     yield f"  process {row.rank} {state}{where}{':' if row.where else ''}"

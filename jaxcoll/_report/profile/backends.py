@@ -74,7 +74,7 @@ class Found:
             column.append(values[chosen])
 
     def executions(self, began: int) -> dict[Program, Executions]:
-        """Return all, with times from when the session began. This can be done once."""
+        """Join all, with times from when the session began. This can be done once."""
         joined, names = {}, list(self._numbers)
         for program, columns in self._columns.items():
             # Column by column, so that no more than one is in memory twice.
@@ -94,7 +94,9 @@ def _read_tpu(plane: Plane, device: int, found: Found) -> None:
     lines = defaultdict(list)
     for name, line in plane.lines():
         lines[name].append(line)
-    modules = _joined([events for line in lines["XLA Modules"] for events in plane.events(line)])
+    modules = _concatenate(
+        [events for line in lines["XLA Modules"] for events in plane.events(line)]
+    )
     order = np.argsort(modules.start, kind="stable")
     starts, ends, keys = modules.start[order], modules.end[order], modules.name[order]
     for events in (events for line in lines["XLA Ops"] for events in plane.events(line)):
@@ -115,11 +117,11 @@ def _read_gpu(plane: Plane, device: int, found: Found) -> None:
     have only one. The launch of a kernel, on a line of the host, has the same instruction.
     """
     streams = [
-        _joined([*plane.events(line, _STATS)], _STATS)
+        _concatenate([*plane.events(line, _STATS)], _STATS)
         for name, line in plane.lines()
         if name.startswith("Stream #")
     ]
-    events = _joined(streams, _STATS)
+    events = _concatenate(streams, _STATS)
     stream = np.repeat(np.arange(len(streams)), [len(part.name) for part in streams])
     stats = np.stack([events.stats[stat] for stat in _STATS])
     known = stats[2] != ABSENT
@@ -197,7 +199,7 @@ OLD_CPU = CPU._replace(has_numbers=False, runs_kernels=True)
 
 
 def find_backend(planes: Sequence[Plane]) -> Backend:
-    """Return the backend that wrote a profile. The host's plane of a GPU has launches only."""
+    """Find the backend that wrote a profile. The host's plane of a GPU has launches only."""
     for backend in (TPU, GPU):
         if any(backend.planes.fullmatch(plane.name) for plane in planes):
             return backend
@@ -218,7 +220,7 @@ def _add_named(
         found.add(program, chosen, (instruction, plane.strings), device, run, events)
 
 
-def _joined(parts: Sequence[Events], stats: Sequence[str] = ()) -> Events:
+def _concatenate(parts: Sequence[Events], stats: Sequence[str] = ()) -> Events:
     none = np.zeros(0, np.int64)
     name, start, end = (
         np.concatenate([none, *(getattr(part, column) for part in parts)])

@@ -75,7 +75,7 @@ def _find_chains(module: Module) -> dict[str, dict[str, int]]:
 
 
 def _find_sites(part: str, callers: Mapping[str, list[tuple[str, Instruction]]]) -> list[str]:
-    """Return the instructions with events of their own that contain a computation."""
+    """Find the instructions with events of their own that contain a computation."""
     found: list[str] = []
     for caller, site in callers.get(part, ()):
         if site.opcode not in _STRUCTURE and not site.opcode.endswith(("-done", "-update")):

@@ -12,7 +12,7 @@ import numpy as np
 from jaxcoll._report.profile.backends import Backend, Executions, Program
 from jaxcoll._report.profile.event_names import DONE, START, WHOLE, EventNames, event_names
 from jaxcoll._report.profile.profile import Compiled, Profile
-from jaxcoll._report.profile.rank_times import required
+from jaxcoll._report.profile.rank_times import find_regular
 from jaxcoll._report.report import Report
 
 
@@ -31,11 +31,11 @@ class Candidate:
         return event_names(self.program.text, collectives, self.program.wrapped)
 
     def missing(self, names: Iterable[str], backend: Backend) -> list[int]:
-        """Return the collectives of each run that no executions of these names are."""
+        """List the collectives of each run that no executions of these names are."""
         seen = {self.names.collectives.get(name) for name in names}
         return [
             k
-            for k in required(self.report.rows)
+            for k in find_regular(self.report.rows)
             if (k, WHOLE) not in seen
             and ((k, START) not in seen or not (backend.runs_kernels or (k, DONE) in seen))
         ]
@@ -44,7 +44,7 @@ class Candidate:
 def match_programs(
     candidates: Mapping[str, Candidate], profile: Profile
 ) -> tuple[dict[str, Executions], list[str]]:
-    """Return each program's executions, and notes on what is ambiguous or missing.
+    """Find each program's executions, and notes on what is ambiguous or missing.
 
     A program is identified by its name and its collectives. If several match, its number decides,
     unless one of that name has an unknown number: one from the persistent cache has another's. If
@@ -85,10 +85,10 @@ def match_programs(
                     f"{module}: {len(lost)} of its {len(rows)} collectives have no event, or no "
                     f"end, in the profile, and no time here ({some}): {profile.backend.advice}."
                 ] = None
-    return {key: _joined(parts) for key, parts in found.items()}, list(notes)
+    return {key: _join(parts) for key, parts in found.items()}, list(notes)
 
 
-def _joined(parts: Sequence[Executions]) -> Executions:
+def _join(parts: Sequence[Executions]) -> Executions:
     if len(parts) == 1:
         return parts[0]
     columns = (np.concatenate(column) for column in zip(*(part[1:] for part in parts), strict=True))

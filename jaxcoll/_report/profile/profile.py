@@ -19,7 +19,7 @@ from jaxcoll._compat.running import (
 from jaxcoll._hlo.replica_groups import read_groups
 from jaxcoll._report.profile.backends import CPU, Backend, Executions, Found, Program, find_backend
 from jaxcoll._report.profile.xspace import Plane, read_planes, text
-from jaxcoll._show.units import shortened
+from jaxcoll._show.units import shorten
 
 BUSY = "not measured: the program itself had JAX's profiler running."
 _SENDS = re.compile(
@@ -66,14 +66,14 @@ def sends(text: str) -> bool:
 
 
 def read_profile(profile: bytes | memoryview) -> Profile:
-    """Return the executions in a serialized XSpace (b"": none).
+    """Read the executions in a serialized XSpace (b"": none).
 
     Cost: 0.5 µs for each event of a TPU, 2 µs for others; memory for two copies of the file.
 
     Raises:
       ValueError: the bytes are not a profile, or it is damaged.
     """
-    with _explained():
+    with _explain_damage():
         planes, found = read_planes(memoryview(profile)), Found()
         backend = find_backend(planes)
         for plane in planes:
@@ -85,14 +85,14 @@ def read_profile(profile: bytes | memoryview) -> Profile:
 
 
 def read_programs(profile: bytes | memoryview) -> list[Compiled]:
-    """Return the communicating programs in a serialized XSpace.
+    """Read the communicating programs in a serialized XSpace.
 
     Raises:
       ValueError: the bytes are not a profile, or it is damaged.
     """
-    with _explained():
+    with _explain_damage():
         planes = [p for p in read_planes(memoryview(profile)) if p.name == "/host:metadata"]
-        programs = [_compiled(*module) for plane in planes for module in modules_in(plane)]
+        programs = [_read_program(*module) for plane in planes for module in modules_in(plane)]
     return sorted(filter(None, programs), key=lambda program: program.number or 0)
 
 
@@ -105,24 +105,24 @@ def modules_in(plane: Plane) -> Iterator[tuple[str, bytes]]:
                 yield text(dict(fields).get(2, b"")), bytes(module)
 
 
-def _compiled(name: str, module: bytes) -> Compiled | None:
-    """Return a program, unless it does not communicate."""
+def _read_program(name: str, module: bytes) -> Compiled | None:
+    """Read a program, unless it does not communicate."""
     hlo = text_of(module)
     if not sends(hlo):
         return None
     if assigned := assigned_devices(module):
-        hlo = _for_devices(hlo, *assigned)
+        hlo = _set_devices(hlo, *assigned)
     # A TPU's executions have the number in the name, a fingerprint; others have the same in both.
     number = int(found[1]) if (found := _NUMBER.search(name)) else program_id(module)
     return Compiled(hlo, number, wrapped=wrapped_names(module))
 
 
 def assume_devices(program: Compiled, devices: int) -> Compiled:
-    """Return the program, for at least so many devices if its profile does not say for how many."""
-    return program._replace(text=_for_devices(program.text, 1, devices, at_least=True))
+    """Suppose at least so many devices for a program whose profile does not say for how many."""
+    return program._replace(text=_set_devices(program.text, 1, devices, at_least=True))
 
 
-def _for_devices(hlo: str, replicas: int, partitions: int, *, at_least: bool = False) -> str:
+def _set_devices(hlo: str, replicas: int, partitions: int, *, at_least: bool = False) -> str:
     header, newline, rest = hlo.partition("\n")
     if _DEVICES.search(header):
         return hlo
@@ -137,10 +137,10 @@ def _for_devices(hlo: str, replicas: int, partitions: int, *, at_least: bool = F
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _explain_damage() -> Iterator[None]:
     """Turn the errors of damaged messages into one ValueError."""
     try:
         yield
     except (IndexError, KeyError, RuntimeError, TypeError, ValueError, OverflowError) as error:
-        message = shortened(" ".join(str(error).split()), 200)
+        message = shorten(" ".join(str(error).split()), 200)
         raise ValueError(f"this is not a JAX profile, or it is damaged: {message}.") from None

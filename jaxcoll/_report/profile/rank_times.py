@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcoll._report.measured import folds_of, nearest
+from jaxcoll._report.measured import find_nearest, fold_rows
 from jaxcoll._report.profile.backends import Backend, Executions
 from jaxcoll._report.profile.event_names import DONE, START, EventNames
 from jaxcoll._report.report import Report
@@ -35,14 +35,14 @@ class _Events(NamedTuple):
     start: np.ndarray
     end: np.ndarray
 
-    def of(self, chosen: np.ndarray | slice) -> _Events:
+    def select(self, chosen: np.ndarray | slice) -> _Events:
         return _Events(*(column[chosen] for column in self))
 
 
-def times_of(
+def time_runs(
     report: Report, names: EventNames, executions: Executions, backend: Backend, most: int
 ) -> dict[str, Any] | None:
-    """Return the times of the last `most` complete runs, in nanoseconds; None if there are none.
+    """Find the times of the last `most` complete runs, in nanoseconds; None if there are none.
 
     For each run: its number, its start, the end of its last collective, its exposed communication,
     and the durations of each fold on the device that waited least. For some in the middle: the
@@ -51,12 +51,12 @@ def times_of(
     length, if the profile has it), and "devices" the number of devices that were recorded. Runs
     without a number count from -1, the last.
     """
-    regular = required(report.rows)
+    regular = find_regular(report.rows)
     events = _events(names, executions, backend, regular)
     numbers, events = _complete_runs(events, regular, backend, most)
     if not numbers:
         return None
-    folds = folds_of(report.rows)
+    folds = fold_rows(report.rows)
     fold_of = np.zeros(len(report.rows) + 1, int) - 1  # the last is that of other instructions
     for n, rows in enumerate(folds):
         fold_of[rows] = n
@@ -66,7 +66,7 @@ def times_of(
     transfers = _transfers(events, backend)
     fold = fold_of[transfers.row]
     edges = np.searchsorted(events.run, np.arange(len(numbers) + 1)).tolist()
-    by_run = [events.of(slice(*edge)) for edge in itertools.pairwise(edges)]
+    by_run = [events.select(slice(*edge)) for edge in itertools.pairwise(edges)]
     starts = [int(run.start[0]) for run in by_run]
     ends = np.zeros(len(numbers), int)
     np.maximum.at(ends, transfers.run, transfers.end)
@@ -77,10 +77,10 @@ def times_of(
         "runs": numbers,
         "starts": starts,
         "ends": ends.tolist(),
-        "step": median_step(starts) or _length(by_run, backend),
-        "turns": _turns(transfers, unbounded, len(numbers)),
+        "step": find_step(starts) or _measure_length(by_run, backend),
+        "turns": _count_turns(transfers, unbounded, len(numbers)),
         "devices": len(np.unique(events.device)),
-        "exposed": [_exposed(run) for run in by_run],
+        "exposed": [_measure_exposed(run) for run in by_run],
         "times": _durations(transfers, fold, len(numbers), len(folds), permutes),
         "lanes": [
             _lane(run, transfers, fold, k) if k in drawn else [] for k, run in enumerate(by_run)
@@ -98,35 +98,35 @@ def _events(
     events = _Events(run, device, row[at], role.astype(np.int8)[at], computes[at], start, end)
     if backend.runs_kernels:
         in_time = np.argsort(start, kind="stable")
-        events = events.of(in_time)
+        events = events.select(in_time)
         order = np.array([names.order.get(name, -1) for name in executions.names], int)[at[in_time]]
         run = np.zeros(len(order), int)
         for one in np.unique(device).tolist():
             own = events.device == one
-            run[own] = _count_runs(events.of(own), order[own], regular)
+            run[own] = _count_runs(events.select(own), order[own], regular)
         events = events._replace(run=run, row=np.where(run == _NO_RUN, -1, events.row))
     return events
 
 
-def _length(runs: Sequence[_Events], backend: Backend) -> float | None:
-    """Return how long the devices were busy with one run, if the profile says where runs end."""
+def _measure_length(runs: Sequence[_Events], backend: Backend) -> float | None:
+    """Measure how long the devices were busy with one run, if the profile says where runs end."""
     return median(int(run.end.max() - run.start[0]) for run in runs) if backend.has_ends else None
 
 
-def median_step(starts: Sequence[int]) -> float | None:
-    """Return the median time from one start to the next; None if there are fewer than two."""
+def find_step(starts: Sequence[int]) -> float | None:
+    """Find the median time from one start to the next; None if there are fewer than two."""
     steps = [b - a for a, b in itertools.pairwise(starts)]
     return median(steps) if len(steps) > 1 else None
 
 
-def _turns(transfers: _Events, rows: Sequence[int], runs: int) -> list[list[int]]:
-    """Return for each run how often each of some rows was executed on one device."""
+def _count_turns(transfers: _Events, rows: Sequence[int], runs: int) -> list[list[int]]:
+    """Count for each run how often each of some rows was executed on one device."""
     counts = [np.bincount(transfers.run[transfers.row == k], minlength=runs) for k in rows]
     devices = max(1, len(np.unique(transfers.device)))
     return [[int(count[run]) // devices for count in counts] for run in range(runs)]
 
 
-def required(rows: Sequence[Row]) -> dict[int, int]:
+def find_regular(rows: Sequence[Row]) -> dict[int, int]:
     """Map the rows that all runs execute equally often to how often; to 0, and all, if none is so.
 
     A computation that is called twice has two rows of one name, of which the last counts.
@@ -183,7 +183,7 @@ def _falls(order: np.ndarray) -> np.ndarray:
 def _complete_runs(
     events: _Events, regular: Mapping[int, int], backend: Backend, most: int
 ) -> tuple[list[int], _Events]:
-    """Return the numbers of the last complete runs, and their events, with runs counted from 0.
+    """Find the numbers of the last complete runs, and their events, with runs counted from 0.
 
     A run that the profile cuts off, perhaps on one device only, has fewer collectives.
     """
@@ -192,7 +192,7 @@ def _complete_runs(
     places, own = np.unique(keys[sends], return_inverse=True)  # one for each device and run
     if not len(places):
         return [], events
-    device, sends = places >> 40, events.of(sends)
+    device, sends = places >> 40, events.select(sends)
     is_regular = np.isin(sends.row, [*regular])
     counts = np.bincount(own[is_regular], minlength=len(places))
     parts = np.unique(np.stack([sends.row, sends.role]), axis=1)[0]  # starts and ends are two
@@ -231,43 +231,45 @@ def _complete_runs(
     del keys, at
     order = np.flatnonzero(run >= 0)
     order = order[np.lexsort((events.start[order], run[order]))]
-    return found[chosen].tolist(), events.of(order)._replace(run=run[order])
+    return found[chosen].tolist(), events.select(order)._replace(run=run[order])
 
 
 def _join(device: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Number the runs of devices with one clock by the time at which their collectives end."""
     first = np.sort(ends[device == np.bincount(device).argmax()])
-    at = nearest(first, ends, float(np.median(np.diff(first))) / 2 if len(first) > 1 else np.inf)
+    at = find_nearest(
+        first, ends, float(np.median(np.diff(first))) / 2 if len(first) > 1 else np.inf
+    )
     return np.where(at < 0, _NO_RUN, at - len(first))
 
 
 def _transfers(events: _Events, backend: Backend) -> _Events:
-    """Return the collectives of complete runs; one that has a start and an end lasts between.
+    """Join the starts and ends of the collectives of complete runs.
 
     Where starts have no end, or another number of them, it is not known how long they lasted. GPUs
     have no ends.
     """
-    sends = events.of(events.row >= 0)
+    sends = events.select(events.row >= 0)
     ends, begins = sends.role == DONE, sends.role == START
     if backend.runs_kernels:
         begins &= np.isin(sends.row, sends.row[ends])
     begun, done = (
-        part.of(np.lexsort((part.start, part.row, part.device, part.run)))
-        for part in map(sends.of, (begins, ends))
+        part.select(np.lexsort((part.start, part.row, part.device, part.run)))
+        for part in map(sends.select, (begins, ends))
     )
     keys = [x.run.astype(int) << 40 | x.device.astype(int) << 20 | x.row for x in (begun, done)]
     _, place = np.unique(np.concatenate(keys), return_inverse=True)
     first, second = np.split(place, [len(begun.row)])
     pairs = np.bincount(first, minlength=len(place)) == np.bincount(second, minlength=len(place))
-    joined = begun.of(pairs[first])._replace(end=done.end[pairs[second]])
-    columns = zip(sends.of(~begins & ~ends), joined, strict=True)
+    joined = begun.select(pairs[first])._replace(end=done.end[pairs[second]])
+    columns = zip(sends.select(~begins & ~ends), joined, strict=True)
     return _Events(*map(np.concatenate, columns))
 
 
 def _durations(
     transfers: _Events, fold: np.ndarray, runs: int, folds: int, permutes: set[int]
 ) -> list[list[list[int]]]:
-    """Return the durations of each fold in each run, on the device that waited least."""
+    """Find the durations of each fold in each run, on the device that waited least."""
     order = np.lexsort((transfers.start, transfers.device, fold, transfers.run))
     run, device, fold = transfers.run[order], transfers.device[order], fold[order]
     took = (transfers.end - transfers.start)[order]
@@ -283,15 +285,15 @@ def _durations(
     return durations
 
 
-def _exposed(events: _Events) -> float:
-    """Return a run's nanoseconds of communication without computation, the mean over devices."""
-    computing = events.of(events.computes)
-    both = events.of(events.computes | (events.row >= 0))
-    return (_covered(both) - _covered(computing)) / len(np.unique(events.device))
+def _measure_exposed(events: _Events) -> float:
+    """Measure a run's nanoseconds of communication without computation, the mean over devices."""
+    computing = events.select(events.computes)
+    both = events.select(events.computes | (events.row >= 0))
+    return (_measure_covered(both) - _measure_covered(computing)) / len(np.unique(events.device))
 
 
-def _covered(events: _Events) -> int:
-    """Return the length of the union of each device's events, added up."""
+def _measure_covered(events: _Events) -> int:
+    """Measure the union of each device's events, added up."""
     if not len(events.start):
         return 0
     # The spans of devices are moved apart, so that one running maximum serves all.
@@ -305,11 +307,11 @@ def _covered(events: _Events) -> int:
 def _lane(
     own: _Events, transfers: _Events, fold: np.ndarray, run: int
 ) -> list[tuple[int, int, int]]:
-    """Return (fold, start, end) on the first device, from the run's start; -1 is computation."""
-    of_device = own.of(own.device == own.device.min())
+    """List (fold, start, end) on the first device, from the run's start; -1 is computation."""
+    of_device = own.select(own.device == own.device.min())
     start = int(own.start[0])
     gap = int(of_device.end.max() - start) // _PIECES
-    computing = of_device.of(of_device.computes)
+    computing = of_device.select(of_device.computes)
     until = np.maximum.accumulate(computing.end)
     begins = np.append(True, computing.start[1:] > until[:-1] + gap)[: len(until)]
     ends = np.append(begins[1:], True)[: len(until)]

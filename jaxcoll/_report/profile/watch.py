@@ -119,7 +119,7 @@ class Watch:
 
 def measure_calls(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
     """Return the report with times, after `runs` calls without the profiler and `runs` with it."""
-    from jaxcoll._report.profile.rank_times import median_step
+    from jaxcoll._report.profile.rank_times import find_step
     from jaxcoll._report.programs import read_rank
 
     jax.block_until_ready(call())  # compiles
@@ -134,7 +134,7 @@ def measure_calls(report: Report, text: str, call: Callable[[], Any], runs: int)
     reports, rows = read_rank([Compiled(text)], read_profile(profile), runs)
     for row in rows["programs"].values():
         if row["times"]:  # as there: from the start of one run to the start of the next
-            row["times"]["unprofiled"] = median_step(starts)
+            row["times"]["unprofiled"] = find_step(starts)
     if not profile:
         rows["notes"].append(BUSY)
     programs = _merge(reports, rows, f"jaxcoll/watch/{next(_numbers)}/rows", 0, everywhere=True)

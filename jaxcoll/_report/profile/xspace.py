@@ -99,7 +99,7 @@ class Plane:
 
 
 def read_planes(profile: memoryview) -> list[Plane]:
-    """Return the planes of a serialized XSpace.
+    """Split a serialized XSpace into planes.
 
     Raises:
       ValueError: it is not a profile, or only a part of one; or IndexError, KeyError, TypeError.
@@ -111,12 +111,11 @@ def read_planes(profile: memoryview) -> list[Plane]:
 
 
 def text(value: Any) -> str:
-    """Return the string in a field."""
     return str(bytes(value), "utf8")
 
 
 def _head(line: memoryview) -> dict[int, Any]:
-    """Return the fields of a line that stand before its events."""
+    """Read the fields of a line that stand before its events."""
     return dict(itertools.takewhile(lambda field: field[0] < 4, fields_of(line)))
 
 
@@ -172,7 +171,7 @@ def _columns(
 
 
 def _varints(words: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of variable length that begin at some places, and where they end."""
+    """Read the numbers of variable length that begin at some places; also return where they end."""
     word = words[at]
     stops = ~word & _STOPS  # the highest bit of a number's last byte is 0
     last = stops & (~stops + _ONE)
