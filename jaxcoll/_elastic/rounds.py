@@ -103,6 +103,6 @@ class Rounds(Steps):
 
         def finish(mean: Any, call: Call) -> Any:
             mean = mean if checked is None else checked(mean, call)
-            return self._train.applied(now, mean), metrics
+            return self._train.apply_mean(now, mean), metrics
 
         return Prepared(int(now.steps), call, finish)

@@ -47,7 +47,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]  # all others
     batch: tuple[Slot, ...]  # the arguments that are split, in order
 
-    def at(self, slot: Slot) -> Any:
+    def get(self, slot: Slot) -> Any:
         """Return one of the arguments."""
         return self.kwargs[slot] if isinstance(slot, str) else self.args[slot]
 
@@ -58,7 +58,7 @@ class Call(NamedTuple):
         kwargs = {name: (split if name in self.batch else whole)(x) for name, x in named}
         return Call(args, kwargs, self.batch)
 
-    def with_batch(self, batch: Sequence[Any]) -> Call:
+    def replace_batch(self, batch: Sequence[Any]) -> Call:
         """Return the call with other values of the arguments that are split, in order."""
         new = dict(zip(self.batch, batch, strict=True))
         args = tuple(new.get(i, x) for i, x in enumerate(self.args))
@@ -134,12 +134,12 @@ class Signature:
             return Call(args, kwargs, self._batch_by_count[len(args)])
         passed, others = None if kwargs else len(args), {}
         if self._signature is not None:
-            bound = self._bound(self._signature, args, kwargs)
+            bound = self._bind(self._signature, args, kwargs)
             args, kwargs = bound.args, bound.kwargs
             others = {n: x for n, x in bound.arguments.items() if n not in self._needed}
         call = Call(args, kwargs, ())
         if self._batch is None and (len(self._needed) not in (1, 2) or _has_rows(others)):
-            raise ValueError(self._unnamed(call))
+            raise ValueError(self._explain_unnamed(call))
         slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
         places = self._needed[-1:] if self._batch is None else self._batch
         batch = dict.fromkeys(self._slot(place, slots, call) for place in places)
@@ -148,10 +148,10 @@ class Signature:
             self._batch_by_count[passed] = call.batch
         return call
 
-    def _unnamed(self, call: Call) -> str:
+    def _explain_unnamed(self, call: Call) -> str:
         """Return the message for a batch that must be named, with the line that probably does."""
         slots: list[Slot] = [*range(len(call.args)), *call.kwargs]
-        rows = {slot: {np.shape(x)[:1] for x in jax.tree.leaves(call.at(slot))} for slot in slots}
+        rows = {slot: {np.shape(x)[:1] for x in jax.tree.leaves(call.get(slot))} for slot in slots}
         known: dict[Slot, Slot] = dict(enumerate(self._names))
         second = [s for s in slots if self._needed[1:] == (known.get(s, s),)]
         *_, last = [s for s in (*slots, *second) if rows[s] - {()}] or slots or [1]
@@ -165,7 +165,7 @@ class Signature:
             caller=self._caller, function=self._named, line=line, where=self._where
         )
 
-    def _bound(
+    def _bind(
         self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> inspect.BoundArguments:
         try:
@@ -182,17 +182,17 @@ class Signature:
         if isinstance(place, str):
             named = self._signature.parameters if self._signature else {}
             if named and place not in {*named, *kwargs}:
-                raise ValueError(self._lacks("batch_argnums", place, named) + ".")
-            at = self._names.index(place) if place in self._names else len(args)
-            if place in kwargs or at < len(args):
-                return place if place in kwargs else at
+                raise ValueError(self._explain_lack("batch_argnums", place, named) + ".")
+            position = self._names.index(place) if place in self._names else len(args)
+            if place in kwargs or position < len(args):
+                return place if place in kwargs else position
         elif place < 0 and -len(slots) <= place:
             return slots[place]
         elif 0 <= place < len(args):
             return place
         elif len(args) <= place < len(self._names) and self._names[place] in kwargs:
             return self._names[place]
-        raise ValueError(self.missing(call, place, "batch_argnums"))
+        raise ValueError(self.explain_missing(call, place, "batch_argnums"))
 
     def positions(self, places: Sequence[Slot]) -> tuple[int, ...]:
         """Return the positions of parameters, given positions and names.
@@ -203,11 +203,11 @@ class Signature:
         for place in places:
             if isinstance(place, str) and place not in self._names:
                 raise ValueError(
-                    self._lacks("donate_argnums", place, self._names) + " by position."
+                    self._explain_lack("donate_argnums", place, self._names) + " by position."
                 )
         return tuple(self._names.index(p) if isinstance(p, str) else p for p in places)
 
-    def missing(self, call: Call, place: Slot, setting: str) -> str:
+    def explain_missing(self, call: Call, place: Slot, setting: str) -> str:
         """Return the message for a setting that names an argument which a call lacks."""
         return (
             f"`{self._caller}`: argument {place!r} is named in `{setting}`, but the function was "
@@ -215,7 +215,7 @@ class Signature:
             + (f" and {', '.join(map(repr, call.kwargs))}." if call.kwargs else ".")
         )
 
-    def _lacks(self, setting: str, place: str, names: Iterable[str]) -> str:
+    def _explain_lack(self, setting: str, place: str, names: Iterable[str]) -> str:
         return (
             f"`{self._caller}`: argument {place!r} is named in `{setting}`, but the function has "
             f"{', '.join(map(repr, names)) or 'none'}"
@@ -253,7 +253,7 @@ def check_shares(
     """
     names: dict[tuple[int, ...], str] = {}
     for slot in call.batch:
-        for path, x in flattened(call.at(slot))[0]:
+        for path, x in flattened(call.get(slot))[0]:
             names.setdefault(np.shape(x), name_of(slot) + path)
     pairs = [p for p in itertools.permutations(names, 2) if _may_broadcast(*p, shares)]
     if not pairs or shares == 1:
@@ -270,13 +270,13 @@ def check_shares(
         leaves, treedef = jax.tree.flatten((bigger.args, bigger.kwargs))
 
         # Arrays are arguments of the trace, so that objects that hold them belong to it.
-        def traced(*arrays: Any) -> None:
+        def run_flat(*arrays: Any) -> None:
             rest = iter(arrays)
             run(*treedef.unflatten([next(rest) if isinstance(x, jax.Array) else x for x in leaves]))
 
         try:
             with entered(quiet):
-                jax.eval_shape(traced, *[x for x in leaves if isinstance(x, jax.Array)])
+                jax.eval_shape(run_flat, *[x for x in leaves if isinstance(x, jax.Array)])
         except Exception as error:
             return error
 

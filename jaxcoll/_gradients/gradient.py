@@ -30,7 +30,7 @@ from jaxcoll._gradients.batch import Signature
 from jaxcoll._gradients.loss import (
     Differentiated,
     Extras,
-    accumulated,
+    accumulate,
     check_differentiable,
     loss_and_aux,
     value_and_local_grad,
@@ -41,7 +41,7 @@ from jaxcoll._plan.choose import wants_order
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty, flattened, refuse_tied, where
 from jaxcoll._proof.proof import same_outputs
-from jaxcoll._proof.retrace import Traced, places, traced_call
+from jaxcoll._proof.retrace import Traced, places, trace_call
 from jaxcoll._proof.subjaxprs import contains
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import AlreadyReducedError
@@ -161,7 +161,7 @@ class Differentiator:
 
         if self.pieces is not None:
             assert self.signature is not None
-            return accumulated(
+            return accumulate(
                 differentiate,
                 args,
                 kwargs,
@@ -176,7 +176,7 @@ class Differentiator:
             value, grads = jax.tree.map(lambda x: halved(x, self.halvings(axes)), (value, grads))
         return (value, extras), grads
 
-    def reduced(
+    def reduce(
         self, program: Traced, args: tuple[Any, ...], axes: dict[str, int], scope: Scope, old: Any
     ) -> Any:
         """Evaluate the program of `local` and reduce it, given the old residual, if any."""
@@ -187,7 +187,7 @@ class Differentiator:
         value = checked_same(value, same, axes, self.caller)
         weighted = extras.weight is not None
         op = ReduceOp.SUM if weighted else self.reduce_op
-        parts = metrics.parts_of(extras.aux, axes, self.caller)
+        parts = metrics.make_parts(extras.aux, axes, self.caller)
         local = _Local(value if self.with_value else None, extras.weight, parts, grads)
         residual = None
         if self.scatter:
@@ -208,7 +208,7 @@ class Differentiator:
                 is_finite = finite(jax.tree.leaves(without_shards(grads, sharded)))
                 residual = jax.tree.map(functools.partial(jnp.where, is_finite), residual, old)
         times = count(axes) if op is ReduceOp.MEAN else 1
-        aux = metrics.with_numbers(extras.aux, local.metrics, times)
+        aux = metrics.insert_numbers(extras.aux, local.metrics, times)
         outputs = ((value, aux) if self.has_aux else value, grads)
         if not self.with_value:
             outputs = (grads, aux) if self.has_aux else (grads,)
@@ -227,7 +227,7 @@ class Differentiator:
         residual: Shards | None,
     ) -> tuple[_Local, Shards | None]:
         """Reduce the leaves outside of `Shards` in one call, then the others; also the residual."""
-        same, ready = _synced(program, axes), None
+        same, ready = _find_synced(program, axes), None
         if residual is not None and same:
             raise ValueError(_SYNCED_ALREADY.format(caller=self.caller, leaf=where(min(same))))
         common = local._replace(grads=without_shards(local.grads, sharded))
@@ -276,7 +276,7 @@ def positional_names(fun: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def reduced_gradient(
+def make_gradient(
     gradient: Differentiator,
     axis_name: Any,
     scope: Callable[[], Scope],
@@ -285,7 +285,7 @@ def reduced_gradient(
     """Implement `jc.value_and_grad`, `jc.grad` and `jc.accumulate`."""
     caller = gradient.caller
 
-    def reduced(*args: Any, **kwargs: Any) -> Any:
+    def differentiate(*args: Any, **kwargs: Any) -> Any:
         here = scope()
         axes = bound_axes(here.over(axis_name, caller), caller)
         residual = kwargs.pop("residual", None) if gradient.feedback else None
@@ -304,13 +304,13 @@ def reduced_gradient(
         def local_gradient() -> Differentiated:
             return gradient.local(axes, inside, args, kwargs)
 
-        program = traced_call(local_gradient)
-        return gradient.reduced(program, args, axes, here.merged(options), residual)
+        program = trace_call(local_gradient)
+        return gradient.reduce(program, args, axes, here.merged(options), residual)
 
-    return _signed(reduced, gradient)
+    return _copy_signature(differentiate, gradient)
 
 
-def _signed(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[..., Any]:
+def _copy_signature(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[..., Any]:
     """Give `reduced` the name and the signature of the loss, with `residual` under feedback."""
     functools.update_wrapper(reduced, gradient.fun, updated=())
     if gradient.feedback:
@@ -322,7 +322,7 @@ def _signed(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[.
     return reduced
 
 
-def _synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozenset[str]]:
+def _find_synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozenset[str]]:
     """Return, by path, the axes along which `sync_in_backward` provably made a gradient equal.
 
     Reducing a gradient that the proof misses is correct, too: the mean of equal numbers.

@@ -20,7 +20,7 @@ from jaxcoll._collectives.scope import Differentiation, differentiated
 from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.packs.leaves import no_array, wide
-from jaxcoll._proof.retrace import traced_call
+from jaxcoll._proof.retrace import trace_call
 
 _TUPLE_LOSS = """\
 `{caller}`: the loss returned a tuple of {n}. If the rest is auxiliary output, \
@@ -149,7 +149,7 @@ Differentiated = tuple[tuple[Any, Extras], Any]
 Differentiate = Callable[[tuple[Any, ...], dict[str, Any]], Differentiated]
 
 
-def accumulated(
+def accumulate(
     differentiate: Differentiate,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -168,10 +168,10 @@ def accumulated(
     and its gradients are divided by 2^`halvings`, so that the sums over replicas fit.
     """
     call = signature.call(args, kwargs)
-    pieces = [_in_pieces(call, slot, signature.name(slot), count, learned) for slot in call.batch]
+    pieces = [_split(call, slot, signature.name(slot), count, learned) for slot in call.batch]
 
     def one(pieces: list[Any]) -> tuple[Any, Any]:
-        piece = call.with_batch(pieces)
+        piece = call.replace_batch(pieces)
         (value, extras), grads = differentiate(piece.args, piece.kwargs)
         aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), extras.aux)
         # A loss may return a constant, or a Python number that is differentiated.
@@ -179,8 +179,8 @@ def accumulated(
 
     # Trace one piece for the types of the initial sums.
     first = jax.tree.map(lambda x: x[0], pieces)
-    program = traced_call(one, first)
-    check_shares(differentiate, call.with_batch(first), count, signature.name, "jc.accumulate")
+    program = trace_call(one, first)
+    check_shares(differentiate, call.replace_batch(first), count, signature.name, "jc.accumulate")
     types, _ = program.result(program.program.out_avals)
     summed = jax.tree.leaves(types)
 
@@ -195,17 +195,17 @@ def accumulated(
     parts = count if mean and weight is None else 1
     taken_off = 0 if weight is None else halvings
 
-    def averaged(total: jax.Array, like: Any) -> jax.Array:
+    def average(total: jax.Array, like: Any) -> jax.Array:
         total = total / parts if parts > 1 else total
         if taken_off and like.dtype == np.float16:
             total = total * np.float32(2.0**-taken_off)
         return total.astype(like.dtype)
 
-    value, grads = jax.tree.map(averaged, (value, grads), (types[0], types[2]))
+    value, grads = jax.tree.map(average, (value, grads), (types[0], types[2]))
     return (value, Extras(weight, aux)), grads
 
 
-def _in_pieces(call: Call, slot: Slot, name: str, count: int, learned: Sequence[int]) -> Any:
+def _split(call: Call, slot: Slot, name: str, count: int, learned: Sequence[int]) -> Any:
     """Return an argument to split, with each leaf of shape (count, rows / count, ...)."""
     if slot in learned:
         raise ValueError(
@@ -213,7 +213,7 @@ def _in_pieces(call: Call, slot: Slot, name: str, count: int, learned: Sequence[
             "differentiated argument cannot be split into microbatches."
         )
     cut = functools.partial(_cut, name, count)
-    return jax.tree_util.tree_map_with_path(cut, call.at(slot))
+    return jax.tree_util.tree_map_with_path(cut, call.get(slot))
 
 
 def _cut(name: str, count: int, path: Any, leaf: Any) -> Any:

@@ -16,13 +16,13 @@ from jaxcoll import _compat
 from jaxcoll._collectives.pipeline import quotient
 from jaxcoll._collectives.reduce import all_reduce
 from jaxcoll._collectives.scope import Differentiation, Scope, bound_axes, differentiated, retyped
-from jaxcoll._gradients.gradient import Differentiator, positional_names, reduced_gradient
+from jaxcoll._gradients.gradient import Differentiator, make_gradient, positional_names
 from jaxcoll._gradients.loss import WeightedLoss, value_and_weight
-from jaxcoll._gradients.sync import reduced_backward
+from jaxcoll._gradients.sync import reduce_backward
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
-from jaxcoll._proof.retrace import traced, with_captured
+from jaxcoll._proof.retrace import lift_captured, trace
 
 CALLER = "jc.mean_loss"
 
@@ -67,7 +67,7 @@ def mean_loss(
         # JAX may trace a custom derivative after the function around it has returned. So every
         # array that the loss uses must be an operand, also those that it captures.
         with differentiated(Differentiation(axes, options, enclosing=retyped())):
-            program, captured = with_captured(traced(loss, *varying(inputs)))
+            program, captured = lift_captured(trace(loss, *varying(inputs)))
 
         def local(*operands: Any) -> Any:
             value, weight = program.result(program.outputs(*varying(operands)))
@@ -76,7 +76,7 @@ def mean_loss(
         local.__signature__ = _signature(fun, len(args), [*arrays[1]], len(captured))  # pyright: ignore[reportFunctionMemberAccess]
 
         @jax.custom_jvp
-        def of_operands(*operands: Any) -> Any:
+        def average(*operands: Any) -> Any:
             value, weight = program.result(program.outputs(*varying(operands)))
             exactly = here.merged(options).exactly
             if weight is None:
@@ -91,7 +91,7 @@ def mean_loss(
                 if not all(map(_is_zero, jax.tree.leaves(tree)))
             ]
             if not argnums:
-                value = of_operands(*primals)
+                value = average(*primals)
                 return value, jnp.zeros_like(value)
             if _compat.types_tracked() and argnums[-1] >= len(inputs):
                 raise ValueError(_CAPTURED)
@@ -100,8 +100,8 @@ def mean_loss(
             if not _compat.types_tracked():  # else autodiff sums over replicas by itself
                 # A derivative of the gradients is a mean over the replicas, too.
                 learned = {i: primals[i] for i in argnums}
-                operands |= reduced_backward(learned, ReduceOp.MEAN, axes, here.merged(options))
-            differentiate = reduced_gradient(gradient, axes, lambda: here, options)
+                operands |= reduce_backward(learned, ReduceOp.MEAN, axes, here.merged(options))
+            differentiate = make_gradient(gradient, axes, lambda: here, options)
             value, grads = differentiate(*operands.values())
             products = jax.tree.map(
                 lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
@@ -111,8 +111,8 @@ def mean_loss(
             tangent = sum(jax.tree.leaves(products), jnp.zeros((), value.dtype))
             return value, jnp.real(tangent).astype(value.dtype)
 
-        of_operands.defjvp(rule, symbolic_zeros=True)
-        return of_operands(*inputs, *captured)
+        average.defjvp(rule, symbolic_zeros=True)
+        return average(*inputs, *captured)
 
     return mean
 

@@ -97,12 +97,12 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
     metrics = constants_as_varying(metrics, tuple(axes))
     parts = all_reduce(
         ReduceOp.SUM,
-        parts_of(metrics, axes, caller),
+        make_parts(metrics, axes, caller),
         axis_name,
         scope=scope.exactly,
         packing=BytesPerPack(1 << 60),
     )
-    return with_numbers(metrics, parts, 1)
+    return insert_numbers(metrics, parts, 1)
 
 
 def constants_as_varying(tree: Any, axes: tuple[str, ...]) -> Any:
@@ -117,12 +117,12 @@ def constants_as_varying(tree: Any, axes: tuple[str, ...]) -> Any:
     )
 
 
-def parts_of(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
+def make_parts(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
     """Return this replica's summands of the metrics in a tree; *varying* over the axes."""
     parts: Parts = {}
     for path, metric in flattened(tree, is_metric)[0]:
         if isinstance(metric, Total):
-            total = _summed(metric.value, path, caller)
+            total = _sum(metric.value, path, caller)
             counter = _counter(metric.value)
             if counter is not None:
                 total = _digits(jnp.sum(jnp.asarray(metric.value), dtype=counter))
@@ -134,8 +134,8 @@ def parts_of(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
                     f"`{caller}`: metric {path or 'itself'} has a total of shape {shapes[0]} and a "
                     f"weight of shape {shapes[1]}; expected one weight for each total."
                 )
-            total = _summed(metric.total, path, caller)
-            parts[path] = WeightedMean(total, _summed(metric.weight, path, caller))
+            total = _sum(metric.total, path, caller)
+            parts[path] = WeightedMean(total, _sum(metric.weight, path, caller))
         else:
             continue
         if missing := {a: axes[a] for a in _compat.same_axes(total, axes)}:
@@ -145,7 +145,7 @@ def parts_of(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
     return jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), parts)
 
 
-def with_numbers(tree: Any, parts: Parts, times: int) -> Any:
+def insert_numbers(tree: Any, parts: Parts, times: int) -> Any:
     """Replace each metric of a tree by its number.
 
     `parts` are the summands, reduced: their sum, divided by `times`.
@@ -165,7 +165,7 @@ def with_numbers(tree: Any, parts: Parts, times: int) -> Any:
     return jax.tree_util.tree_map_with_path(number, tree, is_leaf=is_metric)
 
 
-def _summed(value: Any, path: str, caller: str) -> jax.Array:
+def _sum(value: Any, path: str, caller: str) -> jax.Array:
     """Return the sum of all elements, as a float of at least 32 bits."""
     dtype = dtype_of(value)
     if dtype is None or not any(jnp.issubdtype(dtype, k) for k in (np.number, np.bool_)):

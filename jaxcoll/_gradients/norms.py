@@ -29,14 +29,14 @@ def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
     """Return the norm of all elements, also of leaves in shards; see `jc.global_norm`."""
     caller = "jc.global_norm"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
-    leaves = _with_axes(tree, _arrays(tree, caller), axes, caller)
+    leaves = _pair_with_axes(tree, _arrays(tree, caller), axes, caller)
     if not any(over for _, over in leaves):
-        return jnp.sqrt(_added([_squared(x) for x, _ in leaves]))
-    squares = [_counted_once(_squared(x), axes, over) for x, over in leaves]
-    return jnp.sqrt(_summed(_added(squares), axis_name, axes, scope))
+        return jnp.sqrt(_add([_sum_squares(x) for x, _ in leaves]))
+    squares = [_count_once(_sum_squares(x), axes, over) for x, over in leaves]
+    return jnp.sqrt(_sum_over_replicas(_add(squares), axis_name, axes, scope))
 
 
-def clipped(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope) -> Any:
+def clip_shards(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope) -> Any:
     """Scale shards so that the norm of the whole tree is at most `max_norm`.
 
     Equals `optax.clip_by_global_norm` of the whole tree, up to rounding. Squares are summed, and
@@ -65,18 +65,18 @@ def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
     # Ask the other replicas if they hold other elements, or may: types do not always tell.
     varying = (_compat.varying_axes(x) for x in leaves)
     if any(a in over or not _compat.tracks_variance(a) for over in varying for a in axes):
-        bad = _summed(bad, axis_name, axes, scope, repeats=True)
+        bad = _sum_over_replicas(bad, axis_name, axes, scope, repeats=True)
     return bad == 0
 
 
-def _summed(
+def _sum_over_replicas(
     total: jax.Array, axis_name: Any, axes: dict[str, int], scope: Scope, repeats: bool = False
 ) -> jax.Array:
     total = _compat.as_varying(total, tuple(axes))
     return all_reduce(ReduceOp.SUM, total, axis_name, scope=scope.exactly, repeats=repeats)
 
 
-def _with_axes(
+def _pair_with_axes(
     tree: Any, leaves: list[tuple[str, jax.Array]], axes: dict[str, int], caller: str
 ) -> list[tuple[jax.Array, tuple[str, ...]]]:
     """Pair each leaf with the axes along which replicas hold, or may hold, different parts of it.
@@ -107,17 +107,17 @@ def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
             raise ValueError(_PART.format(caller=caller, leaf=where(path), axes=listed(x.axes)))
 
 
-def _counted_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) -> jax.Array:
+def _count_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) -> jax.Array:
     """Return `square` on the first of the replicas that hold the same leaf, 0 on the others."""
     same = tuple(a for a in axes if a not in over)
     return jnp.where(lax.axis_index(same) == 0, square, 0) if same else square
 
 
-def _squared(x: jax.Array) -> jax.Array:
+def _sum_squares(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(jnp.abs(x.astype(wide(x.dtype)))))
 
 
-def _added(numbers: Sequence[jax.Array]) -> jax.Array:
+def _add(numbers: Sequence[jax.Array]) -> jax.Array:
     widest = np.result_type(np.float32, *(x.dtype for x in numbers))
     return sum((x.astype(widest) for x in numbers), jnp.zeros((), widest))
 

@@ -33,10 +33,10 @@ def sync_in_backward(
     flat, treedef = flattened(params)
     named = {path: _floating(path, leaf) for path, leaf in flat}
     arrays = common(treedef.unflatten(named.values()), axes, "sync_in_backward")
-    return reduced_backward(arrays, reduce_op, axes, scope.merged(options))
+    return reduce_backward(arrays, reduce_op, axes, scope.merged(options))
 
 
-def reduced_backward(tree: Any, reduce_op: ReduceOp, axes: tuple[str, ...], scope: Scope) -> Any:
+def reduce_backward(tree: Any, reduce_op: ReduceOp, axes: tuple[str, ...], scope: Scope) -> Any:
     """Return a tree of arrays that are the same everywhere; their cotangents are reduced."""
     arrays, treedef = jax.tree.flatten(tree)
     reduction = _Reduction(reduce_op, axes, treedef, scope)

@@ -76,7 +76,7 @@ def value_and_grad(
     loss = gradient.Differentiator(
         fun, "jc.value_and_grad", op, argnums, has_aux, scatter, feedback
     )
-    return gradient.reduced_gradient(loss, axis_name, scope_here, checked(options))
+    return gradient.make_gradient(loss, axis_name, scope_here, checked(options))
 
 
 def grad(
@@ -110,7 +110,7 @@ def grad(
     loss = gradient.Differentiator(
         fun, "jc.grad", op, argnums, has_aux, scatter, feedback, with_value=False
     )
-    return gradient.reduced_gradient(loss, axis_name, scope_here, checked(options))
+    return gradient.make_gradient(loss, axis_name, scope_here, checked(options))
 
 
 def mean_loss(
@@ -285,7 +285,7 @@ def accumulate(
         fun, "jc.accumulate", op, argnums, has_aux, scatter, feedback,
         pieces=count, signature=Signature(fun, batch, "jc.accumulate", line, "in every microbatch"),
     )  # fmt: skip
-    return gradient.reduced_gradient(loss, axis_name, scope_here, checked(options))
+    return gradient.make_gradient(loss, axis_name, scope_here, checked(options))
 
 
 def scan_layers(

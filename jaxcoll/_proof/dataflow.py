@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._proof.subjaxprs import called, carry_of, ends_in_error, jaxpr_of, root_solver
+from jaxcoll._proof.subjaxprs import ends_in_error, find_callee, find_carry, open_jaxpr, root_solver
 
 
 def union(facts: Iterable[int]) -> int:
@@ -32,10 +32,10 @@ class Dataflow:
 
     def outputs(self, program: Any, inputs: Sequence[int]) -> list[int]:
         """Return the facts of a program's outputs."""
-        jaxpr: Jaxpr = jaxpr_of(program)
+        jaxpr: Jaxpr = open_jaxpr(program)
         key = id(jaxpr), tuple(inputs)
         if key not in self._read:
-            facts: dict[Any, int] = {var: self.captured(var) for var in jaxpr.constvars}
+            facts: dict[Any, int] = {var: self.constant(var) for var in jaxpr.constvars}
             facts.update(zip(jaxpr.invars, inputs, strict=True))
             for eqn in jaxpr.eqns:
                 ins = [0 if isinstance(x, Literal) else facts[x] for x in eqn.invars]
@@ -48,7 +48,7 @@ class Dataflow:
         """Read programs anew, after a fact changed that is none of their inputs."""
         self._read.clear()
 
-    def captured(self, var: Any) -> int:
+    def constant(self, var: Any) -> int:
         """Return the fact of a constant of a program."""
         raise NotImplementedError
 
@@ -56,11 +56,13 @@ class Dataflow:
         """Return the facts of an equation's results, from those of its operands."""
         raise NotImplementedError
 
-    def chosen(self, by: int, fact: int, eqn: JaxprEqn) -> int:
+    def select(self, by: int, fact: int, eqn: JaxprEqn) -> int:
         """Return the fact of a value that depends on a condition with the fact `by`."""
         raise NotImplementedError
 
-    def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn, ins: Sequence[int]) -> None:
+    def check_choice(
+        self, by: int, bodies: Sequence[Any], eqn: JaxprEqn, ins: Sequence[int]
+    ) -> None:
         """Check the programs of a branch or loop, whose condition has the fact `by`."""
         raise NotImplementedError
 
@@ -68,24 +70,24 @@ class Dataflow:
         """Return the facts of the results of an equation that runs programs in an unknown way."""
         raise NotImplementedError
 
-    def inside(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
+    def read_programs(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         """Return the facts of the results of an equation that runs programs."""
         name = eqn.primitive.name
         if name == "scan":
-            body, first, carried = carry_of(eqn)
+            body, first, carried = find_carry(eqn)
             return self._loop(body, ins, first, carried)
         if name == "while":
             return self._while(eqn, ins)
         if name == "cond":
             by, *operands = ins
-            branches = [*map(jaxpr_of, eqn.params["branches"])]
-            self.decided(by, branches, eqn, ins)
+            branches = [*map(open_jaxpr, eqn.params["branches"])]
+            self.check_choice(by, branches, eqn, ins)
             # After a branch that raises there is no value: it is that of the other branches.
             branches = [b for b in branches if not ends_in_error(b)] or branches
             outs = zip(*(self.outputs(branch, operands) for branch in branches), strict=True)
             facts = [*map(union, outs)]
             return [
-                fact if _hands_on(branches, k) else self.chosen(by, fact, eqn)
+                fact if _hands_on(branches, k) else self.select(by, fact, eqn)
                 for k, fact in enumerate(facts)
             ]
         if name == "custom_linear_solve":
@@ -96,7 +98,7 @@ class Dataflow:
             return self.outputs(solvers.solve, operands)
         if (solve := root_solver(eqn)) is not None:
             return self.outputs(solve, ins[: len(solve.invars)])
-        body = called(eqn)
+        body = find_callee(eqn)
         return self.opaque(eqn, ins) if body is None else self.outputs(body, ins)
 
     def _loop(self, body: Any, ins: list[int], first: int, carried: int) -> list[int]:
@@ -111,22 +113,22 @@ class Dataflow:
 
     def _while(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         count, condition = eqn.params["cond_nconsts"], eqn.params["cond_jaxpr"]
-        body, first, carried = carry_of(eqn)
+        body, first, carried = find_carry(eqn)
         of_condition, ins = ins[:count], ins[count:]
-        pairs = zip(jaxpr_of(body).invars[first:], jaxpr_of(body).outvars, strict=True)
+        pairs = zip(open_jaxpr(body).invars[first:], open_jaxpr(body).outvars, strict=True)
         changes = [a is not b for a, b in pairs]
         while True:
             carry = self._loop(body, ins, first, carried)
-            (until,) = self.outputs(condition, [*of_condition, *carry])
+            (continues,) = self.outputs(condition, [*of_condition, *carry])
             # If the number of iterations differs, so does every value that an iteration changes.
-            chosen = [
-                self.chosen(until, fact, eqn) if change else fact
+            varied = [
+                self.select(continues, fact, eqn) if change else fact
                 for fact, change in zip(carry, changes, strict=True)
             ]
-            if chosen == carry:
-                self.decided(until, [body, condition], eqn, [*of_condition, *ins])
+            if varied == carry:
+                self.check_choice(continues, [body, condition], eqn, [*of_condition, *ins])
                 return carry
-            ins = [*ins[:first], *chosen]
+            ins = [*ins[:first], *varied]
 
 
 def _hands_on(branches: Sequence[Jaxpr], k: int) -> bool:

@@ -31,7 +31,15 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, primitives
 from jaxcoll import _compat
 from jaxcoll._compat import marks, settings
 from jaxcoll._proof.dataflow import Dataflow, union
-from jaxcoll._proof.subjaxprs import at_line, called, equations, is_ref, jaxpr_of, programs, type_of
+from jaxcoll._proof.subjaxprs import (
+    equations,
+    find_callee,
+    is_ref,
+    open_jaxpr,
+    programs,
+    show_line,
+    show_type,
+)
 
 _VARIES, _REDUCED, _PART, _MOVED, _LOCAL = (1 << k for k in range(5))
 _BITS = 5
@@ -184,23 +192,23 @@ def prove(
       ValueError: a collective would hang or mix unrelated values; see the module's docstring.
     """
     proof = _Proof(axes, narrow_sums_abort=narrow_sums_abort)
-    jaxpr = jaxpr_of(program)
+    jaxpr = open_jaxpr(program)
     facts = [sum(bit for axis, bit in proof.bit.items() if axis in along) for along in inputs]
-    facts = proof.fixed_outputs(jaxpr, facts)
+    facts = proof.find_fixpoint(jaxpr, facts)
     # An empty array cannot differ.
     facts = [
         fact if getattr(x.aval, "size", 1) else 0
         for fact, x in zip(facts, jaxpr.outvars, strict=True)
     ]
     varying = [frozenset(a for a, bit in proof.bit.items() if fact & bit) for fact in facts]
-    return Proven(varying, tuple(proof.repeated()), jaxpr)
+    return Proven(varying, tuple(proof.find_repeated()), jaxpr)
 
 
 def same_outputs(program: Any, axes: Mapping[str, int]) -> list[frozenset[str]]:
     """Return the axes along which each output of a program is the same for any inputs."""
-    jaxpr = jaxpr_of(program)
+    jaxpr = open_jaxpr(program)
     proof = _Proof(axes, refuses=False, varying={*jaxpr.constvars})
-    facts = proof.fixed_outputs(jaxpr, [proof.all] * len(jaxpr.invars))
+    facts = proof.find_fixpoint(jaxpr, [proof.all] * len(jaxpr.invars))
     return [frozenset(a for a, bit in proof.bit.items() if not fact & bit) for fact in facts]
 
 
@@ -229,7 +237,7 @@ class _Proof(Dataflow):
         self._functions: dict[int, bool] = {}  # by the id of an equation
         self._around: list[JaxprEqn] = []  # the equations whose programs are being read
 
-    def fixed_outputs(self, jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
+    def find_fixpoint(self, jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
         """Return the facts of the outputs, once those of mutable references do not change."""
         while True:
             before = dict(self._refs)
@@ -238,10 +246,10 @@ class _Proof(Dataflow):
                 return facts
             self.forget()
 
-    def captured(self, var: Any) -> int:
+    def constant(self, var: Any) -> int:
         return self.all if var in self._varying else 0
 
-    def chosen(self, by: int, fact: int, eqn: JaxprEqn) -> int:
+    def select(self, by: int, fact: int, eqn: JaxprEqn) -> int:
         self._check_local(by | fact, eqn)
         return by | fact
 
@@ -256,7 +264,7 @@ class _Proof(Dataflow):
         if name not in _PLAIN:
             if programs(eqn):
                 self._around.append(eqn)
-                results = self.inside(eqn, ins)
+                results = self.read_programs(eqn, ins)
                 self._around.pop()
                 return results
             if named := self._axes_in(eqn.params):
@@ -266,13 +274,13 @@ class _Proof(Dataflow):
                 self._refs[id(eqn)] = ref, held | union(ins)
                 return [ref]
             if name in _OF_REFS:
-                return self._on_ref(eqn, *ins)
+                return self._use_ref(eqn, *ins)
             if not self._is_function(eqn):
                 return self._unknown(ins) * count
         fact = union(ins)
-        return [self._of_parts(eqn, fact) if fact & self.all * (_PART | _LOCAL) else fact] * count
+        return [self._combine(eqn, fact) if fact & self.all * (_PART | _LOCAL) else fact] * count
 
-    def _on_ref(self, eqn: JaxprEqn, ref: int, *others: int) -> list[int]:
+    def _use_ref(self, eqn: JaxprEqn, ref: int, *others: int) -> list[int]:
         """Return the facts of the results of an equation that reads or changes a reference."""
         if eqn.primitive.name not in ("get", "freeze"):
             self._write(ref, union(others))
@@ -388,18 +396,18 @@ class _Proof(Dataflow):
     def _check_width(self, eqn: JaxprEqn, named: int) -> None:
         for x in eqn.invars:
             if getattr(x.aval, "dtype", None) == "bfloat16":
-                at = at_line(settings.users_line(eqn))
+                at = show_line(settings.users_line(eqn))
                 fields = {"name": eqn.primitive.name, "axis": self._axis(named), "at": at}
-                raise ValueError(_NARROW.format(like=type_of(x.aval), **fields))
+                raise ValueError(_NARROW.format(like=show_type(x.aval), **fields))
 
     def _check_parts(self, eqn: JaxprEqn, ins: Sequence[int], named: int) -> None:
         for x, fact in zip(eqn.invars, ins, strict=True):
             if moved := fact // _MOVED & named & self._checked:
                 axis = self._axis(moved)
-                at = at_line(settings.users_line(eqn))
-                raise ValueError(_PARTS_SUMMED.format(axis=axis, at=at, like=type_of(x.aval)))
+                at = show_line(settings.users_line(eqn))
+                raise ValueError(_PARTS_SUMMED.format(axis=axis, at=at, like=show_type(x.aval)))
 
-    def _of_parts(self, eqn: JaxprEqn, fact: int) -> int:
+    def _combine(self, eqn: JaxprEqn, fact: int) -> int:
         """Return the fact of a function of shards, or of numbers that come from one shard."""
         self._check_local(fact, eqn)
         name = eqn.primitive.name
@@ -411,37 +419,39 @@ class _Proof(Dataflow):
     def _check_local(self, fact: int, eqn: JaxprEqn) -> None:
         """Refuse a combination of a shard with a number that comes from one shard."""
         if both := fact // _PART & fact // _LOCAL & self._checked:
-            at = at_line(settings.users_line(eqn))
+            at = show_line(settings.users_line(eqn))
             raise ValueError(_LOCAL_NORM.format(axis=self._axis(both), at=at))
 
-    def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn, ins: Sequence[int]) -> None:
+    def check_choice(
+        self, by: int, bodies: Sequence[Any], eqn: JaxprEqn, ins: Sequence[int]
+    ) -> None:
         """Refuse a collective over an axis along which the condition `by` varies."""
         self._write(union(ins), by)  # only some replicas may change a reference there
         if not by & self._checked:
             return
         where, line = "branch", settings.users_line(eqn)
         if eqn.primitive.name == "while":
-            condition = jaxpr_of(bodies[-1])
+            condition = open_jaxpr(bodies[-1])
             where, line = "loop", _line_behind(condition, condition.outvars[0])
-        inside = [e for body in bodies for e in equations(body)]
-        for inner in inside:
+        nested = [e for body in bodies for e in equations(body)]
+        for inner in nested:
             name = inner.primitive.name
             if name in _SILENT or programs(inner):
                 continue
             if named := self._axes_in(inner.params) & by & self._checked:
                 fields = {"axis": self._axis(named), "where": where}
-                gradient = next(filter(None, map(settings.line_of_gradient, inside)), "")
+                gradient = next(filter(None, map(settings.line_of_gradient, nested)), "")
                 backward = any(map(marks.in_backward, self._around))
-                takes_gradient = gradient or any(map(marks.in_backward, inside))
+                takes_gradient = gradient or any(map(marks.in_backward, nested))
                 advice = _SOLVER if backward else _MOVE_OUT + _OWN_GRADIENT * bool(takes_gradient)
-                fields["advice"] = advice.format(gradient=at_line(gradient), **fields)
-                fields |= {"at": at_line(settings.users_line(inner)), "line": at_line(line)}
+                fields["advice"] = advice.format(gradient=show_line(gradient), **fields)
+                fields |= {"at": show_line(settings.users_line(inner)), "line": show_line(line)}
                 raise ValueError(_CHOSEN.format(kind=f"`{name}`", **fields))
 
     def _axis(self, bits: int) -> str:
         return next(axis for axis, bit in self.bit.items() if bits & bit)
 
-    def repeated(self) -> Iterator[RepeatedSum]:
+    def find_repeated(self) -> Iterator[RepeatedSum]:
         """Yield the sums of values that a reduction has already made the same along their axis."""
         for eqn, jaxpr, facts in self._sums.values():
             again = self._axes_in(eqn.params) & self._checked
@@ -454,7 +464,7 @@ class _Proof(Dataflow):
                 axis = self._axis(bits)
                 if not _is_divided(out, jaxpr, self.sizes[axis]):
                     maker = _line_behind(jaxpr, atom, {*_EQUALIZING, marks.SAME})
-                    yield RepeatedSum(axis, type_of(atom.aval), settings.users_line(eqn), maker)
+                    yield RepeatedSum(axis, show_type(atom.aval), settings.users_line(eqn), maker)
 
 
 def _is_divided(out: Any, jaxpr: Jaxpr, n: int) -> bool:
@@ -501,7 +511,7 @@ def _behind(jaxpr: Jaxpr, atom: Any) -> Iterator[JaxprEqn]:
             continue
         seen.add(id(eqn))
         yield eqn
-        body = called(eqn)
+        body = find_callee(eqn)
         if body is not None:
             k = next(k for k, out in enumerate(eqn.outvars) if out is x)
             yield from _behind(body, body.outvars[k])

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxcoll import _compat
-from jaxcoll._proof.subjaxprs import called, jaxpr_of, programs
+from jaxcoll._proof.subjaxprs import find_callee, open_jaxpr, programs
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul"}
 
@@ -34,9 +34,9 @@ class Traced:
 
     def outputs(self, *inputs: Any) -> list[jax.Array]:
         """Return the arrays of the result, for inputs like those that it was traced with."""
-        return self.as_arrays(self.call(*jax.tree.leaves(inputs)))
+        return self.make_arrays(self.call(*jax.tree.leaves(inputs)))
 
-    def as_arrays(self, outputs: Sequence[Any]) -> list[jax.Array]:
+    def make_arrays(self, outputs: Sequence[Any]) -> list[jax.Array]:
         """Return the outputs of a call as arrays: a constant one is a number of Python or NumPy."""
         return _compat.as_arrays(outputs, self.program.out_avals)
 
@@ -51,46 +51,46 @@ class Traced:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def traced_call(fun: Callable[..., Any], *inputs: Any) -> Traced:
+def trace_call(fun: Callable[..., Any], *inputs: Any) -> Traced:
     """Trace `fun(*inputs)` once, as a jitted function, which later calls reuse.
 
     `fun` may capture tracers of the current trace. Leaves of the result that are not a `jax.Array`
     are those of the one call.
     """
-    arrays_of, others = _arrays_of(fun, inputs)
-    program, call = _compat.traced_once(arrays_of, *jax.tree.leaves(inputs))
+    flat_function, others = _flatten_function(fun, inputs)
+    program, call = _compat.traced_once(flat_function, *jax.tree.leaves(inputs))
     return Traced(program, *others(), call)
 
 
-def traced(fun: Callable[..., Any], *inputs: Any) -> Traced:
+def trace(fun: Callable[..., Any], *inputs: Any) -> Traced:
     """Trace `fun(*inputs)`, so that its equations can be cut; a call inlines them."""
-    arrays_of, others = _arrays_of(fun, inputs)
-    program = jax.make_jaxpr(arrays_of)(*jax.tree.leaves(inputs))
+    flat_function, others = _flatten_function(fun, inputs)
+    program = jax.make_jaxpr(flat_function)(*jax.tree.leaves(inputs))
     return Traced(program, *others(), jaxpr_as_fun(program))
 
 
 _Others = tuple[jax.tree_util.PyTreeDef, tuple[tuple[Any] | None, ...]]
 
 
-def _arrays_of(
+def _flatten_function(
     fun: Callable[..., Any], inputs: Any
 ) -> tuple[Callable[..., list[Any]], Callable[[], _Others]]:
     """Return `fun` as a function from leaves to arrays, and one for the rest of its result."""
     treedef = jax.tree.structure(inputs)
     calls: list[_Others] = []
 
-    def arrays_of(*leaves: Any) -> list[Any]:
+    def flat_function(*leaves: Any) -> list[Any]:
         results, structure = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
         is_array = [isinstance(x, jax.Array) for x in results]
         others = tuple(None if a else (x,) for x, a in zip(results, is_array, strict=True))
         calls.append((structure, others))
         return [x for x, a in zip(results, is_array, strict=True) if a]
 
-    arrays_of.__name__ = getattr(fun, "__name__", "function")
-    return arrays_of, lambda: calls[0]
+    flat_function.__name__ = getattr(fun, "__name__", "function")
+    return flat_function, lambda: calls[0]
 
 
-def with_captured(program: Traced) -> tuple[Traced, list[Any]]:
+def lift_captured(program: Traced) -> tuple[Traced, list[Any]]:
     """Return the program with its captured tracers as additional inputs, and these tracers."""
     jaxpr = program.program.jaxpr
     pairs = [*zip(jaxpr.constvars, program.program.consts, strict=True)]
@@ -106,7 +106,7 @@ def with_captured(program: Traced) -> tuple[Traced, list[Any]]:
     return program, [*captured.values()]
 
 
-def made_without(program: ClosedJaxpr, inputs: Sequence[int]) -> list[bool]:
+def find_independent(program: ClosedJaxpr, inputs: Sequence[int]) -> list[bool]:
     """Return True for each output that depends neither on `inputs` (positions) nor on effects."""
     jaxpr = program.jaxpr
     tainted = {jaxpr.invars[i] for i in inputs}
@@ -116,7 +116,7 @@ def made_without(program: ClosedJaxpr, inputs: Sequence[int]) -> list[bool]:
     return [isinstance(x, Literal) or x not in tainted for x in jaxpr.outvars]
 
 
-def part_of(program: ClosedJaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> ClosedJaxpr:
+def cut_program(program: ClosedJaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> ClosedJaxpr:
     """Return the part of a program that computes `outputs` from `inputs`, all by position."""
     jaxpr = program.jaxpr
     wanted = [jaxpr.outvars[k] for k in outputs]
@@ -158,9 +158,10 @@ def _moments(jaxpr: Jaxpr, inputs: Sequence[Moment], numbers: itertools.count[in
         operands = [
             ready.get(x, (0, 0)) if not isinstance(x, Literal) else (0, 0) for x in eqn.invars
         ]
-        body = called(eqn)
+        body = find_callee(eqn)
         if body is not None:
-            ready.update(zip(eqn.outvars, _moments(jaxpr_of(body), operands, numbers), strict=True))
+            moments = _moments(open_jaxpr(body), operands, numbers)
+            ready.update(zip(eqn.outvars, moments, strict=True))
             continue
         now = next(numbers)
         is_product = eqn.primitive.name in _PRODUCTS or programs(eqn)

@@ -14,7 +14,7 @@ _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
 """Primitives that run one program, once, on the equation's operands."""
 
 
-def jaxpr_of(program: Any) -> Any:
+def open_jaxpr(program: Any) -> Any:
     """Return a jaxpr without the values of its constants."""
     return getattr(program, "jaxpr", program)
 
@@ -24,10 +24,10 @@ def programs(eqn: JaxprEqn) -> list[Jaxpr]:
     # JAX 0.12 has primitives, such as that of `lax.custom_root`, with parameters of their own.
     nested = getattr(eqn.params.get("_prim"), "params", {})
     params = [p if isinstance(p, tuple | list) else [p] for p in (eqn.params | nested).values()]
-    return [jaxpr_of(p) for several in params for p in several if hasattr(jaxpr_of(p), "eqns")]
+    return [open_jaxpr(p) for several in params for p in several if hasattr(open_jaxpr(p), "eqns")]
 
 
-def called(eqn: JaxprEqn) -> Jaxpr | None:
+def find_callee(eqn: JaxprEqn) -> Jaxpr | None:
     """Return the program that an equation runs once, on its operands; None if there is none."""
     bodies = programs(eqn) if eqn.primitive.name in _CALLS else []
     # For a custom derivative, the first program is the function.
@@ -37,15 +37,15 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 def root_solver(eqn: JaxprEqn) -> Jaxpr | None:
     """Return the solver of a JAX 0.12 `lax.custom_root`, run on the first operands; or None."""
     nested = getattr(eqn.params.get("_prim"), "params", {})
-    return jaxpr_of(nested["solve_jaxpr"]) if "solve_jaxpr" in nested else None
+    return open_jaxpr(nested["solve_jaxpr"]) if "solve_jaxpr" in nested else None
 
 
-def carry_of(eqn: JaxprEqn) -> tuple[Any, int, int]:
+def find_carry(eqn: JaxprEqn) -> tuple[Any, int, int]:
     """Return the body of a `scan` or `while`, the index of its first carry, and their number."""
     if eqn.primitive.name == "while":
         first = eqn.params["body_nconsts"]
         return eqn.params["body_jaxpr"], first, len(eqn.outvars)
-    body = jaxpr_of(eqn.params["jaxpr"])
+    body = open_jaxpr(eqn.params["jaxpr"])
     # JAX versions name a scan's parameters differently, but in all of them, values that are sliced
     # or stacked have one more dimension outside the body.
     sliced = sum(map(_grows, eqn.invars, body.invars))
@@ -59,7 +59,7 @@ def _grows(outer: Any, inner: Any) -> bool:
 
 def equations(program: Any) -> Iterator[JaxprEqn]:
     """Yield all equations, including those of nested programs."""
-    for eqn in jaxpr_of(program).eqns:
+    for eqn in open_jaxpr(program).eqns:
         yield eqn
         for body in programs(eqn):
             yield from equations(body)
@@ -67,8 +67,8 @@ def equations(program: Any) -> Iterator[JaxprEqn]:
 
 def ends_in_error(program: Any) -> bool:
     """True if a program always calls a host function that only raises."""
-    bodies = filter(None, map(called, jaxpr_of(program).eqns))
-    return any(map(marks.only_raises, jaxpr_of(program).eqns)) or any(map(ends_in_error, bodies))
+    bodies = filter(None, map(find_callee, open_jaxpr(program).eqns))
+    return any(map(marks.only_raises, open_jaxpr(program).eqns)) or any(map(ends_in_error, bodies))
 
 
 def contains(program: Any, primitive: str) -> bool:
@@ -81,16 +81,16 @@ def is_ref(atom: Any) -> bool:
     return hasattr(atom.aval, "inner_aval")
 
 
-def at_line(line: str) -> str:
+def show_line(line: str) -> str:
     """Format a line of the user's Python for a message; "" if it is not known."""
     return f" ({line})" if line else ""
 
 
-def shape_of(atom: Any) -> tuple[int, ...]:
+def get_shape(atom: Any) -> tuple[int, ...]:
     """Return the shape of a variable or literal."""
     return getattr(atom.aval, "shape", ())
 
 
-def type_of(array: Any) -> str:
+def show_type(array: Any) -> str:
     """Format the type of an array or an abstract value for a message: float32[3, 5]."""
     return f"{array.dtype.name}{[*array.shape]}"

@@ -67,12 +67,12 @@ class Arguments:
         call = self._signature.call(args, kwargs)
         for i in self._donated:
             if not -len(call.args) <= i < len(call.args):
-                raise ValueError(self._signature.missing(call, i, "donate_argnums"))
+                raise ValueError(self._signature.explain_missing(call, i, "donate_argnums"))
         for slot in call.batch:
             name = self._signature.name(slot)
-            if shards_in(call.at(slot)):
+            if shards_in(call.get(slot)):
                 raise ValueError(_SHARDS_AS_BATCH.format(name=name))
-            check_rows(call.at(slot), name, self._replicas, self._processes, self._axis_name)
+            check_rows(call.get(slot), name, self._replicas, self._processes, self._axis_name)
         return call
 
     def placed(self, call: Call) -> Call:

@@ -24,7 +24,7 @@ from jaxcoll._compat import settings
 from jaxcoll._mesh.mesh import mapped_axes
 from jaxcoll._mesh.placement import spec_of
 from jaxcoll._proof.proof import Proven, prove
-from jaxcoll._proof.subjaxprs import at_line
+from jaxcoll._proof.subjaxprs import show_line
 from jaxcoll.errors import RepeatedSumWarning
 
 VaryingOutputs = Literal["error", "concatenate"]
@@ -133,7 +133,7 @@ def _proven(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool)
         maker = f"the reduction at {repeated.maker}" if repeated.maker else "a reduced value"
         message = _REPEATED.format(
             axis=repeated.axis,
-            at=at_line(repeated.line),
+            at=show_line(repeated.line),
             like=repeated.like,
             n=sizes[repeated.axis],
             maker=maker,
@@ -235,7 +235,7 @@ class Outputs:
         if not wrong:
             return
         message = _SCALAR if rule == "concatenate" else _DIFFERS
-        at = at_line(proven.line(k)) if proven else ""
+        at = show_line(proven.line(k)) if proven else ""
         text = message.format(name=_name(path), axes=listed(wrong), at=at)
         if proven and (line := proven.gradient_line(k)):
             text += _OWN_GRADIENT.format(line=line, axis=wrong[0])

@@ -133,7 +133,7 @@ class Batches:
         mesh = checked_mesh(self._mesh, self._axis_name, "batches")
         self._compare(mesh)
         sharding = NamedSharding(mesh, PartitionSpec(self._axis_name))
-        size = self._padded(math.prod(mesh.shape[a] for a in axis_names(self._axis_name)))
+        size = self._pad_size(math.prod(mesh.shape[a] for a in axis_names(self._axis_name)))
         # Positions in a batch of the rows on this process's devices
         slices = sharding.addressable_devices_indices_map((size,)).values()
         spans = sorted({x[0].indices(size) for x in slices if x is not None})
@@ -197,7 +197,7 @@ class Batches:
         """
         epoch, batch = divmod(step, len(self))
         replicas = workers * jax.local_device_count()
-        size = self._padded(replicas) if self._pads else count_divisible(self._size, replicas)
+        size = self._pad_size(replicas) if self._pads else count_divisible(self._size, replicas)
         rows = size // workers
         return self._part(epoch, batch * self._size, np.arange(worker * rows, (worker + 1) * rows))
 
@@ -209,7 +209,7 @@ class Batches:
         batch = self._read(numbers[np.minimum(positions, len(numbers) - 1)])
         return (batch, (positions < len(numbers)).astype(np.float32)) if self._pads else batch
 
-    def _padded(self, replicas: int) -> int:
+    def _pad_size(self, replicas: int) -> int:
         size = self._size
         if size % replicas and not self._pads:
             raise ValueError(

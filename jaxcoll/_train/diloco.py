@@ -172,7 +172,7 @@ class DiLoCo:
         Raises:
           ValueError: a leaf is not an array, or one of `params` has another dtype.
         """
-        for name, leaf in _named(params, opt_state):
+        for name, leaf in _name_leaves(params, opt_state):
             if not is_array(leaf):
                 raise ValueError(
                     f"`diloco`: {name} is not an array of numbers; got {kind_of(leaf)}."
@@ -211,7 +211,7 @@ class DiLoCo:
         check_state(state, len(self._places.devices))
         state, metrics = self.local(state, batch)
         if state.steps % self.every == 0:
-            state = self.applied(state, self.sum(*self.arguments(state)))
+            state = self.apply_mean(state, self.sum(*self.arguments(state)))
         return state, metrics
 
     def local(self, state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
@@ -235,7 +235,7 @@ class DiLoCo:
             params, shared = at.place_rows(state.replicas[0]), (state.shared, state.steps)
             return at.all_rows(params), *at.all_copies(at.place_copies(shared))
 
-    def applied(self, state: DiLoCoState, mean: Any) -> DiLoCoState:
+    def apply_mean(self, state: DiLoCoState, mean: Any) -> DiLoCoState:
         """Return the state after an exchange, given the result of `sum`."""
         with no_mesh():
             copies = self._places.place_copies((state.shared, state.outer, mean))
@@ -270,7 +270,7 @@ def check_state(state: Any, here: int) -> None:
         )
 
 
-def _named(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
+def _name_leaves(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
     """Return the leaves of both trees with their names in messages."""
     trees = ("params", params), ("opt_state", opt_state)
     refuse_tied(dict(trees), "diloco")
@@ -292,7 +292,7 @@ def _step_of_row(
         raise ValueError(f"`diloco`: a step returns (params, opt_state, metrics); got {got}.")
     *state, metrics = jax.tree.map(jnp.asarray, result)
     trees = arguments, state
-    before, after = ({f"{k} {x.dtype}{list(x.shape)}" for k, x in _named(*t)} for t in trees)
+    before, after = ({f"{k} {x.dtype}{list(x.shape)}" for k, x in _name_leaves(*t)} for t in trees)
     if before != after:
         old, new = (min(types, default="nothing") for types in (before - after, after - before))
         raise ValueError(f"`diloco`: a step must return the types that it got; {old} became {new}.")

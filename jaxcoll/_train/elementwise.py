@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxcoll._plan.packs.leaves import flattened, is_array
-from jaxcoll._proof.subjaxprs import called, is_ref, jaxpr_of, shape_of
+from jaxcoll._proof.subjaxprs import find_callee, get_shape, is_ref, open_jaxpr
 
 _REFUSED = "`sharded_optimizer` expects an elementwise optimizer"
 _ADVICE = (
@@ -68,7 +68,7 @@ def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | N
     """
     reader, formulas = _Reader(), dict[Hashable, int]()
     # Without axes in their types, for which JAX would add conversions that mean nothing here
-    whole, parts = jax.tree.map(_without_axes, (whole, parts))
+    whole, parts = jax.tree.map(_drop_axes, (whole, parts))
     for params in (parts, whole):
         for path, owner, value in _results(tx, params, parts, extra or {}, reader):
             place = "the update of" if path.startswith("[0]") else "its state at"
@@ -85,7 +85,7 @@ def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | N
                 )
 
 
-def _without_axes(x: Any) -> jax.ShapeDtypeStruct:
+def _drop_axes(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -102,7 +102,7 @@ def _results(
     """Return path, owner and value of each leaf of the updates, the next state and the first."""
     more, treedef = jax.tree.flatten(extra)
     at = [i for i, x in enumerate(more) if is_array(x)]
-    arrays = [_without_axes(jax.typeof(more[i])) for i in at]
+    arrays = [_drop_axes(jax.typeof(more[i])) for i in at]
 
     def programs(grads: Any, state: Any, params: Any, arrays: Any) -> Any:
         traced = dict(zip(at, arrays, strict=True))
@@ -179,13 +179,13 @@ class _Reader:
         values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         values.update(zip(jaxpr.constvars, map(self._constant, constants), strict=True))
 
-        def at(atom: Any) -> _Value:
+        def read(atom: Any) -> _Value:
             return self._constant(atom.val) if isinstance(atom, Literal) else values[atom]
 
         for eqn in jaxpr.eqns:
-            results = self._equation(eqn, [at(x) for x in eqn.invars])
+            results = self._equation(eqn, [read(x) for x in eqn.invars])
             values.update(zip(eqn.outvars, results, strict=True))
-        return [at(x) for x in jaxpr.outvars]
+        return [read(x) for x in jaxpr.outvars]
 
     def _constant(self, x: Any) -> _Value:
         is_key = jax.numpy.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
@@ -198,13 +198,15 @@ class _Reader:
         return self.value(owner, "constant", str(array.dtype), array.shape, array.tobytes())
 
     def _equation(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
-        name, body = eqn.primitive.name, called(eqn)
+        name, body = eqn.primitive.name, find_callee(eqn)
         if body is not None and not body.constvars:
             return self.outputs(body, operands)
         if name == "cond":
             by, *operands = operands
-            branches = eqn.params["branches"]
-            outs = [self.outputs(jaxpr_of(x), operands, getattr(x, "consts", ())) for x in branches]
+            outs = [
+                self.outputs(open_jaxpr(x), operands, getattr(x, "consts", ()))
+                for x in eqn.params["branches"]
+            ]
             return [
                 results[0]
                 if len(set(results)) == 1
@@ -213,7 +215,7 @@ class _Reader:
             ]
         owner = _owner(operands)
         if name in _IDENTITIES or _keeps_dtype(eqn):
-            if owner is None or shape_of(eqn.invars[0]) == shape_of(eqn.outvars[0]):
+            if owner is None or get_shape(eqn.invars[0]) == get_shape(eqn.outvars[0]):
                 return operands[: len(eqn.outvars)]
         params = str(sorted((k, str(v)) for k, v in eqn.params.items() if k not in _TYPES_ONLY))
         results = []
@@ -223,7 +225,7 @@ class _Reader:
             ):
                 of = f"`{name}`"
             elif owner in (None, _TABLE) and name not in _ELEMENTWISE:
-                of = _TABLE if shape_of(var) else None
+                of = _TABLE if get_shape(var) else None
             else:
                 of = owner
             results.append(self.value(of, name, k, params, *_formulas(operands)))

@@ -19,7 +19,7 @@ from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.shard_layout import layout_of
-from jaxcoll._proof.retrace import traced
+from jaxcoll._proof.retrace import trace
 
 _CALLER = "shard"
 
@@ -77,7 +77,7 @@ def shard(
     check_value_first("jc.shard", params)
     over, axes = checked_any_mesh(mesh, axis_name, _CALLER), axis_names(axis_name)
     # A model that is a pytree may be callable as well; it is not an initializer.
-    init = traced(params) if callable(params) and jax.tree.leaves(params) == [params] else None
+    init = trace(params) if callable(params) and jax.tree.leaves(params) == [params] else None
     tree = params if init is None else jax.eval_shape(init.evaluate)
     sizes = {a: over.shape[a] for a in axes}
     treedef, leaves = sharded_leaves(tree, sizes, _CALLER)

@@ -17,7 +17,7 @@ from jaxcoll._collectives.parts import all_parts, check_fits, sharded_leaves
 from jaxcoll._collectives.reduce_scatter import local_part
 from jaxcoll._collectives.scope import bound_axes, count, scope_here
 from jaxcoll._collectives.shards import Shards, is_shards, shards_in
-from jaxcoll._gradients.norms import clipped
+from jaxcoll._gradients.norms import clip_shards
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place, specs_of
 from jaxcoll._mesh.shard_arrays import abstract, cut, part_shapes, whole_shapes
@@ -152,7 +152,7 @@ class ShardedOptimizer:
         if shards_in(params):
             _check_all_in_shards(params)
         else:
-            params = self._in_shards(params, mapped)
+            params = self._split(params, mapped)
         shapes = jax.eval_shape(lambda: params)
         if not self._assumed:
             parts = shapes if mapped else jax.tree.map(part_shapes, shapes, is_leaf=is_shards)
@@ -161,7 +161,7 @@ class ShardedOptimizer:
             return _varying(self._tx.init(params))
         leaves = jax.tree.leaves(params)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return self._laid_out(self._tx.init(params))
+            return self._lay_out(self._tx.init(params))
         state = jax.eval_shape(self._tx.init, shapes)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return state
@@ -172,7 +172,7 @@ class ShardedOptimizer:
             over = jax.tree.map(functools.partial(NamedSharding, mesh), specs_of(state))
             return jax.jit(self._tx.init, out_shardings=over)(params)
 
-    def _in_shards(self, params: Any, mapped: bool) -> Shards:
+    def _split(self, params: Any, mapped: bool) -> Shards:
         """Return whole parameters in shards: this replica's if the axis is `mapped`, else all."""
         if mapped:
             scope = scope_here().merged(self._options)
@@ -238,7 +238,7 @@ class ShardedOptimizer:
             parts = jax.eval_shape(lambda: grads)
             check_elementwise(self._tx, _whole(parts), parts, extra)
         if self._max_norm is not None:
-            grads = clipped(grads, tuple(axes), self._max_norm, scope=scope)
+            grads = clip_shards(grads, tuple(axes), self._max_norm, scope=scope)
         if params is not None and not in_shards:
             params = local_part(params, self._axis_name, CALLER, scope=scope, layout=grads.layout)
         updates, state = self._tx.update(grads, state, params, **extra)
@@ -307,7 +307,7 @@ class ShardedOptimizer:
             )
         return cut(leaves, layout, mesh, self._axes, stack)
 
-    def _laid_out(self, state: Any) -> Any:
+    def _lay_out(self, state: Any) -> Any:
         """Return a traced state with the sharding of each part."""
         if isinstance(self._mesh, AbstractMesh):
             return state
@@ -343,12 +343,12 @@ class ShardedOptimizer:
 def _varying(state: Any) -> Any:
     """Return the state with all shards typed as varying, even those that are constants."""
 
-    def typed(x: Any) -> Any:
+    def retype(x: Any) -> Any:
         if not is_shards(x):
             return x
         return x.replace([_compat.as_varying(part, x.axes) for part in x.parts])
 
-    return jax.tree.map(typed, state, is_leaf=is_shards)
+    return jax.tree.map(retype, state, is_leaf=is_shards)
 
 
 def _whole(tree: Any) -> Any:

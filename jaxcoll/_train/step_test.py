@@ -98,23 +98,23 @@ def assert_same_as_one_device(
     """
     on, mesh = _runner(step, mesh, batch_argnums, kwargs)
     refuse_tied((args, kwargs), "assert_same_as_one_device")
-    args, kwargs = jax.tree.map(_on_host, (args, kwargs))  # host arrays cannot be donated
+    args, kwargs = jax.tree.map(_copy_to_host, (args, kwargs))  # host arrays cannot be donated
     first = mesh.devices[(slice(1),) * mesh.devices.ndim]
     together, alone = on(mesh), on(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types))
     signature = getattr(alone, "signature", None) or _signature(alone, batch_argnums)
     call, narrowest = signature.call(args, kwargs), _narrowest(together, args, kwargs)
-    rows = [len(x) for x in jax.tree.leaves([*map(call.at, call.batch)]) if np.ndim(x)]
+    rows = [len(x) for x in jax.tree.leaves([*map(call.get, call.batch)]) if np.ndim(x)]
     rng, blocks = np.random.default_rng(0), math.gcd(*rows) or 1
     others = rng.integers(blocks, size=blocks)  # some repeat, others are missing
 
     def run(step: Any, order: np.ndarray | None = None, seed: int | None = None) -> Any:
         changed = call
         if order is not None:
-            changed = changed.map(functools.partial(_reordered, blocks=order), lambda tree: tree)
+            changed = changed.map(functools.partial(_reorder, blocks=order), lambda tree: tree)
         if seed is not None:
-            changed = changed.map(*[functools.partial(_perturbed, eps=narrowest, seed=seed)] * 2)
+            changed = changed.map(*[functools.partial(_perturb, eps=narrowest, seed=seed)] * 2)
         if step is alone:
-            for_one = functools.partial(jax.tree.map, _for_one_device, is_leaf=is_shards)
+            for_one = functools.partial(jax.tree.map, _resplit, is_leaf=is_shards)
             changed = changed.map(for_one, for_one)
         return _leaves(step(*changed.args, **changed.kwargs))
 
@@ -131,18 +131,18 @@ def assert_same_as_one_device(
         )
     outputs = [
         _Output(path, one[path], many[path], tolerance, narrowest)
-        for path in _without([*one], (ignore,) if isinstance(ignore, str) else ignore)
+        for path in _drop_ignored([*one], (ignore,) if isinstance(ignore, str) else ignore)
     ]
     for order in (rng.permutation(blocks) for _ in range(_ORDERS)):
         result = run(alone, order)
         for x in outputs:
-            x.moved = max(x.moved, x.moved_by(result[x.path], order))
+            x.moved = max(x.moved, x.measure_move(result[x.path], order))
     for seed in range(_ROUNDINGS):
         if not any(x.is_wrong for x in outputs):
             break
-        perturbed = pairs(alone, seed)
+        shifted = pairs(alone, seed)
         for x in outputs:
-            x.rounding = max(x.rounding, _size(_minus(_change(perturbed[x.path]), x.change)))
+            x.rounding = max(x.rounding, _size(_minus(_change(shifted[x.path]), x.change)))
     _raise_if_off(outputs, mesh.size)
 
 
@@ -175,9 +175,9 @@ class _Output:
     def is_wrong(self) -> bool:
         return max(self.off, self.moved) > self.limit
 
-    def moved_by(self, other: np.ndarray, order: np.ndarray) -> float:
+    def measure_move(self, other: np.ndarray, order: np.ndarray) -> float:
         by_rows = np.ndim(self.one) and len(self.one) % len(order) == 0
-        rows = [_reordered(self.one, order)] if by_rows else []
+        rows = [_reorder(self.one, order)] if by_rows else []
         return min(_size(_minus(x, other)) for x in (self.one, *rows))
 
     def complaint(self, n: int) -> str:
@@ -254,7 +254,7 @@ def _signature(step: Callable[..., Any], batch_argnums: Any) -> Signature:
     return Signature(step, batch, caller, line, "on every device")
 
 
-def _without(paths: list[str], ignore: Sequence[str]) -> list[str]:
+def _drop_ignored(paths: list[str], ignore: Sequence[str]) -> list[str]:
     for part in ignore:
         rest = [path for path in paths if not path.startswith(part) and not path.endswith(part)]
         if not part or rest == paths:
@@ -270,7 +270,7 @@ def _is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key)
 
 
-def _on_host(x: Any) -> Any:
+def _copy_to_host(x: Any) -> Any:
     if isinstance(x, jax.Array) and _is_key(x):
         data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -287,7 +287,7 @@ def _leaves(tree: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _for_one_device(x: Any) -> Any:
+def _resplit(x: Any) -> Any:
     """Split shards anew for one device."""
     if not is_shards(x):
         return x
@@ -307,26 +307,26 @@ def _narrowest(run: Any, args: Any, kwargs: Any) -> float:
     return max((_eps(getattr(atom.aval, "dtype", int)) for atom in atoms), default=0.0)
 
 
-def _reordered(tree: Any, blocks: np.ndarray) -> Any:
+def _reorder(tree: Any, blocks: np.ndarray) -> Any:
     """Split the rows of each leaf into `len(blocks)` blocks, and take those with these indices."""
 
-    def reordered(x: Any) -> Any:
+    def reorder(x: Any) -> Any:
         return x[np.arange(len(x)).reshape(len(blocks), -1)[blocks].ravel()] if np.ndim(x) else x
 
-    return jax.tree.map(reordered, tree)
+    return jax.tree.map(reorder, tree)
 
 
-def _perturbed(tree: Any, eps: float, seed: int) -> Any:
+def _perturb(tree: Any, eps: float, seed: int) -> Any:
     """Move the numbers of a tree up or down by rounding, but not whole numbers, maybe flags."""
     rng = np.random.default_rng(seed)
 
-    def perturbed(x: Any) -> Any:
+    def perturb(x: Any) -> Any:
         if not isinstance(x, np.ndarray) or not _eps(x.dtype):
             return x
         factor = np.where(_wide(x) == np.round(_wide(x)), 0, max(eps, _eps(x.dtype)))
         return (_wide(x) * (1 + factor * rng.choice([-1, 1], x.shape))).astype(x.dtype)
 
-    return jax.tree.map(perturbed, tree)
+    return jax.tree.map(perturb, tree)
 
 
 def _eps(dtype: Any) -> float:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxcoll._proof.retrace import places, traced, traced_call
+from jaxcoll._proof.retrace import places, trace, trace_call
 
 WIDTH, LAYERS = 4, 3
 PARAMS = {f"w{i}": jnp.ones((WIDTH, WIDTH), jnp.bfloat16) for i in range(LAYERS)}
@@ -35,7 +35,7 @@ def cast_first(params, x):
 
 
 def order(loss, params, x=X):
-    program = traced(jax.grad(loss), params, x)
+    program = trace(jax.grad(loss), params, x)
     found = program.result(places(program.program))
     return sorted(found, key=lambda name: found[name])
 
@@ -62,7 +62,7 @@ def test_what_one_loop_makes_is_ready_at_once():
         x, _ = lax.scan(lambda c, w: (layer(w, c), None), x, stacked)
         return jnp.sum(x.astype(jnp.float32))
 
-    program = traced(jax.grad(loss), PARAMS, X)
+    program = trace(jax.grad(loss), PARAMS, X)
     found = program.result(places(program.program))
     assert max(found["w1"], found["w2"]) < found["w0"]
 
@@ -75,7 +75,7 @@ def test_a_traced_program_gives_what_the_function_gives():
         return {"sum": jnp.sum(x), "name": "text", "none": None, "number": 3}
 
     def both(x):
-        program = traced_call(fun, x)
+        program = trace_call(fun, x)
         return program.result(program.outputs(x)), program
 
     found, _ = both(X)

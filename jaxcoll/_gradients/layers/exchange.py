@@ -58,11 +58,11 @@ class Traffic:
         # The backward pass begins with the last layers, which are still gathered then.
         when += f" in the forward pass ({layers}), and again in the backward pass"
 
-        def gather(members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
+        def make_gather(members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
             leaves = self._leaves(members, axes)
-            packs, plan = self._planned("all_gather", leaves, axes, 2 * layers - ahead, when)
+            packs, plan = self._plan("all_gather", leaves, axes, 2 * layers - ahead, when)
 
-            def gathered(rows: Sequence[jax.Array]) -> Arrays:
+            def gather(rows: Sequence[jax.Array]) -> Arrays:
                 sent = [x.astype(y.dtype).astype(y.wire) for x, y in zip(rows, leaves, strict=True)]
                 wholes = rows_of_all(sent, packs, plan, tuple(axes))
                 return [
@@ -70,10 +70,10 @@ class Traffic:
                     for whole, leaf in zip(cast(Arrays, wholes), leaves, strict=True)
                 ]
 
-            return gathered
+            return gather
 
         groups = self._groups(range(len(self.stack.arrays)))
-        return {members: gather(members, axes) for members, axes in groups.items()}
+        return {members: make_gather(members, axes) for members, axes in groups.items()}
 
     def scatters(self, wanted: Sequence[int]) -> dict[tuple[int, ...], Exchange]:
         """Return the gradient reduction of each group of leaves that share packs.
@@ -81,10 +81,11 @@ class Traffic:
         Gradients have the type of the gathered leaves on the wire, and then the leaves' own.
         """
         return {
-            members: self._scatter(members, axes) for members, axes in self._groups(wanted).items()
+            members: self._make_scatter(members, axes)
+            for members, axes in self._groups(wanted).items()
         }
 
-    def _scatter(self, members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
+    def _make_scatter(self, members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
         world, over = self.scope.world(axes), tuple(axes)
         leaves = self._leaves(members, axes)
         recipes = [recipe_of(leaf, self.reduce_op, axes, world) for leaf in leaves]
@@ -94,13 +95,13 @@ class Traffic:
             for i, recipe in zip(members, recipes, strict=True)
         ]
         when = "its gradients reduced while those of the layer before it are computed"
-        packs, plan = self._planned("reduce_scatter", leaves, axes, self.stack.layers, when)
-        others = self._reduced_here(over)
+        packs, plan = self._plan("reduce_scatter", leaves, axes, self.stack.layers, when)
+        others = self._axes_to_reduce(over)
 
         def carry(pack: Pack, blocks: jax.Array) -> jax.Array:
             return algorithms.reduce_scatter(blocks, plan.stages(pack), over)
 
-        def scattered(gradients: Sequence[jax.Array]) -> Arrays:
+        def scatter(gradients: Sequence[jax.Array]) -> Arrays:
             blocks = [
                 prepared(x, recipe).reshape(world.replicas, *leaf.shape)
                 for x, leaf, recipe in zip(gradients, leaves, recipes, strict=True)
@@ -117,9 +118,9 @@ class Traffic:
             # Replicas along the other axes, such as other hosts, hold the same rows: 1/n of a leaf.
             return all_reduce(self.reduce_op, rows, others, scope=self.scope) if others else rows
 
-        return scattered
+        return scatter
 
-    def _planned(
+    def _plan(
         self, half: Half, leaves: Sequence[Leaf], axes: dict[str, int], turns: int, when: str
     ) -> tuple[tuple[Pack, ...], CollectivePlan]:
         """Return the packs of this replica's rows, and record and return the collective's plan."""
@@ -150,18 +151,18 @@ class Traffic:
             leaves.append(ShardedLeaf(name, x.shape[1:], dtype, carried_dtype(dtype), over, kind))
         return leaves
 
-    def _reduced_here(self, over: Sequence[str]) -> tuple[str, ...]:
+    def _axes_to_reduce(self, over: Sequence[str]) -> tuple[str, ...]:
         """Return the axes over which this all-reduces the gradient of a leaf that is cut `over`."""
         return () if self.inside else tuple(a for a in self.axes if a not in over)
 
-    def typed(self, varying: Sequence[str]) -> Arrays:
+    def retype(self, varying: Sequence[str]) -> Arrays:
         """Return the stack, with the types that its gradients will have."""
         return [
-            _compat.as_varying(x, [a for a in varying if a not in self._reduced_here(over)])
+            _compat.as_varying(x, [a for a in varying if a not in self._axes_to_reduce(over)])
             for x, over in zip(self.stack.arrays, self.stack.over, strict=True)
         ]
 
-    def finished(self, gradients: dict[int, jax.Array]) -> list[jax.Array | None]:
+    def reduce_whole(self, gradients: dict[int, jax.Array]) -> list[jax.Array | None]:
         """Reduce the gradients of whole leaves, unless `inside`; return all in order."""
         names, over = self.stack.names, self.stack.over
         whole = {names[i]: x for i, x in gradients.items() if not over[i]}
@@ -171,7 +172,7 @@ class Traffic:
                 self.reduce_op, whole, tuple(self.axes), scope=self.scope, reasons=reasons
             )
         reduced: dict[int, jax.Array] = {
-            i: marks.part_of_sum(_compat.as_invariant(x, self._reduced_here(over[i])), over[i])
+            i: marks.part_of_sum(_compat.as_invariant(x, self._axes_to_reduce(over[i])), over[i])
             if over[i]
             else whole[names[i]]
             for i, x in gradients.items()

@@ -18,7 +18,7 @@ from jaxcoll._gradients.layers.exchange import Arrays
 from jaxcoll._gradients.layers.stack import CALLER, Stack
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.packs.leaves import flattened, where
-from jaxcoll._proof.retrace import Traced, made_without, part_of, traced, with_captured
+from jaxcoll._proof.retrace import Traced, cut_program, find_independent, lift_captured, trace
 
 _CARRY = """\
 `scan_layers` expects `layer` to return a carry like the one it was given; {what}. {fix}"""
@@ -53,7 +53,7 @@ class Residuals:
         return list(pull(cotangents))
 
 
-def residuals_of(
+def trace_forward(
     layer: Traced, remat: Any, arrays: tuple[Arrays, Arrays, Arrays], wanted: Sequence[bool]
 ) -> Residuals:
     """Return the layer's forward pass, with residuals for the cotangents of the `wanted` inputs.
@@ -65,26 +65,26 @@ def residuals_of(
     def forward(*arrays: Arrays) -> tuple[Arrays, Any]:
         inputs = [x for group in arrays for x in group]
 
-        def outputs_of(*differentiated: jax.Array) -> tuple[Arrays, Arrays]:
+        def compute(*differentiated: jax.Array) -> tuple[Arrays, Arrays]:
             remaining = iter(differentiated)
             outs = layer.outputs(
                 [next(remaining) if m else x for m, x in zip(wanted, inputs, strict=True)]
             )
             return [x for x in outs if is_floating(x)], outs
 
-        run = outputs_of
+        run = compute
         if remat is not False:
             policy = None if remat is True else remat
-            run = jax.checkpoint(outputs_of, policy=policy, prevent_cse=False)
+            run = jax.checkpoint(compute, policy=policy, prevent_cse=False)
         differentiated = [x for m, x in zip(wanted, inputs, strict=True) if m]
         _, pull, outs = jax.vjp(run, *differentiated, has_aux=True)
-        return layer.as_arrays(outs), pull
+        return layer.make_arrays(outs), pull
 
-    program = traced(forward, *arrays)
+    program = trace(forward, *arrays)
     results, carried = len(layer.program.jaxpr.outvars), len(arrays[0])
-    no_carry = made_without(program.program, range(carried))
+    no_carry = find_independent(program.program, range(carried))
     residuals = range(results, len(no_carry))
-    recompute = part_of(
+    recompute = cut_program(
         program.program,
         range(carried, len(program.program.jaxpr.invars)),
         [k for k in residuals if no_carry[k]],
@@ -97,7 +97,7 @@ def is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def carried(carry: Any) -> tuple[Arrays, Any]:
+def flatten_carry(carry: Any) -> tuple[Arrays, Any]:
     """Return the carry as strongly typed arrays, and its structure."""
     flat, treedef = flattened(carry)
     who = "`{}`: {} of `carry`"
@@ -139,7 +139,7 @@ class UserLayer:
                 _compat.as_varying(_one_layer(x, over, axes, gather_dtype), along)
                 for x, over in zip(stack.arrays, stack.over, strict=True)
             ]
-            program, captured = with_captured(traced(self, typed, params))
+            program, captured = lift_captured(trace(self, typed, params))
             avals = program.program.out_avals
             more = varying.union(*map(_compat.varying_axes_of_type, avals))
             if more == varying:  # else a step adds axes, and the next one starts with them

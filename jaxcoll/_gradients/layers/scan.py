@@ -23,11 +23,11 @@ from jaxcoll._gradients.layers.exchange import Arrays, Exchange, Traffic
 from jaxcoll._gradients.layers.layer_program import (
     Residuals,
     UserLayer,
-    carried,
+    flatten_carry,
     is_floating,
-    residuals_of,
+    trace_forward,
 )
-from jaxcoll._gradients.layers.stack import CALLER, stack_of
+from jaxcoll._gradients.layers.stack import CALLER, make_stack
 from jaxcoll._plan.checks import count, shown
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._proof.retrace import Traced
@@ -85,15 +85,15 @@ def scan_layers(
     axes = bound_axes(axis_name, CALLER)
     inside = _enclosing(axes, scan.reduce_op)
     scope = scope.merged(inside.options if inside else None).merged(options)
-    stack = stack_of(stacked, sharded, axes)
-    user_layer = UserLayer(layer, *carried(carry), stack)
+    stack = make_stack(stacked, sharded, axes)
+    user_layer = UserLayer(layer, *flatten_carry(carry), stack)
     first, varying, program, captured = user_layer.program(axes, scan.gather_dtype)
     op = ReduceOp.SUM if inside else scan.reduce_op
     traffic = Traffic(stack, axes, op, scan.gather_dtype, bool(inside), scope)
     gathers = traffic.gathers(scan.ahead)
     schedule = Schedule(stack.layers, scan.ahead, scan.unroll, program, gathers, varying)
     run = _differentiable(schedule, traffic, scan.remat)
-    return user_layer.result(*run(first, traffic.typed(varying), captured))
+    return user_layer.result(*run(first, traffic.retype(varying), captured))
 
 
 def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
@@ -122,7 +122,7 @@ def _differentiable(
         wanted = tuple([i for i, flag in enumerate(group) if flag] for group in flags)
         avals: Any = schedule.program.program.in_avals[len(carry) : len(carry) + len(stack)]
         params = [_compat.zeros_like_aval(aval, aval.dtype) for aval in avals]
-        residuals = residuals_of(
+        residuals = trace_forward(
             schedule.program,
             remat,
             (carry, params, captured),
@@ -140,14 +140,14 @@ def _differentiable(
         cotangents: tuple[Arrays, Arrays],
     ) -> Any:
         floating = [[x for x in map(_floating, cts) if x is not None] for cts in cotangents]
-        (saved, last, carry, stack, captured), floating = _differentiated_once((kept, floating))
+        (saved, last, carry, stack, captured), floating = _guard_derivative((kept, floating))
         ct, gradients, sums = schedule.backward(
             residuals, saved, last, stack, captured, floating, wanted, traffic.scatters(wanted[0])
         )
         of_carry, of_captured = iter(ct), dict(zip(wanted[1], sums, strict=True))
         return (
             [next(of_carry) if is_floating(x) else None for x in carry],
-            traffic.finished(gradients),
+            traffic.reduce_whole(gradients),
             [of_captured.get(i) for i in range(len(captured))],
         )
 
@@ -157,12 +157,12 @@ def _differentiable(
 
 
 @jax.custom_jvp
-def _differentiated_once(tree: Any) -> Any:
+def _guard_derivative(tree: Any) -> Any:
     """Return `tree`; differentiating it is an error, for a second derivative is not reduced."""
     return tree
 
 
-@_differentiated_once.defjvp
+@_guard_derivative.defjvp
 def _twice(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         "`scan_layers` has first derivatives only. For a gradient penalty, a Hessian or "
@@ -190,13 +190,13 @@ class Schedule:
     gathers: dict[tuple[int, ...], Exchange]
     varying: tuple[str, ...]  # axes that everything in the loops is typed as varying over
 
-    def _fetched(
+    def _fetch(
         self, stack: Arrays, index: Any, after: Mapping[int, jax.Array] = MappingProxyType({})
     ) -> dict[int, jax.Array]:
         """Gather the sharded leaves of one layer."""
-        return self._exchanged(self.gathers, lambda i: at(stack[i], index), after)
+        return self._exchange(self.gathers, lambda i: slice_layer(stack[i], index), after)
 
-    def _exchanged(
+    def _exchange(
         self,
         exchanges: Mapping[tuple[int, ...], Exchange],
         array: Callable[[int], jax.Array],
@@ -215,7 +215,7 @@ class Schedule:
     def _params(self, stack: Arrays, index: Any, gathered: dict[int, jax.Array]) -> Arrays:
         """Return all parameters of one layer, gathered or whole."""
         return [
-            gathered[i] if i in gathered else self._vary([at(x, index)])[0]
+            gathered[i] if i in gathered else self._vary([slice_layer(x, index)])[0]
             for i, x in enumerate(stack)
         ]
 
@@ -234,17 +234,17 @@ class Schedule:
         def step(state: Any, index: Any, fetch: bool) -> Any:
             carry, stacks, queue = state
             if fetch:
-                queue = [*queue, self._fetched(stack, index + ahead)]
+                queue = [*queue, self._fetch(stack, index + ahead)]
             params = self._params(stack, index, queue[0])
             outs = program.outputs(carry, params, captured)
-            stacks = put(stacks, self._vary([outs[k] for k in stacked]), index)
+            stacks = write_layer(stacks, self._vary([outs[k] for k in stacked]), index)
             return outs[: len(carry)], stacks, queue[1:]
 
         avals: Any = [program.program.out_avals[k] for k in stacked]
         zeros = self._vary([jnp.zeros((self.layers, *a.shape), a.dtype) for a in avals])
         queue: list[dict[int, jax.Array]] = []
         for index in range(ahead):
-            queue.append(self._fetched(stack, index, queue[-1] if queue else {}))
+            queue.append(self._fetch(stack, index, queue[-1] if queue else {}))
         state = carry, zeros, queue
         until = self.layers - ahead
         state = self._loop(lambda s, i: step(s, i, True), state, 0, until, 1)
@@ -280,12 +280,12 @@ class Schedule:
             # The gather for a layer below and the scatter for the layer above come before this
             # layer's arithmetic, and do not depend on it, so that a compiler can hide both.
             if fetch:
-                queue = [*queue, self._fetched(stack, index - ahead)]
-            done = self._exchanged(scatters, waiting.__getitem__, after) if waiting else {}
-            gradients = self._with(gradients, done, index + 1)
+                queue = [*queue, self._fetch(stack, index - ahead)]
+            done = self._exchange(scatters, waiting.__getitem__, after) if waiting else {}
+            gradients = self._write(gradients, done, index + 1)
             params = self._params(stack, index, queue[0])
-            cts = [*ct, *(at(x, index) for x in of_results)]
-            kept = [at(x, index) for x in saved]
+            cts = [*ct, *(slice_layer(x, index) for x in of_results)]
+            kept = [slice_layer(x, index) for x in saved]
             pulled = iter(residuals.backward(kept, params, captured, cts))
             ct = self._vary([next(pulled) for _ in ct])
             of_layer = self._vary([next(pulled) for _ in wanted[0]])
@@ -293,7 +293,7 @@ class Schedule:
             both = list(zip(wanted[0], of_layer, strict=True))
             whole = {i: x for i, x in both if i not in cut}
             waiting = {i: x for i, x in both if i in cut}
-            return (ct, self._with(gradients, whole, index), sums, waiting, queue[1:]), done
+            return (ct, self._write(gradients, whole, index), sums, waiting, queue[1:]), done
 
         gradients = {i: self._vary([jnp.zeros_like(stack[i])])[0] for i in wanted[0]}
         sums = [jnp.zeros_like(captured[i]) for i in wanted[1]]
@@ -304,14 +304,14 @@ class Schedule:
         for index in range(min(ahead, top) - 1, -1, -1):
             state, done = step(state, index, False, done)
         ct, gradients, sums, waiting, _ = state
-        done = self._exchanged(scatters, waiting.__getitem__, done)
-        return ct, self._with(gradients, done, 0), sums
+        done = self._exchange(scatters, waiting.__getitem__, done)
+        return ct, self._write(gradients, done, 0), sums
 
-    def _with(
+    def _write(
         self, stacks: dict[int, jax.Array], parts: dict[int, jax.Array], index: Any
     ) -> dict[int, jax.Array]:
         """Write one layer's parts into stacked arrays; keep the arrays without a part."""
-        placed = put([stacks[i] for i in parts], list(parts.values()), index)
+        placed = write_layer([stacks[i] for i in parts], list(parts.values()), index)
         return {**stacks, **dict(zip(parts, placed, strict=True))}
 
     def _loop(
@@ -323,14 +323,14 @@ class Schedule:
         return lax.scan(lambda s, i: (step(s, i), None), state, indices, unroll=self.unroll)[0]
 
 
-def at(x: jax.Array, index: Any) -> jax.Array:
+def slice_layer(x: jax.Array, index: Any) -> jax.Array:
     """Return one layer's part of a stacked array."""
     if isinstance(index, int):
         return lax.index_in_dim(x, index, keepdims=False)
     return lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
 
 
-def put(arrays: Sequence[Any], parts: Sequence[Any], index: Any) -> Arrays:
+def write_layer(arrays: Sequence[Any], parts: Sequence[Any], index: Any) -> Arrays:
     """Return stacked arrays with one layer's parts replaced."""
     return [
         lax.dynamic_update_index_in_dim(x, part, index, 0, allow_negative_indices=False)

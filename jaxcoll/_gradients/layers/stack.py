@@ -65,10 +65,10 @@ class Stack:
     def tree(self, arrays: Sequence[Any]) -> Any:
         """Return one layer's parameters as a tree, from gathered arrays; `Shards` are unpacked."""
         tree = jax.tree.unflatten(self.treedef, list(arrays))
-        return jax.tree.map(lambda x: _joined(x) if is_shards(x) else x, tree, is_leaf=is_shards)
+        return jax.tree.map(lambda x: _join(x) if is_shards(x) else x, tree, is_leaf=is_shards)
 
 
-def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
+def make_stack(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
     """Return the arrays of `stacked`, a tree of arrays and `Shards`, with the axes of each."""
     nodes, _ = flattened(stacked, is_shards)
     notes = _notes(sharded, stacked, any(is_shards(x) for _, x in nodes))
@@ -88,7 +88,7 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
     if not any(over):
         raise ValueError(_NOTHING)
     treedef = jax.tree.structure(stacked)
-    return Stack(tuple(names), tuple(_marked(names, arrays, over, axes)), tuple(over), treedef)
+    return Stack(tuple(names), tuple(_check_whole(names, arrays, over, axes)), tuple(over), treedef)
 
 
 def _leaf_range(shards: Shards, k: int) -> str:
@@ -145,7 +145,7 @@ def _check_layers(names: Sequence[str], arrays: Sequence[jax.Array]) -> None:
 def _axes_of_shards(
     name: str, shards: Shards, note: Any, axes: Mapping[str, int]
 ) -> tuple[str, ...]:
-    if note is False or (note not in (None, True) and _names_of(note) != shards.axes):
+    if note is False or (note not in (None, True) and _list_names(note) != shards.axes):
         raise ValueError(
             f"`{CALLER}`: {where(name)} of `stacked` holds Shards along {listed(shards.axes)}, "
             f"and `sharded` says {note!r}: leave it out there."
@@ -173,7 +173,7 @@ def _axes_of_rows(
     """Return the axes that a plain leaf is cut over; raise an error if its type contradicts."""
     inside = differentiation()
     typed = [a for a in axes if _compat.tracks_variance(a) and a not in retyped()]
-    over = () if note is False else tuple(axes) if note in (None, True) else _names_of(note)
+    over = () if note is False else tuple(axes) if note in (None, True) else _list_names(note)
     unknown = [a for a in over if a not in axes]
     if unknown:
         raise ValueError(
@@ -204,7 +204,7 @@ def _axes_of_rows(
     return over
 
 
-def _marked(
+def _check_whole(
     names: Sequence[str], arrays: list[jax.Array], over: Sequence[Any], axes: Mapping[str, int]
 ) -> list[jax.Array]:
     """Check that whole leaves are equal on all replicas; return the arrays, the first marked."""
@@ -213,7 +213,7 @@ def _marked(
     return [checked_same(arrays[0], whole, axes, CALLER), *arrays[1:]]
 
 
-def _joined(shards: Shards) -> Any:
+def _join(shards: Shards) -> Any:
     """Return the tree of one layer's `Shards`, given with whole packs as parts."""
     layout = shards.layout
     packs = zip(layout.packs, shards.parts, strict=True)
@@ -221,5 +221,5 @@ def _joined(shards: Shards) -> Any:
     return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 
-def _names_of(note: Any) -> tuple[str, ...]:
+def _list_names(note: Any) -> tuple[str, ...]:
     return (note,) if isinstance(note, str) else tuple(note)
