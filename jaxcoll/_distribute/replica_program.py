@@ -196,7 +196,7 @@ def run_on_replicas(
         compares = claims_are_new(program.claims, placed)
         if compares:
             program = replica_program(devices, function, *settings, True)
-            program.inner.traced(program.jitted, placed)
+            program.inner.trace_once(program.jitted, placed)
         call = Call(program.jitted, placed, devices, what, options, inner=program.inner)
         result = run(call)
         if compares:
@@ -225,7 +225,7 @@ class ReplicaProgram:
             return structure.unflatten(leaves)
         placed = placed_arguments(caller, arguments, devices)
         # Tracing finds the deadlines inside, so new shapes are traced before their first call.
-        self.inner.traced(self.jitted, placed)
+        self.inner.trace_once(self.jitted, placed)
         placed_leaves, structure = jax.tree.flatten(placed)
         if len(placed_leaves) == len(leaves):
             if all(a is b for a, b in zip(placed_leaves, leaves, strict=True)):

@@ -85,8 +85,8 @@ def save_newest(path: Path, tree: Any, stamp: Stamp, patience: float) -> Stamp:
     stamps = [stamp]
 
     def replace_older(partial: Path, file: Path) -> None:
-        with _locked(file, patience):
-            stamps.append(stamp_of_checkpoint(file))
+        with _lock_beside(file, patience):
+            stamps.append(read_stamp(file))
             if stamps[-1] < stamp:
                 os.replace(partial, file)
 
@@ -95,8 +95,8 @@ def save_newest(path: Path, tree: Any, stamp: Stamp, patience: float) -> Stamp:
 
 
 def _write(path: Path, tree: Any, stamp: Stamp, replace: Callable[[Path, Path], None]) -> None:
-    named = _named(tree, _whole)
-    leaves = {name: _stored(name, leaf) for name, leaf in named.items()}
+    named = _name_leaves(tree, _whole)
+    leaves = {name: _encode(name, leaf) for name, leaf in named.items()}
     entries = {name: entry for name, (entry, _) in leaves.items()}
     kinds = {name: kind for name, leaf in named.items() if (kind := _kind(leaf))}
     about = {"format": _FORMAT, **stamp._asdict(), "leaves": entries, "kinds": kinds}
@@ -127,7 +127,7 @@ def _write(path: Path, tree: Any, stamp: Stamp, replace: Callable[[Path, Path], 
 
 
 @contextlib.contextmanager
-def _locked(path: Path, seconds: float) -> Iterator[None]:
+def _lock_beside(path: Path, seconds: float) -> Iterator[None]:
     """Hold a lock against processes on all hosts. The operating system frees it if this one ends.
 
     The lock file beside `path` stays: if it were removed, two processes could hold one lock.
@@ -178,7 +178,7 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
       ValueError: the file is not a complete checkpoint, or holds another tree. The leaf is named.
     """
     path, at = Path(path), "the file"
-    wanted = _named(like, whole_shapes)
+    wanted = _name_leaves(like, whole_shapes)
     if path.exists() and not path.is_file():  # reading a device might never end
         raise ValueError(f"{path} is not a checkpoint of jaxcoll: it is not a regular file.")
     with path.open("rb") as file:
@@ -193,8 +193,8 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
             different = _difference(entries, wanted, kinds)
             for i, at in enumerate(entries if not different else ()):
                 with archive.open(f"leaf{i}.npy") as member:
-                    array = _read(np.lib.format.read_array(member), *entries[at])
-                    arrays[at] = _as_kind(array, kinds.get(at, ""))
+                    array = _decode(np.lib.format.read_array(member), *entries[at])
+                    arrays[at] = _restore_kind(array, kinds.get(at, ""))
         except _BAD_FILE as error:
             text = f"{path} is not a complete checkpoint of jaxcoll: {at} cannot be read"
             raise ValueError(f"{text} ({type(error).__name__}: {error}).") from error
@@ -206,8 +206,8 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
     return jax.tree.unflatten(structure, [_like(node, leaves) for node in nodes]), about["step"]
 
 
-def stamp_of_checkpoint(path: Path) -> Stamp:
-    """Return the stamp of a checkpoint; its step is -1 if there is no complete checkpoint."""
+def read_stamp(path: Path) -> Stamp:
+    """Read the stamp of a checkpoint; its step is -1 if there is no complete checkpoint."""
     try:
         with zipfile.ZipFile(path) as archive:
             about = json.loads(archive.read(_ABOUT))
@@ -216,8 +216,8 @@ def stamp_of_checkpoint(path: Path) -> Stamp:
         return Stamp(-1, 0)
 
 
-def on_host(name: str, leaf: Any) -> np.ndarray:
-    """Return a leaf of a state as a host array; it must be numeric and complete here."""
+def copy_to_host(name: str, leaf: Any) -> np.ndarray:
+    """Copy a leaf of a state into a host array; it must be numeric and complete here."""
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise ValueError(
             f"state{name} is a typed random key, whose bits JAX hides: keep `jax.random.key_data("
@@ -240,28 +240,28 @@ def on_host(name: str, leaf: Any) -> np.ndarray:
 
 
 def _is_added(dtype: np.dtype) -> bool:
-    """Return whether a dtype is from `ml_dtypes`: NumPy can write those but not read them."""
+    # From `ml_dtypes`: NumPy can write those but not read them.
     return dtype.isbuiltin == 2
 
 
-def _stored(name: str, leaf: Any) -> tuple[list[Any], np.ndarray]:
-    """Return a leaf's dtype, shape and key type, and an array that NumPy can write and read."""
+def _encode(name: str, leaf: Any) -> tuple[list[Any], np.ndarray]:
+    """Split a leaf into dtype, shape and key type, and an array that NumPy can write and read."""
     entry = [_dtype(leaf), list(np.shape(leaf))]
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         entry.append(str(jax.random.key_impl(leaf)))
         leaf = jax.random.key_data(leaf)
-    array = np.ascontiguousarray(on_host(name, leaf))
+    array = np.ascontiguousarray(copy_to_host(name, leaf))
     return entry, array.reshape(-1).view(np.uint8) if _is_added(array.dtype) else array
 
 
-def _read(array: np.ndarray, dtype: str, shape: list[int], impl: str = "") -> Any:
+def _decode(array: np.ndarray, dtype: str, shape: list[int], impl: str = "") -> Any:
     if impl:
         return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=impl)
     return array.view(np.dtype(dtype)).reshape(shape)
 
 
 def _kind(leaf: Any) -> str:
-    """Return what a leaf is besides its dtype and shape; "" for an array."""
+    """Name what a leaf is besides its dtype and shape; "" for an array."""
     if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
         return type(leaf).__name__
     if isinstance(leaf, np.generic):
@@ -269,7 +269,7 @@ def _kind(leaf: Any) -> str:
     return "weak" if getattr(leaf, "weak_type", False) else ""
 
 
-def _as_kind(array: Any, kind: str) -> Any:
+def _restore_kind(array: Any, kind: str) -> Any:
     if kind == "weak":
         return as_weak(jax.numpy.asarray(array))
     if kind == "scalar":
@@ -301,8 +301,8 @@ def _difference(
     return ""
 
 
-def _named(tree: Any, whole: Callable[[Shards], Any]) -> dict[str, Any]:
-    """Return all leaves by their paths, with each `Shards` replaced by the tree `whole(shards)`."""
+def _name_leaves(tree: Any, whole: Callable[[Shards], Any]) -> dict[str, Any]:
+    """List all leaves by their paths, with each `Shards` replaced by the tree `whole(shards)`."""
     leaves: dict[str, Any] = {}
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shards)[0]:
         inner = whole(node) if is_shards(node) else node
@@ -329,7 +329,7 @@ def _whole(shards: Shards) -> Any:
 
 
 def _like(node: Any, leaves: Iterator[Any]) -> Any:
-    """Return the next leaf; or, for `Shards`, the next leaves, sharded like it."""
+    """Take the next leaf; or, for `Shards`, the next leaves, sharded like it."""
     if not is_shards(node):
         return next(leaves)
     whole = [next(leaves) for _ in node.layout.leaves]

@@ -25,7 +25,6 @@ _jax_broken = False
 
 
 def may_be_broken() -> bool:
-    """Return whether connections of JAX's own devices may be broken and need replacement."""
     return _jax_broken
 
 
@@ -115,7 +114,7 @@ class Connections:
                         self._membership.share(self._number, f"{folder}/{key}", text)
                 if not copied or time.monotonic() > self._until:
                     continue
-                for key, text in self._membership.shared(self._number, folder).items():
+                for key, text in self._membership.read_shared(self._number, folder).items():
                     if key not in copied:
                         copied.add(key)
                         client.learn(key, base64.b64decode(text))

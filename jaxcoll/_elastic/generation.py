@@ -34,21 +34,20 @@ class Generation:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The process numbers of the members."""
-        return tuple(map(rank_of, self.members))
+        return tuple(map(parse_rank, self.members))
 
     def concerns(self, name: str) -> bool:
-        """Return whether a worker is in it, or must end."""
         return name in self.members or self.ends_for_its_program(name)
 
     def ends_for_its_program(self, name: str) -> bool:
-        """Return whether a worker must end because workers have different programs."""
+        # Without members nobody knows whose program is right.
         return name in self.ejected or (bool(self.ejected) and not self.members)
 
-    def to_json(self) -> str:
+    def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Generation:
+    def decode(cls, text: str) -> Generation:
         fields: Any = json.loads(text)
         lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}
         return cls(**(fields | lists))
@@ -83,16 +82,16 @@ class RegroupError(Exception):
     """The generation is over, because a worker requested a new one."""
 
 
-def rank_of(name: str) -> int:
-    """Return the process number in a worker's name; its other part changes with a restart."""
+def parse_rank(name: str) -> int:
+    """Read the process number in a worker's name; its other part changes with a restart."""
     return int(name.split(".")[0])
 
 
 def describe(names: Sequence[str]) -> str:
-    """Return the workers for a message, as in "workers 0, 2"."""
-    return f"worker{'s' * (len(names) > 1)} {listed([rank_of(name) for name in names])}"
+    """Write the workers for a message, as in "workers 0, 2"."""
+    return f"worker{'s' * (len(names) > 1)} {list_ranks([parse_rank(name) for name in names])}"
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Return process numbers for a message, as in "0, 2", or "none"."""
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Write process numbers for a message, as in "0, 2", or "none"."""
     return ", ".join(map(str, ranks)) or "none"

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from jaxcoll._elastic.generation import rank_of
+from jaxcoll._elastic.generation import parse_rank
 from jaxcoll._job.liveness import coordinator_connection, list_ended
 from jaxcoll._job.timing import SILENT_WORKER_SECONDS
 
@@ -18,13 +18,13 @@ ENDED = "ended"
 _UNREPORTED = ".unreported"
 
 
-def new_name(process: int) -> str:
-    """Return a name for this worker: its number, and a part that changes with a restart."""
+def name_worker(process: int) -> str:
+    """Name this worker by its number, and a part that changes with a restart."""
     return f"{process}.{os.urandom(4).hex()}{'' if coordinator_connection() else _UNREPORTED}"
 
 
 def is_reported(name: str) -> bool:
-    """Return whether the coordinator would report that worker's end to this process."""
+    """Say whether the coordinator would report that worker's end to this process."""
     return coordinator_connection() is not None and not name.endswith(_UNREPORTED)
 
 
@@ -42,7 +42,7 @@ class Heartbeats:
             self._seen[name] = (text, since, changed) if text == before else (text, now, True)
 
     def has_ended(self, name: str) -> bool:
-        """Return whether a worker has ended, or is silent if nobody would report its end.
+        """Judge whether a worker has ended, or is silent where nobody would report its end.
 
         A worker is also silent while native code holds its interpreter lock, and then goes on. The
         same may be true of a stopped worker, until a deadline passes. So silence counts as an end
@@ -50,20 +50,18 @@ class Heartbeats:
         """
         if self._seen.get(name, (ENDED,))[0] == ENDED:
             return True
-        if not name.endswith(_UNREPORTED) and rank_of(name) in list_ended():
+        if not name.endswith(_UNREPORTED) and parse_rank(name) in list_ended():
             return True
         return not is_reported(name) and self.is_silent(name)
 
     def is_silent(self, name: str) -> bool:
-        """Return whether a worker has not written a heartbeat for too long."""
         since = self._seen.get(name, (ENDED, 0.0, False))[1]
         return time.monotonic() - since > SILENT_WORKER_SECONDS
 
     def is_alive(self, name: str) -> bool:
-        """Return whether a worker writes heartbeats, so that it can join."""
         return not (self.has_ended(name) or self.is_silent(name))
 
     def is_settled(self, name: str) -> bool:
-        """Return whether a worker's state is certain: its first heartbeat may be an old one."""
+        # The first heartbeat that is seen may be an old one, of a worker that has died.
         settled = name not in self._seen or self._seen[name][2] or self.is_silent(name)
         return settled or self.has_ended(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxcoll._elastic.generation import listed
+from jaxcoll._elastic.generation import list_ranks
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.executable import Program
 from jaxcoll._runtime.process_group import ProcessGroup
@@ -15,8 +15,10 @@ class MemberGroup(ProcessGroup):
     """The process group of one generation. Who is lost is found by regrouping, and not here."""
 
     def beat(self) -> None:
-        if ended := self._ended_before(self.position + 1):
-            self.end(PeerLostError(f"workers {listed(sorted(ended))} ended", ranks=sorted(ended)))
+        if ended := self._find_ended(self.position + 1):
+            self.end(
+                PeerLostError(f"workers {list_ranks(sorted(ended))} ended", ranks=sorted(ended))
+            )
 
     def explain(self, error: Exception) -> Exception:
         return self.failure or error
@@ -28,7 +30,7 @@ class MemberGroup(ProcessGroup):
 def find_ejected(
     members: tuple[str, ...], joined: Sequence[str], programs: Mapping[str, tuple[int, str]]
 ) -> tuple[str, ...]:
-    """Return the members that must end because members called different programs.
+    """Find the members that must end because members called different programs.
 
     `programs` has the position and the digest of each one's last call. A newcomer ends if it
     differs from the others. If these differ, nobody knows who is right, and all end.
@@ -41,5 +43,5 @@ def find_ejected(
 
 
 def _differ(programs: Sequence[tuple[int, str]]) -> bool:
-    """Return whether two have the same position and different digests."""
+    # Whether two have the same position and different digests
     return len(set(programs)) > len({position for position, _ in programs})

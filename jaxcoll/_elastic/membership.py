@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._elastic.generation import Generation, RegroupError, describe, rank_of
-from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, new_name
+from jaxcoll._elastic.generation import Generation, RegroupError, describe, parse_rank
+from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, name_worker
 from jaxcoll._elastic.member_group import MemberGroup, find_ejected
 from jaxcoll._job.exchange import LateError, agree, exchange
 from jaxcoll._job.liveness import list_ended
@@ -46,7 +46,7 @@ class Membership:
         after: str = "",
     ) -> None:
         self._watchdog, self._keys = watchdog, watchdog.peers.store
-        self.name = new_name(self._keys.process)
+        self.name = name_worker(self._keys.process)
         self.generation = Generation(-1, (), 0)  # the present one
         self.group: MemberGroup | None = None  # of the present generation
         self.mismatch = ""  # the error, if this generation's processes have different programs
@@ -100,14 +100,16 @@ class Membership:
         first = agree(self._keys, self._key(self.generation.number + 1, "request"), request)
         self._is_over = True
         if first == request:
-            self._watchdog.peers.alarm(self._root, map(rank_of, self.generation.members), {})
+            self._watchdog.peers.alarm(self._root, map(parse_rank, self.generation.members), {})
         return first["late"]
 
     def meet(self) -> None:
         """Wait until all workers have begun this run, or raise an error that names the late."""
         self._keys.set(f"{self._root}/here/{self._keys.process}", self.name)
         until = time.monotonic() + self.startup
-        while late := sorted(self._starters() - {*map(int, self._keys.all(f"{self._root}/here"))}):
+        while late := sorted(
+            self._find_starters() - {*map(int, self._keys.all(f"{self._root}/here"))}
+        ):
             if time.monotonic() > until:
                 raise DeadlineExceededError(
                     f"Worker{'s' * (len(late) > 1)} {', '.join(map(str, late))} of "
@@ -116,8 +118,8 @@ class Membership:
                 )
             time.sleep(POLL_SECONDS)
 
-    def _starters(self) -> set[int]:
-        """Return who starts this run: all who finished the previous one, if any, and still live."""
+    def _find_starters(self) -> set[int]:
+        """Find who starts this run: all who finished the previous one, if any, and still live."""
         finished = self._keys.try_get(f"{self._after}/finished") if self._after else None
         ranks = json.loads(finished) if finished else range(self._keys.processes)
         return set(ranks) - list_ended().keys()
@@ -140,7 +142,7 @@ class Membership:
         return self._begin(self._agree(finished, held, residual=residual))
 
     def joins_at(self, step: int) -> bool:
-        """Return whether a worker should join before `step`; all members get the same answer."""
+        """Agree on whether a worker joins before `step`: all members get the same answer."""
         has_place = len(self.generation.members) < self._most
         answer = "join" if has_place and self._waiting() else "go"
         if len(self._join_steps) == KEPT_STEPS and self.name == self.generation.members[0]:
@@ -186,8 +188,8 @@ class Membership:
         """Write a value for a generation, by a name that no other worker uses."""
         self._keys.set(self._key(number, what), value)
 
-    def shared(self, number: int, folder: str) -> dict[str, str]:
-        """Return all values that workers wrote in a folder, by their names in it."""
+    def read_shared(self, number: int, folder: str) -> dict[str, str]:
+        """Read what workers wrote in a folder, by their names in it."""
         return self._keys.all(self._key(number, folder))
 
     def observe(self) -> None:
@@ -198,7 +200,7 @@ class Membership:
         """Tell waiting workers that training is done."""
         done = Generation(self.generation.number + 1, (), 0, ended=True)
         self._keys.set(f"{self._root}/finished", json.dumps(self.generation.ranks))
-        self._keys.agree(self._key(done.number, "generation"), done.to_json())
+        self._keys.agree(self._key(done.number, "generation"), done.encode())
 
     def _agree(
         self, finished: int, held: Sequence[int], term: int = 0, residual: float = 0.0
@@ -222,16 +224,15 @@ class Membership:
                 ready = {k: v for k, v in ready.items() if not self._heartbeats.has_ended(k)}
             if self._is_complete(ready, time.monotonic() - began, number):
                 # Proposals may differ; the first one counts, and the loop reads it.
-                self._keys.agree(key, self._proposal(number, ready).to_json())
+                self._keys.agree(key, self._propose(number, ready).encode())
             else:
                 time.sleep(POLL_SECONDS)
-        return Generation.from_json(text)
+        return Generation.decode(text)
 
     def _is_complete(self, ready: Mapping[str, Any], waited: float, number: int) -> bool:
-        """Return whether there is nobody left to wait for."""
         if self.generation.number < 0:
-            return self._starters() <= {*map(rank_of, ready)} or waited > self.startup
-        ejected = self._ejected(ready)
+            return self._find_starters() <= {*map(parse_rank, ready)} or waited > self.startup
+        ejected = self._find_ejected(ready)
         if ejected == self.generation.members:
             return True
         late = [m for m in self.generation.members if m not in {*ready, *ejected}]
@@ -242,23 +243,23 @@ class Membership:
         # Waiting workers become members, so it must be known whether they live.
         return all(map(self._heartbeats.is_settled, self._waiting()))
 
-    def _ejected(self, ready: Mapping[str, Any]) -> tuple[str, ...]:
+    def _find_ejected(self, ready: Mapping[str, Any]) -> tuple[str, ...]:
         programs = {m: tuple(offer["program"]) for m, offer in ready.items()}
         return find_ejected(self.generation.members, self.generation.joined, programs)
 
-    def _proposal(self, number: int, ready: Mapping[str, Any]) -> Generation:
+    def _propose(self, number: int, ready: Mapping[str, Any]) -> Generation:
         request = json.loads(self._keys.try_get(self._key(number, "request")) or "{}")
         why = request.get("why", "a worker joined" if number else "")
         last = self.generation
-        before = last.members if number else sorted(ready, key=rank_of)
-        ejected = self._ejected(ready)
+        before = last.members if number else sorted(ready, key=parse_rank)
+        ejected = self._find_ejected(ready)
         mismatch = request.get("mismatch") or "Workers have different programs."
         staying = [m for m in before if m in ready and m not in ejected][: self._most]
         if not staying:
             step = min(r["finished"] for r in ready.values())
             return Generation(number, (), step, ejected=ejected, mismatch=mismatch)
-        coming = self._newcomers(staying)
-        members = tuple(sorted([*staying, *coming], key=rank_of))
+        coming = self._find_newcomers(staying)
+        members = tuple(sorted([*staying, *coming], key=parse_rank))
         # All survivors can go back to the slowest one's step; at the start the newest state counts.
         # A newcomer has an older state if the generation ended before the state was sent to it.
         choose, since = (min, last.step) if number else (max, 0)
@@ -282,18 +283,18 @@ class Membership:
             residual=math.sqrt(sum(ready[m]["residual"] ** 2 for m in staying) / len(staying)),
         )
 
-    def _newcomers(self, staying: Sequence[str]) -> list[str]:
-        """Return live waiting workers, as many as there is room for, and forget the others."""
+    def _find_newcomers(self, staying: Sequence[str]) -> list[str]:
+        """Choose waiting workers that live, as many as have room, and forget those that ended."""
         waiting = self._waiting()
         for name in filter(self._heartbeats.has_ended, waiting):
             self._keys.delete(f"{self._root}/waiting/{name}")
-        taken = {rank_of(name) for name in staying}
-        live = [w for w in waiting if self._heartbeats.is_alive(w) and rank_of(w) not in taken]
+        taken = {parse_rank(name) for name in staying}
+        live = [w for w in waiting if self._heartbeats.is_alive(w) and parse_rank(w) not in taken]
         return live[: self._most - len(staying)]
 
     def _waiting(self) -> list[str]:
         waiting = self._keys.all(f"{self._root}/waiting")
-        return sorted((w for w in waiting if w not in self.generation.members), key=rank_of)
+        return sorted((w for w in waiting if w not in self.generation.members), key=parse_rank)
 
     def _wait_for_next(self, after: Generation) -> Generation:
         self._keys.set(f"{self._root}/waiting/{self.name}", "1")
@@ -303,11 +304,11 @@ class Membership:
             # Check this before reading the record: a worker that finishes writes it and then ends.
             over = all(map(self._heartbeats.has_ended, after.members))
             if (text := self._keys.try_get(key)) is not None:
-                return Generation.from_json(text)
+                return Generation.decode(text)
             if over:
                 raise PeerLostError(
                     f"All workers have ended ({describe(after.members)}), so worker "
-                    f"{rank_of(self.name)} has no run to join. Start the job again.",
+                    f"{parse_rank(self.name)} has no run to join. Start the job again.",
                     ranks=after.ranks,
                 )
             time.sleep(POLL_SECONDS)
@@ -347,7 +348,7 @@ class Membership:
     def _write_heartbeat(self) -> None:
         self._keys.set(f"{self._root}/heartbeat/{self.name}", str(next(self._counts)))
 
-    def alarmed(self, alarm: dict[str, Any]) -> None:
+    def receive_alarm(self, alarm: dict[str, Any]) -> None:
         """Handle a member's request for a new generation."""
         self.beat()
 

@@ -24,18 +24,18 @@ from jaxcoll._compat.axes import as_weak
 from jaxcoll._elastic import residuals
 from jaxcoll._elastic.checkpoint import (
     Stamp,
-    on_host,
+    copy_to_host,
+    read_stamp,
     restore_checkpoint,
     save_newest,
-    stamp_of_checkpoint,
 )
-from jaxcoll._elastic.generation import Generation, RegroupError, describe, rank_of
+from jaxcoll._elastic.generation import Generation, RegroupError, describe, parse_rank
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import whole_shapes
 from jaxcoll._plan.packs.leaves import is_array
-from jaxcoll._runtime.agreement import divergent
+from jaxcoll._runtime.agreement import group_divergent
 from jaxcoll._runtime.fingerprint import digest_bytes
 from jaxcoll._show.units import pluralize
 from jaxcoll._step.data_parallel import data_parallel
@@ -79,53 +79,53 @@ class ReplicatedState:
     def residual_norm(self) -> float:
         """The norm of the residuals that would be lost with this worker now."""
         shared = self.finished in self._begun  # all workers know their sum
-        return 0.0 if shared else residuals.norm(residuals.residuals_in(self.latest))
+        return 0.0 if shared else residuals.norm(residuals.find_residuals(self.latest))
 
-    def host(self, step: int) -> Any:
-        """Return the state after `step` as host arrays, with this worker's rows of residuals."""
+    def copy_to_host(self, step: int) -> Any:
+        """Copy the state after `step` to host arrays, with this worker's rows of residuals."""
         state = self._held[step]
-        rows = map(residuals.own_rows, residuals.residuals_in(state))
+        rows = map(residuals.own_rows, residuals.find_residuals(state))
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: on_host(keystr(path), x),
-            residuals.with_residuals(state, rows),
+            lambda path, x: copy_to_host(keystr(path), x),
+            residuals.replace_residuals(state, rows),
         )
 
-    def to_save(self, step: int) -> Any:
-        """Return the state after `step` as host arrays, with residuals summed over all workers."""
-        state = self.host(step)
-        rows, sums = residuals.residuals_in(state), {**self._added, **self._begun}.get(step)
+    def collect(self, step: int) -> Any:
+        """Copy the state after `step` to host arrays, with residuals summed over all workers."""
+        state = self.copy_to_host(step)
+        rows, sums = residuals.find_residuals(state), {**self._added, **self._begun}.get(step)
         if rows and sums is None:
             _LOG.warning(
                 "The checkpoint after step %d has only the residual of worker %d: those of the "
                 "other workers are lost, because the workers can no longer add them up.",
                 *(step, jax.process_index()),
             )
-        return residuals.with_residuals(state, sums or map(residuals.summed, rows))
+        return residuals.replace_residuals(state, sums or map(residuals.sum_replicas, rows))
 
     def reset(self, state: Any, step: int) -> None:
         """Hold only this state, after `step`. Its residuals are sums over all workers."""
         self._begun, self._added = {step: _sums_at_start(state)}, {}
-        self._held = {step: residuals.with_residuals(state, self._begun[step])}
+        self._held = {step: residuals.replace_residuals(state, self._begun[step])}
         self.finished = step
-        self._held[step] = self.host(step)
+        self._held[step] = self.copy_to_host(step)
 
     def restore(self, path: Path) -> None:
         """Start from the state in a file, if it exists."""
         if path.exists():
-            state, step = restore_checkpoint(path, self.typed(self.like()))
+            state, step = restore_checkpoint(path, self.restore_weak_types(self.like()))
             self._weak = _weak_leaves(state)
             self.reset(state, step)
-            self.term = stamp_of_checkpoint(path).term
+            self.term = read_stamp(path).term
 
     def save(self, path: Path, step: int, patience: float) -> int:
         """Write the state after `step` unless the file has a later one. Return the file's step."""
-        return self.to_write(path, step, patience)()
+        return self.prepare_save(path, step, patience)()
 
-    def to_write(self, path: Path, step: int, patience: float) -> Callable[[], int]:
-        """Return a function that does what `save` would do now, and may run in any thread."""
+    def prepare_save(self, path: Path, step: int, patience: float) -> Callable[[], int]:
+        """Copy what `save` would write now; the result writes it, in any thread."""
         if step not in self._held:
             raise OSError(f"worker {jax.process_index()} does not hold the state after step {step}")
-        state, stamp = self.typed(self.to_save(step)), Stamp(step, self.term)
+        state, stamp = self.restore_weak_types(self.collect(step)), Stamp(step, self.term)
 
         def write() -> int:
             in_file = save_newest(path, state, stamp, patience).step
@@ -146,52 +146,54 @@ class ReplicatedState:
         """Hold the state with which this generation starts, on the devices of `mesh`."""
         generation = membership.generation
         step = generation.step if generation.step in self._held else self.finished
-        state, start = self.host(step), not generation.number
-        structures = membership.gather("structure", _structure(self.types(state)))
+        state, start = self.copy_to_host(step), not generation.number
+        structures = membership.gather("structure", _structure(self.select_types(state)))
         check_agreed(structures, membership, _structure_error, start)
-        alike = self.alike(state)
+        alike = self.select_alike(state)
         if generation.sends_state:
             alike = _broadcast(alike, membership, mesh, together)
-        digests = membership.gather("digest", _digests(self.compared(alike)))
+        digests = membership.gather("digest", _digests(self.select_compared(alike)))
         check_agreed(digests, membership, _divergence_error, start)
-        placed = self.placed(state, alike, membership, mesh)
+        placed = self.place_state(state, alike, membership, mesh)
         self.finished, self._held = generation.step, {generation.step: placed}
         self._added, self._adder = {}, None
         self._begun = {k: sums for k, sums in self._begun.items() if k in self._held}
 
     def like(self) -> Any:
-        """Return the tree that a checkpoint must match."""
-        return self.host(self.finished)
+        """Make the tree that a checkpoint must match."""
+        return self.copy_to_host(self.finished)
 
-    def typed(self, state: Any) -> Any:
-        """Return the state with arrays of weak types where it has them; host arrays have none."""
+    def restore_weak_types(self, state: Any) -> Any:
+        """Give arrays the weak types that the state has; host arrays have none."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: as_weak(jnp.asarray(x)) if keystr(path) in self._weak else x, state
         )
 
-    def types(self, state: Any) -> Any:
-        """Return the part whose structure, shapes and dtypes must be equal on all workers."""
-        whole = map(whole_shapes, residuals.residuals_in(state))
-        return residuals.with_residuals(state, whole)
+    def select_types(self, state: Any) -> Any:
+        """Select the part whose structure, shapes and dtypes must be equal on all workers."""
+        whole = map(whole_shapes, residuals.find_residuals(state))
+        return residuals.replace_residuals(state, whole)
 
-    def alike(self, state: Any) -> Any:
-        """Return the part that a newcomer receives."""
-        return residuals.without_residuals(state)
+    def select_alike(self, state: Any) -> Any:
+        """Select the part that a newcomer receives."""
+        return residuals.clear_residuals(state)
 
-    def compared(self, state: Any) -> Any:
-        """Return the part whose values must be equal on all workers."""
-        return residuals.without_residuals(state)
+    def select_compared(self, state: Any) -> Any:
+        """Select the part whose values must be equal on all workers."""
+        return residuals.clear_residuals(state)
 
-    def placed(self, state: Any, alike: Any, membership: Membership, mesh: Mesh) -> Any:
+    def place_state(self, state: Any, alike: Any, membership: Membership, mesh: Mesh) -> Any:
         """Place the part that all workers have alike, and this worker's residuals, on devices."""
-        rows = [residuals.placed(x, mesh) for x in self._residuals(state, membership, mesh)]
+        rows = [
+            residuals.place_rows(x, mesh) for x in self._start_residuals(state, membership, mesh)
+        ]
         with no_mesh():
-            alike = place(self.typed(alike), NamedSharding(mesh, PartitionSpec()))
-        return residuals.with_residuals(alike, rows)
+            alike = place(self.restore_weak_types(alike), NamedSharding(mesh, PartitionSpec()))
+        return residuals.replace_residuals(alike, rows)
 
-    def _residuals(self, state: Any, membership: Membership, mesh: Mesh) -> list[Shards]:
-        """Return the residuals with which this worker's replicas start the generation."""
-        rows, step = residuals.residuals_in(state), membership.generation.step
+    def _start_residuals(self, state: Any, membership: Membership, mesh: Mesh) -> list[Shards]:
+        """Divide or keep the residuals with which this worker's replicas start the generation."""
+        rows, step = residuals.find_residuals(state), membership.generation.step
         if not rows:
             return []
         mine = "nothing"
@@ -202,29 +204,29 @@ class ReplicatedState:
             return rows
         # If others have rows, these are everything: a newcomer must not add the sum in its file.
         shared = mine == "sum" and "rows" not in held
-        totals = self._begun[step] if shared else map(residuals.summed, rows)
+        totals = self._begun[step] if shared else map(residuals.sum_replicas, rows)
         workers = held.count("sum") if shared else 0
-        return [residuals.divided(x, workers, len(mesh.local_devices)) for x in totals]
+        return [residuals.divide(x, workers, len(mesh.local_devices)) for x in totals]
 
     def compare(self, membership: Membership) -> None:
         """Compare the last state on all members and on all devices of each, bit by bit.
 
         Cost: about a second per gigabyte.
         """
-        state = self.compared(self.latest)
+        state = self.select_compared(self.latest)
         digests = membership.gather(f"digest/{self.finished}", _digests(state))
         check_copies(state)
         check_agreed(digests, membership, _divergence_error)
 
     def add_up(self, membership: Membership, together: Together) -> None:
         """Sum residuals over all workers for a checkpoint. All members must call this."""
-        if rows := residuals.residuals_in(self.latest):
-            add = self._adder = self._adder or residuals.adder(rows)
+        if rows := residuals.find_residuals(self.latest):
+            add = self._adder = self._adder or residuals.make_adder(rows)
             with no_mesh():
                 call, _ = add.prepare([x.parts for x in rows])
             call = dataclasses.replace(call, rows=False)
             sums = together(call, membership.startup, "adding residuals")
-            self._added = {self.finished: list(map(residuals.in_host_memory, sums, rows))}
+            self._added = {self.finished: list(map(residuals.fetch_sums, sums, rows))}
 
     def check_result(self, out: Any) -> None:
         """Refuse a step that returns a state unlike its argument; the message names the leaf."""
@@ -248,11 +250,11 @@ def _weak_leaves(state: Any) -> set[str]:
 
 
 def _sums_at_start(state: Any) -> list[Shards]:
-    """Return the sums of residuals at the start; refuse other `Shards`, which could be lost."""
+    """Sum residuals at the start; refuse other `Shards`, which could be lost."""
     sums = []
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shards):
         if is_residual(x):
-            sums.append(residuals.at_start(keystr(path), x))
+            sums.append(residuals.sum_at_start(keystr(path), x))
         elif is_shards(x):
             raise ValueError(
                 f"`Elastic`: state{keystr(path)} is `Shards`, of which each device "
@@ -292,7 +294,7 @@ def check_agreed(
     if len(set(values.values())) == 1:
         return
     generation = membership.generation
-    agreeing = () if start else majority(values, generation)
+    agreeing = () if start else find_majority(values, generation)
     if membership.name not in agreeing:
         raise error(values)
     differing = [name for name in generation.members if name not in agreeing]
@@ -300,8 +302,8 @@ def check_agreed(
     raise RegroupError
 
 
-def majority(values: dict[str, str], generation: Generation) -> tuple[str, ...]:
-    """Return the members that have the value of more than half of them; () if there is none.
+def find_majority(values: dict[str, str], generation: Generation) -> tuple[str, ...]:
+    """Find the members that have the value of more than half of them; () if there is none.
 
     Newcomers have no vote, because the others agreed before they came.
     """
@@ -313,9 +315,11 @@ def majority(values: dict[str, str], generation: Generation) -> tuple[str, ...]:
 
 
 def _structure_error(values: dict[str, str]) -> ProgramMismatchError:
-    (first, mine), *others = sorted(values.items(), key=lambda item: rank_of(item[0]))
+    (first, mine), *others = sorted(values.items(), key=lambda item: parse_rank(item[0]))
     name, structure = next(item for item in others if item[1] != mine)
-    sides = _difference(mine, structure, f"worker {rank_of(first)}", f"worker {rank_of(name)}")
+    sides = _difference(
+        mine, structure, f"worker {parse_rank(first)}", f"worker {parse_rank(name)}"
+    )
     return ProgramMismatchError(f"Workers have states of different structures. {sides}.")
 
 
@@ -346,14 +350,14 @@ def check_copies(tree: Any) -> None:
 
 
 def _bytes(x: Any) -> np.ndarray:
-    """Return the bytes of an array; of one with several copies here, those of the first."""
+    """View an array as bytes; of one with several copies here, the first."""
     first = x.addressable_data(0) if isinstance(x, jax.Array) else x
     return np.ascontiguousarray(first).reshape(-1).view(np.uint8)
 
 
 def _divergence_error(digests: dict[str, str]) -> ReplicaDivergenceError:
-    by_rank = {rank_of(name): json.loads(text) for name, text in digests.items()}
-    leaves = divergent({str(rank): by_rank[rank] for rank in sorted(by_rank)})
+    by_rank = {parse_rank(name): json.loads(text) for name, text in digests.items()}
+    leaves = group_divergent({str(rank): by_rank[rank] for rank in sorted(by_rank)})
     first, groups = next(iter(leaves.items()))
     return ReplicaDivergenceError(
         f"Workers have different values in {pluralize(len(leaves), 'leaf', 'leaves')} of the "
@@ -380,7 +384,7 @@ def _broadcast(state: Any, membership: Membership, mesh: Mesh, together: Togethe
     with no_mesh():
         call, _ = send.prepare(rows)
     call = dataclasses.replace(call, rows=False)  # of which all but the source's are of no use
-    bits = on_host("", together(call, membership.startup, "sending the state"))
+    bits = copy_to_host("", together(call, membership.startup, "sending the state"))
     cuts = np.cumsum([part.size for part in parts])[:-1]
     return structure.unflatten(
         [

@@ -30,7 +30,7 @@ class RoundsState(ReplicatedState):
     ahead: dict[int, tuple[DiLoCoState, Any]]
 
     def reset(self, state: Any, step: int) -> None:
-        super().reset(self.alike(state), step)
+        super().reset(self.select_alike(state), step)
         self.ahead = {}
 
     def keep(self, step: int, state: Any) -> None:
@@ -45,35 +45,35 @@ class RoundsState(ReplicatedState):
         self.ahead = {}
         if ahead is not None:
             progress, metrics = jax.tree.map(np.asarray, ahead)
-            self.ahead[step] = self.typed(progress), metrics
+            self.ahead[step] = self.restore_weak_types(progress), metrics
 
     def like(self) -> Any:
-        return self.alike(self.host(self.finished))
+        return self.select_alike(self.copy_to_host(self.finished))
 
-    def to_save(self, step: int) -> Any:
-        return self.alike(self.host(step))
+    def collect(self, step: int) -> Any:
+        return self.select_alike(self.copy_to_host(step))
 
-    def types(self, state: DiLoCoState) -> Any:
-        return self.alike(state)
+    def select_types(self, state: DiLoCoState) -> Any:
+        return self.select_alike(state)
 
-    def alike(self, state: DiLoCoState) -> DiLoCoState:
-        """Return the state without replicas' parameters, with the first one's optimizer state."""
+    def select_alike(self, state: DiLoCoState) -> DiLoCoState:
+        """Drop replicas' parameters, and keep the optimizer state of the first."""
         first = jax.tree.map(lambda x: x[:1], state.replicas[1])
         return dataclasses.replace(state, replicas=((), first))
 
-    def compared(self, state: DiLoCoState) -> Any:
+    def select_compared(self, state: DiLoCoState) -> Any:
         return dataclasses.replace(state, replicas=((), ()))
 
-    def placed(
+    def place_state(
         self, state: DiLoCoState, alike: DiLoCoState, membership: Membership, mesh: Mesh
     ) -> DiLoCoState:
         if membership.generation.step in self.held and jax.tree.leaves(state.replicas[0]):
-            return self.typed(state)
+            return self.restore_weak_types(state)
         here = len(mesh.local_devices)
         rows = functools.partial(jax.tree.map, lambda x: np.repeat(x, here, 0))
         one = jax.tree.map(lambda x: np.asarray(x)[None], alike.shared)
         replicas = rows(one), rows(alike.replicas[1])
-        return self.typed(dataclasses.replace(alike, replicas=replicas))
+        return self.restore_weak_types(dataclasses.replace(alike, replicas=replicas))
 
 
 class Rounds(Steps):

@@ -22,7 +22,7 @@ batch_size)`; a list of batches; `lambda step: batch`; or `lambda step, worker, 
 which returns this worker's rows; got {got}."""
 
 
-def rows_of(batches: Any) -> Rows:
+def convert_batches(batches: Any) -> Rows:
     """Convert `batches` to a function that returns a worker's rows.
 
     Raises:
@@ -34,13 +34,13 @@ def rows_of(batches: Any) -> Rows:
         return _split(lambda step: batches[step % len(batches)])
     if not callable(batches):
         raise ValueError(_EXPECTED.format(got=type(batches).__name__))
-    if (count := _count_of_positions(batches)) not in (1, 3):
+    if (count := _count_positions(batches)) not in (1, 3):
         raise ValueError(_EXPECTED.format(got=f"a function of {count} arguments"))
     return _split(batches) if count == 1 else batches
 
 
-def source_of(batches: Any) -> str:
-    """Return text that must be equal on all workers; "" for a function, which has none."""
+def describe_source(batches: Any) -> str:
+    """Describe batches by a text that must be equal on all workers; "" for a function."""
     if isinstance(batches, Batches):
         return batches.source
     return f"a list, digest {_digest(batches[0])}" if isinstance(batches, list) else ""
@@ -54,8 +54,8 @@ def _digest(batch: Any) -> str:
     return digest.hexdigest()
 
 
-def _count_of_positions(function: Callable[..., Any]) -> int:
-    """Return the number of required positional arguments; 3 if a function takes any number."""
+def _count_positions(function: Callable[..., Any]) -> int:
+    """Count required positional arguments; 3 if a function takes any number."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # it is written in C
@@ -67,7 +67,7 @@ def _count_of_positions(function: Callable[..., Any]) -> int:
 
 
 def _split(batch_of: Callable[[int], Any]) -> Rows:
-    """Return a function that takes a worker's equal share of whole batches."""
+    """Make a function that takes a worker's equal share of whole batches."""
 
     def rows(step: int, worker: int, workers: int) -> Any:
         batch = batch_of(step)

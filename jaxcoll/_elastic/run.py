@@ -14,7 +14,13 @@ from jax.sharding import Mesh
 
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._elastic.connections import Connections, may_be_broken
-from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
+from jaxcoll._elastic.generation import (
+    Generation,
+    RegroupError,
+    WorldChange,
+    list_ranks,
+    parse_rank,
+)
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState, check_agreed
 from jaxcoll._elastic.steps import Steps
@@ -185,7 +191,7 @@ class Run:
         job, membership, name = self._job, self._membership, self._membership.name
         generation = self._generation
         if generation.ends_for_its_program(name):
-            goes_on = f"Workers {listed(generation.ranks)} continue."
+            goes_on = f"Workers {list_ranks(generation.ranks)} continue."
             who = goes_on if generation.members else "All workers end."
             raise ProgramMismatchError(f"{generation.mismatch} {who}")
         is_member = name in generation.members
@@ -195,14 +201,14 @@ class Run:
         few = few and not generation.ended
         if few or is_member:
             # Workers that are too few to train still save together, even with a dropped one.
-            self._writers, self._every = writers_of(membership, job.every if job.file else 0)
+            self._writers, self._every = choose_writers(membership, job.every if job.file else 0)
         if few:
             self._give_up(
                 PeerLostError(
                     f"Too few workers are left: {len(generation.ranks)} (rank "
-                    f"{listed(generation.ranks)}); `min_workers` is {job.fewest}: "
+                    f"{list_ranks(generation.ranks)}); `min_workers` is {job.fewest}: "
                     f"{generation.why}.",
-                    ranks=tuple(map(rank_of, generation.lost)),
+                    ranks=tuple(map(parse_rank, generation.lost)),
                 )
             )
         if not is_member:
@@ -210,20 +216,21 @@ class Run:
                 "they have finished, and nothing is left to do."
                 if generation.ended
                 else f"they continued from step {generation.step} as workers "
-                f"{listed(generation.ranks)}, because {generation.why}. Start this worker again; "
-                "it must not continue alone."
+                f"{list_ranks(generation.ranks)}, because {generation.why}. Start this worker "
+                "again; it must not continue alone."
             )
             self._is_saved = True
             raise PeerLostError(
-                f"The other workers dropped worker {rank_of(name)}: {outcome}",
-                ranks=(rank_of(name),),
+                f"The other workers dropped worker {parse_rank(name)}: {outcome}",
+                ranks=(parse_rank(name),),
             )
         # Another attempt is pointless after two failures here, or too many late ones.
         if self._attempts >= MOST_ATTEMPTS or (self._failed and self._attempts > 1):
             late = DeadlineExceededError(
-                f"Workers {listed(generation.ranks)} began the step after step {generation.step} "
-                f"{MOST_ATTEMPTS} times in a row and never finished it, though all are alive. "
-                f"The last time, {generation.why}. A larger `timeout_seconds` waits longer."
+                f"Workers {list_ranks(generation.ranks)} began the step after step "
+                f"{generation.step} {MOST_ATTEMPTS} times in a row and never finished it, though "
+                f"all are alive. The last time, {generation.why}. A larger `timeout_seconds` "
+                "waits longer."
             )
             self._give_up(self._failed or late)
 
@@ -234,12 +241,12 @@ class Run:
         self._job.workers = generation.ranks
         if not generation.number:
             return
-        lost = tuple(map(rank_of, generation.lost))
-        joined = tuple(map(rank_of, generation.joined))
+        lost = tuple(map(parse_rank, generation.lost))
+        joined = tuple(map(parse_rank, generation.joined))
         _LOG.warning(
             "After step %d: %s. Lost: %s; joined: %s; workers %s continue.",
-            *(generation.step, generation.why, listed(lost), listed(joined)),
-            listed(generation.ranks),
+            *(generation.step, generation.why, list_ranks(lost), list_ranks(joined)),
+            list_ranks(generation.ranks),
         )
         residual = generation.residual if lost else 0.0
         if residual:
@@ -329,10 +336,10 @@ class Run:
     def _reason(self, error: Exception, what: str) -> str:
         """Say for the other members why this one requests a new generation."""
         if isinstance(error, PeerLostError):
-            return f"workers {listed(error.ranks)} ended"
+            return f"workers {list_ranks(error.ranks)} ended"
         if isinstance(error, ProgramMismatchError):
             return "workers have different programs"
-        name, lines = rank_of(self._membership.name), str(error).strip().splitlines() or [""]
+        name, lines = parse_rank(self._membership.name), str(error).strip().splitlines() or [""]
         if isinstance(error, DeadlineExceededError):
             return lines[0][:200].rstrip(".")
         return f"{what} failed on worker {name}: {lines[-1][:200]}"  # where a callback's error is
@@ -347,7 +354,7 @@ class Run:
         if self._saving is not None and not self._saving.is_done():
             _LOG.warning("No checkpoint after step %d: the last is still being written.", finished)
             return
-        write = self._state.to_write(self._job.file, finished, LOCK_SECONDS)
+        write = self._state.prepare_save(self._job.file, finished, LOCK_SECONDS)
         self._saving = self._saver.submit(functools.partial(_call_or_warn, write))
 
     def _finish_saving(self) -> None:
@@ -356,7 +363,7 @@ class Run:
 
 
 def _batches_error(sources: dict[str, str]) -> ProgramMismatchError:
-    sides = "; ".join(f"worker {rank_of(name)}: {source}" for name, source in sources.items())
+    sides = "; ".join(f"worker {parse_rank(name)}: {source}" for name, source in sources.items())
     return ProgramMismatchError(
         f"Workers pass different batches or steps to `Elastic.run`: {sides}. Give all the same "
         "numbers, source and seed, not the time or the process number. A list must hold whole "
@@ -373,7 +380,7 @@ def _call_or_warn(write: Callable[[], object]) -> None:
         _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
 
 
-def writers_of(membership: Membership, every: int) -> tuple[tuple[str, ...], int]:
+def choose_writers(membership: Membership, every: int) -> tuple[tuple[str, ...], int]:
     """Agree on who writes checkpoints, and how often. `every` is 0 on a worker without a file.
 
     Returns:

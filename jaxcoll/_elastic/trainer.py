@@ -17,9 +17,9 @@ from jaxcoll._compat.settings import boundary
 from jaxcoll._elastic.generation import WorldChange
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
-from jaxcoll._elastic.residuals import residuals_in
+from jaxcoll._elastic.residuals import find_residuals
 from jaxcoll._elastic.rounds import Rounds, RoundsState
-from jaxcoll._elastic.rows import rows_of, source_of
+from jaxcoll._elastic.rows import convert_batches, describe_source
 from jaxcoll._elastic.run import Job, Run
 from jaxcoll._elastic.steps import Steps
 from jaxcoll._job.coordinator_proxy import give_up_coordinator, when_coordinator_is_lost
@@ -111,7 +111,7 @@ class Elastic:
         report: Callable[[int, Any], None] | None = None,
     ) -> None:
         refuse_tied(state, "Elastic")
-        axis = _checked_axis(step, state)
+        axis = _check_axis(step, state)
         fewest = positive("Elastic", "min_workers", min_workers)
         most = None if max_workers is None else positive("Elastic", "max_workers", max_workers)
         if most is not None and most < fewest:
@@ -125,7 +125,7 @@ class Elastic:
         else:
             calls = functools.partial(Steps, step)
             # With the types that the step returns, which files and other workers have too.
-            held = ReplicatedState(jax.tree.map(_typed, state))
+            held = ReplicatedState(jax.tree.map(_convert_leaf, state))
             self._round = 1
         self._job = Job(
             axis,
@@ -187,7 +187,7 @@ class Elastic:
             not return a state like its argument; or `steps` does not end a round of DiLoCo.
           OSError: this worker could not write the last checkpoint.
         """
-        job, rows, source = self._job, rows_of(batches), source_of(batches)
+        job, rows, source = self._job, convert_batches(batches), describe_source(batches)
         steps = count("steps", "", steps)
         if steps % self._round:
             raise ValueError(
@@ -232,7 +232,7 @@ class Elastic:
         )
 
 
-def _typed(x: Any) -> Any:
+def _convert_leaf(x: Any) -> Any:
     return jax.device_put(x) if isinstance(x, int | float | complex) else host_array(x)
 
 
@@ -247,7 +247,7 @@ def _exchange_devices() -> None:
         raise
 
 
-def _checked_axis(step: Any, state: Any) -> str:
+def _check_axis(step: Any, state: Any) -> str:
     """Check that a step and its state suit `Elastic`, and return the step's axis."""
     if not isinstance(step, DataParallel | DiLoCo):
         raise ValueError(
@@ -278,7 +278,7 @@ def _checked_axis(step: Any, state: Any) -> str:
             "`Elastic` returns to the previous state when others did not finish a step, so the "
             f"step must not donate it; got donate_argnums={step.donate_argnums}."
         )
-    for residual in residuals_in(state):
+    for residual in find_residuals(state):
         if residual.axes != (step.axis_name,):
             raise ValueError(
                 f"`Elastic`: the state has a residual over {', '.join(map(repr, residual.axes))}, "

@@ -25,7 +25,7 @@ from jaxcoll._job.timing import (
     SILENT_CALLER_SECONDS,
 )
 from jaxcoll._runtime.executable import Program
-from jaxcoll._runtime.fingerprint import FirstValues, first_difference, unpacked
+from jaxcoll._runtime.fingerprint import FirstValues, find_difference, unpack_lines
 from jaxcoll._runtime.peers import Peers
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import PeerLostError, ProgramMismatchError, ReplicaDivergenceError
@@ -86,7 +86,7 @@ class Agreement:
             store.set(f"{self.folder}/values/{me}", json.dumps(self.value))
         store.set(f"{self.folder}/digests/{me}", json.dumps([self.program.digest, whole, rows]))
         if me == self.processes[0]:
-            verdict = self._verdict()
+            verdict = self._judge()
             store.set(f"{self.folder}/verdict", json.dumps(verdict))
         else:
             verdict = self._wait_for_verdict()
@@ -101,14 +101,14 @@ class Agreement:
         return None, False
 
     def values(self) -> dict[int, Any]:
-        """Return the value of each process, once all agree; {} if the call has a program."""
+        """Read the value of each process, once all agree; {} if the call has a program."""
         if self.value is None:
             return {}
         texts = self.peers.store.all(f"{self.folder}/values")
         return {process: json.loads(texts[str(process)]) for process in self.processes}
 
-    def _verdict(self) -> dict[str, Any]:
-        """Return the verdict on the processes' digests: the first mismatch ends the wait."""
+    def _judge(self) -> dict[str, Any]:
+        """Judge the processes' digests: the first mismatch ends the wait."""
         pause = 0.001
         while True:
             self.check()
@@ -128,7 +128,7 @@ class Agreement:
             pause = min(2 * pause, 0.05)
 
     def _wait_for_verdict(self) -> dict[str, Any]:
-        """Return the first process's verdict, or this process's own if that does not arrive."""
+        """Wait for the first process's verdict; make this process's own if that does not come."""
         first = self.processes[0]
         while True:
             try:
@@ -142,7 +142,7 @@ class Agreement:
                     return json.loads(self.peers.store.try_get(f"{self.folder}/verdict") or "{}")
 
     def _is_any_behind(self) -> bool:
-        """Return whether another process may be in an earlier call, and take this call's data.
+        """Ask whether another process may be in an earlier call, and take this call's data.
 
         If that one failed here, the first process may have done its part without this process's.
         """
@@ -151,7 +151,7 @@ class Agreement:
         return any(
             replies[p]["at"] < self.position
             if p in replies
-            else self.peers.state_of(p) not in ("ended", "lost")
+            else self.peers.find_state(p) not in ("ended", "lost")
             for p in others
         )
 
@@ -159,7 +159,7 @@ class Agreement:
         if len({whole for _, whole, _ in entries.values()} - {""}) > 1:
             texts = self.peers.store.all(f"{self.folder}/values")
             values = {p: json.loads(texts[p]) for p in sorted(texts, key=int)}
-            differing = divergent(values)
+            differing = group_divergent(values)
             leaf, groups = next(iter(differing.items()))
             text = _DIFFERENT.format(
                 name=self.program.name,
@@ -197,7 +197,7 @@ class Agreement:
         return min(ran.keys() - self._alike, default=None)
 
     def _is_lost(self, process: int, now: float) -> bool:
-        state = self.peers.state_of(process)
+        state = self.peers.find_state(process)
         silent = now - self._silent_since.setdefault(process, now) >= SILENT_CALLER_SECONDS
         no_reports = coordinator_connection() is None
         return state in ("ended", "lost") or (state == "here" and silent and no_reports)
@@ -205,18 +205,22 @@ class Agreement:
     def _mismatch(self, other: int, ran: Sequence[int]) -> dict[str, Any]:
         ask = self.peers.ask
         reply = ask(self.group, self.position, [other], LINES_SECONDS, lines=True).get(other, {})
-        theirs = unpacked(reply["lines"]) if "lines" in reply else ["(its program is not known)"]
-        sides = {self.peers.process: unpacked(self.program.lines), other: theirs}
+        theirs = (
+            unpack_lines(reply["lines"]) if "lines" in reply else ["(its program is not known)"]
+        )
+        sides = {self.peers.process: unpack_lines(self.program.lines), other: theirs}
         text = _MISMATCH.format(
             position=self.position,
             done=f"process {ran[0]} is already running its own" if ran else "nothing was run",
-            sides=first_difference(dict(sorted(sides.items()))),
+            sides=find_difference(dict(sorted(sides.items()))),
         )
         return {"error": text, "is_run": bool(ran)}
 
 
-def divergent(digests: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return the groups of parties that agree on each leaf that differs, as the first names it."""
+def group_divergent(
+    digests: Mapping[str, Mapping[str, str]],
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Group the parties that agree, for each leaf that differs, as the first names it."""
     paths = tuple(next(iter(digests.values())))
     numbers = [[[int(digest, 16)] for digest in leaves.values()] for leaves in digests.values()]
     return ReplicaCheck(np.array(numbers, np.uint64), paths, tuple(digests)).divergent()

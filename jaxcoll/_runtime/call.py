@@ -28,7 +28,7 @@ class InnerDeadlines:
         """Record the deadline of a reduction that is being traced."""
         self.shortest = min(seconds, self.shortest or seconds)
 
-    def traced(self, program: Any, args: tuple[Any, ...]) -> None:
+    def trace_once(self, program: Any, args: tuple[Any, ...]) -> None:
         """Trace a jitted program once for such arguments, so that its reductions call `ask`.
 
         JAX keeps the trace. Cost of later calls: about half a microsecond per array.
@@ -76,7 +76,6 @@ class Call:
         return min(outer, inner) if outer and inner else inner or outer
 
     def settings_text(self) -> str:
-        """Return the settings that must be equal on all processes, as text for comparison."""
         if self.settings is None:
             return repr(self.options.replace(timeout_seconds=UNSET))
         return self.settings if isinstance(self.settings, str) else repr(self.settings)

@@ -53,7 +53,7 @@ class CallOrder:
         self._next = len(letters) - 1
 
     def ran(self, position: int) -> str | None:
-        """Return the digest of a call by its position, from 1; None if forgotten or yet to come."""
+        """Look up the digest of a call by its position, from 1; None: forgotten, or yet to come."""
         forgotten, letters = self._history  # one read, because any thread may call this
         place = position - 1 - forgotten
         if not 0 <= place < len(letters):
@@ -62,7 +62,7 @@ class CallOrder:
         return next((digest for digest, known in self._letters.items() if known == letter), "")
 
     def _predict(self) -> int:
-        """Return the index after the first earlier match of the longest run of latest calls."""
+        """Find the longest run of latest calls among earlier ones; return the index after it."""
         letters = self._history[1]
         last = len(letters) - 1
         for length in CONTEXTS:

@@ -15,7 +15,7 @@ import jax
 from jaxcoll._compat import settings
 from jaxcoll._job.threads import Task, Worker, abandon_and_watch_exit
 from jaxcoll._runtime.call import Call
-from jaxcoll._runtime.executable import Compile, Program, compiled_for
+from jaxcoll._runtime.executable import Compile, Program, compile_once
 from jaxcoll.errors import DeadlineExceededError, SameRowsWarning
 
 _COUNTS = (
@@ -45,12 +45,12 @@ class Group(Protocol):
     def describe_late(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]: ...
 
 
-def group_of(devices: Sequence[jax.Device]) -> Group | None:
-    """Return the group that watches calls over these devices; None if all are in this process."""
+def find_group(devices: Sequence[jax.Device]) -> Group | None:
+    """Find the group that watches calls over these devices; None if all are in this process."""
     if jax.process_count() > 1:
         from jaxcoll._runtime import watchdog  # here, so that a single process does not load it
 
-        return watchdog.group_of(devices)
+        return watchdog.find_group(devices)
     _warn_where_alone()
     return None
 
@@ -79,7 +79,7 @@ def run(call: Call, until: float | None = None) -> Any:
         Only the wait ends: the program goes on until it can finish, the process stays usable, and
         the next call over the same processes begins after that.
     """
-    group = call.group or group_of(call.devices)
+    group = call.group or find_group(call.devices)
     if group is None and not call.timeout_seconds:
         worker = getattr(_alone, "worker", None)
         # After a call that was given up, later ones queue in its worker, so that none overtakes it.
@@ -90,7 +90,7 @@ def run(call: Call, until: float | None = None) -> Any:
     if call.program is None and group is not None:
         program = group.describe(call)
     else:
-        program = compiled_for(call, None if group is None else group.compiled)
+        program = compile_once(call, None if group is None else group.compiled)
     seconds, begun = call.timeout_seconds or math.inf, time.monotonic()
     ends = begun + seconds if until is None else until
     worker = _own_worker() if group is None else group.worker

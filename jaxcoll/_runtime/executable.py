@@ -21,7 +21,7 @@ class Program:
 
     compiled: Any  # the function to call, a `jax.stages.Compiled`; None: there is nothing to run
     name: str  # for messages
-    lines: str = ""  # its fingerprint, `packed`
+    lines: str = ""  # its fingerprint, by `pack_lines`
     digest: str = ""  # of its fingerprint, compared by processes
     # The first program of its function: processes also compare the arguments of its first run
     is_first: bool = False
@@ -47,8 +47,8 @@ def remember(plan: CollectivePlan) -> None:
         del plans[next(iter(plans))]
 
 
-def compiled_for(call: Call, shared: Compile | None = None) -> Program:
-    """Return the program of a call, compiled once for such arguments.
+def compile_once(call: Call, shared: Compile | None = None) -> Program:
+    """Compile the program of a call, or take the one that was compiled for such arguments.
 
     `shared` compiles it if other processes run it too.
 
@@ -73,7 +73,7 @@ def compiled_for(call: Call, shared: Compile | None = None) -> Program:
         lowered = call.program.lower(*call.args, **call.kwargs)
         name = getattr(call.program, "__name__", "program")
         if shared is None:
-            program = Program(lowered.compile(), name_of(name, leaves))
+            program = Program(lowered.compile(), describe_call(name, leaves))
         else:
             program = shared(lowered, name, leaves, call.settings_text())
             program.is_first = not programs  # later ones get state that the first one returned
@@ -82,13 +82,13 @@ def compiled_for(call: Call, shared: Compile | None = None) -> Program:
     return program
 
 
-def type_of(x: Any) -> str:
-    """Return an array's dtype and shape for messages, as in "float32[2,3]"."""
+def describe_array(x: Any) -> str:
+    """Describe an array's dtype and shape, as in "float32[2,3]"."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def name_of(function: str, leaves: Sequence[Any]) -> str:
-    """Return a short name for messages: the function, and its first three arrays."""
-    arrays = [*map(type_of, leaves[:3])]
+def describe_call(function: str, leaves: Sequence[Any]) -> str:
+    """Describe a call by its function and its first three arrays."""
+    arrays = [*map(describe_array, leaves[:3])]
     more = f" and {len(leaves) - 3} more" * (len(leaves) > 3)
     return f"`{function}` of {', '.join(arrays)}{more}"

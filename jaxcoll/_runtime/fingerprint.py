@@ -31,7 +31,7 @@ from jaxcoll._plan.collective_plan import THE_VALUE
 from jaxcoll._plan.packs.leaves import argument_name
 from jaxcoll._plan.scope_names import names, pack_of
 from jaxcoll._runtime.call import Call
-from jaxcoll._runtime.executable import Program, name_of, plans, type_of
+from jaxcoll._runtime.executable import Program, describe_array, describe_call, plans
 
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 """Environment variables that compilers read."""
@@ -59,7 +59,7 @@ def fingerprint(
     devices: str,
     lowered: jax.stages.Lowered,
 ) -> list[str]:
-    """Return what processes must agree on before they run a program, most helpful lines first.
+    """List what processes must agree on before they run a program, most helpful lines first.
 
     `device` is one of this process's; `devices` lists the ids in the order of the mesh.
     """
@@ -81,45 +81,44 @@ def fingerprint(
 def _arrays(trees: tuple[Any, ...], names: tuple[str, ...]) -> Iterator[str]:
     for name, tree in zip(names, trees, strict=True):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            yield f"{name}{jax.tree_util.keystr(path)}: {type_of(leaf)}"
+            yield f"{name}{jax.tree_util.keystr(path)}: {describe_array(leaf)}"
 
 
 def digest_lines(lines: Sequence[str]) -> str:
-    """Return a digest of a program's lines, 16 hexadecimal digits."""
+    """Digest a program's lines into 16 hexadecimal digits."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def packed(lines: Sequence[str]) -> str:
+def pack_lines(lines: Sequence[str]) -> str:
     """Compress lines into one text, about a tenth as long, to store and to send."""
     shown = [x if len(x) <= _LONGEST_LINE else f"{x[:200]} … {digest_lines([x])}" for x in lines]
     return base64.b85encode(zlib.compress(json.dumps(shown).encode(), 1)).decode()
 
 
-def unpacked(text: str) -> list[str]:
-    """Return the lines of a `packed` text."""
+def unpack_lines(text: str) -> list[str]:
     return json.loads(zlib.decompress(base64.b85decode(text)))
 
 
-def first_difference(sides: Mapping[int, Sequence[str]]) -> str:
-    """Return, for a message, the first line in which two processes differ, of both."""
+def find_difference(sides: Mapping[int, Sequence[str]]) -> str:
+    """Find the first line in which two processes differ, and write it of both."""
     pairs = itertools.zip_longest(*sides.values(), fillvalue="(nothing more)")
     lines = next((pair for pair in pairs if len(set(pair)) > 1), ("(no difference)",) * len(sides))
     return "\n".join(f"process {p}: {line}" for p, line in zip(sides, lines, strict=True))
 
 
 def environment(device: jax.Device) -> tuple[str, ...]:
-    """Return what a program's numbers depend on besides its text, one line each, for `device`."""
+    """List what a program's numbers depend on besides its text, for `device`."""
     version = " ".join(str(device.client.platform_version).split())
     kind = _processor() if device.platform == "cpu" else f"{device.device_kind}, {version}"
     return (
-        *(f"{name} {_flags(os.environ.get(name, ''))}" for name in VARIABLES),
+        *(f"{name} {_normalize_flags(os.environ.get(name, ''))}" for name in VARIABLES),
         f"processor {kind}",
         *(f"setting {name}={value}" for name, value in settings.numerics().items()),
     )
 
 
-def _flags(text: str) -> str:
-    """Return flags sorted by name, without those that do not change numbers."""
+def _normalize_flags(text: str) -> str:
+    """Sort flags by name, without those that do not change numbers."""
     if text and not text.lstrip().startswith("-") and Path(text).is_file():
         text = Path(text).read_text("utf8", "replace")  # as XLA does
     last = {flag.partition("=")[0]: flag for flag in text.split()}
@@ -128,16 +127,15 @@ def _flags(text: str) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """Return the kind of this host's processor, as far as compilers distinguish them."""
     try:
-        kind = kind_of(Path("/proc/cpuinfo").read_text("utf8", "replace"))
+        kind = parse_cpuinfo(Path("/proc/cpuinfo").read_text("utf8", "replace"))
     except OSError:  # not Linux
         kind = platform.processor()
     return f"{platform.machine()}, {kind}"
 
 
-def kind_of(cpuinfo: str) -> str:
-    """Return the kind of the first processor in Linux's `cpuinfo`, as far as compilers care."""
+def parse_cpuinfo(cpuinfo: str) -> str:
+    """Name the first processor in Linux's `cpuinfo`, as far as compilers distinguish them."""
     fields = {}
     for line in cpuinfo.partition("\n\n")[0].splitlines():
         name, _, value = line.partition(":")
@@ -158,14 +156,14 @@ class FirstValues:
     rows: dict[str, str]
 
     def short(self) -> tuple[str, str]:
-        """Return one digest of the replicated leaves and one of the rows ("" if there are none)."""
+        """Digest all replicated leaves into one text, and all rows into another ("" for none)."""
         # Without names: a step's parameters may have other names in another process
         values = self.replicated.values(), self.rows.values()
         whole, rows = (json.dumps([*digests]).encode() for digests in values)
         return digest_bytes(whole), digest_bytes(rows) if self.rows else ""
 
 
-def shared_program(
+def compile_shared(
     lowered: jax.stages.Lowered, name: str, leaves: Sequence[Any], settings: str
 ) -> Program:
     """Compile a program that several processes run; they compare its text and `settings`."""
@@ -176,16 +174,18 @@ def shared_program(
     here = filter(None, (x.sharding.addressable_devices for x in leaves))
     device = min(next(here, jax.local_devices()), key=lambda d: d.id)
     lines = fingerprint(f"`{name}`", device, settings, devices, lowered)
-    return Program(lowered.compile(), name_of(name, leaves), packed(lines), digest_lines(lines))
+    return Program(
+        lowered.compile(), describe_call(name, leaves), pack_lines(lines), digest_lines(lines)
+    )
 
 
-def described(call: Call) -> Program:
-    """Return the description of a call that only exchanges values, for comparison."""
+def describe_exchange(call: Call) -> Program:
+    """Describe a call that only exchanges values, as `compile_shared` does a program."""
     lines = [f"exchange of {call.settings_text()}"]
-    return Program(None, call.name, packed(lines), digest_lines(lines), is_first=True)
+    return Program(None, call.name, pack_lines(lines), digest_lines(lines), is_first=True)
 
 
-def first_collective(program: Program) -> str:
+def describe_collective(program: Program) -> str:
     """Describe the collective in which processes that arrived wait for the others."""
     if program.compiled is None:
         return ""
@@ -205,7 +205,7 @@ def describe_first(text: str, name: str) -> str:
         return f"{name} has no collective."
     first, n = collectives[0], len(collectives)
     which = f"first of {n} collectives" if n > 1 else "only collective"
-    types = ", ".join(map(type_of, first.operands))
+    types = ", ".join(map(describe_array, first.operands))
     groups = ",".join(f"{{{','.join(map(str, group))}}}" for group in first.groups)
     paths = names(first.op_name)
     source = f", requested as {paths[0].rpartition('/')[2]}" if paths else ""
@@ -227,8 +227,8 @@ def _leaves(packs: Iterable[str]) -> str:
     return f" ({'; '.join(carried)})" if carried else ""
 
 
-def first_values(call: Call) -> FirstValues:
-    """Return digests of this process's part of a call's arguments. Cost: one read of it."""
+def digest_arguments(call: Call) -> FirstValues:
+    """Digest this process's part of a call's arguments. Cost: one read of it."""
     replicated, rows = {}, {}
     arguments = tuple(call.args), dict(call.kwargs)
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
@@ -244,7 +244,7 @@ def first_values(call: Call) -> FirstValues:
 
 
 def _bytes(x: jax.Array) -> np.ndarray:
-    """Return the elements as rows of bytes, uint8[size, itemsize], to compare them bit by bit."""
+    # Rows of bytes, uint8[size, itemsize]: NaNs and zeros are compared bit by bit.
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     flat = np.ascontiguousarray(np.asarray(x)).reshape(-1)
@@ -252,5 +252,5 @@ def _bytes(x: jax.Array) -> np.ndarray:
 
 
 def digest_bytes(data: Any) -> str:
-    """Return a digest of an object's memory, 16 hexadecimal digits."""
+    """Digest an object's memory into 16 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -89,7 +89,6 @@ class Peers:
         self.store.request(send, seconds)
 
     def key(self, what: str, process: int) -> str:
-        """Return the key of a process's `inbox`, `bell` or `state`."""
         return f"{self.root}/{what}/{process}"
 
     def look(self) -> None:
@@ -100,8 +99,8 @@ class Peers:
             left = {p: done for p, done in left.items() if states.get(str(p)) != UNREPORTED}
         self.ended = left
 
-    def state_of(self, process: int) -> str:
-        """Return the state of a silent process: "ended", "lost", "here", or "" if unknown."""
+    def find_state(self, process: int) -> str:
+        """Look up a silent process: "ended", "lost", "here", or "" if it has made no call."""
         state = self.store.try_get(self.key("state", process)) or ""
         if state == UNREPORTED:
             return "here"
@@ -117,4 +116,4 @@ class Peers:
             "here": f"does not answer: {here}",
             "lost": "has died, or was cut off: its connection to the coordinator has closed",
             "ended": "has ended",
-        }[self.state_of(process)]
+        }[self.find_state(process)]

@@ -22,10 +22,10 @@ from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.call_order import CallOrder
 from jaxcoll._runtime.executable import Program
 from jaxcoll._runtime.fingerprint import (
-    described,
-    first_collective,
-    first_values,
-    shared_program,
+    compile_shared,
+    describe_collective,
+    describe_exchange,
+    digest_arguments,
 )
 from jaxcoll._runtime.peers import Peers
 from jaxcoll.errors import PeerLostError, ProgramMismatchError
@@ -79,23 +79,23 @@ class ProcessGroup:
           ProgramMismatchError: the processes are out of step.
         """
         if self.failure or self._peers.lost or self._peers.ended:
-            self.check()
+            self.raise_if_lost()
         # A weak reference, because results are large.
         self._waiting.add(weakref.ref(task, self._waiting.discard))
 
-    def check(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raise the error with which the next call would fail."""
         self._check_failure()
         lost = self._peers.lost.intersection(self.processes)
-        if lost := lost or self._ended_before(self.position + 1):
-            raise self._loss(lost, self.position + 1, " was not started")
+        if lost := lost or self._find_ended(self.position + 1):
+            raise self._make_lost_error(lost, self.position + 1, " was not started")
 
     def _check_failure(self) -> None:
         if self.failure:
             raise self.failure
 
-    compiled = staticmethod(shared_program)
-    describe = staticmethod(described)
+    compiled = staticmethod(compile_shared)
+    describe = staticmethod(describe_exchange)
 
     def run(self, call: Call, program: Program, wait: bool = True) -> Any:
         """Call a program together with the other processes, and `wait` for the result.
@@ -105,7 +105,7 @@ class ProcessGroup:
           PeerLostError: the call failed, and a process has died or no longer answers.
         """
         if self.failure or self._peers.lost or self._peers.ended:
-            self.check()
+            self.raise_if_lost()
         self.position += 1
         self._started = 0.0
         self.call, self._program, self._since = call, program, time.monotonic()
@@ -139,7 +139,7 @@ class ProcessGroup:
         Returns:
           The value of each process, if the call has no program.
         """
-        first = first_values(call) if program.is_first and call.program is not None else None
+        first = digest_arguments(call) if program.is_first and call.program is not None else None
         where = self._peers, self.name, self.processes, self.position
         warn, check = call.same_rows.append, self._check_failure
         agreement = Agreement(*where, program, first, warn, call.value, check)
@@ -157,7 +157,7 @@ class ProcessGroup:
                 f"The processes could not agree on call {self.position}, {program.name}: {error}",
             )
         except PeerLostError as error:
-            disagreement = self._lost(error.ranks, str(error))
+            disagreement = self._report_lost(error.ranks, str(error))
         if disagreement is not None:
             self._order.interrupt()
             if is_run:
@@ -173,39 +173,41 @@ class ProcessGroup:
         if not _TRANSPORT.search(str(error)):
             return error
         try:
-            lost = self._peers.lost.intersection(self.processes) or self._silent_processes()
+            lost = self._peers.lost.intersection(self.processes) or self._find_silent()
         except StoreUnreachableError as unknown:
             return PeerLostError(
                 f"Call {self.position}, {self._name}, failed, and it is not known who is lost: "
                 f"{unknown} The transport reported: {str(error).splitlines()[0]}",
             )
         if not lost:
-            late, who = self._late()
+            late, who = self._find_late()
             if late:
                 error.add_note(who)
             return error
-        return self._lost(lost, f"the transport reported: {str(error).splitlines()[0]}")
+        return self._report_lost(lost, f"the transport reported: {str(error).splitlines()[0]}")
 
     @property
     def _name(self) -> str:
         return self._program.name if self._program else "nothing"
 
-    def _ended_before(self, position: int) -> set[int]:
-        """Return the processes that ended before they did their part of the call at `position`."""
+    def _find_ended(self, position: int) -> set[int]:
+        """Find the processes that ended before they did their part of the call at `position`."""
         if not (ended := self._peers.ended):  # the usual case
             return set()
         done = {p: ended[p].get(self.name, 0) for p in self.processes if p in ended}
         return {p for p in done if done[p] < position}
 
-    def _lost(self, lost: Iterable[int], why: str) -> PeerLostError:
-        """Return the error that names lost processes, and send it to all others."""
-        failure = self._loss(lost, self.position, f", {self._name}, failed", why)
+    def _report_lost(self, lost: Iterable[int], why: str) -> PeerLostError:
+        """Make the error that names lost processes, and send it to all others."""
+        failure = self._make_lost_error(lost, self.position, f", {self._name}, failed", why)
         if not self._peers.lost.issuperset(lost):
             self._peers.lost.update(lost)
             self._alarm(failure, lost=sorted(lost))
         return failure
 
-    def _loss(self, lost: Iterable[int], position: int, how: str, why: str = "") -> PeerLostError:
+    def _make_lost_error(
+        self, lost: Iterable[int], position: int, how: str, why: str = ""
+    ) -> PeerLostError:
         who = "; ".join(f"process {p} {self._peers.describe_silence(p)}" for p in sorted(lost))
         source = why and f" Noticed because {why}"
         return PeerLostError(
@@ -214,8 +216,8 @@ class ProcessGroup:
             ranks=sorted(lost),
         )
 
-    def _silent_processes(self) -> set[int]:
-        """Return the processes that ended, by the coordinator's reports, or else the silent ones.
+    def _find_silent(self) -> set[int]:
+        """Find the processes that ended, by the coordinator's reports, or else the silent ones.
 
         After a transport error there is at least one. If several are silent, or no coordinator
         reports ends, ask again: a process may hold the interpreter lock for a while.
@@ -224,7 +226,7 @@ class ProcessGroup:
         time.sleep(NEWS_SECONDS)  # so that processes that died together are named together
         for patience in (REPLY_SECONDS, RETRY_SECONDS):
             peers.look()
-            if lost := self._ended_before(self.position):
+            if lost := self._find_ended(self.position):
                 return lost
             silent -= peers.ended.keys()  # these had done their part
             silent -= set(peers.ask(self.name, self.position, sorted(silent), patience))
@@ -248,7 +250,7 @@ class ProcessGroup:
         self._interrupt(self.failure)
 
     def deadline(self, call: Call, begun: float) -> float:
-        """Return when a call with a `meeting_seconds` is late, or when to ask again."""
+        """Say when a call with a `meeting_seconds` is late, or when to ask again."""
         seconds = call.timeout_seconds or math.inf
         if self.call is call and self._started:
             return self._started + seconds
@@ -260,7 +262,7 @@ class ProcessGroup:
             if (task := reference()) and not task.is_done():
                 task.abandon(error)
 
-    def alarmed(self, alarm: dict[str, Any]) -> None:
+    def receive_alarm(self, alarm: dict[str, Any]) -> None:
         """Raise, in the calls that wait here, a failure that another process found."""
         if alarm["error"] == "PeerLostError":
             failure = PeerLostError(alarm["text"], ranks=alarm["lost"])
@@ -269,7 +271,7 @@ class ProcessGroup:
         self._interrupt(failure)
 
     def status(self, position: int, lines: bool = False) -> dict[str, Any]:
-        """Return this process's progress to one at `position`, with its program if `lines`."""
+        """Answer a process at `position` with this one's progress, and its program if `lines`."""
         status = {
             "at": self.position,
             "name": self._name,
@@ -284,23 +286,25 @@ class ProcessGroup:
         return status
 
     def describe_late(self, call: Call, program: Program) -> tuple[tuple[int, ...], str]:
-        """Return the processes that keep a call from finishing, and a description of them."""
+        """Find the processes that keep a call from finishing, and describe them."""
         if self.call is not call:
             return (), (
                 " It has not started: an earlier call over the same processes, which was given up, "
                 "has not finished yet."
             )
-        late, text = self._late()
-        return late, f" {text} {first_collective(program)}"
+        late, text = self._find_late()
+        return late, f" {text} {describe_collective(program)}"
 
-    def _late(self) -> tuple[tuple[int, ...], str]:
+    def _find_late(self) -> tuple[tuple[int, ...], str]:
         position = self.position
         try:
             replies = self._peers.ask(self.name, position, self.others, coordinator=0.2)
             states = {p: self._peers.describe_silence(p) for p in self.others if p not in replies}
         except (StoreUnreachableError, RuntimeError) as error:
             return (), f"It is not known who did not arrive: {error}"
-        states |= {p: in_words(reply) for p, reply in replies.items() if reply["at"] < position}
+        states |= {
+            p: describe_status(reply) for p, reply in replies.items() if reply["at"] < position
+        }
         what = "did not arrive" if states else "failed in it"
         # Report lateness first: it may be the cause of another process's transport error.
         states = states or {
@@ -318,13 +322,13 @@ class ProcessGroup:
 
         A call gets one more heartbeat, because it may need only this process's part to finish.
         """
-        ended = self.position, self._ended_before(self.position)
+        ended = self.position, self._find_ended(self.position)
         if ended[1] and ended == self._ended_at_beat:
-            self._interrupt(self._lost(ended[1], "the coordinator reported it"))
+            self._interrupt(self._report_lost(ended[1], "the coordinator reported it"))
         self._ended_at_beat = ended
 
 
-def in_words(status: dict[str, Any]) -> str:
+def describe_status(status: dict[str, Any]) -> str:
     """Describe where a process is that has not arrived."""
     if not status["at"]:
         return "has made no call over these devices"

@@ -33,7 +33,7 @@ in the coordinator for each read that timed out, until its key is written."""
 class Watched(Protocol):
     """An object that a watchdog serves: a process group, or this process's elastic run."""
 
-    def alarmed(self, alarm: dict[str, Any]) -> None: ...
+    def receive_alarm(self, alarm: dict[str, Any]) -> None: ...
     def beat(self) -> None: ...
 
 
@@ -43,7 +43,7 @@ class Watchdog:
     def __init__(self, keys: Keys) -> None:
         self.keys, self.peers = keys, Peers(CoordinatorClient(keys))
         if (connection := coordinator_connection()) is not None:
-            connection.before_close.append(lambda: connection.report(done=self._done()))
+            connection.before_close.append(lambda: connection.report(done=self._list_done()))
         self.groups: dict[tuple[int, ...], ProcessGroup] = {}  # by their processes
         # Everything it serves, by names that are the same on all processes
         self.watched: dict[str, Watched] = {}
@@ -53,7 +53,6 @@ class Watchdog:
         call_at_exit(self.end)
 
     def group(self, processes: tuple[int, ...]) -> ProcessGroup:
-        """Return the group of these processes, and make it on first use."""
         if (group := self.groups.get(processes)) is None:
             group = self.groups.setdefault(processes, ProcessGroup(self.peers, processes))
             self.watched[group.name] = group
@@ -73,8 +72,8 @@ class Watchdog:
         self._thread.join(SIGN_OFF_SECONDS)
         self.peers.store.close()
 
-    def _done(self) -> dict[str, int]:
-        """Return the calls that this process finished, for the others to read when it ends."""
+    def _list_done(self) -> dict[str, int]:
+        """List the calls that this process finished, for the others to read when it ends."""
         return {group.name: group.done for group in self.groups.values()}
 
     def _sign_off(self, keys: Keys) -> None:
@@ -94,7 +93,6 @@ class Watchdog:
             self._release()
 
     def is_current(self) -> bool:
-        """Return whether this process is still in this watchdog's job."""
         return self.keys.is_current()
 
     def _serve(self) -> None:
@@ -135,7 +133,7 @@ class Watchdog:
         if "alarm" in received:
             peers.lost.update(received["alarm"].get("lost", ()))
             if to is not None:
-                to.alarmed(received["alarm"])
+                to.receive_alarm(received["alarm"])
         else:
             reply = (
                 to.status(received["position"], received["lines"])
@@ -150,7 +148,7 @@ _lock = threading.Lock()
 
 
 def watchdog() -> Watchdog | None:
-    """Return this process's watchdog, and start it on first use; None if the process is alone."""
+    """Start this process's watchdog on first use, and return it; None if the process is alone."""
     global _watchdog
     keys = store()
     if keys is None:
@@ -166,8 +164,8 @@ def _processes(devices: tuple[jax.Device, ...]) -> tuple[int, ...]:
     return tuple(sorted({d.process_index for d in devices}))
 
 
-def group_of(devices: Sequence[jax.Device]) -> ProcessGroup | None:
-    """Return the process group of a mesh's devices; None if all or none are in this process.
+def find_group(devices: Sequence[jax.Device]) -> ProcessGroup | None:
+    """Find the process group of a mesh's devices; None if all or none are in this process.
 
     JAX lets a process with none of the devices call a program: it runs nothing and does not wait.
     """

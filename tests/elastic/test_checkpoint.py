@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import jaxcoll as jc
 from jaxcoll._elastic import checkpoint
-from jaxcoll._elastic.checkpoint import Stamp, save_newest, stamp_of_checkpoint
+from jaxcoll._elastic.checkpoint import Stamp, read_stamp, save_newest
 from jaxcoll._job.coordinator_proxy import CoordinatorProxy
 from jaxcoll._job.socket_folder import make_socket_folder
 from jaxcoll.cli import launch
@@ -357,7 +357,7 @@ def test_the_newest_of_an_elastic_run_stays_in_whatever_order_they_are_written(t
     for k, i in enumerate(order):
         stands = save_newest(path, {"w": np.full(3, i)}, STAMPS[i], 1.0)
         newest = max(order[: k + 1])
-        assert stands == stamp_of_checkpoint(path) == STAMPS[newest]
+        assert stands == read_stamp(path) == STAMPS[newest]
         tree, at = jc.restore_checkpoint(path, {"w": np.ones(3, int)})
         assert (tree["w"].tolist(), at) == ([newest] * 3, STAMPS[newest].step)
 
@@ -385,39 +385,39 @@ def test_who_is_stopped_between_its_last_look_and_its_rename_keeps_others_from_w
     goes_on.set()
     old.join(20)
     new.join(20)
-    assert stamp_of_checkpoint(path) == Stamp(60, 2)
+    assert read_stamp(path) == Stamp(60, 2)
 
 
 def test_what_cannot_be_read_may_be_newer_and_stays(tmp_path, monkeypatch):
     path = tmp_path / "last.npz"
     save_newest(path, {"w": np.ones(1)}, Stamp(60, 2), 1.0)
     with monkeypatch.context() as disk:
-        disk.setattr(checkpoint, "stamp_of_checkpoint", full)
+        disk.setattr(checkpoint, "read_stamp", full)
         with pytest.raises(OSError, match="No space left"):
             save_newest(path, {"w": np.zeros(1)}, Stamp(20, 1), 1.0)
         disk.undo()
         disk.setattr(checkpoint.zipfile, "ZipFile", full)
         with pytest.raises(OSError, match="No space left"):
-            stamp_of_checkpoint(path)
-    assert stamp_of_checkpoint(path) == Stamp(60, 2)
+            read_stamp(path)
+    assert read_stamp(path) == Stamp(60, 2)
     path.write_bytes(b"half a checkpoi")
-    assert stamp_of_checkpoint(path) == stamp_of_checkpoint(tmp_path / "none.npz") == Stamp(-1, 0)
+    assert read_stamp(path) == read_stamp(tmp_path / "none.npz") == Stamp(-1, 0)
 
 
 def test_a_lock_is_free_when_its_holder_is_killed(tmp_path):
     path = tmp_path / "last.npz"
     holds = (
         "import sys, time; from pathlib import Path; from jaxcoll._elastic import checkpoint\n"
-        "with checkpoint._locked(Path(sys.argv[1]), 1.0): Path('held').touch(); time.sleep(600)"
+        "with checkpoint._lock_beside(Path(sys.argv[1]), 1.0): Path('held').touch(); time.sleep(600)"
     )
     files = [tmp_path / name for name in ("out", "err")]
     other = forks.with_jaxcoll().start(holds, ("", path), dict(os.environ), *files, tmp_path)
     while not (tmp_path / "held").exists():
         assert other.poll() is None, files[1].read_text()
-    with pytest.raises(TimeoutError, match="is it stopped"), checkpoint._locked(path, 0.1):
+    with pytest.raises(TimeoutError, match="is it stopped"), checkpoint._lock_beside(path, 0.1):
         pass
     os.kill(other.pid, signal.SIGKILL)
-    with checkpoint._locked(path, 20.0):
+    with checkpoint._lock_beside(path, 20.0):
         pass
 
 
@@ -425,4 +425,4 @@ def test_a_file_system_without_locks_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", full)
     for step in (1, 2):
         save_newest(tmp_path / "last.npz", {"w": np.ones(1)}, Stamp(step, 1), 1.0)
-    assert stamp_of_checkpoint(tmp_path / "last.npz") == Stamp(2, 1)
+    assert read_stamp(tmp_path / "last.npz") == Stamp(2, 1)

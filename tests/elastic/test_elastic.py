@@ -13,7 +13,7 @@ from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._elastic import replicated_state
 from jaxcoll._elastic.generation import Generation, RegroupError
 from jaxcoll._elastic.replicated_state import ReplicatedState
-from jaxcoll._elastic.rows import rows_of
+from jaxcoll._elastic.rows import convert_batches
 from jaxcoll._job.key_value import LocalKeys
 from jaxcoll._job.specs import Member
 from jaxcoll._job.startup import reach
@@ -71,7 +71,7 @@ def test_rows_that_do_not_divide_are_left_out(form, monkeypatch):
         "function of the step": lambda step: whole[step],
     }[form]
     for workers in (1, 3, 5, 8):
-        shares = [rows_of(batches)(1, worker, workers) for worker in range(workers)]
+        shares = [convert_batches(batches)(1, worker, workers) for worker in range(workers)]
         used = 16 - 16 % (2 * workers)
         assert np.concatenate(shares).tolist() == whole[1][:used].tolist()
         # So the mean over replicas of their means is that over all rows that are used.
@@ -81,7 +81,7 @@ def test_rows_that_do_not_divide_are_left_out(form, monkeypatch):
 
 def test_rows_that_belong_together_are_not_parted(monkeypatch):
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    pairs = rows_of([{"queries": np.arange(8), "negatives": np.arange(16)}])
+    pairs = convert_batches([{"queries": np.arange(8), "negatives": np.arange(16)}])
     assert [len(x) for x in pairs(0, 1, 4).values()] == [4, 2]
     with pytest.raises(ValueError, match=r"have \[8, 16\] rows, which do not all divide"):
         pairs(0, 0, 3)

@@ -12,17 +12,17 @@ import jaxcoll as jc
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic import membership as memberships
-from jaxcoll._elastic.generation import RegroupError, rank_of
+from jaxcoll._elastic.generation import RegroupError, parse_rank
 from jaxcoll._elastic.member_group import find_ejected
 from jaxcoll._elastic.membership import KEPT_STEPS, Membership
-from jaxcoll._elastic.run import write_once, writers_of
+from jaxcoll._elastic.run import choose_writers, write_once
 from jaxcoll._job import key_value, timing
 from jaxcoll._job.key_value import LocalKeys
 from jaxcoll._job.threads import Task
 from jaxcoll._runtime import watchdog
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.executable import Program
-from jaxcoll._runtime.fingerprint import packed
+from jaxcoll._runtime.fingerprint import pack_lines
 from jaxcoll._runtime.watchdog import Watchdog
 from jaxcoll.errors import ProgramMismatchError
 
@@ -118,7 +118,7 @@ def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
     second = at_once(*(lambda r=r: membership[r].regroup(held[r][-1], held[r]) for r in held))
     assert len(set(second)) == 1
     assert (second[0].ranks, second[0].step, second[0].sends_state) == ((0, 2, 3), 6, False)
-    assert tuple(map(rank_of, second[0].lost)) == (1,)
+    assert tuple(map(parse_rank, second[0].lost)) == (1,)
     assert second[0].why == "somebody died"
     ended(membership)
 
@@ -141,7 +141,7 @@ def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often
 
 def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
     membership, second = with_a_spare_taken_in()
-    assert (second.ranks, second.sends_state, rank_of(second.source)) == ((0, 2), True, 0)
+    assert (second.ranks, second.sends_state, parse_rank(second.source)) == ((0, 2), True, 0)
     membership[2].close()
     third = membership[0].regroup(11, (10, 11))
     assert third.ranks == (0,)
@@ -233,7 +233,7 @@ def test_one_that_ended_after_a_barrier_is_no_loss_for_it(working, monkeypatch):
 
 def make_call(one, digest, collective):
     """Let a member call a program that waits for the others; return its result or error."""
-    program = Program(collective, f"`{digest}`", packed([digest]), digest)
+    program = Program(collective, f"`{digest}`", pack_lines([digest]), digest)
     task, group = Task(one.group.worker), one.group
     group.begin(task)
     one.group.worker.submit(lambda: group.run(Call(dict, (), (), "a call"), program), task)
@@ -268,13 +268,13 @@ def test_program_new_to_one_is_new_to_all(working):
 def test_newcomer_with_another_program_ends_alone():
     membership, second = with_a_spare_taken_in()
     staying, newcomer = membership[0], membership[2]
-    assert tuple(map(rank_of, second.joined)) == (2,)
+    assert tuple(map(parse_rank, second.joined)) == (2,)
     digests = {staying: "theirs", newcomer: "other"}
     found = each(digests, lambda one: make_call(one, digests[one], dict))
     assert [type(error) for error in found] == [ProgramMismatchError] * 2
     one, other = each((staying, newcomer), lambda c: c.regroup(9, (8, 9)))
     assert one == other
-    assert (one.ranks, tuple(map(rank_of, one.lost))) == ((0,), (2,))
+    assert (one.ranks, tuple(map(parse_rank, one.lost))) == ((0,), (2,))
     assert not one.ends_for_its_program(staying.name)
     assert one.ends_for_its_program(newcomer.name)
     assert "process 0: theirs\nprocess 2: other" in one.mismatch
@@ -324,13 +324,13 @@ def writes(membership, having, fails):
     wrote = []
 
     def write(one):
-        if rank_of(one.name) in fails:
+        if parse_rank(one.name) in fails:
             raise OSError(28, "No space left on device")
-        wrote.append(rank_of(one.name))
+        wrote.append(parse_rank(one.name))
 
     def last(one):
-        every = 10 + rank_of(one.name) if rank_of(one.name) in having else 0
-        writers, steps = writers_of(one, every)
+        every = 10 + parse_rank(one.name) if parse_rank(one.name) in having else 0
+        writers, steps = choose_writers(one, every)
         return *write_once(one, writers, lambda: write(one)), steps
 
     return each(membership, last), wrote
@@ -348,7 +348,7 @@ def test_the_first_that_has_a_file_and_can_writes_the_last_checkpoint_while_all_
     able = [rank for rank in having if rank not in fails]
     assert wrote == able[:1]
     for rank, (name, failure, steps) in enumerate(found):
-        assert ([rank_of(name)] if name else []) == wrote
+        assert ([parse_rank(name)] if name else []) == wrote
         tried = rank in having and not (wrote and rank > wrote[0])
         assert isinstance(failure, OSError) == (tried and rank in fails)
         assert steps == (10 + having[0] if having else 0)
@@ -361,7 +361,7 @@ def test_a_writer_that_dies_over_the_last_checkpoint_is_a_loss_and_the_next_one_
     assert ([type(error) for error in found], wrote) == ([RegroupError] * 2, [])
     each(membership[1:], lambda c: c.regroup(9, (8, 9)))
     found, wrote = writes(membership[1:], (0, 1, 2), ())
-    assert ([rank_of(name) for name, *_ in found], wrote) == ([1, 1], [1])
+    assert ([parse_rank(name) for name, *_ in found], wrote) == ([1, 1], [1])
 
 
 def test_what_is_agreed_upon_before_steps_does_not_become_more_the_longer_a_run_lasts(working):

@@ -82,7 +82,7 @@ class Worker:
         parts = [
             np.random.default_rng(seed).standard_normal(x.shape).astype("f") for x in self.r.parts
         ]
-        r = residuals.placed(self.r.replace(parts), self.mesh)
+        r = residuals.place_rows(self.r.replace(parts), self.mesh)
         self.state.keep(step, {"sum": self.state.latest["sum"], "r": r})
 
     @property
@@ -91,7 +91,7 @@ class Worker:
 
     @property
     def owes(self):
-        return np.asarray(residuals.summed(self.r).parts[0], "f8")
+        return np.asarray(residuals.sum_replicas(self.r).parts[0], "f8")
 
 
 def settled(workers, step, number=1):
@@ -158,11 +158,11 @@ def test_who_goes_back_to_where_the_run_began_loses_nothing():
 def test_a_checkpoint_without_the_other_workers_says_so(caplog):
     (one,) = workers = [Worker(0, sum_of(6.0), step=5)]
     settled(workers, 5, number=0)
-    np.testing.assert_array_equal(one.state.to_save(5)["r"].parts[0], np.full((5, 128), 6.0))
+    np.testing.assert_array_equal(one.state.collect(5)["r"].parts[0], np.full((5, 128), 6.0))
     assert not caplog.records
     one.works(6, seed=1)
     with caplog.at_level(logging.WARNING):
-        saved = one.state.to_save(6)["r"]
+        saved = one.state.collect(6)["r"]
     np.testing.assert_allclose(np.asarray(saved.parts[0], "f8"), one.owes, rtol=1e-6)
     (record,) = caplog.records
     assert "step 6 has only the residual of worker 0: those of the other" in record.getMessage()

@@ -7,7 +7,7 @@ import forks
 import pytest
 
 from jaxcoll._elastic import heartbeat
-from jaxcoll._elastic.heartbeat import Heartbeats, new_name
+from jaxcoll._elastic.heartbeat import Heartbeats, name_worker
 from jaxcoll._job import liveness
 
 
@@ -64,24 +64,24 @@ def test_who_was_not_told_of_anybody_knows_of_nobody():
 
 
 def test_worker_has_ended_and_its_successor_has_not(coordinator):
-    old, other, connection = new_name(1), new_name(2), liveness.coordinator_connection()
+    old, other, connection = name_worker(1), name_worker(2), liveness.coordinator_connection()
     liveness.use_connection(None)  # as in a process that was started again
-    new = new_name(1)
+    new = name_worker(1)
     liveness.use_connection(connection)
     seen = Heartbeats()
     seen.observe(dict.fromkeys((old, new, other), "1"))
     assert not any(map(seen.has_ended, (old, new, other)))
     coordinator.sendall(b'{"ended": 1}\n')
     assert [seen.has_ended(name) for name in (old, new, other)] == [True, False, False]
-    assert heartbeat.rank_of(old) == heartbeat.rank_of(new) == 1
+    assert heartbeat.parse_rank(old) == heartbeat.parse_rank(new) == 1
 
 
 def test_silent_worker_lives_while_its_connection_is_open(coordinator, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENT_WORKER_SECONDS", 0.0)
-    reported, seen = new_name(1), Heartbeats()
+    reported, seen = name_worker(1), Heartbeats()
     connection = liveness.coordinator_connection()
     liveness.use_connection(None)
-    unreported = new_name(2)
+    unreported = name_worker(2)
     liveness.use_connection(connection)
     texts = dict.fromkeys((reported, unreported), "1")
     seen.observe(texts)

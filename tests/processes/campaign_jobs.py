@@ -103,7 +103,7 @@ class Elastic:
         return world < SPEC.get("until", world + 1)
 
     def report(self, finished, loss):
-        self.kept[finished] = self.trainer._job.state.host(finished)
+        self.kept[finished] = self.trainer._job.state.copy_to_host(finished)
         self.note_changes()
 
     def note_changes(self):

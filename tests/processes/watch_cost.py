@@ -21,7 +21,7 @@ from jaxcoll._job.launch.subprocesses import RANK
 from jaxcoll._runtime import dispatch
 from jaxcoll.cli.bench import interleave, ratio
 
-WATCHED = dispatch.group_of
+WATCHED = dispatch.find_group
 ROUND_SECONDS = 0.04
 """About how long the calls of one round take."""
 
@@ -39,8 +39,8 @@ def measured(kib, rounds):
     alone = lambda devices: None
     calls = 10
 
-    def seconds(call, group_of=WATCHED):
-        dispatch.group_of = group_of
+    def seconds(call, find_group=WATCHED):
+        dispatch.find_group = find_group
         start = time.perf_counter()
         for _ in range(calls):
             call(x).block_until_ready()

@@ -5,8 +5,8 @@ import pytest
 
 from jaxcoll._runtime import fingerprint
 from jaxcoll._runtime.call import Call
-from jaxcoll._runtime.executable import compiled_for
-from jaxcoll._runtime.fingerprint import environment, kind_of, shared_program
+from jaxcoll._runtime.executable import compile_once
+from jaxcoll._runtime.fingerprint import compile_shared, environment, parse_cpuinfo
 
 INTEL = """\
 processor\t: 0
@@ -30,7 +30,7 @@ def lines():
 def marks():
     """Of one program that is compiled for other processes to run, too."""
     x = jax.numpy.ones(4)
-    return compiled_for(Call(jax.jit(lambda x: x + 1), (x,), (), "a call"), shared_program).digest
+    return compile_once(Call(jax.jit(lambda x: x + 1), (x,), (), "a call"), compile_shared).digest
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_flags_in_a_file_are_read(monkeypatch, tmp_path):
 
 def test_a_processor_is_told_by_what_a_compiler_knows_of_it():
     kind = "vendor_id GenuineIntel, cpu family 6, model 143, amx_tile avx avx2 avx512f sse sse2"
-    assert kind_of(INTEL) == kind
+    assert parse_cpuinfo(INTEL) == kind
     same = INTEL.replace("md_clear", "").replace("8488C", "8481C").replace("2b000620", "2b000643")
-    assert kind_of(same.replace("2400", "3100")) == kind
-    assert kind_of(INTEL.replace(": 143", ": 106")) != kind
-    assert kind_of(INTEL.replace(" avx512f", "")) != kind
+    assert parse_cpuinfo(same.replace("2400", "3100")) == kind
+    assert parse_cpuinfo(INTEL.replace(": 143", ": 106")) != kind
+    assert parse_cpuinfo(INTEL.replace(" avx512f", "")) != kind
     arm = "processor : 0\nFeatures : fp asimd sve uscat\nCPU implementer : 0x41\nCPU part : 0xd40\n"
-    assert kind_of(arm) == "CPU implementer 0x41, CPU part 0xd40, asimd fp sve"
+    assert parse_cpuinfo(arm) == "CPU implementer 0x41, CPU part 0xd40, asimd fp sve"
 
 
 def test_an_accelerator_is_told_by_its_kind_and_its_driver():

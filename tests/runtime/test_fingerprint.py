@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxcoll as jc
 from jaxcoll._runtime import dispatch
 from jaxcoll._runtime.call import Call
-from jaxcoll._runtime.executable import compiled_for
-from jaxcoll._runtime.fingerprint import first_collective, first_difference, shared_program
+from jaxcoll._runtime.executable import compile_once
+from jaxcoll._runtime.fingerprint import compile_shared, describe_collective, find_difference
 from jaxcoll._runtime.watchdog import watchdog
 
 
@@ -33,7 +33,7 @@ def test_programs_that_sum_over_other_axes_of_one_mesh_differ():
         def step(x, axis=axis):
             return x + jax.lax.psum(x, axis)
 
-        digests.add(compiled_for(Call(step, (x,), (), "step"), shared_program).digest)
+        digests.add(compile_once(Call(step, (x,), (), "step"), compile_shared).digest)
     assert len(digests) == 3
 
 
@@ -70,17 +70,17 @@ def test_the_collective_that_processes_come_to_first_is_named_with_the_leaves_th
     step, words
 ):
     step = jc.data_parallel(step, varying_outputs="concatenate")
-    program = compiled_for(step.prepare(jnp.ones((8, 128)))[0], shared_program)
-    assert re.search(words, first_collective(program)), first_collective(program)
+    program = compile_once(step.prepare(jnp.ones((8, 128)))[0], compile_shared)
+    assert re.search(words, describe_collective(program)), describe_collective(program)
 
 
 def test_a_text_that_is_not_understood_is_no_error_beside_another():
     compiled = types.SimpleNamespace(as_text=lambda: "no program")
-    assert first_collective(types.SimpleNamespace(compiled=compiled, name="")) == ""
+    assert describe_collective(types.SimpleNamespace(compiled=compiled, name="")) == ""
 
 
 def test_a_difference_in_length_is_one():
-    difference = first_difference({0: ("a",), 1: ("a", "b")})
+    difference = find_difference({0: ("a",), 1: ("a", "b")})
     assert difference == "process 0: (nothing more)\nprocess 1: b"
 
 
@@ -89,7 +89,7 @@ def test_what_processes_must_have_in_common_is_compared_in_every_call():
 
     def mark(settings):
         call = Call(program, (x,), jax.devices()[:1], "a call", settings=settings)
-        return compiled_for(call, shared_program).digest
+        return compile_once(call, compile_shared).digest
 
     assert len({mark("leaf a"), mark("leaf b"), mark("leaf a")}) == 2
 
@@ -99,5 +99,5 @@ def test_one_process_has_nobody_to_ask_and_is_told_where_a_launcher_started_seve
     dispatch._warn_where_alone.cache_clear()
     assert watchdog() is None
     with pytest.warns(UserWarning, match="WORLD_SIZE=4 says that this process is one of several"):
-        assert dispatch.group_of(jax.devices()) is None
-    assert dispatch.group_of(jax.devices()) is None  # once
+        assert dispatch.find_group(jax.devices()) is None
+    assert dispatch.find_group(jax.devices()) is None  # once

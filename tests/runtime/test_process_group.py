@@ -29,7 +29,7 @@ class Wired:
     def alarm(self, group, processes, alarm):
         for process in processes:
             if process != self.process:
-                self.groups[process].alarmed(alarm)
+                self.groups[process].receive_alarm(alarm)
 
 
 class Waiting:

@@ -17,7 +17,7 @@ class Recorder:
     def __init__(self):
         self.alarms, self.heard, self.beaten = [], threading.Event(), threading.Event()
 
-    def alarmed(self, alarm):
+    def receive_alarm(self, alarm):
         self.alarms.append(alarm)
         self.heard.set()
 
@@ -44,7 +44,7 @@ def meet(monkeypatch):
 def here(one):
     """Wait until this watchdog listens."""
     until = time.monotonic() + 5
-    while one.peers.state_of(one.peers.process) != "here" and time.monotonic() < until:
+    while one.peers.find_state(one.peers.process) != "here" and time.monotonic() < until:
         time.sleep(0.01)
     return one
 
@@ -122,7 +122,7 @@ def test_one_that_is_started_again_does_not_hear_what_its_predecessor_was_to_hea
     asking.peers.alarm("a run", [1], {"lost": [2]})
     assert found.heard.wait(5)
     assert (found.alarms, again.peers.lost) == ([{"lost": [2]}], {2})
-    assert asking.peers.state_of(1) == "here"
+    assert asking.peers.find_state(1) == "here"
 
 
 def test_what_anybody_may_have_written_into_the_inbox_does_no_harm(meet):
@@ -135,6 +135,6 @@ def test_what_anybody_may_have_written_into_the_inbox_does_no_harm(meet):
         keys.set(f"jaxcoll/watch/inbox/1/{number}", text)
     one.peers.alarm("a run", [1], {"lost": []})
     assert found.heard.wait(5)
-    assert one.peers.state_of(1) == "here"
+    assert one.peers.find_state(1) == "here"
     other.end()
-    assert one.peers.state_of(1) == "ended"
+    assert one.peers.find_state(1) == "ended"
