@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import subprocess
 import sys
 
@@ -506,18 +507,37 @@ def test_profiles_without_programs_say_how_to_record_them(tmp_path):
         read(tmp_path, tpu(steps(*usual())))
 
 
-def test_programs_of_one_name_are_told_apart_by_their_numbers(tmp_path):
-    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
-    rows = jax.NamedSharding(mesh, jax.P("data"))
-    total = jax.jit(lambda x: x.sum(0))
-    xs = [jax.device_put(np.ones((n, 50), "f"), rows) for n in (8, 16)]
-    jax.block_until_ready([total(x) for x in xs])
-    with jax.profiler.trace(tmp_path):
-        for _ in range(6):
-            jax.block_until_ready([total(x) for x in xs])
-    programs = [r for r in read_folder(tmp_path).reports if r.name == "jit__lambda"]
-    assert len(programs) >= 2
-    assert sum(r.measured is not None and r.measured.runs >= 5 for r in programs) == 2
+TWO_SHAPES = """
+import sys, jax, numpy as np
+mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+rows = jax.NamedSharding(mesh, jax.P("data"))
+total = jax.jit(lambda x: x.sum(0))
+xs = [jax.device_put(np.ones((n, 50), "f"), rows) for n in map(int, sys.argv[2:])]
+jax.block_until_ready([total(x) for x in xs])
+with jax.profiler.trace(sys.argv[1]):
+    for _ in range(6):
+        jax.block_until_ready([total(x) for x in xs])
+"""
+
+
+@pytest.mark.parametrize(("rows", "loaded"), [((2, 4), 2), ((4, 6), 0)], ids=["unlike", "alike"])
+def test_programs_of_one_name_are_told_apart(rows, loaded, tmp_path):
+    # The second process loads what the first has compiled: its executions have the numbers of then.
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    for run, count in (("compiles", 2), ("loads", loaded)):
+        command = [sys.executable, "-c", TWO_SHAPES, tmp_path / run, *map(str, rows)]
+        subprocess.run(command, env=os.environ | settings, timeout=120, check=True)
+        programs = read_folder(tmp_path / run)
+        measured = [r.measured.runs for r in programs.reports if r.measured]
+        assert len(measured) == count, (run, programs.notes)
+        assert min(measured, default=5) >= 5
+        assert ("JAX_ENABLE_COMPILATION_CACHE=0" in str(programs.notes)) == (count == 0)
 
 
 class TestInPython:

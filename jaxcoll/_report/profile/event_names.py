@@ -23,6 +23,8 @@ class EventNames(NamedTuple):
     collectives: dict[str, tuple[int, int]]
     # By name of an instruction: its position in the schedule; in a loop, that of the loop
     order: dict[str, int]
+    # The instructions that every run executes; those of the entry computation
+    every: frozenset[str]
 
 
 def event_names(
@@ -49,7 +51,8 @@ def event_names(
                 k, _ = names[start]
                 names[start], names[name] = (k, START), (k, DONE)
     names |= {inner: (names[start][0], WHOLE) for start, inner in wrapped.items() if start in names}
-    return EventNames(names, _order(module, wrapped))
+    every = frozenset(wrapped.get(x, x) for x in module.computations[module.entry].names)
+    return EventNames(names, _order(module, wrapped), every)
 
 
 def _find_callers(module: Module) -> dict[str, list[tuple[str, Instruction]]]:

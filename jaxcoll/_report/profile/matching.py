@@ -40,25 +40,41 @@ class Candidate:
             and ((k, START) not in seen or not (backend.runs_kernels or (k, DONE) in seen))
         ]
 
+    def fits(self, names: set[str], recorded: set[str]) -> bool:
+        """True if all of `names` are its instructions, and it runs none that is `recorded` beside.
+
+        A profile does not record all instructions (a constant takes no time), so that only those
+        say something that it has of some program of this name.
+        """
+        return names <= self.names.order.keys() and not (self.names.every & recorded) - names
+
 
 def match_programs(
     candidates: Mapping[str, Candidate], profile: Profile
 ) -> tuple[dict[str, Executions], list[str]]:
     """Find each program's executions, and notes on what is ambiguous or missing.
 
-    A program is identified by its name and its collectives. If several match, its number decides,
-    unless one of that name has an unknown number: one from the persistent cache has another's. If
-    none matches, collectives are missing, and its number must fit.
+    A program is identified by its name and its collectives. If several match, its instructions
+    decide, then its number, unless one of that name has an unknown number: a program from JAX's
+    persistent cache has executions with the number that it had where it was compiled. If none
+    matches, collectives are missing, and its number must fit.
     """
     missing: dict[Program, dict[str, list[int]]] = {}
+    executed: dict[Program, set[str]] = {}
+    recorded: dict[str, set[str]] = defaultdict(set)
     for program, columns in profile.executions.items():
-        names = [columns.names[k] for k in np.unique(columns.name).tolist()]
+        executed[program] = {columns.names[k] for k in np.unique(columns.name).tolist()}
+        recorded[program[0]] |= executed[program]
+    for program, names in executed.items():
         alike = {
             k: c.missing(names, profile.backend)
             for k, c in candidates.items()
             if c.report.name == program[0]
         }
         whole = {k: left for k, left in alike.items() if not left}
+        if len(whole) > 1:
+            own = [k for k in whole if candidates[k].fits(names, recorded[program[0]])]
+            whole = {k: whole[k] for k in own} or whole
         numbers = {k: candidates[k].numbers for k in alike}
         parts = {k: left for k, left in alike.items() if not numbers[k] or program[1] in numbers[k]}
         missing[program] = whole or parts
@@ -74,8 +90,14 @@ def match_programs(
         if len(keys) > 1:
             keys = [k for k in keys if number in candidates[k].numbers and module not in unsure]
             if len(keys) != 1:
-                note = "and the profile does not tell them apart: they were not measured."
-                notes[f"several programs are called {module}, {note}"] = None
+                advice = (
+                    " If JAX loaded them from its persistent cache, set "
+                    "JAX_ENABLE_COMPILATION_CACHE=0 for this run."
+                )
+                notes[
+                    f"several programs are called {module}, and the profile does not tell them "
+                    "apart: they were not measured." + advice * (module in unsure)
+                ] = None
         if len(keys) == 1:
             rows = candidates[keys[0]].report.rows
             found[keys[0]].append(profile.executions[module, number])
