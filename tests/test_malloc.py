@@ -73,7 +73,7 @@ def test_only_processes_that_meet_over_gloo_keep_memory(
     monkeypatch, caplog, platforms, plugins, collectives, kept
 ):
     settings = {"platforms": platforms, "cpu_collectives_implementation": collectives}
-    monkeypatch.setattr(initialize.settings, "configured", settings.__getitem__)
+    monkeypatch.setattr(initialize.settings, "read_option", settings.__getitem__)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: plugins)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(initialize, "keep_freed_memory", lambda: True)

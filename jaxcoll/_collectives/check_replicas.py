@@ -224,7 +224,7 @@ def same(value: Any, axis_name: Any, claims: Claims | None) -> Any:
             line = settings.line_here()
             for (path, _), x in zip(flat, arrays, strict=True):
                 _report(claims, f"{path or 'the value'} ({line})", tuple(axes), x)
-    typed = [_compat.as_invariant(x, tuple(axes)) for x in arrays]
+    typed = [_compat.cast_invariant(x, tuple(axes)) for x in arrays]
     return treedef.unflatten(marks.same(typed, tuple(axes)))
 
 

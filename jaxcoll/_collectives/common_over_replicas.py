@@ -28,7 +28,7 @@ def checked_same(x: Any, leaves: Mapping[str, Any], axes: Iterable[str], caller:
     if not leaves:
         return x
     if not _compat.types_tracked():  # leave the check to the proof that reads the whole program
-        return marks.checked(x, {where(name): y for name, y in leaves.items()}, tuple(axes), caller)
+        return marks.require(x, {where(name): y for name, y in leaves.items()}, tuple(axes), caller)
     typed = frozenset(axes) - retyped()
     for name, leaf in leaves.items():
         if varying := typed & _compat.varying_axes(leaf):

@@ -35,10 +35,10 @@ def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope
         dimension(axis, array.shape, f"`all_gather`: {where(path)}")
         for path, array in zip(paths, arrays, strict=True)
     ]
-    carried = [_compat.as_varying(sent(array), tuple(axes)) for array in arrays]
+    carried = [_compat.cast_varying(sent(array), tuple(axes)) for array in arrays]
     rows = _rows(paths, carried, axes, scope)
     joined = [
-        received(_compat.as_invariant(_joined(row, joint), tuple(axes), summed=True), array)
+        received(_compat.cast_invariant(_joined(row, joint), tuple(axes), summed=True), array)
         for row, joint, array in zip(rows, joints, arrays, strict=True)
     ]
     joined = marks.same(joined, tuple(axes))
@@ -101,7 +101,7 @@ def rows_of_all(
         return algorithms.all_gather(array, plan.stages(pack), axes)
 
     def leave(pack: Pack, rows: jax.Array) -> jax.Array:
-        return _compat.as_varying(rows, axes)
+        return _compat.cast_varying(rows, axes)
 
     packed = pack(arrays, packs, arrays)
     rows = carry_out(plan, packed, carry, leave=leave)

@@ -72,7 +72,7 @@ def carry_out(
         with jax.named_scope(f"{plan.name}/pack{k}"):
             array = enter(pack, array)
             if plan.chained and carried:
-                array = _compat.ordered(array, after=jax.tree.leaves(carried[-1])[0])
+                array = _compat.order_after(array, after=jax.tree.leaves(carried[-1])[0])
             carried.append(carry(pack, array))
     # In a loop of its own, so that no pack waits for the arithmetic after the pack before it.
     results = []
@@ -119,7 +119,7 @@ def _cut(array: jax.Array, pack: Pack, axes: Collection[str]) -> list[jax.Array]
     mapped = (a for a in axes if fits and lax.axis_size(a) > 1 and not _compat.is_vmapped(a))
     for axis in itertools.islice(mapped, 1):
         # The sign bit of an axis index is zero, but no compiler knows that.
-        index = _compat.as_invariant(lax.axis_index(axis), (axis,))
+        index = _compat.cast_invariant(lax.axis_index(axis), (axis,))
         zero = lax.shift_right_logical(index, np.int32(31))
     pieces, offset = [], 0
     for s, length in zip(pack.segments, pack.lengths, strict=True):
@@ -203,7 +203,7 @@ def prepared(array: jax.Array, recipe: Recipe) -> jax.Array:
 def finished(total: jax.Array, recipe: Recipe) -> jax.Array:
     """Convert the sum to the result, see `divided`; type it as *invariant*."""
     # If the leaf varies over no axis, neither does the sum.
-    total = _compat.as_invariant(total, recipe.axes) if recipe.varying else total
+    total = _compat.cast_invariant(total, recipe.axes) if recipe.varying else total
     return divided(total, recipe)
 
 

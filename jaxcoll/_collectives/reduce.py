@@ -118,7 +118,7 @@ def all_reduce(
             lost = feedback.lost(plan, pack, total, result, coded, coding)
         # Round a quotient by itself: fused with a sum that follows, both would be rounded at once.
         divided = plan.options.reproducible and (recipe.divisor or recipe.times > 1)
-        return (_compat.as_stored(result) if divided else result), lost
+        return (_compat.round_as_stored(result) if divided else result), lost
 
     packed = pack(arrays, plan.packs, leaves, plan.elements)
     carried = carry_out(plan, packed, carry, enter=enter, leave=leave)
@@ -170,7 +170,7 @@ class _Context:
             return array
         array = _compat.terms_of_sum(array, self.axes)
         # Equal values count as the first replica's, which alone gets their cotangent.
-        return _compat.as_invariant(array, tuple(equal), summed=True)
+        return _compat.cast_invariant(array, tuple(equal), summed=True)
 
     def described(
         self,

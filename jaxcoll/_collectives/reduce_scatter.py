@@ -74,7 +74,7 @@ def reduce_scatter(
     if reduce_op is ReduceOp.SUM and not repeats and not _compat.types_tracked():
         summed = [{leaves[s.leaf].path: arrays[s.leaf] for s in p.segments} for p in layout.packs]
         over = tuple(axes), "reduce_scatter", "summands"
-        parts = tuple(marks.checked(x, xs, *over) for x, xs in zip(parts, summed, strict=True))
+        parts = tuple(marks.require(x, xs, *over) for x, xs in zip(parts, summed, strict=True))
     return Shards(parts, layout, tuple(axes))
 
 
@@ -96,7 +96,7 @@ def _scattered(
     def leave(pack: Pack, total: jax.Array) -> jax.Array:
         recipe = recipes[pack.segments[0].leaf]
         part = divided(total, recipe)
-        return _compat.as_stored(part) if plan.reproducible and recipe.divisor else part
+        return _compat.round_as_stored(part) if plan.reproducible and recipe.divisor else part
 
     packed = pack(arrays, layout.packs, layout.leaves)
     return tuple(carry_out(plan, packed, carry, enter=enter, leave=leave))
@@ -134,7 +134,7 @@ def local_part(
         check_fits(layout, treedef, leaves, count(axes), caller)
     arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
     arrays = jax.tree.leaves(common(treedef.unflatten(arrays), axes, caller))
-    rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
+    rank = _compat.cast_varying(lax.axis_index(tuple(axes)), tuple(axes))
     parts = [
         lax.dynamic_index_in_dim(blocks_of(packed, layout, p), rank, keepdims=False)
         for p, packed in zip(layout.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
@@ -163,10 +163,10 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             "once: gather each layer where it is used, in the body of a `lax.scan` over these "
             "Shards, or with `jc.scan_layers`. Between programs `jc.unshard` returns the tree."
         )
-    parts = [_compat.as_varying(x, tuple(axes)) for x in shards.parts]
+    parts = [_compat.cast_varying(x, tuple(axes)) for x in shards.parts]
     arrays = _gather_of(layout, shards.leaves, axes, scope)(parts)
     if not retyped().issuperset(axes):
-        arrays = [_compat.as_invariant(x, tuple(axes), summed=True) for x in arrays]
+        arrays = [_compat.cast_invariant(x, tuple(axes), summed=True) for x in arrays]
     arrays = marks.same(arrays, tuple(axes))
     return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
@@ -195,7 +195,7 @@ def _gather_of(
 
     def gathered(parts: list[jax.Array]) -> list[jax.Array]:
         wholes = carry_out(plan, parts, carry, enter=enter, leave=leave)
-        wholes = _compat.all_depending_on(wholes) if world.over_gloo else wholes
+        wholes = _compat.depend_on_all(wholes) if world.over_gloo else wholes
         return leaves_of(wholes, layout, tuple(axes) if world.platform == "cpu" else ())
 
     def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
@@ -203,7 +203,7 @@ def _gather_of(
         sent = wired(leaves, recipes)
         back = plan_half("reduce_scatter", ReduceOp.SUM, layout.packs, sent, *context)
         scope.record(back)
-        cotangents = _compat.all_depending_on(cotangents) if world.over_gloo else cotangents
+        cotangents = _compat.depend_on_all(cotangents) if world.over_gloo else cotangents
         parts = _scattered(cotangents, back, layout, recipes, axes)
         return ([marks.part_of_sum(part, tuple(axes)) for part in parts],)
 

@@ -95,7 +95,7 @@ def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Residual:
     layout = layout_like(tree, axes, caller)
     names = tuple(axes)
     parts = [
-        _compat.as_varying(jnp.zeros((layout.rows(pack), LANES), jnp.float32), names)
+        _compat.cast_varying(jnp.zeros((layout.rows(pack), LANES), jnp.float32), names)
         for pack in layout.packs
     ]
     return Residual(tuple(parts), layout, names)

@@ -64,7 +64,7 @@ class IndexedSlices(Whole):
         check_reducible(path + ".values", self.values.dtype)
         parts = jnp.asarray(self.values), jnp.asarray(self.indices)
         over = sorted(frozenset().union(*map(_compat.varying_axes, parts)))
-        values, indices = (_compat.as_varying(part, over) for part in parts)
+        values, indices = (_compat.cast_varying(part, over) for part in parts)
         return unchecked(values, indices, self.dense_shape)
 
     def _reduced(self, recipe: Recipe) -> IndexedSlices:
@@ -73,7 +73,7 @@ class IndexedSlices(Whole):
         wire = np.dtype(np.float32) if recipe.wire == np.float16 else recipe.wire
         rows = _from_all(self.values, recipe).astype(wire)
         values = finished(rows, dataclasses.replace(recipe, wire=wire))
-        indices = _compat.as_invariant(_from_all(self.indices, recipe), recipe.axes)
+        indices = _compat.cast_invariant(_from_all(self.indices, recipe), recipe.axes)
         return unchecked(values, indices, self.dense_shape)
 
     def to_dense(self) -> jax.Array:

@@ -45,7 +45,7 @@ def is_vmapped(axis: str) -> bool:
     return axis not in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def in_mesh_order(axes: Sequence[str]) -> tuple[str, ...]:
+def order_by_mesh(axes: Sequence[str]) -> tuple[str, ...]:
     """Return `axes` in the order of the mesh, in which `lax.ppermute` counts replicas.
 
     `lax.axis_index` and the gathers count in the order of their argument.
@@ -67,7 +67,7 @@ def varying_axes_of_type(aval: Any) -> frozenset[str]:
 
 def zeros_like_aval(aval: Any, dtype: Any) -> jax.Array:
     """Return zeros with the shape and varying axes of a type, as the initial carry of a loop."""
-    return as_varying(jnp.zeros(aval.shape, dtype), sorted(varying_axes_of_type(aval)))
+    return cast_varying(jnp.zeros(aval.shape, dtype), sorted(varying_axes_of_type(aval)))
 
 
 def types_tracked() -> bool:
@@ -85,7 +85,7 @@ def tracks_variance(axis: str) -> bool:
     return types_tracked() and axis in varying_axes(lax.axis_index(axis))
 
 
-def unreduced_axes(x: Any) -> frozenset[str]:
+def axes_left_to_sum(x: Any) -> frozenset[str]:
     """Return the axes over which the type of `x` is an unfinished sum (`unreduced`)."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset(getattr(manual, "unreduced", ()))
@@ -95,22 +95,22 @@ def same_axes(x: Any, axes: Iterable[str]) -> tuple[str, ...]:
     """Return the `axes` over which the type of `x` shows it to be the same on all replicas."""
     if not types_tracked():
         return ()
-    differs = varying_axes(x) | unreduced_axes(x)
+    differs = varying_axes(x) | axes_left_to_sum(x)
     return tuple(a for a in axes if a not in differs and tracks_variance(a))
 
 
-def as_varying(x: Any, axes: Sequence[str]) -> Any:
+def cast_varying(x: Any, axes: Sequence[str]) -> Any:
     """Return `x` typed as varying over `axes`, except axes without tracked types. Nothing moves."""
     missing = same_axes(x, axes)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def retyped(aval: Any, varying: frozenset[str]) -> Any:
+def retype(aval: Any, varying: frozenset[str]) -> Any:
     """Return the type with `varying` as the axes it varies over."""
     return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=varying))
 
 
-def as_weak(x: jax.Array) -> jax.Array:
+def make_weak(x: jax.Array) -> jax.Array:
     """Return an array of the same parts, weakly typed as Python numbers are."""
     parts = [part.data for part in x.addressable_shards]
     make: Any = type(x)

@@ -110,8 +110,8 @@ def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) 
     with make_ir_context():
         module = ir.Module.parse(program)
         main: Any = next(f for f in module.body if str(f.attributes["sym_name"]) == '"main"')
-        build.allow_spmd_sharding_propagation_to_parameters = _unsharded(main, "arg_attrs")
-        build.allow_spmd_sharding_propagation_to_output = _unsharded(main, "res_attrs")
+        build.allow_spmd_sharding_propagation_to_parameters = _find_unsharded(main, "arg_attrs")
+        build.allow_spmd_sharding_propagation_to_output = _find_unsharded(main, "res_attrs")
         compiled = run(module, DeviceList(tuple(devices)), settings)
     return {
         "text": compiled.hlo_modules()[0].to_string(),
@@ -125,7 +125,7 @@ def memory_by_name(stats: Any) -> dict[str, int]:
     return {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
 
 
-def _unsharded(function: Any, which: str) -> list[bool]:
+def _find_unsharded(function: Any, which: str) -> list[bool]:
     """Return, for each argument or result, True if the compiler chooses its sharding."""
     if which not in function.attributes:
         return []

@@ -31,11 +31,11 @@ class Store:
 
     def __init__(self, client: Any, process: int, processes: int) -> None:
         self._client: Any = client
-        self._state = joined_state()
+        self._state = job_state()
         self.process = process
         self.processes = processes
 
-    def is_of(self, other: object) -> bool:
+    def shares_client(self, other: object) -> bool:
         """Return True if both use the same client, of a world that was joined once."""
         return isinstance(other, Store) and self._client is other._client
 
@@ -92,7 +92,7 @@ class Store:
             raise
 
 
-def joined_state() -> Any:
+def job_state() -> Any:
     """Return JAX's state of the world that this process joined."""
     return multihost_utils.distributed.global_state  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -116,7 +116,7 @@ def call_after_shutdown(call: Callable[[], None]) -> None:
 
     JAX then shuts down the service that it started on process 0, so the call takes its place.
     """
-    state = joined_state()
+    state = job_state()
     own = state.service
 
     def shutdown() -> None:
@@ -129,7 +129,7 @@ def call_after_shutdown(call: Callable[[], None]) -> None:
 
 def store() -> Store | None:
     """Return the store of the world that this process joined, or None if it joined none."""
-    state = joined_state()
+    state = job_state()
     if state.client is None:
         return None
     return Store(state.client, int(state.process_id), int(state.num_processes))
@@ -141,7 +141,7 @@ def leave_coordinator(*, to_parent: bool = False) -> None:
     Args:
       to_parent: drop the service too, as in a forked process, where both belong to the parent.
     """
-    state = joined_state()
+    state = job_state()
     for name in ("client", "preemption_sync_manager", *["service"] * to_parent):
         dropped = getattr(state, name)
         if dropped is not None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from jax.experimental import multihost_utils
 
-from jaxcoll._compat.coordination import UNBOUNDED_SECONDS, joined_state
-from jaxcoll._compat.settings import configured
+from jaxcoll._compat.coordination import UNBOUNDED_SECONDS, job_state
+from jaxcoll._compat.settings import read_option
 
 _LOCAL, _GLOBAL, _ADDRESSES = "cpu:local_topology", "cpu:global_topology", "cpu:gloo"
 _COUNTS = "jaxcoll/device_count"
@@ -48,7 +48,7 @@ def let_gloo_listen_at(
 
     if not meets_over_gloo():
         return
-    state, make_client = joined_state(), _bridge().make_cpu_client
+    state, make_client = job_state(), _bridge().make_cpu_client
 
     def make() -> Any:
         if not again or _devices_of_all() is None:
@@ -70,8 +70,8 @@ def let_gloo_listen_at(
 
 def meets_over_gloo() -> bool:
     """Return True if processes are joined and their CPU devices connect over Gloo."""
-    is_gloo = configured("cpu_collectives_implementation") == "gloo"
-    return is_gloo and joined_state().client is not None
+    is_gloo = read_option("cpu_collectives_implementation") == "gloo"
+    return is_gloo and job_state().client is not None
 
 
 class SecondClient:
@@ -97,7 +97,7 @@ class SecondClient:
             raise RuntimeError("New connections need JAX's own devices first: `jax.devices()`.")
         self._lock = threading.Lock()
         self._folder = make_folder("keys")
-        jaxlib, state = _jaxlib(), joined_state()
+        jaxlib, state = _jaxlib(), job_state()
         address = f"unix:{self._folder}/keys"
         self._service: Any = jaxlib.get_distributed_runtime_service(
             address, 1, heartbeat_timeout=UNBOUNDED_SECONDS, shutdown_timeout=1, recoverable=False
@@ -155,7 +155,7 @@ def _make_client(client: Any, process: int, processes: int, collectives: Any) ->
 
 def _check_count() -> None:
     """Refuse to restart with another number of devices, for which XLA would end the process."""
-    state, count = joined_state(), _make_client(None, 0, 1, None).local_device_count()
+    state, count = job_state(), _make_client(None, 0, 1, None).local_device_count()
     before = state.client.blocking_key_value_get(f"{_COUNTS}/{state.process_id}", 1000)
     if before != str(count):
         raise RuntimeError(
@@ -170,7 +170,7 @@ def _devices_of_all() -> dict[str, bytes] | None:
 
     Process 0 reads the local devices of each process and writes the list that the others read.
     """
-    state = joined_state()
+    state = job_state()
     global_list = dict(state.client.key_value_dir_get_bytes(_GLOBAL))
     local = dict(state.client.key_value_dir_get_bytes(_LOCAL))
     if not global_list:

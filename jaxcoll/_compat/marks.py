@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxcoll._compat.axes import retyped, tracks_variance, types_tracked, varying_axes_of_type
-from jaxcoll._compat.primitives import first_of, unchanged
+from jaxcoll._compat.axes import retype, tracks_variance, types_tracked, varying_axes_of_type
+from jaxcoll._compat.primitives import make_first_primitive, make_identity_primitive
 
 SAME = "same_everywhere"
 CHECKED = "checked_leaves"
@@ -46,7 +46,7 @@ def same(
     return _same_p.bind(*results, *before, axes=tuple(axes), sums=sums, count=len(results))
 
 
-def checked(
+def require(
     x: Any,
     leaves: Mapping[str, Any],
     axes: Sequence[str],
@@ -99,8 +99,8 @@ batching.primitive_batchers[_same_p] = lambda xs, dims, count, **params: (
 ad.primitive_jvps[_same_p] = _same_jvp
 ad.primitive_transposes[_same_p] = _same_transpose
 
-_checked_p = first_of(CHECKED)
-_parts_p = unchanged(PARTS)
+_checked_p = make_first_primitive(CHECKED)
+_parts_p = make_identity_primitive(PARTS)
 
 
 def through_backward(
@@ -127,7 +127,7 @@ def _through_avals(*avals: Any, axes: tuple[str, ...], **_: Any) -> list[Any]:
     # The type of a constant, made outside of the mesh, does not have the mesh yet.
     mesh = jax.sharding.get_abstract_mesh()
     avals = tuple(aval.update(sharding=aval.sharding.update(mesh=mesh)) for aval in avals)
-    return [retyped(a, varying_axes_of_type(a).union(axes)) for a in avals]
+    return [retype(a, varying_axes_of_type(a).union(axes)) for a in avals]
 
 
 def _through_jvp(
@@ -169,7 +169,7 @@ ad.primitive_jvps[_through_p] = _through_jvp
 ad.primitive_transposes[_through_p] = _through_transpose
 
 
-def in_backward(eqn: Any) -> bool:
+def is_backward(eqn: Any) -> bool:
     """Return True if an equation was made by transposing a derivative.
 
     Equations of an inner program may lack this mark. A user's scope may have any name, so the name

@@ -14,15 +14,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxcoll._compat.axes import (
-    as_varying,
-    retyped,
-    unreduced_axes,
+    axes_left_to_sum,
+    cast_varying,
+    retype,
     varying_axes,
     varying_axes_of_type,
 )
 
 
-def unchanged(name: str, lower: Any = None, transpose: Any = None) -> Primitive:
+def make_identity_primitive(name: str, lower: Any = None, transpose: Any = None) -> Primitive:
     """Make a primitive that returns its operand; `transpose` may change its cotangent."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, **_: x)
@@ -33,7 +33,7 @@ def unchanged(name: str, lower: Any = None, transpose: Any = None) -> Primitive:
     return primitive
 
 
-def first_of(name: str, lower: Any = None) -> Primitive:
+def make_first_primitive(name: str, lower: Any = None) -> Primitive:
     """Make a primitive that returns the first of its operands; tangents likewise."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, *_, **__: x)
@@ -50,7 +50,7 @@ def first_of(name: str, lower: Any = None) -> Primitive:
     return primitive
 
 
-def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
+def cast_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
     """Return `x` typed as the same on every replica along `axes`. Nothing is sent or checked.
 
     The caller is responsible for the equality. JAX offers this type change only as a part of a
@@ -65,11 +65,11 @@ def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
         sum. If False, each replica keeps the cotangent.
     """
     varying = tuple(a for a in axes if a in varying_axes(x))
-    return _as_invariant_p.bind(x, axes=varying, summed=summed) if varying else x
+    return _cast_invariant_p.bind(x, axes=varying, summed=summed) if varying else x
 
 
-def _as_invariant_transpose(cotangent: Any, *, axes: tuple[str, ...], summed: bool) -> list[Any]:
-    cotangent = as_varying(cotangent, axes)
+def _cast_invariant_transpose(cotangent: Any, *, axes: tuple[str, ...], summed: bool) -> list[Any]:
+    cotangent = cast_varying(cotangent, axes)
     if summed:
         cotangent = lax.select(
             lax.broadcast(lax.axis_index(axes) == 0, cotangent.shape),
@@ -79,12 +79,12 @@ def _as_invariant_transpose(cotangent: Any, *, axes: tuple[str, ...], summed: bo
     return [cotangent]
 
 
-AS_INVARIANT = "as_invariant"
-"""The name of the primitive of `as_invariant`."""
+CAST_INVARIANT = "cast_invariant"
+"""The name of the primitive of `cast_invariant`."""
 
-_as_invariant_p = unchanged(AS_INVARIANT, transpose=_as_invariant_transpose)
-_as_invariant_p.def_abstract_eval(
-    lambda aval, *, axes, **_: retyped(aval, varying_axes_of_type(aval) - set(axes))
+_cast_invariant_p = make_identity_primitive(CAST_INVARIANT, transpose=_cast_invariant_transpose)
+_cast_invariant_p.def_abstract_eval(
+    lambda aval, *, axes, **_: retype(aval, varying_axes_of_type(aval) - set(axes))
 )
 
 
@@ -93,7 +93,7 @@ def terms_of_sum(x: Any, axes: Iterable[str]) -> Any:
 
     No data moves. A value of another type is returned unchanged.
     """
-    unsummed = tuple(a for a in axes if a in unreduced_axes(x))
+    unsummed = tuple(a for a in axes if a in axes_left_to_sum(x))
     return _terms_p.bind(x, axes=unsummed) if unsummed else x
 
 
@@ -105,27 +105,27 @@ def _terms_aval(aval: Any, *, axes: tuple[str, ...]) -> Any:
     return aval.update(manual_axis_type=manual.update(**terms))
 
 
-_terms_p = unchanged(
+_terms_p = make_identity_primitive(
     "terms_of_sum",
     # Each replica has the cotangent of the sum, with the type `reduced`.
     transpose=lambda cotangent, axes: [
-        lax.pcast(as_invariant(cotangent, axes), axes, to="reduced")
+        lax.pcast(cast_invariant(cotangent, axes), axes, to="reduced")
     ],
 )
 _terms_p.def_abstract_eval(_terms_aval)
 
 
-def ordered(x: Any, after: Any) -> Any:
+def order_after(x: Any, after: Any) -> Any:
     """Return `x`, available only after `after`, as far as compilers keep the order.
 
     JAX 0.10 types both results of a barrier as varying over the axes of either operand. So `after`
     is retyped to vary over no more axes than `x`; that result is dropped.
     """
     more = varying_axes(after) - varying_axes(x)
-    return lax.optimization_barrier((x, as_invariant(after, sorted(more))))[0]
+    return lax.optimization_barrier((x, cast_invariant(after, sorted(more))))[0]
 
 
-def depending_on(x: Any, after: Sequence[Any]) -> Any:
+def depend_on(x: Any, after: Sequence[Any]) -> Any:
     """Return `x`, but computed from `after` as far as any compiler can see.
 
     Nothing else orders a collective against those inside a loop: XLA's CPU compiler drops barriers.
@@ -133,19 +133,19 @@ def depending_on(x: Any, after: Sequence[Any]) -> Any:
     seen once (a message of 1048576 bytes instead of 4) and could not be reproduced.
     """
     nonempty = [y for y in after if y.size]
-    return _depending_on_p.bind(x, *nonempty) if nonempty and x.size else x
+    return _depend_on_p.bind(x, *nonempty) if nonempty and x.size else x
 
 
-def all_depending_on(arrays: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:
-    """Return `arrays`, each computed from all of them and `after`; see `depending_on`."""
+def depend_on_all(arrays: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:
+    """Return `arrays`, each computed from all of them and `after`; see `depend_on`."""
     first = next((k for k, x in enumerate(arrays) if x.size), None)
     if first is None:
         return list(arrays)
-    one = depending_on(arrays[first], [*arrays[:first], *arrays[first + 1 :], *after])
-    return [one if k == first else depending_on(x, [one]) for k, x in enumerate(arrays)]
+    one = depend_on(arrays[first], [*arrays[:first], *arrays[first + 1 :], *after])
+    return [one if k == first else depend_on(x, [one]) for k, x in enumerate(arrays)]
 
 
-def _needed(x: jax.Array, *after: jax.Array) -> jax.Array:
+def _select_as_if_needed(x: jax.Array, *after: jax.Array) -> jax.Array:
     never = jnp.zeros((), bool)
     for y in after:
         one = (lax.real(y) if jnp.iscomplexobj(y) else y)[(0,) * y.ndim]
@@ -154,10 +154,12 @@ def _needed(x: jax.Array, *after: jax.Array) -> jax.Array:
     return lax.select(lax.broadcast(never, x.shape), lax.full_like(x, 0), x)
 
 
-_depending_on_p = first_of("depending_on", mlir.lower_fun(_needed, multiple_results=False))
+_depend_on_p = make_first_primitive(
+    "depend_on", mlir.lower_fun(_select_as_if_needed, multiple_results=False)
+)
 
 
-def as_stored(x: Any, *, backward: bool = False) -> Any:
+def round_as_stored(x: Any, *, backward: bool = False) -> Any:
     """Return `x` with the bits that it has when it is stored in memory, in every program.
 
     A compiler that fuses `a * b + c` into one loop may round it once instead of twice; this depends
@@ -166,13 +168,13 @@ def as_stored(x: Any, *, backward: bool = False) -> Any:
     before fusion. With `backward`, this is applied to the cotangent instead of `x`.
     """
     stored = jnp.issubdtype(x.dtype, jnp.inexact) and x.size
-    return _as_stored_p.bind(x, backward=backward) if stored else x
+    return _round_as_stored_p.bind(x, backward=backward) if stored else x
 
 
-def _stored(x: jax.Array) -> jax.Array:
+def _flip_no_bits(x: jax.Array) -> jax.Array:
     """Change the bits of `x` by a number that is zero, which no compiler can prove."""
     if jnp.iscomplexobj(x):
-        return lax.complex(_stored(lax.real(x)), _stored(lax.imag(x)))
+        return lax.complex(_flip_no_bits(lax.real(x)), _flip_no_bits(lax.imag(x)))
     bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
     never = _is_never(bits[(0,) * bits.ndim])
     mask = lax.broadcast(never.astype(bits.dtype), bits.shape)
@@ -186,32 +188,32 @@ def _is_never(bits: jax.Array) -> jax.Array:
     return rest * rest * rest % seven == lax.full_like(seven, 3)
 
 
-_as_stored_p = unchanged(
-    "as_stored",
-    mlir.lower_fun(lambda x, backward: x if backward else _stored(x), multiple_results=False),
-    lambda cotangent, backward: [as_stored(cotangent, backward=not backward)],
+_round_as_stored_p = make_identity_primitive(
+    "round_as_stored",
+    mlir.lower_fun(lambda x, backward: x if backward else _flip_no_bits(x), multiple_results=False),
+    lambda cotangent, backward: [round_as_stored(cotangent, backward=not backward)],
 )
 
 
-def traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:
+def trace_once(fun: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:
     """Return the program of `fun(*args)`, and a function that calls it without another trace."""
     jitted = jax.jit(fun)
     return jitted.trace(*args).jaxpr, jitted
 
 
-def as_arrays(values: Sequence[Any], like: Sequence[Any]) -> list[jax.Array]:
+def make_arrays(values: Sequence[Any], like: Sequence[Any]) -> list[jax.Array]:
     """Return values as arrays of the types in `like`; arrays unchanged."""
     pairs = zip(values, like, strict=True)
     return [x if isinstance(x, jax.Array) else jnp.asarray(x, y.dtype) for x, y in pairs]
 
 
-def unfused(function: Callable[..., Any], **parameters: Any) -> Callable[..., Any]:
+def forbid_fusion(function: Callable[..., Any], **parameters: Any) -> Callable[..., Any]:
     """Bind parameters to `function`, and keep compilers from fusing it with surrounding code.
 
     Its arguments and results are stored in memory, and calls with the same shapes are compiled
     once. Use it on CPUs only: other compilers turn it into a call that waits.
     """
-    jitted = _jitted(function, tuple(parameters))
+    jitted = _jit(function, tuple(parameters))
 
     def call(*arrays: Any) -> Any:
         with set_xla_metadata(inlineable="false"):
@@ -221,10 +223,10 @@ def unfused(function: Callable[..., Any], **parameters: Any) -> Callable[..., An
 
 
 @functools.cache
-def _jitted(function: Callable[..., Any], names: tuple[str, ...]) -> Any:
+def _jit(function: Callable[..., Any], names: tuple[str, ...]) -> Any:
     @functools.wraps(function)
-    def inside(*arrays: Any, **parameters: Any) -> Any:
+    def call(*arrays: Any, **parameters: Any) -> Any:
         with set_xla_metadata(inlineable=None):  # calls inside it are inlined
             return function(*arrays, **parameters)
 
-    return jax.jit(inside, static_argnames=names)
+    return jax.jit(call, static_argnames=names)

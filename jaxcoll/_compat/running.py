@@ -35,7 +35,7 @@ def live_executables() -> Iterator[Any]:
             yield from client.live_executables()
 
 
-def fields_of(message: bytes | memoryview) -> Iterator[tuple[int, Any]]:
+def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, Any]]:
     """Yield the number and the value of each field of a protobuf message.
 
     A value is an integer, or the bytes of a string, a message or a number of fixed size.
@@ -45,11 +45,11 @@ def fields_of(message: bytes | memoryview) -> Iterator[tuple[int, Any]]:
     """
     at = 0
     while at < len(message):
-        number, value, at = field_at(message, at)
+        number, value, at = read_field(message, at)
         yield number, value
 
 
-def field_at(message: bytes | memoryview, at: int) -> tuple[int, Any, int]:
+def read_field(message: bytes | memoryview, at: int) -> tuple[int, Any, int]:
     """Return the number and the value of the field that begins at `at`, and where it ends."""
     tag, at = _varint(message, at)
     number, wire_type = tag >> 3, tag & 7
@@ -74,16 +74,16 @@ def program_id(module: bytes) -> int:
 
     For a program from the persistent cache, profiles have the id from the process that compiled it.
     """
-    return dict(fields_of(module)).get(5, 0)
+    return dict(read_fields(module)).get(5, 0)
 
 
-def assigned_devices(module: bytes) -> tuple[int, int] | None:
+def count_assigned_devices(module: bytes) -> tuple[int, int] | None:
     """Return the replicas and partitions in a serialized HloModuleProto; None if it lacks them."""
-    assignment = dict(fields_of(dict(fields_of(module)).get(15, b"")))
+    assignment = dict(read_fields(dict(read_fields(module)).get(15, b"")))
     return (assignment.get(1, 1), assignment.get(2, 1)) if assignment else None
 
 
-def text_of(module: bytes) -> str:
+def decode_text(module: bytes) -> str:
     """Return the text of a serialized HloModuleProto.
 
     Until JAX 0.9, the notation `[2,4]<=[8]` of replica groups was in a field that jaxlib drops now.
@@ -97,7 +97,7 @@ def text_of(module: bytes) -> str:
     return _hlo.HloModule.from_serialized_hlo_module_proto(bytes(patched)).to_string()
 
 
-def wrapped_names(module: bytes) -> dict[str, str]:
+def find_wrapped_names(module: bytes) -> dict[str, str]:
     """Return the name of the instruction that each asynchronous start wraps.
 
     A GPU's profile has the wrapped name. The text has the start's: `all-to-all-start(...)` is short
@@ -105,21 +105,21 @@ def wrapped_names(module: bytes) -> dict[str, str]:
     """
     if b"async-start" not in module:
         return {}
-    computations = [value for number, value in fields_of(module) if number == 3]
+    computations = [value for number, value in read_fields(module) if number == 3]
     called: dict[int, str] = {}
     for computation in computations:
         if b"async-start" in computation:
-            for number, value in fields_of(computation):
-                if number == 2 and (start := dict(fields_of(value))).get(2) == b"async-start":
+            for number, value in read_fields(computation):
+                if number == 2 and (start := dict(read_fields(value))).get(2) == b"async-start":
                     ids = start.get(38, b"")
                     first = ids if isinstance(ids, int) else _varint(ids, 0)[0]
                     called[first] = str(start[1], "utf8")
     wrapped = {}
     for computation in computations:
-        fields = dict(fields_of(computation))
+        fields = dict(read_fields(computation))
         if start := called.get(fields.get(5, -1)):
-            for number, value in fields_of(computation):
-                if number == 2 and (root := dict(fields_of(value))).get(35) == fields.get(6):
+            for number, value in read_fields(computation):
+                if number == 2 and (root := dict(read_fields(value))).get(35) == fields.get(6):
                     wrapped[start] = str(root[1], "utf8")
     return wrapped
 
@@ -133,7 +133,7 @@ def is_tracing() -> bool:
 _Session: Any = _profiler.ProfilerSession
 
 
-def before_profiles(then: Callable[[], None]) -> Callable[[], None]:
+def call_before_profiles(then: Callable[[], None]) -> Callable[[], None]:
     """Call `then` before anything but this file starts a profile; return what undoes this.
 
     While two profiles are open, JAX raises an error in the program that has opened the second.

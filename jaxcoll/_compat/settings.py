@@ -46,7 +46,7 @@ def has_backend() -> bool:
     return bridge.backends_are_initialized()
 
 
-def configured(name: str) -> Any:
+def read_option(name: str) -> Any:
     """Return the option `jax.config.jax_<name>`, which type checkers do not know."""
     return getattr(jax.config, f"jax_{name}")
 
@@ -58,13 +58,13 @@ def checks_of_thread() -> Callable[[], contextlib.ExitStack] | None:
         return None
     wanted = config.jax_debug_nans, config.jax_debug_infs
 
-    def entered() -> contextlib.ExitStack:
+    def enter() -> contextlib.ExitStack:
         stack = contextlib.ExitStack()
         for check, is_wanted in zip((jax.debug_nans, jax.debug_infs), wanted, strict=True):
             stack.enter_context(check(is_wanted))
         return stack
 
-    return entered
+    return enter
 
 
 def frames(eqn: Any) -> tuple[Any, ...]:
@@ -126,7 +126,7 @@ def boundary(fun: Function) -> Function:
     return _filter.api_boundary(fun)
 
 
-def known_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
+def drop_unknown_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
     """Return the options among `wanted` that the compiler for `device` knows; warn of the others.
 
     Cost: on first use, compiling an empty program for each option.

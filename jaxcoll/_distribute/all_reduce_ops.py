@@ -12,9 +12,9 @@ from jax.sharding import AxisType, Mesh
 
 from jaxcoll._distribute.arguments import devices_named
 from jaxcoll._distribute.cross_device_ops import Batch, CrossDeviceOps, Reduction
-from jaxcoll._distribute.replica_axis import AXIS, replicating, without_deadline
-from jaxcoll._distribute.routes import GroupSmall, NumPacks, Route, batch_reduced, routes_of
-from jaxcoll._mesh.mesh import line_of
+from jaxcoll._distribute.replica_axis import AXIS, drop_deadline, make_program
+from jaxcoll._distribute.routes import GroupSmall, NumPacks, Route, parse_routes, reduce_batch
+from jaxcoll._mesh.mesh import make_line
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
 from jaxcoll._plan.checks import count, is_integer, refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
@@ -81,10 +81,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     def _mesh_and_routes(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
         """Return the mesh that an all-reduce over `devices` runs on, and its arrays' routes."""
         devices = self._group if set(devices) == set(self._group) else devices
-        mesh, algorithm = line_of(devices, AXIS), self._algorithm
+        mesh, algorithm = make_line(devices, AXIS), self._algorithm
         if algorithm == HIERARCHICAL_COPY:
             halves = len(devices) % 2 == 0  # with one device in each, it is one level again
-            mesh = grid_of(devices, 2) if halves else mesh
+            mesh = make_grid(devices, 2) if halves else mesh
             algorithm = "native/native" if halves else None
         options = CommunicationOptions(algorithm=algorithm) if algorithm else CommunicationOptions()
         return mesh, (Route(options, self._packing),)
@@ -101,12 +101,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         The options of a call take precedence over those of the routes.
         """
         mesh, routes = self._mesh_and_routes(devices)
-        options, repacked = without_deadline(options), bool(options.bytes_per_pack)
+        options, repacked = drop_deadline(options), bool(options.bytes_per_pack)
         routes = tuple(
             Route(r.options.merge(options), None if repacked else r.packing, r.limit)
             for r in routes
         )
-        program = replicating("batch_reduce", mesh, batch_reduced, replicated, reduce_op, routes)
+        program = make_program("batch_reduce", mesh, reduce_batch, replicated, reduce_op, routes)
         return program, tuple(mesh.devices.flat), routes
 
     def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
@@ -125,7 +125,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
         # A program has one order of devices.
         values = [r.value for r in reductions]
-        values = [v if v.devices == devices else v._reordered(devices) for v in values]
+        values = [v if v.devices == devices else v._reorder(devices) for v in values]
         settings = (batch.reduce_op, routes, batch.structure)
         trees = [value.tree for value in values]
         return Call(program, trees, devices, batch.name, batch.options, settings=settings)
@@ -275,10 +275,10 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
     ) -> None:
         super().__init__("nccl", num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         name = type(self).__name__
-        workers = _workers_of(worker_devices, num_gpus_per_worker, name)
+        workers = _list_workers(worker_devices, num_gpus_per_worker, name)
         self._group = tuple(device for worker in workers for device in worker)
-        self._mesh = grid_of(self._group, len(workers))
-        self._routes = routes_of(
+        self._mesh = make_grid(self._group, len(workers))
+        self._routes = parse_routes(
             all_reduce_spec, self._packing, World(sizes=self._mesh.devices.shape)
         )
         del self._arguments["all_reduce_alg"]
@@ -295,7 +295,7 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
         return super()._mesh_and_routes(devices)  # one value of each process has only one level
 
 
-def grid_of(devices: Sequence[jax.Device], groups: int) -> Mesh:
+def make_grid(devices: Sequence[jax.Device], groups: int) -> Mesh:
     """Return a mesh of two Auto axes: groups of neighbours, and the devices of a group."""
     grid = np.array(devices, dtype=object).reshape(groups, -1)
     return Mesh(grid, ("group", AXIS), axis_types=(AxisType.Auto,) * 2)
@@ -315,7 +315,7 @@ def _algorithm(name: Any) -> str | None:
     refuse("all_reduce_alg", f"one of {algorithms}", name)
 
 
-def _workers_of(
+def _list_workers(
     workers: Any, num_gpus_per_worker: Any, caller: str
 ) -> tuple[tuple[jax.Device, ...], ...]:
     """Return the devices of each worker: equally many for all, no device twice."""

@@ -13,18 +13,18 @@ import numpy as np
 from jaxcoll._collectives import gather
 from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.sparse import check_dense
-from jaxcoll._distribute.arguments import as_distributed, delivered
-from jaxcoll._distribute.assemble import check_alike, described
+from jaxcoll._distribute.arguments import deliver, distribute_value
+from jaxcoll._distribute.assemble import check_alike, describe
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven, is_distributed
 from jaxcoll._distribute.replica_axis import (
     AXIS,
     Shape,
-    replicating,
+    drop_deadline,
+    make_program,
     shapes_of_all,
-    without_deadline,
 )
-from jaxcoll._mesh.mesh import line_of, no_mesh
+from jaxcoll._mesh.mesh import make_line, no_mesh
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_reducible, flattened, where, wide
 from jaxcoll._runtime.call import Call
@@ -46,7 +46,7 @@ class _Parts(NamedTuple):
     shapes: list[Mapping[int, Shape]]  # of each array on every replica, without the padding
 
 
-def _parts_of(
+def _check_parts(
     ops: CrossDeviceOps,
     caller: str,
     path: str,
@@ -58,12 +58,12 @@ def _parts_of(
     """Return a strategy's argument, after the same checks on all processes."""
     tree = value.tree if is_distributed(value) else value
     check_dense(tree, _SPARSE[caller], NotImplementedError if caller == "gather" else ValueError)
-    whole = as_distributed(caller + path, type(ops).__name__, value, ops._group, first)
+    whole = distribute_value(caller + path, type(ops).__name__, value, ops._group, first)
     shapes: list[Mapping[int, Shape]]
     if isinstance(whole, Uneven):
         like, shift = next(iter(whole.tree.values())), 0
         rows = {i: jax.tree.leaves(part) for i, part in whole.tree.items()}
-        structure = f"{path} along {axis} of {described(like)}"
+        structure = f"{path} along {axis} of {describe(like)}"
         shapes = [
             *shapes_of_all(caller, rows, whole.devices, structure, timeout_seconds=timeout_seconds)
         ]
@@ -92,15 +92,15 @@ def _parts_of(
             check_reducible(name, leaf.dtype)
         axes.append(dimensions)
     if isinstance(whole, Uneven):
-        whole = _padded(whole, shapes)
+        whole = _pad(whole, shapes)
     return _Parts(whole, axes, shapes)
 
 
-def _padded(value: Uneven, shapes: Sequence[Mapping[int, Shape]]) -> DistributedValues:
+def _pad(value: Uneven, shapes: Sequence[Mapping[int, Shape]]) -> DistributedValues:
     """Return uneven parts as rows of one shape, padded to the longest along each dimension."""
     longest = [np.max([x.shape for x in by_replica.values()], axis=0) for by_replica in shapes]
 
-    def padded(array: Any, sizes: np.ndarray) -> Any:
+    def pad_one(array: Any, sizes: np.ndarray) -> Any:
         widths = [(0, int(size)) for size in sizes - array.shape]
         if not any(width for _, width in widths):
             return array
@@ -109,8 +109,8 @@ def _padded(value: Uneven, shapes: Sequence[Mapping[int, Shape]]) -> Distributed
     rows = {}
     for i, part in value.tree.items():
         leaves, treedef = jax.tree.flatten(part)
-        rows[i] = treedef.unflatten(map(padded, leaves, longest))
-    return Uneven._of(rows, value.devices)._as_global()
+        rows[i] = treedef.unflatten(map(pad_one, leaves, longest))
+    return Uneven._wrap(rows, value.devices)._make_global()
 
 
 def reduce_along(
@@ -128,12 +128,12 @@ def reduce_along(
     """
     with no_mesh():
         parts = [
-            _parts_of(ops, "reduce", path, value, axis, first, options.timeout_seconds)
+            _check_parts(ops, "reduce", path, value, axis, first, options.timeout_seconds)
             for path, value in values
         ]
         # A mean of means would weigh small parts like large ones, so divide only the total.
         pairs = [(_sums(reduce_op, parts_of_one), first) for parts_of_one in parts]
-        totals = ops._reduced("reduce", ReduceOp.SUM, pairs, options, structure)
+        totals = ops._reduce_pairs("reduce", ReduceOp.SUM, pairs, options, structure)
         if reduce_op is ReduceOp.SUM:
             return totals
         return [_mean(*total_and_parts) for total_and_parts in zip(totals, parts, strict=True)]
@@ -155,7 +155,9 @@ def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
     if not shift and len(value) == 1 and isinstance(value.tree, jax.Array):
         return sums  # of a plain value, which belongs to no group of devices
     # XLA replicates a sum of no elements, whatever the layout of its argument.
-    return type(value)._of(jax.device_put(sums, value._over(value.devices)), value.devices)
+    return type(value)._wrap(
+        jax.device_put(sums, value._sharding_over(value.devices)), value.devices
+    )
 
 
 def _mean(total: Any, parts: _Parts) -> Any:
@@ -192,38 +194,38 @@ def gather_along(
     """
     with no_mesh():
         parts = [
-            _parts_of(ops, "gather", path, value, axis, first, options.timeout_seconds)
+            _check_parts(ops, "gather", path, value, axis, first, options.timeout_seconds)
             for path, value in values
         ]
-        compiled_with, joined = without_deadline(options), {}
+        compiled_with, joined = drop_deadline(options), {}
         for devices in dict.fromkeys(x.value.devices for x in parts):
             ks = [k for k, x in enumerate(parts) if x.value.devices == devices]
-            replicated, mesh = tuple(not parts[k].value._rows for k in ks), line_of(devices, AXIS)
-            program = replicating(
-                "gathered", mesh, _gathered, replicated, axis, options=compiled_with
+            replicated, mesh = tuple(not parts[k].value._rows for k in ks), make_line(devices, AXIS)
+            program = make_program(
+                "gathered", mesh, _gather, replicated, axis, options=compiled_with
             )
             trees = tuple(parts[k].value.tree for k in ks)
             settings = (tuple(values[k][0] for k in ks), axis, compiled_with)
             call = Call(program, trees, devices, f"`{name}.gather`", options, settings=settings)
-            results = delivered(Mirrored._of(run(call), devices), (first,))
+            results = deliver(Mirrored._wrap(run(call), devices), (first,))
             joined |= zip(ks, results, strict=True)
-        return [_without_padding(joined[k], x) for k, x in enumerate(parts)]
+        return [_drop_padding(joined[k], x) for k, x in enumerate(parts)]
 
 
-def _gathered(trees: Sequence[Any], scope: Scope, axis: int) -> Any:
+def _gather(trees: Sequence[Any], scope: Scope, axis: int) -> Any:
     return gather.all_gather(trees, AXIS, axis=axis, scope=scope)
 
 
-def _without_padding(tree: Any, parts: _Parts) -> Any:
+def _drop_padding(tree: Any, parts: _Parts) -> Any:
     """Remove the padding between parts that are joined along one dimension of each array."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(
-        _joined(array, axis, [shapes[i].shape[axis] for i in range(len(shapes))])
+        _concatenate(array, axis, [shapes[i].shape[axis] for i in range(len(shapes))])
         for array, (axis,), shapes in zip(leaves, parts.axes, parts.shapes, strict=True)
     )
 
 
-def _joined(array: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
+def _concatenate(array: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
     longest = max(sizes)
     if min(sizes) == longest:
         return array

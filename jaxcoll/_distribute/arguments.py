@@ -16,8 +16,8 @@ from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.sparse import check_slices, is_sparse
 from jaxcoll._distribute.assemble import own_devices
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven
-from jaxcoll._distribute.replica_axis import AXIS, copies_over, refuse_traced, replicating
-from jaxcoll._mesh.mesh import checked_devices, line_of, of_this_process, span_processes
+from jaxcoll._distribute.replica_axis import AXIS, copies_over, make_program, refuse_traced
+from jaxcoll._mesh.mesh import check_devices, local_positions, make_line, span_processes
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
@@ -33,7 +33,7 @@ _SPELLING = re.compile(
 )
 
 
-def as_distributed(
+def distribute_value(
     caller: str,
     name: str,
     value: Any,
@@ -51,7 +51,7 @@ def as_distributed(
       ValueError: it is something else, or lies on other devices.
     """
     if isinstance(value, DistributedValues):
-        return over_group(name, value, group)
+        return fit_to_group(name, value, group)
     if isinstance(value, Tracer):
         refuse_traced(f"`{caller}`: the value")
     if is_sparse(value):
@@ -69,8 +69,8 @@ def as_distributed(
         )
     if span_processes(group):
         firsts = first_of_each_process(group)
-        (replica,) = of_this_process(firsts)
-        return Uneven._of({replica: value if is_sparse(value) else host_array(value)}, firsts)
+        (replica,) = local_positions(firsts)
+        return Uneven._wrap({replica: value if is_sparse(value) else host_array(value)}, firsts)
     if isinstance(value, jax.Array):
         return Mirrored.from_global(value)
     if device.process_index != jax.process_index():  # the op refuses or handles this device later
@@ -78,7 +78,7 @@ def as_distributed(
     return Mirrored([value], devices=own_devices([value]) or [device])
 
 
-def over_group(
+def fit_to_group(
     name: str, value: DistributedValues, group: tuple[jax.Device, ...]
 ) -> DistributedValues:
     """Return `value` if it lies over all of `group`; else make it this process's parts of one.
@@ -89,17 +89,17 @@ def over_group(
     Raises:
       ValueError: it lies on other devices.
     """
-    value = value._validated()
+    value = value._validate()
     devices = value.devices
     if not group or devices == group:
         return value
     lies_on, spans = set(devices), span_processes(group)
     if lies_on == set(group) or (spans and lies_on == set(first_of_each_process(group))):
         return value
-    here = of_this_process(group)
+    here = local_positions(group)
     if spans and lies_on == {group[i] for i in here}:
         part_on = dict(zip(devices, value, strict=True))
-        return Uneven._of({i: part_on[group[i]] for i in here}, group)
+        return Uneven._wrap({i: part_on[group[i]] for i in here}, group)
     hint = " Or let every process pass a value over its own share of these devices."
     raise ValueError(
         f"`{name}` reduces over its own {len(group)} devices, {', '.join(map(str, group))}; got a "
@@ -134,7 +134,7 @@ def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...
 def devices_named(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
     """Return devices, looking up device strings; refuse a device that is listed twice."""
     named = [device_named(d, caller) if isinstance(d, str) else d for d in devices]
-    return checked_devices(named, caller)
+    return check_devices(named, caller)
 
 
 def device_named(name: str, caller: str) -> jax.Device:
@@ -171,7 +171,7 @@ def device_named(name: str, caller: str) -> jax.Device:
     raise ValueError(f"`{caller}` got {name!r}, but there is no such device. There are: {listed}.")
 
 
-def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
+def deliver(result: Any, devices: tuple[jax.Device, ...]) -> Any:
     """Return a result on `devices`: a `Mirrored` over several, a plain value on one.
 
     A result that already lies there is not copied. Otherwise each process copies the `Mirrored` or
@@ -180,9 +180,9 @@ def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
     """
     if isinstance(result, Mirrored):
         if len(devices) > 1 and set(devices) == set(result.devices):
-            return result if result.devices == devices else result._reordered(devices)
+            return result if result.devices == devices else result._reorder(devices)
         result = copy_near(result, devices)
-    here = [devices[i] for i in of_this_process(devices)]
+    here = [devices[i] for i in local_positions(devices)]
     if not here:
         return result
     if len(devices) == 1:
@@ -190,11 +190,11 @@ def delivered(result: Any, devices: tuple[jax.Device, ...]) -> Any:
         return jax.device_put(result, SingleDeviceSharding(devices[0]))
     sharding = copies_over(devices)
 
-    def on_all(leaf: Any) -> jax.Array:
+    def copy_to_all(leaf: Any) -> jax.Array:
         parts = jax.device_put([leaf] * len(here), here)
         return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, parts)
 
-    return Mirrored._of(jax.tree.map(on_all, result))
+    return Mirrored._wrap(jax.tree.map(copy_to_all, result))
 
 
 def broadcast_to(
@@ -203,16 +203,16 @@ def broadcast_to(
     """Copy a plain tree to `devices`, from the process of the first if there are several."""
     if not span_processes(devices):
         check_here(devices[0])
-        return delivered(tree, devices)
+        return deliver(tree, devices)
     # Rows, not copies, because processes may pass different values here.
-    rows = Uneven._of(dict.fromkeys(of_this_process(devices), tree), devices)._as_global()
-    program = replicating("broadcast", line_of(devices, AXIS), _from_the_first, (False,))
+    rows = Uneven._wrap(dict.fromkeys(local_positions(devices), tree), devices)._make_global()
+    program = make_program("broadcast", make_line(devices, AXIS), _broadcast_first, (False,))
     options = CommunicationOptions(timeout_seconds=timeout_seconds)
     call = Call(program, (rows.tree,), devices, "`broadcast`", options)
-    return Mirrored._of(run(call), devices)
+    return Mirrored._wrap(run(call), devices)
 
 
-def _from_the_first(trees: Sequence[Any], scope: Scope) -> Any:
+def _broadcast_first(trees: Sequence[Any], scope: Scope) -> Any:
     return broadcast(trees[0], AXIS, source=0, scope=scope)
 
 
@@ -228,7 +228,7 @@ def check_here(device: jax.Device) -> None:
 
 def copy_near(value: DistributedValues, devices: tuple[jax.Device, ...]) -> Any:
     """Return this process's copy of `value` on one of `devices`, or else any copy that it has."""
-    here = of_this_process(value.devices)
+    here = local_positions(value.devices)
     return value[next((i for i in here if value.devices[i] in devices), here[0])]
 
 

@@ -1,4 +1,4 @@
-"""Global arrays, assembled from one part on each device."""
+"""Assembles global arrays from one part on each device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxcoll._distribute.replica_axis import (
     rows_over,
     shapes_of_all,
 )
-from jaxcoll._mesh.mesh import no_mesh, of_this_process
+from jaxcoll._mesh.mesh import local_positions, no_mesh
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.packs.leaves import flattened, where
 
 
-def assembled(
+def assemble(
     name: str,
     devices: tuple[jax.Device, ...],
     value_of: Callable[[int], Any],
@@ -42,7 +42,7 @@ def assembled(
     Raises:
       ValueError: a part is not an array, or the parts disagree; or no device is of this process.
     """
-    here = of_this_process(devices)
+    here = local_positions(devices)
     if not here:
         raise ValueError(
             f"`{name}` expects a device of process {jax.process_index()} among its devices; "
@@ -65,7 +65,7 @@ def assembled(
         ]
         arrays = {i: _arrays(name, i, value) for i, value in values.items()}
         over = devices if exchange or any(to_pad) else ()
-        shapes = shapes_of_all(name, arrays, over, described(first), digests=not rows)
+        shapes = shapes_of_all(name, arrays, over, describe(first), digests=not rows)
         differs = []
         for (path, _), by_replica, padded in zip(flat, shapes, to_pad, strict=True):
             distinct = {shape.shape for shape in by_replica.values()}
@@ -79,7 +79,7 @@ def assembled(
                 if padded
             ]
             # The values and the indices of an IndexedSlices are neighbours, of one length.
-            values = {i: _padded(value, lengths[::2]) for i, value in values.items()}
+            values = {i: _pad(value, lengths[::2]) for i, value in values.items()}
             arrays = {i: _arrays(name, i, value) for i, value in values.items()}
         sharding = rows_over(devices) if rows else copies_over(devices)
         leaves = []
@@ -110,7 +110,7 @@ def own_devices(values: Sequence[Any]) -> tuple[jax.Device, ...] | None:
     return tuple(devices) if len(set(devices)) == len(devices) else None
 
 
-def described(tree: Any) -> str:
+def describe(tree: Any) -> str:
     """Return a text of what must agree between processes about a tree.
 
     It has the paths, and the dense shapes of IndexedSlices. A tree definition may show addresses,
@@ -132,7 +132,7 @@ def _check_structures(name: str, values: Mapping[int, Any]) -> None:
             )
 
 
-def _array_of(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
+def _read_array(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
     """Return one leaf of a replica's value: a host array, or an array on one device."""
     leaf = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
     if isinstance(value, Tracer):
@@ -162,7 +162,7 @@ def check_alike(
     along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {', '.join(map(str, axes))}"
     but = f" (except along {along})" if axes else ""
     for i, shape in shapes.items():
-        if _without(shape.shape, axes) != _without(expected.shape, axes):
+        if _drop_axes(shape.shape, axes) != _drop_axes(expected.shape, axes):
             what, mine, theirs = "shape", shape.shape, expected.shape
         elif shape.dtype != expected.dtype:
             what, mine, theirs = "dtype", shape.dtype, expected.dtype
@@ -179,15 +179,15 @@ def check_alike(
         )
 
 
-def _without(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
+def _drop_axes(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
     return [-1 if k in axes else size for k, size in enumerate(shape)]
 
 
 def _arrays(name: str, replica: int, value: Any) -> list[np.ndarray | jax.Array]:
-    return [_array_of(name, replica, path, leaf) for path, leaf in flattened(value)[0]]
+    return [_read_array(name, replica, path, leaf) for path, leaf in flattened(value)[0]]
 
 
-def _padded(value: Any, lengths: Sequence[int]) -> Any:
+def _pad(value: Any, lengths: Sequence[int]) -> Any:
     """Pad each IndexedSlices of a tree to its length in `lengths`."""
     remaining = iter(lengths)
     return jax.tree.map(

@@ -18,7 +18,7 @@ from jaxcoll._collectives.gather import all_gather
 from jaxcoll._collectives.scope import Scope, bound_axes, count, scope_here
 from jaxcoll._distribute.per_replica import PerReplica
 from jaxcoll._distribute.replica_axis import exchange_facts
-from jaxcoll._mesh.mesh import no_mesh, of_this_process
+from jaxcoll._mesh.mesh import local_positions, no_mesh
 from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.packs.leaves import flattened, where
 
@@ -66,7 +66,7 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
     """
     check_value_first("jc.check_replicas", tree)
     if axis_name is not None:
-        return _in_program(tree, axis_name)
+        return _compare_in_program(tree, axis_name)
     passed = [
         (leaf, isinstance(node, PerReplica))
         for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PerReplica))
@@ -82,7 +82,7 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
             for path, array, (_, stacked) in zip(paths, arrays, passed, strict=True)
         ]
         _check_copies(leaves, [leaf for leaf, _ in passed])
-        return _compared(leaves)
+        return _compare(leaves)
 
 
 class _Leaf(NamedTuple):
@@ -94,7 +94,7 @@ class _Leaf(NamedTuple):
     part: Mapping[jax.Device, str]
 
 
-def _in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaCheck:
+def _compare_in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaCheck:
     """Return the digests of all replicas along mapped axes, *invariant*."""
     axes = bound_axes(axis_name, "check_replicas")
     paths, leaves = _check.arrays_of(tree)
@@ -153,7 +153,7 @@ def _only_copy(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)} in {len(devices)} parts, one on each device"
 
 
-def _compared(leaves: Sequence[_Leaf]) -> ReplicaCheck:
+def _compare(leaves: Sequence[_Leaf]) -> ReplicaCheck:
     """Return the digests, each as its difference from that of most copies of the same part."""
     holders = sorted({device for leaf in leaves for device in leaf.part}, key=lambda d: d.id)
     row = {device: i for i, device in enumerate(holders)}
@@ -183,12 +183,12 @@ def _compared(leaves: Sequence[_Leaf]) -> ReplicaCheck:
 def _exchange(leaves: Sequence[_Leaf], row: Mapping[jax.Device, int], table: np.ndarray) -> None:
     """Write other processes' digests of leaves that lie over several processes into `table`."""
     shared = [
-        k for k, leaf in enumerate(leaves) if len(of_this_process([*leaf.part])) < len(leaf.part)
+        k for k, leaf in enumerate(leaves) if len(local_positions([*leaf.part])) < len(leaf.part)
     ]
     if not shared:
         return
     devices = tuple(sorted({d for k in shared for d in leaves[k].part}, key=lambda d: d.id))
-    here = of_this_process(devices)
+    here = local_positions(devices)
     if not here:
         raise ValueError(
             "`check_replicas`: all copies of these leaves lie in other processes, and only these "

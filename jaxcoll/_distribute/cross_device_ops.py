@@ -17,19 +17,19 @@ from jaxcoll._collectives import reduce
 from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.sparse import check_dense, is_sparse
 from jaxcoll._distribute.arguments import (
-    as_distributed,
     broadcast_to,
     call_options,
     copy_near,
-    delivered,
+    deliver,
     destination_devices,
     device_named,
+    distribute_value,
 )
 from jaxcoll._distribute.per_replica import DistributedValues, Mirrored, Uneven, is_distributed
-from jaxcoll._distribute.replica_axis import AXIS, check_cross_replica, refuse_traced, without_row
-from jaxcoll._mesh.mesh import line_of, no_mesh, span_processes
+from jaxcoll._distribute.replica_axis import AXIS, check_cross_replica, drop_row, refuse_traced
+from jaxcoll._mesh.mesh import make_line, no_mesh, span_processes
 from jaxcoll._mesh.placement import host_array
-from jaxcoll._mesh.world import worlds_of
+from jaxcoll._mesh.world import make_worlds
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import (
@@ -145,7 +145,9 @@ class CrossDeviceOps(abc.ABC):
         """
         check_cross_replica("reduce", INSTEAD)
         options = call_options(options, experimental_hints)
-        return self._reduced("reduce", reduce_op, [(per_replica_value, destinations)], options)[0]
+        return self._reduce_pairs(
+            "reduce", reduce_op, [(per_replica_value, destinations)], options
+        )[0]
 
     @final
     def batch_reduce(
@@ -167,9 +169,9 @@ class CrossDeviceOps(abc.ABC):
           [4.0, 6]
         """
         check_cross_replica("batch_reduce", INSTEAD)
-        pairs = checked_pairs(value_destination_pairs)
+        pairs = list_pairs(value_destination_pairs)
         options = call_options(options, experimental_hints)
-        return self._reduced("batch_reduce", reduce_op, pairs, options)
+        return self._reduce_pairs("batch_reduce", reduce_op, pairs, options)
 
     @final
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
@@ -191,7 +193,7 @@ class CrossDeviceOps(abc.ABC):
         devices = destination_devices(destinations, "broadcast")
         with no_mesh():
             if isinstance(tensor, Mirrored):  # each process already has a copy
-                return delivered(tensor._validated(), devices)
+                return deliver(tensor._validate(), devices)
             for path, leaf in flattened(tensor, is_distributed)[0]:
                 if isinstance(leaf, Tracer):
                     refuse_traced(f"`broadcast`: {where(path)}")
@@ -212,7 +214,7 @@ class CrossDeviceOps(abc.ABC):
         """
 
     @final
-    def _reduced(
+    def _reduce_pairs(
         self,
         caller: str,
         reduce_op: ReduceOp | str,
@@ -230,7 +232,7 @@ class CrossDeviceOps(abc.ABC):
         with no_mesh():
             for i, (value, destinations) in enumerate(pairs):
                 number = paths[i] if paths else f"[{i}]" * (caller == "batch_reduce")
-                reductions.append(self._checked(caller, number, op, value, destinations))
+                reductions.append(self._check_pair(caller, number, op, value, destinations))
             moving = [r for r in reductions if r.result is None]
             if moving:
                 values = pluralize(len(moving), "value")
@@ -240,11 +242,11 @@ class CrossDeviceOps(abc.ABC):
                 for (call, of_call), totals in zip(calls, returned, strict=True):
                     for r, total in zip(of_call, totals, strict=True):
                         if len(call.devices) > 1:
-                            total = Mirrored._of(total, tuple(call.devices))
-                        r.result = delivered(total, r.destinations)
+                            total = Mirrored._wrap(total, tuple(call.devices))
+                        r.result = deliver(total, r.destinations)
             return [r.result for r in reductions]
 
-    def _checked(
+    def _check_pair(
         self, caller: str, number: str, op: ReduceOp, value: Any, destinations: Any
     ) -> Reduction:
         caller += number
@@ -255,7 +257,7 @@ class CrossDeviceOps(abc.ABC):
                 "axis and `strategy.gather` accept. Pad them to equal shapes."
             )
         name = type(self).__name__
-        whole = as_distributed(caller, name, value, self._group, wanted[0])._as_global()
+        whole = distribute_value(caller, name, value, self._group, wanted[0])._make_global()
         devices = whole.devices
         if not all(map(is_reducible, {leaf.dtype for leaf in jax.tree.leaves(whole.tree)})):
             for path, leaf in flattened(whole.tree)[0]:
@@ -265,7 +267,7 @@ class CrossDeviceOps(abc.ABC):
         # The mean of integers is a float, even of one replica.
         if len(devices) > 1 or (op is ReduceOp.MEAN and _has_integers(whole.tree)):
             return Reduction(whole, wanted)
-        return Reduction(whole, wanted, delivered(whole[0], wanted))
+        return Reduction(whole, wanted, deliver(whole[0], wanted))
 
 
 def check_own_devices(devices: Sequence[jax.Device]) -> None:
@@ -285,7 +287,7 @@ def _has_integers(tree: Any) -> bool:
     return any(jax.dtypes.issubdtype(dtype, np.integer) for dtype in dtypes)
 
 
-def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+def list_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     """Return the pairs of a value and its destinations that `batch_reduce` gets, as a list."""
     expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
     try:
@@ -377,9 +379,9 @@ def one_device_program(
     options: CommunicationOptions,
 ) -> Callable[[list[Any]], list[Any]]:
     """Return a program that reduces a list of components on one device, compiled once per shape."""
-    scope = Scope(worlds_of(line_of((device,), "device")), record=remember).merged(options)
+    scope = Scope(make_worlds(make_line((device,), "device")), record=remember).merged(options)
 
-    def summed(components: list[Any]) -> Any:
+    def sum_replicas(components: list[Any]) -> Any:
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)
         # Replicas of a `vmap` share a device, and their arithmetic is that of all reductions.
         replicas = jax.vmap(
@@ -390,22 +392,22 @@ def one_device_program(
 
     def program(components: list[Any]) -> list[Any]:
         if rows:
-            components = without_row(components)
+            components = drop_row(components)
         if accumulate is None:
-            return [summed(components)]
+            return [sum_replicas(components)]
         check_dense(
             components[0],
             "`accumulation_fn` adds arrays, but {leaf} is an IndexedSlices, which is reduced by "
             "gathering its rows: reduce it without an `accumulation_fn`, or make it dense with "
             "`to_dense` first.",
         )
-        accumulated = functools.partial(_accumulated, reduce_op, accumulate)
+        accumulated = functools.partial(_accumulate, reduce_op, accumulate)
         return [jax.tree.map(accumulated, *components)]
 
     return jax.jit(program)
 
 
-def _accumulated(reduce_op: ReduceOp, accumulate: Accumulation, *arrays: jax.Array) -> jax.Array:
+def _accumulate(reduce_op: ReduceOp, accumulate: Accumulation, *arrays: jax.Array) -> jax.Array:
     if reduce_op is ReduceOp.MEAN and jnp.issubdtype(arrays[0].dtype, jnp.integer):
         arrays = tuple(x.astype(wide(x.dtype)) for x in arrays)
     total = accumulate(list(arrays))

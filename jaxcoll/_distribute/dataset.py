@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxcoll._collectives.sparse import is_sparse
-from jaxcoll._distribute.assemble import assembled
+from jaxcoll._distribute.assemble import assemble
 from jaxcoll._distribute.per_replica import PerReplica, Uneven, is_distributed
 from jaxcoll._distribute.replica_axis import rows_over
-from jaxcoll._mesh.mesh import no_mesh, of_this_process
+from jaxcoll._mesh.mesh import local_positions, no_mesh
 from jaxcoll._mesh.placement import host_array, place
 from jaxcoll._plan.packs.leaves import flattened
 
@@ -43,15 +43,17 @@ class DistributedDataset:
             yield shares
 
 
-def distributed(caller: str, values: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> Any:
+def distribute_parts(
+    caller: str, values: Mapping[int, Any], devices: tuple[jax.Device, ...]
+) -> Any:
     """Return a tree with a `PerReplica` for each leaf, or an `Uneven` where shapes differ.
 
     `values` are the trees of this process's replicas. All processes exchange shapes, so that each
     leaf is of one kind on all of them.
     """
-    tree = assembled(caller, devices, values.__getitem__, rows=True, uneven=Uneven._of)
+    tree = assemble(caller, devices, values.__getitem__, rows=True, uneven=Uneven._wrap)
     return jax.tree.map(
-        lambda leaf: leaf if is_distributed(leaf) else PerReplica._of(leaf, devices),
+        lambda leaf: leaf if is_distributed(leaf) else PerReplica._wrap(leaf, devices),
         tree,
         is_leaf=is_one_value,
     )
@@ -59,7 +61,7 @@ def distributed(caller: str, values: Mapping[int, Any], devices: tuple[jax.Devic
 
 def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
     """Return one batch as a tree of `PerReplica`s, or of `Uneven`s where shares differ."""
-    here = of_this_process(devices)
+    here = local_positions(devices)
     flat, treedef = flattened(batch)
     whole: dict[str, PerReplica] = {}
     pieces: dict[int, dict[str, Any]] = {i: {} for i in here}
@@ -81,7 +83,7 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
                 leaf = place(leaf, rows_over(devices))  # only then a reshape moves nothing
             share = leaf.shape[0] // len(devices)
             split = leaf.reshape(len(devices), share, *leaf.shape[1:])
-            whole[path] = PerReplica._of(place(split, rows_over(devices)), devices)
+            whole[path] = PerReplica._wrap(place(split, rows_over(devices)), devices)
             continue
         if isinstance(leaf, jax.Array):
             leaf = jax.device_put(leaf, SingleDeviceSharding(devices[here[0]]))
@@ -90,7 +92,7 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
             end = start + leaf.shape[0] // len(here) + (k < leaf.shape[0] % len(here))
             pieces[i][path] = leaf[start:end]
             start = end
-    own = distributed(_CALLER, pieces, devices) if any(pieces.values()) else {}
+    own = distribute_parts(_CALLER, pieces, devices) if any(pieces.values()) else {}
     return treedef.unflatten([{**whole, **own}[path] for path, _ in flat])
 
 

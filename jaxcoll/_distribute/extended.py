@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._distribute.arguments import call_options
-from jaxcoll._distribute.cross_device_ops import CrossDeviceOps, checked_pairs
+from jaxcoll._distribute.cross_device_ops import CrossDeviceOps, list_pairs
 from jaxcoll._distribute.per_replica import DistributedValues, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica
 from jaxcoll._distribute.replica_program import check_call, run_on_replicas
@@ -47,7 +47,7 @@ class StrategyExtended:
         processes a plain value is one of each process, and is reduced over these.
         """
         options = call_options(options, experimental_hints)
-        return self._reduced("reduce", reduce_op, [(value, destinations)], options)[0]
+        return self._reduce_pairs("reduce", reduce_op, [(value, destinations)], options)[0]
 
     def batch_reduce_to(
         self,
@@ -57,9 +57,9 @@ class StrategyExtended:
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Reduce many values at once, as `CrossDeviceOps.batch_reduce` does; see `reduce_to`."""
-        pairs = checked_pairs(value_destination_pairs)
+        pairs = list_pairs(value_destination_pairs)
         options = call_options(options, experimental_hints)
-        return self._reduced("batch_reduce", reduce_op, pairs, options)
+        return self._reduce_pairs("batch_reduce", reduce_op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copy one value to every destination, as `CrossDeviceOps.broadcast` does."""
@@ -119,7 +119,7 @@ class StrategyExtended:
             as_one=is_distributed(value),
         )
 
-    def _reduced(
+    def _reduce_pairs(
         self,
         method: str,
         reduce_op: ReduceOp | str,
@@ -133,7 +133,7 @@ class StrategyExtended:
             for i, (value, _) in enumerate(pairs):
                 number = f"[{i}]" if method == "batch_reduce" else ""
                 check_has_sum(caller + number, value, self._devices)
-        return self._ops._reduced(method, op, pairs, self._options.merge(options))
+        return self._ops._reduce_pairs(method, op, pairs, self._options.merge(options))
 
 
 def check_has_sum(caller: str, value: Any, devices: tuple[jax.Device, ...]) -> None:

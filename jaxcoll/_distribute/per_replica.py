@@ -12,10 +12,10 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from jaxcoll._distribute.assemble import assembled, own_devices
-from jaxcoll._distribute.replica_axis import copies_over, refuse_traced, rows_over, without_row
-from jaxcoll._mesh.mesh import checked_devices, no_mesh, of_this_process
-from jaxcoll._mesh.placement import viewed
+from jaxcoll._distribute.assemble import assemble, own_devices
+from jaxcoll._distribute.replica_axis import copies_over, drop_row, refuse_traced, rows_over
+from jaxcoll._mesh.mesh import check_devices, local_positions, no_mesh
+from jaxcoll._mesh.placement import view
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._show.units import pluralize
 
@@ -53,7 +53,7 @@ class DistributedValues:
                 ((jax.tree_util.GetAttrKey("tree"), value.tree),),
                 value.devices if of_parts else None,
             ),
-            lambda devices, children: cls._of(next(iter(children)), devices),
+            lambda devices, children: cls._wrap(next(iter(children)), devices),
             lambda value: ((value.tree,), value.devices if of_parts else None),
         )
 
@@ -82,13 +82,13 @@ class DistributedValues:
             count, every = len(values), jax.devices()
             default = every if len(every) == count else jax.local_devices()[:count]
             devices = own_devices(values) or default
-        line = checked_devices(devices, name)
+        line = check_devices(devices, name)
         if len(line) != len(values):
             raise ValueError(
                 f"`{name}` expects one device for each value; got "
                 f"{pluralize(len(values), 'value')} and {pluralize(len(line), 'device')}."
             )
-        return cls._made(values.__getitem__, line)
+        return cls._make(values.__getitem__, line)
 
     @final
     @classmethod
@@ -104,26 +104,26 @@ class DistributedValues:
           >>> PerReplica.from_function(lambda i: 10.0 * i)[3].tolist()
           30.0
         """
-        line = checked_devices(jax.devices() if devices is None else devices, cls.__name__)
-        return cls._made(fun, line)
+        line = check_devices(jax.devices() if devices is None else devices, cls.__name__)
+        return cls._make(fun, line)
 
     @final
     @classmethod
-    def _made(cls, value_of: Callable[[int], Any], line: tuple[jax.Device, ...]) -> Any:
+    def _make(cls, value_of: Callable[[int], Any], line: tuple[jax.Device, ...]) -> Any:
         """Return the value of replicas; an `Uneven` if their rows differ in shape."""
-        uneven = Uneven._of if cls._rows else None
-        tree = assembled(cls.__name__, line, value_of, rows=cls._rows, uneven=uneven)
+        uneven = Uneven._wrap if cls._rows else None
+        tree = assemble(cls.__name__, line, value_of, rows=cls._rows, uneven=uneven)
         if not any(map(is_distributed, jax.tree.leaves(tree, is_leaf=is_distributed))):
-            return cls._of(tree, line)
+            return cls._wrap(tree, line)
 
         def part(i: int, leaf: Any) -> Any:
-            return (leaf if is_distributed(leaf) else cls._of(leaf, line))[i]
+            return (leaf if is_distributed(leaf) else cls._wrap(leaf, line))[i]
 
         parts = {
             i: jax.tree.map(functools.partial(part, i), tree, is_leaf=is_distributed)
-            for i in of_this_process(line)
+            for i in local_positions(line)
         }
-        return Uneven._of(parts, line)
+        return Uneven._wrap(parts, line)
 
     @final
     @classmethod
@@ -136,11 +136,11 @@ class DistributedValues:
         Raises:
           ValueError: there is no leaf; a leaf is not a global array, or has another layout.
         """
-        return cls._of(tree)._validated()
+        return cls._wrap(tree)._validate()
 
     @final
     @classmethod
-    def _of(cls, tree: Any, devices: tuple[jax.Device, ...] | None = None) -> Self:
+    def _wrap(cls, tree: Any, devices: tuple[jax.Device, ...] | None = None) -> Self:
         """Wrap `tree` without a check, as JAX's transformations need it."""
         self = object.__new__(cls)
         self.tree = tree
@@ -155,7 +155,7 @@ class DistributedValues:
         if not paths_and_leaves:
             name = type(self).__name__
             raise ValueError(f"`{name}` got a tree without leaves; it needs an array.")
-        return self._devices_of(*paths_and_leaves[0])
+        return self._find_devices(*paths_and_leaves[0])
 
     @final
     @property
@@ -193,7 +193,7 @@ class DistributedValues:
             )
         with no_mesh():
             part = self._part(device)
-            return without_row(part) if self._rows else part
+            return drop_row(part) if self._rows else part
 
     def _part(self, device: jax.Device) -> Any:
         """Return the part on `device`; a row still has its leading dimension."""
@@ -221,17 +221,17 @@ class DistributedValues:
         except ValueError:  # inside a transformation, or with leaves that were moved
             return f"{type(self).__name__}({self.tree!r})"
         shown = devices if len(devices) < 5 else [devices[0], devices[1], "…", devices[-1]]
-        tree = _shown(self.tree, int(self._rows))
+        tree = _show(self.tree, int(self._rows))
         return f"{type(self).__name__}({tree} on {len(devices)}: {', '.join(shown)})"
 
-    def _as_global(self) -> DistributedValues:
+    def _make_global(self) -> DistributedValues:
         """Return the value as global arrays; only an `Uneven` has to be converted."""
         return self
 
-    def _validated(self) -> Self:
+    def _validate(self) -> Self:
         """Return a view of the value: every leaf checked, and typed by one mesh of the devices."""
         devices = self.devices
-        sharding = self._over(devices)
+        sharding = self._sharding_over(devices)
         for leaf in jax.tree.leaves(self.tree):
             if getattr(leaf, "sharding", None) != sharding or leaf.is_deleted():
                 break
@@ -241,34 +241,34 @@ class DistributedValues:
         def settle(path: Any, leaf: Any) -> jax.Array:
             if getattr(leaf, "sharding", None) == sharding:
                 return leaf
-            of_leaf = self._devices_of(path, leaf)
+            of_leaf = self._find_devices(path, leaf)
             if of_leaf != devices:
                 raise ValueError(
                     f"`{type(self).__name__}`: leaf {jax.tree_util.keystr(path)} lies on "
                     f"{', '.join(map(str, of_leaf))}, but the first leaf on "
                     f"{', '.join(map(str, devices))}; all must lie on the same, in the same order."
                 )
-            return viewed(leaf, sharding)
+            return view(leaf, sharding)
 
-        return self._of(jax.tree_util.tree_map_with_path(settle, self.tree), devices)
+        return self._wrap(jax.tree_util.tree_map_with_path(settle, self.tree), devices)
 
     @final
-    def _reordered(self, devices: tuple[jax.Device, ...]) -> Self:
+    def _reorder(self, devices: tuple[jax.Device, ...]) -> Self:
         """Return a view with the replicas in the order of `devices`; nothing is copied."""
-        sharding = self._over(devices)
-        return self._of(jax.tree.map(lambda leaf: viewed(leaf, sharding), self.tree), devices)
+        sharding = self._sharding_over(devices)
+        return self._wrap(jax.tree.map(lambda leaf: view(leaf, sharding), self.tree), devices)
 
-    def _over(self, devices: tuple[jax.Device, ...]) -> NamedSharding:
+    def _sharding_over(self, devices: tuple[jax.Device, ...]) -> NamedSharding:
         """Return the sharding of each leaf over `devices`."""
         return (rows_over if self._rows else copies_over)(devices)
 
     @final
-    def _devices_of(self, path: Any, leaf: Any) -> tuple[jax.Device, ...]:
+    def _find_devices(self, path: Any, leaf: Any) -> tuple[jax.Device, ...]:
         # The fast path for results of programs: one comparison, not an index for each device.
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if isinstance(mesh, Mesh) and not isinstance(leaf, Tracer):
             devices = tuple(mesh.devices.flat)
-            if leaf.sharding == self._over(devices):
+            if leaf.sharding == self._sharding_over(devices):
                 if not self._rows or leaf.shape[:1] == (len(devices),):
                     return devices
         name = where(jax.tree_util.keystr(path))
@@ -342,16 +342,16 @@ class Uneven(DistributedValues, rows=False, of_parts=True):
     def _part(self, device: jax.Device) -> Any:
         return self.tree[self.devices.index(device)]
 
-    def _validated(self) -> Self:
+    def _validate(self) -> Self:
         return self
 
-    def _as_global(self) -> PerReplica:
+    def _make_global(self) -> PerReplica:
         """Return the value of all replicas; the program that takes it compares the shapes."""
         name, part_of = PerReplica.__name__, self.tree.__getitem__
-        return PerReplica._of(assembled(name, self.devices, part_of, rows=True, exchange=False))
+        return PerReplica._wrap(assemble(name, self.devices, part_of, rows=True, exchange=False))
 
     def __repr__(self) -> str:
-        return f"Uneven({_shown(self.tree)} of {len(self.devices)})"
+        return f"Uneven({_show(self.tree)} of {len(self.devices)})"
 
 
 def is_distributed(value: Any) -> bool:
@@ -359,7 +359,7 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, DistributedValues)
 
 
-def _shown(tree: Any, skipped: int = 0) -> str:
+def _show(tree: Any, skipped: int = 0) -> str:
     """Describe the arrays of a tree, without the first `skipped` dimensions; or count many."""
     count = len(jax.tree.leaves(tree))
     if count > 16:

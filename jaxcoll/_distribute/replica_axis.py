@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._collectives.scope import Scope
-from jaxcoll._mesh.mesh import line_of, no_mesh
-from jaxcoll._mesh.world import worlds_of
+from jaxcoll._mesh.mesh import make_line, no_mesh
+from jaxcoll._mesh.world import make_worlds
 from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.dispatch import run
@@ -32,17 +32,17 @@ context_in_trace: Any = jax.make_user_context(default_value=None)
 @functools.lru_cache(maxsize=1024)
 def rows_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
     """Return the sharding with one row of the leading dimension on each device."""
-    return NamedSharding(line_of(devices, AXIS), PartitionSpec(AXIS))
+    return NamedSharding(make_line(devices, AXIS), PartitionSpec(AXIS))
 
 
 @functools.lru_cache(maxsize=1024)
 def copies_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
     """Return the sharding with one complete copy on each device."""
-    return NamedSharding(line_of(devices, AXIS), PartitionSpec())
+    return NamedSharding(make_line(devices, AXIS), PartitionSpec())
 
 
 @functools.lru_cache(maxsize=256)
-def without_deadline(options: CommunicationOptions) -> CommunicationOptions:
+def drop_deadline(options: CommunicationOptions) -> CommunicationOptions:
     """Return the options that a program is compiled with, which do not include a deadline."""
     return options.replace(timeout_seconds=UNSET)
 
@@ -64,13 +64,13 @@ def refuse_traced(what: str) -> NoReturn:
     )
 
 
-def without_row(tree: Any) -> Any:
+def drop_row(tree: Any) -> Any:
     """Return the arrays of one replica, inside a program that maps the rows over the replicas."""
     return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
 @functools.lru_cache(maxsize=256)
-def replicating(
+def make_program(
     name: str,
     mesh: Mesh,
     body: Callable[..., Any],
@@ -84,11 +84,11 @@ def replicating(
     one replica, a scope, and `more`, and returns an *invariant* tree. The program is compiled once
     for each shape.
     """
-    scope = Scope(worlds_of(mesh), options, remember, axes=tuple(mesh.axis_names))
+    scope = Scope(make_worlds(mesh), options, remember, axes=tuple(mesh.axis_names))
 
     def program(*values: Any) -> Any:
         local = [
-            value if copies else without_row(value)
+            value if copies else drop_row(value)
             for value, copies in zip(values, replicated, strict=True)
         ]
         return body(local, scope, *more)

@@ -20,7 +20,7 @@ from jaxcoll._collectives.halves import all_gather
 from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._compat import settings
-from jaxcoll._distribute.arguments import call_options, copy_near, over_group
+from jaxcoll._distribute.arguments import call_options, copy_near, fit_to_group
 from jaxcoll._distribute.per_replica import (
     DistributedValues,
     Mirrored,
@@ -32,21 +32,21 @@ from jaxcoll._distribute.replica_axis import (
     AXIS,
     context_in_trace,
     copies_over,
+    drop_deadline,
+    drop_row,
     refuse_traced,
-    without_deadline,
-    without_row,
 )
-from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
+from jaxcoll._mesh.mesh import local_positions, make_line, no_mesh, span_processes
 from jaxcoll._mesh.placement import InPlace, place
-from jaxcoll._mesh.world import worlds_of
+from jaxcoll._mesh.world import make_worlds
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty, is_array, refuse_tied
 from jaxcoll._runtime.call import Call, InnerDeadlines
 from jaxcoll._runtime.dispatch import run
 from jaxcoll._runtime.executable import remember
 from jaxcoll._step.claims import are_new as claims_are_new
-from jaxcoll._step.claims import checked
-from jaxcoll._step.replicated_program import replicated
+from jaxcoll._step.claims import make_check
+from jaxcoll._step.replicated_program import replicate
 
 
 class ReplicaContext:
@@ -189,7 +189,7 @@ def run_on_replicas(
     The result has a distributed value for each array, or is a single one if `as_one`.
     """
     refuse_tied(arguments, caller)
-    settings = (without_deadline(options), context, as_one)
+    settings = (drop_deadline(options), context, as_one)
     program = replica_program(devices, function, *settings)
     with no_mesh():
         placed = program.ready(caller, arguments, devices)
@@ -200,7 +200,7 @@ def run_on_replicas(
         call = Call(program.jitted, placed, devices, what, options, inner=program.inner)
         result = run(call)
         if compares:
-            return checked(program.claims, line_of(devices, AXIS), (AXIS,))(result, call)
+            return make_check(program.claims, make_line(devices, AXIS), (AXIS,))(result, call)
         return result
 
 
@@ -223,13 +223,13 @@ class ReplicaProgram:
         last, structure, before = self.last
         if last is not None and configuration == before and last.is_like(leaves, tree):
             return structure.unflatten(leaves)
-        placed = placed_arguments(caller, arguments, devices)
+        placed = place_arguments(caller, arguments, devices)
         # Tracing finds the deadlines inside, so new shapes are traced before their first call.
         self.inner.trace_once(self.jitted, placed)
         placed_leaves, structure = jax.tree.flatten(placed)
         if len(placed_leaves) == len(leaves):
             if all(a is b for a, b in zip(placed_leaves, leaves, strict=True)):
-                self.last = InPlace.of(leaves, tree), structure, configuration
+                self.last = InPlace.record(leaves, tree), structure, configuration
         return placed
 
 
@@ -246,7 +246,7 @@ def per_function(make: Callable[..., Any]) -> Callable[..., Any]:
     make_strongly = functools.lru_cache(maxsize=_MOST_PROGRAMS)(make)
 
     @functools.wraps(make)
-    def cached(devices: Any, function: Callable[..., Any], *more: Any) -> Any:
+    def look_up(devices: Any, function: Callable[..., Any], *more: Any) -> Any:
         # Every access creates a new bound method, so its programs belong to the instance.
         owner, method = function, None
         if isinstance(function, types.MethodType):
@@ -269,7 +269,7 @@ def per_function(make: Callable[..., Any]) -> Callable[..., Any]:
                 del programs[next(iter(programs))]
         return programs[key]
 
-    return cached
+    return look_up
 
 
 @per_function
@@ -284,8 +284,8 @@ def replica_program(
     """Return the program that runs `function` on every device, as `Strategy.run` guarantees."""
     inner, claims = InnerDeadlines(), Claims(compares)
     name = getattr(function, "__name__", type(function).__name__)
-    mesh = line_of(devices, AXIS)
-    scope = Scope(worlds_of(mesh), options, remember, inner.ask, (AXIS,), claims)
+    mesh = make_line(devices, AXIS)
+    scope = Scope(make_worlds(mesh), options, remember, inner.ask, (AXIS,), claims)
 
     def program(args: Any, kwargs: Any) -> Any:
         structure = jax.tree.structure(None)  # of the result, once it is traced
@@ -293,7 +293,7 @@ def replica_program(
         def replica(args: Any, kwargs: Any) -> Any:
             nonlocal structure
             args, kwargs = jax.tree.map(
-                lambda v: without_row(v.tree) if isinstance(v, PerReplica) else v,
+                lambda v: drop_row(v.tree) if isinstance(v, PerReplica) else v,
                 (args, kwargs),
                 is_leaf=is_distributed,
             )
@@ -312,7 +312,7 @@ def replica_program(
         )
         out_specs = PartitionSpec(), PartitionSpec(AXIS)
         with context_in_trace(context):
-            (copies, rows), proven = replicated(
+            (copies, rows), proven = replicate(
                 replica, mesh, (AXIS,), scope, specs, out_specs, (args, kwargs)
             )
         assert proven is not None
@@ -321,7 +321,7 @@ def replica_program(
         def value(places: Any) -> Any:
             differs = any(varies[k] for k in jax.tree.leaves(places))
             arrays = rows if differs else copies
-            return (PerReplica if differs else Mirrored)._of(
+            return (PerReplica if differs else Mirrored)._wrap(
                 jax.tree.map(arrays.__getitem__, places)
             )
 
@@ -333,7 +333,7 @@ def replica_program(
     return ReplicaProgram(jax.jit(program), inner, claims)
 
 
-def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:
+def place_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:
     """Place the arguments of a replica function on the devices of its program.
 
     All but the `PerReplica`s become global arrays, so that one program takes shared values however
@@ -341,14 +341,14 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
     """
     copies = copies_over(devices)
 
-    def placed(path: Any, value: Any) -> Any:
+    def place_value(path: Any, value: Any) -> Any:
         def name() -> str:
             return f"`{caller}`: {('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
 
         if isinstance(value, PerReplica):
-            return _over(name, value._validated(), devices)
+            return _check_devices(name, value._validate(), devices)
         if isinstance(value, Mirrored):
-            value = value._validated()
+            value = value._validate()
             # If only this process's replicas run, use its own copy, the only one that it can reach.
             inside = span_processes(value.devices) and not span_processes(devices)
             tree = copy_near(value, devices) if inside else value.tree
@@ -369,25 +369,25 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
             )
         return place(value, copies)
 
-    values = jax.tree_util.tree_map_with_path(placed, tree, is_leaf=is_distributed)
-    check_not_empty(caller, _of_one_replica(values))
+    values = jax.tree_util.tree_map_with_path(place_value, tree, is_leaf=is_distributed)
+    check_not_empty(caller, _shapes_per_replica(values))
     return values
 
 
-def _of_one_replica(values: Any) -> list[Any]:
+def _shapes_per_replica(values: Any) -> list[Any]:
     """Return the shapes of one replica's part of each `PerReplica`; without any, all leaves."""
     leaves = jax.tree.leaves(values, is_leaf=is_distributed)
     trees = [leaf.tree for leaf in leaves if isinstance(leaf, PerReplica)]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees) or leaves
 
 
-def _over(
+def _check_devices(
     name: Callable[[], str], value: PerReplica, devices: tuple[jax.Device, ...]
 ) -> DistributedValues:
     if value.devices == devices:
         return value
-    if value.devices == tuple(devices[i] for i in of_this_process(devices)):  # this one's share
-        return over_group(name(), value, devices)._as_global()
+    if value.devices == tuple(devices[i] for i in local_positions(devices)):  # this one's share
+        return fit_to_group(name(), value, devices)._make_global()
     raise ValueError(
         f"{name()} is a PerReplica over {', '.join(map(str, value.devices))}; the replicas are "
         f"on {', '.join(map(str, devices))}, in this order. Make it with "

@@ -30,7 +30,7 @@ class Route:
     limit: int = -1  # bytes of the largest array that takes this route; -1: any
 
 
-def batch_reduced(
+def reduce_batch(
     trees: list[Any], scope: Scope, reduce_op: ReduceOp, routes: tuple[Route, ...]
 ) -> list[Any]:
     """Return the all-reduce of trees, in their order and structure.
@@ -39,7 +39,7 @@ def batch_reduced(
     arrays of one route are packed together.
     """
 
-    def route_of(leaf: Any) -> int:
+    def choose_route(leaf: Any) -> int:
         array = leaf.values if is_sparse(leaf) else leaf
         nbytes = array.size * array.dtype.itemsize
         return next(
@@ -47,7 +47,7 @@ def batch_reduced(
         )
 
     leaves, treedef = jax.tree.flatten(trees, is_leaf=is_sparse)
-    route_taken = [route_of(leaf) for leaf in leaves]
+    route_taken = [choose_route(leaf) for leaf in leaves]
     for k, route in enumerate(routes):
         mine = [
             leaf if of_leaf == k else None
@@ -66,7 +66,7 @@ def batch_reduced(
     return treedef.unflatten(leaves)
 
 
-def routes_of(spec: Any, packing: PackingRule | None, world: World) -> tuple[Route, ...]:
+def parse_routes(spec: Any, packing: PackingRule | None, world: World) -> tuple[Route, ...]:
     """Return a route for each tuple of a specification in any of its forms.
 
     Raises:
@@ -146,11 +146,11 @@ class GroupSmall(PackingRule):
         """Yield groups of neighbours."""
         group_of = {i: k for k, members in enumerate(alike(leaves)) for i in members}
 
-        def run_of(i: int) -> Hashable:
+        def key_of_run(i: int) -> Hashable:
             return group_of.get(i), i if leaves[i].nbytes > self.max_bytes else None
 
         travelling = (i for i, leaf in enumerate(leaves) if leaf.travels)
-        for _, run in itertools.groupby(travelling, run_of):
+        for _, run in itertools.groupby(travelling, key_of_run):
             members = [i for i in run if i in group_of]
             for start in range(0, len(members), self.max_group):
                 yield [whole(leaves, i) for i in members[start : start + self.max_group]]

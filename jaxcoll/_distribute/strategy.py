@@ -15,12 +15,12 @@ from jaxcoll._distribute.all_reduce_ops import NcclAllReduce
 from jaxcoll._distribute.along_axis import gather_along, reduce_along
 from jaxcoll._distribute.arguments import call_options, check_here, devices_named
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps
-from jaxcoll._distribute.dataset import DistributedDataset, distributed, is_one_value
+from jaxcoll._distribute.dataset import DistributedDataset, distribute_parts, is_one_value
 from jaxcoll._distribute.extended import StrategyExtended, check_has_sum
 from jaxcoll._distribute.per_replica import DistributedValues, is_distributed
 from jaxcoll._distribute.replica_axis import check_cross_replica
 from jaxcoll._distribute.replica_program import ReplicaContext, check_call, run_on_replicas
-from jaxcoll._mesh.mesh import of_this_process, span_processes
+from jaxcoll._mesh.mesh import local_positions, span_processes
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import flattened, is_array
@@ -59,7 +59,7 @@ class Strategy:
         self._devices = devices
         self._ops = ops
         self._options = options
-        self._here = of_this_process(devices)
+        self._here = local_positions(devices)
         self._first = devices[self._here[0]]
         self._context = ReplicaContext(self)
         self._extended = StrategyExtended(f"{type(self).__name__}.extended", ops, options, devices)
@@ -196,7 +196,7 @@ class Strategy:
             results = reduce_along(self._ops, op, flat, axis, self._first, merged, structure)
         else:
             pairs = [(leaf, self._first) for _, leaf in flat]
-            results = self._ops._reduced("reduce", op, pairs, merged, structure, paths)
+            results = self._ops._reduce_pairs("reduce", op, pairs, merged, structure, paths)
         return treedef.unflatten(results)
 
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -265,7 +265,7 @@ class Strategy:
         own, devices = [self._devices[i] for i in self._here], value.devices
         if set(own) <= set(devices):
             return [devices.index(device) for device in own]
-        here = of_this_process(devices)
+        here = local_positions(devices)
         if len(here) != len(own):
             raise ValueError(
                 f"`{type(self).__name__}.experimental_local_results` has "
@@ -302,7 +302,7 @@ class Strategy:
         method, replicas = "experimental_distribute_values_from_function", len(self._devices)
         self._check(method, "each replica makes its own value")
         values = {i: value_fn(ValueContext(i, replicas)) for i in self._here}
-        return distributed(method, values, self._devices)
+        return distribute_parts(method, values, self._devices)
 
     def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
         """Split every batch of an iterable over the replicas.

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from jaxcoll._collectives.shards import Shards, is_shards
-from jaxcoll._compat.axes import as_weak
+from jaxcoll._compat.axes import make_weak
 from jaxcoll._compat.settings import boundary
-from jaxcoll._mesh.shard_arrays import cut_like, joined, whole_shapes
+from jaxcoll._mesh.shard_arrays import cut_like, join_shards, whole_shapes
 from jaxcoll._plan.checks import kind_of
 
 _ABOUT, _FORMAT = "about.json", "jaxcoll checkpoint 1"
@@ -271,7 +271,7 @@ def _kind(leaf: Any) -> str:
 
 def _restore_kind(array: Any, kind: str) -> Any:
     if kind == "weak":
-        return as_weak(jax.numpy.asarray(array))
+        return make_weak(jax.numpy.asarray(array))
     if kind == "scalar":
         return array[()]
     return array.item() if kind else array
@@ -325,7 +325,7 @@ def _whole(shards: Shards) -> Any:
             "`whole = jc.unshard(tree)` in all processes to gather them, and save `whole` in one; "
             "`restore_checkpoint` shards it again."
         )
-    return joined(shards)
+    return join_shards(shards)
 
 
 def _like(node: Any, leaves: Iterator[Any]) -> Any:

@@ -20,7 +20,7 @@ from jax.tree_util import keystr
 from jaxcoll._collectives.alike import broadcast
 from jaxcoll._collectives.residual import is_residual
 from jaxcoll._collectives.shards import Shards, is_shards
-from jaxcoll._compat.axes import as_weak
+from jaxcoll._compat.axes import make_weak
 from jaxcoll._elastic import residuals
 from jaxcoll._elastic.checkpoint import (
     Stamp,
@@ -166,7 +166,7 @@ class ReplicatedState:
     def restore_weak_types(self, state: Any) -> Any:
         """Give arrays the weak types that the state has; host arrays have none."""
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: as_weak(jnp.asarray(x)) if keystr(path) in self._weak else x, state
+            lambda path, x: make_weak(jnp.asarray(x)) if keystr(path) in self._weak else x, state
         )
 
     def select_types(self, state: Any) -> Any:

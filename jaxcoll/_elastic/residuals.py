@@ -15,7 +15,7 @@ from jaxcoll._collectives.residual import is_residual
 from jaxcoll._collectives.shards import Shards
 from jaxcoll._elastic.checkpoint import copy_to_host
 from jaxcoll._mesh.mesh import no_mesh
-from jaxcoll._mesh.placement import place, spec_of
+from jaxcoll._mesh.placement import make_spec, place
 from jaxcoll._plan.packs.packing import LANES
 from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
@@ -70,7 +70,7 @@ def divide(total: Shards, workers: int, replicas: int) -> Shards:
 def place_rows(rows: Shards, mesh: Mesh) -> Shards:
     """Place this worker's rows beside those of all others on a mesh."""
     with no_mesh():
-        parts = place(rows.parts, NamedSharding(mesh, spec_of(rows.axes, ())))
+        parts = place(rows.parts, NamedSharding(mesh, make_spec(rows.axes, ())))
     return _like(parts, rows)
 
 

@@ -26,7 +26,7 @@ from jaxcoll._elastic.replicated_state import ReplicatedState, check_agreed
 from jaxcoll._elastic.steps import Steps
 from jaxcoll._job.threads import Task, Worker
 from jaxcoll._job.timing import LAST_LOCK_SECONDS, LOCK_SECONDS
-from jaxcoll._mesh.mesh import line_of
+from jaxcoll._mesh.mesh import make_line
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.dispatch import run
 from jaxcoll.errors import (
@@ -176,7 +176,7 @@ class Run:
         connections.begin()
         ranks, devices = self._job.workers, connections.devices
         ours = [d for rank in ranks for d in devices if d.process_index == rank]
-        mesh = line_of(ours, self._job.axis)
+        mesh = make_line(ours, self._job.axis)
         self._state.settle(self._membership, mesh, self._together)
         source = f"{self._source or 'a function'}, {self._steps} steps"
         sources = self._membership.gather("batches", source)

@@ -156,7 +156,7 @@ class Differentiator:
             if missing := _compat.same_axes(value, axes):  # by its type, the loss reduced it
                 fields = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
                 raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**fields))
-            weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), extras.weight)
+            weight = jax.tree.map(lambda x: _compat.cast_varying(x, tuple(axes)), extras.weight)
             return (value, extras._replace(weight=weight)), grads
 
         if self.pieces is not None:
@@ -239,7 +239,7 @@ class Differentiator:
         if any(sharded) and scope.world(dict(axes)).over_gloo:
             parts = [x for x, a in zip(jax.tree.leaves(local.grads), sharded, strict=True) if a]
             leaves, treedef = jax.tree.flatten(common)
-            common = treedef.unflatten(_compat.all_depending_on(leaves, parts))
+            common = treedef.unflatten(_compat.depend_on_all(leaves, parts))
         ends = " … ".join(dict.fromkeys([*[*same][:1], *[*same][-1:]]))
         synced = _SYNCED.format(what=pluralize(len(same), "leaf", "leaves"), paths=ends)
         feedback = None

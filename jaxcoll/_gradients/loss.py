@@ -134,7 +134,7 @@ def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:
 
 def _vary(tree: Any, axes: Sequence[str]) -> Any:
     return jax.tree.map(
-        lambda x: _compat.as_varying(x, axes) if isinstance(x, jax.Array) else x, tree
+        lambda x: _compat.cast_varying(x, axes) if isinstance(x, jax.Array) else x, tree
     )
 
 

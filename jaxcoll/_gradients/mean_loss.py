@@ -61,7 +61,7 @@ def mean_loss(
         def varying(operands: Sequence[Any]) -> list[Any]:
             # What is captured keeps the type that the trace met.
             passed = operands[: len(inputs)] if _compat.types_tracked() else ()
-            cast = jax.tree.map(lambda x: _compat.as_varying(jnp.asarray(x), axes), [*passed])
+            cast = jax.tree.map(lambda x: _compat.cast_varying(jnp.asarray(x), axes), [*passed])
             return [*cast, *operands[len(cast) :]]
 
         # JAX may trace a custom derivative after the function around it has returned. So every

@@ -110,7 +110,7 @@ def constants_as_varying(tree: Any, axes: tuple[str, ...]) -> Any:
 
     def varying(x: Any) -> Any:
         is_constant = dtype_of(x) is not None and not isinstance(x, Tracer)
-        return _compat.as_varying(jnp.asarray(x), axes) if is_constant else x
+        return _compat.cast_varying(jnp.asarray(x), axes) if is_constant else x
 
     return jax.tree.map(
         lambda x: jax.tree.map(varying, x) if is_metric(x) else x, tree, is_leaf=is_metric
@@ -142,7 +142,7 @@ def make_parts(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
             names = repr(tuple(missing) if len(missing) > 1 else next(iter(missing)))
             fields = {"path": path or "itself", "missing": names, "n": count(missing)}
             raise AlreadyReducedError(_ALREADY_REDUCED.format(caller=caller, **fields))
-    return jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), parts)
+    return jax.tree.map(lambda x: _compat.cast_varying(x, tuple(axes)), parts)
 
 
 def insert_numbers(tree: Any, parts: Parts, times: int) -> Any:

@@ -72,7 +72,7 @@ def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
 def _sum_over_replicas(
     total: jax.Array, axis_name: Any, axes: dict[str, int], scope: Scope, repeats: bool = False
 ) -> jax.Array:
-    total = _compat.as_varying(total, tuple(axes))
+    total = _compat.cast_varying(total, tuple(axes))
     return all_reduce(ReduceOp.SUM, total, axis_name, scope=scope.exactly, repeats=repeats)
 
 

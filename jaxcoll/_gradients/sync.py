@@ -56,13 +56,13 @@ class _Reduction:
         self, cotangents: dict[int, jax.Array], varying: dict[int, frozenset[str]]
     ) -> dict[int, jax.Array]:
         """Reduce the cotangents, and type each as its parameter, by the axes in `varying`."""
-        varied = {i: _compat.as_varying(ct, self.axes) for i, ct in cotangents.items()}
+        varied = {i: _compat.cast_varying(ct, self.axes) for i, ct in cotangents.items()}
         tree = self.treedef.unflatten(map(varied.get, range(self.treedef.num_leaves)))
         reduced = all_reduce(
             self.reduce_op, tree, self.axes, scope=self.scope, reasons=(_REASON,), in_backward=True
         )
         return {
-            i: _compat.as_varying(x, tuple(varying[i]))
+            i: _compat.cast_varying(x, tuple(varying[i]))
             for i, x in zip(varied, jax.tree.leaves(reduced), strict=True)
         }
 

@@ -45,7 +45,7 @@ def hosts_of_job() -> tuple[int, ...]:
     with _lock:
         keys = store()
         if keys is not None and keys.processes > 1:
-            if _known is None or not _known[0].is_of(keys):
+            if _known is None or not _known[0].shares_client(keys):
                 places = _agree_on_places(keys)
                 hosts = tuple(map(places.index, places)) or (0,) * keys.processes
                 _known = keys, hosts

@@ -291,7 +291,7 @@ def outlives_processes() -> bool:
     """Tell whether this job goes on when one of its processes dies."""
     if _joined is not None:
         return _joined.recoverable
-    return bool(settings.configured("enable_recoverability"))
+    return bool(settings.read_option("enable_recoverability"))
 
 
 def own_address() -> str | None:
@@ -373,8 +373,8 @@ def _keep_memory() -> None:
     # By default JAX uses CPUs if no plugin for accelerators is installed.
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     accelerators = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
-    first = (settings.configured("platforms") or ("" if accelerators else "cpu")).split(",")[0]
-    over_gloo = settings.configured("cpu_collectives_implementation") == "gloo"
+    first = (settings.read_option("platforms") or ("" if accelerators else "cpu")).split(",")[0]
+    over_gloo = settings.read_option("cpu_collectives_implementation") == "gloo"
     if first == "cpu" and over_gloo and keep_freed_memory():
         _LOG.debug("malloc keeps freed memory, so this process never shrinks; see `keep_memory`")
 

@@ -212,7 +212,7 @@ def abstract_mesh(topology: Topology, axes: tuple[str, ...]) -> AbstractMesh:
     return AbstractMesh(topology.sizes(len(axes)), axes, (AxisType.Auto,) * len(axes))
 
 
-def fitted_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
+def fit_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
     """Return `mesh` without devices, enlarged to the topology's size if it has one axis."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(

@@ -18,7 +18,7 @@ from jaxcoll._plan.checks import refuse_axes
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
-def checked_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
+def check_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
     """Return `devices` as a tuple, after a check that it has devices and none of them twice."""
     result = tuple(devices)
     if not result:
@@ -35,7 +35,7 @@ def checked_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ..
     return result
 
 
-def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
+def local_positions(devices: Sequence[jax.Device]) -> list[int]:
     """Return the positions in `devices` of this process's devices."""
     return [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
 
@@ -51,7 +51,7 @@ def equal_shares(devices: Sequence[jax.Device]) -> int:
     return len(counts) if len(set(counts.values())) == 1 else 0
 
 
-def line_of(devices: Sequence[jax.Device], axis_name: str) -> Mesh:
+def make_line(devices: Sequence[jax.Device], axis_name: str) -> Mesh:
     """Return a mesh of one Auto axis over `devices`, in their order."""
     return Mesh(np.array(devices, dtype=object), (axis_name,), axis_types=(AxisType.Auto,))
 
@@ -94,7 +94,7 @@ def axis_names(axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
-def mapped_axes(mesh: Any, axes: tuple[str, ...]) -> set[str]:
+def choose_mapped_axes(mesh: Any, axes: tuple[str, ...]) -> set[str]:
     """Return the mesh axes that a step over `axes` maps; the others are left to the compiler.
 
     Nothing can be split over axes of size 1. Explicit axes must be mapped too: the type of a
@@ -104,16 +104,16 @@ def mapped_axes(mesh: Any, axes: tuple[str, ...]) -> set[str]:
     return {a for a in kinds if a in axes or mesh.shape[a] == 1 or kinds[a] == AxisType.Explicit}
 
 
-def checked_any_mesh(
+def check_any_mesh(
     mesh: Mesh | AbstractMesh | None, axis_name: str | tuple[str, ...], caller: str
 ) -> Mesh | AbstractMesh:
-    """Check an abstract mesh for the axes, or any other by `checked_mesh`, and return it."""
+    """Check an abstract mesh for the axes, or any other by `check_mesh`, and return it."""
     if isinstance(mesh, AbstractMesh):
         return has_axes(mesh, axis_names(axis_name), caller)
-    return checked_mesh(mesh, axis_name, caller)
+    return check_mesh(mesh, axis_name, caller)
 
 
-def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str) -> Mesh:
+def check_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str) -> Mesh:
     """Return `mesh`, after a check that it has devices, each once, and these axes.
 
     None: the mesh of `jax.set_mesh`, if it has the axes; else one axis of all devices.
@@ -132,13 +132,13 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
                 f"`{caller}` over the axes {axis_name!r} needs a `mesh` that has them, given or by "
                 "`jax.set_mesh`; without one it lays all devices on a single axis."
             )
-        return line_of(jax.devices(), *axes)
+        return make_line(jax.devices(), *axes)
     if not isinstance(mesh, Mesh):
         raise ValueError(
             f"`{caller}` expects `mesh` to be a jax.sharding.Mesh or None; "
             f"got {type(mesh).__name__}."
         )
-    checked_devices(list(mesh.devices.flat), caller)
+    check_devices(list(mesh.devices.flat), caller)
     return has_axes(mesh, axes, caller)
 
 
@@ -162,7 +162,7 @@ def takes_mesh(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     return parameter is not None and parameter.default is parameter.empty and "mesh" not in kwargs
 
 
-def with_mesh(fun: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+def bind_mesh(fun: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
     """Bind `mesh` to `fun`; if that is its only parameter, call it to get the function."""
     only = len(inspect.signature(fun).parameters) == 1
     return fun(mesh) if only else functools.partial(fun, mesh=mesh)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._collectives.scope import listed
 from jaxcoll._collectives.shards import Shards, is_shards
-from jaxcoll._compat.axes import as_weak
+from jaxcoll._compat.axes import make_weak
 from jaxcoll._plan.packs.leaves import argument_name, is_array, refuse_tied, shape_of
 from jaxcoll._plan.packs.packing import LANES
 
@@ -56,7 +56,7 @@ class InPlace:
     shardings: list[Any]
 
     @classmethod
-    def of(cls, leaves: list[Any], tree: Any) -> InPlace | None:
+    def record(cls, leaves: list[Any], tree: Any) -> InPlace | None:
         """Make it from flattened arguments; return None if some of them are not arrays."""
         kinds = {type(x): x for x in leaves}
         if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in kinds.values()):
@@ -91,7 +91,7 @@ def host_array(x: Any) -> Any:
     return np.asarray(x, jax.typeof(x if is_array(x) else np.asarray(x)).dtype)
 
 
-def placed_shape(x: Any, sharding: NamedSharding, processes: int) -> Any:
+def shape_once_placed(x: Any, sharding: NamedSharding, processes: int) -> Any:
     """Return the type of the array that `place_leaf` would make, without reading or placing it."""
     if isinstance(x, jax.Array) and _is_placed(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
@@ -122,13 +122,11 @@ def place_leaf(x: Any, sharding: NamedSharding) -> Any:
         if _is_placed(x, sharding):
             return x
     if _is_share(x) and not sharding.is_fully_addressable:
-        return _of_shares(x, sharding)
+        return _join_shares(x, sharding)
     return jax.device_put(x, sharding)
 
 
-def viewed(
-    x: jax.Array, sharding: NamedSharding, shape: tuple[int, ...] | None = None
-) -> jax.Array:
+def view(x: jax.Array, sharding: NamedSharding, shape: tuple[int, ...] | None = None) -> jax.Array:
     """Return an array with `sharding`, made of the parts that `x` has on its devices.
 
     Nothing is copied: each part stays on its device, although its index may change. The array has
@@ -136,10 +134,10 @@ def viewed(
     """
     parts = [part.data for part in x.addressable_shards if part.device in sharding.device_set]
     array = jax.make_array_from_single_device_arrays(shape or x.shape, sharding, parts)
-    return as_weak(array) if jax.typeof(x).weak_type else array
+    return make_weak(array) if jax.typeof(x).weak_type else array
 
 
-def _of_shares(x: Any, sharding: NamedSharding) -> jax.Array:
+def _join_shares(x: Any, sharding: NamedSharding) -> jax.Array:
     """Return the global array that is made of the processes' shares."""
     if not sharding.addressable_devices:
         owners = sorted({d.process_index for d in sharding.device_set})
@@ -149,10 +147,10 @@ def _of_shares(x: Any, sharding: NamedSharding) -> jax.Array:
             "programs on it."
         )
     if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
-        data = _of_shares(jax.random.key_data(x), sharding)
+        data = _join_shares(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     array = jax.make_array_from_process_local_data(sharding, host_array(x))
-    return as_weak(array) if is_array(x) and jax.typeof(x).weak_type else array
+    return make_weak(array) if is_array(x) and jax.typeof(x).weak_type else array
 
 
 def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
@@ -167,19 +165,19 @@ def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
     return same_mesh and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
-def specs_of(tree: Any) -> Any:
+def make_specs(tree: Any) -> Any:
     """Return a `PartitionSpec` for each leaf and each `Shards` of a tree, for `jax.shard_map`.
 
     `Shards` are split along their axes, and all other leaves are replicated.
     """
     return jax.tree.map(
-        lambda x: spec_of(x.axes, x.stack) if is_shards(x) else PartitionSpec(),
+        lambda x: make_spec(x.axes, x.stack) if is_shards(x) else PartitionSpec(),
         tree,
         is_leaf=is_shards,
     )
 
 
-def spec_of(axes: tuple[str, ...], stack: tuple[int, ...]) -> PartitionSpec:
+def make_spec(axes: tuple[str, ...], stack: tuple[int, ...]) -> PartitionSpec:
     """Return the spec of the parts of Shards: they are split by rows, which follow the layers."""
     return PartitionSpec(*(None for _ in stack), axes)
 
@@ -204,11 +202,11 @@ def place_shards(shards: Shards, mesh: Mesh) -> Shards:
                 f"shape {expected}; got {np.shape(part)}. Stacked layers come before that shape. A "
                 "result of `pmap` is only for `pmap`."
             )
-    sharding = NamedSharding(mesh, spec_of(shards.axes, shards.stack))
-    return shards.replace([_placed(part, sharding) for part in shards.parts])
+    sharding = NamedSharding(mesh, make_spec(shards.axes, shards.stack))
+    return shards.replace([_place_part(part, sharding) for part in shards.parts])
 
 
-def _placed(part: Any, sharding: NamedSharding) -> Any:
+def _place_part(part: Any, sharding: NamedSharding) -> Any:
     """Place all replicas' parts of a pack; a host array has all of them, not a process's share."""
     is_local = part.is_fully_addressable if isinstance(part, jax.Array) else True
     if isinstance(part, jax.ShapeDtypeStruct) or sharding.is_fully_addressable or not is_local:

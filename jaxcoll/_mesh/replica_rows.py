@@ -8,8 +8,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._collectives.scope import DILOCO_AXIS
-from jaxcoll._mesh.mesh import line_of, of_this_process
-from jaxcoll._mesh.placement import is_in_place, place, viewed
+from jaxcoll._mesh.mesh import local_positions, make_line
+from jaxcoll._mesh.placement import is_in_place, place, view
 
 
 class ReplicaRows:
@@ -32,14 +32,14 @@ class ReplicaRows:
         order = [mesh.axis_names.index(a) for a in axes]
         rest = [i for i in range(len(mesh.axis_names)) if i not in order]
         all_devices = list(mesh.devices.transpose(*order, *rest).flat)
-        self.replicas = of_this_process(all_devices)  # replica numbers
+        self.replicas = local_positions(all_devices)  # replica numbers
         if not self.replicas:
             raise ValueError(
                 f"`diloco`: no device of the mesh belongs to this process, number "
                 f"{jax.process_index()}. Only processes that have devices in a mesh train on it."
             )
         self.devices = tuple(all_devices[i] for i in self.replicas)  # in the same order
-        self.mesh = line_of(self.devices, DILOCO_AXIS)
+        self.mesh = make_line(self.devices, DILOCO_AXIS)
         self.rows = NamedSharding(self.mesh, PartitionSpec(DILOCO_AXIS))  # each row on its device
         self.copies = NamedSharding(self.mesh, PartitionSpec())  # a copy on each device
         self._all_rows = NamedSharding(mesh, PartitionSpec(axes))
@@ -58,11 +58,11 @@ class ReplicaRows:
 
     def all_rows(self, tree: Any) -> Any:
         """Return global arrays of all replicas' rows, made of placed rows."""
-        return jax.tree.map(lambda x: viewed(x, self._all_rows, (self._count, *x.shape[1:])), tree)
+        return jax.tree.map(lambda x: view(x, self._all_rows, (self._count, *x.shape[1:])), tree)
 
     def all_copies(self, tree: Any) -> Any:
         """Return global arrays that are replicated on all devices, made of placed copies."""
-        return jax.tree.map(lambda x: viewed(x, self._all_copies), tree)
+        return jax.tree.map(lambda x: view(x, self._all_copies), tree)
 
     def _local_rows(self, x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
@@ -70,14 +70,14 @@ class ReplicaRows:
         if not x.sharding.is_equivalent_to(self._all_rows, x.ndim):
             raise ValueError(_OTHER_SHARDING.format(x, "split by rows over the mesh"))
         rows = x.shape[0] * len(self.devices) // self._count
-        return viewed(x, self.rows, (rows, *x.shape[1:]))
+        return view(x, self.rows, (rows, *x.shape[1:]))
 
     def _local_copies(self, x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return x
         if not x.is_fully_replicated or not x.sharding.device_set.issuperset(self.devices):
             raise ValueError(_OTHER_SHARDING.format(x, "the same on every device of the mesh"))
-        return viewed(x, self.copies)
+        return view(x, self.copies)
 
 
 _OTHER_SHARDING = (

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jaxcoll._collectives.shards import Shards
-from jaxcoll._mesh.placement import host_array, spec_of
+from jaxcoll._mesh.placement import host_array, make_spec
 from jaxcoll._plan.packs.packing import LANES, padded
 from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout
 
@@ -40,7 +40,7 @@ def cut(
             whole = np.tile(whole / np.float32(layout.replicas), layout.replicas)
         rows = whole.reshape(*stack, -1, LANES)
         if mesh is not None:
-            sharding = NamedSharding(mesh, spec_of(axes, stack))
+            sharding = NamedSharding(mesh, make_spec(axes, stack))
             rows = jax.make_array_from_callback(rows.shape, sharding, lambda at, r=rows: r[at])
         parts.append(rows)
     return Shards(tuple(parts), layout, axes)
@@ -77,7 +77,7 @@ def cut_like(leaves: Sequence[Any], shards: Shards) -> Shards:
     return shards.replace(cut(leaves, shards.layout, mesh, shards.axes, shards.stack).parts)
 
 
-def joined(shards: Shards) -> Any:
+def join_shards(shards: Shards) -> Any:
     """Return the whole tree of Shards, as numpy arrays with the dtypes of the parts.
 
     Cost: one pack at a time is copied to the host; if other processes hold parts, every device

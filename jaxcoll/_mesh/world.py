@@ -33,10 +33,10 @@ def ambient_world(axes: dict[str, int]) -> World:
 
 def mesh_world(mesh: jax.sharding.Mesh, axes: dict[str, int]) -> World:
     """Return the world of a reduction over `axes` of a mesh whose devices are known."""
-    return worlds_of(mesh)(axes)
+    return make_worlds(mesh)(axes)
 
 
-def worlds_of(mesh: jax.sharding.Mesh) -> Worlds:
+def make_worlds(mesh: jax.sharding.Mesh) -> Worlds:
     """Return the worlds of reductions in programs for `mesh`; axes that it lacks are local."""
     devices = list(mesh.devices.flat)
     return Worlds(

@@ -47,7 +47,7 @@ _BITS = 5
 _SUMS = {"psum", "psum_invariant"}
 _EQUALIZING = {*_SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced"}
 _ABORTING = {*_SUMS, "pmax", "pmin", "reduce_scatter"}
-_FIRST = {_compat.AS_INVARIANT, "pvary", "pcast", "as_stored", "reshard", "depending_on"}
+_FIRST = {_compat.CAST_INVARIANT, "pvary", "pcast", "round_as_stored", "reshard", "depend_on"}
 """The result has the facts of the first operand, whatever the parameters are."""
 _SAME_PLACE = {"optimization_barrier", marks.THROUGH}
 """Result k has the facts of operand k."""
@@ -441,8 +441,8 @@ class _Proof(Dataflow):
             if named := self._axes_in(inner.params) & by & self._checked:
                 fields = {"axis": self._axis(named), "where": where}
                 gradient = next(filter(None, map(settings.line_of_gradient, nested)), "")
-                backward = any(map(marks.in_backward, self._around))
-                takes_gradient = gradient or any(map(marks.in_backward, nested))
+                backward = any(map(marks.is_backward, self._around))
+                takes_gradient = gradient or any(map(marks.is_backward, nested))
                 advice = _SOLVER if backward else _MOVE_OUT + _OWN_GRADIENT * bool(takes_gradient)
                 fields["advice"] = advice.format(gradient=show_line(gradient), **fields)
                 fields |= {"at": show_line(settings.users_line(inner)), "line": show_line(line)}
@@ -459,7 +459,7 @@ class _Proof(Dataflow):
             outs = eqn.outvars if len(eqn.outvars) == len(facts) else eqn.outvars * len(facts)
             for fact, atom, out in zip(facts, atoms, outs, strict=True):
                 bits = again & ~fact & fact // _REDUCED
-                if not bits or marks.in_backward(eqn):
+                if not bits or marks.is_backward(eqn):
                     continue
                 axis = self._axis(bits)
                 if not _is_divided(out, jaxpr, self.sizes[axis]):

@@ -38,7 +38,7 @@ class Traced:
 
     def make_arrays(self, outputs: Sequence[Any]) -> list[jax.Array]:
         """Return the outputs of a call as arrays: a constant one is a number of Python or NumPy."""
-        return _compat.as_arrays(outputs, self.program.out_avals)
+        return _compat.make_arrays(outputs, self.program.out_avals)
 
     def evaluate(self) -> Any:
         """Return the result of a function without inputs, as part of the current trace."""
@@ -58,7 +58,7 @@ def trace_call(fun: Callable[..., Any], *inputs: Any) -> Traced:
     are those of the one call.
     """
     flat_function, others = _flatten_function(fun, inputs)
-    program, call = _compat.traced_once(flat_function, *jax.tree.leaves(inputs))
+    program, call = _compat.trace_once(flat_function, *jax.tree.leaves(inputs))
     return Traced(program, *others(), call)
 
 

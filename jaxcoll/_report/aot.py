@@ -24,11 +24,11 @@ from jaxcoll._job.launch.subprocesses import killed_on_exit
 from jaxcoll._mesh.clusters import (
     Topology,
     abstract_mesh,
-    fitted_mesh,
+    fit_mesh,
     topology_named,
     topology_world,
 )
-from jaxcoll._mesh.mesh import axis_names, has_axes, no_mesh, takes_mesh, with_mesh
+from jaxcoll._mesh.mesh import axis_names, bind_mesh, has_axes, no_mesh, takes_mesh
 from jaxcoll._mesh.world import Worlds, platform_and_kind
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import shape_of
@@ -165,11 +165,11 @@ def trace_for(
         return lay_out_step(fun, topology, mesh).trace_recorded(record, *shapes, **keywords)
     context = jax.sharding.get_abstract_mesh()
     if takes_mesh(fun, kwargs):
-        over = abstract_mesh(topology, ("data",)) if mesh is None else fitted_mesh(mesh, topology)
-        return trace_for(with_mesh(fun, over), args, kwargs, topology, over, record)
+        over = abstract_mesh(topology, ("data",)) if mesh is None else fit_mesh(mesh, topology)
+        return trace_for(bind_mesh(fun, over), args, kwargs, topology, over, record)
     if mesh is None and not context.empty and context.size != topology.size:
         mesh = context
-    over = None if mesh is None else fitted_mesh(mesh, topology)
+    over = None if mesh is None else fit_mesh(mesh, topology)
     shapes, keywords = jax.tree.map(
         functools.partial(_abstract_argument, mesh=over), (args, kwargs)
     )
@@ -200,7 +200,7 @@ def lay_out_step(
     if mesh is None or (mesh is mesh_of_step and set(mesh.axis_names) == set(axes)):
         fits = mesh is not None and mesh.size == topology.size
         mesh = mesh if fits else abstract_mesh(topology, axes)
-    mesh = has_axes(fitted_mesh(mesh, topology), axes, "data_parallel")
+    mesh = has_axes(fit_mesh(mesh, topology), axes, "data_parallel")
     return step.over(mesh, topology_worlds(topology), topology.hosts)
 
 

@@ -12,7 +12,7 @@ import jax
 
 from jaxcoll._collectives.scope import entered, scope_here
 from jaxcoll._compat.compiler import memory_by_name
-from jaxcoll._mesh.mesh import line_of, takes_mesh, with_mesh
+from jaxcoll._mesh.mesh import bind_mesh, make_line, takes_mesh
 from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import is_array
@@ -67,7 +67,7 @@ def compile_texts(
 def _compile_stage(stage: Stage, plans: Sequence[CollectivePlan] = ()) -> Texts:
     lowered = stage.lower() if isinstance(stage, jax.stages.Traced) else stage
     compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
-    memory, mesh = compiled.memory_analysis(), line_of(jax.devices(), "data")
+    memory, mesh = compiled.memory_analysis(), make_line(jax.devices(), "data")
     return Texts(
         compiled.as_text() or "",
         print_requested(lowered) if isinstance(lowered, jax.stages.Lowered) else None,
@@ -119,7 +119,7 @@ def make_lowerable(
       ValueError: `program` is not a function.
     """
     if callable(program) and takes_mesh(program, kwargs):
-        program = with_mesh(program, line_of(jax.devices(), "data"))
+        program = bind_mesh(program, make_line(jax.devices(), "data"))
     program, args, kwargs = unwrap(program, args, kwargs)
     if not callable(program):
         functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]

@@ -14,7 +14,7 @@ from jaxcoll._collectives.reduce_scatter import plan_scatter
 from jaxcoll._collectives.sparse import check_slices, is_sparse
 from jaxcoll._compression.format import check_any_coded
 from jaxcoll._mesh.clusters import topology_named, topology_world
-from jaxcoll._mesh.mesh import axis_names, checked_mesh
+from jaxcoll._mesh.mesh import axis_names, check_mesh
 from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.checks import is_integer
 from jaxcoll._plan.choose import make_plan
@@ -151,7 +151,7 @@ def _world(
             )
         return topology_world(cluster, sizes)
     if axis_size is None:
-        mesh = checked_mesh(mesh, axis_name, "plan")
+        mesh = check_mesh(mesh, axis_name, "plan")
         return mesh_world(mesh, {name: mesh.shape[name] for name in axis_names(axis_name)})
     kind = jax.devices()[0].device_kind if jax.default_backend() != "cpu" else ""
     return World(jax.default_backend(), _sizes(axis_size), device_kind=kind)

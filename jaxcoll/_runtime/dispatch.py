@@ -101,7 +101,7 @@ def run(call: Call, until: float | None = None) -> Any:
         wait = seconds < math.inf or call.devices[0].platform == "cpu"
         make = functools.partial(group.run, call, program, wait)
         group.begin(task)  # before the call, so that it misses no failure
-    if group is not None and settings.configured("cpu_collectives_implementation") == "mpi":
+    if group is not None and settings.read_option("cpu_collectives_implementation") == "mpi":
         task.end(make())  # MPI serves only the thread that initialized it: no deadline
     else:
         worker.submit(make, task)

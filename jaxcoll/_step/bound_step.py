@@ -16,7 +16,7 @@ class _Bound(tuple[Any, ...]):
         return tuple, ()
 
 
-def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
+def bind_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
     """Bind a step that is a method to an instance, or a step that is a `classmethod` to a class.
 
     An instance that is a pytree of arrays is the step's first argument, replicated, as with

@@ -28,7 +28,7 @@ def are_new(claims: Claims, arguments: Any) -> bool:
     return True
 
 
-def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any, Call], Any]:
+def make_check(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any, Call], Any]:
     """Return a function that returns a call's result after it checked that all replicas agree.
 
     Every process of the mesh must call it, with the result and the call.
@@ -36,7 +36,7 @@ def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any,
     whole = NamedSharding(mesh, PartitionSpec())
     replicate = jax.jit(lambda digests: digests, out_shardings=whole)
 
-    def checked_result(result: Any, call: Call) -> Any:
+    def check_result(result: Any, call: Call) -> Any:
         jax.block_until_ready(result)
         jax.effects_barrier()
         places = sorted({place for place, _ in claims.reported})
@@ -56,4 +56,4 @@ def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any,
         ReplicaCheck(digests, tuple(places), tuple(map(str, range(len(table))))).raise_if_differs()
         return result
 
-    return checked_result
+    return check_result

@@ -15,21 +15,21 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxcoll._collectives.check_replicas import Claims
 from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.shards import Shards
-from jaxcoll._compat.settings import boundary, known_options
+from jaxcoll._compat.settings import boundary, drop_unknown_options
 from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares, slots
-from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_mesh, equal_shares, no_mesh
-from jaxcoll._mesh.placement import specs_of
-from jaxcoll._mesh.world import Worlds, worlds_of
+from jaxcoll._mesh.mesh import ambient_mesh, axis_names, check_mesh, equal_shares, no_mesh
+from jaxcoll._mesh.placement import make_specs
+from jaxcoll._mesh.world import Worlds, make_worlds
 from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._runtime import call as dispatched
 from jaxcoll._runtime.dispatch import run
 from jaxcoll._runtime.executable import remember
-from jaxcoll._step.bound_step import bound_step
+from jaxcoll._step.bound_step import bind_step
 from jaxcoll._step.claims import are_new as claims_are_new
-from jaxcoll._step.claims import checked as checked_claims
+from jaxcoll._step.claims import make_check
 from jaxcoll._step.placed_arguments import Arguments
-from jaxcoll._step.replicated_program import VaryingOutputs, call_step, checked_rule
+from jaxcoll._step.replicated_program import VaryingOutputs, call_step, check_rule
 
 _FLAGS = """\
 `data_parallel`: while a step is traced, all of its arguments are arrays with unknown values, even \
@@ -122,13 +122,13 @@ def data_parallel(
         slots("batch_argnums", batch_argnums) if named else None,
         slots("donate_argnums", donate_argnums),
         checked(options),
-        checked_rule(varying_outputs),
+        check_rule(varying_outputs),
         check_vma,
     )
     if not isinstance(check_vma, bool):
         raise ValueError(f"`check_vma` must be True or False; got {check_vma!r}.")
     if mesh is not None:
-        checked_mesh(mesh, axis_name, "data_parallel")
+        check_mesh(mesh, axis_name, "data_parallel")
     if step is None:
         return lambda decorated: DataParallel(decorated, *settings)
     if not callable(step) and not isinstance(step, classmethod):
@@ -168,7 +168,7 @@ class DataParallel:
     @property
     def mesh(self) -> Mesh:
         """The mesh it runs on. By default that of `jax.set_mesh`, or one of all devices."""
-        return self._on_current_mesh()._fixed_mesh
+        return self._choose_mesh()._fixed_mesh
 
     @property
     def chosen_mesh(self) -> Mesh | AbstractMesh | None:
@@ -177,9 +177,9 @@ class DataParallel:
 
     @functools.cached_property
     def _fixed_mesh(self) -> Mesh:
-        return checked_mesh(self._mesh, self._axis_name, "data_parallel")
+        return check_mesh(self._mesh, self._axis_name, "data_parallel")
 
-    def _on_current_mesh(self) -> DataParallel:
+    def _choose_mesh(self) -> DataParallel:
         """Return this step on the mesh of `jax.set_mesh`, if it has no mesh of its own."""
         mesh = self.chosen_mesh if self._mesh is None else None
         if not isinstance(mesh, Mesh):  # abstract in a trace, where traced arguments are refused
@@ -190,7 +190,7 @@ class DataParallel:
 
     @functools.cached_property
     def _worlds(self) -> Worlds:
-        return worlds_of(self.mesh)
+        return make_worlds(self.mesh)
 
     @functools.cached_property
     def _devices(self) -> tuple[jax.Device, ...]:
@@ -207,14 +207,14 @@ class DataParallel:
         return equal_shares(self._devices)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Return this step as a method; see `bound_step`."""
+        """Return this step as a method; see `bind_step`."""
         instance = owner if isinstance(self._step, classmethod) else instance
-        return self if instance is None else bound_step(self, instance, self._bind)
+        return self if instance is None else bind_step(self, instance, self._bind)
 
     def _bind(self, instance: Any) -> DataParallel:
         step: Any = self._step
         of = (None, instance) if isinstance(step, classmethod) else (instance,)
-        return self._of(step.__get__(*of))
+        return self._copy_for(step.__get__(*of))
 
     @property
     def axis_name(self) -> str | tuple[str, ...]:
@@ -239,7 +239,7 @@ class DataParallel:
     @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the step's result on the whole batch; see `data_parallel`."""
-        step = self._on_current_mesh()
+        step = self._choose_mesh()
         with no_mesh():
             call, checked = step.prepare(*args, **kwargs)
             result = run(call)
@@ -252,11 +252,11 @@ class DataParallel:
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         call = self._arguments.ready(args, kwargs)
-        (program, claims), checked = self._compiled(call), None
+        (program, claims), checked = self._program_for(call), None
         if claims.found and claims_are_new(claims, (call.args, call.kwargs)):
             claims = Claims(compares=True)
-            program = self._jitted(remember, call, claims)
-            checked = checked_claims(claims, self.mesh, self._axes)
+            program = self._jit(remember, call, claims)
+            checked = make_check(claims, self.mesh, self._axes)
         of_call = program, call.args, self._devices, name, self._options, call.kwargs
         names = self.signature.name
         return dispatched.Call(*of_call, rows=True, inner=self._inner, name_of=names), checked
@@ -286,13 +286,13 @@ class DataParallel:
         Raises:
           ValueError: the mesh lacks the axis.
         """
-        return self._copy_with(_mesh=checked_mesh(mesh, self._axis_name, "data_parallel"))
+        return self._copy_with(_mesh=check_mesh(mesh, self._axis_name, "data_parallel"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """Copy the step, such as a method with its instance, but neither programs nor devices."""
-        return self._of(copy.deepcopy(self._step, memo))
+        return self._copy_for(copy.deepcopy(self._step, memo))
 
-    def _of(self, step: Callable[..., Any]) -> DataParallel:
+    def _copy_for(self, step: Callable[..., Any]) -> DataParallel:
         """Return a step with these settings that runs another function."""
         signature = Signature(step, self._batch_argnums)
         return self._copy_with(_step=step, signature=signature, __wrapped__=step)
@@ -316,10 +316,10 @@ class DataParallel:
         Returns:
           A `jax.stages.Traced`, like `jax.jit(...).trace`.
         """
-        step = self._on_current_mesh()
+        step = self._choose_mesh()
         with no_mesh():
             call = step._shapes(args, kwargs)
-            return step._compiled(call)[0].trace(*call.args, **call.kwargs)
+            return step._program_for(call)[0].trace(*call.args, **call.kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the program for these arguments: `.as_text()` shows what it requests.
@@ -339,30 +339,30 @@ class DataParallel:
         self, record: Callable[[CollectivePlan], None], /, *args: Any, **kwargs: Any
     ) -> jax.stages.Traced:
         """Trace anew, like `trace`, and call `record` with the plan of each reduction."""
-        step = self._on_current_mesh()
+        step = self._choose_mesh()
         with no_mesh():
             call = step._shapes(args, kwargs)
-            return step._jitted(record, call, Claims()).trace(*call.args, **call.kwargs)
+            return step._jit(record, call, Claims()).trace(*call.args, **call.kwargs)
 
-    def _compiled(self, call: Call) -> tuple[Any, Claims]:
+    def _program_for(self, call: Call) -> tuple[Any, Claims]:
         """Return the jitted program and its claims; the first call decides on its options."""
         if call.batch not in self._programs:
             claims = Claims()
-            self._programs[call.batch] = self._jitted(remember, call, claims), claims
+            self._programs[call.batch] = self._jit(remember, call, claims), claims
         return self._programs[call.batch]
 
-    def _jitted(self, record: Callable[[CollectivePlan], None], call: Call, claims: Claims) -> Any:
+    def _jit(self, record: Callable[[CollectivePlan], None], call: Call, claims: Claims) -> Any:
         """Return the program with the compiler options that its plans need for these arguments.
 
         A trace finds these options. JAX caches the trace and compiles from it.
         """
         wanted: dict[str, Any] = {}
 
-        def noted(plan: CollectivePlan) -> None:
+        def note(plan: CollectivePlan) -> None:
             wanted.update(plan.compiler_options())
             record(plan)
 
-        program = functools.partial(self._program, noted, call.batch, claims)
+        program = functools.partial(self._program, note, call.batch, claims)
         functools.update_wrapper(program, self._step, updated=())
         jitted = functools.partial(jax.jit, program, donate_argnums=self.donate_argnums)
         without_options = jitted()
@@ -370,7 +370,7 @@ class DataParallel:
         if not wanted:
             return without_options
         has_devices = isinstance(self.mesh, Mesh)
-        known = known_options(wanted, self.mesh.devices.flat[0]) if has_devices else wanted
+        known = drop_unknown_options(wanted, self.mesh.devices.flat[0]) if has_devices else wanted
         return jitted(compiler_options=known)
 
     def _program(
@@ -385,8 +385,8 @@ class DataParallel:
         """Run the step on every device of the mesh; this function is traced."""
         rows = PartitionSpec(self._axis_name)
         in_specs = (
-            *(rows if i in batch else specs_of(arg) for i, arg in enumerate(args)),
-            {name: rows if name in batch else specs_of(arg) for name, arg in kwargs.items()},
+            *(rows if i in batch else make_specs(arg) for i, arg in enumerate(args)),
+            {name: rows if name in batch else make_specs(arg) for name, arg in kwargs.items()},
         )
         scope = Scope(self._worlds, self._options, record, self._inner.ask, self._axes, claims)
 
@@ -423,7 +423,7 @@ class DataParallel:
             raise
 
     def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return self._arguments.shapes(self._arguments.checked(args, kwargs))
+        return self._arguments.shapes(self._arguments.check(args, kwargs))
 
 
 _SHARDS_UPDATED = """\

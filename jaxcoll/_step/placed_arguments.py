@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._collectives.shards import is_shards, shards_in
 from jaxcoll._gradients.batch import Call, Signature, Slot
-from jaxcoll._mesh.mesh import axis_names, mapped_axes
+from jaxcoll._mesh.mesh import axis_names, choose_mapped_axes
 from jaxcoll._mesh.placement import (
     InPlace,
     check_concrete,
@@ -21,8 +21,8 @@ from jaxcoll._mesh.placement import (
     place,
     place_leaf,
     place_shards,
-    placed_shape,
     shape_of,
+    shape_once_placed,
 )
 
 _SHARDS_AS_BATCH = """\
@@ -45,7 +45,7 @@ class Arguments:
         self._replicas = math.prod(self._mesh.shape[a] for a in axes)
         self._rows = NamedSharding(self._mesh, PartitionSpec(self._axis_name))
         self._whole = NamedSharding(self._mesh, PartitionSpec())
-        self._has_others = bool({*self._mesh.axis_names} - mapped_axes(self._mesh, axes))
+        self._has_others = bool({*self._mesh.axis_names} - choose_mapped_axes(self._mesh, axes))
         self._last: tuple[InPlace | None, tuple[Slot, ...]] = None, ()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -55,13 +55,13 @@ class Arguments:
         is_shared = self._donated and len({id(x) for x in leaves}) < len(leaves)
         if last is not None and not is_shared and last.is_like(leaves, tree):
             return Call(args, kwargs, batch)
-        call = self.placed(self.checked(args, kwargs))
+        call = self.place(self.check(args, kwargs))
         placed, same = jax.tree.flatten((call.args, call.kwargs))
         if same == tree and all(a is b for a, b in zip(placed, leaves, strict=True)):
-            self._last = InPlace.of(leaves, tree), call.batch
+            self._last = InPlace.record(leaves, tree), call.batch
         return call
 
-    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call in the order of the signature, with its batch, after checks."""
         check_concrete(args, kwargs, self._signature.name)
         call = self._signature.call(args, kwargs)
@@ -75,12 +75,12 @@ class Arguments:
             check_rows(call.get(slot), name, self._replicas, self._processes, self._axis_name)
         return call
 
-    def placed(self, call: Call) -> Call:
+    def place(self, call: Call) -> Call:
         """Return the call with global arrays; arrays that are already placed are not copied."""
-        call = self._unshared(call) if self._donated else call
-        return call.map(lambda x: place(x, self._rows), self._replicated)
+        call = self._copy_shared(call) if self._donated else call
+        return call.map(lambda x: place(x, self._rows), self._replicate)
 
-    def _unshared(self, call: Call) -> Call:
+    def _copy_shared(self, call: Call) -> Call:
         """Copy arrays that are passed twice, such as weights and their initial average.
 
         XLA refuses to donate an array that has a second use. With several devices it does so on
@@ -93,39 +93,45 @@ class Arguments:
         kept = [x for i, x in enumerate(call.args) if i not in donated]
         seen = {*map(_memory_key, jax.tree.leaves((kept, call.kwargs)))}
 
-        def unshared(leaf: Any) -> Any:
+        def copy_if_shared(leaf: Any) -> Any:
             shared = _memory_key(leaf) in seen and isinstance(leaf, jax.Array)
             seen.add(_memory_key(leaf))
             return leaf.copy() if shared else leaf
 
-        args = [jax.tree.map(unshared, x) if i in donated else x for i, x in enumerate(call.args)]
+        args = [
+            jax.tree.map(copy_if_shared, x) if i in donated else x for i, x in enumerate(call.args)
+        ]
         return call._replace(args=tuple(args))
 
     def shapes(self, call: Call) -> Call:
-        """Return the types that `placed` would make. Arrays are not read and may be deleted."""
-        row = functools.partial(placed_shape, sharding=self._rows, processes=self._processes)
+        """Return the types that `place` would make. Arrays are not read and may be deleted."""
+        row = functools.partial(shape_once_placed, sharding=self._rows, processes=self._processes)
 
         def whole(x: Any) -> Any:
             if is_shards(x):  # their parts are already global arrays
                 return place_shards(jax.tree.map(shape_of, x), self._mesh)
-            return placed_shape(x, self._whole_of(x), 1)
+            return shape_once_placed(x, self._choose_sharding(x), 1)
 
         return call.map(
             lambda tree: jax.tree.map(row, tree),
             lambda tree: jax.tree.map(whole, tree, is_leaf=is_shards),
         )
 
-    def _replicated(self, tree: Any) -> Any:
+    def _replicate(self, tree: Any) -> Any:
         """Replicate arrays over all devices; each device gets only its part of `Shards`."""
         if is_in_place(tree, self._whole):
             return tree
 
-        def placed(x: Any) -> Any:
-            return place_shards(x, self._mesh) if is_shards(x) else place_leaf(x, self._whole_of(x))
+        def place_one(x: Any) -> Any:
+            return (
+                place_shards(x, self._mesh)
+                if is_shards(x)
+                else place_leaf(x, self._choose_sharding(x))
+            )
 
-        return jax.tree.map(placed, tree, is_leaf=is_shards)
+        return jax.tree.map(place_one, tree, is_leaf=is_shards)
 
-    def _whole_of(self, x: Any) -> NamedSharding:
+    def _choose_sharding(self, x: Any) -> NamedSharding:
         """Return the sharding of a replicated array; it stays split along other axes."""
         current = getattr(x, "sharding", None)
         if not self._has_others or not isinstance(current, NamedSharding):

@@ -21,8 +21,8 @@ from jaxcoll import _compat
 from jaxcoll._collectives.scope import Scope, entered, listed
 from jaxcoll._collectives.shards import broadcast_prefix, is_shards
 from jaxcoll._compat import settings
-from jaxcoll._mesh.mesh import mapped_axes
-from jaxcoll._mesh.placement import spec_of
+from jaxcoll._mesh.mesh import choose_mapped_axes
+from jaxcoll._mesh.placement import make_spec
 from jaxcoll._proof.proof import Proven, prove
 from jaxcoll._proof.subjaxprs import show_line
 from jaxcoll.errors import RepeatedSumWarning
@@ -70,7 +70,7 @@ compiler splits the work along them as the arrays are sharded. To communicate ov
 name it in `axis_name`, or in your own `jax.shard_map` inside the step."""
 
 
-def replicated(
+def replicate(
     replica: Callable[..., Any],
     mesh: Any,
     axes: tuple[str, ...],
@@ -100,7 +100,7 @@ def replicated(
       NameError: the function names an axis that is not mapped.
       ValueError: it has a collective that would hang or mix values.
     """
-    manual = mapped_axes(mesh, axes)
+    manual = choose_mapped_axes(mesh, axes)
     mapped = jax.shard_map(
         replica,
         mesh=mesh,
@@ -146,7 +146,7 @@ def _platform(mesh: Any) -> str:
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
 
 
-def checked_rule(rule: Any) -> Any:
+def check_rule(rule: Any) -> Any:
     """Return `varying_outputs`, which must be one of its values or a tree of them."""
     values = get_args(VaryingOutputs)
     invalid = [x for x in jax.tree.leaves(rule) if x not in values]
@@ -165,7 +165,7 @@ class Outputs:
         """Make groups for arrays that are replicated or are rows along `axes`, as in `rule`."""
         self._rule, self._axes = rule, axes
         several = [c for k in range(len(axes)) for c in itertools.permutations(axes, k + 1)]
-        shards = [spec_of(c, stack) for c in several for stack in ((), (1,))]
+        shards = [make_spec(c, stack) for c in several for stack in ((), (1,))]
         self.specs = [*dict.fromkeys([PartitionSpec(), PartitionSpec(axes), *shards])]
 
     def call(
@@ -173,11 +173,11 @@ class Outputs:
     ) -> list[list[Any]]:
         """Call the step; return its result's leaves in a list for each spec, and changed arrays."""
         named = {**dict(zip(names, args, strict=True)), **kwargs}
-        before = _in_mutable_objects(named)
+        before = _find_in_mutable(named)
         result = step(*args, **kwargs)
         changed = {
             name: leaf
-            for name, leaf in _in_mutable_objects(named).items()
+            for name, leaf in _find_in_mutable(named).items()
             if leaf is not before.get(name, leaf) and isinstance(leaf, jax.Array)
         }
         self._changed = [*changed]
@@ -189,7 +189,7 @@ class Outputs:
         places: list[tuple[int, Any, PartitionSpec, str]] = []
         for rule, (path, leaf) in zip(rules, flat, strict=True):
             if is_shards(leaf):
-                spec = spec_of(leaf.axes, leaf.stack)
+                spec = make_spec(leaf.axes, leaf.stack)
                 if spec not in self.specs:
                     raise ValueError(
                         f"`data_parallel`: {_name(path)} of the step holds Shards along "
@@ -209,7 +209,7 @@ class Outputs:
         self._places = [place[1:] for place in sorted(places, key=lambda place: place[0])]
         return [*groups, [*changed.values()]]
 
-    def joined(self, groups: list[list[Any]], proven: Proven | None) -> Any:
+    def join(self, groups: list[list[Any]], proven: Proven | None) -> Any:
         """Return the step's result from its groups, after a check that its arrays fit their specs.
 
         Raises:
@@ -285,10 +285,10 @@ def call_step(
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in parameters]
     )
     specs = [*outputs.specs, PartitionSpec()]
-    groups, proven = replicated(
+    groups, proven = replicate(
         replica, mesh, axes, scope, in_specs, specs, arguments, check_vma=check_vma
     )
-    return outputs.joined(groups, proven)
+    return outputs.join(groups, proven)
 
 
 def _name(path: Any) -> str:
@@ -296,7 +296,7 @@ def _name(path: Any) -> str:
     return f"output {jax.tree_util.keystr(path)}" if path else "the output"
 
 
-def _in_mutable_objects(trees: Mapping[str, Any]) -> dict[str, Any]:
+def _find_in_mutable(trees: Mapping[str, Any]) -> dict[str, Any]:
     """Return by name the arrays of arguments that contain mutable objects, such as modules."""
     return {
         name + jax.tree_util.keystr(path): leaf

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._compat.coordination import store
 from jaxcoll._job.exchange import agree
-from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
+from jaxcoll._mesh.mesh import axis_names, check_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._plan.checks import is_integer, positive
 from jaxcoll._show.units import pluralize, some
@@ -81,7 +81,7 @@ def batches(
     if uneven not in ("drop", "pad"):
         raise ValueError(f"`batches` expects `uneven` to be 'drop' or 'pad'; got {uneven!r}.")
     if mesh is not None:
-        checked_mesh(mesh, axis_name, "batches")
+        check_mesh(mesh, axis_name, "batches")
     rows, read = _rows(source)
     if rows < (batch_size if uneven == "drop" else 1):
         advice = "Make batches smaller, or pad: `uneven='pad'`." if rows else "Give it rows."
@@ -130,7 +130,7 @@ class Batches:
         """Yield the remaining batches of the current epoch, as global arrays."""
         epoch, row = self._next
         self._next = (epoch, 0)
-        mesh = checked_mesh(self._mesh, self._axis_name, "batches")
+        mesh = check_mesh(self._mesh, self._axis_name, "batches")
         self._compare(mesh)
         sharding = NamedSharding(mesh, PartitionSpec(self._axis_name))
         size = self._pad_size(math.prod(mesh.shape[a] for a in axis_names(self._axis_name)))

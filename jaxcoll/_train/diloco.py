@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxcoll._collectives.all_reduce import all_reduce
 from jaxcoll._gradients.batch import Call, check_shares
-from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
+from jaxcoll._mesh.mesh import axis_names, check_mesh, no_mesh
 from jaxcoll._mesh.replica_rows import ReplicaRows
 from jaxcoll._plan.checks import kind_of, positive, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
@@ -75,7 +75,7 @@ def diloco(
     if outer is not None and not all(has):
         refuse("outer", "None or an optax transformation, with its `init` and `update`", outer)
     if mesh is not None:
-        checked_mesh(mesh, axis_name, "diloco")
+        check_mesh(mesh, axis_name, "diloco")
     every = positive("diloco", "every", every)
     return DiLoCo(step, every, outer, mesh, axis_name, checked(options))
 
@@ -121,7 +121,7 @@ class DiLoCo:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The mesh it trains on. By default it has all devices at the time of the first use."""
-        return checked_mesh(self._mesh, self.axis_name, "diloco")
+        return check_mesh(self._mesh, self.axis_name, "diloco")
 
     @functools.cached_property
     def _places(self) -> ReplicaRows:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxcoll import _compat
 from jaxcoll._collectives.residual import Residual, layout_like, zeros
 from jaxcoll._collectives.shards import Shards
-from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
+from jaxcoll._mesh.mesh import axis_names, check_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place_shards
 from jaxcoll._mesh.shard_arrays import abstract
 
@@ -71,7 +71,7 @@ def residual(
     axes = axis_names(axis_name)
     if set(axes) <= set(_compat.axes_in_scope()):
         return zeros(params, axis_name, _CALLER)
-    over = checked_any_mesh(mesh, axis_name, _CALLER)
+    over = check_any_mesh(mesh, axis_name, _CALLER)
     layout = layout_like(params, {a: over.shape[a] for a in axes}, _CALLER)
     shapes = Residual(abstract(layout, axes).parts, layout, axes)
     if isinstance(over, AbstractMesh):

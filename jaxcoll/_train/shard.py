@@ -12,9 +12,9 @@ from jaxcoll._collectives.parts import all_parts, sharded_leaves
 from jaxcoll._collectives.scope import count
 from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.settings import boundary
-from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
-from jaxcoll._mesh.placement import spec_of
-from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read
+from jaxcoll._mesh.mesh import axis_names, check_any_mesh, no_mesh
+from jaxcoll._mesh.placement import make_spec
+from jaxcoll._mesh.shard_arrays import abstract, cut, join_shards, read
 from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import where
@@ -75,7 +75,7 @@ def shard(
       [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
     check_value_first("jc.shard", params)
-    over, axes = checked_any_mesh(mesh, axis_name, _CALLER), axis_names(axis_name)
+    over, axes = check_any_mesh(mesh, axis_name, _CALLER), axis_names(axis_name)
     # A model that is a pytree may be callable as well; it is not an initializer.
     init = trace(params) if callable(params) and jax.tree.leaves(params) == [params] else None
     tree = params if init is None else jax.eval_shape(init.evaluate)
@@ -91,7 +91,7 @@ def shard(
     with no_mesh():
         if init is None:
             return cut(values, layout, over, axes, stack)
-        sharding = NamedSharding(over, spec_of(axes, stack))
+        sharding = NamedSharding(over, make_spec(axes, stack))
         # One program for each pack, from which the compiler drops the other packs
         part = jax.jit(
             lambda k: all_parts(init.evaluate(), layout, axes, stack).parts[k],
@@ -113,7 +113,9 @@ def unshard(tree: Any) -> Any:
       A tree of numpy arrays. Cost: host memory for all of it. If several processes hold parts, all
       of them must call, and every device temporarily holds a copy of one pack at a time.
     """
-    return jax.tree.map(lambda x: joined(x) if is_shards(x) else read(x), tree, is_leaf=is_shards)
+    return jax.tree.map(
+        lambda x: join_shards(x) if is_shards(x) else read(x), tree, is_leaf=is_shards
+    )
 
 
 def _layers(leaves: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:

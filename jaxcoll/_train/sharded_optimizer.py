@@ -18,8 +18,8 @@ from jaxcoll._collectives.reduce_scatter import local_part
 from jaxcoll._collectives.scope import bound_axes, count, scope_here
 from jaxcoll._collectives.shards import Shards, is_shards, shards_in
 from jaxcoll._gradients.norms import clip_shards
-from jaxcoll._mesh.mesh import ambient_mesh, axis_names, checked_any_mesh, no_mesh
-from jaxcoll._mesh.placement import place, specs_of
+from jaxcoll._mesh.mesh import ambient_mesh, axis_names, check_any_mesh, no_mesh
+from jaxcoll._mesh.placement import make_specs, place
 from jaxcoll._mesh.shard_arrays import abstract, cut, part_shapes, whole_shapes
 from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
@@ -93,7 +93,7 @@ def sharded_optimizer(
             f"`update`; got {type(tx).__name__}."
         )
     if mesh is not None:
-        checked_any_mesh(mesh, axis_name, CALLER)
+        check_any_mesh(mesh, axis_name, CALLER)
     if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
         raise ValueError(f"`max_norm` must be None or a positive number; got {max_norm!r}.")
     if not assume_elementwise:
@@ -128,7 +128,7 @@ class ShardedOptimizer:
     def mesh(self) -> Mesh | AbstractMesh:
         """The mesh on which states are placed between programs."""
         ambient = ambient_mesh(self._axes) if self._mesh is None else None
-        return ambient or checked_any_mesh(self._mesh, self._axis_name, CALLER)
+        return ambient or check_any_mesh(self._mesh, self._axis_name, CALLER)
 
     def init(self, params: Any) -> Any:
         """Return the state before the first update.
@@ -169,7 +169,7 @@ class ShardedOptimizer:
         if isinstance(mesh, AbstractMesh):
             return state
         with no_mesh():
-            over = jax.tree.map(functools.partial(NamedSharding, mesh), specs_of(state))
+            over = jax.tree.map(functools.partial(NamedSharding, mesh), make_specs(state))
             return jax.jit(self._tx.init, out_shardings=over)(params)
 
     def _split(self, params: Any, mapped: bool) -> Shards:
@@ -312,7 +312,7 @@ class ShardedOptimizer:
         if isinstance(self._mesh, AbstractMesh):
             return state
         mesh = self.mesh
-        over = jax.tree.map(functools.partial(NamedSharding, mesh), specs_of(state))
+        over = jax.tree.map(functools.partial(NamedSharding, mesh), make_specs(state))
         # Each of the two is refused, or has no effect, on axes of the other type.
         explicit = AxisType.Explicit in mesh.axis_types
         constrain = jax.device_put if explicit else jax.lax.with_sharding_constraint
@@ -346,7 +346,7 @@ def _varying(state: Any) -> Any:
     def retype(x: Any) -> Any:
         if not is_shards(x):
             return x
-        return x.replace([_compat.as_varying(part, x.axes) for part in x.parts])
+        return x.replace([_compat.cast_varying(part, x.axes) for part in x.parts])
 
     return jax.tree.map(retype, state, is_leaf=is_shards)
 

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from jaxcoll._collectives.shards import is_shards
 from jaxcoll._gradients.batch import Signature, slots
-from jaxcoll._mesh.mesh import checked_mesh, takes_mesh, with_mesh
-from jaxcoll._mesh.shard_arrays import cut, joined
+from jaxcoll._mesh.mesh import bind_mesh, check_mesh, takes_mesh
+from jaxcoll._mesh.shard_arrays import cut, join_shards
 from jaxcoll._plan.packs.leaves import is_array, refuse_tied
 from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._proof.subjaxprs import equations
@@ -229,8 +229,8 @@ def _runner(
                 "`assert_same_as_one_device`: a `jc.data_parallel` step names its own batch."
             )
     elif takes_mesh(step, kwargs):
-        mesh = checked_mesh(mesh, mesh.axis_names if mesh else "data", "assert_same_as_one_device")
-        on = functools.partial(with_mesh, step)
+        mesh = check_mesh(mesh, mesh.axis_names if mesh else "data", "assert_same_as_one_device")
+        on = functools.partial(bind_mesh, step)
     else:
         raise ValueError(
             "`assert_same_as_one_device` expects a `jc.data_parallel` step, or a function with a "
@@ -279,7 +279,7 @@ def _copy_to_host(x: Any) -> Any:
 
 def _leaves(tree: Any) -> dict[str, np.ndarray]:
     """Return the arrays of a tree by their paths, with shards replaced by whole leaves."""
-    whole = jax.tree.map(lambda x: joined(x) if is_shards(x) else x, tree, is_leaf=is_shards)
+    whole = jax.tree.map(lambda x: join_shards(x) if is_shards(x) else x, tree, is_leaf=is_shards)
     return {
         jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if _is_key(x) else x)
         for path, x in jax.tree_util.tree_flatten_with_path(whole)[0]
@@ -292,7 +292,7 @@ def _resplit(x: Any) -> Any:
     if not is_shards(x):
         return x
     layout = laid_over(x.layout, (1,) * len(x.axes))
-    parts = cut(jax.tree.leaves(joined(x)), layout, None, x.axes, x.stack).parts
+    parts = cut(jax.tree.leaves(join_shards(x)), layout, None, x.axes, x.stack).parts
     return dataclasses.replace(x, parts=parts, layout=layout)
 
 

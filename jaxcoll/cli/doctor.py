@@ -15,7 +15,7 @@ import jax
 
 import jaxcoll as jc
 from jaxcoll._compat import coordination
-from jaxcoll._compat.settings import configured
+from jaxcoll._compat.settings import read_option
 from jaxcoll._job.exchange import LateError, exchange
 from jaxcoll._job.malloc import SETTINGS, keeps_freed_memory
 from jaxcoll._show.table import Table
@@ -105,7 +105,7 @@ def machine_facts() -> dict[str, Any]:
                      "jaxlib": jax.lib.__version__, "jaxcoll": jc.__version__},
         "host": socket.gethostname(), "processes": jax.process_count(), "devices": len(devices),
         "platform": devices[0].platform, "kind": devices[0].device_kind,
-        "collectives": str(configured("cpu_collectives_implementation")),
+        "collectives": str(read_option("cpu_collectives_implementation")),
         "keeps_memory": keeps_freed_memory(), "files": files, "cores": [_cores(), os.cpu_count()],
         "malloc": [name for name in SETTINGS if name in os.environ],
         "shared": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,

@@ -296,10 +296,10 @@ def _program(
 
 def _mesh(topology: str | None) -> Mesh | AbstractMesh:
     from jaxcoll._mesh.clusters import abstract_mesh, topology_named
-    from jaxcoll._mesh.mesh import checked_mesh
+    from jaxcoll._mesh.mesh import check_mesh
 
     if topology is None:
-        return checked_mesh(None, "data", "jaxcoll inspect")
+        return check_mesh(None, "data", "jaxcoll inspect")
     return abstract_mesh(topology_named(topology), ("data",))
 
 

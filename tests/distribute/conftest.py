@@ -41,6 +41,6 @@ def programs(monkeypatch):
 
         return run
 
-    make = all_reduce_ops.replicating
-    monkeypatch.setattr(all_reduce_ops, "replicating", spy)
+    make = all_reduce_ops.make_program
+    monkeypatch.setattr(all_reduce_ops, "make_program", spy)
     return found

@@ -141,5 +141,5 @@ def test_G13_G14_G34_L56_a_value_on_other_devices_is_refused_and_the_next_call_w
     with pytest.raises(ValueError, match=message):
         ops.batch_reduce("sum", [(own, own), (other, other)])
     assert ops.reduce("sum", own, own)[2].item() == 6.0
-    backwards = own._reordered(own.devices[::-1])
+    backwards = own._reorder(own.devices[::-1])
     assert ops.reduce("sum", backwards, own).devices == own.devices

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import of_replicas
 
-from jaxcoll._distribute.routes import routes_of
+from jaxcoll._distribute.routes import parse_routes
 from jaxcoll._plan.world import World
 from jaxcoll.distribute import Mirrored, MultiWorkerAllReduce, PerReplica
 
@@ -85,7 +85,7 @@ def test_packing_is_within_the_tuple(programs):
 def parsed(spec):
     return [
         (route.options.algorithm, route.options.shards, route.limit)
-        for route in routes_of(spec, None, World(sizes=(2, 4)))
+        for route in parse_routes(spec, None, World(sizes=(2, 4)))
     ]
 
 

@@ -499,11 +499,11 @@ def test_experimental_hints_go_where_options_go():
 
 
 def test_what_is_in_place_is_not_copied():
-    from jaxcoll._distribute.replica_program import placed_arguments
+    from jaxcoll._distribute.replica_program import place_arguments
 
     rows = of_replica(PAIR, lambda i: np.full((4,), i, "f"))
     copies = Mirrored([np.ones(4, "f")] * 2)
-    args, _ = placed_arguments("run", ((rows, copies), {}), PAIR.devices)
+    args, _ = place_arguments("run", ((rows, copies), {}), PAIR.devices)
     assert args[0].tree is rows.tree
     assert args[1] is copies.tree
     elsewhere = Mirrored([np.ones(4, "f")] * 2, devices=jax.devices()[4:6])

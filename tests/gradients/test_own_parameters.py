@@ -91,7 +91,7 @@ def optimizers(axis):
     """What takes parameters, or reduced gradients, that all replicas hold alike."""
     sharded = jc.sharded_optimizer(SGD, axis)
     link = jc.all_reduce_updates(axis)
-    own = lambda: jax.tree.map(lambda x: _compat.as_varying(x, [axis]), ALIKE)
+    own = lambda: jax.tree.map(lambda x: _compat.cast_varying(x, [axis]), ALIKE)
     return {
         "sharded, init": sharded.init,
         "sharded, params": lambda params: sharded.update(own(), sharded.init(ALIKE), params)[0],

@@ -256,7 +256,7 @@ def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
 def test_what_needs_another_value_keeps_its_bits_and_no_compiler_sees_that_it_does_not():
     x = jnp.array([[1.0, -0.0], [jnp.nan, jnp.inf]])
     others = [jnp.full((3,), jnp.nan), jnp.array([7]), jnp.array(1j), jnp.zeros((0, 2))]
-    f = jax.jit(lambda x, others: _compat.depending_on(x, others))
+    f = jax.jit(lambda x, others: _compat.depend_on(x, others))
     for given in (x, x.astype(jnp.bfloat16), jnp.arange(3)):
         assert np.asarray(f(given, others)).tobytes() == np.asarray(given).tobytes()
     for other in others[:3]:
@@ -264,6 +264,6 @@ def test_what_needs_another_value_keeps_its_bits_and_no_compiler_sees_that_it_do
         assert "select" in compiled.as_text(), "XLA computes the choice"
     np.testing.assert_array_equal(jax.grad(lambda x: f(3 * x, [x]).sum())(x), np.full((2, 2), 3))
     np.testing.assert_array_equal(jax.vmap(lambda x: f(x, [x]))(x), x)
-    together = jax.jit(lambda *xs: _compat.all_depending_on(xs, [x]))
+    together = jax.jit(lambda *xs: _compat.depend_on_all(xs, [x]))
     for got, want in zip(together(jnp.zeros(0), *others), [jnp.zeros(0), *others], strict=True):
         np.testing.assert_array_equal(got, want)

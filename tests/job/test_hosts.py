@@ -12,7 +12,7 @@ from jaxcoll._job.key_value import LocalKeys
 
 
 class Keys(LocalKeys):
-    def is_of(self, other):
+    def shares_client(self, other):
         return self is other
 
 

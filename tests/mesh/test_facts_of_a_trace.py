@@ -14,7 +14,7 @@ from cases import mapped, mesh_of
 
 import jaxcoll as jc
 from jaxcoll._collectives.scope import Scope, entered
-from jaxcoll._mesh.world import worlds_of
+from jaxcoll._mesh.world import make_worlds
 
 ROWS = np.ones((8, 4), "f")
 
@@ -76,9 +76,9 @@ def test_the_guard_can_fail():
 
 def test_scopes_of_equal_meshes_are_equal_so_that_programs_share_their_traces():
     mesh, traces = mesh_of(4), []
-    assert Scope(worlds_of(mesh)) == Scope(worlds_of(mesh))
-    assert hash(Scope(worlds_of(mesh))) == hash(Scope(worlds_of(mesh)))
-    assert Scope(worlds_of(mesh)) != Scope(worlds_of(mesh_of(2)))
+    assert Scope(make_worlds(mesh)) == Scope(make_worlds(mesh))
+    assert hash(Scope(make_worlds(mesh))) == hash(Scope(make_worlds(mesh)))
+    assert Scope(make_worlds(mesh)) != Scope(make_worlds(mesh_of(2)))
 
     @jax.jit
     def total(x):
@@ -86,7 +86,7 @@ def test_scopes_of_equal_meshes_are_equal_so_that_programs_share_their_traces():
         return jc.all_reduce("sum", x, "data")
 
     def program(x):
-        with entered(Scope(worlds_of(mesh))):
+        with entered(Scope(make_worlds(mesh))):
             return total(x)
 
     for _ in range(2):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxlib import _hlo
 
 import jaxcoll as jc
-from jaxcoll._compat.running import fields_of
+from jaxcoll._compat.running import read_fields
 from jaxcoll._report.profile.profile import Compiled, read_profile
 from jaxcoll._report.profile.watch import read_folder
 from jaxcoll._report.programs import count_runs, programs_from, read_rank
@@ -391,7 +391,7 @@ def with_old_groups(message, depth=0):
     """The HloModuleProto as XLA wrote it before JAX 0.9: field 87 holds what is field 92 now."""
     nested = {0: 3, 1: 2}.get(depth)
     content = b""
-    for number, value in fields_of(message):
+    for number, value in read_fields(message):
         if number == nested:
             value = with_old_groups(value, depth + 1)
         if depth == 2 and number == 92:

@@ -65,12 +65,12 @@ def test_what_is_in_place_is_not_copied():
     params = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec()))
     rows = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec("data")))
     for given in (params, step(params, rows)):
-        (placed, batch), *_ = step._arguments.placed(step._arguments.checked((given, rows), {}))
+        (placed, batch), *_ = step._arguments.place(step._arguments.check((given, rows), {}))
         assert placed is given
         assert batch is rows
     other = Mesh(step.mesh.devices, ("elsewhere",))
     elsewhere = jax.device_put(X, NamedSharding(other, PartitionSpec()))
-    (relabelled, _), *_ = step._arguments.placed(step._arguments.checked((elsewhere, rows), {}))
+    (relabelled, _), *_ = step._arguments.place(step._arguments.check((elsewhere, rows), {}))
 
     def pointers(x):
         return [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]

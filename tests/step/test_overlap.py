@@ -11,7 +11,7 @@ from cases import close, mapped
 
 import jaxcoll as jc
 from jaxcoll._compat import compiler
-from jaxcoll._compat.settings import known_options
+from jaxcoll._compat.settings import drop_unknown_options
 from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._report.aot import lay_out_step
 
@@ -101,7 +101,7 @@ def test_a_step_gets_the_options_that_its_plans_need_and_is_traced_once():
 
 def test_an_option_that_the_compiler_does_not_know_is_said_and_left_out():
     with pytest.warns(RuntimeWarning, match="does not know xla_no_such_option"):
-        assert known_options({"xla_no_such_option": 1}, jax.devices()[0]) == {}
+        assert drop_unknown_options({"xla_no_such_option": 1}, jax.devices()[0]) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert known_options({"xla_disable_hlo_passes": "x"}, jax.devices()[0])
+        assert drop_unknown_options({"xla_disable_hlo_passes": "x"}, jax.devices()[0])

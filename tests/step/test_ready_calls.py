@@ -30,8 +30,8 @@ def train(w, x):
 @pytest.fixture
 def asked(monkeypatch):
     """How often a call was looked at closely."""
-    calls, close = [], Arguments.checked
-    monkeypatch.setattr(Arguments, "checked", lambda *a: calls.append(a) or close(*a))
+    calls, close = [], Arguments.check
+    monkeypatch.setattr(Arguments, "check", lambda *a: calls.append(a) or close(*a))
     return calls
 
 
@@ -99,10 +99,8 @@ def test_an_array_that_is_passed_twice_is_given_away_once():
 def test_runs_of_a_strategy_are_looked_at_until_all_is_in_place(monkeypatch):
     from jaxcoll._distribute import replica_program
 
-    looks, close = [], replica_program.placed_arguments
-    monkeypatch.setattr(
-        replica_program, "placed_arguments", lambda *a: looks.append(a) or close(*a)
-    )
+    looks, close = [], replica_program.place_arguments
+    monkeypatch.setattr(replica_program, "place_arguments", lambda *a: looks.append(a) or close(*a))
     strategy = jc.MirroredStrategy(["cpu:0", "cpu:1"])
 
     def step(w, x):
@@ -122,4 +120,4 @@ def test_runs_of_a_strategy_are_looked_at_until_all_is_in_place(monkeypatch):
 
 
 def test_what_is_not_all_arrays_is_like_nothing():
-    assert InPlace.of([np.ones(2)], jax.tree.structure(0)) is None
+    assert InPlace.record([np.ones(2)], jax.tree.structure(0)) is None

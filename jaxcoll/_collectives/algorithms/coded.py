@@ -29,7 +29,11 @@ class Coding(NamedTuple):
 
         Fused with code of other shapes, it would load the bytes of a block one by one there.
         """
-        wrap = _compat.unfused if self.platform == "cpu" and format.block > 1 else functools.partial
+        wrap = (
+            _compat.forbid_fusion
+            if self.platform == "cpu" and format.block > 1
+            else functools.partial
+        )
         return wrap(function, format=format, feedback=self.feedback, **parameters)
 
 
@@ -65,7 +69,7 @@ def lost(coded: Coded, format: WireFormat, axes: tuple[str, ...], coding: Coding
     Over the replicas, sum(flat - lost) = sum, up to rounding in float32. The error of a shard's
     second rounding counts as its owner's.
     """
-    rank = _compat.as_varying(lax.axis_index(axes), axes)
+    rank = _compat.cast_varying(lax.axis_index(axes), axes)
     return coding.apart(_lost, format)(coded, rank).reshape(-1)
 
 

@@ -50,7 +50,7 @@ def exchanged(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def _permuted(
     array: jax.Array, axes: tuple[str, ...], pairs: Iterable[tuple[int, int]]
 ) -> jax.Array:
-    order = _compat.in_mesh_order(axes)
+    order = _compat.order_by_mesh(axes)
     # Each replica's rank along `order`, by its rank along `axes`
     grid = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(a) for a in order])
     rank = grid.transpose([order.index(a) for a in axes]).ravel().tolist()
@@ -85,5 +85,5 @@ def copies(array: jax.Array, n: int) -> list[jax.Array]:
     if n == 1:
         return [array]
     left = 1 << (n - 1).bit_length() - 1
-    halves = [(_compat.as_stored(array, backward=True), m) for m in (left, n - left)]
+    halves = [(_compat.round_as_stored(array, backward=True), m) for m in (left, n - left)]
     return [copy for half, m in halves for copy in copies(half, m)]

@@ -43,7 +43,7 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         mine = rank // bit % 2
         received = swapped(_half(halves, 1 - mine), axes, bit)
         # Store this half, too: the partner's was stored to be sent, and both must be rounded alike.
-        shards = _compat.as_stored(_half(halves, mine)) + received
+        shards = _compat.round_as_stored(_half(halves, mine)) + received
     return shards[0]
 
 
@@ -57,7 +57,7 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
     for bit in reversed(bits):
         received = swapped(shards, axes, bit)
         # A branch copies each half once; `jnp.where` would read both halves for each.
-        own = _compat.as_stored(shards, backward=True)
+        own = _compat.round_as_stored(shards, backward=True)
         both = lax.cond(
             rank // bit % 2 == 0, _pairs, lambda own, other: _pairs(other, own), own, received
         )

@@ -61,7 +61,7 @@ def all_reduce(
         flat = jnp.pad(flat, (0, aligned(stages, flat.size) - flat.size))  # whole blocks a replica
         total, coded = _summed(lax.stop_gradient(flat), stages, axes, coding)
         total = _as_exact(total, flat, tuple(stages), tuple(axes))[: array.size]
-    return _compat.as_invariant(total.reshape(array.shape), axes, summed=True), coded
+    return _compat.cast_invariant(total.reshape(array.shape), axes, summed=True), coded
 
 
 def lost(
@@ -77,8 +77,8 @@ def lost(
     for stage in reversed(inner):
         # This replica encoded its shard of the group's sum; it has no error in the other shards.
         within = _names(stage, axes)
-        rank = _compat.as_varying(lax.axis_index(within), within)
-        zeros = _compat.as_varying(jnp.zeros((stage.shards, error.size), error.dtype), within)
+        rank = _compat.cast_varying(lax.axis_index(within), within)
+        zeros = _compat.cast_varying(jnp.zeros((stage.shards, error.size), error.dtype), within)
         error = lax.dynamic_update_index_in_dim(zeros, error, rank, axis=0).reshape(-1)
     return error[: like.size].reshape(like.shape)
 
@@ -96,7 +96,7 @@ def _as_exact_jvp(stages: Any, axes: Any, primals: Any, tangents: Any) -> Any:
     (total, _), (_, summand) = primals, tangents
     tangent, _ = _summed(summand, stages, axes, None)
     axes = sorted({*axes} - _compat.varying_axes(total))
-    return total, _compat.as_invariant(tangent, axes).astype(total.dtype)
+    return total, _compat.cast_invariant(tangent, axes).astype(total.dtype)
 
 
 def _summed(

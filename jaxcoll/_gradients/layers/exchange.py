@@ -114,7 +114,7 @@ class Traffic:
                 divided(total.astype(recipe.dtype), recipe)
                 for total, recipe in zip(summed, recipes, strict=True)
             ]
-            rows = [_compat.as_stored(x) for x in rows] if plan.reproducible else rows
+            rows = [_compat.round_as_stored(x) for x in rows] if plan.reproducible else rows
             # Replicas along the other axes, such as other hosts, hold the same rows: 1/n of a leaf.
             return all_reduce(self.reduce_op, rows, others, scope=self.scope) if others else rows
 
@@ -158,7 +158,7 @@ class Traffic:
     def retype(self, varying: Sequence[str]) -> Arrays:
         """Return the stack, with the types that its gradients will have."""
         return [
-            _compat.as_varying(x, [a for a in varying if a not in self._axes_to_reduce(over)])
+            _compat.cast_varying(x, [a for a in varying if a not in self._axes_to_reduce(over)])
             for x, over in zip(self.stack.arrays, self.stack.over, strict=True)
         ]
 
@@ -172,7 +172,7 @@ class Traffic:
                 self.reduce_op, whole, tuple(self.axes), scope=self.scope, reasons=reasons
             )
         reduced: dict[int, jax.Array] = {
-            i: marks.part_of_sum(_compat.as_invariant(x, self._axes_to_reduce(over[i])), over[i])
+            i: marks.part_of_sum(_compat.cast_invariant(x, self._axes_to_reduce(over[i])), over[i])
             if over[i]
             else whole[names[i]]
             for i, x in gradients.items()

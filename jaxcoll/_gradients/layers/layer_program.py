@@ -134,9 +134,9 @@ class UserLayer:
         varying = frozenset(a for a in axes if _compat.tracks_variance(a)).union(*types)
         while True:
             along = self._along = tuple(sorted(varying))
-            typed = [_compat.as_varying(x, along) for x in self._arrays]
+            typed = [_compat.cast_varying(x, along) for x in self._arrays]
             params = [
-                _compat.as_varying(_one_layer(x, over, axes, gather_dtype), along)
+                _compat.cast_varying(_one_layer(x, over, axes, gather_dtype), along)
                 for x, over in zip(stack.arrays, stack.over, strict=True)
             ]
             program, captured = lift_captured(trace(self, typed, params))
@@ -156,7 +156,7 @@ class UserLayer:
         carried_on, layer_result = self._split(result)
         flat, self._result = jax.tree.flatten(layer_result)
         outs = [_strong(jnp.asarray(x)) for x in (*jax.tree.leaves(carried_on), *flat)]
-        return [_compat.as_varying(x, self._along) for x in outs]
+        return [_compat.cast_varying(x, self._along) for x in outs]
 
     def _split(self, result: Any) -> tuple[Any, Any]:
         """Return the next carry, and the layer's result; None if it returned only the carry."""

@@ -208,7 +208,7 @@ class Schedule:
             arrays = [*map(array, leaves)]
             # Outside of loops compilers would merge the collectives of two layers, and hide none.
             for other in after.values():
-                arrays = [_compat.ordered(x, after=other) for x in arrays]
+                arrays = [_compat.order_after(x, after=other) for x in arrays]
             exchanged.update(zip(leaves, self._vary(exchange(arrays)), strict=True))
         return exchanged
 
@@ -220,7 +220,7 @@ class Schedule:
         ]
 
     def _vary(self, arrays: Sequence[Any]) -> list[Any]:
-        return [_compat.as_varying(x, self.varying) for x in arrays]
+        return [_compat.cast_varying(x, self.varying) for x in arrays]
 
     def forward(
         self, carry: Arrays, stack: Arrays, captured: Arrays, residuals: Residuals | None = None

@@ -83,7 +83,7 @@ def make_stack(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
                 over.append(_axes_of_rows(names[-1], arrays[-1], note, axes))
                 if over[-1] and not _compat.types_tracked():  # the proof checks this mark
                     rows = {f"{where(name)} of `stacked`": part}
-                    arrays[-1] = marks.checked(arrays[-1], rows, over[-1], CALLER, "rows")
+                    arrays[-1] = marks.require(arrays[-1], rows, over[-1], CALLER, "rows")
     _check_layers(names, arrays)
     if not any(over):
         raise ValueError(_NOTHING)

@@ -15,9 +15,9 @@ import jax
 from jaxcoll._compat.running import (
     COMPILED,
     FROM_CACHE,
+    find_wrapped_names,
     live_executables,
     program_id,
-    wrapped_names,
 )
 from jaxcoll._report.profile.calls import Calls
 from jaxcoll._report.profile.profile import Compiled, sends
@@ -112,7 +112,7 @@ class Compilations:
             proto = module.as_serialized_hlo_module_proto()
             packed = zlib.compress(text.encode(), 1)
             runs_here = bool(executable.local_devices())
-            self._texts[key] = packed, program_id(proto), wrapped_names(proto), runs_here
+            self._texts[key] = packed, program_id(proto), find_wrapped_names(proto), runs_here
             self.modules.add(module.name)
         else:
             self.quiet += 1

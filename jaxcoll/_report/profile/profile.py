@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxcoll._compat.running import (
-    assigned_devices,
-    fields_of,
+    count_assigned_devices,
+    decode_text,
+    find_wrapped_names,
     program_id,
-    text_of,
-    wrapped_names,
+    read_fields,
 )
 from jaxcoll._hlo.replica_groups import read_groups
 from jaxcoll._report.profile.backends import CPU, Backend, Executions, Found, Program, find_backend
@@ -37,7 +37,7 @@ class Compiled(NamedTuple):
     text: str
     number: int | None = None  # the number of its executions' `Program`; None if not certain
     calls: int | None = None  # calls by Python code; None if they were not counted
-    wrapped: Mapping[str, str] = {}  # from `wrapped_names`
+    wrapped: Mapping[str, str] = {}  # from `find_wrapped_names`
     runs_here: bool = True  # this process has some of its devices
 
 
@@ -99,22 +99,22 @@ def read_programs(profile: bytes | memoryview) -> list[Compiled]:
 def modules_in(plane: Plane) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the HloModuleProto of each program in a plane of metadata."""
     for _, fields in plane.metadata():
-        for stat in (dict(fields_of(value)) for number, value in fields if number == 5):
+        for stat in (dict(read_fields(value)) for number, value in fields if number == 5):
             kind = plane.strings.get(stat.get(1, 0), "").lower().replace("_", " ")
-            if kind == "hlo proto" and (module := dict(fields_of(stat.get(6, b""))).get(1)):
+            if kind == "hlo proto" and (module := dict(read_fields(stat.get(6, b""))).get(1)):
                 yield text(dict(fields).get(2, b"")), bytes(module)
 
 
 def _read_program(name: str, module: bytes) -> Compiled | None:
     """Read a program, unless it does not communicate."""
-    hlo = text_of(module)
+    hlo = decode_text(module)
     if not sends(hlo):
         return None
-    if assigned := assigned_devices(module):
+    if assigned := count_assigned_devices(module):
         hlo = _set_devices(hlo, *assigned)
     # A TPU's executions have the number in the name, a fingerprint; others have the same in both.
     number = int(found[1]) if (found := _NUMBER.search(name)) else program_id(module)
-    return Compiled(hlo, number, wrapped=wrapped_names(module))
+    return Compiled(hlo, number, wrapped=find_wrapped_names(module))
 
 
 def assume_devices(program: Compiled, devices: int) -> Compiled:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
-from jaxcoll._compat.running import ProfilerSession, before_profiles
+from jaxcoll._compat.running import ProfilerSession, call_before_profiles
 from jaxcoll._report.profile.compilations import Compilations
 from jaxcoll._report.profile.profile import BUSY
 from jaxcoll._report.profile.shield import Shield
@@ -64,7 +64,7 @@ class Window(threading.Thread):
 
     def start(self) -> None:
         """Start the thread."""
-        self._undo = before_profiles(self._shield(self._give_way))
+        self._undo = call_before_profiles(self._shield(self._give_way))
         super().start()
 
     def close(self, note: str = "") -> None:

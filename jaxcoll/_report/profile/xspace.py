@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcoll._compat.running import field_at, fields_of
+from jaxcoll._compat.running import read_field, read_fields
 
 ABSENT = np.iinfo(np.int64).min
 """The value of a stat that an event does not have."""
@@ -41,14 +41,14 @@ class Plane:
 
     def __init__(self, message: memoryview) -> None:
         self._fields: dict[int, list[Any]] = defaultdict(list)
-        for number, value in fields_of(message):
+        for number, value in read_fields(message):
             self._fields[number].append(value)
         self.name = "".join(map(text, self._fields[2]))
 
     def metadata(self, field: int = 4) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
         """Yield the key and the fields of each kind of event; with field 5, of stat."""
-        for entry in map(dict, map(fields_of, self._fields[field])):
-            yield entry.get(1, 0), list(fields_of(entry.get(2, b"")))
+        for entry in map(dict, map(read_fields, self._fields[field])):
+            yield entry.get(1, 0), list(read_fields(entry.get(2, b"")))
 
     @functools.cached_property
     def names(self) -> dict[int, str]:
@@ -62,7 +62,7 @@ class Plane:
 
     def stat(self, name: str) -> Any:
         """Return a stat of the plane itself; None if it has none of that name."""
-        stats = [[*fields_of(stat), (0, None)] for stat in self._fields[6]]
+        stats = [[*read_fields(stat), (0, None)] for stat in self._fields[6]]
         return next((s[1][1] for s in stats if self.strings.get(s[0][1]) == name), None)
 
     def lines(self) -> Iterator[tuple[str, memoryview]]:
@@ -104,7 +104,7 @@ def read_planes(profile: memoryview) -> list[Plane]:
     Raises:
       ValueError: it is not a profile, or only a part of one; or IndexError, KeyError, TypeError.
     """
-    fields = list(fields_of(profile))
+    fields = list(read_fields(profile))
     if {number for number, _ in fields} - {1, 2, 3, 4} or (profile and not fields[0][0] == 1):
         raise ValueError("it has fields that no profile has")
     return [Plane(value) for number, value in fields if number == 1]
@@ -116,7 +116,7 @@ def text(value: Any) -> str:
 
 def _head(line: memoryview) -> dict[int, Any]:
     """Read the fields of a line that stand before its events."""
-    return dict(itertools.takewhile(lambda field: field[0] < 4, fields_of(line)))
+    return dict(itertools.takewhile(lambda field: field[0] < 4, read_fields(line)))
 
 
 def _messages(data: bytes, size: int, field: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -130,7 +130,7 @@ def _messages(data: bytes, size: int, field: int) -> Iterator[tuple[np.ndarray, 
             at += 2 + data[at + 1]
             ends.append(at)
         else:
-            number, value, at = field_at(data, at)
+            number, value, at = read_field(data, at)
             if number == field:
                 begins.append(at - len(value))
                 ends.append(at)
