@@ -4,7 +4,6 @@ import ast
 import doctest
 import importlib
 import os
-import pkgutil
 import re
 import sys
 from pathlib import Path
@@ -22,18 +21,17 @@ EVERY = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG
 PAGES = [
     page for page in EVERY if page.name != "CHANGELOG.md" and "```python\n" in page.read_text()
 ]
+assert {"README.md", "start.md", "sharp_bits.md"} <= {page.name for page in PAGES}
 SOURCES = {path: path.read_text("utf8") for path in sorted((ROOT / "jaxcoll").rglob("*.py"))}
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 MOST_WORDS = 20_000  # in all; 1,340 of them are not on the site
 PROMISES = r"\b(not yet|in this release|coming soon|will be (?:added|supported)|TODO|roadmap)\b"
 OLD_WORDS = r"\b(crew|muster|told|come home|out of breath|left behind|sign of life|stop here|Law:)"
-MODULES = sorted(
-    m.name
-    for m in pkgutil.walk_packages(jaxcoll.__path__, "jaxcoll.")
-    if not m.name.endswith("__main__")
-)
-
-
+WITH_EXAMPLES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path, text in SOURCES.items()
+    if ">>> " in text
+]
 FROM_THE_WHEEL = """
 import os
 import jaxcoll
@@ -55,7 +53,7 @@ def python():
 
 @pytest.mark.product
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, python):
+def test_page_code_runs(page, tmp_path, python):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
     code = code.replace("range(400)", "range(4)")  # steps of the README
     (tmp_path / "page.py").write_text(code + FROM_THE_WHEEL)
@@ -64,7 +62,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, python):
 
 
 @pytest.mark.product
-def test_the_report_that_a_page_shows_is_what_its_code_prints(tmp_path, python):
+def test_shown_report_is_printed(tmp_path, python):
     page = (ROOT / "docs/reading_a_report.md").read_text()
     code, shown = (
         re.search(f"^```{kind}\n(.*?)^```", page, re.M | re.S)[1] for kind in ("python", "text")
@@ -79,7 +77,7 @@ def test_the_report_that_a_page_shows_is_what_its_code_prints(tmp_path, python):
 
 
 @pytest.mark.product
-def test_the_table_of_the_readme_is_what_its_command_prints(tmp_path, python):
+def test_readme_table_is_printed(tmp_path, python):
     readme = (ROOT / "README.md").read_text("utf8")
     code, shown = (
         re.search(f"^```{kind}\n(.*?)^```", readme, re.M | re.S)[1] for kind in ("python", "text")
@@ -98,7 +96,7 @@ def test_the_table_of_the_readme_is_what_its_command_prints(tmp_path, python):
     assert table[begin + 2] == place, done.stderr
 
 
-def test_the_code_of_the_pages_needs_what_the_documented_install_brings():
+def test_pages_need_documented_packages():
     brought = {*sys.stdlib_module_names, "jax", "jaxcoll", "numpy", "optax"}  # .[cli,train]
     modules = {"dm-haiku": "haiku", "orbax-checkpoint": "orbax"}
     for page in PAGES:
@@ -117,32 +115,33 @@ def anchors(page):
     return {re.sub(r"[\s-]+", "-", head) for head in kept}
 
 
-@pytest.mark.parametrize("page", EVERY, ids=lambda p: p.name)
-def test_what_a_page_links_to_and_names_is_there(page):
-    text = page.read_text("utf8")
-    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
-        path, _, anchor = link.partition("#")
-        if not path.startswith("http"):
-            there = (page.parent / path).resolve() if path else page
-            assert there.exists(), link
-            assert not anchor or anchor in anchors(there), link
-    for path in re.findall(r"(?<![\w/.-])(?:jaxcoll|tests|notebooks|docs)/[\w./]*\w", text):
-        assert (ROOT / path).exists(), path
-    for module in re.findall(r"python -m (tests[.\w]+)", text):
-        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
-    if page.name != "CHANGELOG.md":
-        public = set(re.findall(r"\bjc\.(\w+)", text))
-        assert public <= set(dir(jaxcoll)), public - set(dir(jaxcoll))
+def test_links_and_names_exist():
+    for page in EVERY:
+        text = page.read_text("utf8")
+        for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+            path, _, anchor = link.partition("#")
+            if not path.startswith("http"):
+                target = (page.parent / path).resolve() if path else page
+                assert target.exists(), (page, link)
+                assert not anchor or anchor in anchors(target), (page, link)
+        for path in re.findall(r"(?<![\w/.-])(?:jaxcoll|tests|notebooks|docs)/[\w./]*\w", text):
+            assert (ROOT / path).exists(), (page, path)
+        for module in re.findall(r"python -m (tests[.\w]+)", text):
+            file = (ROOT / module.replace(".", "/")).with_suffix(".py")
+            assert file.exists(), (page, module)
+        if page.name != "CHANGELOG.md":
+            names = set(re.findall(r"\bjc\.(\w+)", text))
+            assert names <= set(dir(jaxcoll)), (page, names - set(dir(jaxcoll)))
 
 
-def test_pages_that_the_sources_refer_to_are_there():
+def test_sources_cite_existing_pages():
     for path, text in SOURCES.items():
         for page in re.findall(r"\bdocs/\w+\.md\b", text):
             assert (ROOT / page).exists(), f"{path}: {page}"
         assert not re.search(r"\bthe\s+page\s+(on|of)\b", text, re.I), f"{path}: name the file"
 
 
-def test_titles_in_the_navigation_are_those_of_the_pages():
+def test_navigation_has_page_titles():
     nav = re.findall(r'^ +- "?(.+?)"?: (\w+\.md)$', (ROOT / "mkdocs.yml").read_text("utf8"), re.M)
     titles = {page.name: page.read_text("utf8").splitlines()[0] for page in SITE}
     for internal in ("design.md", "decisions.md"):  # for people who change jaxcoll
@@ -150,7 +149,7 @@ def test_titles_in_the_navigation_are_those_of_the_pages():
     assert {name: f"# {title}" for title, name in nav} == titles
 
 
-def test_messages_that_a_page_explains_are_in_the_sources():
+def test_explained_messages_exist():
     troubles, hangs = (
         (ROOT / "docs" / f"{name}.md").read_text("utf8") for name in ("troubleshooting", "hangs")
     )
@@ -161,27 +160,24 @@ def test_messages_that_a_page_explains_are_in_the_sources():
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
-    missing = {words for words, of_jax in rows if not of_jax and words not in literals}
+    missing = {message for message, of_jax in rows if not of_jax and message not in literals}
     assert missing - set(dir(jaxcoll)) == set()
     assert len(rows) > 15
 
 
-def test_pages_are_short_promise_nothing_and_use_the_words_of_the_field():
+def test_pages_are_short_and_plain():
     assert sum(len(page.read_text("utf8").split()) for page in SITE) <= MOST_WORDS
     for page in [*SITE, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for pattern in (PROMISES, OLD_WORDS):
-            assert not (found := re.search(pattern, page.read_text("utf8"))), f"{page}: {found}"
-
-
-def test_there_are_pages_with_code():
-    assert {"README.md", "start.md", "sharp_bits.md"} <= {page.name for page in PAGES}
+            assert not (match := re.search(pattern, page.read_text("utf8"))), f"{page}: {match}"
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_a_module(name):
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_docstring_examples_run(name):
     module = importlib.import_module(name)
     names = {k: getattr(jaxcoll, k) for k in dir(jaxcoll) if not k.startswith("_")}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         result = doctest.testmod(module, extraglobs=names)
+    assert result.attempted
     assert result.failed == 0

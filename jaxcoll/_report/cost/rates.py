@@ -211,7 +211,7 @@ def find_rates(world: World) -> Rates | None:
     An unknown GPU has the rates of an H100, an unknown TPU those of a v5e.
 
     Examples:
-      >>> rates_of(World("gpu", (8,), device_kind="NVIDIA H200")).source
+      >>> find_rates(World("gpu", (8,), device_kind="NVIDIA H200")).source
       'Hopper, NVLink 4, from 8 x H200; between hosts infiniband-400'
     """
     if world.platform == "cpu":
