@@ -5,6 +5,9 @@ breaks. So the client connects to a Unix socket in its own process, and this pro
 to the coordinator and back. When the coordinator dies, or is silent for so long that it must be
 cut off, and a callback is registered for that, the proxy keeps the socket open and silent. JAX
 notices nothing until its heartbeat timeout, which leaves time to save and to report the error.
+
+The callback that JAX's client takes for this (`missed_heartbeat_callback`) ends the process too: it
+cannot convert its argument (std::bad_cast, JAX 0.10.2 and 0.12.0.1).
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from jaxcoll._compat.coordination import leave_coordinator
 from jaxcoll._job.coordinator import break_when_silent
 from jaxcoll._job.socket_folder import make_socket_folder
 from jaxcoll._job.threads import call_at_exit, cancel_at_exit
+from jaxcoll._job.timing import LEAST_CONNECT_SECONDS, LEAST_SILENCE_SECONDS
 
 _CHUNK = 1 << 16
-_LEAST = 2.0  # seconds for which a working network may be silent
 _proxy: CoordinatorProxy | None = None
 
 
@@ -71,7 +74,7 @@ class CoordinatorProxy:
 
     def hurry(self, seconds: float) -> None:
         """Report silence after so many seconds from now on, and always before JAX does."""
-        self._silence = max(_LEAST, min(seconds, self._heartbeat / 2))
+        self._silence = max(LEAST_SILENCE_SECONDS, min(seconds, self._heartbeat / 2))
         for _, far in self._pairs:
             with contextlib.suppress(OSError):  # it is closed already
                 break_when_silent(far, self._silence)
@@ -104,7 +107,7 @@ class CoordinatorProxy:
                 near.close()
                 continue
             try:
-                far = socket.create_connection(self._upstream, 5.0)
+                far = socket.create_connection(self._upstream, LEAST_CONNECT_SECONDS)
             except OSError:
                 if self.is_given_up or (self._lost.is_set() and self.callbacks):
                     near.detach()  # keep it open and silent, as in `_copy_in`

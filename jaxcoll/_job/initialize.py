@@ -41,13 +41,11 @@ from jaxcoll._job.resolvers import ClusterResolver
 from jaxcoll._job.socket_folder import make_socket_folder
 from jaxcoll._job.specs import Member, host_and_port, is_loopback
 from jaxcoll._job.startup import arrive, connect_clients, exchange_devices, reach
-from jaxcoll._job.timing import JAX_STARTUP_SECONDS, SILENT_EXIT_SECONDS
+from jaxcoll._job.timing import JAX_STARTUP_SECONDS, LEAST_CONNECT_SECONDS, SILENT_EXIT_SECONDS
 from jaxcoll._plan import checks
 from jaxcoll.errors import DeadlineExceededError
 
 _LOG = logging.getLogger("jaxcoll")
-
-_CONNECTS = 5.0  # seconds that JAX's clients may always take to connect, once all have arrived
 
 
 @dataclasses.dataclass
@@ -229,7 +227,7 @@ def _enter_jax(
     # The coordinator sends no reports to a process that was restarted.
     reporting = None if rejoin else joined.connection
     try:
-        connect_clients(join, reporting, max(until - time.monotonic(), _CONNECTS))
+        connect_clients(join, reporting, max(until - time.monotonic(), LEAST_CONNECT_SECONDS))
         publish_host()
     except BaseException:
         proxy.close()

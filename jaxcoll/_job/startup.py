@@ -15,23 +15,25 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from jaxcoll._compat.coordination import store
+from jaxcoll._compat.coordination import Store, store
 from jaxcoll._job.coordinator import LONGEST, LONGEST_SECONDS, message
 from jaxcoll._job.coordinator_proxy import give_up_coordinator
+from jaxcoll._job.exchange import LateError, exchange
 from jaxcoll._job.liveness import CONNECTED, DEVICES, LEFT, CoordinatorConnection
 from jaxcoll._job.specs import Member, host_and_port
 from jaxcoll._job.threads import call_with_timeout
+from jaxcoll._job.timing import (
+    ARRIVAL_REPLY_SECONDS,
+    CANDIDATE_SECONDS,
+    COORDINATOR_GONE_SECONDS,
+    LEAST_DEVICES_SECONDS,
+    REACH_RETRY_SECONDS,
+)
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
-_RETRY_SECONDS = 0.05  # between two attempts to reach a coordinator that is not there yet
-_GONE_SECONDS = 2.0  # a coordinator that hung up and has not listened for so long has died
-_REPLY_SECONDS = 5.0  # that a busy coordinator may be late with its reply, at a deadline
-_CANDIDATE_SECONDS = 2.0  # to connect to one of several hosts where the coordinator may be
-_POLL_SECONDS = 0.02
-_LEAST_SECONDS = 5.0  # that the exchange of devices may always take, once all have begun
-_FOLDER, _HERE = "jaxcoll/devices", "here"
+_HERE, _LEFT = "jaxcoll/devices", "jaxcoll/devices_left"
 
 
 def arrive(member: Member, timeout: float) -> socket.socket:
@@ -41,7 +43,7 @@ def arrive(member: Member, timeout: float) -> socket.socket:
     refused, gone = "nothing listens there", float("inf")
     addresses = itertools.cycle((member.coordinator_address, *member.elsewhere))
     while (left := deadline - time.monotonic()) > 0:
-        left = min(left, _CANDIDATE_SECONDS) if member.elsewhere else left
+        left = min(left, CANDIDATE_SECONDS) if member.elsewhere else left
         try:
             connection = socket.create_connection(host_and_port(next(addresses)), left)
         except socket.gaierror as error:
@@ -66,8 +68,8 @@ def arrive(member: Member, timeout: float) -> socket.socket:
                 return _check_reply(connection, reply, member)
             connection.close()
             refused = "it hung up"
-            gone = gone if member.elsewhere else time.monotonic() + _GONE_SECONDS
-        time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
+            gone = gone if member.elsewhere else time.monotonic() + COORDINATOR_GONE_SECONDS
+        time.sleep(min(REACH_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise DeadlineExceededError(
         f"{title(member)}: could not reach the coordinator at {member.coordinator_address} within "
         f"{timeout:g} s ({refused}). Is process 0 running there, and can this host reach it? A "
@@ -90,7 +92,7 @@ def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[s
         while b"\n" not in received and len(received) <= LONGEST:
             # The coordinator gives up first. A process that did not wait for its reply would miss
             # who is absent, and the others would take this process for lost.
-            connection.settimeout(max(0.0, deadline - time.monotonic()) + _REPLY_SECONDS)
+            connection.settimeout(max(0.0, deadline - time.monotonic()) + ARRIVAL_REPLY_SECONDS)
             ahead = connection.recv(LONGEST, socket.MSG_PEEK)
             if not ahead:
                 break
@@ -174,7 +176,7 @@ def exchange_devices(
     try:
         with _barrier(connection, DEVICES) as check:
             await_all(timeout, check)
-            return call_with_timeout(make, max(timeout, _LEAST_SECONDS), check)
+            return call_with_timeout(make, max(timeout, LEAST_DEVICES_SECONDS), check)
     except DeadlineExceededError:
         raise
     except TimeoutError:
@@ -220,25 +222,30 @@ def await_all(timeout: float, check: Callable[[], None] | None = None) -> None:
     keys = store()
     if keys is None:
         return
-    keys.set(f"{_FOLDER}/{keys.process}", _HERE)
-    until = time.monotonic() + timeout
-    everyone = dict.fromkeys(map(str, range(keys.processes)), _HERE)
-    while (states := keys.all(_FOLDER)) != everyone:
-        left = sorted(int(rank) for rank, state in states.items() if state != _HERE)
-        if left or time.monotonic() > until:
-            keys.set(f"{_FOLDER}/{keys.process}", "left")  # for processes that come later
-            absent = [rank for rank in range(keys.processes) if str(rank) not in states]
-            raise DeadlineExceededError(
-                f"Process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
-                f"{keys.processes} did not begin to use devices within {timeout:g} s of the first; "
-                "all must begin before any can. A larger `initialization_timeout_seconds` waits "
-                "longer."
-                if absent
-                else "This process began to use devices after "
-                f"process{'es' * (len(left) > 1)} {', '.join(map(str, left))} had stopped waiting "
-                "for it. A larger `initialization_timeout_seconds` waits longer.",
-                ranks=absent or left,
-            )
+
+    def poll(absent: list[int]) -> None:
+        left = sorted(map(int, keys.all(_LEFT)))
+        if left:
+            _give_up(keys, absent, left, timeout)
         if check is not None:
             check()
-        time.sleep(_POLL_SECONDS)
+
+    try:
+        exchange(keys, _HERE, None, range(keys.processes), timeout, check=poll)
+    except LateError as error:
+        _give_up(keys, error.late, [], timeout)
+    poll([])  # all have come, but perhaps when some had left
+
+
+def _give_up(keys: Store, absent: Sequence[int], left: list[int], timeout: float) -> NoReturn:
+    keys.set(f"{_LEFT}/{keys.process}", "")  # for processes that come later
+    raise DeadlineExceededError(
+        f"Process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of {keys.processes} did "
+        f"not begin to use devices within {timeout:g} s of the first; all must begin before any "
+        "can. A larger `initialization_timeout_seconds` waits longer."
+        if absent
+        else "This process began to use devices after "
+        f"process{'es' * (len(left) > 1)} {', '.join(map(str, left))} had stopped waiting for it. "
+        "A larger `initialization_timeout_seconds` waits longer.",
+        ranks=absent or left,
+    )

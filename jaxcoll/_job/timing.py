@@ -1,6 +1,6 @@
-"""Every interval and timeout for noticing failures, in calls and in elastic runs.
+"""Every interval and timeout of a job: its start, its calls and elastic runs, and its end.
 
-A closed connection is noticed at once, without these (see `liveness`). They bound what connections
+A closed connection is noticed at once, without these (see `liveness`). Most bound what connections
 do not show: a process that is stopped, cut off, or in code that holds the interpreter lock.
 """
 
@@ -56,6 +56,23 @@ IDLE_POLL_SECONDS, GLOO_CONNECT_SECONDS = 0.25, 60.0
 """Time between two looks for addresses of a generation's connections, once so much time has passed
 since the last new one: by then Gloo has connected, whose timeout in XLA is 30 seconds."""
 
+REACH_RETRY_SECONDS, COORDINATOR_GONE_SECONDS = 0.05, 2.0
+"""Time between two attempts to reach a coordinator that is not there yet, and the time after which
+one that hung up and does not listen has died."""
+
+CANDIDATE_SECONDS = 2.0
+"""Timeout for a connection to one of several hosts where the coordinator may be."""
+
+ARRIVAL_REPLY_SECONDS = 5.0
+"""Time by which a busy coordinator may be late with its reply, at a process's deadline."""
+
+LEAST_CONNECT_SECONDS, LEAST_DEVICES_SECONDS = 5.0, 5.0
+"""Times that JAX's clients may always take to connect, once all processes have arrived, and the
+exchange of devices, once all have begun."""
+
+LEAST_SILENCE_SECONDS = 2.0
+"""Time for which a working connection to the coordinator may be silent."""
+
 JAX_STARTUP_SECONDS = 24 * 3600
 """Timeout given to JAX for its startup. JAX aborts the process at its end; our timeout is shorter
 and raises an error."""
@@ -69,3 +86,13 @@ SILENT_EXIT_SECONDS = 3.0
 
 ABANDONED_SECONDS = 0.5
 """Time for which a process's exit waits for abandoned calls to return."""
+
+GRACE_SECONDS, OUTPUT_SECONDS = 5.0, 1.0
+"""Times between a launcher's SIGTERM and its SIGKILL, and for the last output of what it ended."""
+
+SETTLE_SECONDS = 4.0
+"""Time in which survivors of a failure find out whether they can go on, before the launcher
+restarts the process that failed."""
+
+LAUNCHER_POLL_SECONDS = 0.05
+"""Time between a launcher's two looks at its processes."""

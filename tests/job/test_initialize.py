@@ -196,7 +196,7 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use(monkeypatch
         match=r"'no-such-host.invalid:1' cannot be resolved here .*came from the arguments",
     ):
         arrive(Member("no-such-host.invalid:1", 2, 1), 5)
-    monkeypatch.setattr("jaxcoll._job.startup._REPLY_SECONDS", 0.1)
+    monkeypatch.setattr("jaxcoll._job.startup.ARRIVAL_REPLY_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(

@@ -174,7 +174,7 @@ def test_the_first_failure_ends_all_and_is_the_exit_status(tmp_path, how, flags,
 def test_a_job_that_has_failed_is_started_again_whole_or_a_process_alone(
     tmp_path, launched, monkeypatch
 ):
-    monkeypatch.setattr(supervisor, "_SETTLE_SECONDS", 60.0)
+    monkeypatch.setattr(supervisor, "SETTLE_SECONDS", 60.0)
     file = script(tmp_path, FAILS)
     lives = lambda: {path.name: path.read_text() for path in tmp_path.glob("[01].[0-9]")}
     done = launched("-n", "2", "--keep-going", "--restarts", "1", file, "all", "1")
@@ -184,7 +184,7 @@ def test_a_job_that_has_failed_is_started_again_whole_or_a_process_alone(
     assert set(lives().values()) == {""}, "nobody was left to rejoin"
     for path in map(tmp_path.joinpath, lives()):
         path.unlink()
-    monkeypatch.setattr(supervisor, "_SETTLE_SECONDS", 1.0)
+    monkeypatch.setattr(supervisor, "SETTLE_SECONDS", 1.0)
     done = launched("-n", "2", "--keep-going", "--restarts", "1", file, "alone", "1")
     text = "process 1 of 2 ended with status 3; restarting it, to rejoin the others"
     assert done.returncode == 0

@@ -19,7 +19,7 @@ JOB = Path(__file__).with_name("regroup_job.py")
 @pytest.fixture
 def workers(launched, monkeypatch, tmp_path):
     """From a number and a job to the last result of each worker, and all that one of them had."""
-    monkeypatch.setattr(supervisor, "_SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "SETTLE_SECONDS", 0.2)
 
     def run(count, what):
         flags = ["-n", count, "--keep-going", "--restarts", 9, "--timeout-seconds", 120]

@@ -25,11 +25,13 @@ from jaxcoll._job.launch.subprocesses import (
     Running,
     killed_on_exit,
 )
+from jaxcoll._job.timing import (
+    GRACE_SECONDS,
+    LAUNCHER_POLL_SECONDS,
+    OUTPUT_SECONDS,
+    SETTLE_SECONDS,
+)
 
-_GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
-_SETTLE_SECONDS = 4.0  # in which survivors of a failure find out whether they can go on
-_OUTPUT_SECONDS = 1.0  # to read the last output of a job that was stopped
-_POLL_SECONDS = 0.05
 _LONGEST_LINE = 1 << 24  # characters
 # The line that Gloo prints on the program's standard output when it has connected, or what is left
 # of it if the threads of several devices print theirs at the same time
@@ -71,7 +73,7 @@ class Job:
             for rank in range(len(self.variables)):
                 self._start(running, rank)
             while None in self.statuses and not self._must_end(until):
-                time.sleep(_POLL_SECONDS)
+                time.sleep(LAUNCHER_POLL_SECONDS)
                 self._note_ended()
                 self._restart(running)
             self._terminate(running)
@@ -112,7 +114,7 @@ class Job:
             return
         for rank, at in list(self._failed_at.items()):
             status = self.statuses[rank]
-            if status is not None and time.monotonic() > at + _SETTLE_SECONDS:
+            if status is not None and time.monotonic() > at + SETTLE_SECONDS:
                 del self._failed_at[rank]
                 if self.may_restart(rank, status):
                     self.failed.remove(rank)
@@ -121,16 +123,16 @@ class Job:
 
     def _terminate(self, running: Running) -> None:
         """Signal all processes, and give them time to end, unless another signal comes."""
-        before, until = len(self.signals), time.monotonic() + _GRACE_SECONDS
+        before, until = len(self.signals), time.monotonic() + GRACE_SECONDS
         running.signal(self.interrupted or signal.SIGTERM)
         while any(process.poll() is None for process in self._processes.values()):
             if time.monotonic() > until or len(self.signals) > before:
                 return
-            time.sleep(_POLL_SECONDS)
+            time.sleep(LAUNCHER_POLL_SECONDS)
 
     def _wait_for_output(self, until: float) -> None:
         """Wait until all output is shown, but not for a process that has left the group."""
-        soon, before = time.monotonic() + _OUTPUT_SECONDS, len(self.signals)
+        soon, before = time.monotonic() + OUTPUT_SECONDS, len(self.signals)
         is_ended = self.is_late or self.interrupted
         for reader in self._readers:
             while reader.is_alive() and (reader.is_showing or time.monotonic() < soon):
