@@ -5,6 +5,8 @@
 #
 # Each host is a network namespace with a name and an address of its own; nothing of it can be reached from
 # elsewhere, and nothing is left of it at the end. Needs root, and Debian's slurm-wlm, munge, iproute2.
+# Jobs of the partition `high` preempt those of `low`, which are queued again. PROCTRACK=cgroup (needs version 1's
+# freezer): as at most sites, Slurm finds and ends every process of a step.
 set -eu
 if [ -e /run/netns/jcn1 ]; then
     echo "such a cluster is running already" >&2
@@ -12,6 +14,7 @@ if [ -e /run/netns/jcn1 ]; then
 fi
 here=$(mktemp -d /tmp/jaxcoll-slurm.XXXXXX)
 chmod 755 "$here"
+kinds="freezer memory cpuset devices cpuacct"
 
 end() {
     for host in jcn1 jcn2; do
@@ -20,6 +23,10 @@ end() {
         rm -rf "/etc/netns/$host"
     done
     if [ -f "$here/munged.pid" ]; then kill "$(cat "$here/munged.pid")"; fi
+    umount "$here"/cgroup.*/* 2>/dev/null || true
+    for host in jcn1 jcn2; do
+        for kind in $kinds; do find "/sys/fs/cgroup/$kind/$host" -depth -type d -exec rmdir {} + 2>/dev/null || true; done
+    done
     rm -rf "$here"
 }
 trap end EXIT
@@ -59,7 +66,7 @@ SlurmctldPidFile=$here/slurmctld.pid
 SlurmdPidFile=$here/slurmd.%n.pid
 SlurmctldLogFile=$here/slurmctld.log
 SlurmdLogFile=$here/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/${PROCTRACK:-linuxproc}
 TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
@@ -68,17 +75,41 @@ SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 KillWait=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=bf_interval=1,sched_interval=1
 NodeName=jcn1 NodeAddr=10.77.0.1 CPUs=4 State=UNKNOWN
 NodeName=jcn2 NodeAddr=10.77.0.2 CPUs=4 State=UNKNOWN
 PartitionName=all Nodes=jcn1,jcn2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE
+PartitionName=low Nodes=jcn1,jcn2 MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=10 PreemptMode=REQUEUE
+PartitionName=high Nodes=jcn1,jcn2 MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
 CONF
-echo CgroupPlugin=cgroup/v1 > "$here/cgroup.conf"  # which nothing above asks for; v2 would be looked for
+cat > "$here/cgroup.conf" << CONF
+CgroupPlugin=cgroup/v1
+CgroupMountpoint=$here/cgroup
+CgroupAutomount=no
+CONF
+if [ "${PROCTRACK:-}" = cgroup ]; then
+    mkdir "$here/cgroup"
+    for i in 1 2; do
+        for kind in $kinds; do  # each host has its own part of this system's
+            mkdir -p "$here/cgroup.$i/$kind" "/sys/fs/cgroup/$kind/jcn$i"
+            if [ "$kind" = cpuset ]; then
+                for file in cpuset.cpus cpuset.mems; do
+                    cat "/sys/fs/cgroup/cpuset/$file" > "/sys/fs/cgroup/cpuset/jcn$i/$file"
+                done
+            fi
+            mount --bind "/sys/fs/cgroup/$kind/jcn$i" "$here/cgroup.$i/$kind"
+        done
+    done
+fi
 
 on() {
     number=$1
     shift
     # A host's name is its own; what the system knows of it is not changed.
-    ip netns exec "jcn$number" unshare --uts sh -c 'hostname "$0"; exec "$@"' "jcn$number" "$@"
+    ip netns exec "jcn$number" unshare --uts --mount sh -c \
+        'hostname "jcn$0"; [ ! -d "$1.$0" ] || mount --rbind "$1.$0" "$1"; shift; exec "$@"' "$number" "$here/cgroup" "$@"
 }
 on 1 slurmctld
 on 1 slurmd
