@@ -78,7 +78,7 @@ class _Launcher(NamedTuple):
     """The variables that a launcher sets for each process."""
 
     name: str
-    count: str  # of the job's processes
+    size: str  # the number of processes
     rank: str
     needs: tuple[str, ...]  # without one of these, another launcher started the process
     local: str = ""  # the process's number on its host
@@ -91,7 +91,7 @@ class _Launcher(NamedTuple):
     def read(self, environment: Environment) -> Member | None:
         if not set(self.needs) <= set(environment):
             return None
-        count, rank = _numbers(environment, (self.count, self.rank), self.name)
+        count, rank = _numbers(environment, (self.size, self.rank), self.name)
         address, *elsewhere = self.addresses(environment) or (None,)
         here, ids = self.count_here(environment), None
         if here != 1 and self.local in environment:
@@ -214,7 +214,7 @@ _READERS: Sequence[Callable[[Environment], Member | None]] = (
     _PMI._replace(needs=(*_PMI.needs, "MPI_LOCALRANKID")).read,
     # A step may have fewer tasks than its job
     _SLURM_STEP._replace(
-        count="SLURM_STEP_NUM_TASKS", needs=(*_SLURM_STEP.needs, "SLURM_STEP_NUM_TASKS")
+        size="SLURM_STEP_NUM_TASKS", needs=(*_SLURM_STEP.needs, "SLURM_STEP_NUM_TASKS")
     ).read,
     *(_SLURM_STEP.read, _TORCH.read, _PMI.read),
 )  # fmt: skip

@@ -12,7 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+from tests.processes.hosts import hosts, pull_cable
 
 HERE = Path(__file__).parent
 SBATCH = HERE.parents[1] / "docs/examples/cluster/slurm.sbatch"
@@ -97,9 +100,27 @@ def train_step(x):
 
 for number in range(30):
     if number == 20 and jax.process_index() == late:
+        print("loads", flush=True)
         load(float(sys.argv[1]))
     train_step(rows).block_until_ready()
 print("finished", jax.process_index(), flush=True)
+"""
+
+# Adds a number over both processes, the second of which comes late.
+SUMS = """
+import os, sys, time
+value, late = map(float, sys.argv[1:])
+import jaxcoll as jc
+from jaxcoll._job.launchers import read_member
+rank = read_member(os.environ).process_id
+time.sleep(late * rank)
+try:
+    jc.initialize(initialization_timeout_seconds=30)
+except (ValueError, OSError, jc.errors.DeadlineExceededError) as error:
+    sys.exit(f"refused {type(error).__name__}")
+import numpy as np
+total = jc.data_parallel(lambda x: jc.psum(x.sum()))(np.full(1, value))
+print(f"sum {total:.0f} of {value:.0f}", flush=True)
 """
 
 
@@ -233,8 +254,73 @@ def hang_on_mpi():
     return status == 0 and names_late(output, 4)
 
 
+def hang_cut():
+    """Process 0's host is cut off: the others name it, or say that nothing can be known."""
+    with hosts(2) as two, tempfile.TemporaryDirectory() as folder:
+        Path(folder, "hangs.py").write_text(HANGS)
+        place = {"MASTER_ADDR": two.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+        inspect = [sys.executable, "-u", "-m", "jaxcoll", "inspect", "--hang-seconds", "4", "--run"]
+        logs = [Path(folder, f"{rank}.log") for rank in range(2)]
+        started = [
+            subprocess.Popen(
+                [*two.on(rank), *inspect, "hangs.py", "30"], cwd=folder,
+                env={**os.environ, **place, "RANK": str(rank), "JAX_PLATFORMS": "cpu"},
+                stdout=log.open("w"), stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(logs)
+        ]  # fmt: skip
+        until = time.monotonic() + 60
+        while "loads" not in logs[1].read_text() and time.monotonic() < until:
+            time.sleep(0.1)
+        pull_cable(two, 0)
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            time.sleep(1)
+        for process in started:
+            process.kill()
+            process.wait()
+        texts = [log.read_text() for log in logs]
+    for rank, text in enumerate(texts):
+        print(f"--- process {rank}", text, sep="\n")
+    return False
+
+
+def two_jobs():
+    """Two jobs at one address: a process of the other job is refused, and sums never mix."""
+    is_right = True
+    for launcher in ("mpirun.openmpi --bind-to none -n 2", "mpiexec.hydra -n 2"):
+        script = f"""
+        export JAX_COORDINATOR_ADDRESS=127.0.0.1:29518
+        {launcher} $PY sums.py 1 6 > first 2>&1 & sleep 2
+        {launcher} $PY sums.py 100 0
+        wait $! && cat first
+        """
+        _, output = run(script, files={"sums.py": SUMS})
+        sums = re.findall(r"sum (\d+) of (\d+)", output)
+        is_right &= sums == [("2", "1")] * 2 and "refused ValueError" in output
+    return is_right
+
+
+def doctor():
+    """`jaxcoll doctor` compares the processes of each launcher, and sees that they are bound."""
+    bound = "taskset -c 0 $PY -m jaxcoll doctor"
+    _, slurm = on_slurm(f"srun -N2 -n2 {bound}")
+    script = f"""
+    export JAX_COORDINATOR_ADDRESS=127.0.0.1:29519
+    mpirun.openmpi -n 2 --bind-to core $PY -m jaxcoll doctor; mpiexec.hydra -n 2 {bound}
+    export MASTER_ADDR=127.0.0.1 MASTER_PORT=29520 WORLD_SIZE=2
+    unset JAX_COORDINATOR_ADDRESS
+    RANK=1 {bound} & RANK=0 {bound}; wait
+    """
+    _, others = run(script)
+    found = re.findall(r"processes +(2 on \d host)", slurm + others)
+    warned = re.findall(r"cores +may use 1 of", slurm + others)
+    return found == ["2 on 2 host", *["2 on 1 host"] * 3] and len(warned) == 4
+
+
 CASES = {case.__name__: case for case in (
     first_ends, task_0_elsewhere, requeue, elastic, hang_on_slurm, hang_on_mpi,
+    hang_cut, two_jobs, doctor,
 )}  # fmt: skip
 
 if __name__ == "__main__":
