@@ -71,24 +71,27 @@ def equals_the_reference(got, value, op, n):
         )
 
 
+@pytest.mark.tensorflow("G1", "G2", "G5", "G8", "G32")
 @EVERY
-def test_G1_G2_G5_G8_G32_a_tree_equals_the_reference_exactly_where_sums_are_exact(runner, n, names):
+def test_tree_equals_reference(runner, n, names):
     value, _, each = found(runner, n, names)
     for _, got in each:
         for op in ("sum", "mean"):
             equals_the_reference(got[op]["tree"], value["tree"], op, n)
 
 
+@pytest.mark.tensorflow("L3")
 @EVERY
-def test_L3_a_float16_mean_does_not_overflow_where_the_mean_fits(runner, n, names):
+def test_float16_mean_does_not_overflow(runner, n, names):
     """A SUM that does not fit is infinite, everywhere."""
     for _, got in found(runner, n, names)[2]:
         np.testing.assert_allclose(got["mean"]["large"].astype("f"), 60000, rtol=1e-3)
         assert np.all(np.isinf(got["sum"]["large"]))
 
 
+@pytest.mark.tensorflow("G19", "G26")
 @pytest.mark.parametrize(("n", "names"), [(1, tuple(OPTIONS)), (6, BRIEF[2:])])
-def test_G19_G26_so_does_it_over_other_numbers_of_replicas(n, names):
+def test_other_replica_counts_equal_reference(n, names):
     value = tree(n)
     f = lambda x: {k: jc.all_reduce("sum", x, "data", options=OPTIONS[k]) for k in names}
     for got in run("checked", f, n, value).values():
@@ -136,7 +139,8 @@ def test_only_the_compilers_own_crosses_a_vmap_and_devices_at_once():
         run("checked", summed(), 4, x)
 
 
-def test_G23_G28_groups_are_axes():
+@pytest.mark.tensorflow("G23", "G28")
+def test_groups_are_axes():
     def f(v):
         both = (OPTIONS["auto"], OPTIONS["ring"])
         return [
@@ -149,8 +153,9 @@ def test_G23_G28_groups_are_axes():
         assert [x.tolist() for x in got] == [want] * 2
 
 
+@pytest.mark.tensorflow("F22", "G7")
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_F22_G7_a_reduction_in_a_loop_and_in_both_branches_of_a_cond(runner):
+def test_reductions_inside_control_flow(runner):
     def f(x):
         found = []
         for options in (OPTIONS["auto"], OPTIONS["ring"]):
@@ -239,8 +244,9 @@ def derivatives_of(runner, n, names):
     return per_replica(runner, f, n, jax.tree.map(np.ones_like, vectors(n)), vectors(n))
 
 
+@pytest.mark.tensorflow("G49", "H13", "H14")
 @DERIVATIVES
-def test_G49_H13_H14_the_cotangent_is_the_same_reduction_of_the_cotangents(runner, n, names):
+def test_cotangents_are_reduced_alike(runner, n, names):
     """Each replica has cotangents of its own. Forward mode reduces tangents.
 
     The second derivative: d/dx_i of Σ_j s³/3 is n·s², s the sum of n ones; once more over all

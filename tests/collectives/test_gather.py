@@ -42,6 +42,7 @@ def everything(n):
     }
 
 
+@pytest.mark.tensorflow("G20")
 @pytest.mark.parametrize(("runner", "n"), [*((r, 3) for r in RUNNERS), ("checked", 5)])
 def test_it_is_concatenation_in_replica_order_to_the_bit(runner, n):
     tree = everything(n)
@@ -58,8 +59,9 @@ def test_it_is_concatenation_in_replica_order_to_the_bit(runner, n):
                 assert_trees_equal(jax.tree.map(lambda x, i=i: x[i], out), want)
 
 
+@pytest.mark.tensorflow("K12", "K13")
 @EVERY
-def test_K12_K13_the_derivative_is_the_own_slice_of_the_summed_cotangents(runner):
+def test_gather_cotangent_is_own_slice(runner):
     """Of one array, and of one leaf of several; another c on each replica. Tangents are gathered."""
     n = 5
     names = OPTIONS if runner in ("checked", "pmap") else ["auto", "packed"]
@@ -125,6 +127,7 @@ def test_what_is_the_same_everywhere_is_repeated():
     assert found.tolist() == [0 + 2 + 4, 1 + 3 + 5]
 
 
+@pytest.mark.tensorflow("G16")
 def test_a_dimension_that_is_not_there_is_refused_by_name():
     tree = {"a": rows(2, 3, 4), "b": rows(2, 3)}
     for value, axis, message in (
@@ -161,10 +164,11 @@ def test_what_cannot_be_gathered_or_sent_is_refused_by_name(call, error, words):
 # broadcast
 
 
+@pytest.mark.tensorflow("G10", "G11")
 @pytest.mark.parametrize(
     ("runner", "name"), [*((r, "auto") for r in RUNNERS), ("checked", "ring"), ("pmap", "packed")]
 )
-def test_G10_G11_broadcast_gives_what_the_source_holds(runner, name):
+def test_broadcast_sends_the_source(runner, name):
     """What is not a number elsewhere does not spread, and the derivative goes to the source."""
     n, source = 5, 3
     tree = {**everything(n), "scalar": rows(n), "bad": np.full((n, 2), np.nan, "f")}

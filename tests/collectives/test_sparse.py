@@ -22,14 +22,16 @@ def indices(*shape, seed=0):
 # The value
 
 
-def test_B9_B11_duplicates_stand_for_their_sum():
+@pytest.mark.tensorflow("B9", "B11")
+def test_duplicates_stand_for_their_sum():
     first = IndexedSlices([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [1, 1, 3], (5, 2))
     second = IndexedSlices([[4.0, 6.0], [5.0, 6.0]], [1, 3], (5, 2))
     np.testing.assert_array_equal(first.to_dense(), second.to_dense())
     assert first.to_dense().tolist() == [[0, 0], [4, 6], [0, 0], [5, 6], [0, 0]]
 
 
-def test_E5_it_is_one_leaf_or_two():
+@pytest.mark.tensorflow("E5")
+def test_slices_are_one_leaf():
     sparse = IndexedSlices(jnp.ones((2, 3)), jnp.arange(2), (5, 3))
     doubled = jax.jit(lambda x: jax.tree.map(lambda a: a * 2, x))(sparse)
     assert isinstance(doubled, IndexedSlices)
@@ -118,8 +120,9 @@ def test_calls_that_cannot_be_answered_say_why():
 # Reduction
 
 
+@pytest.mark.tensorflow("F16", "F17", "F19", "F20", "H19")
 @pytest.mark.parametrize(("runner", "n"), [*((runner, 3) for runner in RUNNERS), ("checked", 8)])
-def test_F16_F17_F19_F20_H19_it_is_the_reduction_of_the_dense_array_in_its_place(runner, n):
+def test_sparse_reduction_equals_dense(runner, n):
     """With every row kept, beside dense leaves, and by itself in each element of a `vmap`."""
     v, i, many = rows(n, 4, 3), indices(n, 4), indices(n, 5, 2, seed=1)
 
@@ -159,10 +162,11 @@ def test_F16_F17_F19_F20_H19_it_is_the_reduction_of_the_dense_array_in_its_place
     np.testing.assert_array_equal(each, want)
 
 
+@pytest.mark.tensorflow("L44")
 @pytest.mark.parametrize(
     ("runner", "op"), [*((runner, "mean") for runner in RUNNERS), ("checked", "sum")]
 )
-def test_L44_its_derivative_is_that_of_the_dense_reduction(runner, op):
+def test_sparse_derivative_equals_dense(runner, op):
     n = 4
 
     def f(v, i, w):

@@ -42,7 +42,8 @@ def sizes(ops, programs, counts, dtype="f"):
     return programs.sizes()
 
 
-def test_L76_L77_small_arrays_travel_in_groups(programs):
+@pytest.mark.tensorflow("L76", "L77")
+def test_small_arrays_travel_in_groups(programs):
     grouped = AllReduceCrossDeviceOps("nccl", 0, 40, 10)
     assert sizes(grouped, programs, [2, 2, 100, 2, 2, 2]) == [4, 100, 6]
     assert sizes(grouped, programs, [20, 20, 21], "f2") == [40, 21], "40 bytes are small"
@@ -54,7 +55,8 @@ def test_L76_L77_small_arrays_travel_in_groups(programs):
         assert sizes(off, programs, [2, 2, 100]) == [2, 2, 100]
 
 
-def test_L20_L22_L23_num_packs_comes_first_and_bytes_per_pack_of_a_call_before_all(programs):
+@pytest.mark.tensorflow("L20", "L22", "L23")
+def test_call_packing_comes_first(programs):
     """TensorFlow's list is reversed, its limit a floor; eager calls ignore it."""
     assert sizes(AllReduceCrossDeviceOps("nccl", 1, 40, 10), programs, [2, 2, 100]) == [104]
     value = PerReplica([[np.ones(2, "f"), np.ones(3, "f"), np.ones(9, "f")]] * 2)
@@ -78,11 +80,12 @@ def test_an_algorithm_that_there_is_not_is_refused(bad):
         AllReduceCrossDeviceOps(bad)
 
 
+@pytest.mark.tensorflow("L82", "L83")
 @pytest.mark.parametrize("bad", [-1, 1.5, 2.0, True, "1", None])
 @pytest.mark.parametrize(
     "name", ["num_packs", "agg_small_grads_max_bytes", "agg_small_grads_max_group"]
 )
-def test_L82_L83_numbers_are_non_negative_integers(bad, name):
+def test_packing_numbers_are_checked(bad, name):
     message = (
         rf"`{name}` must be a non-negative integer .*\(0: no (packing|grouping)\); got {bad!r}"
     )
@@ -112,6 +115,7 @@ def test_they_are_one_family_and_say_what_they_are():
 # CollectiveAllReduce
 
 
+@pytest.mark.tensorflow("G50")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -127,12 +131,13 @@ def test_they_are_one_family_and_say_what_they_are():
         ((["cpu:0"], 1, "ring"), "`options` must be a CommunicationOptions, as in .*, or None; got 'ring'"),
     ],
 )  # fmt: skip
-def test_G50_collective_arguments_are_checked(arguments, message):
+def test_collective_arguments_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         CollectiveAllReduce(*arguments)
 
 
-def test_G13_G14_G34_L56_a_value_on_other_devices_is_refused_and_the_next_call_works():
+@pytest.mark.tensorflow("G13", "G14", "G34", "L56")
+def test_other_devices_are_refused():
     ops = CollectiveAllReduce(devices(3), 3)
     other, own = PerReplica([1.0, 2.0]), PerReplica([1.0, 2.0, 3.0])
     message = "`CollectiveAllReduce` reduces over its own 3 devices, cpu:0, cpu:1, cpu:2; got a value over cpu:0, cpu:1"

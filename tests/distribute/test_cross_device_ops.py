@@ -1,4 +1,4 @@
-"""CrossDeviceOps: rows of tensorflow_cases.md, laws, and what is refused."""
+"""CrossDeviceOps: TensorFlow's cases, laws, and what is refused."""
 
 import functools
 
@@ -30,8 +30,9 @@ SIMPLE = pytest.mark.parametrize("ops", [ReductionToOneDevice(), NCCL], ids=["on
 # Part L
 
 
+@pytest.mark.tensorflow("L2", "L41")
 @SIMPLE
-def test_L2_L41_16_bit_floats_keep_their_type(ops):
+def test_short_floats_keep_their_type(ops):
     large = PerReplica([[np.array(60000, dtype) for dtype in ("float16", "bfloat16")]] * 3)
     means, totals = (ops.reduce(op, large, "cpu:0") for op in ("mean", "sum"))
     assert [x.dtype for x in means] == [x.dtype for x in totals] == ["float16", "bfloat16"]
@@ -39,7 +40,8 @@ def test_L2_L41_16_bit_floats_keep_their_type(ops):
     assert [np.isinf(total.astype("f").item()) for total in totals] == [True, False]
 
 
-def test_L4_booleans_are_refused():
+@pytest.mark.tensorflow("L4")
+def test_booleans_are_refused():
     value = PerReplica([{"ok": True}, {"ok": False}])
     with pytest.raises(ValueError, match=r"cannot reduce leaf \['ok'\]: booleans have no sum"):
         NCCL.reduce("sum", value, value)
@@ -49,13 +51,14 @@ def test_L4_booleans_are_refused():
         NCCL.reduce("sum", jax.random.key(0), "cpu:0")
 
 
+@pytest.mark.tensorflow("L10")
 @pytest.mark.parametrize(
     "bad",
     ["", "cpu", "cpu:x", "xpu:0", "cpu:8", [0], (1,), 3, None, np.ones(2), "job:a/cpu:0",
      "/job:worker/task:1/device:CPU:0", "/job:worker/task:0/device:CPU:8", "/job:ps/task:0/device:CPU:0",
      "/job:worker/device:CPU:0", "/job:worker/task:0cpu:1"],
 )  # fmt: skip
-def test_L10_a_destination_that_is_no_device_is_refused(bad):
+def test_bad_destinations_are_refused(bad):
     value = PerReplica([1.0, 2.0])
     message = (
         r"(expects destinations to be a PerReplica, a Mirrored, a jax.Array, a device or a device "
@@ -95,7 +98,8 @@ def test_a_task_without_a_device_is_its_first_and_what_an_array_lies_on_are_its_
     check(NcclAllReduce().reduce("sum", value, wide), 4.0, on(devices(3)))
 
 
-def test_L13_what_batch_reduce_takes():
+@pytest.mark.tensorflow("L13")
+def test_batch_reduce_refuses_malformed_pairs():
     value = PerReplica([1.0, 2.0])
     assert NCCL.batch_reduce("sum", []) == []
     generator = ((value, value) for _ in range(2))
@@ -136,8 +140,9 @@ def test_accumulation_fn_is_applied_to_the_components_and_mean_divides_it():
 # Nothing is copied or compiled twice
 
 
+@pytest.mark.tensorflow("L14")
 @SIMPLE
-def test_L14_one_replica_in_place_comes_back_as_it_is(ops):
+def test_one_replica_in_place_returns_itself(ops):
     x, y = (jax.device_put(np.full(5, i, "f"), jax.devices()[i]) for i in (1, 2))
     one, rows = Mirrored.from_global({"x": x}), jc.IndexedSlices(y, jnp.arange(5))
     for op in ("sum", "mean"):
@@ -273,7 +278,8 @@ def test_reduce_to_device_and_accumulation_fn_are_checked(arguments, message):
         ReductionToOneDevice(*arguments).reduce("sum", value, value)
 
 
-def test_L7_a_reduction_to_one_device_is_one_of_the_family_and_stays_within_a_process(monkeypatch):
+@pytest.mark.tensorflow("L7")
+def test_one_device_reduction_stays_local(monkeypatch):
     with pytest.raises(TypeError, match=r"abstract method '?_prepare"):
         jc.distribute.CrossDeviceOps()
     assert issubclass(NcclAllReduce, jc.distribute.CrossDeviceOps)

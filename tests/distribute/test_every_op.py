@@ -22,8 +22,9 @@ import jaxcoll as jc
 from jaxcoll import CommunicationOptions, PerReplica
 
 
+@pytest.mark.tensorflow("B8")
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_B8_broadcast(n):
+def test_broadcast_copies_everywhere(n):
     ops = jc.NcclAllReduce()
     for one in (1.0, np.float32(1), jnp.ones(())):
         for to in (on(devices(n)), on(devices(1)), "/device:CPU:0"):
@@ -118,8 +119,10 @@ def calls_of(ops):
     ]
 
 
+@pytest.mark.tensorflow("G4", "G29", "G31")
+@pytest.mark.tensorflow("F25", "F26", "F28")
 @pytest.mark.parametrize("kind", ["one", "workers"])
-def test_F25_F26_F28_the_deadline_of_a_call_bounds_it_and_the_next_call_works(kind, release):
+def test_deadline_bounds_a_call(kind, release):
     calls = calls_of(KINDS[kind](8))
     check_bounded(calls, release, options=SHORT)
     with CompileCounter() as compiled:
@@ -157,7 +160,8 @@ def ones():
     return jnp.ones(())
 
 
-def test_F23_threads_that_launch_at_the_same_time_do_not_interleave():
+@pytest.mark.tensorflow("F23")
+def test_threads_do_not_interleave():
     def launch(who):
         ops, value = jc.distribute.CollectiveAllReduce(devices(2), 2), PerReplica([who] * 2)
         batches = [ops.batch_reduce("sum", [(value, value)] * 2) for _ in range(20)]

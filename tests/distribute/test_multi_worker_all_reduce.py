@@ -47,7 +47,8 @@ def test_what_is_asked_is_in_the_program(programs, alg):
     assert (((0, 1, 2, 3), (4, 5, 6, 7)) in programs.groups()) == bool(inside)
 
 
-def test_L71_each_size_takes_its_tuple_and_the_results_keep_their_order(programs):
+@pytest.mark.tensorflow("L71")
+def test_sizes_take_their_routes(programs):
     """Limits are bytes and inclusive: 16 float32 are 64 bytes."""
     counts = [64, 16, 17, 4, 64, 4]
     pairs = [of_replicas(4, lambda d, i=i, c=c: np.full((c,), 10 * i + d, "f"))
@@ -95,7 +96,8 @@ class Named(NamedTuple):
     limit: int
 
 
-def test_L74_the_forms():
+@pytest.mark.tensorflow("L74")
+def test_spec_forms_are_equal():
     for spec in (
         "xring",
         "XRING",
@@ -110,6 +112,7 @@ def test_L74_the_forms():
     assert parsed(named[1]) == parsed(named)[1:]
 
 
+@pytest.mark.tensorflow("L73", "L74")
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -125,7 +128,7 @@ def test_L74_the_forms():
           for first, last in ((8, -1), (4, -1), (-1, -1), (2, 8), (-2, -1), (1.5, -1), (True, -1))),
     ],
 )  # fmt: skip
-def test_L73_L74_what_is_malformed_is_refused(spec, message):
+def test_malformed_specs_are_refused(spec, message):
     with pytest.raises(ValueError, match="all_reduce_spec.*" + message):
         parsed(spec)
 
@@ -156,6 +159,7 @@ def test_workers_are_neighbours_or_lists_of_devices_in_any_order(programs):
 # Bad input
 
 
+@pytest.mark.tensorflow("L73")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -171,6 +175,6 @@ def test_workers_are_neighbours_or_lists_of_devices_in_any_order(programs):
         ((["a", "b"], 1, "nccl", -1), "`num_packs` must be a non-negative integer"),
     ],
 )  # fmt: skip
-def test_L73_arguments_are_checked(arguments, message):
+def test_worker_arguments_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         MultiWorkerAllReduce(*arguments)

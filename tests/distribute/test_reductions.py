@@ -7,6 +7,7 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import devices, on
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -156,6 +157,15 @@ value = st.builds(
 )
 
 
+@pytest.mark.tensorflow("B1", "B2", "B4", "B5", "B7")
+@pytest.mark.tensorflow("C1", "C2", "C4")
+@pytest.mark.tensorflow("D14", "D16")
+@pytest.mark.tensorflow("E1", "E2", "E4")
+@pytest.mark.tensorflow("F1", "F2", "F4", "F5", "F7", "F8", "F10", "F11", "F13")
+@pytest.mark.tensorflow("F14", "F20", "F31", "F32", "F34", "F35")
+@pytest.mark.tensorflow("G44", "G47")
+@pytest.mark.tensorflow("L1", "L8", "L11", "L16", "L17", "L25", "L26", "L31", "L38")
+@pytest.mark.tensorflow("L40", "L43", "L67", "L68", "L70", "L80")
 @settings(max_examples=35)
 @given(
     kind=st.sampled_from([*KINDS]),

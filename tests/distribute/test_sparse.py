@@ -20,8 +20,9 @@ def sparse(values, indices, dense_shape=None):
 B9 = [sparse([[1, 2]], [1], (5, 2)), sparse([[3, 4], [5, 6]], [1, 3], (5, 2))]
 
 
+@pytest.mark.tensorflow("B9", "B10", "B11", "L28", "L29")
 @SIMPLE
-def test_B9_B10_B11_L28_L29_rows_stay_sparse_in_replica_order_with_duplicates(ops):
+def test_sparse_rows_keep_replica_order(ops):
     value = PerReplica(B9)
     for to in (value, "cpu:0"):
         total, mean = (
@@ -36,7 +37,8 @@ def test_B9_B10_B11_L28_L29_rows_stay_sparse_in_replica_order_with_duplicates(op
         assert exact.dense_shape == (5, 2)
 
 
-def test_E7_a_broadcast_without_a_dense_shape():
+@pytest.mark.tensorflow("E7")
+def test_broadcast_needs_no_dense_shape():
     got = NcclAllReduce().broadcast(sparse([1], [0]), "cpu:1")
     assert (got.values.tolist(), got.indices.tolist(), got.dense_shape) == ([1.0], [0], None)
     assert got.values.devices() == {jax.devices()[1]}

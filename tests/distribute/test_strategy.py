@@ -1,4 +1,4 @@
-"""Strategies: rows of tensorflow_cases.md, laws, and what is refused where."""
+"""Strategies: TensorFlow's cases, laws, and what is refused where."""
 
 import copy
 import functools
@@ -69,7 +69,8 @@ def local(s, value):
 # Part A
 
 
-def test_A16_A17_A19_A20_each_leaf_of_a_nest_is_distributed():
+@pytest.mark.tensorflow("A16", "A17", "A19", "A20")
+def test_each_leaf_is_distributed():
     nest = lambda c: {"a": (1 * c, [2 * c]), "b": (3 * c, 4 * c)}
     for kind, scale in ((PerReplica, (1, 10)), (Mirrored, (1, 1)), (PerReplica, (1,))):
         value = kind([nest(c) for c in scale])
@@ -83,6 +84,7 @@ def named():
     return "x"
 
 
+@pytest.mark.tensorflow("A10", "A22")
 @pytest.mark.parametrize(
     ("error", "fn", "words"),
     [
@@ -95,19 +97,22 @@ def named():
           for size in (3, 2)),
     ],
 )  # fmt: skip
-def test_A10_A22_what_a_replica_cannot_do_is_refused(error, fn, words):
+def test_replica_functions_are_refused(error, fn, words):
     """No array, a length of its own, or a vmap that takes the name of the replicas."""
     with pytest.raises(error, match=words):
         PAIR.run(fn)
 
 
-def test_A11_outside_a_distributed_value_is_no_array():
+@pytest.mark.tensorflow("J22")
+@pytest.mark.tensorflow("A11")
+def test_distributed_value_is_no_array():
     with pytest.raises(TypeError, match="unsupported operand"):
         PerReplica([1.0, 2.0]) + 1
 
 
+@pytest.mark.tensorflow("A23")
 @TWO
-def test_A23_local_results_are_one_structure_for_each_replica(s):
+def test_local_results_have_replica_structure(s):
     result = lambda i: (
         {"a": 1, "b": 2}, [1, 2], (1, 2, 3), ({"a": 1}, {"b": 2}), {"a": 1.5, "b": 2.5}, i,
         {"a": i + 1, "b": i + 2},
@@ -132,7 +137,8 @@ def test_local_results_that_lie_elsewhere_are_counted_in_their_own_order_and_non
 # Part H
 
 
-def test_H10_strategies_are_not_mixed():
+@pytest.mark.tensorflow("H10")
+def test_strategies_are_not_mixed():
     other = STRATEGIES["mirrored-3"]
     with PAIR.scope(), PAIR.scope():
         for call in (
@@ -146,7 +152,8 @@ def test_H10_strategies_are_not_mixed():
     assert local(other, other.run(lambda: 1.0)) == [1.0] * 3
 
 
-def test_H13_H14_H31_the_derivative_of_all_reduce():
+@pytest.mark.tensorflow("H13", "H14", "H31")
+def test_all_reduce_has_its_derivative():
     """y = all_reduce(x)·c: each replica's derivative is the all_reduce of the c."""
     s, n, outside = PAIR, 2, jnp.float32(42)
 
@@ -164,8 +171,11 @@ def test_H13_H14_H31_the_derivative_of_all_reduce():
     assert local(s, out) == [([[total] * 4, [total / n] * 4], 0.0)] * n
 
 
+@pytest.mark.tensorflow("K31")
+@pytest.mark.tensorflow("H1", "H2", "H4", "H11", "H16", "H17", "H20", "H22", "H26")
+@pytest.mark.tensorflow("J2", "J10", "J11", "J13", "J14", "L35")
 @EVERY
-def test_H1_H2_H4_H11_H16_H17_H20_H22_H26_J2_J10_J11_J13_J14_L35_what_a_run_returns_and_its_sums(s):
+def test_run_returns_values_and_sums(s):
     """A value counts once a replica wherever it was made; the rows of a table are one value."""
     n, outside = s.num_replicas_in_sync, jnp.float32(1)
     rows = lambda: jc.IndexedSlices(jnp.ones((1, 1)), jnp.array([1]), (3, 1))
@@ -193,7 +203,8 @@ def test_H1_H2_H4_H11_H16_H17_H20_H22_H26_J2_J10_J11_J13_J14_L35_what_a_run_retu
     assert [x[0].to_dense()[:, 0].tolist() for x in tables] == [[0, n, 0], [0, 1, 0]]
 
 
-def test_H28_J1_J5_J7_K28_a_training_loop_whose_state_is_mirrored():
+@pytest.mark.tensorflow("H28", "J1", "J5", "J7", "K28")
+def test_training_loop_keeps_mirrored_state():
     s = STRATEGIES["multi-ring"]
     n = s.num_replicas_in_sync
     tx = optax.sgd(0.05 / n, momentum=0.5)
@@ -215,8 +226,9 @@ def test_H28_J1_J5_J7_K28_a_training_loop_whose_state_is_mirrored():
     assert (type(w), type(grads)) == (Mirrored, PerReplica)
 
 
+@pytest.mark.tensorflow("H32")
 @TWO
-def test_H32_an_exception_reaches_the_caller_and_the_next_call_works(s):
+def test_exceptions_reach_the_caller(s):
     def broken(x):
         all_reduce("sum", x)
         raise KeyError("mine")
@@ -227,7 +239,8 @@ def test_H32_an_exception_reaches_the_caller_and_the_next_call_works(s):
     assert local(s, s.run(lambda x: x, (1.0,))) == [1.0] * s.num_replicas_in_sync
 
 
-def test_A7_A8_H34_ten_runs_are_one_trace_and_one_program_a_shape():
+@pytest.mark.tensorflow("A7", "A8", "H34")
+def test_runs_share_one_program():
     s = STRATEGIES["mirrored-3"]
     traces = []
 
@@ -250,7 +263,9 @@ def test_A7_A8_H34_ten_runs_are_one_trace_and_one_program_a_shape():
 # Part I, J
 
 
-def test_I1_I2_I5_what_reduces_between_programs():
+@pytest.mark.tensorflow("B13", "B14", "B16", "I1")
+@pytest.mark.tensorflow("I1", "I2", "I5")
+def test_default_ops_reduce():
     """One default for all topologies; what the user passes is used."""
     calls = []
 
@@ -265,8 +280,9 @@ def test_I1_I2_I5_what_reduces_between_programs():
     assert len(calls) == 2
 
 
+@pytest.mark.tensorflow("J4", "J8", "J20")
 @TWO
-def test_J4_J8_J20_update_runs_once_on_each_component(s):
+def test_update_runs_on_each_component(s):
     n = s.num_replicas_in_sync
     w = Mirrored([{"w": np.float32(1), "b": np.ones(2, "f")}] * n, devices=s.devices)
     add = lambda p, x: jax.tree.map(lambda v: v + x, p)
@@ -287,8 +303,9 @@ def test_J4_J8_J20_update_runs_once_on_each_component(s):
 # Part K: gather
 
 
+@pytest.mark.tensorflow("A13", "A14", "K1", "K2", "K4", "K10", "K11")
 @TWO
-def test_A13_A14_K1_K2_K4_K10_K11_gather_and_all_gather(s):
+def test_gathers_join_the_parts(s):
     given = {0: ([1, 2, 3], [[1, 2, 3]], [[[1, 2], [1, 2]]]), 1: ([[1, 2, 3]], [[[1, 2], [1, 2]]]),
              -1: ([[1, 2, 3]],), 2: ([[[1, 2], [1, 2]]],)}  # fmt: skip
     n = s.num_replicas_in_sync
@@ -307,6 +324,7 @@ def test_A13_A14_K1_K2_K4_K10_K11_gather_and_all_gather(s):
                 np.testing.assert_array_equal(result, want)
 
 
+@pytest.mark.tensorflow("H5", "H8", "K5", "L32", "L34", "L49", "L50")
 @settings(max_examples=16)
 @given(
     s=st.sampled_from([STRATEGIES[name] for name in UNLIKE]),
@@ -316,9 +334,7 @@ def test_A13_A14_K1_K2_K4_K10_K11_gather_and_all_gather(s):
     dtype=st.sampled_from(["float32", "int32", "float16", "bfloat16"]),
     seed=st.integers(0, 99),
 )
-def test_H5_H8_K5_L32_L34_L49_L50_along_axes_is_numpys_result_over_all_elements(
-    s, op, axis, form, dtype, seed
-):
+def test_axis_reduction_equals_numpy(s, op, axis, form, dtype, seed):
     """Uneven shares are weighted by element; leaves of a tree are reduced and gathered alone."""
     n, rng = s.num_replicas_in_sync, np.random.default_rng(seed)
     first = np.atleast_1d(axis)[0]
@@ -379,6 +395,7 @@ def test_a_mean_along_an_axis_fits_where_its_sum_overflows():
     assert (half.dtype, float(half)) == (np.float16, 60000)
 
 
+@pytest.mark.tensorflow("K7", "K8")
 @pytest.mark.parametrize(
     ("part", "words"),
     [
@@ -387,7 +404,7 @@ def test_a_mean_along_an_axis_fits_where_its_sum_overflows():
         (lambda i: np.ones(i + 1, "i4" if i == 1 else "f"), "dtype int32 on replica 1, float32 on replica 0"),
     ],
 )  # fmt: skip
-def test_K7_K8_parts_that_do_not_fit_are_refused_with_both_shapes(part, words):
+def test_unfit_parts_show_both_shapes(part, words):
     value = of_replica(PAIR, part)
     for name, call in (("gather", PAIR.gather), ("reduce", functools.partial(PAIR.reduce, "sum"))):
         with pytest.raises(ValueError, match=f"`{name}` expects one .*{words}"):
@@ -397,7 +414,8 @@ def test_K7_K8_parts_that_do_not_fit_are_refused_with_both_shapes(part, words):
 # Part L, and laws
 
 
-def test_L46_L47_a_plain_value_has_a_mean_and_no_sum():
+@pytest.mark.tensorflow("L46", "L47")
+def test_plain_value_has_no_sum():
     rows = jc.IndexedSlices([[1.0]], [2], (3, 1))  # rows of one table have no sum over replicas
     to, batch_to = PAIR.extended.reduce_to, PAIR.extended.batch_reduce_to
     for plain in (1.0, np.float32(2), jnp.ones(()), rows):
@@ -545,8 +563,9 @@ def test_a_distributed_value_that_was_captured_is_refused():
 # Datasets
 
 
+@pytest.mark.tensorflow("H29")
 @TWO
-def test_H29_a_dataset_is_split_into_consecutive_shares(s):
+def test_dataset_shares_are_consecutive(s):
     n = s.num_replicas_in_sync
     x = np.arange(2 * n * 3, dtype="f").reshape(2 * n, 3)
     source = [(x, {"y": np.arange(2 * n, dtype="i4"), "none": None})] * 2
@@ -706,6 +725,7 @@ MATRIX = of_replica(PAIR, lambda i: np.ones((2, 3), "f"))
 SLICES = PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
 
 
+@pytest.mark.tensorflow("G16")
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
@@ -737,6 +757,7 @@ def test_what_reduce_and_gather_are_given_is_checked(error, message, call):
         call()
 
 
+@pytest.mark.tensorflow("H38")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -755,11 +776,12 @@ def test_what_reduce_and_gather_are_given_is_checked(error, message, call):
          r"`communication_options` must be a CommunicationOptions or None"),
     ],
 )  # fmt: skip
-def test_H38_arguments_of_a_strategy_that_are_none_are_refused(make, message):
+def test_bad_strategy_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
+@pytest.mark.tensorflow("H37")
 def test_a_strategy_can_be_shown_and_copied():
     ops = jc.distribute.CollectiveAllReduce(devices(2), 2)
     for immutable in (PAIR, ops, jc.distribute.ReductionToOneDevice("cpu:1")):

@@ -172,6 +172,7 @@ def test_a_mask_is_never_dropped(take):
 # Bad input
 
 
+@pytest.mark.tensorflow("L5")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("values", "message"),
@@ -193,7 +194,7 @@ def test_a_mask_is_never_dropped(take):
         ([1] * 9, "`{}` expects one device for each value; got 9 values and 8 devices"),
     ],
 )  # fmt: skip
-def test_L5_values_that_are_no_replicas_are_refused(kind, values, message):
+def test_bad_replica_values_are_refused(kind, values, message):
     with pytest.raises(ValueError, match=message.format(kind.__name__)):
         values(kind) if callable(values) else kind(values)
 
@@ -290,7 +291,8 @@ def test_a_value_is_indexed_by_a_replica_id(bad):
         jc.PerReplica([1.0, 2.0, 3.0])[bad]
 
 
-def test_A5_a_value_is_taken_apart_copied_in_place_and_shown_and_not_pickled():
+@pytest.mark.tensorflow("A5")
+def test_values_copy_show_never_pickle():
     value = jc.PerReplica([1.0, 2.0, 3.0])
     leaves, treedef = jax.tree.flatten(value)
     again = (treedef.unflatten(leaves), jc.PerReplica(value.values))

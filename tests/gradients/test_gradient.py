@@ -156,8 +156,9 @@ def found(runner, n):
 EVERY = pytest.mark.parametrize(("runner", "n"), [*((r, 8) for r in RUNNERS), ("checked", 1)])
 
 
+@pytest.mark.tensorflow("K32")
 @EVERY
-def test_K32_means_and_sums_are_those_of_one_device(runner, n):
+def test_gradients_equal_one_device(runner, n):
     """Of the whole share at once and in pieces; a weighted mean is exact for uneven shares.
 
     Gradients may be left in shards.

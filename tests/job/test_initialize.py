@@ -118,6 +118,7 @@ def test_a_coordinator_may_be_late_with_its_reply():
         raise error
 
 
+@pytest.mark.tensorflow("G41")
 def test_one_that_dies_before_all_are_here_is_named_at_once(coordinator):
     address = coordinator(3).address
     host, port = address.split(":")
@@ -279,7 +280,8 @@ def tf_config(cluster, kind=None, index=None, **arguments):
     return jc.distribute.TFConfigClusterResolver(environment=env, **arguments)
 
 
-def test_K14_K16_K17_K19_K20_the_tf_config_resolver_and_its_arguments():
+@pytest.mark.tensorflow("K14", "K16", "K17", "K19", "K20")
+def test_tf_config_resolver_reads_arguments():
     resolver = tf_config({"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "worker", 0, task_id=1)
     assert resolver.cluster_spec() == {"chief": ("a:1",), "worker": ("b:1", "c:1")}
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 1, "grpc://c:1")
@@ -300,6 +302,7 @@ def test_K14_K16_K17_K19_K20_the_tf_config_resolver_and_its_arguments():
         typed.master("worker", 7)
 
 
+@pytest.mark.tensorflow("K22")
 @pytest.mark.parametrize(
     ("cluster", "kind", "index", "words"),
     [
@@ -310,7 +313,7 @@ def test_K14_K16_K17_K19_K20_the_tf_config_resolver_and_its_arguments():
         (["a:1"], "worker", 0, "'cluster' must be a JSON object"),
     ],
 )  # fmt: skip
-def test_K22_what_the_tf_config_resolver_refuses(cluster, kind, index, words):
+def test_tf_config_resolver_refuses(cluster, kind, index, words):
     with pytest.raises(ValueError, match=words):
         tf_config(cluster, kind, index).member()
 

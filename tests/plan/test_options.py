@@ -16,7 +16,8 @@ from jaxcoll import CommunicationOptions as Options
 from jaxcoll._plan.options import UNSET
 
 
-def test_A1_defaults_are_those_of_the_reference_page_and_what_is_given_reads_back():
+@pytest.mark.tensorflow("A1")
+def test_options_keep_what_is_given():
     options = Options()
     assert options.bytes_per_pack == 0
     assert options.timeout_seconds is None
@@ -41,15 +42,17 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.tensorflow("A2")
 @pytest.mark.parametrize(
     ("name", "bad"), [(name, bad) for name, (_, values) in BAD.items() for bad in values]
 )
-def test_A2_a_bad_value_is_named(name, bad):
+def test_bad_option_is_named(name, bad):
     with pytest.raises(ValueError, match=f"`{name}` {BAD[name][0]}"):
         Options(**{name: bad})
 
 
-def test_H7_strings_name_reduce_ops_in_any_case():
+@pytest.mark.tensorflow("H7")
+def test_strings_name_reduce_ops():
     assert {jc.ReduceOp.of(s) for s in ("mean", "MEAN", "Mean")} == {jc.ReduceOp.MEAN}
     assert jc.ReduceOp.of(jc.ReduceOp.SUM) is jc.ReduceOp.SUM
     for bad in ("max", 1, None, Implementation.RING):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,6 +111,7 @@ def test_packs_in_ready_order_taper_and_spare_large_leaves_a_copy():
     assert [s.leaf for s in packs[-1].segments if s.leaf >= 10] == [19 - i for i in range(10)]
 
 
+@pytest.mark.tensorflow("L19")
 @given(leaves, st.integers(1, 20))
 def test_num_packs_gives_that_many_of_near_equal_size(leaves, count):
     members = [x for x in leaves if x.travels and not x.solid]
@@ -188,7 +190,8 @@ def test_small_neighbours_travel_together_and_nothing_else_does(leaves, max_byte
             assert len(before.segments) == max_group, "a group that had room was closed"
 
 
-def test_E8_packs_are_of_one_dtype_and_the_limit_is_a_ceiling():
+@pytest.mark.tensorflow("E8")
+def test_pack_limit_is_a_ceiling():
     """TensorFlow makes [f32 128 B, i32 32 B, i64 800 B] and [i32 4 B] of a limit of 200."""
     shapes = [((2, 4, 4), "f4"), ((8,), "i4"), ((10, 10), "i8"), ((1,), "i4")]
     packs = plan_packs([leaf(shape, dtype) for shape, dtype in shapes], BytesPerPack(200))

@@ -91,6 +91,7 @@ def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_retu
         assert "program `double`" in result["afterwards"]["message"]
 
 
+@pytest.mark.tensorflow("F25", "F26", "F28", "G4", "G29")
 def test_a_late_process_is_named_with_the_collective_that_waits(pair):
     first, second = pair["late"]
     assert second["late"]["sum"] == first["afterwards"]["sum"] == 2
@@ -106,6 +107,7 @@ def test_a_late_process_is_named_with_the_collective_that_waits(pair):
         assert words in late["message"], late["message"]
 
 
+@pytest.mark.tensorflow("K23")
 def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on(four):
     result = four["losses"]
     for rank in (0, 1, 3):

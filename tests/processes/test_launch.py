@@ -171,6 +171,7 @@ def test_the_first_failure_ends_all_and_is_the_exit_status(tmp_path, how, flags,
     assert forks.gone(pids)
 
 
+@pytest.mark.tensorflow("K25", "K26")
 def test_a_job_that_has_failed_is_started_again_whole_or_a_process_alone(
     tmp_path, launched, monkeypatch
 ):

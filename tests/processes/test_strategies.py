@@ -86,6 +86,7 @@ def test_a_result_is_that_of_all_replicas_or_an_error_never_of_this_worker_alone
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.tensorflow("H23", "H25", "L37", "L58", "L59", "L61")
 def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results():
     workers, devices = WORKERS, DEVICES
     n = workers * devices
@@ -121,7 +122,8 @@ def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results():
     assert len(bits) == 1, "all replicas have the same parameters"
 
 
-def test_L62_every_call_ends_at_its_deadline_and_the_next_one_works(workers):
+@pytest.mark.tensorflow("L62")
+def test_calls_end_at_their_deadline(workers):
     found, other = (results["absent"] for results in workers)
     for call in ("reduce_to", "reduce", "along an axis", "gather", "run"):
         assert re.search("did not finish within 0.5 s", found[call]), call

@@ -38,11 +38,12 @@ def counted(**settings):
     return step, traces
 
 
+@pytest.mark.tensorflow("A7")
 @pytest.mark.parametrize(
     ("n", "kind"),
     [(None, AxisType.Auto), *itertools.product((1, 8), (AxisType.Auto, AxisType.Explicit))],
 )
-def test_A7_compiles_and_traces_once_a_shape_whatever_the_first_arguments_lie_on(n, kind):
+def test_compiles_once_per_shape(n, kind):
     mesh_over = lambda axis: Mesh(np.array(jax.devices()[:n]), (axis,), axis_types=(kind,))
     elsewhere = NamedSharding(mesh_over("elsewhere"), PartitionSpec())
     for put in (np.asarray, jnp.asarray, lambda x: jax.device_put(x, elsewhere)):
