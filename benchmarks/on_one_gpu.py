@@ -35,7 +35,7 @@ from jax import lax
 
 import jaxcoll as jc
 from benchmarks.all_reduce import parser_of
-from jaxcoll._plan.plan import Plan
+from jaxcoll._report.shown_plan import Plan
 from jaxcoll.cli import flags
 from jaxcoll.cli.bench import Estimate, estimate, interleave, ratio
 from jaxcoll.compression import Bf16, Int4, Int8

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll._hlo.hlo import read_hlo
-from jaxcoll._plan.plan import Plan
+from jaxcoll._report.shown_plan import Plan
 
 ROWS, WHOLE = PartitionSpec("data"), PartitionSpec()
 RUNNERS = ("vmap", "pmap", "checked", "unchecked")

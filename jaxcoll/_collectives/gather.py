@@ -19,10 +19,10 @@ from jaxcoll._collectives.scope import Scope, as_array, bound_axes, count, liste
 from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._compat import marks
 from jaxcoll._plan.choose import packing_for, requested_algorithm
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, flattened, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
+from jaxcoll._plan.plan import CollectivePlan
 
 
 def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope: Scope) -> Any:

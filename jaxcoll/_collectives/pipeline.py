@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, wide
 from jaxcoll._plan.packs.packing import Pack
+from jaxcoll._plan.plan import CollectivePlan
 
 
 def pack(

@@ -27,11 +27,11 @@ from jaxcoll._collectives.scope import (
 )
 from jaxcoll._collectives.shards import Shards
 from jaxcoll._compat import marks
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, wire_dtype
 from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of, plan_half
+from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import pluralize
 

@@ -23,10 +23,10 @@ from jaxcoll._collectives.pipeline import Recipe, unpack
 from jaxcoll._collectives.scope import bound_axes, count, listed, named
 from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compression.formats import finite
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import LANES, Pack
 from jaxcoll._plan.packs.shard_layout import SummedLayout, first_difference, summed_layout
+from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._show.units import pluralize
 
 _OTHER_WORLD = """\

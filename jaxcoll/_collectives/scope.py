@@ -18,9 +18,9 @@ from jax.core import Tracer
 
 from jaxcoll import _compat
 from jaxcoll._plan.checks import refuse_axes
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import no_array, where
+from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._plan.world import World
 from jaxcoll.errors import AlreadyReducedError
 

@@ -22,7 +22,6 @@ from jaxcoll._plan.algorithms import (
     fastest_inner_exchange,
     owns_shards,
 )
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import (
@@ -36,6 +35,7 @@ from jaxcoll._plan.packs.packing import (
     packing_in_order,
     plan_packs,
 )
+from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._plan.world import World
 
 KiB, MiB = 1 << 10, 1 << 20

@@ -30,11 +30,11 @@ from jaxcoll._mesh.clusters import (
 )
 from jaxcoll._mesh.mesh import axis_names, bind_mesh, has_axes, no_mesh, takes_mesh
 from jaxcoll._mesh.world import Worlds, platform_and_kind
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.packs.leaves import shape_of
-from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._report.cost.rates import find_rates
 from jaxcoll._report.lowering import Texts, find_stage, jit_arrays, print_requested, unwrap
+from jaxcoll._report.shown_plan import Plan
 from jaxcoll.errors import DeadlineExceededError
 
 if TYPE_CHECKING:

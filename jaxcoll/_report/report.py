@@ -12,12 +12,12 @@ from typing import Any
 
 from jaxcoll._hlo.collective import Collective, Groups, Loop, Matmul, runs, wire_bytes
 from jaxcoll._hlo.hlo import read_hlo
-from jaxcoll._plan.plan import Plan
 from jaxcoll._report.cost.overlap import Overlap, add_overlap
 from jaxcoll._report.cost.rates import Rates
 from jaxcoll._report.measured import Measured, add_turns
 from jaxcoll._report.row_table import MOST, least, strip_folders, table, totals
 from jaxcoll._report.rows import Row, make_rows
+from jaxcoll._report.shown_plan import Plan
 from jaxcoll._show.table import Shown, Table
 from jaxcoll._show.units import WIDTH, fold, milliseconds, percent, pluralize, scale, shorten, size
 

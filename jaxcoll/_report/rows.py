@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxcoll._hlo.collective import Collective
 from jaxcoll._hlo.hlo import Program
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.scope_names import names, pack_of
 from jaxcoll._report.cost.overlap import compute_exposed, predict_seconds
 from jaxcoll._report.cost.rates import Rates
 from jaxcoll._report.origins import By, find_origins
+from jaxcoll._report.shown_plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)

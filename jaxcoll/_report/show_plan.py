@@ -29,9 +29,9 @@ from jaxcoll._plan.packs.leaves import (
     where,
 )
 from jaxcoll._plan.packs.shard_layout import Half, layout_of, plan_half
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll._report.cost.predict import predict
+from jaxcoll._report.shown_plan import Plan
 
 
 def plan(

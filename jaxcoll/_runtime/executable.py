@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxcoll._compat import settings
-from jaxcoll._plan.collective_plan import CollectivePlan
+from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._runtime.call import Call
 
 

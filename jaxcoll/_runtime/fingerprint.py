@@ -27,8 +27,8 @@ import jaxlib
 import numpy as np
 
 from jaxcoll._compat import settings
-from jaxcoll._plan.collective_plan import THE_VALUE
 from jaxcoll._plan.packs.leaves import argument_name
+from jaxcoll._plan.plan import THE_VALUE
 from jaxcoll._plan.scope_names import names, pack_of
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.executable import Program, describe_array, describe_call, plans

@@ -20,8 +20,8 @@ from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares, slots
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, check_mesh, equal_shares, no_mesh
 from jaxcoll._mesh.placement import make_specs
 from jaxcoll._mesh.world import Worlds, make_worlds
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._runtime import call as dispatched
 from jaxcoll._runtime.dispatch import run
 from jaxcoll._runtime.executable import remember

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxcoll._plan.plan import COLUMNS
+from jaxcoll._report.shown_plan import COLUMNS
 from jaxcoll.cli.main import main
 
 

@@ -20,8 +20,8 @@ from jaxcoll._plan.algorithms import (
 )
 from jaxcoll._plan.choose import choose, make_plan
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
+from jaxcoll._report.shown_plan import Plan
 
 names = st.sampled_from(sorted(DESCRIPTIONS))
 sizes = st.integers(1, 9)

@@ -15,8 +15,8 @@ import jaxcoll as jc
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.shard_layout import layout_of, plan_half
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
+from jaxcoll._report.shown_plan import Plan
 
 TREE = {"w": jax.ShapeDtypeStruct((10, 10), jnp.float32), "b": np.zeros(10, np.float32), "s": 1.0}
 

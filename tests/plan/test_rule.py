@@ -22,8 +22,8 @@ from jaxcoll._plan.choose import (
 )
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack
-from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
+from jaxcoll._report.shown_plan import Plan
 
 F32 = np.dtype(np.float32)
 GLOO = World("cpu", (4,), processes=4)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import jaxcoll as jc
 from jaxcoll._hlo.collective import KINDS, Collective, Operand
 from jaxcoll._plan.algorithms import DESCRIPTIONS, stages
-from jaxcoll._plan.plan import Cost
 from jaxcoll._plan.world import World
 from jaxcoll._report.cost.overlap import predict_seconds
 from jaxcoll._report.cost.predict import price_array, price_loads
 from jaxcoll._report.cost.rates import Curve, Link, Rates, find_rates
+from jaxcoll._report.shown_plan import Cost
 
 PUBLISHED = Path(__file__).parent / "published"
 WORLDS = [

@@ -20,11 +20,11 @@ from jaxcoll._collectives.scope import Scope, count
 from jaxcoll._compat import marks
 from jaxcoll._gradients.layers.stack import Stack
 from jaxcoll._plan.choose import packing_for
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.packs.shard_layout import Half, ShardedLeaf, plan_rows
+from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._show.units import pluralize
 
 Arrays = list[jax.Array]

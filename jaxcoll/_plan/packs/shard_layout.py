@@ -16,7 +16,6 @@ import numpy as np
 from jaxcoll._compression.format import named
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.choose import half_algorithm
-from jaxcoll._plan.collective_plan import CollectivePlan
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import (
@@ -28,6 +27,7 @@ from jaxcoll._plan.packs.packing import (
     padded,
     plan_packs,
 )
+from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import pluralize
 

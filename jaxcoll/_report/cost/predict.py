@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxcoll._plan.algorithms import Stage, steps
-from jaxcoll._plan.collective_plan import CollectivePlan
-from jaxcoll._plan.plan import Cost, Plan
+from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._report.cost.rates import Curve, Rates, find_rates
+from jaxcoll._report.shown_plan import Cost, Plan
 
 OPERANDS = 256
 """Most arrays that XLA combines into one collective (xla/service/collective_utils.h)."""
