@@ -124,10 +124,12 @@ def find_wrapped_names(module: bytes) -> dict[str, str]:
     return wrapped
 
 
+_core: Any = sys.modules[core.Tracer.__module__]
+
+
 def is_tracing() -> bool:
     """Return True if this thread is tracing a program."""
-    module: Any = sys.modules[core.Tracer.__module__]
-    return not module.trace_state_clean()
+    return not _core.trace_state_clean()
 
 
 _Session: Any = _profiler.ProfilerSession

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +31,7 @@ _STEPS = ("worker", "step")  # jaxcoll's threads that run programs
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd")
 _TAKES_LOCALS = {"locals", "vars", "eval", "exec", "dir", "f_locals"}
 _LONGEST = 120  # characters of a call's source
+_MOST_PLACES = 8  # of a thread
 
 OURS = "jaxcoll-"
 """How the names of jaxcoll's own threads begin."""
@@ -44,25 +45,26 @@ class Thread:
     frames: list[FrameType]
     since: list[float]  # of the thread itself, which may wake up, and then of each frame
 
-    def places(self, now: float, *, with_calls: bool) -> list[list[Any]]:
-        """Return a `place` for each of its frames in the user's files."""
+    def show_places(self, now: float) -> list[list[Any]]:
+        """Show its innermost frames in the user's files."""
+        frames = zip(self.frames, self.since[1:], strict=True)
+        of_user = ((f, since) for f, since in frames if is_user(f.f_code.co_filename))
         return [
             show_place(
-                (code := frame.f_code).co_filename, frame.f_lineno or 0, code.co_name,
-                read_call(frame)[0] if with_calls else "", now - since,
+                frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name,
+                read_call(frame)[0], now - since,
             )
-            for frame, since in zip(self.frames, self.since[1:], strict=True)
-            if is_user(frame.f_code.co_filename)
+            for frame, since in itertools.islice(of_user, _MOST_PLACES)
         ]  # fmt: skip
 
 
 def show_place(file: str, line: int, function: str, call: str, seconds: float) -> list[Any]:
-    """Return where a frame is, as rows have it."""
+    """Show where a frame is, as in a report's JSON."""
     return [os.path.basename(file), line, function, call.strip()[:_LONGEST], round(seconds, 1)]
 
 
 def is_user(file: str) -> bool:
-    """Return whether a file is the user's, and not a library's."""
+    """Tell a file of the user's from a library's."""
     return not file.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in file
 
 
@@ -74,7 +76,7 @@ class Stacks:
         self._at = 0.0
 
     def look(self, now: float, calls: Mapping[int, int], *, wakes: int) -> list[Thread]:
-        """Return all threads that run the user's code or programs, the main thread first.
+        """List the threads that run the user's code or programs, the main thread first.
 
         Args:
           now: the time in seconds.
@@ -88,14 +90,9 @@ class Stacks:
         most_wakes, self._at = wakes * (at - self._at + 0.05), at
         for ident in dict.fromkeys([main, *frames]):
             assert ident is not None
-            thread, chain, frame = named.get(ident), [], frames.get(ident)
-            while frame is not None:
-                chain.append(frame)
-                frame = frame.f_back
-            if thread is not None and thread.name.startswith(OURS):
-                is_idle = not chain or chain[0].f_code.co_name == "_work"
-                if is_idle or not thread.name.endswith(_STEPS):
-                    continue
+            thread, chain = named.get(ident), [*_walk(frames.get(ident))]
+            if thread is not None and _is_idle(thread.name, chain):
+                continue
             keys: list[Any] = [(id(f), f.f_code, f.f_lasti) for f in reversed(chain)]
             old, times, (made, woke) = before.get(ident, ([], [now], (0, 0)))
             pairs = zip(old, keys, strict=False)
@@ -110,8 +107,20 @@ class Stacks:
         return threads
 
 
+def _walk(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_idle(name: str, chain: Sequence[FrameType]) -> bool:
+    """Tell jaxcoll's own threads, unless they run the user's step."""
+    at_rest = not chain or chain[0].f_code.co_name == "_work"
+    return name.startswith(OURS) and (at_rest or not name.endswith(_STEPS))
+
+
 def _count_wakes(thread: int | None) -> int:
-    """Return how often the system has put a thread to sleep; 0 if that is not known."""
+    """Count how often the system has put a thread to sleep; 0 if that is not known."""
     try:
         return int(Path(f"/proc/self/task/{thread}/status").read_text().split()[-3])
     except OSError:
@@ -119,7 +128,7 @@ def _count_wakes(thread: int | None) -> int:
 
 
 def read_call(frame: FrameType) -> tuple[str, str, Any]:
-    """Return the source of the call that a frame is in, and the name and object of what it calls.
+    """Read the source of the call that a frame is in, and the name and object of what it calls.
 
     The object is None unless names and attributes lead to it: nothing of the user's is run.
     """
@@ -159,7 +168,7 @@ def _object(node: ast.AST, frame: FrameType) -> Any:
 
 
 def look_up(frame: FrameType, name: str) -> Any:
-    """Return a variable that a frame sees, or None."""
+    """Look up a variable that a frame sees; None if there is none."""
     code = frame.f_code
     is_copy = sys.version_info < (3, 13) and code.co_flags & inspect.CO_OPTIMIZED
     if is_copy and _TAKES_LOCALS.intersection(code.co_names):
@@ -172,7 +181,7 @@ def look_up(frame: FrameType, name: str) -> Any:
 
 
 def classify(thread: Thread, jitted: type) -> tuple[str, str | None]:
-    """Return what a thread is in, and the name of the program if it runs one.
+    """Tell what a thread is in, and the name of the program if it runs one.
 
     It is in a `debugger`, `callback`, `barrier`, `shutdown`, `compile` or `program`, at its `exit`,
     or elsewhere in `python`. `jitted` is the type of jitted functions.
@@ -184,21 +193,21 @@ def classify(thread: Thread, jitted: type) -> tuple[str, str | None]:
     if any(os.path.basename(file).startswith(_DEBUGGERS) for file in files):
         return "debugger", None
     user = next((k for k, file in enumerate(files) if is_user(file)), len(files))
-    in_jax = [
+    if any("callback" in os.path.basename(file) for file in files[user:] if _JAX[0] in file):
+        return "callback", None
+    in_jax = {
         (os.path.basename(file), frame.f_code.co_name)
         for file, frame in zip(files, chain, strict=True)
         if any(part in file for part in _JAX)
-    ]
-    if any("callback" in os.path.basename(file) for file in files[user:] if _JAX[0] in file):
-        return "callback", None
+    }
     innermost = read_call(chain[0])[1]
-    _, name, function = read_call(chain[min(user, len(chain) - 1)])
     if innermost in _OF_COORDINATOR:
         return "barrier", None
     if ("distributed.py", "shutdown") in in_jax:
         return "shutdown", None
     if any(file in _COMPILING or "lower" in name for file, name in in_jax):
         return "compile", None
+    _, name, function = read_call(chain[min(user, len(chain) - 1)])
     if type(function) is jitted:
         name = getattr(function, "__name__", None)
         return "program", name and clean_name(name)
@@ -213,29 +222,25 @@ def classify(thread: Thread, jitted: type) -> tuple[str, str | None]:
 
 @functools.lru_cache(maxsize=4096)
 def name_program(module: str) -> str:
-    """Return the name of the function whose compiled module has this name, such as jit_step."""
+    """Name the function whose compiled module has this name, such as jit_step."""
     return clean_name(re.sub(r"^(jit|pmap)_", "", module))
 
 
 @functools.lru_cache(maxsize=4096)
 def clean_name(name: str) -> str:
-    """Return a function's name as it stands in its module's name, without <> for example."""
+    """Write a function's name as it stands in its module's name, without <> for example."""
     return re.sub(r"\W+", "_", name).strip("_") or "?"
 
 
 def main_place() -> str:
-    """Return file, line, function and call of the main thread's innermost frame in user files."""
+    """Show the main thread's innermost frame in user files: file, line, function and call."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and not is_user(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    file, name = os.path.basename(frame.f_code.co_filename), frame.f_code.co_name
-    return f"{file}:{frame.f_lineno} in {name}: {read_call(frame)[0][:_LONGEST]}"
+    places = Thread(True, chain := [*_walk(frame)], [0.0] * (1 + len(chain))).show_places(0.0)
+    return "{}:{} in {}: {}".format(*places[0]) if places else ""
 
 
 def has_main_ended(threads: list[Thread]) -> bool:
-    """Return whether the program's own code has ended, so that only its exit is left."""
+    """True if the program's own code has ended, so that only its exit is left."""
     module = sys.modules.get("__main__")
     if hasattr(sys, "ps1") or module is None:
         return False

@@ -13,8 +13,9 @@ from hang import campaign
 
 from jaxcoll._job import stacks
 from jaxcoll._job.stacks import Stacks, read_call
+from jaxcoll._report.hang.judge import Row, judge
 from jaxcoll._report.hang.process import HangProcess
-from jaxcoll._report.hang.report import Row, judge, report
+from jaxcoll._report.hang.report import show_report
 from jaxcoll._report.profile import calls as counting
 from jaxcoll._report.profile.shield import Shield
 
@@ -84,7 +85,7 @@ def test_text_of_a_report():
     there = [["load.py", 3, "__next__", "self.queue.get()", 11.0]]
     absent = row(2, "python", 11.0, where=there, pid=5, host="h", **calls("step"))
     rows = job(absent, where=here, **calls("step", "step"))
-    assert list(report(judge(rows, LIMIT), rows, "Its collective.")) == [
+    assert list(show_report(judge(rows, LIMIT), rows, "Its collective.")) == [
         "processes 0 and 1 of 3 have waited 10.0 s for process 2.",
         "  processes 0 and 1: in call 2 of `step`",
         "    train.py:7 in main: step(w, x)",
@@ -143,15 +144,12 @@ def test_a_wait_that_looks_for_signals_is_one_wait(monkeypatch, wakes, most, cal
 
 def test_a_compilation_before_a_wait_does_not_count_as_computing(monkeypatch):
     calls = counting.Calls(Shield())
-    here, looked = HangProcess(LIMIT, 0.5, calls, calls._shield), Stacks()
+    here, shares = HangProcess(LIMIT, 0.5, calls, calls._shield), []
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)
-    rows = []
     for now, used in ((0.0, 0.0), (5.0, 4.0), (10.0, 4.0)):
         monkeypatch.setattr(time, "process_time", lambda used=used: used)
-        threads = looked.look(now, {}, wakes=0)
-        threads[0].since[0] = min(now, 5.0)
-        rows.append(here._row(threads[:1], now, is_asked=True))
-    assert rows[-1].cpu == 0.0
+        shares.append(here._compute_share(now, max(now - 5.0, 0.0)))
+    assert shares[-1] == 0.0
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from Python 3.12 on")

@@ -54,7 +54,7 @@ class HangWatch(threading.Thread):
 
     def _watch(self) -> None:
         """Look again and again, once the program has imported JAX."""
-        if self._until(has_imported_jax):
+        if self._wait_until(has_imported_jax):
             self._shield(self._look)()
         if not self._over.is_set():
             say(f"hangs are no longer reported: {self._shield.notes[-1]}")
@@ -69,31 +69,31 @@ class HangWatch(threading.Thread):
         from jaxcoll._compat.settings import has_backend
         from jaxcoll._report.hang.process import HangProcess
 
-        if not self._until(has_backend):
+        if not self._wait_until(has_backend):
             return
         self._here = HangProcess(self._limit, beat, calls, self._shield)
         failed = object()
         look, failures = self._shield(self._here.beat, failed), 0
         now = before = time.monotonic()
         while failures < _MOST_FAILURES and not self._over.is_set():
-            found = look(now)
-            if found is True and self._end:
+            reported = look(now)
+            if reported is True and self._end:
                 os._exit(EXIT_STATUS)
-            failures = failures + 1 if found is failed else 0
+            failures = failures + 1 if reported is failed else 0
             self._over.wait(beat)
             # While the process was suspended, it did not wait.
             passed = time.monotonic() - before
             before += passed
             now += min(passed, 2 * beat + _LONGEST_PAUSE)
 
-    def _until(self, condition: Callable[[], bool]) -> bool:
+    def _wait_until(self, condition: Callable[[], bool]) -> bool:
         while not condition():
             if self._over.wait(_POLL_SECONDS):
                 return False
         return True
 
     def is_alone(self) -> bool:
-        """Return whether this process has joined no job of several processes."""
+        """True if this process has joined no job of several processes."""
         from jaxcoll._compat.coordination import store
 
         has_joined = self._here is not None and self._here.peers is not None
@@ -110,7 +110,7 @@ class HangWatch(threading.Thread):
 
 
 def has_imported_jax() -> bool:
-    """Return whether this process has imported JAX, to the end."""
+    """True if this process has imported JAX, to the end."""
     spec = getattr(sys.modules.get("jax"), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -17,8 +17,9 @@ import jax
 from jaxcoll._compat.coordination import store
 from jaxcoll._compat.settings import has_backend
 from jaxcoll._job.stacks import Stacks, Thread, classify, has_main_ended, is_user, name_program
+from jaxcoll._report.hang.judge import SHARE, Row, judge
 from jaxcoll._report.hang.peers import ANSWER_SECONDS, HangPeers
-from jaxcoll._report.hang.report import WAITS, Row, judge, report, say
+from jaxcoll._report.hang.report import say, show_report
 from jaxcoll._report.profile.calls import JITTED, Calls
 from jaxcoll._report.profile.compilations import Compilations
 from jaxcoll._report.profile.shield import Shield
@@ -27,8 +28,6 @@ _WAKES = 20  # in a second, of a thread that waits
 _CALLS = 1000  # that a row has
 _LONGEST_ERROR = 200  # characters
 _WEIGHTS = {"callback": 3, "program": 2, "barrier": 2}
-_HEAD = re.compile(r"HloModule ([^,\s]+)")
-_DEVICES = re.compile(r"num_(?:partitions|replicas)=(\d+)")
 
 
 class HangProcess:
@@ -48,42 +47,35 @@ class HangProcess:
         self._compilations = Compilations(shield, calls, only_new=False)
         self._used: deque[tuple[float, float]] = deque(maxlen=2 + int(limit / beat))
         self._devices, self._platform = 0, ""
-        self._question, self._patience, self._waited = 0, limit, 0.0
+        self._patience, self._waited = limit, 0.0
         self._told: list[int] | None = None  # who was missing in the last report
 
     def beat(self, now: float) -> bool:
         """Look once, and take part in a report; returns True if this process reported a hang."""
-        threads = self._look(now)
         if self.peers is None or not self.peers.keys.is_current():
             self._join()
         self._compilations.look()
-        if (peers := self.peers) is None:
+        row = self._measure(now)
+        if self.peers is None:
             return False
-        is_asked = bool(peers.exchange(self._question, None))
-        row = self._row(threads, now, is_asked=is_asked)
-        waits = row.seconds if row.kind in (*WAITS, "shutdown") else 0.0
-        if waits < min(self._waited, self._limit / 2):
-            if self._told is not None:
-                say(f"process {peers.rank} went on, after {self._waited:.1f} s.")
-            self._patience, self._told = self._limit, None
-        self._waited = waits
-        peers.tell_host(dataclasses.asdict(row))
-        if is_asked or waits >= self._patience:
-            return self._take_part(peers, row, waits, now)
+        if row.waited < min(self._waited, self._limit / 2):
+            self._go_on()
+        self._waited = row.waited
+        is_asked = self.peers.tell(row)
+        if is_asked or row.waited >= self._patience:
+            return self._take_part(self.peers, row, now)
         return False
-
-    def _look(self, now: float) -> list[Thread]:
-        # Some waits wake up five times a second, to look for signals, or more often if others have
-        # the GIL. Without counts of calls, only CPU time tells them from a loop of programs.
-        is_known = self._calls.are_all or self._platform == "cpu"
-        return self._stacks.look(now, self._calls.by_thread, wakes=_WAKES * is_known)
 
     def close(self) -> None:
         """Leave the job."""
         if self.peers is not None:
-            if self._told is not None:
-                say(f"process {self.peers.rank} went on, after {self._waited:.1f} s.")
+            self._go_on()
             self.peers.close()
+
+    def _go_on(self) -> None:
+        if self._told is not None and self.peers is not None:
+            say(f"process {self.peers.rank} went on, after {self._waited:.1f} s.")
+        self._patience, self._told = self._limit, None
 
     def _join(self) -> None:
         """Begin to exchange rows, once this process has joined a job of several."""
@@ -91,106 +83,103 @@ class HangProcess:
         # devices shows that it is connected.
         if has_backend() and (keys := store()) is not None and keys.processes > 1:
             with contextlib.suppress(TimeoutError, OSError):
-                self.peers, self._question = HangPeers(keys, self._beat), 0
+                self.peers = HangPeers(keys, self._beat)
 
-    def _take_part(self, peers: HangPeers, row: Row, waits: float, now: float) -> bool:
+    def _take_part(self, peers: HangPeers, row: Row, now: float) -> bool:
         """Answer the question, and report if this is the first of the processes that wait."""
-        texts = self._complete(row)
         peers.write_stacks()
-        least, began = 0.7 * self._limit, time.monotonic()
-        until = time.monotonic() + ANSWER_SECONDS + 2 * self._beat if waits >= least else 0.0
-        answers = peers.exchange(self._question, dataclasses.asdict(row), until)
-        self._question += 1
-        if waits:
+        least, began = SHARE * self._limit, time.monotonic()
+        until = began + ANSWER_SECONDS + 2 * self._beat if row.waited >= least else 0.0
+        rows = peers.answer(row, until)
+        if row.waited:
             self._patience *= 2
-        waiting = [
-            rank
-            for rank, answer in answers.items()
-            if answer["kind"] in (*WAITS, "shutdown") and answer["seconds"] >= least
-        ]
+        waiting = [rank for rank, answer in rows.items() if answer.waited >= least]
         if peers.rank != min(waiting, default=-1):
             return False
-        now += time.monotonic() - began
-        if self._row(self._look(now), now, is_asked=False).seconds < waits:
+        if self._measure(now + time.monotonic() - began).seconds < row.waited:
             return False  # it went on meanwhile
-        rows = {r: Row(**(answers.get(r) or peers.last_word(r))) for r in range(peers.size)}
+        rows = {r: rows.get(r) or peers.examine(r) for r in range(peers.size)}
         verdict = judge(rows, self._limit)
         if verdict is None:
-            self._patience = 1.25 * waits
+            self._patience = 1.25 * row.waited
             return False
         again, self._told = self._told == verdict.missing, verdict.missing
-        text = texts.get(verdict.program or "", "")
-        lines = [*report(verdict, rows, _describe(text, verdict.program))]
-        folder = peers.write_report(
-            {"verdict": dataclasses.asdict(verdict), "rows": answers, "notes": self._shield.notes}
+        lines = [*show_report(verdict, rows, self._describe(verdict.program))]
+        peers.write_report(
+            {
+                "verdict": dataclasses.asdict(verdict),
+                "rows": {r: dataclasses.asdict(each) for r, each in rows.items()},
+                "notes": self._shield.notes,
+            }
         )
-        say(*lines[:1] if again else [*lines, f"  stacks of all threads, and a report: {folder}"])
+        files = f"  stacks of all threads, and a report: {peers.folder}"
+        say(*lines[:1] if again else [*lines, files])
         return True
 
-    def _row(self, threads: list[Thread], now: float, *, is_asked: bool) -> Row:
-        """Say where this process is: its thread that has waited longest in JAX, or its main one."""
-        self._used.append((now, time.process_time() - time.thread_time()))
-        found: list[tuple[tuple[float, bool, float], str, str | None, Thread]] = []
+    def _measure(self, now: float) -> Row:
+        """Look at all threads, and say where this process is."""
+        # Some waits wake up five times a second, to look for signals, or more often if others have
+        # the GIL. Without counts of calls, only CPU time tells them from a loop of programs.
+        is_known = self._calls.are_all or self._platform == "cpu"
+        threads = self._stacks.look(now, self._calls.by_thread, wakes=_WAKES * is_known)
+        thread, kind, program = self._choose(threads, now)
+        seconds, ended = now - thread.since[0], None
+        if has_main_ended(threads):
+            ended = _show_error()
+            kind = kind if kind in ("shutdown", "exit") else "ended"
+        elif has_backend():
+            self._devices, self._platform = jax.device_count(), jax.default_backend()
+        where = thread.show_places(now) or threads[0].show_places(now)
+        if kind == "python":  # another thread may be the one that runs programs
+            others = [t for t in threads if t is not thread and now - t.since[0] > self._limit / 3]
+            where[2:2] = [place for t in others for place in t.show_places(now)[:1]]
+        order = [*self._calls.order][-_CALLS:] if self._calls.are_all else []
+        programs = {name_program(m): n for m, n in self._compilations.modules.items()}
+        if kind == "program" and program is None:
+            possible = [name for name in order if name in programs] or [*programs]
+            program = possible[-1] if order or len(possible) == 1 else None
+        return Row(
+            self.peers.rank if self.peers else 0, kind, round(seconds, 1), program, where,
+            self._compute_share(now, seconds), ended,
+            dict(self._calls.counts) if self._calls.are_all else None, order, programs,
+            self._devices, self._platform, os.getpid(),
+            [threading.get_native_id(), threading.main_thread().ident or 0],
+            socket.gethostname(), time.time(),
+        )  # fmt: skip
+
+    def _choose(self, threads: list[Thread], now: float) -> tuple[Thread, str, str | None]:
+        """Choose the thread that has waited longest in JAX, or the main one."""
+        best = None
         for thread in threads:
             seconds = now - thread.since[0]
             stuck = seconds > self._limit / 3 or not thread.frames
             kind, program = "python", None
-            if stuck or (thread.is_main and (is_asked or seconds > 0)):
+            if stuck or thread.is_main:
                 kind, program = classify(thread, JITTED)
-            weight = _WEIGHTS.get(kind, 0) * stuck
-            found.append(((weight, thread.is_main, seconds), kind, program, thread))
-        (_, _, seconds), kind, program, thread = max(found, key=lambda f: f[0])
-        ended = None
-        if has_main_ended(threads):
-            ended = _error()
-            kind = kind if kind in ("shutdown", "exit") else "ended"
-        elif has_backend():
-            self._devices, self._platform = jax.device_count(), jax.default_backend()
-        full = is_asked or seconds > self._limit / 3
-        where = thread.places(now, with_calls=full) or threads[0].places(now, with_calls=full)
-        if kind == "python" and full:  # another thread may be the one that runs programs
-            others = [t for t in threads if t is not thread and now - t.since[0] > self._limit / 3]
-            of_others = [p for t in others for p in t.places(now, with_calls=True)[:1]]
-            where = [*where[:2], *of_others, *where[2:]]
+            weight = (_WEIGHTS.get(kind, 0) * stuck, thread.is_main, seconds)
+            if best is None or weight > best[0]:
+                best = weight, (thread, kind, program)
+        assert best is not None  # there is always a main thread
+        return best[1]
+
+    def _compute_share(self, now: float, seconds: float) -> float:
+        """Compute how many cores this process has used since it stands where it is."""
+        self._used.append((now, time.process_time() - time.thread_time()))
         # Not what it computed before: the compilation of the program that it waits in.
         since = [used for used in self._used if used[0] >= now - seconds]
         (t0, cpu0), (t1, cpu1) = since[0], since[-1]
-        return Row(
-            self.peers.rank if self.peers else 0, kind, round(seconds, 1), program,
-            where, round((cpu1 - cpu0) / max(t1 - t0, 1e-9), 3), ended,
-            devices=self._devices, platform=self._platform, pid=os.getpid(),
-            host=socket.gethostname(),
-        )  # fmt: skip
+        return round((cpu1 - cpu0) / max(t1 - t0, 1e-9), 3)
 
-    def _complete(self, row: Row) -> dict[str, str]:
-        """Add calls and programs to a row; returns the texts of the programs by their names."""
-        texts = {_name(program.text): program.text for program in self._compilations.programs()}
-        row.programs = {
-            name: max(map(int, _DEVICES.findall(text.partition("\n")[0])), default=1)
-            for name, text in texts.items()
-        }
-        if self._calls.are_all:
-            row.order = list(self._calls.order)[-_CALLS:]
-            row.calls = dict(self._calls.counts)
-        if row.kind == "program" and row.program is None:
-            possible = [name for name in row.order if name in texts] or [*texts] * (len(texts) == 1)
-            row.program = possible[-1] if possible else None
-        return texts
+    def _describe(self, program: str | None) -> str:
+        """Describe the first collective of the newest program of that name."""
+        from jaxcoll._runtime.fingerprint import describe_first
+
+        text = self._compilations.find_text(lambda module: name_program(module) == program)
+        return describe_first(text, f"`{program}`") if text else ""
 
 
-def _name(text: str) -> str:
-    head = _HEAD.match(text)
-    return name_program(head[1]) if head else "?"
-
-
-def _describe(text: str, name: str | None) -> str:
-    from jaxcoll._runtime.fingerprint import describe_first
-
-    return describe_first(text, f"`{name}`") if text else ""
-
-
-def _error() -> str:
-    """Return the uncaught exception that ended the program, and its line."""
+def _show_error() -> str:
+    """Show the uncaught exception that ended the program, and its line."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return ""

@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +32,14 @@ _counting: tuple[Calls, ...] = ()
 _tool = 0
 
 
+class _Thread:
+    """A thread of the program, and the function that it called last."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.function: _Function | None = None
+
+
 class _Function:
     """A jitted function of the program, which is not kept alive."""
 
@@ -50,14 +58,13 @@ class Calls:
     """
 
     def __init__(self, shield: Shield) -> None:
-        self.by_thread: Counter[int] = Counter()
         self.order: deque[str] = deque(maxlen=_MOST)  # names of functions, as modules have them
         self.counts: Counter[str] = Counter()  # by those names
         self.unknown: set[Any] = set()  # programs of which nobody knows who calls them
         self._functions: dict[int, _Function] = {}
         self._ended: deque[_Function] = deque()
         self._totals: Counter[frozenset[Any]] = Counter()  # of functions that ended
-        self._here = threading.local()
+        self._threads: defaultdict[int, _Thread] = defaultdict(_Thread)
         self._began, self._shield = False, shield
 
     @property
@@ -68,7 +75,12 @@ class Calls:
     @property
     def number(self) -> int:
         """The number of all calls."""
-        return sum(dict(self.by_thread).values())
+        return sum(self.by_thread.values())
+
+    @property
+    def by_thread(self) -> dict[int, int]:
+        """The number of calls of each thread, by its `ident`."""
+        return {ident: thread.calls for ident, thread in dict(self._threads).items()}
 
     def start(self) -> None:
         """Start counting, unless other tools use the ids of `sys.monitoring`."""
@@ -109,7 +121,8 @@ class Calls:
 
     def join(self, program: Any, name: str) -> None:
         """Note that the function of that name, called last in this thread, has this program."""
-        function, self._here.function = getattr(self._here, "function", None), None
+        thread = self._threads[threading.get_ident()]
+        function, thread.function = thread.function, None
         if function is not None and function.name == name:
             function.programs |= {program}
         else:
@@ -126,14 +139,13 @@ class Calls:
         return totals
 
     def _count_call(self, function: Any, code: types.CodeType) -> None:
-        found = self._functions.get(id(function))
-        if found is None:
-            found = self._add(function, code)
-        self.by_thread[threading.get_ident()] += 1
+        found = self._functions.get(id(function)) or self._add(function, code)
         found.calls += 1
         self.counts[found.in_order] += 1
         self.order.append(found.in_order)
-        self._here.function = found
+        thread = self._threads[threading.get_ident()]
+        thread.calls += 1
+        thread.function = found
 
     def _add(self, function: Any, code: types.CodeType) -> _Function:
         number = id(function)
@@ -152,10 +164,13 @@ class Calls:
 
 def _count_everywhere(code: types.CodeType, at: int, function: Any, first: Any) -> Any:
     # Not `isinstance`, which would run a property `__class__` of the program's object.
-    while (kind := type(function)) is functools.partial or kind is types.MethodType:
-        function = getattr(function, "func" if kind is functools.partial else "__func__")
-    if kind is not JITTED:
-        return _monitoring.DISABLE
+    while (kind := type(function)) is not JITTED:
+        if kind is functools.partial:
+            function = function.func
+        elif kind is types.MethodType:
+            function = function.__func__
+        else:
+            return _monitoring.DISABLE
     if not is_tracing():
         for calls in _counting:
             calls._count(function, code)

@@ -7,7 +7,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jaxcoll._report.profile.calls import Calls
 from jaxcoll._report.profile.profile import Compiled, sends
 from jaxcoll._report.profile.shield import Shield
 
+_DEVICES = re.compile(r"num_(?:partitions|replicas)=(\d+)")
 _SEEN_IN_A_ROW = 16
 """The search for new executables ends after this many known ones in a row."""
 
@@ -38,8 +39,8 @@ class Compilations:
         self.quiet = 0  # programs without collectives
         self.at = time.monotonic()  # of the last compilation
         self.calls = calls
-        self.modules: set[str] = set()  # names of programs with collectives
-        self._texts: dict[Any, tuple[bytes, int, dict[str, str], bool]] = {}
+        self.modules: dict[str, int] = {}  # programs with collectives, and their devices
+        self._texts: dict[Any, tuple[bytes, int, dict[str, str], bool, str]] = {}
         self._from_cache = False
         self._seen = {_key(executable) for executable in live_executables() if only_new}
         self._lock = threading.Lock()
@@ -73,10 +74,17 @@ class Compilations:
                 text,
                 None if self._from_cache else self._texts[key][1],
                 calls.get(prints[key]),
-                *self._texts[key][2:],
+                *self._texts[key][2:4],
             )
             for key, text in texts.items()
         ]
+
+    def find_text(self, is_wanted: Callable[[str], bool]) -> str:
+        """Find the text of the newest program with such a name; "" if there is none."""
+        for packed, *_, module in reversed(self._texts.values()):
+            if is_wanted(module):
+                return zlib.decompress(packed).decode()
+        return ""
 
     def _note_compilation(self, event: str, duration_secs: float, **fields: Any) -> None:
         if event == COMPILED:
@@ -112,8 +120,11 @@ class Compilations:
             proto = module.as_serialized_hlo_module_proto()
             packed = zlib.compress(text.encode(), 1)
             runs_here = bool(executable.local_devices())
-            self._texts[key] = packed, program_id(proto), find_wrapped_names(proto), runs_here
-            self.modules.add(module.name)
+            self._texts[key] = (
+                packed, program_id(proto), find_wrapped_names(proto), runs_here, module.name,
+            )  # fmt: skip
+            devices = map(int, _DEVICES.findall(text.partition("\n")[0]))
+            self.modules[module.name] = max(devices, default=1)
         else:
             self.quiet += 1
         self._seen.add(key)

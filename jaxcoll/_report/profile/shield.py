@@ -20,16 +20,16 @@ class Shield:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self._process = os.getpid()
+        self._generation = _generation
 
     def __call__(
         self, hook: Callable[..., Any], otherwise: Any = None, *, in_forks: bool = False
     ) -> Callable[..., Any]:
-        """Return a function that calls `hook`, and returns `otherwise` if it fails."""
+        """Wrap `hook`: the result returns `otherwise` if it fails."""
 
         @functools.wraps(hook)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if os.getpid() != self._process and not in_forks:
+            if _generation != self._generation and not in_forks:
                 return otherwise
             try:
                 return hook(*args, **kwargs)
@@ -51,6 +51,18 @@ class Shield:
         )
         if note not in self.notes:
             self.notes.append(note)
+
+
+_generation = 0  # of forks; a system call for each call of a hook would take longer than the hook
+
+
+def _note_fork() -> None:
+    global _generation
+    _generation += 1
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 def _is_of_a_signal(error: Exception) -> bool:
