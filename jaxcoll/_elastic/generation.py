@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from jaxcoll._runtime.peers import parse_rank
+
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
@@ -80,11 +82,6 @@ class WorldChange:
 
 class RegroupError(Exception):
     """The generation is over, because a worker requested a new one."""
-
-
-def parse_rank(name: str) -> int:
-    """Read the process number in a worker's name; its other part changes with a restart."""
-    return int(name.split(".")[0])
 
 
 def describe(names: Sequence[str]) -> str:

@@ -9,7 +9,6 @@ dropped finds out.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import threading
@@ -19,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._elastic.generation import Generation, RegroupError, describe, parse_rank
-from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, name_worker
+from jaxcoll._elastic.generation import Generation, RegroupError, describe
 from jaxcoll._elastic.member_group import MemberGroup, find_ejected
 from jaxcoll._job.exchange import LateError, agree, exchange
 from jaxcoll._job.liveness import list_ended
 from jaxcoll._job.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS, POLL_SECONDS
+from jaxcoll._runtime.peers import parse_rank
 from jaxcoll._runtime.watchdog import Watchdog
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
@@ -45,8 +44,8 @@ class Membership:
         most: int | None,
         after: str = "",
     ) -> None:
-        self._watchdog, self._keys = watchdog, watchdog.peers.store
-        self.name = name_worker(self._keys.process)
+        self._watchdog, self._peers, self._keys = watchdog, watchdog.peers, watchdog.peers.store
+        self.name = self._peers.name
         self.generation = Generation(-1, (), 0)  # the present one
         self.group: MemberGroup | None = None  # of the present generation
         self.mismatch = ""  # the error, if this generation's processes have different programs
@@ -59,19 +58,20 @@ class Membership:
         self._is_over = self._ended = False  # this generation; this worker's part
         self._join_steps: deque[int] = deque(maxlen=KEPT_STEPS)  # when workers could join
         self._lock = threading.Lock()
-        self._heartbeats, self._counts = Heartbeats(), itertools.count()
         self._keys.patience = min(patience, COORDINATOR_REPLY_SECONDS)
-        self._write_heartbeat()
+        self._peers.runs.add(root)
+        self._peers.publish()
         watchdog.watched[root] = self
 
     def close(self) -> None:
         """Leave the run, so that the others know at once that this worker has left."""
         self._watchdog.watched.pop(self._root, None)
-        with self._lock:  # the watchdog must not write a heartbeat after the last one
+        with self._lock:  # the watchdog may be waking the group
             self._ended = True
             self._close_group()
+        self._peers.runs.discard(self._root)
         with contextlib.suppress(StoreUnreachableError, RuntimeError):
-            self._keys.set(f"{self._root}/heartbeat/{self.name}", ENDED)
+            self._peers.publish()
         self._keys.patience = math.inf
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ class Membership:
         first = agree(self._keys, self._key(self.generation.number + 1, "request"), request)
         self._is_over = True
         if first == request:
-            self._watchdog.peers.alarm(self._root, map(parse_rank, self.generation.members), {})
+            self._peers.alarm(self._root, map(parse_rank, self.generation.members), {})
         return first["late"]
 
     def meet(self) -> None:
@@ -164,14 +164,14 @@ class Membership:
         Raises:
           RegroupError: the generation is over.
         """
-        self.observe()  # before reading values: a worker may write its value and end
+        self._peers.observe()  # before reading values: a worker may write its value and end
 
         def check(late: list[str]) -> None:
             self.check()
-            if over := [m for m in late if self._heartbeats.has_ended(m)]:
+            if over := [m for m in late if self._has_left(m)]:
                 self.request_regroup(f"{describe(over)} ended")
                 raise RegroupError
-            self.observe()
+            self._peers.observe()
 
         name = self._key(self.generation.number, what)
         members, limits = self.generation.members, {"me": self.name, "seconds": self.startup}
@@ -192,9 +192,8 @@ class Membership:
         """Read what workers wrote in a folder, by their names in it."""
         return self._keys.all(self._key(number, folder))
 
-    def observe(self) -> None:
-        """Read every worker's heartbeat."""
-        self._heartbeats.observe(self._keys.all(f"{self._root}/heartbeat"))
+    def _has_left(self, name: str) -> bool:
+        return self._peers.has_left(name, self._root)
 
     def finish(self) -> None:
         """Tell waiting workers that training is done."""
@@ -217,11 +216,11 @@ class Membership:
         self._keys.set(self._key(number, f"ready/{self.name}"), json.dumps(offer))
         key, began = self._key(number, "generation"), time.monotonic()
         while (text := self._keys.try_get(key)) is None:
-            self.observe()
+            self._peers.observe()
             offers = self._keys.all(self._key(number, "ready"))
             ready = {name: json.loads(text) for name, text in offers.items()}
             if self.generation.number < 0:  # a restarted worker counts only once
-                ready = {k: v for k, v in ready.items() if not self._heartbeats.has_ended(k)}
+                ready = {k: v for k, v in ready.items() if not self._has_left(k)}
             if self._is_complete(ready, time.monotonic() - began, number):
                 # Proposals may differ; the first one counts, and the loop reads it.
                 self._keys.agree(key, self._propose(number, ready).encode())
@@ -238,10 +237,10 @@ class Membership:
         late = [m for m in self.generation.members if m not in {*ready, *ejected}]
         request = self._keys.try_get(self._key(number, "request"))
         patience = HEARTBEAT_SECONDS if request and json.loads(request)["late"] else self._patience
-        if any(not self._heartbeats.has_ended(m) for m in late) and waited < patience:
+        if not all(map(self._has_left, late)) and waited < patience:
             return False
         # Waiting workers become members, so it must be known whether they live.
-        return all(map(self._heartbeats.is_settled, self._waiting()))
+        return all(self._peers.is_settled(w, self._root) for w in self._waiting())
 
     def _find_ejected(self, ready: Mapping[str, Any]) -> tuple[str, ...]:
         programs = {m: tuple(offer["program"]) for m, offer in ready.items()}
@@ -286,11 +285,11 @@ class Membership:
     def _find_newcomers(self, staying: Sequence[str]) -> list[str]:
         """Choose waiting workers that live, as many as have room, and forget those that ended."""
         waiting = self._waiting()
-        for name in filter(self._heartbeats.has_ended, waiting):
+        for name in filter(self._has_left, waiting):
             self._keys.delete(f"{self._root}/waiting/{name}")
         taken = {parse_rank(name) for name in staying}
-        live = [w for w in waiting if self._heartbeats.is_alive(w) and parse_rank(w) not in taken]
-        return live[: self._most - len(staying)]
+        live = [w for w in waiting if self._peers.is_alive(w, self._root)]
+        return [w for w in live if parse_rank(w) not in taken][: self._most - len(staying)]
 
     def _waiting(self) -> list[str]:
         waiting = self._keys.all(f"{self._root}/waiting")
@@ -300,9 +299,9 @@ class Membership:
         self._keys.set(f"{self._root}/waiting/{self.name}", "1")
         key = self._key(after.number + 1, "generation")
         while True:
-            self.observe()
+            self._peers.observe()
             # Check this before reading the record: a worker that finishes writes it and then ends.
-            over = all(map(self._heartbeats.has_ended, after.members))
+            over = all(map(self._has_left, after.members))
             if (text := self._keys.try_get(key)) is not None:
                 return Generation.decode(text)
             if over:
@@ -322,7 +321,7 @@ class Membership:
             self.woken.clear()
             self._close_group()
             if is_member := self.name in generation.members:
-                peers, name = self._watchdog.peers, f"{self._root}/{generation.number}"
+                peers, name = self._peers, f"{self._root}/{generation.number}"
                 peers.lost.difference_update(generation.ranks)  # who was lost before is back
                 self.group = MemberGroup(peers, tuple(sorted(generation.ranks)), name)
                 self._watchdog.watched[name] = self.group
@@ -345,15 +344,12 @@ class Membership:
     def _key(self, number: int, what: str) -> str:
         return f"{self._root}/{number}/{what}"
 
-    def _write_heartbeat(self) -> None:
-        self._keys.set(f"{self._root}/heartbeat/{self.name}", str(next(self._counts)))
-
     def receive_alarm(self, alarm: dict[str, Any]) -> None:
         """Handle a member's request for a new generation."""
         self.beat()
 
     def beat(self) -> None:
-        """Check for a request for a new generation, as its alarm may be lost, and write."""
+        """Check for a request for a new generation, as its alarm may be lost."""
         with self._lock:
             if self._ended:
                 return
@@ -361,4 +357,3 @@ class Membership:
             if request and self.generation.number >= 0:
                 self._is_over = True
                 self._wake(RegroupError())
-            self._write_heartbeat()

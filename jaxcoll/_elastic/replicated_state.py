@@ -29,7 +29,7 @@ from jaxcoll._elastic.checkpoint import (
     restore_checkpoint,
     save_newest,
 )
-from jaxcoll._elastic.generation import Generation, RegroupError, describe, parse_rank
+from jaxcoll._elastic.generation import Generation, RegroupError, describe
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
@@ -37,6 +37,7 @@ from jaxcoll._mesh.shard_arrays import whole_shapes
 from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._runtime.agreement import group_divergent
 from jaxcoll._runtime.fingerprint import digest_bytes
+from jaxcoll._runtime.peers import parse_rank
 from jaxcoll._show.units import pluralize
 from jaxcoll._step.data_parallel import data_parallel
 from jaxcoll.errors import ProgramMismatchError, ReplicaDivergenceError

@@ -22,7 +22,7 @@ from jaxcoll._job.key_value import CoordinatorClient, Keys
 from jaxcoll._job.liveness import coordinator_connection
 from jaxcoll._job.threads import call_at_exit, cancel_at_exit, run_in_forked_child
 from jaxcoll._job.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS, SIGN_OFF_SECONDS
-from jaxcoll._runtime.peers import UNREPORTED, Peers
+from jaxcoll._runtime.peers import Peers
 from jaxcoll._runtime.process_group import ProcessGroup
 
 OWN_RING = 64
@@ -77,7 +77,7 @@ class Watchdog:
         return {group.name: group.done for group in self.groups.values()}
 
     def _sign_off(self, keys: Keys) -> None:
-        keys.set(self.peers.key("state", self.peers.process), "ended")
+        keys.set(self.peers.key("state", self.peers.process), self.peers.write_record(ended=True))
         keys.set(self.peers.key("bell", self.peers.process), "1")  # which wakes the thread
 
     def _listen(self) -> None:
@@ -98,9 +98,9 @@ class Watchdog:
     def _serve(self) -> None:
         """Handle messages and make heartbeats until this process ends."""
         peers, keys = self.peers, self.peers.store
-        inbox, bell, state = (peers.key(x, peers.process) for x in ("inbox", "bell", "state"))
+        inbox, bell = (peers.key(x, peers.process) for x in ("inbox", "bell"))
         keys.delete(inbox)  # messages to a process that this one replaces
-        keys.set(state, "here" if coordinator_connection() else UNREPORTED)
+        peers.publish()
         due, heartbeats = time.monotonic(), 0
         while not self._ended:
             with contextlib.suppress(TimeoutError):
@@ -118,6 +118,8 @@ class Watchdog:
                 peers.look()
                 for watched in list(self.watched.values()):
                     watched.beat()
+                if peers.runs:
+                    peers.publish()
 
     def _release(self) -> None:
         """Drop a client that `jax.distributed.shutdown` ended: a reference would keep it alive."""

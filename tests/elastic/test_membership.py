@@ -10,19 +10,19 @@ from at_once import at_once
 
 import jaxcoll as jc
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic import membership as memberships
-from jaxcoll._elastic.generation import RegroupError, parse_rank
+from jaxcoll._elastic.generation import RegroupError
 from jaxcoll._elastic.member_group import find_ejected
 from jaxcoll._elastic.membership import KEPT_STEPS, Membership
 from jaxcoll._elastic.run import choose_writers, write_once
 from jaxcoll._job import key_value, timing
 from jaxcoll._job.key_value import LocalKeys
 from jaxcoll._job.threads import Task
-from jaxcoll._runtime import watchdog
+from jaxcoll._runtime import peers, watchdog
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.executable import Program
 from jaxcoll._runtime.fingerprint import pack_lines
+from jaxcoll._runtime.peers import parse_rank
 from jaxcoll._runtime.watchdog import Watchdog
 from jaxcoll.errors import ProgramMismatchError
 
@@ -88,19 +88,23 @@ def ended(members):
         one._watchdog.end()
 
 
-def test_the_end_of_a_worker_is_the_last_that_it_writes():
+def test_end_is_the_last_record():
     (one,) = members_of_a_run(1)
-    write, writing = one._write_heartbeat, threading.Event()
+    store, writing = one._keys, threading.Event()
+    write, set_now = one._peers.write_record, store.set
 
-    def slowly():
+    def set_slowly(key, value):  # a heartbeat is on its way when the worker leaves
         writing.set()
         time.sleep(0.05)
-        write()
+        set_now(key, value)
 
-    one._write_heartbeat = slowly
+    store.set = set_slowly
     assert writing.wait(5)
-    ended([one])
-    assert keys_of(one).try_get(f"run/heartbeat/{one.name}") == heartbeat.ENDED
+    one.close()
+    records = keys_of(one).all("jaxcoll/watch/state")
+    assert (json.loads(records["0"])["runs"], records["0"]) == ([], write())
+    one._watchdog.end()
+    assert json.loads(keys_of(one).try_get("jaxcoll/watch/state/0"))["ended"]
 
 
 def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
@@ -189,19 +193,19 @@ def test_nobody_is_waited_for_who_has_ended_without_finishing():
 
 @pytest.mark.slow
 def test_a_spare_that_says_nothing_is_not_taken_in_until_it_does(monkeypatch):
-    monkeypatch.setattr(heartbeat, "is_reported", lambda name: True)
+    monkeypatch.setattr(peers, "coordinator_connection", lambda: "would show ends")
     membership = members_of_a_run(3, most=2)
     spare = threading.Thread(target=lambda: membership[2].enter(0), daemon=True)
     spare.start()
     each(membership[:2], lambda c: c.enter(0))
     while not membership[0]._waiting():
         time.sleep(0.01)
-    says, membership[2]._write_heartbeat = membership[2]._write_heartbeat, lambda: None
+    says, membership[2]._peers.publish = membership[2]._peers.publish, lambda: None
     time.sleep(2 * timing.HEARTBEAT_SECONDS)
-    membership[0]._heartbeats = heartbeat.Heartbeats()  # it has not seen the spare's heart beat
+    membership[0]._peers._seen.clear()  # it has not seen the spare's heart beat
     membership[1].close()
     assert membership[0].regroup(9, (8, 9)).ranks == (0,)
-    membership[2]._write_heartbeat = says
+    membership[2]._peers.publish = says
     assert membership[0].joins_at(10)
     time.sleep(0.2)
     assert membership[0].regroup(10, (9, 10)).ranks == (0, 2)

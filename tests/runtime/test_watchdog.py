@@ -115,8 +115,8 @@ def test_few_of_its_reads_time_out_in_a_row_because_each_keeps_memory(meet, monk
 def test_one_that_is_started_again_does_not_hear_what_its_predecessor_was_to_hear(meet):
     keys, found = LocalKeys(processes=2), Recorder()
     asking = here(meet(dataclasses.replace(keys, process=0)))
+    Watchdog(dataclasses.replace(keys, process=1)).end()
     asking.peers.alarm("a run", [1], {"lost": [1]})  # while process 1 is not there
-    keys.set("jaxcoll/watch/state/1", "ended")
     again = here(meet(dataclasses.replace(keys, process=1)))
     again.watched["a run"] = found
     asking.peers.alarm("a run", [1], {"lost": [2]})
