@@ -48,18 +48,17 @@ class Call(NamedTuple):
     batch: tuple[Slot, ...]  # the arguments that are split, in order
 
     def get(self, slot: Slot) -> Any:
-        """Return one of the arguments."""
         return self.kwargs[slot] if isinstance(slot, str) else self.args[slot]
 
     def map(self, split: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Call:
-        """Return the call with `split` applied to each batch and `whole` to all other arguments."""
+        """Apply `split` to each batch and `whole` to all other arguments."""
         args = tuple((split if i in self.batch else whole)(x) for i, x in enumerate(self.args))
         named = self.kwargs.items()
         kwargs = {name: (split if name in self.batch else whole)(x) for name, x in named}
         return Call(args, kwargs, self.batch)
 
     def replace_batch(self, batch: Sequence[Any]) -> Call:
-        """Return the call with other values of the arguments that are split, in order."""
+        """Put other values in the place of the arguments that are split, in order."""
         new = dict(zip(self.batch, batch, strict=True))
         args = tuple(new.get(i, x) for i, x in enumerate(self.args))
         kwargs = {name: new.get(name, x) for name, x in self.kwargs.items()}
@@ -67,7 +66,7 @@ class Call(NamedTuple):
 
 
 def slots(argument: str, value: Any) -> tuple[Slot, ...]:
-    """Return the positions or names in a value of `batch_argnums` or `donate_argnums`."""
+    """Check and list the positions or names in a `batch_argnums` or `donate_argnums`."""
     several = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     if not all(isinstance(p, int | str) and not isinstance(p, bool) for p in several):
         expected = "a position or a name of an argument, or a sequence of these"
@@ -129,7 +128,7 @@ class Signature:
         return f"{name}{self._signature or '(...)'}"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the arguments in the order of the signature, and the batch among them."""
+        """Put the arguments in the order of the signature, and find the batch among them."""
         if not kwargs and len(args) in self._batch_by_count:
             return Call(args, kwargs, self._batch_by_count[len(args)])
         passed, others = None if kwargs else len(args), {}
@@ -149,7 +148,7 @@ class Signature:
         return call
 
     def _explain_unnamed(self, call: Call) -> str:
-        """Return the message for a batch that must be named, with the line that probably does."""
+        """Ask for the batch's names, with the line that probably gives them."""
         slots: list[Slot] = [*range(len(call.args)), *call.kwargs]
         rows = {slot: {np.shape(x)[:1] for x in jax.tree.leaves(call.get(slot))} for slot in slots}
         known: dict[Slot, Slot] = dict(enumerate(self._names))
@@ -195,7 +194,7 @@ class Signature:
         raise ValueError(self.explain_missing(call, place, "batch_argnums"))
 
     def positions(self, places: Sequence[Slot]) -> tuple[int, ...]:
-        """Return the positions of parameters, given positions and names.
+        """Find the positions of parameters, given positions and names.
 
         Raises:
           ValueError: a name is none of a parameter that can be passed by position.
@@ -208,7 +207,6 @@ class Signature:
         return tuple(self._names.index(p) if isinstance(p, str) else p for p in places)
 
     def explain_missing(self, call: Call, place: Slot, setting: str) -> str:
-        """Return the message for a setting that names an argument which a call lacks."""
         return (
             f"`{self._caller}`: argument {place!r} is named in `{setting}`, but the function was "
             f"called with {len(call.args)} positional arguments"
@@ -222,14 +220,13 @@ class Signature:
         )
 
     def name(self, slot: Slot) -> str:
-        """Return the name of an argument in messages: its parameter's name, if that is known."""
+        """Name an argument in messages: by its parameter, if that is known."""
         if isinstance(slot, str):
             return slot
         return self._names[slot] if slot < len(self._names) else f"args[{slot}]"
 
 
 def _has_rows(tree: Any) -> bool:
-    """Return whether a tree holds an array that could be split."""
     leaves = jax.tree.leaves(tree, is_leaf=is_shards)
     return any(np.ndim(x) for x in leaves if not is_shards(x))
 
@@ -291,7 +288,7 @@ def check_shares(
 
 
 def _may_broadcast(few: tuple[int, ...], many: tuple[int, ...], shares: int) -> bool:
-    """Return whether shares of these shapes may broadcast, but the whole arrays would not."""
+    """True if shares of these shapes may broadcast, but the whole arrays would not."""
     whole, others = ((shape[0] * shares, *shape[1:]) for shape in (few, many))
     # A single row broadcasts, perhaps after a product or a sum over columns.
     fit = few[0] == 1 or (_fit(few, many) and not _fit(whole, others))
@@ -299,5 +296,5 @@ def _may_broadcast(few: tuple[int, ...], many: tuple[int, ...], shares: int) -> 
 
 
 def _fit(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Return True if arrays of these shapes can be added."""
+    """True if arrays of these shapes can be added."""
     return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))

@@ -111,12 +111,12 @@ class Differentiator:
             )
 
     def positions(self, args: tuple[Any, ...]) -> list[int]:
-        """Return the positions of the differentiated arguments, from 0."""
+        """List the positions of the differentiated arguments, from 0."""
         several = [self.argnums] if isinstance(self.argnums, int) else self.argnums
         return [argnum % len(args) for argnum in several if args]
 
     def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        """Return the differentiated leaves by name, in the order of the gradients' leaves."""
+        """Name the differentiated leaves, in the order of the gradients' leaves."""
         return {
             f"{self._name(i)}{path}": leaf
             for i in self.positions(args)
@@ -132,13 +132,13 @@ class Differentiator:
         return positional_names(self.fun)
 
     def halvings(self, axes: Mapping[str, int]) -> int:
-        """Return the power of two that keeps float16 sums of a weighted mean from overflowing."""
+        """Find the power of two that keeps float16 sums of a weighted mean from overflowing."""
         return halvings(count(axes) * (self.pieces or 1))
 
     def local(
         self, axes: dict[str, int], here: Differentiation, args: tuple[Any, ...], kwargs: Any
     ) -> Differentiated:
-        """Return the value and gradients of this replica's share, scaled so that sums fit."""
+        """Compute value and gradients of this replica's share, scaled so that sums fit."""
         caller = self.caller
         # The batch may have been passed by keyword, and becomes the last positional argument.
         argnums = jax.tree.map(lambda i: i + len(args) if i < 0 else i, self.argnums)
@@ -268,7 +268,7 @@ class Differentiator:
 
 
 def positional_names(fun: Callable[..., Any]) -> list[str]:
-    """Return the names of the positional parameters; [] for a C function without a signature."""
+    """List the names of the positional parameters; [] for a C function without a signature."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
@@ -323,7 +323,7 @@ def _copy_signature(reduced: Callable[..., Any], gradient: Differentiator) -> Ca
 
 
 def _find_synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozenset[str]]:
-    """Return, by path, the axes along which `sync_in_backward` provably made a gradient equal.
+    """Find, by path, the axes along which `sync_in_backward` provably made a gradient equal.
 
     Reducing a gradient that the proof misses is correct, too: the mean of equal numbers.
     """

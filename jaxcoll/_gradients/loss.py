@@ -62,7 +62,7 @@ class WeightedLoss:
 
 
 def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
-    """Return the value to differentiate, and its weight in float32 or wider; None without one."""
+    """Check the value to differentiate, and its weight, in float32 or wider; None without one."""
     if not isinstance(out, WeightedLoss):
         if isinstance(out, tuple):
             raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(out)))
@@ -81,7 +81,7 @@ def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
 
 
 def loss_and_aux(out: Any, caller: str) -> tuple[Any, Any]:
-    """Return the loss and the auxiliary output; raise an error if they are not a pair."""
+    """Check that a loss returned a pair, and split it."""
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
     got = f"a tuple of {len(out)}" if isinstance(out, tuple) else kind_of(out)
@@ -206,7 +206,7 @@ def accumulate(
 
 
 def _split(call: Call, slot: Slot, name: str, count: int, learned: Sequence[int]) -> Any:
-    """Return an argument to split, with each leaf of shape (count, rows / count, ...)."""
+    """Split an argument: each leaf gets the shape (count, rows / count, ...)."""
     if slot in learned:
         raise ValueError(
             f"`jc.accumulate`: argument {name!r} is in `argnums`, and is the batch; a "

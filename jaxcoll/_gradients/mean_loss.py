@@ -122,14 +122,14 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_zero(tangent: Any) -> bool:
-    """Return whether a tangent is zero because its operand is not differentiated."""
+    """True if a tangent is zero because its operand is not differentiated."""
     return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
 
 
 def _signature(
     fun: Callable[..., Any], positional: int, keywords: Sequence[str], captured: int
 ) -> inspect.Signature:
-    """Return a signature that names the operands, for error messages."""
+    """Name the operands, for error messages."""
     names = positional_names(fun)[:positional]
     names += [f"args_{i}" for i in range(len(names), positional)]
     names += [*keywords, *(f"captured_{i}" for i in range(captured))]

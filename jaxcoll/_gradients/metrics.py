@@ -78,7 +78,6 @@ _DIGITS = 4
 
 
 def is_metric(x: Any) -> bool:
-    """Return whether a node of a tree is a metric; to be passed as `is_leaf`."""
     return isinstance(x, WeightedMean | Total)
 
 
@@ -118,7 +117,7 @@ def constants_as_varying(tree: Any, axes: tuple[str, ...]) -> Any:
 
 
 def make_parts(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
-    """Return this replica's summands of the metrics in a tree; *varying* over the axes."""
+    """Sum each metric of a tree on this replica; *varying* over the axes."""
     parts: Parts = {}
     for path, metric in flattened(tree, is_metric)[0]:
         if isinstance(metric, Total):
@@ -166,7 +165,7 @@ def insert_numbers(tree: Any, parts: Parts, times: int) -> Any:
 
 
 def _sum(value: Any, path: str, caller: str) -> jax.Array:
-    """Return the sum of all elements, as a float of at least 32 bits."""
+    """Sum all elements, as a float of at least 32 bits."""
     dtype = dtype_of(value)
     if dtype is None or not any(jnp.issubdtype(dtype, k) for k in (np.number, np.bool_)):
         raise ValueError(
@@ -178,7 +177,7 @@ def _sum(value: Any, path: str, caller: str) -> jax.Array:
 
 
 def _counter(value: Any) -> np.dtype | None:
-    """Return the type in which integers or flags are counted; None for other numbers."""
+    """Choose the type in which integers or flags are counted; None for other numbers."""
     dtype = jnp.asarray(value).dtype
     if jnp.issubdtype(dtype, np.inexact):
         return None
@@ -187,13 +186,13 @@ def _counter(value: Any) -> np.dtype | None:
 
 
 def _digits(total: jax.Array) -> jax.Array:
-    """Return an integer's digits as floats: a float would round the integer itself."""
+    """Split an integer into digits, as floats: a float would round the integer itself."""
     places, base = _places(total.dtype)
     return (total >> places & (base - 1)).astype(wide(total.dtype))
 
 
 def _integer(digits: jax.Array) -> jax.Array:
-    """Return the integer with these digits, or sums of digits."""
+    """Join digits, or sums of digits, to an integer."""
     return jnp.sum(digits << _places(digits.dtype)[0], dtype=digits.dtype)
 
 

@@ -108,7 +108,7 @@ def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
 
 
 def _count_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) -> jax.Array:
-    """Return `square` on the first of the replicas that hold the same leaf, 0 on the others."""
+    """Keep `square` on the first of the replicas that hold the same leaf; 0 on the others."""
     same = tuple(a for a in axes if a not in over)
     return jnp.where(lax.axis_index(same) == 0, square, 0) if same else square
 
@@ -123,7 +123,7 @@ def _add(numbers: Sequence[jax.Array]) -> jax.Array:
 
 
 def _arrays(tree: Any, caller: str) -> list[tuple[str, jax.Array]]:
-    """Return the leaves as arrays of numbers, with their paths."""
+    """Check that leaves are arrays of numbers; list them with their paths."""
     arrays = []
     for path, leaf in flattened(tree, is_sparse)[0]:
         if is_sparse(leaf):

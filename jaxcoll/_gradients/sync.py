@@ -37,7 +37,7 @@ def sync_in_backward(
 
 
 def reduce_backward(tree: Any, reduce_op: ReduceOp, axes: tuple[str, ...], scope: Scope) -> Any:
-    """Return a tree of arrays that are the same everywhere; their cotangents are reduced."""
+    """Mark arrays that are the same everywhere, so that their cotangents are reduced."""
     arrays, treedef = jax.tree.flatten(tree)
     reduction = _Reduction(reduce_op, axes, treedef, scope)
     return treedef.unflatten(marks.through_backward(arrays, reduction, axes))
@@ -68,7 +68,7 @@ class _Reduction:
 
 
 def _floating(path: str, value: Any) -> jax.Array:
-    """Return `value` as an array that has a gradient, or raise an error that names its path."""
+    """Make `value` an array that has a gradient, or raise an error that names its path."""
     dtype = dtype_of(value)
     if dtype is None:
         raise ValueError(

@@ -13,7 +13,7 @@ from jaxcoll._proof.subjaxprs import ends_in_error, find_callee, find_carry, ope
 
 
 def union(facts: Iterable[int]) -> int:
-    """Return the union of facts: of a value that is one of several, or computed from them."""
+    """Unite facts: of a value that is one of several, or computed from them."""
     return functools.reduce(operator.or_, facts, 0)
 
 
@@ -31,7 +31,6 @@ class Dataflow:
         self._read: dict[Any, tuple[Any, list[int]]] = {}
 
     def outputs(self, program: Any, inputs: Sequence[int]) -> list[int]:
-        """Return the facts of a program's outputs."""
         jaxpr: Jaxpr = open_jaxpr(program)
         key = id(jaxpr), tuple(inputs)
         if key not in self._read:
@@ -49,15 +48,14 @@ class Dataflow:
         self._read.clear()
 
     def constant(self, var: Any) -> int:
-        """Return the fact of a constant of a program."""
         raise NotImplementedError
 
     def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
-        """Return the facts of an equation's results, from those of its operands."""
+        """Find the facts of an equation's results, from those of its operands."""
         raise NotImplementedError
 
     def select(self, by: int, fact: int, eqn: JaxprEqn) -> int:
-        """Return the fact of a value that depends on a condition with the fact `by`."""
+        """Find the fact of a value that depends on a condition with the fact `by`."""
         raise NotImplementedError
 
     def check_choice(
@@ -67,11 +65,11 @@ class Dataflow:
         raise NotImplementedError
 
     def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
-        """Return the facts of the results of an equation that runs programs in an unknown way."""
+        """Find the facts of the results of an equation that runs programs in an unknown way."""
         raise NotImplementedError
 
     def read_programs(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
-        """Return the facts of the results of an equation that runs programs."""
+        """Find the facts of the results of an equation that runs programs."""
         name = eqn.primitive.name
         if name == "scan":
             body, first, carried = find_carry(eqn)
@@ -102,7 +100,7 @@ class Dataflow:
         return self.opaque(eqn, ins) if body is None else self.outputs(body, ins)
 
     def _loop(self, body: Any, ins: list[int], first: int, carried: int) -> list[int]:
-        """Return the facts of a loop body's outputs after any number of iterations."""
+        """Find the facts of a loop body's outputs after any number of iterations."""
         end = first + carried
         while True:
             outs = self.outputs(body, ins)

@@ -152,7 +152,7 @@ class Proven:
     jaxpr: Jaxpr
 
     def gradient_line(self, k: int) -> str:
-        """Return the user's line that took a gradient that output `k` depends on; "" if none."""
+        """Find the user's line that took a gradient that output `k` depends on; "" if none."""
         behind = _behind(self.jaxpr, self.jaxpr.outvars[k])
         # A library's kernel takes it in the body of a loop.
         every = (
@@ -161,7 +161,7 @@ class Proven:
         return next(filter(None, map(settings.line_of_gradient, every)), "")
 
     def callback_line(self, k: int) -> str:
-        """Return the user's line of a host callback that output `k` depends on; "" if none."""
+        """Find the user's line of a host callback that output `k` depends on; "" if none."""
         behind = _behind(self.jaxpr, self.jaxpr.outvars[k])
         every = (
             e for eqn in behind for e in (eqn, *(e for p in programs(eqn) for e in equations(p)))
@@ -169,7 +169,7 @@ class Proven:
         return next((settings.users_line(e) for e in every if "callback" in e.primitive.name), "")
 
     def line(self, k: int) -> str:
-        """Return the user's line that computed output `k`; "" if it is not known."""
+        """Find the user's line that computed output `k`; "" if it is not known."""
         return _line_behind(self.jaxpr, self.jaxpr.outvars[k])
 
 
@@ -205,7 +205,7 @@ def prove(
 
 
 def same_outputs(program: Any, axes: Mapping[str, int]) -> list[frozenset[str]]:
-    """Return the axes along which each output of a program is the same for any inputs."""
+    """Find the axes along which each output of a program is the same for any inputs."""
     jaxpr = open_jaxpr(program)
     proof = _Proof(axes, refuses=False, varying={*jaxpr.constvars})
     facts = proof.find_fixpoint(jaxpr, [proof.all] * len(jaxpr.invars))
@@ -238,7 +238,7 @@ class _Proof(Dataflow):
         self._around: list[JaxprEqn] = []  # the equations whose programs are being read
 
     def find_fixpoint(self, jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
-        """Return the facts of the outputs, once those of mutable references do not change."""
+        """Read a program until the facts of mutable references do not change."""
         while True:
             before = dict(self._refs)
             facts = self.outputs(jaxpr, inputs)
@@ -281,7 +281,7 @@ class _Proof(Dataflow):
         return [self._combine(eqn, fact) if fact & self.all * (_PART | _LOCAL) else fact] * count
 
     def _use_ref(self, eqn: JaxprEqn, ref: int, *others: int) -> list[int]:
-        """Return the facts of the results of an equation that reads or changes a reference."""
+        """Find the facts of the results of an equation that reads or changes a reference."""
         if eqn.primitive.name not in ("get", "freeze"):
             self._write(ref, union(others))
         held = [held for bit, held in self._refs.values() if ref & bit] or [self.all]
@@ -293,7 +293,7 @@ class _Proof(Dataflow):
                 self._refs[key] = bit, held | fact
 
     def _unknown(self, ins: Sequence[int]) -> list[int]:
-        """Return the fact of the result of an unknown equation, which may change references."""
+        """Find the fact of the result of an unknown equation, which may change references."""
         self._write(union(ins), self.all)
         return [union(ins) % self._first_ref | self.all]
 
@@ -309,7 +309,7 @@ class _Proof(Dataflow):
         return ([union(ins)] if known else self._unknown(ins)) * len(eqn.outvars)
 
     def _axes_in(self, params: Mapping[str, Any]) -> int:
-        """Return the axes that an equation's parameters name, as bits."""
+        """Collect the axes that an equation's parameters name, as bits."""
         bits = 0
         for key, p in params.items():
             if isinstance(p, str):
@@ -371,7 +371,7 @@ class _Proof(Dataflow):
                 raise ValueError((_WHOLE if rows else _DIFFERENT).format(**fields))
 
     def _exchange(self, eqn: JaxprEqn, ins: list[int], named: int, jaxpr: Jaxpr) -> list[int]:
-        """Return the facts of the results of a collective."""
+        """Find the facts of the results of a collective."""
         name, params = eqn.primitive.name, eqn.params
         if self._narrow_sums_abort and name in _ABORTING:
             self._check_width(eqn, named)
@@ -408,7 +408,7 @@ class _Proof(Dataflow):
                 raise ValueError(_PARTS_SUMMED.format(axis=axis, at=at, like=show_type(x.aval)))
 
     def _combine(self, eqn: JaxprEqn, fact: int) -> int:
-        """Return the fact of a function of shards, or of numbers that come from one shard."""
+        """Find the fact of a function of shards, or of numbers that come from one shard."""
         self._check_local(fact, eqn)
         name = eqn.primitive.name
         if name in _MIXING or not any(getattr(x.aval, "shape", ()) for x in eqn.outvars):
@@ -519,6 +519,6 @@ def _behind(jaxpr: Jaxpr, atom: Any) -> Iterator[JaxprEqn]:
 
 
 def _line_behind(jaxpr: Jaxpr, atom: Any, names: set[str] | None = None) -> str:
-    """Return the user's line of the nearest equation that a value depends on, among `names`."""
+    """Find the user's line of the nearest equation that a value depends on, among `names`."""
     eqns = (e for e in _behind(jaxpr, atom) if names is None or e.primitive.name in names)
     return next(filter(None, map(settings.users_line, eqns)), "")

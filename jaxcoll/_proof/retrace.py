@@ -33,19 +33,19 @@ class Traced:
     call: Callable[..., Sequence[jax.Array]]  # from arrays, the input leaves, to the outputs
 
     def outputs(self, *inputs: Any) -> list[jax.Array]:
-        """Return the arrays of the result, for inputs like those that it was traced with."""
+        """Compute the arrays of the result, for inputs like those that it was traced with."""
         return self.make_arrays(self.call(*jax.tree.leaves(inputs)))
 
     def make_arrays(self, outputs: Sequence[Any]) -> list[jax.Array]:
-        """Return the outputs of a call as arrays: a constant one is a number of Python or NumPy."""
+        """Make the outputs of a call arrays: a constant one is a number of Python or NumPy."""
         return _compat.make_arrays(outputs, self.program.out_avals)
 
     def evaluate(self) -> Any:
-        """Return the result of a function without inputs, as part of the current trace."""
+        """Compute the result of a function without inputs, as part of the current trace."""
         return self.result(self.outputs())
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """Return a pytree like the result, with `outputs` as its arrays."""
+        """Build a pytree like the result, with `outputs` as its arrays."""
         arrays = iter(outputs)
         leaves = [next(arrays) if other is None else other[0] for other in self.others]
         return jax.tree.unflatten(self.treedef, leaves)
@@ -75,7 +75,7 @@ _Others = tuple[jax.tree_util.PyTreeDef, tuple[tuple[Any] | None, ...]]
 def _flatten_function(
     fun: Callable[..., Any], inputs: Any
 ) -> tuple[Callable[..., list[Any]], Callable[[], _Others]]:
-    """Return `fun` as a function from leaves to arrays, and one for the rest of its result."""
+    """Make `fun` a function from leaves to arrays, and one for the rest of its result."""
     treedef = jax.tree.structure(inputs)
     calls: list[_Others] = []
 
@@ -91,7 +91,7 @@ def _flatten_function(
 
 
 def lift_captured(program: Traced) -> tuple[Traced, list[Any]]:
-    """Return the program with its captured tracers as additional inputs, and these tracers."""
+    """Make the captured tracers additional inputs of the program, and list them."""
     jaxpr = program.program.jaxpr
     pairs = [*zip(jaxpr.constvars, program.program.consts, strict=True)]
     captured = {var: const for var, const in pairs if isinstance(const, Tracer)}
@@ -107,7 +107,7 @@ def lift_captured(program: Traced) -> tuple[Traced, list[Any]]:
 
 
 def find_independent(program: ClosedJaxpr, inputs: Sequence[int]) -> list[bool]:
-    """Return True for each output that depends neither on `inputs` (positions) nor on effects."""
+    """Say of each output whether it depends on neither `inputs` (positions) nor effects."""
     jaxpr = program.jaxpr
     tainted = {jaxpr.invars[i] for i in inputs}
     for eqn in jaxpr.eqns:
@@ -117,7 +117,7 @@ def find_independent(program: ClosedJaxpr, inputs: Sequence[int]) -> list[bool]:
 
 
 def cut_program(program: ClosedJaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> ClosedJaxpr:
-    """Return the part of a program that computes `outputs` from `inputs`, all by position."""
+    """Cut out the part of a program that computes `outputs` from `inputs`, all by position."""
     jaxpr = program.jaxpr
     wanted = [jaxpr.outvars[k] for k in outputs]
     needed, kept = _variables(wanted), list[JaxprEqn]()
@@ -139,7 +139,7 @@ def _variables(atoms: Sequence[Any]) -> set[Any]:
 
 
 def places(program: ClosedJaxpr) -> list[int]:
-    """Return the rank of each output in the order in which they become ready, with equal ranks.
+    """Rank the outputs in the order in which they become ready, with equal ranks.
 
     In a backward pass, matrix products take the time, and the equations between them take little.
     So a value is ready when the last product that it needs is, wherever its equation is: a program

@@ -15,12 +15,12 @@ _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
 
 
 def open_jaxpr(program: Any) -> Any:
-    """Return a jaxpr without the values of its constants."""
+    """Drop the values of the constants of a jaxpr."""
     return getattr(program, "jaxpr", program)
 
 
 def programs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return all programs among an equation's parameters, including those for derivatives."""
+    """List all programs among an equation's parameters, including those for derivatives."""
     # JAX 0.12 has primitives, such as that of `lax.custom_root`, with parameters of their own.
     nested = getattr(eqn.params.get("_prim"), "params", {})
     params = [p if isinstance(p, tuple | list) else [p] for p in (eqn.params | nested).values()]
@@ -28,20 +28,20 @@ def programs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def find_callee(eqn: JaxprEqn) -> Jaxpr | None:
-    """Return the program that an equation runs once, on its operands; None if there is none."""
+    """Find the program that an equation runs once, on its operands; None if there is none."""
     bodies = programs(eqn) if eqn.primitive.name in _CALLS else []
     # For a custom derivative, the first program is the function.
     return bodies[0] if bodies and len(bodies[0].invars) == len(eqn.invars) else None
 
 
 def root_solver(eqn: JaxprEqn) -> Jaxpr | None:
-    """Return the solver of a JAX 0.12 `lax.custom_root`, run on the first operands; or None."""
+    """Find the solver of a JAX 0.12 `lax.custom_root`, run on the first operands; or None."""
     nested = getattr(eqn.params.get("_prim"), "params", {})
     return open_jaxpr(nested["solve_jaxpr"]) if "solve_jaxpr" in nested else None
 
 
 def find_carry(eqn: JaxprEqn) -> tuple[Any, int, int]:
-    """Return the body of a `scan` or `while`, the index of its first carry, and their number."""
+    """Find the body of a `scan` or `while`, the index of its first carry, and their number."""
     if eqn.primitive.name == "while":
         first = eqn.params["body_nconsts"]
         return eqn.params["body_jaxpr"], first, len(eqn.outvars)
@@ -87,7 +87,6 @@ def show_line(line: str) -> str:
 
 
 def get_shape(atom: Any) -> tuple[int, ...]:
-    """Return the shape of a variable or literal."""
     return getattr(atom.aval, "shape", ())
 
 

@@ -202,7 +202,7 @@ class Batches:
         return self._part(epoch, batch * self._size, np.arange(worker * rows, (worker + 1) * rows))
 
     def _part(self, epoch: int, row: int, positions: np.ndarray) -> Any:
-        """Return the rows at these positions of the batch that begins at `row` of the epoch."""
+        """Read the rows at these positions of the batch that begins at `row` of the epoch."""
         numbers = self._order(epoch)[row : row + self._size]
         # Padding repeats the last row: a loss that is finite on all rows is finite on it. Zeros
         # might give NaN, and NaN times the weight 0 is NaN.
@@ -257,7 +257,7 @@ _log_once = functools.cache(logging.getLogger("jaxcoll").warning)
 
 
 def order(rows: int, seed: int | None, epoch: int) -> np.ndarray:
-    """Return the indices of all rows in the order of an epoch."""
+    """List the indices of all rows in the order of an epoch."""
     if seed is None:
         return np.arange(rows)
     # The raw bits are the same in every NumPy, but `Generator.permutation` may change with its
@@ -266,7 +266,7 @@ def order(rows: int, seed: int | None, epoch: int) -> np.ndarray:
 
 
 def _rows(source: Any) -> tuple[int, Callable[[np.ndarray], Any]]:
-    """Return the number of rows of a source, and a function that reads rows as host arrays."""
+    """Count the rows of a source, and make a function that reads rows as host arrays."""
     # `tree.leaves` would take an iterator for a leaf, with a warning.
     leaves = [source] if hasattr(source, "__next__") else jax.tree.leaves(source)
     counts = {x.shape[0] for x in leaves if getattr(x, "shape", ()) and hasattr(x, "__getitem__")}

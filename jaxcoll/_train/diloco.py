@@ -115,7 +115,7 @@ class DiLoCo:
     _options: CommunicationOptions
 
     def on(self, mesh: Mesh) -> DiLoCo:
-        """Return the same training on other devices; the mesh must have `axis_name`."""
+        """Move the training to other devices; the mesh must have `axis_name`."""
         return dataclasses.replace(self, _mesh=mesh)
 
     @functools.cached_property
@@ -162,7 +162,7 @@ class DiLoCo:
         return jax.jit(spread, out_shardings=self._places.rows)
 
     def init(self, params: Any, opt_state: Any) -> DiLoCoState:
-        """Return the state before the first step.
+        """Make the state before the first step.
 
         Args:
           params: a pytree of floating-point or complex arrays, the same on every process; the first
@@ -229,14 +229,14 @@ class DiLoCo:
         return dataclasses.replace(state, replicas=replicas, steps=steps), metrics
 
     def arguments(self, state: DiLoCoState) -> tuple[Any, Any, Any]:
-        """Return the arguments of `sum`, as in `jc.inspect(train.sum, *train.arguments(state))`."""
+        """Make the arguments of `sum`, as in `jc.inspect(train.sum, *train.arguments(state))`."""
         at = self._places
         with no_mesh():
             params, shared = at.place_rows(state.replicas[0]), (state.shared, state.steps)
             return at.all_rows(params), *at.all_copies(at.place_copies(shared))
 
     def apply_mean(self, state: DiLoCoState, mean: Any) -> DiLoCoState:
-        """Return the state after an exchange, given the result of `sum`."""
+        """Make the state after an exchange, given the result of `sum`."""
         with no_mesh():
             copies = self._places.place_copies((state.shared, state.outer, mean))
             shared, outer = self._update(*copies)
@@ -244,7 +244,7 @@ class DiLoCo:
         return dataclasses.replace(state, replicas=replicas, shared=shared, outer=outer)
 
     def restart(self, state: DiLoCoState) -> DiLoCoState:
-        """Return the state for another set of replicas, which continue from the shared parameters.
+        """Make the state for other replicas, which continue from the shared parameters.
 
         Replica i gets the optimizer state of row i of `state`, which may come from another process.
         If there are more replicas than rows, rows are used again from the first on.
@@ -271,7 +271,6 @@ def check_state(state: Any, here: int) -> None:
 
 
 def _name_leaves(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
-    """Return the leaves of both trees with their names in messages."""
     trees = ("params", params), ("opt_state", opt_state)
     refuse_tied(dict(trees), "diloco")
     return [(name + path, leaf) for name, tree in trees for path, leaf in flattened(tree)[0]]

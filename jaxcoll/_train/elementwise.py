@@ -99,7 +99,7 @@ class _Owner(NamedTuple):
 def _results(
     tx: Any, params: Any, parts: Any, extra: dict[str, Any], reader: _Reader
 ) -> list[tuple[str, _Owner, _Value]]:
-    """Return path, owner and value of each leaf of the updates, the next state and the first."""
+    """Read path, owner and value of each leaf of the updates, the next state and the first."""
     more, treedef = jax.tree.flatten(extra)
     at = [i for i, x in enumerate(more) if is_array(x)]
     arrays = [_drop_axes(jax.typeof(more[i])) for i in at]
@@ -169,13 +169,12 @@ class _Reader:
         self._formulas: dict[Hashable, int] = {}
 
     def value(self, owner: int | str | None, *formula: Hashable) -> _Value:
-        """Return a value with this formula, which includes the formulas of its operands."""
+        """Make a value with this formula, which includes the formulas of its operands."""
         return _Value(owner, self._formulas.setdefault(formula, len(self._formulas)))
 
     def outputs(
         self, jaxpr: Jaxpr, inputs: Sequence[_Value], constants: Sequence[Any] = ()
     ) -> list[_Value]:
-        """Return the outputs of a program, given its inputs."""
         values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         values.update(zip(jaxpr.constvars, map(self._constant, constants), strict=True))
 
@@ -233,7 +232,7 @@ class _Reader:
 
 
 def _owner(values: Sequence[_Value]) -> int | str | None:
-    """Return the owner of a value that is computed element by element from several values."""
+    """Find the owner of a value that is computed element by element from several values."""
     owners = {x.owner for x in values} - {None}
     mixed = sorted(x for x in owners - {_TABLE} if isinstance(x, str))
     if mixed or len(owners) < 2:
@@ -246,7 +245,7 @@ def _formulas(values: Sequence[_Value]) -> list[int]:
 
 
 def _keeps_dtype(eqn: JaxprEqn) -> bool:
-    """Return True if an equation is a conversion that changes only the weakness of the type."""
+    """True if an equation is a conversion that changes only the weakness of the type."""
     of_operand: Any = eqn.invars[0].aval if eqn.invars else None
     of_result: Any = eqn.outvars[0].aval if eqn.outvars else None
     return eqn.primitive.name == "convert_element_type" and of_operand.dtype == of_result.dtype

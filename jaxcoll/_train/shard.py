@@ -119,7 +119,7 @@ def unshard(tree: Any) -> Any:
 
 
 def _layers(leaves: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:
-    """Return (number of layers,), which must be the leading dimension of all leaves."""
+    """Check that all leaves have equally many layers; (their number,)."""
     for path, shape in leaves:
         first, expected = leaves[0][0], leaves[0][1][:1]
         if shape[:1] != expected or not shape:

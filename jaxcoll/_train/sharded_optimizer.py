@@ -131,7 +131,7 @@ class ShardedOptimizer:
         return ambient or check_any_mesh(self._mesh, self._axis_name, CALLER)
 
     def init(self, params: Any) -> Any:
-        """Return the state before the first update.
+        """Make the state before the first update.
 
         Args:
           params: the whole parameters: between programs numpy arrays, `jax.Array`s that this
@@ -173,7 +173,7 @@ class ShardedOptimizer:
             return jax.jit(self._tx.init, out_shardings=over)(params)
 
     def _split(self, params: Any, mapped: bool) -> Shards:
-        """Return whole parameters in shards: this replica's if the axis is `mapped`, else all."""
+        """Put whole parameters in shards: this replica's if the axis is `mapped`, else all."""
         if mapped:
             scope = scope_here().merged(self._options)
             return local_part(params, self._axis_name, CALLER, scope=scope)
@@ -189,7 +189,7 @@ class ShardedOptimizer:
     def update(
         self, grads: Any, state: Any, params: Any = None, *, reduced: bool = False, **extra: Any
     ) -> tuple[Any, Any]:
-        """Return the updates of the parameters and the next state, inside a program.
+        """Compute the updates of the parameters and the next state, inside a program.
 
         Args:
           grads: `Shards` from `value_and_grad(..., scatter=True)` or `reduce_scatter`; or a plain
@@ -308,7 +308,7 @@ class ShardedOptimizer:
         return cut(leaves, layout, mesh, self._axes, stack)
 
     def _lay_out(self, state: Any) -> Any:
-        """Return a traced state with the sharding of each part."""
+        """Constrain each part of a traced state to its sharding."""
         if isinstance(self._mesh, AbstractMesh):
             return state
         mesh = self.mesh
@@ -341,7 +341,7 @@ class ShardedOptimizer:
 
 
 def _varying(state: Any) -> Any:
-    """Return the state with all shards typed as varying, even those that are constants."""
+    """Type all shards of a state as varying, even those that are constants."""
 
     def retype(x: Any) -> Any:
         if not is_shards(x):

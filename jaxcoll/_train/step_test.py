@@ -181,7 +181,7 @@ class _Output:
         return min(_size(_minus(x, other)) for x in (self.one, *rows))
 
     def complaint(self, n: int) -> str:
-        """Return the factor by which it differs, and the probable cause."""
+        """Name the factor by which it differs, and the probable cause."""
         if self.one.shape != self.many.shape:
             shapes = f"{self.many.shape}, but {self.one.shape} on one device"
             return f"has shape {shapes}; is it a value per replica?"
@@ -221,7 +221,7 @@ def _raise_if_off(outputs: Sequence[_Output], n: int) -> None:
 def _runner(
     step: Any, mesh: Mesh | None, batch_argnums: Any, kwargs: dict[str, Any]
 ) -> tuple[Callable[[Mesh], Callable[..., Any]], Mesh]:
-    """Return a function that makes the step for a mesh, and the mesh of many devices."""
+    """Find how the step is made for a mesh, and the mesh of many devices."""
     if isinstance(step, DataParallel):
         mesh, on = mesh or step.mesh, step.on
         if batch_argnums is not None:
@@ -247,7 +247,6 @@ def _runner(
 
 
 def _signature(step: Callable[..., Any], batch_argnums: Any) -> Signature:
-    """Return what finds the batch of a function that maps itself."""
     batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
     caller = "assert_same_as_one_device"
     line = f"jc.{caller}({{name}}, *args, batch_argnums={{batch}})"
@@ -278,7 +277,7 @@ def _copy_to_host(x: Any) -> Any:
 
 
 def _leaves(tree: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of a tree by their paths, with shards replaced by whole leaves."""
+    """Flatten a tree to arrays by path, with whole leaves in the place of shards."""
     whole = jax.tree.map(lambda x: join_shards(x) if is_shards(x) else x, tree, is_leaf=is_shards)
     return {
         jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if _is_key(x) else x)
@@ -297,7 +296,7 @@ def _resplit(x: Any) -> Any:
 
 
 def _narrowest(run: Any, args: Any, kwargs: Any) -> float:
-    """Return the precision (eps) of the narrowest dtype in a step's program."""
+    """Find the precision (eps) of the narrowest dtype in a step's program."""
     try:
         trace = run.trace if isinstance(run, DataParallel) else jax.jit(run).trace
         program = trace(*args, **kwargs).jaxpr
@@ -339,7 +338,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the difference: zero where both are NaN, infinite if the shapes differ."""
+    """Subtract: zero where both are NaN, infinite if the shapes differ."""
     if a.shape != b.shape:
         return np.array(np.inf)
     a, b = _wide(a), _wide(b)
@@ -348,7 +347,7 @@ def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _change(pair: Pair) -> np.ndarray:
-    """Return the change by other rows; for integers, which are compared exactly, the value."""
+    """Subtract other rows' result; of integers, which are compared exactly, take the value."""
     return _minus(*pair) if _eps(pair[0].dtype) else _wide(pair[0])
 
 

@@ -47,7 +47,7 @@ class Traffic:
     scope: Scope  # options and world
 
     def gathers(self, ahead: int) -> dict[tuple[int, ...], Exchange]:
-        """Return the gather of each group of leaves that share packs; its result is *varying*."""
+        """Make the gather of each group of leaves that share packs; its result is *varying*."""
         layers = self.stack.layers
         ahead = min(ahead, layers)
         when = (
@@ -76,7 +76,7 @@ class Traffic:
         return {members: make_gather(members, axes) for members, axes in groups.items()}
 
     def scatters(self, wanted: Sequence[int]) -> dict[tuple[int, ...], Exchange]:
-        """Return the gradient reduction of each group of leaves that share packs.
+        """Make the gradient reduction of each group of leaves that share packs.
 
         Gradients have the type of the gathered leaves on the wire, and then the leaves' own.
         """
@@ -123,7 +123,7 @@ class Traffic:
     def _plan(
         self, half: Half, leaves: Sequence[Leaf], axes: dict[str, int], turns: int, when: str
     ) -> tuple[tuple[Pack, ...], CollectivePlan]:
-        """Return the packs of this replica's rows, and record and return the collective's plan."""
+        """Pack this replica's rows; record and return the collective's plan."""
         world, options, n = self.scope.world(axes), self.scope.options, count(axes)
         packs = plan_packs(leaves, packing_for(options, world))
         whole = [dataclasses.replace(x, shape=(n * x.shape[0], *x.shape[1:])) for x in leaves]
@@ -152,11 +152,11 @@ class Traffic:
         return leaves
 
     def _axes_to_reduce(self, over: Sequence[str]) -> tuple[str, ...]:
-        """Return the axes over which this all-reduces the gradient of a leaf that is cut `over`."""
+        """The axes over which this all-reduces the gradient of a leaf that is cut `over`."""
         return () if self.inside else tuple(a for a in self.axes if a not in over)
 
     def retype(self, varying: Sequence[str]) -> Arrays:
-        """Return the stack, with the types that its gradients will have."""
+        """Give the stack the types that its gradients will have."""
         return [
             _compat.cast_varying(x, [a for a in varying if a not in self._axes_to_reduce(over)])
             for x, over in zip(self.stack.arrays, self.stack.over, strict=True)

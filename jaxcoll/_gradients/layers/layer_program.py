@@ -40,7 +40,7 @@ class Residuals:
     def backward(
         self, saved: Arrays, params: Arrays, captured: Arrays, cotangents: Arrays
     ) -> list[Any]:
-        """Return the wanted cotangents: of the carry, the parameters and captured values, in order.
+        """Compute the wanted cotangents: of carry, parameters and captured values, in order.
 
         `cotangents` are those of the floating results.
         """
@@ -56,7 +56,7 @@ class Residuals:
 def trace_forward(
     layer: Traced, remat: Any, arrays: tuple[Arrays, Arrays, Arrays], wanted: Sequence[bool]
 ) -> Residuals:
-    """Return the layer's forward pass, with residuals for the cotangents of the `wanted` inputs.
+    """Trace the layer with residuals for the cotangents of the `wanted` inputs.
 
     With `remat` True only the carry is saved; with False everything that the backward pass reads;
     otherwise what a policy of `jax.checkpoint` says.
@@ -93,12 +93,10 @@ def trace_forward(
 
 
 def is_floating(x: Any) -> bool:
-    """Return whether an array has a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def flatten_carry(carry: Any) -> tuple[Arrays, Any]:
-    """Return the carry as strongly typed arrays, and its structure."""
     flat, treedef = flattened(carry)
     who = "`{}`: {} of `carry`"
     arrays = [as_array(leaf, who.format(CALLER, where(path))) for path, leaf in flat]
@@ -159,7 +157,7 @@ class UserLayer:
         return [_compat.cast_varying(x, self._along) for x in outs]
 
     def _split(self, result: Any) -> tuple[Any, Any]:
-        """Return the next carry, and the layer's result; None if it returned only the carry."""
+        """Split a result into the next carry and the layer's own result, or None."""
         if jax.tree.structure(result) == self._carry:
             return result, None
         pair = isinstance(result, tuple) and len(result) == 2
@@ -199,12 +197,11 @@ class UserLayer:
                 )
 
     def result(self, carry: Arrays, results: Arrays) -> tuple[Any, Any]:
-        """Return the last carry and the stacked results as trees, as `lax.scan` does."""
         return self._carry.unflatten(carry), self._result.unflatten(results)
 
 
 def _one_layer(x: jax.Array, over: Any, axes: Mapping[str, int], dtype: Any) -> jax.Array:
-    """Return an array with the shape and type of one layer's part of a leaf, once gathered."""
+    """Make an array like one layer's part of a leaf, once gathered, for tracing."""
     if not over:
         return lax.index_in_dim(x, 0, keepdims=False)
     _, rows, *rest = x.shape

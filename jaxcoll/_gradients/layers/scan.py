@@ -97,7 +97,7 @@ def scan_layers(
 
 
 def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
-    """Return the differentiation around this call, which reduces gradients over `axes`, or None."""
+    """Find the differentiation around this call, which reduces gradients over `axes`, if any."""
     inside = differentiation()
     if inside is None or not set(inside.axes).intersection(axes):
         return None
@@ -110,7 +110,7 @@ def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation 
 def _differentiable(
     schedule: Schedule, traffic: Traffic, remat: Any
 ) -> Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]:
-    """Return the scan as a differentiable function of carry, stack and captured values (lists)."""
+    """Make the scan a differentiable function of carry, stack and captured values (lists)."""
 
     def primal(carry: Arrays, stack: Arrays, captured: Arrays) -> tuple[Arrays, Arrays]:
         outs, results, *_ = schedule.forward(carry, stack, captured)
@@ -158,7 +158,7 @@ def _differentiable(
 
 @jax.custom_jvp
 def _guard_derivative(tree: Any) -> Any:
-    """Return `tree`; differentiating it is an error, for a second derivative is not reduced."""
+    """Pass `tree` on; differentiating it is an error, as a second derivative is not reduced."""
     return tree
 
 
@@ -171,7 +171,7 @@ def _twice(primals: Any, tangents: Any) -> Any:
 
 
 def _floating(x: Any) -> jax.Array | None:
-    """Return a cotangent as an array; None for an array without a gradient."""
+    """Make a cotangent an array; None for an array without a gradient."""
     if not is_floating(x):
         return None
     symbolic = isinstance(x, jax.custom_derivatives.SymbolicZero)
@@ -213,7 +213,6 @@ class Schedule:
         return exchanged
 
     def _params(self, stack: Arrays, index: Any, gathered: dict[int, jax.Array]) -> Arrays:
-        """Return all parameters of one layer, gathered or whole."""
         return [
             gathered[i] if i in gathered else self._vary([slice_layer(x, index)])[0]
             for i, x in enumerate(stack)
@@ -225,7 +224,7 @@ class Schedule:
     def forward(
         self, carry: Arrays, stack: Arrays, captured: Arrays, residuals: Residuals | None = None
     ) -> tuple[Arrays, Arrays, Arrays, list[dict[int, jax.Array]]]:
-        """Return the last carry, all results, the saved residuals, and the last gathered layers."""
+        """Compute the last carry, all results, the residuals, and the last gathered layers."""
         ahead, program = min(self.ahead, self.layers), (residuals or self).program
         results = range(len(carry), len(self.program.program.out_avals))
         # Positions of the layer's outputs that are stacked over all layers
@@ -266,7 +265,7 @@ class Schedule:
         wanted: Sequence[Sequence[int]],
         scatters: Mapping[tuple[int, ...], Exchange],  # by leaves that share packs
     ) -> tuple[Arrays, dict[int, jax.Array], Arrays]:
-        """Return the cotangents of the first carry, of the stack, and of captured values.
+        """Compute the cotangents of the first carry, of the stack, and of captured values.
 
         Those of sharded leaves are reduce-scattered one step after their layer; the others are
         this replica's own.
@@ -324,14 +323,12 @@ class Schedule:
 
 
 def slice_layer(x: jax.Array, index: Any) -> jax.Array:
-    """Return one layer's part of a stacked array."""
     if isinstance(index, int):
         return lax.index_in_dim(x, index, keepdims=False)
     return lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
 
 
 def write_layer(arrays: Sequence[Any], parts: Sequence[Any], index: Any) -> Arrays:
-    """Return stacked arrays with one layer's parts replaced."""
     return [
         lax.dynamic_update_index_in_dim(x, part, index, 0, allow_negative_indices=False)
         for x, part in zip(arrays, parts, strict=True)

@@ -63,13 +63,13 @@ class Stack:
         return self.arrays[0].shape[0]
 
     def tree(self, arrays: Sequence[Any]) -> Any:
-        """Return one layer's parameters as a tree, from gathered arrays; `Shards` are unpacked."""
+        """Build one layer's parameters as a tree, from gathered arrays; unpack `Shards`."""
         tree = jax.tree.unflatten(self.treedef, list(arrays))
         return jax.tree.map(lambda x: _join(x) if is_shards(x) else x, tree, is_leaf=is_shards)
 
 
 def make_stack(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
-    """Return the arrays of `stacked`, a tree of arrays and `Shards`, with the axes of each."""
+    """List the arrays of `stacked`, a tree of arrays and `Shards`, with the axes of each."""
     nodes, _ = flattened(stacked, is_shards)
     notes = _notes(sharded, stacked, any(is_shards(x) for _, x in nodes))
     names, arrays, over = [], [], []
@@ -92,14 +92,14 @@ def make_stack(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
 
 
 def _leaf_range(shards: Shards, k: int) -> str:
-    """Return the paths of the first and the last leaf of a pack."""
+    """Name the first and the last leaf of a pack."""
     segments = shards.layout.packs[k].segments
     ends = [shards.layout.leaves[s.leaf].path for s in (segments[0], segments[-1])]
     return " … ".join(dict.fromkeys(ends))
 
 
 def _notes(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
-    """Return what `sharded` says of each leaf and each `Shards`, in order; None if nothing."""
+    """List what `sharded` says of each leaf and each `Shards`, in order; None if nothing."""
     if sharded is None:
         return [
             False if has_shards and not is_shards(x) else None
@@ -170,7 +170,7 @@ def _axes_of_shards(
 def _axes_of_rows(
     name: str, array: jax.Array, note: Any, axes: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Return the axes that a plain leaf is cut over; raise an error if its type contradicts."""
+    """Decide the axes that a plain leaf is cut over; raise an error if its type contradicts."""
     inside = differentiation()
     typed = [a for a in axes if _compat.tracks_variance(a) and a not in retyped()]
     over = () if note is False else tuple(axes) if note in (None, True) else _list_names(note)
@@ -214,7 +214,7 @@ def _check_whole(
 
 
 def _join(shards: Shards) -> Any:
-    """Return the tree of one layer's `Shards`, given with whole packs as parts."""
+    """Unpack one layer's `Shards`, given with whole packs as parts."""
     layout = shards.layout
     packs = zip(layout.packs, shards.parts, strict=True)
     arrays = leaves_of([whole_of(part, pack) for pack, part in packs], layout)
