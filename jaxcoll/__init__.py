@@ -21,18 +21,18 @@ if _TYPE_CHECKING:
     from jaxcoll._elastic.checkpoint import restore_checkpoint as restore_checkpoint
     from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
     from jaxcoll._elastic.trainer import Elastic as Elastic
+    from jaxcoll._gradients.layers.scan_layers import scan_layers as scan_layers
     from jaxcoll._gradients.loss import WeightedLoss as WeightedLoss
+    from jaxcoll._gradients.mean_loss import mean_loss as mean_loss
     from jaxcoll._gradients.metrics import Total as Total
     from jaxcoll._gradients.metrics import WeightedMean as WeightedMean
-    from jaxcoll._gradients.reduce_metrics import all_finite as all_finite
-    from jaxcoll._gradients.reduce_metrics import global_norm as global_norm
-    from jaxcoll._gradients.reduce_metrics import reduce_metrics as reduce_metrics
-    from jaxcoll._gradients.transforms import accumulate as accumulate
-    from jaxcoll._gradients.transforms import grad as grad
-    from jaxcoll._gradients.transforms import mean_loss as mean_loss
-    from jaxcoll._gradients.transforms import scan_layers as scan_layers
-    from jaxcoll._gradients.transforms import sync_in_backward as sync_in_backward
-    from jaxcoll._gradients.transforms import value_and_grad as value_and_grad
+    from jaxcoll._gradients.metrics import reduce_metrics as reduce_metrics
+    from jaxcoll._gradients.norms import all_finite as all_finite
+    from jaxcoll._gradients.norms import global_norm as global_norm
+    from jaxcoll._gradients.sync_in_backward import sync_in_backward as sync_in_backward
+    from jaxcoll._gradients.value_and_grad import accumulate as accumulate
+    from jaxcoll._gradients.value_and_grad import grad as grad
+    from jaxcoll._gradients.value_and_grad import value_and_grad as value_and_grad
     from jaxcoll._job.initialize import initialize as initialize
     from jaxcoll._job.launch.function import launch as launch
     from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
@@ -66,10 +66,12 @@ _LATER = {
     for module, names in {
         "_collectives.alike": "broadcast same",
         "_collectives.all_reduce": "all_reduce pmean psum",
-        "_gradients.transforms": "accumulate grad mean_loss scan_layers sync_in_backward "
-        "value_and_grad",
+        "_gradients.value_and_grad": "accumulate grad value_and_grad",
+        "_gradients.mean_loss": "mean_loss",
+        "_gradients.sync_in_backward": "sync_in_backward",
+        "_gradients.layers.scan_layers": "scan_layers",
         "_collectives.halves": "all_gather reduce_scatter",
-        "_gradients.reduce_metrics": "all_finite global_norm reduce_metrics",
+        "_gradients.norms": "all_finite global_norm",
         "_job.initialize": "initialize",
         "_job.launch.function": "launch",
         "_distribute.check_replicas": "check_replicas",
@@ -80,7 +82,7 @@ _LATER = {
         "_report.limits": "assert_collectives",
         "_plan.options": "CommunicationImplementation CommunicationOptions ReduceOp",
         "_gradients.loss": "WeightedLoss",
-        "_gradients.metrics": "Total WeightedMean",
+        "_gradients.metrics": "Total WeightedMean reduce_metrics",
         "_collectives.shards": "Shards",
         "_collectives.sparse": "IndexedSlices",
         "_step.data_parallel": "data_parallel",

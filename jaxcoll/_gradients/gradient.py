@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -21,7 +20,7 @@ from jaxcoll._collectives.common_over_replicas import (
 from jaxcoll._collectives.pipeline import halved, halvings, quotient
 from jaxcoll._collectives.reduce import all_reduce, feedback_of
 from jaxcoll._collectives.reduce_scatter import reduce_scatter
-from jaxcoll._collectives.scope import Differentiation, Scope, bound_axes, count, listed, retyped
+from jaxcoll._collectives.scope import Differentiation, Scope, count, listed
 from jaxcoll._collectives.shards import Shards, axes_of_shards
 from jaxcoll._compat import marks
 from jaxcoll._compression.formats import finite
@@ -31,17 +30,16 @@ from jaxcoll._gradients.loss import (
     Differentiated,
     Extras,
     accumulate,
-    check_differentiable,
     loss_and_aux,
     value_and_local_grad,
     value_and_weight,
 )
 from jaxcoll._plan.checks import kind_of
 from jaxcoll._plan.choose import wants_order
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import check_not_empty, flattened, refuse_tied, where
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._proof.proof import same_outputs
-from jaxcoll._proof.retrace import Traced, places, trace_call
+from jaxcoll._proof.retrace import Traced, places
 from jaxcoll._proof.subjaxprs import contains
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import AlreadyReducedError
@@ -274,52 +272,6 @@ def positional_names(fun: Callable[..., Any]) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def make_gradient(
-    gradient: Differentiator,
-    axis_name: Any,
-    scope: Callable[[], Scope],
-    options: CommunicationOptions,
-) -> Callable[..., Any]:
-    """Implement `jc.value_and_grad`, `jc.grad` and `jc.accumulate`."""
-    caller = gradient.caller
-
-    def differentiate(*args: Any, **kwargs: Any) -> Any:
-        here = scope()
-        axes = bound_axes(here.over(axis_name, caller), caller)
-        residual = kwargs.pop("residual", None) if gradient.feedback else None
-        if gradient.feedback and residual is None:
-            raise ValueError(
-                f"`{caller}` with feedback=True expects the keyword argument `residual`, besides "
-                "those of the loss: first what `jc.compression.residual(params)` returns, then "
-                "what the last call returned."
-            )
-        refuse_tied((args, kwargs), caller)
-        check_differentiable(gradient.leaves(args), caller)
-        learned = gradient.positions(args)
-        check_not_empty(caller, ([x for i, x in enumerate(args) if i not in learned], kwargs))
-        inside = Differentiation(tuple(axes), options, enclosing=retyped())
-
-        def local_gradient() -> Differentiated:
-            return gradient.local(axes, inside, args, kwargs)
-
-        program = trace_call(local_gradient)
-        return gradient.reduce(program, args, axes, here.merged(options), residual)
-
-    return _copy_signature(differentiate, gradient)
-
-
-def _copy_signature(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[..., Any]:
-    """Give `reduced` the name and the signature of the loss, with `residual` under feedback."""
-    functools.update_wrapper(reduced, gradient.fun, updated=())
-    if gradient.feedback:
-        with contextlib.suppress(TypeError, ValueError):  # a C function may have no signature
-            signature = inspect.signature(gradient.fun)
-            more = inspect.Parameter("residual", inspect.Parameter.KEYWORD_ONLY, default=None)
-            others = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
-            reduced.__signature__ = signature.replace(parameters=[*others, more])  # pyright: ignore[reportFunctionMemberAccess]
-    return reduced
 
 
 def _find_synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozenset[str]]:

@@ -15,12 +15,19 @@ from jax.custom_derivatives import SymbolicZero
 from jaxcoll import _compat
 from jaxcoll._collectives.pipeline import quotient
 from jaxcoll._collectives.reduce import all_reduce
-from jaxcoll._collectives.scope import Differentiation, Scope, bound_axes, differentiated, retyped
-from jaxcoll._gradients.gradient import Differentiator, make_gradient, positional_names
+from jaxcoll._collectives.scope import (
+    Differentiation,
+    bound_axes,
+    differentiated,
+    retyped,
+    scope_here,
+)
+from jaxcoll._gradients.gradient import Differentiator, positional_names
 from jaxcoll._gradients.loss import WeightedLoss, value_and_weight
-from jaxcoll._gradients.sync import reduce_backward
+from jaxcoll._gradients.sync_in_backward import reduce_backward
+from jaxcoll._gradients.value_and_grad import make_gradient
 from jaxcoll._plan.checks import kind_of
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
 from jaxcoll._proof.retrace import lift_captured, trace
 
@@ -33,17 +40,52 @@ _CAPTURED = f"""\
 
 def mean_loss(
     fun: Callable[..., Any],
-    axis_name: Any,
-    scope: Callable[[], Scope],
-    options: CommunicationOptions,
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
-    """Implement `jc.mean_loss`."""
+    """Return the mean of the replicas' losses as a function that can be differentiated.
+
+    Use it with algorithms that differentiate a function themselves: a line search, L-BFGS, an
+    implicit step. `jax.grad` of `lax.pmean(loss)` is each replica's own gradient, so replicas would
+    search in different directions. This function has the value and derivative of one device.
+
+    Args:
+      fun: the loss of one replica's share of the batch, as in `value_and_grad`; it must not reduce
+        the loss.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
+      options: as in `all_reduce`, for the gradients.
+
+    Returns:
+      A function with `fun`'s arguments that returns a scalar, *invariant* over the axes. It has
+      forward- and reverse-mode derivatives with respect to all that is the same on every replica:
+      arguments and, except in a checked `shard_map`, captured values; and of any order, each with
+      respect to the same arguments. (Unchecked, a derivative of the gradient with respect to others
+      is each replica's own; `jc.sync_in_backward` of these makes it the mean.) Cost: an
+      `all_reduce` of one number; differentiated, one `all_reduce` of value and gradients together.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      TypeError: the loss is not a scalar.
+      ValueError: it is differentiated with respect to a value that differs between replicas, or to
+        a captured one in a checked `shard_map`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> loss = mean_loss(lambda w, x: jnp.mean(w * x), "data")
+      >>> shares = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> step = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0), axis_name="data")
+      >>> value, grad = step(2.0, shares)
+      >>> value.tolist(), grad.tolist()
+      ([5.0, 5.0], [2.5, 2.5])
+    """
+    given = checked(options)
     if not callable(fun):
         raise ValueError(f"`{CALLER}` expects a function, the loss; got {kind_of(fun)}.")
 
     @functools.wraps(fun, updated=())
     def mean(*args: Any, **kwargs: Any) -> Any:
-        here = scope()
+        here = scope_here()
         axes = tuple(bound_axes(here.over(axis_name, CALLER), CALLER))
         refuse_tied((args, kwargs), CALLER)
         check_not_empty(CALLER, (args[1:], kwargs))
@@ -66,7 +108,7 @@ def mean_loss(
 
         # JAX may trace a custom derivative after the function around it has returned. So every
         # array that the loss uses must be an operand, also those that it captures.
-        with differentiated(Differentiation(axes, options, enclosing=retyped())):
+        with differentiated(Differentiation(axes, given, enclosing=retyped())):
             program, captured = lift_captured(trace(loss, *varying(inputs)))
 
         def local(*operands: Any) -> Any:
@@ -78,7 +120,7 @@ def mean_loss(
         @jax.custom_jvp
         def average(*operands: Any) -> Any:
             value, weight = program.result(program.outputs(*varying(operands)))
-            exactly = here.merged(options).exactly
+            exactly = here.merged(given).exactly
             if weight is None:
                 return all_reduce(ReduceOp.MEAN, value, axes, scope=exactly)
             pair = all_reduce(ReduceOp.SUM, (value, weight), axes, scope=exactly, repeats=True)
@@ -100,8 +142,8 @@ def mean_loss(
             if not _compat.types_tracked():  # else autodiff sums over replicas by itself
                 # A derivative of the gradients is a mean over the replicas, too.
                 learned = {i: primals[i] for i in argnums}
-                operands |= reduce_backward(learned, ReduceOp.MEAN, axes, here.merged(options))
-            differentiate = make_gradient(gradient, axes, lambda: here, options)
+                operands |= reduce_backward(learned, ReduceOp.MEAN, axes, here.merged(given))
+            differentiate = make_gradient(gradient, axes, given, lambda: here)
             value, grads = differentiate(*operands.values())
             products = jax.tree.map(
                 lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),

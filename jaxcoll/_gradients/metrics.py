@@ -13,8 +13,9 @@ from jax.core import Tracer
 
 from jaxcoll import _compat
 from jaxcoll._collectives.reduce import all_reduce
-from jaxcoll._collectives.scope import Scope, bound_axes, count
-from jaxcoll._plan.options import ReduceOp
+from jaxcoll._collectives.scope import bound_axes, count, scope_here
+from jaxcoll._plan.checks import check_value_first
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where, wide
 from jaxcoll._plan.packs.packing import BytesPerPack
 from jaxcoll.errors import AlreadyReducedError
@@ -81,11 +82,51 @@ def is_metric(x: Any) -> bool:
     return isinstance(x, WeightedMean | Total)
 
 
-def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
-    """Reduce all metrics at once to numbers, *invariant*; see `jc.reduce_metrics`."""
+def reduce_metrics(
+    value: Any,
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """Reduce many metrics over all replicas in one collective.
+
+    Guarantee: each `Total` becomes the sum and each `WeightedMean` the mean that one device would
+    compute of all rows. All travel in one pack, whatever packing `options` say. Metrics stacked by
+    a scan are added up first, so a scan over microbatches or layers needs one call, after it.
+    Metrics that the loss of `value_and_grad` or `accumulate` returns in its `aux` need no call:
+    they travel with the gradients.
+
+    Args:
+      value: a pytree of `WeightedMean` and `Total`; None passes through.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      options: as in `all_reduce`.
+
+    Returns:
+      The tree with a scalar for each metric, *invariant* over the axes. Scalars are float32, or
+      float64 where the metric is; a `Total` of integers keeps their dtype, one of booleans or of
+      integers narrower than 32 bits is int32. They travel as floats: integers are exact up to 2^24
+      (with gradients of a mean, 2^22) and rounded beyond. Cost: 4 bytes for a Total, 8 for a
+      WeightedMean.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      ValueError: a leaf is no metric, or the shapes of a weight and its total differ.
+      AlreadyReducedError: a total is already the same on every replica.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> def log(right, real):
+      ...     metrics = {"accuracy": WeightedMean(right, real), "tokens": Total(real)}
+      ...     return reduce_metrics(metrics, "data")
+      >>> values = jax.vmap(log, axis_name="data")(jnp.array([1, 6]), jnp.array([2, 8]))
+      >>> round(float(values["accuracy"][0]), 6), int(values["tokens"][0])
+      (0.7, 10)
+    """
     caller = "jc.reduce_metrics"
-    axes = bound_axes(axis_name, caller)
-    for path, leaf in flattened(metrics, is_metric)[0]:
+    check_value_first(caller, value)
+    scope = scope_here().merged(checked(options, exactly="reduce_metrics"))
+    axes = bound_axes(scope.over(axis_name, caller), caller)
+    for path, leaf in flattened(value, is_metric)[0]:
         if not is_metric(leaf):
             is_array = hasattr(leaf, "dtype")
             kind = f"an array of {leaf.dtype}" if is_array else type(leaf).__name__
@@ -93,11 +134,11 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
                 f"`{caller}` expects jc.WeightedMean(total, weight) or jc.Total(value); "
                 f"{where(path)} is {kind}, which does not say how it is added up."
             )
-    metrics = constants_as_varying(metrics, tuple(axes))
+    metrics = constants_as_varying(value, tuple(axes))
     parts = all_reduce(
         ReduceOp.SUM,
         make_parts(metrics, axes, caller),
-        axis_name,
+        tuple(axes),
         scope=scope.exactly,
         packing=BytesPerPack(1 << 60),
     )

@@ -13,11 +13,11 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._collectives.common_over_replicas import checked_same
 from jaxcoll._collectives.reduce import all_reduce
-from jaxcoll._collectives.scope import Scope, bound_axes, listed
+from jaxcoll._collectives.scope import Scope, bound_axes, listed, scope_here
 from jaxcoll._collectives.shards import axes_of_shards, is_shards
 from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._compression.formats import finite
-from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where, wide
 
 _PART = """\
@@ -25,8 +25,48 @@ _PART = """\
 replica would get another result. Name these axes: `{caller}(tree, axis_name)`."""
 
 
-def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
-    """Return the norm of all elements, also of leaves in shards; see `jc.global_norm`."""
+def global_norm(
+    tree: Any,
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """Return the Euclidean norm of all leaves, as for clipping; for shards, over all replicas.
+
+    Guarantee: the result is the sqrt of the sum of |x|² over every element, computed in float32. It
+    is finite if and only if every element is and no square overflows (elements up to 1.8·10¹⁹). So
+    one pass over memory gives the norm and tells whether to take the step.
+
+    Args:
+      tree: a pytree of numeric arrays.
+      axis_name: None if every replica holds the whole tree, as after a reduction: nothing is sent.
+        Otherwise the axes over which leaves are sharded. A leaf that a checked `shard_map` knows to
+        be the same on every replica is counted once. Without such types every leaf is a shard; but
+        if the tree has `Shards`, only these are, and every replica holds the other leaves.
+      options: as in `all_reduce`, for the one scalar that travels.
+
+    Returns:
+      A float32 scalar (float64 if a leaf is), *invariant* over the axes; 0 for an empty tree.
+      Without axes it is *varying* if a leaf is.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      ValueError: a leaf is not numeric or is an `IndexedSlices`; or `Shards` are along an axis
+        that is mapped here but not in `axis_name`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> float(global_norm({"w": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}))
+      5.0
+      >>> shards = jax.vmap(lambda x: global_norm(x, "data"), axis_name="data")
+      >>> shards(jnp.array([3.0, 4.0])).tolist()
+      [5.0, 5.0]
+    """
+    scope = scope_here().merged(checked(options, exactly="global_norm"))
+    return _norm(tree, axis_name, scope)
+
+
+def _norm(tree: Any, axis_name: Any, scope: Scope) -> jax.Array:
     caller = "jc.global_norm"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
     leaves = _pair_with_axes(tree, _arrays(tree, caller), axes, caller)
@@ -44,7 +84,7 @@ def clip_shards(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: S
     """
     if not jax.tree.leaves(shards):
         return shards
-    norm = global_norm(shards, axes, scope=scope)
+    norm = _norm(shards, axes, scope)
     within = norm < max_norm
 
     def clip(x: jax.Array) -> jax.Array:
@@ -55,8 +95,40 @@ def clip_shards(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: S
     return jax.tree.map(clip, shards)
 
 
-def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
-    """Return whether every element on every replica is finite; see `jc.all_finite`."""
+def all_finite(
+    tree: Any,
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """Return True if every element of every leaf is finite; with axes, on every replica.
+
+    Reduced gradients need no axes: a sum or mean of floats is infinite or NaN if a summand is,
+    with every algorithm and packing, so all replicas get the same answer without communication.
+
+    Args:
+      tree: a pytree of numeric arrays; integers are finite.
+      axis_name: None if every replica holds the whole tree. Otherwise the axes over which replicas
+        must agree, for shards or for gradients before their reduction.
+      options: as in `all_reduce`, for the one scalar that travels.
+
+    Returns:
+      A boolean scalar, *invariant* over the axes.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      ValueError: a leaf is not numeric or is an `IndexedSlices`; or `Shards` are along an axis
+        that is mapped here but not in `axis_name`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> bool(all_finite([jnp.ones(3), jnp.array(jnp.inf)]))
+      False
+      >>> everywhere = jax.vmap(lambda x: all_finite(x, "data"), axis_name="data")
+      >>> everywhere(jnp.array([1.0, jnp.nan])).tolist()
+      [False, False]
+    """
+    scope = scope_here().merged(checked(options, exactly="all_finite"))
     caller = "jc.all_finite"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
     _check_axes_of_shards(tree, axes, caller)

@@ -1,181 +1,20 @@
-"""A scan over sharded layers as one differentiable function: its forward and backward loops.
-
-Each layer's parameters are gathered before it runs; its gradients are reduce-scattered after.
-"""
+"""The order of gathers, arithmetic and scatters in both loops of a scan over layers."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.tree_util import Partial
 
 from jaxcoll import _compat
-from jaxcoll._collectives.scope import Differentiation, Scope, bound_axes, differentiation, listed
-from jaxcoll._gradients.layers.exchange import Arrays, Exchange, Traffic
-from jaxcoll._gradients.layers.layer_program import (
-    Residuals,
-    UserLayer,
-    flatten_carry,
-    is_floating,
-    trace_forward,
-)
-from jaxcoll._gradients.layers.stack import CALLER, make_stack
-from jaxcoll._plan.checks import count, shown
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._gradients.layers.exchange import Arrays, Exchange
+from jaxcoll._gradients.layers.layer_program import Residuals
 from jaxcoll._proof.retrace import Traced
-
-_PARTLY = """\
-`scan_layers` over {axes}, inside the loss of `jc.value_and_grad` or its like over {outer}: both \
-must reduce gradients over the same axes. Give both the same `axis_name`; if a leaf is cut over \
-only some of the axes, say so in `sharded`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ScanOptions:
-    """The checked arguments of `jc.scan_layers`."""
-
-    reduce_op: ReduceOp
-    gather_dtype: Any = None
-    ahead: int = 1
-    remat: Any = True
-    unroll: int = 1
-
-    def __post_init__(self) -> None:
-        count("ahead", " number of layers (0: gathered where they are used)", self.ahead)
-        if count("unroll", " number of layers", self.unroll) < 1:
-            raise ValueError(f"`unroll` must be at least 1; got {self.unroll!r}.")
-        if not isinstance(self.remat, bool) and not callable(self.remat):
-            raise ValueError(
-                "`remat` must be True, False or a policy of `jax.checkpoint_policies`; got "
-                f"{shown(self.remat)}."
-            )
-        if self.gather_dtype is not None and not _is_float(self.gather_dtype):
-            raise ValueError(
-                "`gather_dtype` must be None or a floating type, such as `jnp.bfloat16`; got "
-                f"{shown(self.gather_dtype)}."
-            )
-
-
-def _is_float(dtype: Any) -> bool:
-    try:
-        return jax.dtypes.issubdtype(np.dtype(dtype), np.floating)
-    except TypeError:
-        return False
-
-
-def scan_layers(
-    layer: Callable[[Any, Any], Any],
-    carry: Any,
-    stacked: Any,
-    axis_name: str | tuple[str, ...],
-    sharded: Any,
-    scan: ScanOptions,
-    scope: Scope,
-    options: CommunicationOptions,
-) -> tuple[Any, Any]:
-    """Scan `layer` over layers with sharded parameters; see `jc.scan_layers`."""
-    axes = bound_axes(axis_name, CALLER)
-    inside = _enclosing(axes, scan.reduce_op)
-    scope = scope.merged(inside.options if inside else None).merged(options)
-    stack = make_stack(stacked, sharded, axes)
-    user_layer = UserLayer(layer, *flatten_carry(carry), stack)
-    first, varying, program, captured = user_layer.program(axes, scan.gather_dtype)
-    op = ReduceOp.SUM if inside else scan.reduce_op
-    traffic = Traffic(stack, axes, op, scan.gather_dtype, bool(inside), scope)
-    gathers = traffic.gathers(scan.ahead)
-    schedule = Schedule(stack.layers, scan.ahead, scan.unroll, program, gathers, varying)
-    run = _differentiable(schedule, traffic, scan.remat)
-    return user_layer.result(*run(first, traffic.retype(varying), captured))
-
-
-def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
-    """Find the differentiation around this call, which reduces gradients over `axes`, if any."""
-    inside = differentiation()
-    if inside is None or not set(inside.axes).intersection(axes):
-        return None
-    if set(inside.axes) != set(axes):
-        raise ValueError(_PARTLY.format(axes=listed(axes), outer=listed(inside.axes)))
-    inside.check_mean(reduce_op, axes, CALLER)
-    return inside
-
-
-def _differentiable(
-    schedule: Schedule, traffic: Traffic, remat: Any
-) -> Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]:
-    """Make the scan a differentiable function of carry, stack and captured values (lists)."""
-
-    def primal(carry: Arrays, stack: Arrays, captured: Arrays) -> tuple[Arrays, Arrays]:
-        outs, results, *_ = schedule.forward(carry, stack, captured)
-        return outs, results
-
-    def forward(*inputs: Any) -> Any:
-        carry, stack, captured = ([x.value for x in arrays] for arrays in inputs)
-        _, *flags = ([x.perturbed and is_floating(x.value) for x in arrays] for arrays in inputs)
-        wanted = tuple([i for i, flag in enumerate(group) if flag] for group in flags)
-        avals: Any = schedule.program.program.in_avals[len(carry) : len(carry) + len(stack)]
-        params = [_compat.zeros_like_aval(aval, aval.dtype) for aval in avals]
-        residuals = trace_forward(
-            schedule.program,
-            remat,
-            (carry, params, captured),
-            [*map(is_floating, carry), *flags[0], *flags[1]],
-        )
-        outs, results, saved, last = schedule.forward(carry, stack, captured, residuals)
-        # A `Partial` is a pytree: it carries what is not an array to the backward pass.
-        pull = Partial(functools.partial(backward, residuals, wanted))
-        return (outs, results), (pull, saved, last, carry, stack, captured)
-
-    def backward(
-        residuals: Residuals,
-        wanted: Sequence[Sequence[int]],
-        kept: tuple[Any, ...],
-        cotangents: tuple[Arrays, Arrays],
-    ) -> Any:
-        floating = [[x for x in map(_floating, cts) if x is not None] for cts in cotangents]
-        (saved, last, carry, stack, captured), floating = _guard_derivative((kept, floating))
-        ct, gradients, sums = schedule.backward(
-            residuals, saved, last, stack, captured, floating, wanted, traffic.scatters(wanted[0])
-        )
-        of_carry, of_captured = iter(ct), dict(zip(wanted[1], sums, strict=True))
-        return (
-            [next(of_carry) if is_floating(x) else None for x in carry],
-            traffic.reduce_whole(gradients),
-            [of_captured.get(i) for i in range(len(captured))],
-        )
-
-    run = jax.custom_vjp(primal)
-    run.defvjp(forward, lambda kept, ct: kept[0](kept[1:], ct), symbolic_zeros=True)
-    return run
-
-
-@jax.custom_jvp
-def _guard_derivative(tree: Any) -> Any:
-    """Pass `tree` on; differentiating it is an error, as a second derivative is not reduced."""
-    return tree
-
-
-@_guard_derivative.defjvp
-def _twice(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "`scan_layers` has first derivatives only. For a gradient penalty, a Hessian or "
-        "meta-learning use `jax.lax.scan`, and gather each layer in its body."
-    )
-
-
-def _floating(x: Any) -> jax.Array | None:
-    """Make a cotangent an array; None for an array without a gradient."""
-    if not is_floating(x):
-        return None
-    symbolic = isinstance(x, jax.custom_derivatives.SymbolicZero)
-    return _compat.zeros_like_aval(x.aval, x.dtype) if symbolic else x
 
 
 @dataclasses.dataclass(frozen=True)

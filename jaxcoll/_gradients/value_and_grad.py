@@ -1,0 +1,232 @@
+"""`value_and_grad`, `grad` and `accumulate`: gradients of the loss over all replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxcoll._collectives.scope import Differentiation, Scope, bound_axes, retyped, scope_here
+from jaxcoll._gradients.batch import Signature, slots
+from jaxcoll._gradients.gradient import Differentiator
+from jaxcoll._gradients.loss import Differentiated, check_differentiable
+from jaxcoll._plan.checks import positive
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
+from jaxcoll._proof.retrace import trace_call
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scatter: bool = False,
+    feedback: bool = False,
+    options: CommunicationOptions | None = None,
+) -> Callable[..., Any]:
+    """Return `jax.value_and_grad` of the loss over all replicas, given the loss of one share.
+
+    Guarantee: n devices equal one device. Value and gradient are those of `fun` on the whole batch,
+    to rounding, under `pmap` and under `shard_map` with or without checks. This holds for a MEAN of
+    equal shares, for a SUM of any shares, and, if `fun` returns a `WeightedLoss`, for a mean
+    weighted by tokens or real examples. The gradient of every leaf is reduced, except those of
+    `Shards`: `fun` gathers them by `jc.all_gather` or `jc.scan_layers`, and the derivative of the
+    gather returns reduced gradients in Shards. Every other leaf must be the same on every replica.
+    A leaf that differs (an expert, the batch) is refused by name in a `data_parallel` step and in a
+    checked `shard_map`; differentiate it by `jax.grad`.
+
+    Args:
+      fun: the loss of one replica's share of the batch, a scalar or a `WeightedLoss`. It need not
+        reduce over `axis_name`; in a checked `shard_map`, where types show it, it must not.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
+      reduce_op: MEAN or SUM, or their names in any case.
+      argnums: positions of the arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: True if `fun` returns `(loss, aux)`.
+      scatter: give each replica only 1/n of the gradients, as `Shards`, for the `update` of a
+        `sharded_optimizer`.
+      feedback: add what a wire format (`options.compression`) rounds away to the next gradients.
+        The function then takes one more keyword argument, `residual`, at first
+        `jc.compression.residual(params)`, and returns the next residual as its last result.
+      options: as in `all_reduce`.
+
+    Returns:
+      A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
+      Value and gradients are *invariant* over the axes; gradients in `Shards` are *varying*. `aux`
+      is this replica's (*varying*), but each `WeightedMean` and `Total` in it becomes a number over
+      all replicas (*invariant*). Cost: one `all_reduce` that carries gradients, loss and metrics;
+      with `scatter`, a `reduce_scatter` of the gradients and an `all_reduce` of the rest.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      ValueError: a WeightedLoss comes with SUM or `Shards` with `scatter`, a leaf is known to
+        differ between replicas, or an argument is invalid (a wrong `fun` or `argnums` at once).
+      TypeError: the loss is not a scalar, or is a tuple without `has_aux`.
+      AlreadyReducedError: in a checked `shard_map`, `fun` has reduced the loss.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> step = value_and_grad(lambda w, x: jnp.mean(w * x), "data")
+      >>> shares = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> value, grad = jax.vmap(step, in_axes=(None, 0), axis_name="data")(2.0, shares)
+      >>> value.tolist(), grad.tolist()
+      ([5.0, 5.0], [2.5, 2.5])
+    """
+    op = ReduceOp.of(reduce_op)
+    loss = Differentiator(fun, "jc.value_and_grad", op, argnums, has_aux, scatter, feedback)
+    return make_gradient(loss, axis_name, checked(options))
+
+
+def grad(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scatter: bool = False,
+    feedback: bool = False,
+    options: CommunicationOptions | None = None,
+) -> Callable[..., Any]:
+    """Like `value_and_grad`, but neither reduce nor return the value.
+
+    Args:
+      fun: the loss of one replica's share of the batch.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
+      reduce_op: MEAN or SUM, or their names in any case.
+      argnums: positions of the arguments to differentiate.
+      has_aux: True if `fun` returns `(loss, aux)`.
+      scatter: as in `value_and_grad`.
+      feedback: as in `value_and_grad`.
+      options: as in `all_reduce`.
+
+    Returns:
+      A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`. Gradients are
+      *invariant* over the axes, those in `Shards` *varying*; `aux` is *varying*.
+    """
+    op = ReduceOp.of(reduce_op)
+    loss = Differentiator(fun, "jc.grad", op, argnums, has_aux, scatter, feedback, with_value=False)
+    return make_gradient(loss, axis_name, checked(options))
+
+
+def accumulate(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...] | None = None,
+    num_microbatches: int | None = None,
+    *,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scatter: bool = False,
+    feedback: bool = False,
+    options: CommunicationOptions | None = None,
+) -> Callable[..., Any]:
+    """Accumulate `value_and_grad` over microbatches: one reduction per step, not per microbatch.
+
+    Guarantee: the result is that of `jc.value_and_grad(fun, axis_name)` on the whole batch, to
+    rounding: for MEAN, as microbatches are equally large; for SUM; and for a `WeightedLoss`, with
+    weights spread in any way over microbatches and replicas. The loop over microbatches has no
+    collectives but those of `fun`.
+
+    Args:
+      fun: the loss of one microbatch, as in `value_and_grad`.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
+      num_microbatches: number of microbatches, of consecutive rows, in each replica's share.
+      batch_argnums: positions or names of the arguments to split along their leading dimension, as
+        in `data_parallel`: by default the second of two. Others are whole in every microbatch. For
+        new random numbers in each microbatch, split an array of keys too.
+      reduce_op: as in `value_and_grad`.
+      argnums: as in `value_and_grad`.
+      has_aux: as in `value_and_grad`.
+      scatter: as in `value_and_grad`.
+      feedback: as in `value_and_grad`.
+      options: as in `all_reduce`.
+
+    Returns:
+      A function with the arguments and results of `value_and_grad`'s. Each `WeightedMean` and
+      `Total` in `aux` becomes one number over microbatches and replicas. Other arrays and numbers
+      in `aux` are this replica's (*varying*), stacked over microbatches along a new leading
+      dimension; anything else is unchanged. Gradients narrower than 32 bits are added up in float32
+      and travel in their own dtype. Cost: the memory of one microbatch and one more gradient (in
+      float32); one `all_reduce` for all.
+
+    Raises:
+      ValueError: the batch is not named, does not divide into the microbatches, or has a scalar;
+        an argument is both split and differentiated, or `num_microbatches` is not a positive
+        integer; and as in `value_and_grad`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> step = accumulate(lambda w, x: jnp.mean(w * x), "data", 2)
+      >>> shares = jnp.array([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+      >>> value, grad = jax.vmap(step, in_axes=(None, 0), axis_name="data")(2.0, shares)
+      >>> value.tolist(), grad.tolist()
+      ([9.0, 9.0], [4.5, 4.5])
+    """
+    if num_microbatches is None:
+        raise ValueError(
+            "`jc.accumulate` needs a number of microbatches after the axis, as in "
+            '`jc.accumulate(loss, "data", 4)` or `jc.accumulate(loss, num_microbatches=4)`.'
+        )
+    count = positive("jc.accumulate", "num_microbatches", num_microbatches)
+    batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
+    if batch == ():
+        raise ValueError("`jc.accumulate` needs an argument to split: `batch_argnums` is ().")
+    line = f"jc.accumulate({{name}}, {axis_name!r}, {count}, batch_argnums={{batch}})"
+    op = ReduceOp.of(reduce_op)
+    loss = Differentiator(
+        fun, "jc.accumulate", op, argnums, has_aux, scatter, feedback,
+        pieces=count, signature=Signature(fun, batch, "jc.accumulate", line, "in every microbatch"),
+    )  # fmt: skip
+    return make_gradient(loss, axis_name, checked(options))
+
+
+def make_gradient(
+    gradient: Differentiator,
+    axis_name: Any,
+    options: CommunicationOptions,
+    scope: Callable[[], Scope] = scope_here,
+) -> Callable[..., Any]:
+    """Implement `jc.value_and_grad`, `jc.grad` and `jc.accumulate`."""
+    caller = gradient.caller
+
+    def differentiate(*args: Any, **kwargs: Any) -> Any:
+        here = scope()
+        axes = bound_axes(here.over(axis_name, caller), caller)
+        residual = kwargs.pop("residual", None) if gradient.feedback else None
+        if gradient.feedback and residual is None:
+            raise ValueError(
+                f"`{caller}` with feedback=True expects the keyword argument `residual`, besides "
+                "those of the loss: first what `jc.compression.residual(params)` returns, then "
+                "what the last call returned."
+            )
+        refuse_tied((args, kwargs), caller)
+        check_differentiable(gradient.leaves(args), caller)
+        learned = gradient.positions(args)
+        check_not_empty(caller, ([x for i, x in enumerate(args) if i not in learned], kwargs))
+        inside = Differentiation(tuple(axes), options, enclosing=retyped())
+
+        def local_gradient() -> Differentiated:
+            return gradient.local(axes, inside, args, kwargs)
+
+        program = trace_call(local_gradient)
+        return gradient.reduce(program, args, axes, here.merged(options), residual)
+
+    return _copy_signature(differentiate, gradient)
+
+
+def _copy_signature(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[..., Any]:
+    """Give `reduced` the name and the signature of the loss, with `residual` under feedback."""
+    functools.update_wrapper(reduced, gradient.fun, updated=())
+    if gradient.feedback:
+        with contextlib.suppress(TypeError, ValueError):  # a C function may have no signature
+            signature = inspect.signature(gradient.fun)
+            more = inspect.Parameter("residual", inspect.Parameter.KEYWORD_ONLY, default=None)
+            others = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+            reduced.__signature__ = signature.replace(parameters=[*others, more])  # pyright: ignore[reportFunctionMemberAccess]
+    return reduced
