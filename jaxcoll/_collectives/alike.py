@@ -8,7 +8,7 @@ from jaxcoll._collectives import check_replicas, gather
 from jaxcoll._collectives.scope import scope_here
 from jaxcoll._collectives.shards import check_no_shards
 from jaxcoll._plan.checks import check_value_first
-from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._plan.options import CommunicationOptions, check_options
 
 
 def broadcast(
@@ -46,8 +46,8 @@ def broadcast(
       [2.0, 2.0, 2.0]
     """
     check_value_first("jc.broadcast", value)
-    scope = scope_here().merged(checked(options, exactly="broadcast"))
-    axes = scope.over(axis_name, "jc.broadcast")
+    scope = scope_here().merge(check_options(options, exactly="broadcast"))
+    axes = scope.choose_axes(axis_name, "jc.broadcast")
     check_no_shards(value, axes, "broadcast")
     return gather.broadcast(value, axes, source=source, scope=scope)
 
@@ -82,4 +82,4 @@ def same(value: Any, axis_name: str | tuple[str, ...] | None = None) -> Any:
     """
     check_value_first("jc.same", value)
     scope = scope_here()
-    return check_replicas.same(value, scope.over(axis_name, "jc.same"), scope.claims)
+    return check_replicas.same(value, scope.choose_axes(axis_name, "jc.same"), scope.claims)

@@ -7,10 +7,10 @@ from typing import Any, get_args
 import jax
 
 from jaxcoll._collectives import reduce
-from jaxcoll._collectives.scope import bound_axes, count, scope_here
+from jaxcoll._collectives.scope import count, resolve_axes, scope_here
 from jaxcoll._compression.format import check_any_coded
-from jaxcoll._plan.checks import check_value_first, kind_of
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.checks import check_value_first, describe_type
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 
 
 def all_reduce(
@@ -76,14 +76,16 @@ def all_reduce(
             f"got {invariant!r}."
         )
     check_order(reduce_op, value)
-    checked_options, op = checked(options), ReduceOp.of(reduce_op)
+    checked_options, op = check_options(options), ReduceOp.of(reduce_op)
     if checked_options.compression is not None:
         check_any_coded(checked_options.compression, value)
-    scope = scope_here().merged(checked_options)
-    axes = scope.over(axis_name, "jc.all_reduce")
+    scope = scope_here().merge(checked_options)
+    axes = scope.choose_axes(axis_name, "jc.all_reduce")
     feedback = None
     if residual is not None:
-        feedback = reduce.feedback_of(residual, value, bound_axes(axes, "all_reduce"), "all_reduce")
+        feedback = reduce.make_feedback(
+            residual, value, resolve_axes(axes, "all_reduce"), "all_reduce"
+        )
     return reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant, feedback=feedback)
 
 
@@ -155,8 +157,8 @@ def _reduce_like_lax(
 ) -> Any:
     caller = "jc.psum" if op is ReduceOp.SUM else "jc.pmean"
     check_value_first(caller, value)
-    axes = scope_here().over(axis_name, caller)
-    n = count(bound_axes(axes, caller))
+    axes = scope_here().choose_axes(axis_name, caller)
+    n = count(resolve_axes(axes, caller))
     leaves, treedef = jax.tree.flatten(value)
     is_number = [isinstance(x, bool | int | float | complex) for x in leaves]
     rest = treedef.unflatten(
@@ -180,9 +182,9 @@ def check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> No
     lax_ = ' `jc.pmean(value, "data")` takes them in the order of `jax.lax`.' * ("all" in caller)
     raise ValueError(
         f'`{caller}` takes the operation first: `{caller}("mean", value, "data")`; got '
-        f"{_shown(reduce_op)} for it, and {_shown(value)} for the value.{lax_}"
+        f"{_show(reduce_op)} for it, and {_show(value)} for the value.{lax_}"
     )
 
 
-def _shown(x: Any) -> str:
-    return repr(x) if isinstance(x, ReduceOp | str) else kind_of(x)
+def _show(x: Any) -> str:
+    return repr(x) if isinstance(x, ReduceOp | str) else describe_type(x)

@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._collectives.scope import as_array, bound_axes
+from jaxcoll._collectives.scope import require_array, resolve_axes
 from jaxcoll._compat import marks, settings
-from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import ReplicaDivergenceError
 
@@ -85,7 +85,9 @@ class ReplicaCheck:
         divergent = self.divergent()
         if not divergent:
             return
-        lines = [f"  {where(path)}: {_described(groups)}" for path, groups in divergent.items()]
+        lines = [
+            f"  {where(path)}: {_describe_groups(groups)}" for path, groups in divergent.items()
+        ]
         more = f"\n  … and {_leaves(len(lines) - 20)} more" if len(lines) > 20 else ""
         differ = "differs" if len(divergent) == 1 else "differ"
         raise ReplicaDivergenceError(
@@ -110,7 +112,7 @@ def digest(x: jax.Array) -> jax.Array:
         return jnp.zeros((WORDS,), jnp.uint32)
     word = _words(x)
     position = _positions(word.shape)
-    mixed = _mixed(word ^ (position * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15)))
+    mixed = _mix(word ^ (position * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15)))
     weighted = mixed * (position + position + jnp.uint32(1))
     zero = jnp.uint32(0)
     sums = lax.reduce(
@@ -144,45 +146,45 @@ def _positions(shape: tuple[int, ...]) -> jax.Array:
     return position
 
 
-def _mixed(word: jax.Array) -> jax.Array:
+def _mix(word: jax.Array) -> jax.Array:
     word = (word ^ (word >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     word = (word ^ (word >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return word ^ (word >> jnp.uint32(16))
 
 
-def arrays_of(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
+def flatten_to_arrays(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
     """Return the paths and the leaves of a tree, as arrays; for typed keys their data."""
-    flat, _ = flattened(tree)
-    return tuple(path for path, _ in flat), [_as_array(path, leaf) for path, leaf in flat]
+    flat, _ = flatten_with_paths(tree)
+    return tuple(path for path, _ in flat), [_require_bits(path, leaf) for path, leaf in flat]
 
 
-def _as_array(path: str, leaf: Any) -> Any:
+def _require_bits(path: str, leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     if dtype == jax.dtypes.float0:
         raise ValueError(f"`check_replicas`: {where(path)}: expected an array, got {dtype}.")
-    return as_array(leaf, f"`check_replicas`: {where(path)}")
+    return require_array(leaf, f"`check_replicas`: {where(path)}")
 
 
 def _leaves(n: int) -> str:
     return pluralize(n, "leaf", "leaves")
 
 
-def _described(groups: Sequence[Sequence[str]]) -> str:
+def _describe_groups(groups: Sequence[Sequence[str]]) -> str:
     """Say which replicas differ from which."""
     largest, *others = groups
     if len(largest) == 1:
         return f"all {len(groups)} hold different values"
     if len(others[0]) == len(largest):
-        return "no majority: " + " | ".join(f"{_listed(group)} agree" for group in groups)
+        return "no majority: " + " | ".join(f"{_list_names(group)} agree" for group in groups)
     rest = [name for group in others for name in group]
     values = "" if len(others) == 1 else f", with {len(others)} values between them"
     differ = "differs" if len(rest) == 1 else "differ"
-    return f"{_listed(rest)} {differ} from the other {len(largest)}{values}"
+    return f"{_list_names(rest)} {differ} from the other {len(largest)}{values}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
     kind = "" if not names[0].isdigit() else ("replica " if len(names) == 1 else "replicas ")
     return kind + shown
@@ -215,9 +217,9 @@ class Claims:
 
 def same(value: Any, axis_name: Any, claims: Claims | None) -> Any:
     """Return `value`, treated as equal on every replica; see `jc.same`."""
-    axes = bound_axes(axis_name, CALLER)
-    flat, treedef = flattened(value)
-    arrays = [as_array(leaf, f"`{CALLER}`: {where(path)}") for path, leaf in flat]
+    axes = resolve_axes(axis_name, CALLER)
+    flat, treedef = flatten_with_paths(value)
+    arrays = [require_array(leaf, f"`{CALLER}`: {where(path)}") for path, leaf in flat]
     if claims is not None:
         claims.found = True
         if claims.compares:

@@ -13,32 +13,32 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._collectives.algorithms import table as algorithms
-from jaxcoll._collectives.pipeline import carry_out, pack, received, sent, unpack
+from jaxcoll._collectives.pipeline import carry_out, make_sendable, pack, restore_type, unpack
 from jaxcoll._collectives.reduce import all_reduce
-from jaxcoll._collectives.scope import Scope, as_array, bound_axes, count, listed
+from jaxcoll._collectives.scope import Scope, count, require_array, resolve_axes, show_axes
 from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._compat import marks
-from jaxcoll._plan.choose import packing_for, requested_algorithm
+from jaxcoll._plan.choose import packing_for, resolve_algorithm
 from jaxcoll._plan.options import UNSET, ReduceOp
-from jaxcoll._plan.packs.leaves import Leaf, flattened, where
+from jaxcoll._plan.packs.leaves import Leaf, flatten_with_paths, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.plan import CollectivePlan
 
 
 def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope: Scope) -> Any:
     """Join every replica's leaves along `axis` in replica order; see `jc.all_gather`."""
-    axes = bound_axes(axis_name, "all_gather")
-    flat, treedef = flattened(value, is_sparse)
+    axes = resolve_axes(axis_name, "all_gather")
+    flat, treedef = flatten_with_paths(value, is_sparse)
     paths = [path for path, _ in flat]
-    arrays = [_as_array(path, leaf) for path, leaf in flat]
+    arrays = [_require_dense(path, leaf) for path, leaf in flat]
     joints = [
         dimension(axis, array.shape, f"`all_gather`: {where(path)}")
         for path, array in zip(paths, arrays, strict=True)
     ]
-    carried = [_compat.cast_varying(sent(array), tuple(axes)) for array in arrays]
+    carried = [_compat.cast_varying(make_sendable(array), tuple(axes)) for array in arrays]
     rows = _rows(paths, carried, axes, scope)
     joined = [
-        received(_compat.cast_invariant(_joined(row, joint), tuple(axes), summed=True), array)
+        restore_type(_compat.cast_invariant(_join(row, joint), tuple(axes), summed=True), array)
         for row, joint, array in zip(rows, joints, arrays, strict=True)
     ]
     joined = marks.same(joined, tuple(axes))
@@ -78,7 +78,7 @@ def _rows(
     # The option `shards` is for sums only.
     world = scope.world(axes)
     options = scope.exactly.options.replace(shards=UNSET)
-    algorithm = requested_algorithm(options, world)
+    algorithm = resolve_algorithm(options, world)
     packs = plan_packs(leaves, packing_for(options, world), lambda pack: algorithm)
     plan = CollectivePlan(
         ReduceOp.SUM, tuple(leaves), packs, world, options, collective="all_gather"
@@ -108,24 +108,24 @@ def rows_of_all(
     return jax.vmap(lambda row: unpack(row, packs, arrays))(rows) if rows else [None] * len(arrays)
 
 
-def _joined(rows: jax.Array, axis: int) -> jax.Array:
+def _join(rows: jax.Array, axis: int) -> jax.Array:
     n, *shape = rows.shape
     shape[axis] *= n
     return jnp.moveaxis(rows, 0, axis).reshape(shape)
 
 
-def _as_array(path: str, value: Any) -> jax.Array:
+def _require_dense(path: str, value: Any) -> jax.Array:
     if is_sparse(value):
         raise NotImplementedError(
             f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. To gather the "
             "rows of all replicas, call `all_reduce`; for a dense array, call its `to_dense()`."
         )
-    return as_array(value, f"`all_gather` cannot gather {where(path)}")
+    return require_array(value, f"`all_gather` cannot gather {where(path)}")
 
 
 def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scope: Scope) -> Any:
     """Return the tree of replica `source`, *invariant* over the axes; see `jc.broadcast`."""
-    axes = bound_axes(axis_name, "broadcast")
+    axes = resolve_axes(axis_name, "broadcast")
     try:
         index = operator.index(source)
     except TypeError:
@@ -133,32 +133,36 @@ def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scop
     if not 0 <= index < count(axes) or isinstance(source, bool):
         raise ValueError(
             f"`broadcast` expects `source` to be an integer from 0 to {count(axes) - 1}, the "
-            f"number of a replica along {listed(axes)}; got {source!r}."
+            f"number of a replica along {show_axes(axes)}; got {source!r}."
         )
     # A sum with zeros from the others, for up to twice the bytes: JAX's own broadcast works on GPUs
     # only, and would ignore the options.
     is_source = lax.axis_index(tuple(axes)) == index
 
-    flat, treedef = flattened(value)
+    flat, treedef = flatten_with_paths(value)
     expected = "an array of numbers"
-    leaves = [as_array(x, f"`broadcast` cannot send {where(path)}", expected) for path, x in flat]
+    leaves = [
+        require_array(x, f"`broadcast` cannot send {where(path)}", expected) for path, x in flat
+    ]
     summed = all_reduce(
-        ReduceOp.SUM, [_masked(is_source, leaf) for leaf in leaves], axis_name, scope=scope.exactly
+        ReduceOp.SUM, [_mask(is_source, leaf) for leaf in leaves], axis_name, scope=scope.exactly
     )
-    results = [_unmasked(total, leaf) for total, leaf in zip(summed, leaves, strict=True)]
+    results = [_unmask(total, leaf) for total, leaf in zip(summed, leaves, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, results)
 
 
-def _masked(is_source: jax.Array, x: jax.Array) -> jax.Array:
+def _mask(is_source: jax.Array, x: jax.Array) -> jax.Array:
     """Return `x` on the source and zeros on all other replicas, in a type that sums exactly."""
     if _lacks_zero(x.dtype):
         x = lax.bitcast_convert_type(x, jnp.uint8)
-    x = x.astype(np.uint8) if x.dtype == np.bool_ else sent(x)
+    x = x.astype(np.uint8) if x.dtype == np.bool_ else make_sendable(x)
     return jnp.where(is_source, x, jnp.zeros_like(x))
 
 
-def _unmasked(total: jax.Array, x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(total, x.dtype) if _lacks_zero(x.dtype) else received(total, x)
+def _unmask(total: jax.Array, x: jax.Array) -> jax.Array:
+    return (
+        lax.bitcast_convert_type(total, x.dtype) if _lacks_zero(x.dtype) else restore_type(total, x)
+    )
 
 
 def _lacks_zero(dtype: np.dtype) -> bool:

@@ -18,7 +18,7 @@ from jaxcoll._collectives.shards import (
     shards_in,
 )
 from jaxcoll._plan.checks import check_value_first
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 
 
 def all_gather(
@@ -67,15 +67,15 @@ def all_gather(
       >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    scope, checked_options = scope_here(), checked(options, exactly="all_gather")
+    scope, checked_options = scope_here(), check_options(options, exactly="all_gather")
     check_value_first("jc.all_gather", value)
-    axes = scope.over(axis_name, "jc.all_gather")
+    axes = scope.choose_axes(axis_name, "jc.all_gather")
     if not shards_in(value):
-        scope = scope.merged(checked_options)
+        scope = scope.merge(checked_options)
         return gather.all_gather(value, axes, axis=axis, scope=scope)
     # The derivative's reduce-scatter is the reduction that an enclosing `value_and_grad` makes.
     inside = differentiation()
-    scope = scope.merged(inside.options if inside else None).merged(checked_options)
+    scope = scope.merge(inside.options if inside else None).merge(checked_options)
     if axis != 0:
         raise ValueError(
             f"`all_gather` of Shards returns the whole tree, for which `axis` ({axis!r}) has no "
@@ -130,8 +130,8 @@ def reduce_scatter(
       ([(2, 2, 128)], 812.0)
     """
     check_order(reduce_op, value, "jc.reduce_scatter")
-    scope = scope_here().merged(checked(options))
-    axes = scope.over(axis_name, "jc.reduce_scatter")
+    scope = scope_here().merge(check_options(options))
+    axes = scope.choose_axes(axis_name, "jc.reduce_scatter")
     check_no_shards(value, axes, "reduce_scatter")
     op = ReduceOp.of(reduce_op)
     return _halves.reduce_scatter(op, value, axes, scope=scope)

@@ -13,19 +13,26 @@ from jaxcoll import _compat
 from jaxcoll._collectives.pipeline import pack, unpack
 from jaxcoll._collectives.shards import Shards
 from jaxcoll._collectives.sparse import is_sparse
-from jaxcoll._plan.packs.leaves import Leaf, Whole, dtype_of, flattened, no_array, where
-from jaxcoll._plan.packs.packing import LANES, Pack, padded
+from jaxcoll._plan.packs.leaves import (
+    Leaf,
+    Whole,
+    dtype_or_none,
+    flatten_with_paths,
+    no_array,
+    where,
+)
+from jaxcoll._plan.packs.packing import LANES, Pack, pad_size
 from jaxcoll._plan.packs.shard_layout import ShardedLeaf, ShardLayout, first_difference
 
 
-def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
+def describe_tree(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
     """Return the structure of a tree to be cut over `axes`, and the leaves of its layout."""
-    flat, treedef = flattened(tree, _is_node)
+    flat, treedef = flatten_with_paths(tree, _is_node)
     leaves = []
     for name, leaf in flat:
         if (obstacle := _obstacle(leaf)) is not None:
             raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
-        dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype_of(leaf)))
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype_or_none(leaf)))
         varying = _compat.varying_axes(leaf) if isinstance(leaf, jax.Array) else frozenset()
         kind = (dtype.name, *sorted(varying - set(axes)))
         leaves.append(
@@ -65,7 +72,7 @@ def all_parts(
 
     def rows(*arrays: jax.Array) -> list[jax.Array]:
         packed = zip(layout.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
-        return [blocks_of(x, layout, p).reshape(-1, LANES) for p, x in packed]
+        return [split_in_blocks(x, layout, p).reshape(-1, LANES) for p, x in packed]
 
     arrays = [jnp.asarray(x) for x in jax.tree.leaves(value)]
     return Shards(tuple((jax.vmap(rows) if stack else rows)(*arrays)), layout, axes)
@@ -93,22 +100,22 @@ def check_fits(
         )
 
 
-def blocks_of(packed: jax.Array, layout: ShardLayout, pack: Pack) -> jax.Array:
+def split_in_blocks(packed: jax.Array, layout: ShardLayout, pack: Pack) -> jax.Array:
     """Split a whole pack into one block for each replica, of rows of 128 elements."""
     flat = packed.reshape(-1)
-    filled = jnp.pad(flat, (0, padded(pack.size, layout.replicas) - flat.size))
+    filled = jnp.pad(flat, (0, pad_size(pack.size, layout.replicas) - flat.size))
     return filled.reshape(layout.replicas, layout.rows(pack), LANES)
 
 
-def whole_of(blocks: jax.Array, pack: Pack) -> jax.Array:
-    """Undo `blocks_of`: return the pack, flat and without padding."""
+def join_blocks(blocks: jax.Array, pack: Pack) -> jax.Array:
+    """Undo `split_in_blocks`: return the pack, flat and without padding."""
     return blocks.reshape(-1)[: pack.size]
 
 
-def leaves_of(
+def unpack_leaves(
     wholes: Sequence[jax.Array], layout: ShardLayout, on_cpus_along: Collection[str] = ()
 ) -> list[jax.Array]:
-    """Return the leaves from packs that `whole_of` returned; see `unpack`."""
+    """Return the leaves from packs that `join_blocks` returned; see `unpack`."""
     arrays = unpack(wholes, layout.packs, layout.leaves, on_cpus_along)
     return [
         jnp.zeros(leaf.shape, leaf.dtype) if array is None else array

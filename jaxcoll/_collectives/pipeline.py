@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, wide
+from jaxcoll._plan.packs.leaves import Leaf, accumulation_dtype, exact_dtype
 from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.plan import CollectivePlan
 
@@ -44,16 +44,16 @@ def pack(
         whole = size == arrays[leaf].size
         return flat[leaf] if whole else flat[leaf][start : start + size]
 
-    def joined(p: Pack) -> jax.Array:
+    def join(p: Pack) -> jax.Array:
         *lengths, last = p.lengths
         lengths.append(max(last, elements(p) - sum(lengths)) if elements else last)
         pieces = zip(p.segments, lengths, strict=True)
-        return jnp.concatenate([_filled(piece(s.leaf, s.start, s.size), k) for s, k in pieces])
+        return jnp.concatenate([_pad(piece(s.leaf, s.start, s.size), k) for s, k in pieces])
 
-    return [arrays[p.segments[0].leaf] if p.is_leaf(leaves) else joined(p) for p in packs]
+    return [arrays[p.segments[0].leaf] if p.is_leaf(leaves) else join(p) for p in packs]
 
 
-def _filled(piece: jax.Array, length: int) -> jax.Array:
+def _pad(piece: jax.Array, length: int) -> jax.Array:
     """Return `piece`, padded with zeros to `length`."""
     return jnp.pad(piece, (0, length - piece.size)) if length > piece.size else piece
 
@@ -164,50 +164,50 @@ def halvings(summands: int) -> int:
     return math.ceil(math.log2(summands))
 
 
-def halved(total: jax.Array, times: int) -> jax.Array:
+def scale_down(total: jax.Array, times: int) -> jax.Array:
     """Divide a float16 by 2^`times`; return any other type unchanged."""
     return total * np.float16(2.0**-times) if total.dtype == np.float16 and times else total
 
 
-def quotient(total: jax.Array, by: jax.Array | int, times: int = 0) -> jax.Array:
-    """Return `total / by` in the type of `total`; undo `halved` by `times`.
+def divide_wide(total: jax.Array, by: jax.Array | int, times: int = 0) -> jax.Array:
+    """Return `total / by` in the type of `total`; undo `scale_down` by `times`.
 
     Computed in float32 or wider: `by` need not fit into float16, or be rounded to bfloat16.
     """
-    exact = total.astype(wide(total.dtype))
+    exact = total.astype(accumulation_dtype(total.dtype))
     if total.dtype == np.float16:
         exact = exact * np.float32(2.0**times)
     return (exact / jnp.asarray(by).astype(exact.dtype)).astype(total.dtype)
 
 
-def sent(array: jax.Array) -> jax.Array:
+def make_sendable(array: jax.Array) -> jax.Array:
     """Convert `array` for a collective that keeps its bits; PRNG keys to their data."""
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
-    return array.astype(carried_dtype(array.dtype))
+    return array.astype(exact_dtype(array.dtype))
 
 
-def received(array: jax.Array, like: jax.Array) -> jax.Array:
-    """Undo `sent` for an array of the type of `like`."""
+def restore_type(array: jax.Array, like: jax.Array) -> jax.Array:
+    """Undo `make_sendable` for an array of the type of `like`."""
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
     return array.astype(like.dtype)
 
 
-def prepared(array: jax.Array, recipe: Recipe) -> jax.Array:
+def make_summand(array: jax.Array, recipe: Recipe) -> jax.Array:
     """Convert `array` to a summand: in the wire type, and scaled down if it might overflow."""
     array = array.astype(recipe.wire)
     return array * np.float16(2.0**-recipe.halvings) if recipe.halvings else array
 
 
-def finished(total: jax.Array, recipe: Recipe) -> jax.Array:
-    """Convert the sum to the result, see `divided`; type it as *invariant*."""
+def finish_sum(total: jax.Array, recipe: Recipe) -> jax.Array:
+    """Convert the sum to the result, see `scale_sum`; type it as *invariant*."""
     # If the leaf varies over no axis, neither does the sum.
     total = _compat.cast_invariant(total, recipe.axes) if recipe.varying else total
-    return divided(total, recipe)
+    return scale_sum(total, recipe)
 
 
-def divided(total: jax.Array, recipe: Recipe) -> jax.Array:
+def scale_sum(total: jax.Array, recipe: Recipe) -> jax.Array:
     """Divide or multiply a sum, or a part of it, and cast it to the leaf's type."""
     if recipe.divisor is None:
         return (total * recipe.times if recipe.times > 1 else total).astype(recipe.dtype)

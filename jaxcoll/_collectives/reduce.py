@@ -15,8 +15,8 @@ import numpy as np
 from jaxcoll import _compat
 from jaxcoll._collectives.algorithms import table as algorithms
 from jaxcoll._collectives.algorithms.coded import Coded, Coding
-from jaxcoll._collectives.pipeline import Recipe, carry_out, finished, pack, prepared, unpack
-from jaxcoll._collectives.scope import Scope, already_reduced, bound_axes, count, listed
+from jaxcoll._collectives.pipeline import Recipe, carry_out, finish_sum, make_summand, pack, unpack
+from jaxcoll._collectives.scope import Scope, already_reduced, count, resolve_axes, show_axes
 from jaxcoll._compat import marks
 from jaxcoll._plan.choose import make_plan
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
@@ -24,8 +24,8 @@ from jaxcoll._plan.packs.leaves import (
     Leaf,
     Whole,
     check_reducible,
-    dtype_of,
-    flattened,
+    dtype_or_none,
+    flatten_with_paths,
     is_whole,
     travels_as,
     where,
@@ -80,42 +80,42 @@ def all_reduce(
       The reduced tree, *invariant* over the axes. With `feedback`, a pair of that tree and the next
       residual, *varying*.
     """
-    axes = bound_axes(axis_name, "all_reduce")
+    axes = resolve_axes(axis_name, "all_reduce")
     world = scope.world(axes)
     typed, automatic = _compat.types_tracked(), _compat.automatic_axes()
     context = _Context(reduce_op, axes, world, invariant, typed, automatic)
-    flat, treedef = flattened(value, functools.partial(is_whole, axes=axes))
+    flat, treedef = flatten_with_paths(value, functools.partial(is_whole, axes=axes))
     exactly = scope.exactly.options if exact else scope.options
     # The user's leaves once checked, the arrays to sum, and the plan's descriptions of them
     taken, arrays, leaves = [], [], []
     for k, (path, leaf) in enumerate(flat):
         equal = same.get(path, frozenset())
-        taken.append(context.taken(path, leaf, equal))
+        taken.append(context.prepare(path, leaf, equal))
         arrays.append(taken[k].values if isinstance(leaf, Whole) else taken[k])
         options = exactly if path in exact else scope.options
         rank = None if ready is None else ready[k]
-        leaves.append(context.described(path, taken[k], options, equal, rank))
+        leaves.append(context.describe(path, taken[k], options, equal, rank))
     if automatic:
-        reasons = (*reasons, _LEAF_BY_LEAF.format(axes=listed(automatic)))
+        reasons = (*reasons, _LEAF_BY_LEAF.format(axes=show_axes(automatic)))
     plan = make_plan(
         reduce_op, leaves, scope.options, world, packing, in_backward=in_backward, notes=reasons
     )
     scope.record(plan)
     if feedback is not None:
-        arrays = feedback.added(arrays, leaves, count(axes))
+        arrays = feedback.add_to(arrays, leaves, count(axes))
     coding = Coding(feedback is not None, world.platform)
 
     def enter(pack: Pack, array: jax.Array) -> jax.Array:
-        return prepared(array, cast(Recipe, pack.kind))
+        return make_summand(array, cast(Recipe, pack.kind))
 
     def carry(pack: Pack, array: jax.Array) -> tuple[jax.Array, Coded | None]:
         return algorithms.all_reduce(array, plan.stages(pack), cast(Recipe, pack.kind).axes, coding)
 
     def leave(pack: Pack, carried: Any) -> tuple[jax.Array, jax.Array | None]:
         (total, coded), recipe = carried, cast(Recipe, pack.kind)
-        result, lost = finished(total, recipe), None
+        result, lost = finish_sum(total, recipe), None
         if feedback is not None:
-            lost = feedback.lost(plan, pack, total, result, coded, coding)
+            lost = feedback.rounding_error(plan, pack, total, result, coded, coding)
         # Round a quotient by itself: fused with a sum that follows, both would be rounded at once.
         divided = plan.options.reproducible and (recipe.divisor or recipe.times > 1)
         return (_compat.round_as_stored(result) if divided else result), lost
@@ -130,9 +130,9 @@ def all_reduce(
         recipe = cast(Recipe, leaf.kind)
         if isinstance(x, Whole):
             with jax.named_scope(f"{plan.name}/rows{k}"):
-                reduced[k] = x._reduced(recipe)
+                reduced[k] = x._reduce(recipe)
         elif reduced[k] is None:  # no pack carries it
-            reduced[k] = finished(prepared(array, recipe), recipe)
+            reduced[k] = finish_sum(make_summand(array, recipe), recipe)
     # Mark the results as equal for the proof, which reads the program where types do not say so.
     arrays, structure = jax.tree.flatten(reduced)
     sums_up = reduce_op is ReduceOp.SUM and not (in_backward or repeats)
@@ -154,11 +154,11 @@ class _Context:
     typed: bool  # types say over which axes values vary
     automatic: tuple[str, ...]  # axes that the compiler's partitioner manages
 
-    def taken(self, path: str, leaf: Any, equal: frozenset[str]) -> jax.Array | Whole:
+    def prepare(self, path: str, leaf: Any, equal: frozenset[str]) -> jax.Array | Whole:
         """Return `leaf` ready for the reduction, or raise an error that names its path."""
         if isinstance(leaf, Whole):
-            return leaf._taken(path, "all_reduce")
-        dtype = dtype_of(leaf)
+            return leaf._prepare(path, "all_reduce")
+        dtype = dtype_or_none(leaf)
         if dtype is None or isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"`all_reduce` cannot reduce {where(path)}: expected an array or a number, got "
@@ -172,7 +172,7 @@ class _Context:
         # Equal values count as the first replica's, which alone gets their cotangent.
         return _compat.cast_invariant(array, tuple(equal), summed=True)
 
-    def described(
+    def describe(
         self,
         path: str,
         leaf: jax.Array | Whole,
@@ -224,7 +224,7 @@ _NO_RESIDUAL = """\
 call returned the last time; got {got}."""
 
 
-def feedback_of(
+def make_feedback(
     residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = ""
 ) -> Any:
     """Return the `Feedback` for a sum of `tree`, where its leaves' paths begin with `prefix`."""

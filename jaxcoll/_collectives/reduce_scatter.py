@@ -13,24 +13,30 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._collectives.algorithms import table as algorithms
-from jaxcoll._collectives.common_over_replicas import common
-from jaxcoll._collectives.parts import blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
-from jaxcoll._collectives.pipeline import Recipe, carry_out, divided, pack, prepared
+from jaxcoll._collectives.common_over_replicas import check_same_tree
+from jaxcoll._collectives.parts import (
+    check_fits,
+    describe_tree,
+    join_blocks,
+    split_in_blocks,
+    unpack_leaves,
+)
+from jaxcoll._collectives.pipeline import Recipe, carry_out, make_summand, pack, scale_sum
 from jaxcoll._collectives.scope import (
     Scope,
     already_reduced,
-    bound_axes,
     count,
-    listed,
-    named,
-    retyped,
+    loss_axes,
+    resolve_axes,
+    show_axes,
+    show_sizes,
 )
 from jaxcoll._collectives.shards import Shards
 from jaxcoll._compat import marks
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, wire_dtype
+from jaxcoll._plan.packs.leaves import Leaf, check_reducible, exact_dtype, wire_dtype
 from jaxcoll._plan.packs.packing import Pack
-from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of, plan_half
+from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, lay_out, plan_half
 from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import pluralize
@@ -53,9 +59,9 @@ def reduce_scatter(
     repeats: bool = False,  # counting equal values once per replica is intended, so do not warn
 ) -> Shards:
     """Return this replica's part of the reduced tree; see `jc.reduce_scatter`."""
-    axes = bound_axes(axis_name, "reduce_scatter")
+    axes = resolve_axes(axis_name, "reduce_scatter")
     world = scope.world(axes)
-    treedef, leaves = sharded_leaves(value, axes, "reduce_scatter")
+    treedef, leaves = describe_tree(value, axes, "reduce_scatter")
     arrays = [_compat.terms_of_sum(jnp.asarray(x), axes) for x in treedef.flatten_up_to(value)]
     for leaf, array in zip(leaves, arrays, strict=True):
         same = {a: axes[a] for a in _compat.same_axes(array, axes)}
@@ -69,7 +75,7 @@ def reduce_scatter(
         treedef, leaves, reduce_op, axes, world, scope.options, layout
     )
     scope.record(plan)
-    parts = _scattered(arrays, plan, layout, recipes, axes)
+    parts = _scatter(arrays, plan, layout, recipes, axes)
     parts = tuple(marks.part_of_sum(part, tuple(axes)) for part in parts)
     if reduce_op is ReduceOp.SUM and not repeats and not _compat.types_tracked():
         summed = [{leaves[s.leaf].path: arrays[s.leaf] for s in p.segments} for p in layout.packs]
@@ -78,7 +84,7 @@ def reduce_scatter(
     return Shards(parts, layout, tuple(axes))
 
 
-def _scattered(
+def _scatter(
     arrays: Sequence[jax.Array],
     plan: CollectivePlan,
     layout: ShardLayout,
@@ -88,14 +94,14 @@ def _scattered(
     """Return this replica's part of each pack of the reduced leaves."""
 
     def enter(pack: Pack, array: jax.Array) -> jax.Array:
-        return blocks_of(prepared(array, recipes[pack.segments[0].leaf]), layout, pack)
+        return split_in_blocks(make_summand(array, recipes[pack.segments[0].leaf]), layout, pack)
 
     def carry(pack: Pack, blocks: jax.Array) -> jax.Array:
         return algorithms.reduce_scatter(blocks, plan.stages(pack), tuple(axes))
 
     def leave(pack: Pack, total: jax.Array) -> jax.Array:
         recipe = recipes[pack.segments[0].leaf]
-        part = divided(total, recipe)
+        part = scale_sum(total, recipe)
         return _compat.round_as_stored(part) if plan.reproducible and recipe.divisor else part
 
     packed = pack(arrays, layout.packs, layout.leaves)
@@ -112,12 +118,12 @@ def plan_scatter(
     layout: ShardLayout | None = None,
 ) -> tuple[CollectivePlan, ShardLayout, list[Recipe]]:
     """Return the plan of a `reduce_scatter`, the layout of its result, and each leaf's recipe."""
-    recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in leaves]
+    recipes = [make_recipe(leaf, reduce_op, axes, world) for leaf in leaves]
     if layout is None:
         results = zip(leaves, map(_result_dtype, recipes), strict=True)
         ends = tuple(dataclasses.replace(leaf, dtype=end, wire=end) for leaf, end in results)
-        layout = layout_of(treedef, ends, count(axes), options.bytes_per_pack)
-    sent = wired(layout.leaves, recipes)
+        layout = lay_out(treedef, ends, count(axes), options.bytes_per_pack)
+    sent = set_wire_types(layout.leaves, recipes)
     plan = plan_half("reduce_scatter", reduce_op, layout.packs, sent, options, world)
     return plan, layout, recipes
 
@@ -126,17 +132,17 @@ def local_part(
     value: Any, axis_name: Any, caller: str, *, scope: Scope, layout: ShardLayout | None = None
 ) -> Shards:
     """Return this replica's part of a tree that all replicas hold; *varying*. Sends nothing."""
-    axes = bound_axes(axis_name, caller)
-    treedef, leaves = sharded_leaves(value, axes, caller)
+    axes = resolve_axes(axis_name, caller)
+    treedef, leaves = describe_tree(value, axes, caller)
     if layout is None:
-        layout = layout_of(treedef, leaves, count(axes), scope.options.bytes_per_pack)
+        layout = lay_out(treedef, leaves, count(axes), scope.options.bytes_per_pack)
     else:
         check_fits(layout, treedef, leaves, count(axes), caller)
     arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
-    arrays = jax.tree.leaves(common(treedef.unflatten(arrays), axes, caller))
+    arrays = jax.tree.leaves(check_same_tree(treedef.unflatten(arrays), axes, caller))
     rank = _compat.cast_varying(lax.axis_index(tuple(axes)), tuple(axes))
     parts = [
-        lax.dynamic_index_in_dim(blocks_of(packed, layout, p), rank, keepdims=False)
+        lax.dynamic_index_in_dim(split_in_blocks(packed, layout, p), rank, keepdims=False)
         for p, packed in zip(layout.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
     ]
     return Shards(tuple(parts), layout, tuple(axes))
@@ -144,12 +150,12 @@ def local_part(
 
 def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope) -> Any:
     """Return the whole tree of `shards`, *invariant*; see `jc.all_gather`."""
-    axes = bound_axes(axis_name, "all_gather")
+    axes = resolve_axes(axis_name, "all_gather")
     layout = shards.layout
     if tuple(axes) != shards.axes or count(axes) != layout.replicas:
         raise ValueError(
-            f"`all_gather` over {named(axes)} got Shards of "
-            f"{pluralize(layout.replicas, 'replica')} over {listed(shards.axes)}; "
+            f"`all_gather` over {show_sizes(axes)} got Shards of "
+            f"{pluralize(layout.replicas, 'replica')} over {show_axes(shards.axes)}; "
             "gather them over the axes they were made over."
         )
     if isinstance(layout, SummedLayout):
@@ -164,14 +170,14 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             "Shards, or with `jc.scan_layers`. Between programs `jc.unshard` returns the tree."
         )
     parts = [_compat.cast_varying(x, tuple(axes)) for x in shards.parts]
-    arrays = _gather_of(layout, shards.leaves, axes, scope)(parts)
-    if not retyped().issuperset(axes):
+    arrays = _make_gather(layout, shards.leaves, axes, scope)(parts)
+    if not loss_axes().issuperset(axes):
         arrays = [_compat.cast_invariant(x, tuple(axes), summed=True) for x in arrays]
     arrays = marks.same(arrays, tuple(axes))
     return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 
-def _gather_of(
+def _make_gather(
     layout: ShardLayout, leaves: Sequence[Leaf], axes: Mapping[str, int], scope: Scope
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """Return a function from parts to leaves, *varying*; its backward pass is a reduce-scatter SUM.
@@ -185,34 +191,34 @@ def _gather_of(
     scope.record(plan)
 
     def enter(pack: Pack, part: jax.Array) -> jax.Array:
-        return part.astype(carried_dtype(part.dtype))
+        return part.astype(exact_dtype(part.dtype))
 
     def carry(pack: Pack, part: jax.Array) -> jax.Array:
         return algorithms.all_gather(part, plan.stages(pack), tuple(axes))
 
     def leave(pack: Pack, blocks: jax.Array) -> jax.Array:
-        return whole_of(blocks.astype(leaves[pack.segments[0].leaf].dtype), pack)
+        return join_blocks(blocks.astype(leaves[pack.segments[0].leaf].dtype), pack)
 
-    def gathered(parts: list[jax.Array]) -> list[jax.Array]:
+    def gather(parts: list[jax.Array]) -> list[jax.Array]:
         wholes = carry_out(plan, parts, carry, enter=enter, leave=leave)
         wholes = _compat.depend_on_all(wholes) if world.over_gloo else wholes
-        return leaves_of(wholes, layout, tuple(axes) if world.platform == "cpu" else ())
+        return unpack_leaves(wholes, layout, tuple(axes) if world.platform == "cpu" else ())
 
-    def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
-        recipes = [recipe_of(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]
-        sent = wired(leaves, recipes)
+    def scatter(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
+        recipes = [make_recipe(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]
+        sent = set_wire_types(leaves, recipes)
         back = plan_half("reduce_scatter", ReduceOp.SUM, layout.packs, sent, *context)
         scope.record(back)
         cotangents = _compat.depend_on_all(cotangents) if world.over_gloo else cotangents
-        parts = _scattered(cotangents, back, layout, recipes, axes)
+        parts = _scatter(cotangents, back, layout, recipes, axes)
         return ([marks.part_of_sum(part, tuple(axes)) for part in parts],)
 
-    gather = jax.custom_vjp(gathered)
-    gather.defvjp(lambda parts: (gathered(parts), None), scattered)
-    return gather
+    differentiable = jax.custom_vjp(gather)
+    differentiable.defvjp(lambda parts: (gather(parts), None), scatter)
+    return differentiable
 
 
-def recipe_of(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: World) -> Recipe:
+def make_recipe(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: World) -> Recipe:
     """Return the recipe of a leaf in a reduce-scatter."""
     check_reducible(leaf.path, leaf.dtype, "reduce_scatter")
     over = tuple(a for a, n in axes.items() if n > 1)
@@ -221,7 +227,7 @@ def recipe_of(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: W
     return Recipe(over, tuple(axes), frozenset(), leaf.dtype, wire, 1, divisor)
 
 
-def wired(leaves: Sequence[Leaf], recipes: Sequence[Recipe]) -> list[Leaf]:
+def set_wire_types(leaves: Sequence[Leaf], recipes: Sequence[Recipe]) -> list[Leaf]:
     """Return the leaves with the wire types of their recipes."""
     both = zip(leaves, recipes, strict=True)
     return [dataclasses.replace(leaf, wire=recipe.wire) for leaf, recipe in both]
@@ -229,4 +235,4 @@ def wired(leaves: Sequence[Leaf], recipes: Sequence[Recipe]) -> list[Leaf]:
 
 def _result_dtype(recipe: Recipe) -> np.dtype:
     wired = jax.ShapeDtypeStruct((), recipe.wire)
-    return np.dtype(jax.eval_shape(lambda x: divided(x, recipe), wired).dtype)
+    return np.dtype(jax.eval_shape(lambda x: scale_sum(x, recipe), wired).dtype)

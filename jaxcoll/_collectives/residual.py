@@ -18,14 +18,14 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._collectives.algorithms import table as algorithms
 from jaxcoll._collectives.algorithms.coded import Coded, Coding
-from jaxcoll._collectives.parts import sharded_leaves
+from jaxcoll._collectives.parts import describe_tree
 from jaxcoll._collectives.pipeline import Recipe, unpack
-from jaxcoll._collectives.scope import bound_axes, count, listed, named
+from jaxcoll._collectives.scope import count, resolve_axes, show_axes, show_sizes
 from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compression.formats import finite
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import LANES, Pack
-from jaxcoll._plan.packs.shard_layout import SummedLayout, first_difference, summed_layout
+from jaxcoll._plan.packs.shard_layout import SummedLayout, first_difference, lay_out_summands
 from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._show.units import pluralize
 
@@ -58,8 +58,8 @@ class Residual(Shards):
         """Return this replica's residuals of the leaves of `tree`."""
         layout = self.layout
         if self.axes != tuple(axes) or layout.replicas != count(axes):
-            here = " × ".join(named({name: n}) for name, n in axes.items())
-            was, over = pluralize(layout.replicas, "replica"), listed(self.axes)
+            here = " × ".join(show_sizes({name: n}) for name, n in axes.items())
+            was, over = pluralize(layout.replicas, "replica"), show_axes(self.axes)
             raise ValueError(_OTHER_WORLD.format(caller=caller, axes=here, was=was, over=over))
         difference = first_difference(layout_like(tree, axes, caller).leaves, layout.leaves)
         if difference:
@@ -85,13 +85,13 @@ def layout_like(tree: Any, axes: Mapping[str, int], caller: str) -> SummedLayout
     """Return the layout of a tree's residual: a float32 for every element on every replica."""
     # What is in Shards is gathered and scattered exactly.
     tree = jax.tree.map(lambda x: None if is_shards(x) else x, tree, is_leaf=is_shards)
-    treedef, leaves = sharded_leaves(tree, axes, caller)
-    return summed_layout(treedef, leaves, count(axes))
+    treedef, leaves = describe_tree(tree, axes, caller)
+    return lay_out_summands(treedef, leaves, count(axes))
 
 
 def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Residual:
     """Return this replica's initial residual, zeros, in a program that maps the axis; *varying*."""
-    axes = bound_axes(axis_name, caller)
+    axes = resolve_axes(axis_name, caller)
     layout = layout_like(tree, axes, caller)
     names = tuple(axes)
     parts = [
@@ -109,7 +109,7 @@ class Feedback:
     owed: Mapping[str, jax.Array]  # the residuals by path; other leaves of the sum have none
     prefix: str
 
-    def added(
+    def add_to(
         self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf], replicas: int
     ) -> list[jax.Array]:
         """Add this replica's residuals to the arrays."""
@@ -123,7 +123,7 @@ class Feedback:
             sent.append(array)
         return sent
 
-    def lost(
+    def rounding_error(
         self,
         plan: CollectivePlan,
         pack: Pack,
@@ -141,7 +141,7 @@ class Feedback:
             replicas = math.prod(map(lax.axis_size, recipe.over))
             lost = (total - result.astype(recipe.wire) * (recipe.divisor or 1)) / replicas
         if coded is not None:
-            lost += algorithms.lost(coded, plan.stages(pack), recipe.axes, coding, total)
+            lost += algorithms.rounding_error(coded, plan.stages(pack), recipe.axes, coding, total)
         return lost
 
     def next(

@@ -58,7 +58,7 @@ class Scope(_Hashed):
     axes: tuple[str, ...] = ()
     claims: Any = None  # a `Claims` that collects the calls of `jc.same`; None: they are unchecked
 
-    def merged(self, options: CommunicationOptions | None) -> Scope:
+    def merge(self, options: CommunicationOptions | None) -> Scope:
         """Return this scope with a call's options, which override its defaults."""
         seconds = options.timeout_seconds if options else None
         if seconds and self.deadline is None:
@@ -73,7 +73,7 @@ class Scope(_Hashed):
         merged = self.options.merge(options)
         return self if merged is self.options else dataclasses.replace(self, options=merged)
 
-    def over(self, axis_name: Any, caller: str) -> Any:
+    def choose_axes(self, axis_name: Any, caller: str) -> Any:
         """Return the axes of a call: those that it names, or those of the step around it."""
         if axis_name is None and not self.axes:
             raise ValueError(
@@ -103,7 +103,7 @@ class Differentiation(_Hashed):
         """Raise an error if gradients would be summed inside the loss, and again around it."""
         if reduce_op is not ReduceOp.MEAN:
             raise ValueError(
-                f"`{caller}` over {listed(axes)} with reduce_op SUM, inside the loss of "
+                f"`{caller}` over {show_axes(axes)} with reduce_op SUM, inside the loss of "
                 "`jc.value_and_grad`, `jc.grad` or `jc.accumulate`: these differentiate this "
                 "replica's own loss, and compute the sum or the weighted mean of its gradients "
                 'themselves. Leave reduce_op at "mean" here, even if theirs is "sum".'
@@ -136,13 +136,13 @@ def differentiation() -> Differentiation | None:
     return differentiated.value
 
 
-def retyped() -> frozenset[str]:
+def loss_axes() -> frozenset[str]:
     """Return the axes along which even equal values are typed as varying here."""
     inside = differentiation()
     return frozenset() if inside is None else inside.enclosing.union(inside.axes)
 
 
-def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
+def resolve_axes(axis_name: Any, caller: str) -> dict[str, int]:
     """Return the named axes with their sizes, outer first; raise an error if one is not mapped."""
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     axes: dict[str, int] = {}
@@ -189,19 +189,19 @@ def _size(name: str, caller: str) -> int:
     return size
 
 
-def as_array(value: Any, who: str, expected: str = "an array") -> jax.Array:
+def require_array(value: Any, who: str, expected: str = "an array") -> jax.Array:
     """Convert an array or a number to an array; for anything else raise an error about `who`."""
     if (got := no_array(value)) is not None:
         raise ValueError(f"{who}: expected {expected}, got {got}.")
     return jnp.asarray(value)
 
 
-def named(axes: Mapping[str, int]) -> str:
+def show_sizes(axes: Mapping[str, int]) -> str:
     """Return the names of axes with their sizes, for a message."""
     return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())
 
 
-def listed(axes: Iterable[str]) -> str:
+def show_axes(axes: Iterable[str]) -> str:
     """Return the names of axes, for a message."""
     return ", ".join(map(repr, axes))
 
@@ -219,8 +219,8 @@ def already_reduced(
     """Return the error for a leaf equal on all replicas; `value` and `gradient` are its advice."""
     n = count(same)
     message = (
-        f"`{caller}` over {named(axes)}: {where(path)} is already the same on every replica along "
-        f"{named(same)}, so reducing it would count it {n} times. {value.format(n=n)}"
+        f"`{caller}` over {show_sizes(axes)}: {where(path)} is already the same on every replica "
+        f"along {show_sizes(same)}, so reducing it would count it {n} times. {value.format(n=n)}"
     )
     if jnp.issubdtype(array.dtype, jnp.inexact):
         message += (

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
 import jax
 import numpy as np
 
-from jaxcoll._collectives.scope import bound_axes, listed
-from jaxcoll._plan.packs.leaves import Leaf, Whole, flattened, where
+from jaxcoll._collectives.scope import resolve_axes, show_axes
+from jaxcoll._plan.packs.leaves import Leaf, Whole, flatten_with_paths, where
 from jaxcoll._show.units import pluralize, size
 from jaxcoll.errors import AlreadyReducedError
 
@@ -56,7 +56,7 @@ class Shards(Whole):
         leaves = pluralize(len(self.layout.leaves), "leaf", "leaves")
         layers = f"{pluralize(self.stack[0], 'layer')} of " if self.stack else ""
         nbytes = size(math.prod(self.stack) * sum(leaf.nbytes for leaf in self.layout.leaves))
-        held = f"1/{self.layout.replicas} on each replica along {listed(self.axes)}"
+        held = f"1/{self.layout.replicas} on each replica along {show_axes(self.axes)}"
         return f"Shards({layers}{leaves}, {nbytes}, {held})"
 
     def __getattr__(self, name: str) -> Any:
@@ -66,9 +66,9 @@ class Shards(Whole):
         """Return whether replicas along one of `axes` hold different elements."""
         return not set(axes).isdisjoint(self.axes) and bool(jax.tree.leaves(self.parts))
 
-    def _taken(self, path: str, caller: str) -> Whole:
+    def _prepare(self, path: str, caller: str) -> Whole:
         """Raise an error: parts hold different elements on every replica, and have no sum."""
-        axes = listed(self.axes)
+        axes = show_axes(self.axes)
         raise AlreadyReducedError(_PARTS.format(caller=caller, leaf=where(path), axes=axes))
 
     def replace(self, parts: Sequence[Any]) -> Self:
@@ -148,9 +148,9 @@ def axes_of_shards(tree: Any) -> list[tuple[str, ...]]:
 
 def check_no_shards(value: Any, axis_name: str | tuple[str, ...], caller: str) -> None:
     """Raise an error if `value` holds `Shards` along an axis that it would be reduced over."""
-    for path, x in flattened(value, is_shards)[0]:
-        if is_shards(x) and x._is_whole(bound_axes(axis_name, caller)):
-            x._taken(path, caller)
+    for path, x in flatten_with_paths(value, is_shards)[0]:
+        if is_shards(x) and x._is_whole(resolve_axes(axis_name, caller)):
+            x._prepare(path, caller)
 
 
 _PARTS = """\

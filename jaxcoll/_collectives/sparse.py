@@ -14,9 +14,15 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcoll import _compat
-from jaxcoll._collectives.pipeline import Recipe, finished
-from jaxcoll._plan.checks import kind_of
-from jaxcoll._plan.packs.leaves import Whole, carried_dtype, check_reducible, flattened, where
+from jaxcoll._collectives.pipeline import Recipe, finish_sum
+from jaxcoll._plan.checks import describe_type
+from jaxcoll._plan.packs.leaves import (
+    Whole,
+    check_reducible,
+    exact_dtype,
+    flatten_with_paths,
+    where,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -58,23 +64,23 @@ class IndexedSlices(Whole):
             object.__setattr__(self, "dense_shape", _shape(self.dense_shape))
         check_slices(self)
 
-    def _taken(self, path: str, caller: str) -> IndexedSlices:
+    def _prepare(self, path: str, caller: str) -> IndexedSlices:
         """Return the slices checked, as arrays that vary over the same axes."""
         check_slices(self, f"`{caller}`: {where(path)}")
         check_reducible(path + ".values", self.values.dtype)
         parts = jnp.asarray(self.values), jnp.asarray(self.indices)
         over = sorted(frozenset().union(*map(_compat.varying_axes, parts)))
         values, indices = (_compat.cast_varying(part, over) for part in parts)
-        return unchecked(values, indices, self.dense_shape)
+        return skip_checks(values, indices, self.dense_shape)
 
-    def _reduced(self, recipe: Recipe) -> IndexedSlices:
+    def _reduce(self, recipe: Recipe) -> IndexedSlices:
         """Return the sum or the mean: the rows of every replica in replica order, *invariant*."""
         # Gathering cannot overflow a float16; only a mean's division needs float32.
         wire = np.dtype(np.float32) if recipe.wire == np.float16 else recipe.wire
-        rows = _from_all(self.values, recipe).astype(wire)
-        values = finished(rows, dataclasses.replace(recipe, wire=wire))
-        indices = _compat.cast_invariant(_from_all(self.indices, recipe), recipe.axes)
-        return unchecked(values, indices, self.dense_shape)
+        rows = _gather_rows(self.values, recipe).astype(wire)
+        values = finish_sum(rows, dataclasses.replace(recipe, wire=wire))
+        indices = _compat.cast_invariant(_gather_rows(self.indices, recipe), recipe.axes)
+        return skip_checks(values, indices, self.dense_shape)
 
     def to_dense(self) -> jax.Array:
         """Return the dense array: add up rows with the same index, and drop padding.
@@ -194,7 +200,7 @@ def check_slices(slices: IndexedSlices, who: str = "`IndexedSlices`") -> None:
         )
 
 
-def unchecked(values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:
+def skip_checks(values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:
     """Return slices without checks: while JAX transforms a tree, its leaves may be anything."""
     self = object.__new__(IndexedSlices)
     for name, part in (("values", values), ("indices", indices), ("dense_shape", dense_shape)):
@@ -211,7 +217,7 @@ jax.tree_util.register_pytree_with_keys(
         ),
         x.dense_shape,
     ),
-    lambda dense_shape, parts: unchecked(*parts, dense_shape=dense_shape),
+    lambda dense_shape, parts: skip_checks(*parts, dense_shape=dense_shape),
 )
 
 
@@ -244,7 +250,7 @@ def _shape(dense_shape: Any) -> tuple[int, ...]:
 
 def _type(part: Any) -> str:
     """Return an array's dtype and shape, or the `repr` of anything else, for a message."""
-    return kind_of(part) if hasattr(part, "dtype") and hasattr(part, "shape") else repr(part)
+    return describe_type(part) if hasattr(part, "dtype") and hasattr(part, "shape") else repr(part)
 
 
 def is_sparse(leaf: Any) -> TypeGuard[IndexedSlices]:
@@ -254,12 +260,12 @@ def is_sparse(leaf: Any) -> TypeGuard[IndexedSlices]:
 
 def check_dense(tree: Any, message: str, error: type[Exception] = ValueError) -> None:
     """Raise an error if a tree has an IndexedSlices; "{leaf}" in `message` becomes its path."""
-    for path, leaf in flattened(tree, is_sparse)[0]:
+    for path, leaf in flatten_with_paths(tree, is_sparse)[0]:
         if is_sparse(leaf):
             raise error(message.format(leaf=where(path)))
 
 
-def _from_all(rows: jax.Array, recipe: Recipe) -> jax.Array:
+def _gather_rows(rows: jax.Array, recipe: Recipe) -> jax.Array:
     """Gather the rows of every replica, in replica order."""
     if not recipe.over:
         return rows
@@ -268,7 +274,7 @@ def _from_all(rows: jax.Array, recipe: Recipe) -> jax.Array:
     # `vmap` and `pmap` track no types, and JAX 0.10 refuses "invarying" under `vmap`.
     typed = any(map(_compat.tracks_variance, recipe.over))
     gathered = lax.all_gather(
-        rows.astype(carried_dtype(rows.dtype)),
+        rows.astype(exact_dtype(rows.dtype)),
         recipe.over,
         axis=0,
         tiled=True,

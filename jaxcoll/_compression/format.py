@@ -80,7 +80,7 @@ AUTOMATIC = "bf16"
 bfloat16 unchanged, which XLA would widen to float32 there."""
 
 
-def checked(value: Any) -> WireFormat | Literal["auto"] | None:
+def check_format(value: Any) -> WireFormat | Literal["auto"] | None:
     """Check the option `compression`; return a format, "auto", or None for exact sums."""
     if value is None or (isinstance(value, WireFormat) and value.name):
         return value
@@ -95,14 +95,14 @@ def checked(value: Any) -> WireFormat | Literal["auto"] | None:
     )
 
 
-def named(compression: Any) -> WireFormat | None:
+def find_format(compression: Any) -> WireFormat | None:
     """Return the format that the user chose; None for "auto" and for exact sums."""
     return None if compression == "auto" else compression
 
 
 def check_any_coded(compression: Any, tree: Any) -> None:
     """Raise an error if the user chose a format that can code no leaf of `tree`, by their types."""
-    format = named(compression)
+    format = find_format(compression)
     dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(tree)]
     names = [*dict.fromkeys(map(str, dtypes))]
     if format and names and None not in dtypes and not {*names} & {*format.dtypes}:

@@ -72,7 +72,7 @@ class Bf16(WireFormat):
 
     def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
         """Decode the result of `encode` to float32."""
-        return _widened(codes.astype(jnp.uint32))
+        return _widen(codes.astype(jnp.uint32))
 
 
 LEVELS = (-241, -186, -145, -111, -81, -53, -26, 0, 21, 43, 67, 92, 120, 154, 194, 245)
@@ -138,18 +138,18 @@ class Int4(WireFormat):
         # A negative step marks a block with even levels.
         steps = _quotient(jnp.where(even, np.float32(-1), np.float32(1)), scales)[..., None]
         codes = blocks * abs(steps)
-        codes = codes if feedback else jnp.where(steps < 0, codes, _curved(codes))
-        codes = _rounded(codes + np.float32(7), 0xF)
+        codes = codes if feedback else jnp.where(steps < 0, codes, _bend(codes))
+        codes = _round(codes + np.float32(7), 0xF)
         halves = codes.astype(jnp.uint8).reshape(*codes.shape[:-1], 2, -1)
         shifts = jnp.array([0, 4], jnp.uint8).reshape(*(1 for _ in codes.shape[:-1]), 2, 1)
         # Compilers store a sum; they would compute an "or", and all before it, for each receiver.
         packed = (halves << shifts).sum(-2, dtype=jnp.uint8)
-        return _with_scales(packed, scales | even.astype(jnp.uint32) << 15)
+        return _append_scales(packed, scales | even.astype(jnp.uint32) << 15)
 
     def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
         """Decode the result of `encode` to float32 blocks."""
-        packed, scales = _without_scales(codes)
-        factors = _widened(scales & np.uint32(0x7FFF))[..., None]
+        packed, scales = _split_scales(codes)
+        factors = _widen(scales & np.uint32(0x7FFF))[..., None]
         halves = [
             half.astype(jnp.float32) - np.float32(7)
             for half in (packed & np.uint8(0xF), packed >> np.uint8(4))
@@ -173,7 +173,7 @@ def _levels(codes: jax.Array) -> jax.Array:
     return lax.round(fitted, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
-def _curved(values: jax.Array) -> jax.Array:
+def _bend(values: jax.Array) -> jax.Array:
     """Map `values`, in 256ths of the largest, so that rounding finds the code of their level."""
     a, b, c = map(np.float32, _CURVE)
     values = jnp.maximum(values, values * _NEGATIVE)
@@ -206,13 +206,13 @@ class Int8(WireFormat):
         bits = _largest(blocks)
         scales = _scale(bits, lax.bitcast_convert_type(bits, jnp.float32) / np.float32(127))
         steps = _quotient(np.float32(1), scales)[..., None]
-        return _with_scales(_rounded(blocks * steps, 0xFF).astype(jnp.uint8), scales)
+        return _append_scales(_round(blocks * steps, 0xFF).astype(jnp.uint8), scales)
 
     def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
         """Decode the result of `encode` to float32 blocks."""
-        numbers, scales = _without_scales(codes)
+        numbers, scales = _split_scales(codes)
         values = lax.bitcast_convert_type(numbers, jnp.int8).astype(jnp.float32)
-        return values * _widened(scales)[..., None]
+        return values * _widen(scales)[..., None]
 
 
 def _largest(blocks: jax.Array) -> jax.Array:
@@ -254,7 +254,7 @@ def _scale(bits: jax.Array, wanted: jax.Array) -> jax.Array:
     return jnp.where(bits > _LARGEST, _NAN, up)
 
 
-def _widened(bits: jax.Array) -> jax.Array:
+def _widen(bits: jax.Array) -> jax.Array:
     """Return the float32 with the value of a bfloat16, given as bits."""
     return lax.bitcast_convert_type(bits << 16, jnp.float32)
 
@@ -265,23 +265,23 @@ def _quotient(one: jax.Array | np.float32, bits: jax.Array) -> jax.Array:
     The division comes last, so that compilers store its result: they would compute anything cheaper
     once more for each element of the block.
     """
-    scales = _widened(bits)
+    scales = _widen(bits)
     return one / jnp.where(scales > 0, scales, np.float32(np.inf))
 
 
-def _rounded(values: jax.Array, mask: int) -> jax.Array:
+def _round(values: jax.Array, mask: int) -> jax.Array:
     """Round to the nearest integers; return the bits in `mask`, arbitrary if not finite."""
     return lax.bitcast_convert_type(values + _ROUNDER, jnp.uint32) & np.uint32(mask)
 
 
-def _with_scales(codes: jax.Array, scales: jax.Array) -> jax.Array:
+def _append_scales(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """Append the two bytes of each block's scale to the bytes of its codes."""
     both = jnp.stack([scales & np.uint32(0xFF), scales >> 8], axis=-1)
     return jnp.concatenate([codes, both.astype(jnp.uint8)], axis=-1)
 
 
-def _without_scales(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Undo `_with_scales`: return the codes of each block and the bits of its scale."""
+def _split_scales(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Undo `_append_scales`: return the codes of each block and the bits of its scale."""
     shifts = jnp.array([0, 8], jnp.uint32).reshape(*(1 for _ in codes.shape[:-1]), 2)
     both = codes[..., -2:].astype(jnp.uint32) << shifts
     return codes[..., :-2], both.sum(-1, dtype=jnp.uint32)  # compilers store the result of a sum

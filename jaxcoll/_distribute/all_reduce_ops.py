@@ -17,7 +17,7 @@ from jaxcoll._distribute.routes import GroupSmall, NumPacks, Route, parse_routes
 from jaxcoll._mesh.mesh import make_line
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
 from jaxcoll._plan.checks import count, is_integer, refuse
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.packing import UNPACKED, PackingRule
 from jaxcoll._plan.world import World
 from jaxcoll._runtime.call import Call
@@ -217,7 +217,7 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
                     f"this process's devices and group_size={len(every)}."
                 )
             self._group = tuple(sorted(every, key=lambda device: (device.process_index, device.id)))
-        self._options, self._packing = checked(options), None
+        self._options, self._packing = check_options(options), None
         self._arguments = {"devices": list(map(str, worker)), "group_size": int(group_size)}
         self._arguments |= {"options": self._options} if options else {}
 

@@ -26,7 +26,12 @@ from jaxcoll._distribute.replica_axis import (
 )
 from jaxcoll._mesh.mesh import make_line, no_mesh
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import check_reducible, flattened, where, wide
+from jaxcoll._plan.packs.leaves import (
+    accumulation_dtype,
+    check_reducible,
+    flatten_with_paths,
+    where,
+)
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.dispatch import run
 
@@ -74,7 +79,7 @@ def _check_parts(
             for leaf in jax.tree.leaves(like)
         ]
     axes = []
-    for (name, leaf), by_replica in zip(flattened(like)[0], shapes, strict=True):
+    for (name, leaf), by_replica in zip(flatten_with_paths(like)[0], shapes, strict=True):
         name = path + name
         what = f"`{caller}`: {where(name)}"
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) and caller == "gather":
@@ -148,7 +153,7 @@ def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
         jnp.sum(
             x,
             tuple(k + shift for k in axes),
-            wide(_mean_dtype(x)) if reduce_op is ReduceOp.MEAN else None,
+            accumulation_dtype(_mean_dtype(x)) if reduce_op is ReduceOp.MEAN else None,
         )
         for x, axes in zip(leaves, parts.axes, strict=True)
     )
@@ -177,7 +182,7 @@ def _mean(total: Any, parts: _Parts) -> Any:
 def _mean_dtype(array: Any) -> np.dtype:
     """Return the dtype of a mean of `array`: its own, or for integers a float."""
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) else wide(dtype)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else accumulation_dtype(dtype)
 
 
 def gather_along(

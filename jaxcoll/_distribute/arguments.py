@@ -20,7 +20,7 @@ from jaxcoll._distribute.replica_axis import AXIS, copies_over, make_program, re
 from jaxcoll._mesh.mesh import check_devices, local_positions, make_line, span_processes
 from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import refuse
-from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._plan.options import CommunicationOptions, check_options
 from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.dispatch import run
@@ -235,7 +235,7 @@ def copy_near(value: DistributedValues, devices: tuple[jax.Device, ...]) -> Any:
 def call_options(options: Any, experimental_hints: Any) -> CommunicationOptions:
     """Return the options of a call, which may be passed under either name."""
     if experimental_hints is None:
-        return checked(options)
+        return check_options(options)
     if options is not None:
         raise ValueError(
             "`experimental_hints` is the older name of `options`: pass only one of them."

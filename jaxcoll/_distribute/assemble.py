@@ -19,7 +19,7 @@ from jaxcoll._distribute.replica_axis import (
 )
 from jaxcoll._mesh.mesh import local_positions, no_mesh
 from jaxcoll._mesh.placement import host_array
-from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 
 
 def assemble(
@@ -52,7 +52,7 @@ def assemble(
     first = values[here[0]]
     # Under the caller's mesh JAX refuses eager operations on other devices.
     with no_mesh():
-        flat, treedef = flattened(first)
+        flat, treedef = flatten_with_paths(first)
         if not flat:
             raise ValueError(
                 f"`{name}` got values without leaves; each needs an array or a number."
@@ -116,7 +116,7 @@ def describe(tree: Any) -> str:
     It has the paths, and the dense shapes of IndexedSlices. A tree definition may show addresses,
     which differ between processes.
     """
-    flat, _ = flattened(tree, is_sparse)
+    flat, _ = flatten_with_paths(tree, is_sparse)
     return repr([(path, getattr(leaf, "dense_shape", None)) for path, leaf in flat])
 
 
@@ -184,7 +184,7 @@ def _drop_axes(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
 
 
 def _arrays(name: str, replica: int, value: Any) -> list[np.ndarray | jax.Array]:
-    return [_read_array(name, replica, path, leaf) for path, leaf in flattened(value)[0]]
+    return [_read_array(name, replica, path, leaf) for path, leaf in flatten_with_paths(value)[0]]
 
 
 def _pad(value: Any, lengths: Sequence[int]) -> Any:

@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding
 from jaxcoll._collectives import check_replicas as _check
 from jaxcoll._collectives.check_replicas import WORDS, ReplicaCheck, digest
 from jaxcoll._collectives.gather import all_gather
-from jaxcoll._collectives.scope import Scope, bound_axes, count, scope_here
+from jaxcoll._collectives.scope import Scope, count, resolve_axes, scope_here
 from jaxcoll._distribute.per_replica import PerReplica
 from jaxcoll._distribute.replica_axis import exchange_facts
 from jaxcoll._mesh.mesh import local_positions, no_mesh
 from jaxcoll._plan.checks import check_value_first
-from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 
 _TRACED = """\
 `check_replicas`: {leaf} is being traced, so there are no copies to read. Name the axis, as in \
@@ -72,11 +72,11 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
         for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PerReplica))
         for leaf in jax.tree.leaves(node)
     ]
-    for path, leaf in flattened(tree)[0]:
+    for path, leaf in flatten_with_paths(tree)[0]:
         if isinstance(leaf, Tracer):
             raise ValueError(_TRACED.format(leaf=where(path)))
     with no_mesh():
-        paths, arrays = _check.arrays_of(tree)
+        paths, arrays = _check.flatten_to_arrays(tree)
         leaves = [
             _Leaf(path, array, _parts(path, array, stacked))
             for path, array, (_, stacked) in zip(paths, arrays, passed, strict=True)
@@ -96,8 +96,8 @@ class _Leaf(NamedTuple):
 
 def _compare_in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaCheck:
     """Return the digests of all replicas along mapped axes, *invariant*."""
-    axes = bound_axes(axis_name, "check_replicas")
-    paths, leaves = _check.arrays_of(tree)
+    axes = resolve_axes(axis_name, "check_replicas")
+    paths, leaves = _check.flatten_to_arrays(tree)
     names = tuple(map(str, range(count(axes))))
     if not leaves:
         return ReplicaCheck(jnp.zeros((len(names), 0, WORDS), jnp.uint32), (), names)

@@ -33,12 +33,12 @@ from jaxcoll._mesh.world import make_worlds
 from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import (
+    accumulation_dtype,
     check_reducible,
-    flattened,
+    flatten_with_paths,
     is_array,
     is_reducible,
     where,
-    wide,
 )
 from jaxcoll._plan.packs.packing import UNPACKED
 from jaxcoll._runtime.call import Call
@@ -194,7 +194,7 @@ class CrossDeviceOps(abc.ABC):
         with no_mesh():
             if isinstance(tensor, Mirrored):  # each process already has a copy
                 return deliver(tensor._validate(), devices)
-            for path, leaf in flattened(tensor, is_distributed)[0]:
+            for path, leaf in flatten_with_paths(tensor, is_distributed)[0]:
                 if isinstance(leaf, Tracer):
                     refuse_traced(f"`broadcast`: {where(path)}")
                 if not is_array(leaf):
@@ -260,7 +260,7 @@ class CrossDeviceOps(abc.ABC):
         whole = distribute_value(caller, name, value, self._group, wanted[0])._make_global()
         devices = whole.devices
         if not all(map(is_reducible, {leaf.dtype for leaf in jax.tree.leaves(whole.tree)})):
-            for path, leaf in flattened(whole.tree)[0]:
+            for path, leaf in flatten_with_paths(whole.tree)[0]:
                 check_reducible(number + path, leaf.dtype)
         if not span_processes(devices):
             check_own_devices(wanted)
@@ -379,7 +379,7 @@ def one_device_program(
     options: CommunicationOptions,
 ) -> Callable[[list[Any]], list[Any]]:
     """Return a program that reduces a list of components on one device, compiled once per shape."""
-    scope = Scope(make_worlds(make_line((device,), "device")), record=remember).merged(options)
+    scope = Scope(make_worlds(make_line((device,), "device")), record=remember).merge(options)
 
     def sum_replicas(components: list[Any]) -> Any:
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)
@@ -409,7 +409,7 @@ def one_device_program(
 
 def _accumulate(reduce_op: ReduceOp, accumulate: Accumulation, *arrays: jax.Array) -> jax.Array:
     if reduce_op is ReduceOp.MEAN and jnp.issubdtype(arrays[0].dtype, jnp.integer):
-        arrays = tuple(x.astype(wide(x.dtype)) for x in arrays)
+        arrays = tuple(x.astype(accumulation_dtype(x.dtype)) for x in arrays)
     total = accumulate(list(arrays))
     expected = jax.typeof(arrays[0])
     shape, dtype = getattr(total, "shape", None), getattr(total, "dtype", None)

@@ -15,7 +15,7 @@ from jaxcoll._distribute.per_replica import PerReplica, Uneven, is_distributed
 from jaxcoll._distribute.replica_axis import rows_over
 from jaxcoll._mesh.mesh import local_positions, no_mesh
 from jaxcoll._mesh.placement import host_array, place
-from jaxcoll._plan.packs.leaves import flattened
+from jaxcoll._plan.packs.leaves import flatten_with_paths
 
 _CALLER = "experimental_distribute_dataset"
 
@@ -62,7 +62,7 @@ def distribute_parts(
 def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
     """Return one batch as a tree of `PerReplica`s, or of `Uneven`s where shares differ."""
     here = local_positions(devices)
-    flat, treedef = flattened(batch)
+    flat, treedef = flatten_with_paths(batch)
     whole: dict[str, PerReplica] = {}
     pieces: dict[int, dict[str, Any]] = {i: {} for i in here}
     for path, leaf in flat:

@@ -22,8 +22,8 @@ from jaxcoll._distribute.replica_axis import check_cross_replica
 from jaxcoll._distribute.replica_program import ReplicaContext, check_call, run_on_replicas
 from jaxcoll._mesh.mesh import local_positions, span_processes
 from jaxcoll._plan.checks import refuse
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import flattened, is_array
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
+from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array
 from jaxcoll._show.units import pluralize
 
 _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
@@ -137,7 +137,7 @@ class Strategy:
         """
         caller = self._check("run", "call the function itself")
         check_call(caller, fn, args)
-        merged = self._options.merge(checked(options))
+        merged = self._options.merge(check_options(options))
         what = f"`{caller}` of `{getattr(fn, '__name__', type(fn).__name__)}`"
         arguments = (tuple(args), dict(kwargs or {}))
         return run_on_replicas(caller, what, fn, arguments, self._devices, merged, self._context)
@@ -185,7 +185,7 @@ class Strategy:
         caller = self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
         op, options = ReduceOp.of(reduce_op), call_options(options, experimental_hints)
         merged = self._options.merge(options)
-        flat, treedef = flattened(value, is_one_value)
+        flat, treedef = flatten_with_paths(value, is_one_value)
         for _, leaf in flat:
             if op is ReduceOp.SUM:
                 check_has_sum(caller, leaf, self._devices)
@@ -221,8 +221,8 @@ class Strategy:
         """
         caller = self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
         name = type(self).__name__
-        merged = self._ops._options.merge(self._options.merge(checked(options)))
-        flat, treedef = flattened(value, is_one_value)
+        merged = self._ops._options.merge(self._options.merge(check_options(options)))
+        flat, treedef = flatten_with_paths(value, is_one_value)
         for _, leaf in flat:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
                 raise ValueError(

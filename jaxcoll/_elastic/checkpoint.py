@@ -21,7 +21,7 @@ from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.axes import make_weak
 from jaxcoll._compat.settings import boundary
 from jaxcoll._mesh.shard_arrays import cut_like, join_shards, whole_shapes
-from jaxcoll._plan.checks import kind_of
+from jaxcoll._plan.checks import describe_type
 
 _ABOUT, _FORMAT = "about.json", "jaxcoll checkpoint 1"
 # Raised by NumPy and zipfile for a file that is truncated, or not a checkpoint.
@@ -71,7 +71,7 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
     if not isinstance(path, str | os.PathLike):
         raise ValueError(
             "`save_checkpoint` takes the path first, as in `jc.save_checkpoint(path, state)`; got "
-            f"{kind_of(path)}."
+            f"{describe_type(path)}."
         )
     _write(Path(path), tree, Stamp(step, 0), os.replace)
 

@@ -17,7 +17,7 @@ from jaxcoll._elastic.checkpoint import copy_to_host
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import make_spec, place
 from jaxcoll._plan.packs.packing import LANES
-from jaxcoll._plan.packs.shard_layout import laid_over
+from jaxcoll._plan.packs.shard_layout import lay_out_over
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
 
 
@@ -94,7 +94,7 @@ def _like(parts: Sequence[Any], like: Shards) -> Shards:
     """Make a residual like another of these parts; their rows give the number of replicas."""
     packs = like.layout.packs
     replicas = len(parts[0]) // like.layout.rows(packs[0]) if packs else 1
-    layout = laid_over(like.layout, (replicas,))
+    layout = lay_out_over(like.layout, (replicas,))
     return dataclasses.replace(like, parts=tuple(parts), layout=layout)
 
 

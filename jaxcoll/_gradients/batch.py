@@ -16,8 +16,8 @@ import numpy as np
 from jaxcoll._collectives.check_replicas import Claims
 from jaxcoll._collectives.scope import entered, scope_here
 from jaxcoll._collectives.shards import is_shards
-from jaxcoll._plan.checks import kind_of
-from jaxcoll._plan.packs.leaves import flattened
+from jaxcoll._plan.checks import describe_type
+from jaxcoll._plan.packs.leaves import flatten_with_paths
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -170,7 +170,7 @@ class Signature:
         try:
             return signature.bind(*args, **kwargs)
         except TypeError as error:
-            passed = ", ".join([*map(kind_of, args), *(f"{n}=" for n in kwargs)])
+            passed = ", ".join([*map(describe_type, args), *(f"{n}=" for n in kwargs)])
             raise TypeError(
                 f"`{self._caller}`: {error}: the function is {self._named}, but was called with "
                 f"({passed})."
@@ -250,7 +250,7 @@ def check_shares(
     """
     names: dict[tuple[int, ...], str] = {}
     for slot in call.batch:
-        for path, x in flattened(call.get(slot))[0]:
+        for path, x in flatten_with_paths(call.get(slot))[0]:
             names.setdefault(np.shape(x), name_of(slot) + path)
     pairs = [p for p in itertools.permutations(names, 2) if _may_broadcast(*p, shares)]
     if not pairs or shares == 1:

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from jaxcoll import _compat
 from jaxcoll._collectives.common_over_replicas import (
-    checked_same,
-    with_shard_gradients,
-    without_shards,
+    check_same,
+    drop_shards,
+    insert_shard_gradients,
 )
-from jaxcoll._collectives.pipeline import halved, halvings, quotient
-from jaxcoll._collectives.reduce import all_reduce, feedback_of
+from jaxcoll._collectives.pipeline import divide_wide, halvings, scale_down
+from jaxcoll._collectives.reduce import all_reduce, make_feedback
 from jaxcoll._collectives.reduce_scatter import reduce_scatter
-from jaxcoll._collectives.scope import Differentiation, Scope, count, listed
+from jaxcoll._collectives.scope import Differentiation, Scope, count, show_axes
 from jaxcoll._collectives.shards import Shards, axes_of_shards
 from jaxcoll._compat import marks
 from jaxcoll._compression.formats import finite
@@ -34,10 +34,10 @@ from jaxcoll._gradients.loss import (
     value_and_local_grad,
     value_and_weight,
 )
-from jaxcoll._plan.checks import kind_of
+from jaxcoll._plan.checks import describe_type
 from jaxcoll._plan.choose import wants_order
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 from jaxcoll._proof.proof import same_outputs
 from jaxcoll._proof.retrace import Traced, places
 from jaxcoll._proof.subjaxprs import contains
@@ -94,7 +94,7 @@ class Differentiator:
         if not callable(self.fun):
             raise ValueError(
                 f"`{self.caller}` expects a function, the loss, and returns one, as in "
-                f'`{self.caller}(loss, "data")(params, batch)`; got {kind_of(self.fun)}.'
+                f'`{self.caller}(loss, "data")(params, batch)`; got {describe_type(self.fun)}.'
             )
         positions = self.argnums if isinstance(self.argnums, Sequence) else (self.argnums,)
         if not positions or not all(isinstance(i, int) for i in positions):
@@ -118,7 +118,7 @@ class Differentiator:
         return {
             f"{self._name(i)}{path}": leaf
             for i in self.positions(args)
-            for path, leaf in flattened(args[i])[0]
+            for path, leaf in flatten_with_paths(args[i])[0]
         }
 
     def _name(self, i: int) -> str:
@@ -152,7 +152,7 @@ class Differentiator:
         def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
             (value, extras), grads = value_and_local_grad(loss, argnums, here, args, kwargs)
             if missing := _compat.same_axes(value, axes):  # by its type, the loss reduced it
-                fields = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
+                fields = {"caller": caller, "axes": show_axes(axes), "missing": show_axes(missing)}
                 raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**fields))
             weight = jax.tree.map(lambda x: _compat.cast_varying(x, tuple(axes)), extras.weight)
             return (value, extras._replace(weight=weight)), grads
@@ -171,7 +171,9 @@ class Differentiator:
             )
         (value, extras), grads = differentiate(args, kwargs)
         if extras.weight is not None:
-            value, grads = jax.tree.map(lambda x: halved(x, self.halvings(axes)), (value, grads))
+            value, grads = jax.tree.map(
+                lambda x: scale_down(x, self.halvings(axes)), (value, grads)
+            )
         return (value, extras), grads
 
     def reduce(
@@ -182,7 +184,7 @@ class Differentiator:
         sharded = axes_of_shards([args[i] for i in self.positions(args)])
         (value, extras), grads = program.evaluate()
         same = {k: x for (k, x), cut in zip(leaves.items(), sharded, strict=True) if not cut}
-        value = checked_same(value, same, axes, self.caller)
+        value = check_same(value, same, axes, self.caller)
         weighted = extras.weight is not None
         op = ReduceOp.SUM if weighted else self.reduce_op
         parts = metrics.make_parts(extras.aux, axes, self.caller)
@@ -191,7 +193,7 @@ class Differentiator:
         if self.scatter:
             for name, cut in zip(leaves, sharded, strict=True):
                 if cut:
-                    fields = {"caller": self.caller, "leaf": where(name), "axes": listed(cut)}
+                    fields = {"caller": self.caller, "leaf": where(name), "axes": show_axes(cut)}
                     raise ValueError(_NO_SHARD.format(**fields))
             shards = reduce_scatter(op, grads, tuple(axes), scope=scope, repeats=weighted)
             local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
@@ -200,10 +202,10 @@ class Differentiator:
             local, residual = self._together(op, local, sharded, program, axes, scope, old)
         value, grads = local.value, local.grads
         if weighted:
-            mean = functools.partial(quotient, by=local.weight, times=self.halvings(axes))
+            mean = functools.partial(divide_wide, by=local.weight, times=self.halvings(axes))
             value, grads = jax.tree.map(mean, (value, grads))
             if residual is not None:  # a small weight, or none, may make a finite sum infinite
-                is_finite = finite(jax.tree.leaves(without_shards(grads, sharded)))
+                is_finite = finite(jax.tree.leaves(drop_shards(grads, sharded)))
                 residual = jax.tree.map(functools.partial(jnp.where, is_finite), residual, old)
         times = count(axes) if op is ReduceOp.MEAN else 1
         aux = metrics.insert_numbers(extras.aux, local.metrics, times)
@@ -228,12 +230,12 @@ class Differentiator:
         same, ready = _find_synced(program, axes), None
         if residual is not None and same:
             raise ValueError(_SYNCED_ALREADY.format(caller=self.caller, leaf=where(min(same))))
-        common = local._replace(grads=without_shards(local.grads, sharded))
-        others = flattened(common._replace(grads=None))[0]
+        common = local._replace(grads=drop_shards(local.grads, sharded))
+        others = flatten_with_paths(common._replace(grads=None))[0]
         if wants_order(scope.options, scope.world(dict(axes))):
             _, order = program.result(places(program.program))
             # Everything else is ready before the first gradient.
-            ready = [*(-1 for _ in others), *jax.tree.leaves(without_shards(order, sharded))]
+            ready = [*(-1 for _ in others), *jax.tree.leaves(drop_shards(order, sharded))]
         if any(sharded) and scope.world(dict(axes)).over_gloo:
             parts = [x for x, a in zip(jax.tree.leaves(local.grads), sharded, strict=True) if a]
             leaves, treedef = jax.tree.flatten(common)
@@ -242,7 +244,7 @@ class Differentiator:
         synced = _SYNCED.format(what=pluralize(len(same), "leaf", "leaves"), paths=ends)
         feedback = None
         if residual is not None:
-            feedback = feedback_of(residual, local.grads, axes, self.caller, ".grads")
+            feedback = make_feedback(residual, local.grads, axes, self.caller, ".grads")
         reduced = all_reduce(
             op,
             common,
@@ -260,7 +262,7 @@ class Differentiator:
         if any(sharded):
             exactly = scope if residual is None else scope.exactly  # these have no residual
             grads = reduced.grads
-            grads = with_shard_gradients(grads, op, local.grads, sharded, axes, scope=exactly)
+            grads = insert_shard_gradients(grads, op, local.grads, sharded, axes, scope=exactly)
             reduced = reduced._replace(grads=grads)
         return reduced, residual
 
@@ -282,5 +284,5 @@ def _find_synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozense
     if not contains(program.program.jaxpr, marks.THROUGH):
         return {}
     _, grads = program.result(same_outputs(program.program, axes))
-    axes_by_path, _ = flattened(_Local(None, None, None, grads))
+    axes_by_path, _ = flatten_with_paths(_Local(None, None, None, grads))
     return {path: along for path, along in axes_by_path if along}

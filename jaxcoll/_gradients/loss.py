@@ -18,8 +18,8 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._collectives.scope import Differentiation, differentiated
 from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares
-from jaxcoll._plan.checks import kind_of
-from jaxcoll._plan.packs.leaves import no_array, wide
+from jaxcoll._plan.checks import describe_type
+from jaxcoll._plan.packs.leaves import accumulation_dtype, no_array
 from jaxcoll._proof.retrace import trace_call
 
 _TUPLE_LOSS = """\
@@ -68,7 +68,7 @@ def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
             raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(out)))
         is_number = _is_array(out) or isinstance(out, bool | int | float | complex)
         if not is_number or np.shape(out):
-            raise TypeError(_NO_SCALAR.format(caller=caller, got=kind_of(out)))
+            raise TypeError(_NO_SCALAR.format(caller=caller, got=describe_type(out)))
         return out, None
     for name, shape in (("total", jnp.shape(out.total)), ("weight", jnp.shape(out.weight))):
         if shape:
@@ -77,14 +77,14 @@ def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
                 f"this replica's share; got shape {shape}."
             )
     weight = jnp.asarray(out.weight)
-    return out.total, lax.stop_gradient(weight.astype(wide(weight.dtype)))
+    return out.total, lax.stop_gradient(weight.astype(accumulation_dtype(weight.dtype)))
 
 
 def loss_and_aux(out: Any, caller: str) -> tuple[Any, Any]:
     """Check that a loss returned a pair, and split it."""
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
-    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else kind_of(out)
+    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else describe_type(out)
     raise TypeError(
         f"`{caller}` with has_aux=True expects the loss to return (loss, aux); got {got}."
     )
@@ -189,7 +189,7 @@ def accumulate(
         added = [t + x.astype(t.dtype) for t, x in zip(totals, outputs, strict=False)]
         return added, outputs[len(summed) :]
 
-    zeros = [_compat.zeros_like_aval(aval, wide(aval.dtype)) for aval in summed]
+    zeros = [_compat.zeros_like_aval(aval, accumulation_dtype(aval.dtype)) for aval in summed]
     totals, stacked = lax.scan(step, zeros, pieces)
     (value, weight, grads), aux = program.result([*totals, *stacked])
     parts = count if mean and weight is None else 1

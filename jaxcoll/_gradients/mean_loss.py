@@ -13,21 +13,21 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcoll import _compat
-from jaxcoll._collectives.pipeline import quotient
+from jaxcoll._collectives.pipeline import divide_wide
 from jaxcoll._collectives.reduce import all_reduce
 from jaxcoll._collectives.scope import (
     Differentiation,
-    bound_axes,
     differentiated,
-    retyped,
+    loss_axes,
+    resolve_axes,
     scope_here,
 )
 from jaxcoll._gradients.gradient import Differentiator, positional_names
 from jaxcoll._gradients.loss import WeightedLoss, value_and_weight
 from jaxcoll._gradients.sync_in_backward import reduce_backward
 from jaxcoll._gradients.value_and_grad import make_gradient
-from jaxcoll._plan.checks import kind_of
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.checks import describe_type
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
 from jaxcoll._proof.retrace import lift_captured, trace
 
@@ -79,14 +79,14 @@ def mean_loss(
       >>> value.tolist(), grad.tolist()
       ([5.0, 5.0], [2.5, 2.5])
     """
-    given = checked(options)
+    given = check_options(options)
     if not callable(fun):
-        raise ValueError(f"`{CALLER}` expects a function, the loss; got {kind_of(fun)}.")
+        raise ValueError(f"`{CALLER}` expects a function, the loss; got {describe_type(fun)}.")
 
     @functools.wraps(fun, updated=())
     def mean(*args: Any, **kwargs: Any) -> Any:
         here = scope_here()
-        axes = tuple(bound_axes(here.over(axis_name, CALLER), CALLER))
+        axes = tuple(resolve_axes(here.choose_axes(axis_name, CALLER), CALLER))
         refuse_tied((args, kwargs), CALLER)
         check_not_empty(CALLER, (args[1:], kwargs))
         leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -108,7 +108,7 @@ def mean_loss(
 
         # JAX may trace a custom derivative after the function around it has returned. So every
         # array that the loss uses must be an operand, also those that it captures.
-        with differentiated(Differentiation(axes, given, enclosing=retyped())):
+        with differentiated(Differentiation(axes, given, enclosing=loss_axes())):
             program, captured = lift_captured(trace(loss, *varying(inputs)))
 
         def local(*operands: Any) -> Any:
@@ -120,11 +120,11 @@ def mean_loss(
         @jax.custom_jvp
         def average(*operands: Any) -> Any:
             value, weight = program.result(program.outputs(*varying(operands)))
-            exactly = here.merged(given).exactly
+            exactly = here.merge(given).exactly
             if weight is None:
                 return all_reduce(ReduceOp.MEAN, value, axes, scope=exactly)
             pair = all_reduce(ReduceOp.SUM, (value, weight), axes, scope=exactly, repeats=True)
-            return quotient(pair[0], by=pair[1])
+            return divide_wide(pair[0], by=pair[1])
 
         def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             argnums = [
@@ -142,7 +142,7 @@ def mean_loss(
             if not _compat.types_tracked():  # else autodiff sums over replicas by itself
                 # A derivative of the gradients is a mean over the replicas, too.
                 learned = {i: primals[i] for i in argnums}
-                operands |= reduce_backward(learned, ReduceOp.MEAN, axes, here.merged(given))
+                operands |= reduce_backward(learned, ReduceOp.MEAN, axes, here.merge(given))
             differentiate = make_gradient(gradient, axes, given, lambda: here)
             value, grads = differentiate(*operands.values())
             products = jax.tree.map(

@@ -13,10 +13,10 @@ from jax.core import Tracer
 
 from jaxcoll import _compat
 from jaxcoll._collectives.reduce import all_reduce
-from jaxcoll._collectives.scope import bound_axes, count, scope_here
+from jaxcoll._collectives.scope import count, resolve_axes, scope_here
 from jaxcoll._plan.checks import check_value_first
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import dtype_of, flattened, where, wide
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
+from jaxcoll._plan.packs.leaves import accumulation_dtype, dtype_or_none, flatten_with_paths, where
 from jaxcoll._plan.packs.packing import BytesPerPack
 from jaxcoll.errors import AlreadyReducedError
 
@@ -124,9 +124,9 @@ def reduce_metrics(
     """
     caller = "jc.reduce_metrics"
     check_value_first(caller, value)
-    scope = scope_here().merged(checked(options, exactly="reduce_metrics"))
-    axes = bound_axes(scope.over(axis_name, caller), caller)
-    for path, leaf in flattened(value, is_metric)[0]:
+    scope = scope_here().merge(check_options(options, exactly="reduce_metrics"))
+    axes = resolve_axes(scope.choose_axes(axis_name, caller), caller)
+    for path, leaf in flatten_with_paths(value, is_metric)[0]:
         if not is_metric(leaf):
             is_array = hasattr(leaf, "dtype")
             kind = f"an array of {leaf.dtype}" if is_array else type(leaf).__name__
@@ -149,7 +149,7 @@ def constants_as_varying(tree: Any, axes: tuple[str, ...]) -> Any:
     """Type the program's constants in metrics as varying: every replica's copy counts."""
 
     def varying(x: Any) -> Any:
-        is_constant = dtype_of(x) is not None and not isinstance(x, Tracer)
+        is_constant = dtype_or_none(x) is not None and not isinstance(x, Tracer)
         return _compat.cast_varying(jnp.asarray(x), axes) if is_constant else x
 
     return jax.tree.map(
@@ -160,7 +160,7 @@ def constants_as_varying(tree: Any, axes: tuple[str, ...]) -> Any:
 def make_parts(tree: Any, axes: Mapping[str, int], caller: str) -> Parts:
     """Sum each metric of a tree on this replica; *varying* over the axes."""
     parts: Parts = {}
-    for path, metric in flattened(tree, is_metric)[0]:
+    for path, metric in flatten_with_paths(tree, is_metric)[0]:
         if isinstance(metric, Total):
             total = _sum(metric.value, path, caller)
             counter = _counter(metric.value)
@@ -207,14 +207,14 @@ def insert_numbers(tree: Any, parts: Parts, times: int) -> Any:
 
 def _sum(value: Any, path: str, caller: str) -> jax.Array:
     """Sum all elements, as a float of at least 32 bits."""
-    dtype = dtype_of(value)
+    dtype = dtype_or_none(value)
     if dtype is None or not any(jnp.issubdtype(dtype, k) for k in (np.number, np.bool_)):
         raise ValueError(
             f"`{caller}`: metric {path or 'itself'} is made of "
             f"{type(value).__name__ if dtype is None else dtype}; expected numbers."
         )
     array = jnp.asarray(value)
-    return jnp.sum(array.astype(wide(array.dtype)))
+    return jnp.sum(array.astype(accumulation_dtype(array.dtype)))
 
 
 def _counter(value: Any) -> np.dtype | None:
@@ -229,7 +229,7 @@ def _counter(value: Any) -> np.dtype | None:
 def _digits(total: jax.Array) -> jax.Array:
     """Split an integer into digits, as floats: a float would round the integer itself."""
     places, base = _places(total.dtype)
-    return (total >> places & (base - 1)).astype(wide(total.dtype))
+    return (total >> places & (base - 1)).astype(accumulation_dtype(total.dtype))
 
 
 def _integer(digits: jax.Array) -> jax.Array:

@@ -11,14 +11,14 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._collectives.common_over_replicas import checked_same
+from jaxcoll._collectives.common_over_replicas import check_same
 from jaxcoll._collectives.reduce import all_reduce
-from jaxcoll._collectives.scope import Scope, bound_axes, listed, scope_here
+from jaxcoll._collectives.scope import Scope, resolve_axes, scope_here, show_axes
 from jaxcoll._collectives.shards import axes_of_shards, is_shards
 from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._compression.formats import finite
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import dtype_of, flattened, where, wide
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
+from jaxcoll._plan.packs.leaves import accumulation_dtype, dtype_or_none, flatten_with_paths, where
 
 _PART = """\
 `{caller}`: {leaf} is `Shards` along {axes}. Only this replica's part would count, and each \
@@ -62,13 +62,13 @@ def global_norm(
       >>> shards(jnp.array([3.0, 4.0])).tolist()
       [5.0, 5.0]
     """
-    scope = scope_here().merged(checked(options, exactly="global_norm"))
+    scope = scope_here().merge(check_options(options, exactly="global_norm"))
     return _norm(tree, axis_name, scope)
 
 
 def _norm(tree: Any, axis_name: Any, scope: Scope) -> jax.Array:
     caller = "jc.global_norm"
-    axes = {} if axis_name is None else bound_axes(axis_name, caller)
+    axes = {} if axis_name is None else resolve_axes(axis_name, caller)
     leaves = _pair_with_axes(tree, _arrays(tree, caller), axes, caller)
     if not any(over for _, over in leaves):
         return jnp.sqrt(_add([_sum_squares(x) for x, _ in leaves]))
@@ -88,7 +88,7 @@ def clip_shards(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: S
     within = norm < max_norm
 
     def clip(x: jax.Array) -> jax.Array:
-        exact = x.astype(wide(x.dtype))
+        exact = x.astype(accumulation_dtype(x.dtype))
         scaled = (exact / norm.astype(exact.dtype) * max_norm).astype(x.dtype)
         return lax.select(jnp.broadcast_to(within, x.shape), x, scaled)
 
@@ -128,9 +128,9 @@ def all_finite(
       >>> everywhere(jnp.array([1.0, jnp.nan])).tolist()
       [False, False]
     """
-    scope = scope_here().merged(checked(options, exactly="all_finite"))
+    scope = scope_here().merge(check_options(options, exactly="all_finite"))
     caller = "jc.all_finite"
-    axes = {} if axis_name is None else bound_axes(axis_name, caller)
+    axes = {} if axis_name is None else resolve_axes(axis_name, caller)
     _check_axes_of_shards(tree, axes, caller)
     leaves = [x for _, x in _arrays(tree, caller) if jnp.issubdtype(x.dtype, np.inexact)]
     bad = (~finite(leaves)).astype(np.float32)
@@ -168,15 +168,15 @@ def _pair_with_axes(
     if any(in_shards):
         whole = {name: x for (name, x), (_, over) in zip(leaves, arrays, strict=True) if not over}
         first, over = arrays[0]
-        arrays[0] = checked_same(first, whole, axes, caller), over
+        arrays[0] = check_same(first, whole, axes, caller), over
     return arrays
 
 
 def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
     """Raise an error for Shards along mapped axes that the call does not name."""
-    for path, x in flattened(tree, is_shards)[0]:
+    for path, x in flatten_with_paths(tree, is_shards)[0]:
         if is_shards(x) and x.parts and set(x.axes) & set(_compat.axes_in_scope()) - set(axes):
-            raise ValueError(_PART.format(caller=caller, leaf=where(path), axes=listed(x.axes)))
+            raise ValueError(_PART.format(caller=caller, leaf=where(path), axes=show_axes(x.axes)))
 
 
 def _count_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) -> jax.Array:
@@ -186,7 +186,7 @@ def _count_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) ->
 
 
 def _sum_squares(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(jnp.abs(x.astype(wide(x.dtype)))))
+    return jnp.sum(jnp.square(jnp.abs(x.astype(accumulation_dtype(x.dtype)))))
 
 
 def _add(numbers: Sequence[jax.Array]) -> jax.Array:
@@ -197,13 +197,13 @@ def _add(numbers: Sequence[jax.Array]) -> jax.Array:
 def _arrays(tree: Any, caller: str) -> list[tuple[str, jax.Array]]:
     """Check that leaves are arrays of numbers; list them with their paths."""
     arrays = []
-    for path, leaf in flattened(tree, is_sparse)[0]:
+    for path, leaf in flatten_with_paths(tree, is_sparse)[0]:
         if is_sparse(leaf):
             raise ValueError(
                 f"`{caller}`: {where(path)} is an IndexedSlices, in which several rows may be "
                 "parts of one row; pass its `to_dense()`."
             )
-        dtype = dtype_of(leaf)
+        dtype = dtype_or_none(leaf)
         if dtype is None or not jnp.issubdtype(dtype, np.number):
             got = type(leaf).__name__ if dtype is None else dtype
             raise ValueError(f"`{caller}`: {where(path)}: expected numbers, got {got}.")

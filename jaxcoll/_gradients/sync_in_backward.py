@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
-from jaxcoll._collectives.common_over_replicas import common
+from jaxcoll._collectives.common_over_replicas import check_same_tree
 from jaxcoll._collectives.reduce import all_reduce
-from jaxcoll._collectives.scope import Scope, bound_axes, differentiation, scope_here
+from jaxcoll._collectives.scope import Scope, differentiation, resolve_axes, scope_here
 from jaxcoll._collectives.shards import check_no_shards
 from jaxcoll._compat import marks
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
+from jaxcoll._plan.packs.leaves import dtype_or_none, flatten_with_paths, where
 
 _REASON = "when: in the backward pass, as soon as these gradients exist"
 
@@ -75,16 +75,18 @@ def sync_in_backward(
       [10.0, 4.0]
     """
     op, scope = ReduceOp.of(reduce_op), scope_here()
-    axes = tuple(bound_axes(scope.over(axis_name, "jc.sync_in_backward"), "sync_in_backward"))
+    axes = tuple(
+        resolve_axes(scope.choose_axes(axis_name, "jc.sync_in_backward"), "sync_in_backward")
+    )
     outer = differentiation()
     if outer is not None and set(outer.axes).intersection(axes):
         outer.check_mean(op, axes, "sync_in_backward")
-        scope = scope.merged(outer.options)
+        scope = scope.merge(outer.options)
     check_no_shards(params, axes, "sync_in_backward")
-    flat, treedef = flattened(params)
+    flat, treedef = flatten_with_paths(params)
     named = {path: _floating(path, leaf) for path, leaf in flat}
-    arrays = common(treedef.unflatten(named.values()), axes, "sync_in_backward")
-    return reduce_backward(arrays, op, axes, scope.merged(checked(options)))
+    arrays = check_same_tree(treedef.unflatten(named.values()), axes, "sync_in_backward")
+    return reduce_backward(arrays, op, axes, scope.merge(check_options(options)))
 
 
 def reduce_backward(tree: Any, reduce_op: ReduceOp, axes: tuple[str, ...], scope: Scope) -> Any:
@@ -120,7 +122,7 @@ class _Reduction:
 
 def _floating(path: str, value: Any) -> jax.Array:
     """Make `value` an array that has a gradient, or raise an error that names its path."""
-    dtype = dtype_of(value)
+    dtype = dtype_or_none(value)
     if dtype is None:
         raise ValueError(
             f"`sync_in_backward` cannot take {where(path)}: expected a floating array, got "

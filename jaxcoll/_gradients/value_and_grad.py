@@ -8,12 +8,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxcoll._collectives.scope import Differentiation, Scope, bound_axes, retyped, scope_here
+from jaxcoll._collectives.scope import Differentiation, Scope, loss_axes, resolve_axes, scope_here
 from jaxcoll._gradients.batch import Signature, slots
 from jaxcoll._gradients.gradient import Differentiator
 from jaxcoll._gradients.loss import Differentiated, check_differentiable
 from jaxcoll._plan.checks import positive
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
 from jaxcoll._proof.retrace import trace_call
 
@@ -78,7 +78,7 @@ def value_and_grad(
     """
     op = ReduceOp.of(reduce_op)
     loss = Differentiator(fun, "jc.value_and_grad", op, argnums, has_aux, scatter, feedback)
-    return make_gradient(loss, axis_name, checked(options))
+    return make_gradient(loss, axis_name, check_options(options))
 
 
 def grad(
@@ -110,7 +110,7 @@ def grad(
     """
     op = ReduceOp.of(reduce_op)
     loss = Differentiator(fun, "jc.grad", op, argnums, has_aux, scatter, feedback, with_value=False)
-    return make_gradient(loss, axis_name, checked(options))
+    return make_gradient(loss, axis_name, check_options(options))
 
 
 def accumulate(
@@ -183,7 +183,7 @@ def accumulate(
         fun, "jc.accumulate", op, argnums, has_aux, scatter, feedback,
         pieces=count, signature=Signature(fun, batch, "jc.accumulate", line, "in every microbatch"),
     )  # fmt: skip
-    return make_gradient(loss, axis_name, checked(options))
+    return make_gradient(loss, axis_name, check_options(options))
 
 
 def make_gradient(
@@ -197,7 +197,7 @@ def make_gradient(
 
     def differentiate(*args: Any, **kwargs: Any) -> Any:
         here = scope()
-        axes = bound_axes(here.over(axis_name, caller), caller)
+        axes = resolve_axes(here.choose_axes(axis_name, caller), caller)
         residual = kwargs.pop("residual", None) if gradient.feedback else None
         if gradient.feedback and residual is None:
             raise ValueError(
@@ -209,13 +209,13 @@ def make_gradient(
         check_differentiable(gradient.leaves(args), caller)
         learned = gradient.positions(args)
         check_not_empty(caller, ([x for i, x in enumerate(args) if i not in learned], kwargs))
-        inside = Differentiation(tuple(axes), options, enclosing=retyped())
+        inside = Differentiation(tuple(axes), options, enclosing=loss_axes())
 
         def local_gradient() -> Differentiated:
             return gradient.local(axes, inside, args, kwargs)
 
         program = trace_call(local_gradient)
-        return gradient.reduce(program, args, axes, here.merged(options), residual)
+        return gradient.reduce(program, args, axes, here.merge(options), residual)
 
     return _copy_signature(differentiate, gradient)
 

@@ -22,7 +22,7 @@ from jaxcoll._hlo.hlo_text import (
 from jaxcoll._hlo.loops import count_turns
 from jaxcoll._hlo.replica_groups import count_group, find_groups, read_groups
 from jaxcoll._hlo.sources import Source, StackFrames
-from jaxcoll._plan.scope_names import names, op_name_of
+from jaxcoll._plan.scope_names import names, parse_op_name
 
 _NEAR = 50
 """The most instructions to visit in search of the nearest line of Python."""
@@ -202,7 +202,7 @@ class _Reader:
 
 def _find_op_name(inside: Computation, instruction: Instruction, operands: int) -> str:
     """Find a collective's scope names, in the users of its results if it lacks some."""
-    op_name = op_name_of(instruction.attributes)
+    op_name = parse_op_name(instruction.attributes)
     if not op_name:
         return _find_users_names(inside, instruction.name)
     if operands < 2 or len(names(op_name)) > 1:
@@ -210,7 +210,7 @@ def _find_op_name(inside: Computation, instruction: Instruction, operands: int) 
     parts: dict[int, str] = {}
     for user in _skip_ends(inside, instruction.name):
         if user.opcode == "get-tuple-element" and (index := _INDEX.search(user.attributes)):
-            parts[int(index[1])] = op_name_of(user.attributes)
+            parts[int(index[1])] = parse_op_name(user.attributes)
     found = [parts.get(k, "") for k in range(operands)]
     return f"({':'.join(found)})" if all(found) and len(set(found)) > 1 else op_name
 
@@ -235,7 +235,7 @@ def _find_users_names(inside: Computation, name: str) -> str:
     for _ in range(2):  # a slice, a view of it
         # The users of a collective and of a tuple may use other operands.
         users = {
-            x.name: op_name_of(x.attributes)
+            x.name: parse_op_name(x.attributes)
             for end in ends
             for x in _skip_ends(inside, end)
             if x.opcode != "tuple" and not sends(x.opcode)

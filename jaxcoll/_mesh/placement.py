@@ -12,10 +12,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._collectives.scope import listed
+from jaxcoll._collectives.scope import show_axes
 from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.axes import make_weak
-from jaxcoll._plan.packs.leaves import argument_name, is_array, refuse_tied, shape_of
+from jaxcoll._plan.packs.leaves import abstract_shape, argument_name, is_array, refuse_tied
 from jaxcoll._plan.packs.packing import LANES
 
 _is_deleted = operator.methodcaller("is_deleted")
@@ -95,7 +95,9 @@ def shape_once_placed(x: Any, sharding: NamedSharding, processes: int) -> Any:
     """Return the type of the array that `place_leaf` would make, without reading or placing it."""
     if isinstance(x, jax.Array) and _is_placed(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
-    local = shape_of(x if is_array(x) or isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x))
+    local = abstract_shape(
+        x if is_array(x) or isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x)
+    )
     rows = bool(sharding.spec) and _is_share(x)
     shape = (local.shape[0] * processes, *local.shape[1:]) if rows else local.shape
     return jax.ShapeDtypeStruct(shape, local.dtype, weak_type=local.weak_type, sharding=sharding)
@@ -190,7 +192,7 @@ def place_shards(shards: Shards, mesh: Mesh) -> Shards:
         had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
         raise ValueError(
             f"`data_parallel`: Shards of {shards.layout.replicas} replicas along "
-            f"{listed(shards.axes)} do not fit the mesh ({had}). Restore a checkpoint for this "
+            f"{show_axes(shards.axes)} do not fit the mesh ({had}). Restore a checkpoint for this "
             "mesh. Or convert parameters with `jc.unshard` and then `jc.shard`, and an optimizer's "
             "state with its `unshard` and then `shard` of an optimizer made for this mesh."
         )

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxcoll._collectives.shards import Shards
 from jaxcoll._mesh.placement import host_array, make_spec
-from jaxcoll._plan.packs.packing import LANES, padded
+from jaxcoll._plan.packs.packing import LANES, pad_size
 from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout
 
 
@@ -34,7 +34,7 @@ def cut(
         pieces = [np.asarray(host_array(leaves[s.leaf])).reshape(*stack, -1) for s in pack.segments]
         summed = isinstance(layout, SummedLayout)
         replicas = 1 if summed else layout.replicas
-        whole = np.zeros((*stack, padded(pack.size, replicas)), pieces[0].dtype)
+        whole = np.zeros((*stack, pad_size(pack.size, replicas)), pieces[0].dtype)
         np.concatenate(pieces, axis=-1, out=whole[..., : pack.size])
         if summed:  # all replicas get the same summand
             whole = np.tile(whole / np.float32(layout.replicas), layout.replicas)

@@ -79,7 +79,7 @@ class Stage:
     format: WireFormat | None = None  # wire format of the parts; None: they travel exactly
 
 
-def coded_by(algorithm: str) -> str:
+def coding_algorithm(algorithm: str) -> str:
     """Return the algorithm that carries codes where `algorithm` would carry numbers.
 
     Codes cannot be added on the way, so each part goes straight to its owner: the outermost
@@ -141,7 +141,7 @@ def check_fits(algorithm: str, shards: int, world: World) -> None:
         )
 
 
-def in_tree_order(stages: Sequence[Stage]) -> bool:
+def sums_in_tree_order(stages: Sequence[Stage]) -> bool:
     """Return whether the stages sum every element in the order of one binary tree over replicas.
 
     The tree has the replicas as leaves, in the order of the axes, outer first; a missing leaf is
@@ -150,7 +150,7 @@ def in_tree_order(stages: Sequence[Stage]) -> bool:
     sizes but the outermost are powers of two.
 
     Examples:
-      >>> [in_tree_order(stages("shuffle/shuffle", 0, over)) for over in ((3, 4), (4, 3))]
+      >>> [sums_in_tree_order(stages("shuffle/shuffle", 0, over)) for over in ((3, 4), (4, 3))]
       [True, False]
     """
     branches = all(_is_power_of_two(stage.replicas) for stage in stages[:-1])
@@ -161,7 +161,7 @@ def in_tree_order(stages: Sequence[Stage]) -> bool:
 
 def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
     """Refuse an algorithm whose sums depend on the position of an element, and suggest others."""
-    if in_tree_order(stages(algorithm, shards, world.sizes)):
+    if sums_in_tree_order(stages(algorithm, shards, world.sizes)):
         return
     n = world.replicas
     owned = shards and owns_shards(algorithm)
@@ -211,7 +211,7 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
       >>> wire_bytes(stages("shuffle", 0, (8,), Int8()), 4096, 4)
       7224
     """
-    size, total = aligned(stages, size), 0
+    size, total = align(stages, size), 0
     for stage in stages:
         if stage.algorithm == "native" and stage is stages[-1]:
             return total + 2 * (size - size // stage.replicas) * itemsize
@@ -221,14 +221,14 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
     return total
 
 
-def format_of(stages: Sequence[Stage]) -> WireFormat | None:
+def stage_format(stages: Sequence[Stage]) -> WireFormat | None:
     """Return the wire format of the last stage; None without stages, as over axes of size 1."""
     return stages[-1].format if stages else None
 
 
-def aligned(stages: Sequence[Stage], size: int) -> int:
+def align(stages: Sequence[Stage], size: int) -> int:
     """Return `size` with the padding that makes the shards of coded stages whole blocks."""
-    if (format := format_of(stages)) is None:
+    if (format := stage_format(stages)) is None:
         return size
     unit = math.prod(stage.shards for stage in stages) * format.block
     return -(-size // unit) * unit

@@ -24,7 +24,7 @@ def is_number(value: Any) -> bool:
 
 def refuse(argument: str, what: str, value: Any) -> NoReturn:
     """Raise a ValueError: `argument` must be `what`, and `value` is not."""
-    raise ValueError(f"`{argument}` must be {what}; got {shown(value)}.")
+    raise ValueError(f"`{argument}` must be {what}; got {show(value)}.")
 
 
 def count(argument: str, meaning: str, value: Any) -> int:
@@ -39,7 +39,7 @@ def positive(caller: str, argument: str, value: Any) -> int:
     if is_integer(value) and value > 0:
         return int(value)
     raise ValueError(
-        f"`{caller}` expects `{argument}` to be an integer above 0; got {shown(value)}."
+        f"`{caller}` expects `{argument}` to be an integer above 0; got {show(value)}."
     )
 
 
@@ -49,30 +49,30 @@ def seconds(caller: str, argument: str, value: Any) -> float:
         return float(value)
     raise ValueError(
         f"`{caller}` expects `{argument}` to be a finite number of seconds above 0; "
-        f"got {shown(value)}."
+        f"got {show(value)}."
     )
 
 
-def kind_of(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """Return a value's type for a message; for an array, traced or not, its dtype and shape."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype.name}{[*value.shape]}"
     return type(value).__name__
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     """Return `repr(value)`, or the type of an array or a tree with arrays; advise on tracers."""
     if isinstance(value, Tracer):
         return f"the traced value {value}, which is not known here: make this argument static"
     has_array = any(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(value))
-    return kind_of(value) if has_array else repr(value)
+    return describe_type(value) if has_array else repr(value)
 
 
 def refuse_axes(caller: str, axis_name: Any) -> NoReturn:
     """Raise a ValueError: `axis_name` is neither a name nor names of axes."""
     raise ValueError(
         f"`{caller}` expects `axis_name` to be a string or a non-empty tuple of strings; got "
-        f"{shown(axis_name)}."
+        f"{show(axis_name)}."
     )
 
 

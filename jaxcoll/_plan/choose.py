@@ -11,13 +11,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxcoll._compression.format import named
+from jaxcoll._compression.format import find_format
 from jaxcoll._plan.algorithms import (
     DESCRIPTIONS,
     IN_TREE_ORDER,
     check_fits,
     check_in_tree_order,
-    coded_by,
+    coding_algorithm,
     fastest_exchange,
     fastest_inner_exchange,
     owns_shards,
@@ -74,7 +74,7 @@ class Choice:
     parts: int = 1  # arrays that each pack is cut into
     owners: int = 0  # shards of an outermost shuffle; 0: one for each replica
 
-    def of(self, pack: Pack) -> str:
+    def algorithm_for(self, pack: Pack) -> str:
         """Return the algorithm of a pack; a leaf that must keep its shape is summed natively."""
         if pack.solid:
             return "native"
@@ -94,10 +94,10 @@ def choose(options: CommunicationOptions, world: World) -> Choice:
     """
     if not fixes_algorithm(options):
         return _automatic(world)
-    algorithm = requested_algorithm(options, world)
+    algorithm = resolve_algorithm(options, world)
     owned = owns_shards(algorithm)
     parts, owners = (1, options.shards) if owned else (options.shards or 1, 0)
-    return Choice(algorithm, algorithm, 0, coded_by(algorithm), parts, owners)
+    return Choice(algorithm, algorithm, 0, coding_algorithm(algorithm), parts, owners)
 
 
 def fixes_algorithm(options: CommunicationOptions) -> bool:
@@ -159,7 +159,7 @@ def wants_order(options: CommunicationOptions, world: World) -> bool:
     return options.overlap
 
 
-def requested_algorithm(options: CommunicationOptions, world: World) -> str:
+def resolve_algorithm(options: CommunicationOptions, world: World) -> str:
     """Return the algorithm that options name or imply, with Gloo's own reduce-scatter replaced.
 
     Gloo's sends more than necessary, so one of jaxcoll's exchanges replaces it on inner axes.
@@ -167,8 +167,8 @@ def requested_algorithm(options: CommunicationOptions, world: World) -> str:
     Raises:
       ValueError: it does not fit the world, or does not go with another option.
     """
-    algorithm = options.algorithm or _implied(options, world)
-    if named(options.compression) is not None:
+    algorithm = options.algorithm or _default_algorithm(options, world)
+    if find_format(options.compression) is not None:
         _check_carries_codes(algorithm, options)
     check_fits(algorithm, options.shards, world)
     if options.reproducible:
@@ -183,14 +183,14 @@ def requested_algorithm(options: CommunicationOptions, world: World) -> str:
 
 def half_algorithm(options: CommunicationOptions, world: World) -> str:
     """Return the algorithm of a separate reduce-scatter or all-gather, which is never Gloo's."""
-    algorithm = requested_algorithm(options, world)
+    algorithm = resolve_algorithm(options, world)
     if not world.over_gloo or "native" not in algorithm.split("/"):
         return algorithm
     in_pairs = algorithm == "native" and world.replicas.bit_count() == 1
     return "halving_doubling" if in_pairs else algorithm.replace("native", "shuffle")
 
 
-def _implied(options: CommunicationOptions, world: World) -> str:
+def _default_algorithm(options: CommunicationOptions, world: World) -> str:
     """Return the algorithm of options that name none."""
     if options.implementation is CommunicationImplementation.RING:
         return "ring"
@@ -245,7 +245,7 @@ def make_plan(
         packing = packing_in_order(leaves, options.bytes_per_pack, world, in_backward)
     elif packing is None:
         packing = packing_for(options, world, leaves)
-    packs = plan_packs(leaves, packing, choice.of)
+    packs = plan_packs(leaves, packing, choice.algorithm_for)
     if choice.parts > 1:
         packs = cut(packs, choice.parts)
     if options.reproducible:

@@ -9,8 +9,8 @@ from typing import Any, Literal, Never, final
 
 import jax
 
-from jaxcoll._compression.format import WireFormat, named
-from jaxcoll._compression.format import checked as checked_format
+from jaxcoll._compression.format import WireFormat, find_format
+from jaxcoll._compression.format import check_format as checked_format
 from jaxcoll._plan.algorithms import canonical
 from jaxcoll._plan.checks import count, is_number, refuse
 
@@ -280,12 +280,12 @@ class CommunicationOptions:
 _NOTHING_GIVEN = CommunicationOptions()
 
 
-def checked(options: Any, exactly: str = "") -> CommunicationOptions:
+def check_options(options: Any, exactly: str = "") -> CommunicationOptions:
     """Return `options`, all unset for None; `exactly` names a caller without compression."""
     if options is None:
         return _NOTHING_GIVEN
     if isinstance(options, CommunicationOptions):
-        if exactly and named(options.compression) is not None:
+        if exactly and find_format(options.compression) is not None:
             raise ValueError(
                 f"`{exactly}` sends every value exactly, and `compression` "
                 f"{str(options.compression)!r} is for sums: leave `compression` unset here."

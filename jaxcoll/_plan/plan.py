@@ -9,10 +9,10 @@ import operator
 import zlib
 from typing import Any
 
-from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes
+from jaxcoll._plan.algorithms import Stage, align, stages, steps, wire_bytes
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import KEEP_APART, LANES, Pack, PackingRule, Segment, padded
+from jaxcoll._plan.packs.packing import KEEP_APART, LANES, Pack, PackingRule, Segment, pad_size
 from jaxcoll._plan.world import World
 
 _PATH = operator.attrgetter("path")
@@ -73,7 +73,7 @@ class CollectivePlan:
         n = self.world.replicas
         if self.collective != "all_reduce":
             return sum(
-                wire_bytes(self.stages(p), padded(p.size, n, self.lanes), p.dtype.itemsize) // 2
+                wire_bytes(self.stages(p), pad_size(p.size, n, self.lanes), p.dtype.itemsize) // 2
                 for p in self.packs
             )
         packed = sum(
@@ -99,7 +99,7 @@ class CollectivePlan:
         """Return the elements of the summed array; a wire format needs whole blocks per replica."""
         if not pack.format:
             return pack.size
-        return aligned(self.stages(pack), sum(pack.lengths))
+        return align(self.stages(pack), sum(pack.lengths))
 
     @property
     def chained(self) -> bool:

@@ -11,7 +11,7 @@ _PACK = re.compile(
 )
 
 
-def op_name_of(attributes: str) -> str:
+def parse_op_name(attributes: str) -> str:
     """Return the `op_name` among an instruction's attributes; "" for none."""
     match = _OP_NAME.search(attributes)
     return match[1] if match else ""
@@ -46,7 +46,7 @@ def names(op_name: str) -> tuple[str, ...]:
     return (op_name,)
 
 
-def pack_of(name: str) -> str:
+def parse_pack(name: str) -> str:
     """Return the jaxcoll pack in a scope path, as reduction/pack; "" for none.
 
     Examples:

@@ -30,7 +30,7 @@ from jaxcoll._mesh.clusters import (
 )
 from jaxcoll._mesh.mesh import axis_names, bind_mesh, has_axes, no_mesh, takes_mesh
 from jaxcoll._mesh.world import Worlds, platform_and_kind
-from jaxcoll._plan.packs.leaves import shape_of
+from jaxcoll._plan.packs.leaves import abstract_shape
 from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._report.cost.rates import find_rates
 from jaxcoll._report.lowering import Texts, find_stage, jit_arrays, print_requested, unwrap
@@ -161,7 +161,7 @@ def trace_for(
     """
     fun, args, kwargs = unwrap(fun, args, kwargs)
     if hasattr(fun, "trace_recorded"):  # a `data_parallel` step
-        shapes, keywords = jax.tree.map(shape_of, (args, kwargs))
+        shapes, keywords = jax.tree.map(abstract_shape, (args, kwargs))
         return lay_out_step(fun, topology, mesh).trace_recorded(record, *shapes, **keywords)
     context = jax.sharding.get_abstract_mesh()
     if takes_mesh(fun, kwargs):
@@ -242,7 +242,7 @@ def _abstract_argument(x: Any, mesh: AbstractMesh | None) -> Any:
     """Reduce an array to its type, with its sharding if that has a meaning on the topology."""
     if isinstance(x, bool | int | float | complex):
         return x  # a number may be a static argument
-    shape, sharding = shape_of(x), getattr(x, "sharding", None)
+    shape, sharding = abstract_shape(x), getattr(x, "sharding", None)
     if not isinstance(shape, jax.ShapeDtypeStruct):
         return x
     if not isinstance(sharding, NamedSharding):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxcoll._compression.format import named
+from jaxcoll._compression.format import find_format
 from jaxcoll._plan import choose as planner
 from jaxcoll._plan.algorithms import DESCRIPTIONS
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
@@ -30,7 +30,7 @@ def _explain_reduction(plan: CollectivePlan) -> Iterator[str]:
     leaves, packs, world, options = plan.leaves, plan.packs, plan.world, plan.options
     if not plan.overlap or not isinstance(plan.packing, ReadyOrder):
         yield f"packs: {plan.packing}{_why_packed(plan)}"
-    algorithm = planner.requested_algorithm(options, world)
+    algorithm = planner.resolve_algorithm(options, world)
     others = [pack.algorithm for pack in packs if pack.algorithm != algorithm]
     names = ", ".join(sorted({*others}))
     if others and len(others) == len(packs) and not planner.fixes_algorithm(options):
@@ -76,7 +76,7 @@ def _explain_half(plan: CollectivePlan) -> Iterator[str]:
             f"{pluralize(world.replicas, 'replica')}"
         )
     algorithm = planner.half_algorithm(options, world)
-    if algorithm != planner.requested_algorithm(options, world):
+    if algorithm != planner.resolve_algorithm(options, world):
         yield f"algorithm: {algorithm}, because {GLOO_REDUCE_SCATTER}"
     else:
         why = _why_algorithm(algorithm, options, world)
@@ -199,7 +199,7 @@ def _explain_formats(plan: CollectivePlan) -> Iterator[str]:
             * between
         )
     exact = [x for x in leaves if x.travels and not x.format]
-    if named(options.compression) and exact:
+    if find_format(options.compression) and exact:
         yield (
             f"exactly: {pluralize(len(exact), 'leaf', 'leaves')}, smaller than a block of "
             f"{options.compression} or of a type that it does not code"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxcoll._hlo.collective import Collective
 from jaxcoll._hlo.hlo import Program
-from jaxcoll._plan.scope_names import names, pack_of
+from jaxcoll._plan.scope_names import names, parse_pack
 from jaxcoll._report.cost.overlap import compute_exposed, predict_seconds
 from jaxcoll._report.cost.rates import Rates
 from jaxcoll._report.origins import By, find_origins
@@ -70,7 +70,7 @@ def make_rows(
     for k, (c, origin) in enumerate(zip(collectives, origins, strict=True)):
         before = [(requested or ())[i] for i in origin.requested]
         carried = [*before, c]
-        packs = _distinct(pack_of(name) for x in carried for name in names(x.op_name))
+        packs = _distinct(parse_pack(name) for x in carried for name in names(x.op_name))
         changes = ["asynchronous"] * c.is_async
         if requested is not None and before:
             is_split = any(carriers[i] > 1 for i in origin.requested)

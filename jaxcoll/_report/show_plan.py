@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxcoll._collectives.parts import sharded_leaves
+from jaxcoll._collectives.parts import describe_tree
 from jaxcoll._collectives.reduce_scatter import plan_scatter
 from jaxcoll._collectives.sparse import check_slices, is_sparse
 from jaxcoll._compression.format import check_any_coded
@@ -18,17 +18,17 @@ from jaxcoll._mesh.mesh import axis_names, check_mesh
 from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.checks import is_integer
 from jaxcoll._plan.choose import make_plan
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import (
     Leaf,
     check_reducible,
-    dtype_of,
-    flattened,
+    dtype_or_none,
+    flatten_with_paths,
     is_array,
     travels_as,
     where,
 )
-from jaxcoll._plan.packs.shard_layout import Half, layout_of, plan_half
+from jaxcoll._plan.packs.shard_layout import Half, lay_out, plan_half
 from jaxcoll._plan.world import World
 from jaxcoll._report.cost.predict import predict
 from jaxcoll._report.shown_plan import Plan
@@ -89,9 +89,9 @@ def plan_in(
     collective: str = "all_reduce",
 ) -> Plan:
     """Return the plan in this world; see `plan`."""
-    options, op = checked(options), ReduceOp.of(reduce_op)
+    options, op = check_options(options), ReduceOp.of(reduce_op)
     if collective == "all_reduce":
-        flat = flattened(value, is_sparse)[0]
+        flat = flatten_with_paths(value, is_sparse)[0]
         leaves = [_leaf(path, leaf, op, world, options) for path, leaf in flat]
         check_any_coded(options.compression, leaves)
         return predict(make_plan(op, leaves, options, world))
@@ -101,10 +101,10 @@ def plan_in(
             f"{collective!r}."
         )
     axes = {f"axis{i}": n for i, n in enumerate(world.sizes)}
-    treedef, leaves = sharded_leaves(value, axes, "plan")
+    treedef, leaves = describe_tree(value, axes, "plan")
     if collective == "reduce_scatter":
         return predict(plan_scatter(treedef, leaves, op, axes, world, options)[0])
-    layout = layout_of(treedef, leaves, world.replicas, options.bytes_per_pack)
+    layout = lay_out(treedef, leaves, world.replicas, options.bytes_per_pack)
     gather = "all_gather", ReduceOp.SUM, layout.packs, layout.leaves, options, world
     return predict(plan_half(*gather))
 
@@ -120,7 +120,7 @@ def _leaf(
         raise ValueError(
             f"`plan`: {where(path)}: expected an array or a number, got {type(leaf).__name__}."
         )
-    dtype = dtype_of(leaf)
+    dtype = dtype_or_none(leaf)
     check_reducible(path + ".values" * (indices is not None), dtype)
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     shape = tuple(np.shape(leaf))

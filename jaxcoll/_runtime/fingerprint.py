@@ -29,7 +29,7 @@ import numpy as np
 from jaxcoll._compat import settings
 from jaxcoll._plan.packs.leaves import argument_name
 from jaxcoll._plan.plan import THE_VALUE
-from jaxcoll._plan.scope_names import names, pack_of
+from jaxcoll._plan.scope_names import names, parse_pack
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.executable import Program, describe_array, describe_call, plans
 
@@ -209,7 +209,7 @@ def describe_first(text: str, name: str) -> str:
     groups = ",".join(f"{{{','.join(map(str, group))}}}" for group in first.groups)
     paths = names(first.op_name)
     source = f", requested as {paths[0].rpartition('/')[2]}" if paths else ""
-    packs = dict.fromkeys(filter(None, map(pack_of, paths)))
+    packs = dict.fromkeys(filter(None, map(parse_pack, paths)))
     carrying = f", carrying {' and '.join(packs)}" * bool(packs)
     what = f"{first.kind} {types} among {{{groups}}}{source}{carrying}{_leaves(packs)}"
     return f"The {which} in {name} is {what}."

@@ -20,7 +20,7 @@ from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares, slots
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, check_mesh, equal_shares, no_mesh
 from jaxcoll._mesh.placement import make_specs
 from jaxcoll._mesh.world import Worlds, make_worlds
-from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._plan.options import CommunicationOptions, check_options
 from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._runtime import call as dispatched
 from jaxcoll._runtime.dispatch import run
@@ -121,7 +121,7 @@ def data_parallel(
         axis_name,
         slots("batch_argnums", batch_argnums) if named else None,
         slots("donate_argnums", donate_argnums),
-        checked(options),
+        check_options(options),
         check_rule(varying_outputs),
         check_vma,
     )

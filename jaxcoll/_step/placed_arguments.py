@@ -15,13 +15,13 @@ from jaxcoll._gradients.batch import Call, Signature, Slot
 from jaxcoll._mesh.mesh import axis_names, choose_mapped_axes
 from jaxcoll._mesh.placement import (
     InPlace,
+    abstract_shape,
     check_concrete,
     check_rows,
     is_in_place,
     place,
     place_leaf,
     place_shards,
-    shape_of,
     shape_once_placed,
 )
 
@@ -109,7 +109,7 @@ class Arguments:
 
         def whole(x: Any) -> Any:
             if is_shards(x):  # their parts are already global arrays
-                return place_shards(jax.tree.map(shape_of, x), self._mesh)
+                return place_shards(jax.tree.map(abstract_shape, x), self._mesh)
             return shape_once_placed(x, self._choose_sharding(x), 1)
 
         return call.map(

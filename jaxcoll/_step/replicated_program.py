@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._collectives.scope import Scope, entered, listed
+from jaxcoll._collectives.scope import Scope, entered, show_axes
 from jaxcoll._collectives.shards import broadcast_prefix, is_shards
 from jaxcoll._compat import settings
 from jaxcoll._mesh.mesh import choose_mapped_axes
@@ -116,7 +116,7 @@ def replicate(
             program = jitted.trace(*arguments).jaxpr
         except NameError as error:
             if others and any(a in str(error) for a in others):
-                error.add_note(_AUTOMATIC.format(axes=listed(axes), others=listed(others)))
+                error.add_note(_AUTOMATIC.format(axes=show_axes(axes), others=show_axes(others)))
             raise
         proven = None if check_vma else _proven(program, mesh, axes, bool(others))
         # The call uses the cached trace that the proof has read.
@@ -193,7 +193,7 @@ class Outputs:
                 if spec not in self.specs:
                     raise ValueError(
                         f"`data_parallel`: {_name(path)} of the step holds Shards along "
-                        f"{listed(leaf.axes)}, but the step runs over {listed(self._axes)}."
+                        f"{show_axes(leaf.axes)}, but the step runs over {show_axes(self._axes)}."
                     )
             else:
                 rows = rule == "concatenate" and np.ndim(leaf)
@@ -236,7 +236,7 @@ class Outputs:
             return
         message = _SCALAR if rule == "concatenate" else _DIFFERS
         at = show_line(proven.line(k)) if proven else ""
-        text = message.format(name=_name(path), axes=listed(wrong), at=at)
+        text = message.format(name=_name(path), axes=show_axes(wrong), at=at)
         if proven and (line := proven.gradient_line(k)):
             text += _OWN_GRADIENT.format(line=line, axis=wrong[0])
         if proven and (line := proven.callback_line(k)):

@@ -17,9 +17,9 @@ from jaxcoll._collectives.all_reduce import all_reduce
 from jaxcoll._gradients.batch import Call, check_shares
 from jaxcoll._mesh.mesh import axis_names, check_mesh, no_mesh
 from jaxcoll._mesh.replica_rows import ReplicaRows
-from jaxcoll._plan.checks import kind_of, positive, refuse
-from jaxcoll._plan.options import CommunicationOptions, checked
-from jaxcoll._plan.packs.leaves import flattened, is_array, refuse_tied
+from jaxcoll._plan.checks import describe_type, positive, refuse
+from jaxcoll._plan.options import CommunicationOptions, check_options
+from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array, refuse_tied
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
 
 
@@ -77,7 +77,7 @@ def diloco(
     if mesh is not None:
         check_mesh(mesh, axis_name, "diloco")
     every = positive("diloco", "every", every)
-    return DiLoCo(step, every, outer, mesh, axis_name, checked(options))
+    return DiLoCo(step, every, outer, mesh, axis_name, check_options(options))
 
 
 @jax.tree_util.register_dataclass
@@ -175,7 +175,7 @@ class DiLoCo:
         for name, leaf in _name_leaves(params, opt_state):
             if not is_array(leaf):
                 raise ValueError(
-                    f"`diloco`: {name} is not an array of numbers; got {kind_of(leaf)}."
+                    f"`diloco`: {name} is not an array of numbers; got {describe_type(leaf)}."
                 )
             dtype = jnp.result_type(leaf)
             if name.startswith("params") and not jnp.issubdtype(dtype, jnp.inexact):
@@ -217,7 +217,7 @@ class DiLoCo:
     def local(self, state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
         """Run a local step of every replica, without an exchange."""
         here = len(self._places.devices)
-        for path, x in flattened(batch)[0]:
+        for path, x in flatten_with_paths(batch)[0]:
             if not np.ndim(x) or np.shape(x)[0] % here:
                 raise ValueError(
                     f"`diloco`: batch{path} has shape {np.shape(x)}, whose rows do not divide over "
@@ -260,7 +260,9 @@ class DiLoCo:
 def check_state(state: Any, here: int) -> None:
     """Refuse a state that does not fit the replicas of this process."""
     if not isinstance(state, DiLoCoState):
-        raise ValueError(f"`diloco` expects the state that `init` returned; got {kind_of(state)}.")
+        raise ValueError(
+            f"`diloco` expects the state that `init` returned; got {describe_type(state)}."
+        )
     if isinstance(state.steps, Tracer):
         raise ValueError("`diloco` cannot be traced: pass its `step` or its `sum` to `jc.inspect`.")
     if rows := {len(x) for x in jax.tree.leaves(state.replicas)} - {here}:
@@ -273,7 +275,9 @@ def check_state(state: Any, here: int) -> None:
 def _name_leaves(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
     trees = ("params", params), ("opt_state", opt_state)
     refuse_tied(dict(trees), "diloco")
-    return [(name + path, leaf) for name, tree in trees for path, leaf in flattened(tree)[0]]
+    return [
+        (name + path, leaf) for name, tree in trees for path, leaf in flatten_with_paths(tree)[0]
+    ]
 
 
 def _step_of_row(
@@ -287,7 +291,7 @@ def _step_of_row(
         error.add_note("`diloco` expects a step of one device, without reductions over any axis.")
         raise
     if not isinstance(result, tuple) or len(result) != 3:
-        got = f"{len(result)} values" if isinstance(result, tuple) else kind_of(result)
+        got = f"{len(result)} values" if isinstance(result, tuple) else describe_type(result)
         raise ValueError(f"`diloco`: a step returns (params, opt_state, metrics); got {got}.")
     *state, metrics = jax.tree.map(jnp.asarray, result)
     trees = arguments, state

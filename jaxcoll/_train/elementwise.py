@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._plan.packs.leaves import flattened, is_array
+from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array
 from jaxcoll._proof.subjaxprs import find_callee, get_shape, is_ref, open_jaxpr
 
 _REFUSED = "`sharded_optimizer` expects an elementwise optimizer"
@@ -158,7 +158,7 @@ def _results(
         for owner in group
     ]
     values = reader.outputs(program.jaxpr, inputs, program.consts)
-    paths = [path for path, _ in flattened(shapes)[0]]
+    paths = [path for path, _ in flatten_with_paths(shapes)[0]]
     return [*zip(paths, [*of_params, *of_state, *of_state], values, strict=True)]
 
 

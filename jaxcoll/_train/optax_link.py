@@ -8,10 +8,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxcoll._collectives.all_reduce import all_reduce
-from jaxcoll._collectives.common_over_replicas import common
+from jaxcoll._collectives.common_over_replicas import check_same_tree
 from jaxcoll._collectives.reduce import Invariant
-from jaxcoll._collectives.scope import bound_axes
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._collectives.scope import resolve_axes
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._train.residual import residual
 
 _CALLER = "jc.all_reduce_updates"
@@ -67,15 +67,15 @@ def all_reduce_updates(
             "`jc.all_reduce_updates` needs optax, which is not installed: "
             "pip install 'jaxcoll[train]'."
         ) from error
-    op, options = ReduceOp.of(reduce_op), checked(options)
+    op, options = ReduceOp.of(reduce_op), check_options(options)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         reduce = functools.partial(all_reduce, op, updates, axis_name, options=options)
         reduced = reduce(invariant=invariant, residual=state if feedback else None)
         reduced, state = reduced if feedback else (reduced, state)
         if params is not None:
-            axes = bound_axes(axis_name, _CALLER)
-            common(params, axes, _CALLER)
+            axes = resolve_axes(axis_name, _CALLER)
+            check_same_tree(params, axes, _CALLER)
         return reduced, state
 
     def init(params: Any) -> Any:

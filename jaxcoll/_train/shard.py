@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxcoll._collectives.parts import all_parts, sharded_leaves
+from jaxcoll._collectives.parts import all_parts, describe_tree
 from jaxcoll._collectives.scope import count
 from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.settings import boundary
@@ -16,9 +16,9 @@ from jaxcoll._mesh.mesh import axis_names, check_any_mesh, no_mesh
 from jaxcoll._mesh.placement import make_spec
 from jaxcoll._mesh.shard_arrays import abstract, cut, join_shards, read
 from jaxcoll._plan.checks import check_value_first
-from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._plan.options import CommunicationOptions, check_options
 from jaxcoll._plan.packs.leaves import where
-from jaxcoll._plan.packs.shard_layout import layout_of
+from jaxcoll._plan.packs.shard_layout import lay_out
 from jaxcoll._proof.retrace import trace
 
 _CALLER = "shard"
@@ -80,10 +80,10 @@ def shard(
     init = trace(params) if callable(params) and jax.tree.leaves(params) == [params] else None
     tree = params if init is None else jax.eval_shape(init.evaluate)
     sizes = {a: over.shape[a] for a in axes}
-    treedef, leaves = sharded_leaves(tree, sizes, _CALLER)
+    treedef, leaves = describe_tree(tree, sizes, _CALLER)
     stack = _layers([(leaf.path, leaf.shape) for leaf in leaves]) if stacked else ()
     leaves = tuple(dataclasses.replace(x, shape=x.shape[len(stack) :]) for x in leaves)
-    layout = layout_of(treedef, leaves, count(sizes), checked(options).bytes_per_pack)
+    layout = lay_out(treedef, leaves, count(sizes), check_options(options).bytes_per_pack)
     values = treedef.flatten_up_to(tree)
     shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in values) and init is None
     if isinstance(over, AbstractMesh) or shapes:

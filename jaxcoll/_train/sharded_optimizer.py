@@ -12,19 +12,19 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcoll import _compat
 from jaxcoll._collectives import reduce_scatter as halves
-from jaxcoll._collectives.common_over_replicas import checked_same
-from jaxcoll._collectives.parts import all_parts, check_fits, sharded_leaves
+from jaxcoll._collectives.common_over_replicas import check_same
+from jaxcoll._collectives.parts import all_parts, check_fits, describe_tree
 from jaxcoll._collectives.reduce_scatter import local_part
-from jaxcoll._collectives.scope import bound_axes, count, scope_here
+from jaxcoll._collectives.scope import count, resolve_axes, scope_here
 from jaxcoll._collectives.shards import Shards, is_shards, shards_in
 from jaxcoll._gradients.norms import clip_shards
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, check_any_mesh, no_mesh
 from jaxcoll._mesh.placement import make_specs, place
 from jaxcoll._mesh.shard_arrays import abstract, cut, part_shapes, whole_shapes
 from jaxcoll._plan.checks import is_number
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import flattened, where
-from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
+from jaxcoll._plan.packs.leaves import flatten_with_paths, where
+from jaxcoll._plan.packs.shard_layout import ShardLayout, lay_out
 from jaxcoll._train.elementwise import check_elementwise
 from jaxcoll._train.shard import unshard
 
@@ -97,11 +97,17 @@ def sharded_optimizer(
     if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
         raise ValueError(f"`max_norm` must be None or a positive number; got {max_norm!r}.")
     if not assume_elementwise:
-        treedef, leaves = sharded_leaves(_PROBE, {"probe": 2}, CALLER)
-        parts = part_shapes(abstract(layout_of(treedef, leaves, 2), ("probe",)))
+        treedef, leaves = describe_tree(_PROBE, {"probe": 2}, CALLER)
+        parts = part_shapes(abstract(lay_out(treedef, leaves, 2), ("probe",)))
         check_elementwise(tx, _PROBE, parts)
     return ShardedOptimizer(
-        tx, axis_name, mesh, ReduceOp.of(reduce_op), max_norm, checked(options), assume_elementwise
+        tx,
+        axis_name,
+        mesh,
+        ReduceOp.of(reduce_op),
+        max_norm,
+        check_options(options),
+        assume_elementwise,
     )
 
 
@@ -175,7 +181,7 @@ class ShardedOptimizer:
     def _split(self, params: Any, mapped: bool) -> Shards:
         """Put whole parameters in shards: this replica's if the axis is `mapped`, else all."""
         if mapped:
-            scope = scope_here().merged(self._options)
+            scope = scope_here().merge(self._options)
             return local_part(params, self._axis_name, CALLER, scope=scope)
         layout, leaves = self._layout(params)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -215,8 +221,8 @@ class ShardedOptimizer:
             between replicas; or `extra` makes `tx` depend on several elements.
           AlreadyReducedError: a plain tree is the same on all replicas and `reduced` is False.
         """
-        axes = bound_axes(self._axis_name, f"{CALLER}.update")
-        scope = scope_here().merged(self._options)
+        axes = resolve_axes(self._axis_name, f"{CALLER}.update")
+        scope = scope_here().merge(self._options)
         state_shards, in_shards = shards_in(state), bool(shards_in(params))
         layout = state_shards[0].layout if state_shards else None
         if in_shards:
@@ -230,9 +236,9 @@ class ShardedOptimizer:
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
         self._check_state(grads, state)
-        arrays = {path: x for path, x in flattened(extra)[0] if isinstance(x, jax.Array)}
+        arrays = {path: x for path, x in flatten_with_paths(extra)[0] if isinstance(x, jax.Array)}
         if arrays and (leaves := jax.tree.leaves(grads)):
-            leaves[0] = checked_same(leaves[0], arrays, axes, f"{CALLER}.update")
+            leaves[0] = check_same(leaves[0], arrays, axes, f"{CALLER}.update")
             grads = jax.tree.unflatten(jax.tree.structure(grads), leaves)
         if extra and not self._assumed:
             parts = jax.eval_shape(lambda: grads)
@@ -320,8 +326,8 @@ class ShardedOptimizer:
 
     def _layout(self, params: Any) -> tuple[ShardLayout, list[Any]]:
         axes = {a: self.mesh.shape[a] for a in self._axes}
-        treedef, leaves = sharded_leaves(params, axes, CALLER)
-        layout = layout_of(treedef, leaves, count(axes), self._options.bytes_per_pack)
+        treedef, leaves = describe_tree(params, axes, CALLER)
+        layout = lay_out(treedef, leaves, count(axes), self._options.bytes_per_pack)
         return layout, treedef.flatten_up_to(params)
 
     def _check_state(self, grads: Shards, state: Any) -> None:
@@ -369,7 +375,7 @@ def _check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> Non
 
 def _check_all_in_shards(params: Any) -> None:
     """Refuse a tree of `Shards` and arrays: it is unknown which replica holds the arrays."""
-    for path, x in flattened(params, is_shards)[0]:
+    for path, x in flatten_with_paths(params, is_shards)[0]:
         if not is_shards(x):
             raise ValueError(
                 f"`{CALLER}`: {where(path)} of the parameters is an array, while others are "

@@ -17,7 +17,7 @@ from jaxcoll._gradients.batch import Signature, slots
 from jaxcoll._mesh.mesh import bind_mesh, check_mesh, takes_mesh
 from jaxcoll._mesh.shard_arrays import cut, join_shards
 from jaxcoll._plan.packs.leaves import is_array, refuse_tied
-from jaxcoll._plan.packs.shard_layout import laid_over
+from jaxcoll._plan.packs.shard_layout import lay_out_over
 from jaxcoll._proof.subjaxprs import equations
 from jaxcoll._show.units import pluralize
 from jaxcoll._step.data_parallel import DataParallel
@@ -290,7 +290,7 @@ def _resplit(x: Any) -> Any:
     """Split shards anew for one device."""
     if not is_shards(x):
         return x
-    layout = laid_over(x.layout, (1,) * len(x.axes))
+    layout = lay_out_over(x.layout, (1,) * len(x.axes))
     parts = cut(jax.tree.leaves(join_shards(x)), layout, None, x.axes, x.stack).parts
     return dataclasses.replace(x, parts=parts, layout=layout)
 

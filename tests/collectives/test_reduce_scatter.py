@@ -23,8 +23,8 @@ from cases import (
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxcoll as jc
-from jaxcoll._collectives.parts import sharded_leaves
-from jaxcoll._plan.packs.shard_layout import layout_of
+from jaxcoll._collectives.parts import describe_tree
+from jaxcoll._plan.packs.shard_layout import lay_out
 
 P = PartitionSpec
 HALVES = ("auto", "packed", "ring", "halving_doubling", "shuffle")
@@ -95,7 +95,7 @@ def test_each_replica_has_as_much_and_little_of_it_is_padding():
     assert not whole[77 + 12000 :].any()
     # The layout is a value: made from shapes alone it is the same, and a static argument.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), value)
-    again = layout_of(*sharded_leaves(shapes, {"data": n}, "test"), n)
+    again = lay_out(*describe_tree(shapes, {"data": n}, "test"), n)
     assert again == shards.layout
     assert hash(again) == hash(shards.layout)
     assert repr(again) == "ShardLayout(3 leaves in 2 packs, 8 shards each)"

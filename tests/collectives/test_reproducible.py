@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxcoll as jc
-from jaxcoll._plan.algorithms import DESCRIPTIONS, in_tree_order, stages
+from jaxcoll._plan.algorithms import DESCRIPTIONS, stages, sums_in_tree_order
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.world import World
 
@@ -138,7 +138,7 @@ def test_several_axes_are_counted_as_they_are_named(sizes, algorithms):
 def test_what_is_called_reproducible_adds_in_that_tree(names, over):
     """Add names of replicas instead of numbers: trees within and between groups, and the flat one."""
     plan = stages("/".join(names), 0, over)
-    if not in_tree_order(plan):
+    if not sums_in_tree_order(plan):
         return
     ranks = np.arange(math.prod(over)).reshape(over).astype(str).tolist()
 

@@ -12,7 +12,7 @@ import jaxcoll as jc
 from jaxcoll import CommunicationOptions as Options
 from jaxcoll._plan.algorithms import (
     DESCRIPTIONS,
-    aligned,
+    align,
     canonical,
     stages,
     steps,
@@ -89,7 +89,7 @@ def test_few_owners_send_more(n, owners, size):
     st.integers(2, 9),
 )
 def test_coded_shards_are_padded_to_whole_blocks_and_no_further(size, coded, n):
-    padded = aligned(stages("native", 0, (n,), coded), size)
+    padded = align(stages("native", 0, (n,), coded), size)
     assert 0 <= padded - size < n * coded.block
     assert padded % (n * coded.block) == 0
 

@@ -14,7 +14,7 @@ from IPython.core.formatters import DisplayFormatter
 import jaxcoll as jc
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.shard_layout import layout_of, plan_half
+from jaxcoll._plan.packs.shard_layout import lay_out, plan_half
 from jaxcoll._plan.world import World
 from jaxcoll._report.shown_plan import Plan
 
@@ -148,7 +148,7 @@ def test_reads_the_mesh():
 def test_the_halves_keep_clear_of_gloos_own_reduce_scatter(world, asked, planned, steps):
     options = jc.CommunicationOptions(algorithm=asked)
     leaf = Leaf("", (999,), np.dtype("f"), np.dtype("f"), world.sizes)
-    packs = layout_of(jax.tree.structure(0), (leaf,), world.replicas).packs
+    packs = lay_out(jax.tree.structure(0), (leaf,), world.replicas).packs
     for half in ("reduce_scatter", "all_gather"):
         plan = Plan.of(plan_half(half, ReduceOp.MEAN, packs, (leaf,), options, world))
         assert (plan.algorithm, plan.steps) == (planned, steps)
@@ -160,7 +160,7 @@ def test_usual_packs_of_shards_hold_16_mib_and_larger_leaves_than_2_mib_are_alon
     sizes = [1 << 18] * 33 + [1 << 19, (1 << 19) + 1]
     single = np.dtype("f4")
     leaves = tuple(Leaf(f"[{i}]", (n,), single, single, (8,)) for i, n in enumerate(sizes))
-    layout = layout_of(jax.tree.structure(sizes), leaves, 8)
+    layout = lay_out(jax.tree.structure(sizes), leaves, 8)
     assert [(len(pack.segments), pack.nbytes) for pack in layout.packs] == [
         (16, 16 << 20), (16, 16 << 20), (2, 3 << 20), (1, (2 << 20) + 4)
     ]  # fmt: skip

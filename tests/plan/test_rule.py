@@ -47,7 +47,7 @@ def test_every_element_travels_once_and_large_leaves_are_not_copied(sizes, world
     for pack in plan.packs:
         if pack.nbytes > PACKED.limit or not world.over_gloo:
             assert pack.is_leaf(plan.leaves)
-        assert pack.algorithm == choose(NOTHING, world).of(pack)
+        assert pack.algorithm == choose(NOTHING, world).algorithm_for(pack)
     assert plan.temporary_bytes <= 2 * sum(4 * n for n in sizes if 4 * n <= PACKED.alone)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxcoll._hlo.collective import Operand, wire_bytes
 from jaxcoll._hlo.hlo import read_hlo
-from jaxcoll._plan.scope_names import names, pack_of
+from jaxcoll._plan.scope_names import names, parse_pack
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL = (tuple(range(8)),)
@@ -88,7 +88,7 @@ MESH = {
 def test_groups_of_a_mesh_and_names_of_packs_that_were_merged(name):
     assert {c.groups: (c.group_size, c.wire_bytes) for c in compiled(f"{name}-mesh")} == MESH
     (merged,) = compiled(f"{name}-packs")
-    found = [pack_of(each).partition("/")[2] for each in names(merged.op_name)]
+    found = [parse_pack(each).partition("/")[2] for each in names(merged.op_name)]
     assert sorted(found) == ["pack0", "pack1", "pack2"]
     assert merged.nbytes == (600 + 7) * 4
 

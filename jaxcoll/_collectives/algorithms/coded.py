@@ -14,7 +14,7 @@ import jax
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._collectives.algorithms.exchange import exchanged, tree_sum
+from jaxcoll._collectives.algorithms.exchange import exchange, tree_sum
 from jaxcoll._compression.format import WireFormat
 
 
@@ -38,7 +38,7 @@ class Coding(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """The numbers that this replica encoded, and their codes, from which `lost` follows."""
+    """The numbers that this replica encoded, and their codes: the input of `rounding_error`."""
 
     flat: jax.Array  # its summand
     codes: jax.Array  # the codes of `flat`, of shape (n, m, w)
@@ -49,47 +49,52 @@ class Coded(NamedTuple):
 def all_reduce(
     flat: jax.Array, format: WireFormat, axes: tuple[str, ...], coding: Coding
 ) -> tuple[jax.Array, Coded]:
-    """Return the sum of float32 `flat`, whole blocks for each replica, and the input of `lost`.
+    """Sum float32 `flat`, whole blocks for each replica; also return the input of `rounding_error`.
 
     Typed *varying*, with the same bits everywhere. Cost: an all-to-all and an all-gather of codes;
     2(n-1) coded shards leave a device.
     """
     shape = lax.axis_size(axes), -1, format.block
-    # Without barriers compilers would encode once more in `lost`, and might round differently.
-    codes = lax.optimization_barrier(coding.apart(_encoded, format, shape=shape)(flat))
-    shard = coding.apart(_summed, format)(exchanged(codes, axes))
-    shard_codes = lax.optimization_barrier(coding.apart(_encoded, format, shape=None)(shard))
-    total = coding.apart(_decoded, format)(lax.all_gather(shard_codes, axes, tiled=True))
+    # Without barriers compilers would encode once more in `rounding_error`, and might round
+    # differently.
+    codes = lax.optimization_barrier(coding.apart(_encode, format, shape=shape)(flat))
+    shard = coding.apart(_decode_and_sum, format)(exchange(codes, axes))
+    shard_codes = lax.optimization_barrier(coding.apart(_encode, format, shape=None)(shard))
+    total = coding.apart(_decode, format)(lax.all_gather(shard_codes, axes, tiled=True))
     return total.reshape(-1), Coded(flat, codes, shard, shard_codes)
 
 
-def lost(coded: Coded, format: WireFormat, axes: tuple[str, ...], coding: Coding) -> jax.Array:
+def rounding_error(
+    coded: Coded, format: WireFormat, axes: tuple[str, ...], coding: Coding
+) -> jax.Array:
     """Return this replica's rounding error in a sum, flat; *varying*.
 
     Over the replicas, sum(flat - lost) = sum, up to rounding in float32. The error of a shard's
     second rounding counts as its owner's.
     """
     rank = _compat.cast_varying(lax.axis_index(axes), axes)
-    return coding.apart(_lost, format)(coded, rank).reshape(-1)
+    return coding.apart(_rounding_error, format)(coded, rank).reshape(-1)
 
 
 # Inputs are flat, results are blocks: otherwise XLA would fuse a copy with the surrounding code.
-def _encoded(
+def _encode(
     numbers: jax.Array, *, format: WireFormat, feedback: bool, shape: tuple[int, ...] | None
 ) -> jax.Array:
     blocks = numbers if shape is None else numbers.reshape(shape)
     return format.encode(blocks, feedback)
 
 
-def _decoded(codes: jax.Array, *, format: WireFormat, feedback: bool) -> jax.Array:
+def _decode(codes: jax.Array, *, format: WireFormat, feedback: bool) -> jax.Array:
     return format.decode(codes, feedback)
 
 
-def _summed(codes: jax.Array, *, format: WireFormat, feedback: bool) -> jax.Array:
+def _decode_and_sum(codes: jax.Array, *, format: WireFormat, feedback: bool) -> jax.Array:
     return tree_sum(format.decode(codes, feedback))
 
 
-def _lost(coded: Coded, rank: jax.Array, *, format: WireFormat, feedback: bool) -> jax.Array:
+def _rounding_error(
+    coded: Coded, rank: jax.Array, *, format: WireFormat, feedback: bool
+) -> jax.Array:
     rows = coded.flat.reshape(len(coded.codes), *coded.shard.shape)
     of_rank = functools.partial(lax.dynamic_index_in_dim, index=rank, keepdims=False)
     first = of_rank(rows) - format.decode(of_rank(coded.codes), feedback)

@@ -12,7 +12,7 @@ from jax import lax
 from jaxcoll import _compat
 
 
-def passed_on(
+def pass_on(
     array: jax.Array,
     axes: tuple[str, ...],
     distance: int,
@@ -31,15 +31,15 @@ def passed_on(
         # Under `vmap` nothing is sent, and JAX accepts only whole permutations.
         senders, receivers = senders or n, receivers or n
         pairs = [(i, j) for i, j in pairs if i < senders and j < receivers]
-    return _permuted(array, axes, pairs)
+    return _permute(array, axes, pairs)
 
 
-def swapped(array: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
+def swap(array: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
     """Swap `array` with the replica whose rank differs only in `bit`; *varying*. One step."""
-    return _permuted(array, axes, [(i, i ^ bit) for i in range(lax.axis_size(axes))])
+    return _permute(array, axes, [(i, i ^ bit) for i in range(lax.axis_size(axes))])
 
 
-def exchanged(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def exchange(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """All-to-all: send row i to replica i; return one row from each replica, in their order."""
     if any(map(_compat.is_vmapped, axes)):
         # For an array that the `vmap` does not map, JAX's rule returns another shape.
@@ -47,7 +47,7 @@ def exchanged(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0)
 
 
-def _permuted(
+def _permute(
     array: jax.Array, axes: tuple[str, ...], pairs: Iterable[tuple[int, int]]
 ) -> jax.Array:
     order = _compat.order_by_mesh(axes)
@@ -57,7 +57,7 @@ def _permuted(
     return lax.ppermute(array, order, [(rank[i], rank[j]) for i, j in pairs])
 
 
-def rotated(rows: jax.Array, by: jax.Array) -> jax.Array:
+def rotate(rows: jax.Array, by: jax.Array) -> jax.Array:
     """Rotate the rows, so that row `by` (modulo their number) comes first.
 
     `jnp.roll` would need two more copies of all rows besides the result.

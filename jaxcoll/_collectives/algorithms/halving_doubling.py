@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._collectives.algorithms.exchange import passed_on, rotated, swapped
+from jaxcoll._collectives.algorithms.exchange import pass_on, rotate, swap
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -32,16 +32,16 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     rank, bits = lax.axis_index(axes), _bits(len(shards))
     if bits is None:
         # Rotate so that row i is for the replica i further, and all slices are static.
-        shards = rotated(shards, rank)
+        shards = rotate(shards, rank)
         for many, few in _halvings(len(shards)):
-            received = passed_on(shards[few:many], axes, few)
+            received = pass_on(shards[few:many], axes, few)
             kept = many - few
             shards = jnp.concatenate([shards[:kept] + received, shards[kept:few]])
         return shards[0]
     for bit in bits:
         halves = shards.reshape(-1, 2, shards.shape[-1])
         mine = rank // bit % 2
-        received = swapped(_half(halves, 1 - mine), axes, bit)
+        received = swap(_half(halves, 1 - mine), axes, bit)
         # Store this half, too: the partner's was stored to be sent, and both must be rounded alike.
         shards = _compat.round_as_stored(_half(halves, mine)) + received
     return shards[0]
@@ -52,10 +52,10 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
     shards, rank, bits = shard[None], lax.axis_index(axes), _bits(count)
     if bits is None:
         for many, few in reversed(_halvings(count)):
-            shards = jnp.concatenate([shards, passed_on(shards[: many - few], axes, -few)])
-        return rotated(shards, -rank)
+            shards = jnp.concatenate([shards, pass_on(shards[: many - few], axes, -few)])
+        return rotate(shards, -rank)
     for bit in reversed(bits):
-        received = swapped(shards, axes, bit)
+        received = swap(shards, axes, bit)
         # A branch copies each half once; `jnp.where` would read both halves for each.
         own = _compat.round_as_stored(shards, backward=True)
         both = lax.cond(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcoll._collectives.algorithms.exchange import passed_on, rotated
+from jaxcoll._collectives.algorithms.exchange import pass_on, rotate
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -23,7 +23,7 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     # A shard starts at the replica after its owner, and ends at its owner.
     partial_sum = summand(0)
     for step in range(1, n):
-        partial_sum = passed_on(partial_sum, axes, 1) + summand(step)
+        partial_sum = pass_on(partial_sum, axes, 1) + summand(step)
     return partial_sum
 
 
@@ -31,6 +31,6 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
     """Return all shards, of shape (count, k), in n-1 steps; sends (n-1)/n of their bytes."""
     gathered = [shard]
     for _ in range(1, count):
-        gathered.append(passed_on(gathered[-1], axes, 1))
+        gathered.append(pass_on(gathered[-1], axes, 1))
     # gathered[k] is shard rank-k; rotating the reversed stack is cheaper than scattering it.
-    return rotated(jnp.stack(gathered[::-1]), -1 - lax.axis_index(axes))
+    return rotate(jnp.stack(gathered[::-1]), -1 - lax.axis_index(axes))

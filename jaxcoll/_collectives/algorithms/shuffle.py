@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcoll._collectives.algorithms.exchange import copies, exchanged, passed_on, tree_sum
+from jaxcoll._collectives.algorithms.exchange import copies, exchange, pass_on, tree_sum
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -26,14 +26,14 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """
     n, rank = lax.axis_size(axes), lax.axis_index(axes)
     if len(shards) == n:
-        return tree_sum(exchanged(shards, axes))
+        return tree_sum(exchange(shards, axes))
 
     def part_for(distance: int) -> jax.Array:
         return lax.dynamic_index_in_dim(shards, (rank + distance) % n, keepdims=False)
 
     total = part_for(0)
     for distance in range(1, n):
-        total += passed_on(part_for(distance), axes, distance, receivers=len(shards))
+        total += pass_on(part_for(distance), axes, distance, receivers=len(shards))
     return total
 
 
@@ -45,11 +45,11 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
     n, rank = lax.axis_size(axes), lax.axis_index(axes)
     if count == n:
         # An all-gather would have Gloo's reduce-scatter as its derivative.
-        return exchanged(jnp.stack(copies(shard, n)), axes)
+        return exchange(jnp.stack(copies(shard, n)), axes)
     # An extra last row takes what replicas without a shard send.
     shards = jnp.zeros((count + 1, *shard.shape), shard.dtype)
     for distance in range(n):
-        sent = passed_on(shard, axes, distance, senders=count) if distance else shard
+        sent = pass_on(shard, axes, distance, senders=count) if distance else shard
         owner = jnp.minimum((rank - distance) % n, count)
         shards = lax.dynamic_update_index_in_dim(shards, sent, owner, axis=0)
     return shards[:count]

@@ -14,7 +14,7 @@ from jaxcoll import _compat
 from jaxcoll._collectives.algorithms import coded as codes
 from jaxcoll._collectives.algorithms import halving_doubling, native, ring, shuffle
 from jaxcoll._collectives.algorithms.coded import Coded, Coding
-from jaxcoll._plan.algorithms import Stage, aligned, format_of
+from jaxcoll._plan.algorithms import Stage, align, stage_format
 
 
 class Algorithm(Protocol):
@@ -46,7 +46,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 def all_reduce(
     array: jax.Array, stages: Sequence[Stage], axes: Sequence[str], coding: Coding
 ) -> tuple[jax.Array, Coded | None]:
-    """Return the sum of `array` over the axes of the stages, and the input of `lost` if coded.
+    """Sum `array` over the axes of the stages; also return the input of `rounding_error` if coded.
 
     `array` is *varying* over those axes where types tell; the sum is *invariant*, with the same
     bits on every replica. Derivatives are those of the exact sum: differentiation ignores rounding
@@ -55,16 +55,16 @@ def all_reduce(
     if len(stages) == 1 and stages[0].algorithm == "native":
         return native.all_reduce(array, _names(stages[0], axes)), None
     flat = array.reshape(-1)
-    if format_of(stages) is None:
-        total, coded = _summed(flat, stages, axes, None)
+    if stage_format(stages) is None:
+        total, coded = _sum_stages(flat, stages, axes, None)
     else:
-        flat = jnp.pad(flat, (0, aligned(stages, flat.size) - flat.size))  # whole blocks a replica
-        total, coded = _summed(lax.stop_gradient(flat), stages, axes, coding)
-        total = _as_exact(total, flat, tuple(stages), tuple(axes))[: array.size]
+        flat = jnp.pad(flat, (0, align(stages, flat.size) - flat.size))  # whole blocks a replica
+        total, coded = _sum_stages(lax.stop_gradient(flat), stages, axes, coding)
+        total = _differentiate_exactly(total, flat, tuple(stages), tuple(axes))[: array.size]
     return _compat.cast_invariant(total.reshape(array.shape), axes, summed=True), coded
 
 
-def lost(
+def rounding_error(
     coded: Coded, stages: Sequence[Stage], axes: Sequence[str], coding: Coding, like: jax.Array
 ) -> jax.Array:
     """Return this replica's rounding error in a coded sum, in the shape `like`; *varying*.
@@ -73,7 +73,7 @@ def lost(
     """
     *inner, last = stages
     assert last.format is not None
-    error = codes.lost(coded, last.format, _names(last, axes), coding)
+    error = codes.rounding_error(coded, last.format, _names(last, axes), coding)
     for stage in reversed(inner):
         # This replica encoded its shard of the group's sum; it has no error in the other shards.
         within = _names(stage, axes)
@@ -84,22 +84,22 @@ def lost(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _as_exact(
+def _differentiate_exactly(
     total: jax.Array, summand: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...]
 ) -> jax.Array:
     """Return `total`, with the derivatives of the exact sum of `summand`."""
     return total
 
 
-@_as_exact.defjvp
-def _as_exact_jvp(stages: Any, axes: Any, primals: Any, tangents: Any) -> Any:
+@_differentiate_exactly.defjvp
+def _exact_jvp(stages: Any, axes: Any, primals: Any, tangents: Any) -> Any:
     (total, _), (_, summand) = primals, tangents
-    tangent, _ = _summed(summand, stages, axes, None)
+    tangent, _ = _sum_stages(summand, stages, axes, None)
     axes = sorted({*axes} - _compat.varying_axes(total))
     return total, _compat.cast_invariant(tangent, axes).astype(total.dtype)
 
 
-def _summed(
+def _sum_stages(
     flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str], coding: Coding | None
 ) -> tuple[jax.Array, Coded | None]:
     """Reduce-scatter, sum the shard over the outer stages, and all-gather; see `all_reduce`.
@@ -118,7 +118,7 @@ def _summed(
     length = -(-flat.size // stage.shards)
     padded = jnp.pad(flat, (0, stage.shards * length - flat.size))
     shard = algorithm.reduce_scatter(padded.reshape(stage.shards, length), over)
-    total, coded = _summed(shard, outer, axes, coding)
+    total, coded = _sum_stages(shard, outer, axes, coding)
     return algorithm.all_gather(total, stage.shards, over).reshape(-1)[: flat.size], coded
 
 

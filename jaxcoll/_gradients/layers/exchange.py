@@ -13,15 +13,15 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._collectives.algorithms import table as algorithms
 from jaxcoll._collectives.gather import rows_of_all
-from jaxcoll._collectives.pipeline import carry_out, divided, pack, prepared, unpack
+from jaxcoll._collectives.pipeline import carry_out, make_summand, pack, scale_sum, unpack
 from jaxcoll._collectives.reduce import all_reduce
-from jaxcoll._collectives.reduce_scatter import recipe_of, wired
+from jaxcoll._collectives.reduce_scatter import make_recipe, set_wire_types
 from jaxcoll._collectives.scope import Scope, count
 from jaxcoll._compat import marks
 from jaxcoll._gradients.layers.stack import Stack
 from jaxcoll._plan.choose import packing_for
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype
+from jaxcoll._plan.packs.leaves import Leaf, exact_dtype
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.packs.shard_layout import Half, ShardedLeaf, plan_rows
 from jaxcoll._plan.plan import CollectivePlan
@@ -88,8 +88,8 @@ class Traffic:
     def _make_scatter(self, members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
         world, over = self.scope.world(axes), tuple(axes)
         leaves = self._leaves(members, axes)
-        recipes = [recipe_of(leaf, self.reduce_op, axes, world) for leaf in leaves]
-        leaves = wired(leaves, recipes)
+        recipes = [make_recipe(leaf, self.reduce_op, axes, world) for leaf in leaves]
+        leaves = set_wire_types(leaves, recipes)
         recipes = [
             dataclasses.replace(recipe, dtype=np.dtype(self.stack.arrays[i].dtype))
             for i, recipe in zip(members, recipes, strict=True)
@@ -103,7 +103,7 @@ class Traffic:
 
         def scatter(gradients: Sequence[jax.Array]) -> Arrays:
             blocks = [
-                prepared(x, recipe).reshape(world.replicas, *leaf.shape)
+                make_summand(x, recipe).reshape(world.replicas, *leaf.shape)
                 for x, leaf, recipe in zip(gradients, leaves, recipes, strict=True)
             ]
             packed = jax.vmap(lambda arrays: pack(arrays, packs, leaves))(blocks)
@@ -111,7 +111,7 @@ class Traffic:
             # Divide in the leaf's own type, which may be wider than the wire type.
             summed = cast(Arrays, unpack(totals, packs, leaves))  # every leaf is in a pack
             rows = [
-                divided(total.astype(recipe.dtype), recipe)
+                scale_sum(total.astype(recipe.dtype), recipe)
                 for total, recipe in zip(summed, recipes, strict=True)
             ]
             rows = [_compat.round_as_stored(x) for x in rows] if plan.reproducible else rows
@@ -148,7 +148,7 @@ class Traffic:
             if self.gather_dtype is not None and jax.dtypes.issubdtype(dtype, np.floating):
                 dtype = np.dtype(self.gather_dtype)
             kind, over = (dtype.name, *sorted(_compat.varying_axes(x))), tuple(axes.values())
-            leaves.append(ShardedLeaf(name, x.shape[1:], dtype, carried_dtype(dtype), over, kind))
+            leaves.append(ShardedLeaf(name, x.shape[1:], dtype, exact_dtype(dtype), over, kind))
         return leaves
 
     def _axes_to_reduce(self, over: Sequence[str]) -> tuple[str, ...]:

@@ -13,11 +13,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxcoll import _compat
-from jaxcoll._collectives.scope import as_array, count
+from jaxcoll._collectives.scope import count, require_array
 from jaxcoll._gradients.layers.exchange import Arrays
 from jaxcoll._gradients.layers.stack import CALLER, Stack
-from jaxcoll._plan.checks import kind_of
-from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._plan.checks import describe_type
+from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 from jaxcoll._proof.retrace import Traced, cut_program, find_independent, lift_captured, trace
 
 _CARRY = """\
@@ -97,9 +97,9 @@ def is_floating(x: Any) -> bool:
 
 
 def flatten_carry(carry: Any) -> tuple[Arrays, Any]:
-    flat, treedef = flattened(carry)
+    flat, treedef = flatten_with_paths(carry)
     who = "`{}`: {} of `carry`"
-    arrays = [as_array(leaf, who.format(CALLER, where(path))) for path, leaf in flat]
+    arrays = [require_array(leaf, who.format(CALLER, where(path))) for path, leaf in flat]
     return [*map(_strong, arrays)], treedef
 
 
@@ -174,7 +174,8 @@ class UserLayer:
     def _note(self, params: Arrays) -> str:
         stack = self._stack
         leaves = [
-            f"{where(stack.names[i])} {kind_of(params[i])} from {x.shape[1]} rows on each replica"
+            f"{where(stack.names[i])} {describe_type(params[i])} from {x.shape[1]} rows on each "
+            "replica"
             for i, x in enumerate(stack.arrays)
             if stack.over[i]
         ]
@@ -185,12 +186,13 @@ class UserLayer:
         )
 
     def _check_carry(self, carry: Arrays, avals: Any) -> None:
-        flat, _ = flattened(self._carry.unflatten(carry))
+        flat, _ = flatten_with_paths(self._carry.unflatten(carry))
         for (path, before), after in zip(flat, avals, strict=False):
             if (before.shape, before.dtype) != (after.shape, after.dtype):
                 raise TypeError(
                     _CARRY.format(
-                        what=f"{where(path)} was {kind_of(before)}, and is {kind_of(after)}",
+                        what=f"{where(path)} was {describe_type(before)}, and is "
+                        f"{describe_type(after)}",
                         fix="Cast it at the end of the layer, or before the first one; "
                         "`gather_dtype` is only the type of the gathered parameters.",
                     )

@@ -17,10 +17,10 @@ from jax.tree_util import Partial
 from jaxcoll import _compat
 from jaxcoll._collectives.scope import (
     Differentiation,
-    bound_axes,
     differentiation,
-    listed,
+    resolve_axes,
     scope_here,
+    show_axes,
 )
 from jaxcoll._gradients.layers.exchange import Arrays, Traffic
 from jaxcoll._gradients.layers.layer_program import (
@@ -32,8 +32,8 @@ from jaxcoll._gradients.layers.layer_program import (
 )
 from jaxcoll._gradients.layers.schedule import Schedule
 from jaxcoll._gradients.layers.stack import CALLER, make_stack
-from jaxcoll._plan.checks import count, shown
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.checks import count, show
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 
 _PARTLY = """\
 `scan_layers` over {axes}, inside the loss of `jc.value_and_grad` or its like over {outer}: both \
@@ -58,12 +58,12 @@ class ScanOptions:
         if not isinstance(self.remat, bool) and not callable(self.remat):
             raise ValueError(
                 "`remat` must be True, False or a policy of `jax.checkpoint_policies`; got "
-                f"{shown(self.remat)}."
+                f"{show(self.remat)}."
             )
         if self.gather_dtype is not None and not _is_float(self.gather_dtype):
             raise ValueError(
                 "`gather_dtype` must be None or a floating type, such as `jnp.bfloat16`; got "
-                f"{shown(self.gather_dtype)}."
+                f"{show(self.gather_dtype)}."
             )
 
 
@@ -150,9 +150,9 @@ def scan_layers(
     """
     scan = ScanOptions(ReduceOp.of(reduce_op), gather_dtype, ahead, remat, unroll)
     scope = scope_here()
-    axes = bound_axes(scope.over(axis_name, "jc.scan_layers"), CALLER)
+    axes = resolve_axes(scope.choose_axes(axis_name, "jc.scan_layers"), CALLER)
     inside = _enclosing(axes, scan.reduce_op)
-    scope = scope.merged(inside.options if inside else None).merged(checked(options))
+    scope = scope.merge(inside.options if inside else None).merge(check_options(options))
     stack = make_stack(stacked, sharded, axes)
     user_layer = UserLayer(layer, *flatten_carry(carry), stack)
     first, varying, program, captured = user_layer.program(axes, scan.gather_dtype)
@@ -170,7 +170,7 @@ def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation 
     if inside is None or not set(inside.axes).intersection(axes):
         return None
     if set(inside.axes) != set(axes):
-        raise ValueError(_PARTLY.format(axes=listed(axes), outer=listed(inside.axes)))
+        raise ValueError(_PARTLY.format(axes=show_axes(axes), outer=show_axes(inside.axes)))
     inside.check_mean(reduce_op, axes, CALLER)
     return inside
 

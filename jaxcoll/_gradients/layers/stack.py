@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll import _compat
-from jaxcoll._collectives.common_over_replicas import checked_same
-from jaxcoll._collectives.parts import leaves_of, whole_of
-from jaxcoll._collectives.scope import as_array, count, differentiation, listed, retyped
+from jaxcoll._collectives.common_over_replicas import check_same
+from jaxcoll._collectives.parts import join_blocks, unpack_leaves
+from jaxcoll._collectives.scope import count, differentiation, loss_axes, require_array, show_axes
 from jaxcoll._collectives.shards import Shards, broadcast_prefix, is_shards
 from jaxcoll._compat import marks
-from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import AlreadyReducedError
 
@@ -70,7 +70,7 @@ class Stack:
 
 def make_stack(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
     """List the arrays of `stacked`, a tree of arrays and `Shards`, with the axes of each."""
-    nodes, _ = flattened(stacked, is_shards)
+    nodes, _ = flatten_with_paths(stacked, is_shards)
     notes = _notes(sharded, stacked, any(is_shards(x) for _, x in nodes))
     names, arrays, over = [], [], []
     for (name, node), note in zip(nodes, notes, strict=True):
@@ -122,7 +122,7 @@ def _is_names(x: Any) -> bool:
 
 def _array(name: str, leaf: Any) -> jax.Array:
     who = f"`{CALLER}`: {where(name)} of `stacked`"
-    array = as_array(leaf, who, "an array with the layers first")
+    array = require_array(leaf, who, "an array with the layers first")
     if not array.ndim:
         raise ValueError(f"{who} is a scalar; expected the layers first.")
     return array
@@ -147,14 +147,14 @@ def _axes_of_shards(
 ) -> tuple[str, ...]:
     if note is False or (note not in (None, True) and _list_names(note) != shards.axes):
         raise ValueError(
-            f"`{CALLER}`: {where(name)} of `stacked` holds Shards along {listed(shards.axes)}, "
+            f"`{CALLER}`: {where(name)} of `stacked` holds Shards along {show_axes(shards.axes)}, "
             f"and `sharded` says {note!r}: leave it out there."
         )
     mapped = {a: axes[a] for a in shards.axes if a in axes}
     if tuple(mapped) != shards.axes or count(mapped) != shards.layout.replicas:
         raise ValueError(
-            f"`{CALLER}` over {listed(axes)} got Shards of "
-            f"{pluralize(shards.layout.replicas, 'replica')} along {listed(shards.axes)} at "
+            f"`{CALLER}` over {show_axes(axes)} got Shards of "
+            f"{pluralize(shards.layout.replicas, 'replica')} along {show_axes(shards.axes)} at "
             f"{where(name)}; name their axes in `axis_name`."
         )
     for k, part in enumerate(shards.parts):
@@ -172,12 +172,12 @@ def _axes_of_rows(
 ) -> tuple[str, ...]:
     """Decide the axes that a plain leaf is cut over; raise an error if its type contradicts."""
     inside = differentiation()
-    typed = [a for a in axes if _compat.tracks_variance(a) and a not in retyped()]
+    typed = [a for a in axes if _compat.tracks_variance(a) and a not in loss_axes()]
     over = () if note is False else tuple(axes) if note in (None, True) else _list_names(note)
     unknown = [a for a in over if a not in axes]
     if unknown:
         raise ValueError(
-            f"`{CALLER}` over {listed(axes)}: `sharded` names {unknown[0]!r} for {where(name)}, "
+            f"`{CALLER}` over {show_axes(axes)}: `sharded` names {unknown[0]!r} for {where(name)}, "
             "which is not among these axes."
         )
     if over and array.ndim < 2:
@@ -195,7 +195,7 @@ def _axes_of_rows(
         )
     differ = [a for a in axes if a not in over and a in typed and a in varying]
     if differ:
-        raise ValueError(_DIFFERS.format(leaf=where(name), axes=listed(differ)))
+        raise ValueError(_DIFFERS.format(leaf=where(name), axes=show_axes(differ)))
     untyped = [a for a in over if not _compat.tracks_variance(a)]
     if inside is not None and set(untyped) & set(inside.axes):
         raise ValueError(_UNTYPED_GRADIENT.format(axis=untyped[0], leaf=where(name)))
@@ -210,14 +210,14 @@ def _check_whole(
     """Check that whole leaves are equal on all replicas; return the arrays, the first marked."""
     leaves = zip(names, arrays, over, strict=True)
     whole = {k: x for k, x, cut in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and not cut}
-    return [checked_same(arrays[0], whole, axes, CALLER), *arrays[1:]]
+    return [check_same(arrays[0], whole, axes, CALLER), *arrays[1:]]
 
 
 def _join(shards: Shards) -> Any:
     """Unpack one layer's `Shards`, given with whole packs as parts."""
     layout = shards.layout
     packs = zip(layout.packs, shards.parts, strict=True)
-    arrays = leaves_of([whole_of(part, pack) for pack, part in packs], layout)
+    arrays = unpack_leaves([join_blocks(part, pack) for pack, part in packs], layout)
     return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 

@@ -155,7 +155,7 @@ def _results(
 def _pickle(fn: Any) -> bytes:
     if not callable(fn):
         program = " (programs are started by `jaxcoll launch`)" if isinstance(fn, str) else ""
-        raise ValueError(f"`launch` expects a function{program}; got {checks.kind_of(fn)}.")
+        raise ValueError(f"`launch` expects a function{program}; got {checks.describe_type(fn)}.")
     try:
         import cloudpickle
     except ImportError:

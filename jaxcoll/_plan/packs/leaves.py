@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoll._compression.format import AUTOMATIC, FORMATS, WireFormat, named
+from jaxcoll._compression.format import AUTOMATIC, FORMATS, WireFormat, find_format
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from jaxcoll._plan.world import World
 
@@ -74,11 +74,11 @@ class Whole:
         """Return whether a reduction over `axes` treats it as one leaf, not as two arrays."""
         return True
 
-    def _taken(self, path: str, caller: str) -> Whole:
+    def _prepare(self, path: str, caller: str) -> Whole:
         """Return the node to reduce, or raise an error that names its path."""
         raise NotImplementedError
 
-    def _reduced(self, recipe: Any) -> Whole:
+    def _reduce(self, recipe: Any) -> Whole:
         """Return the sum or the mean over the replicas, *invariant*."""
         raise NotImplementedError
 
@@ -88,7 +88,7 @@ def is_whole(node: Any, axes: Iterable[str]) -> bool:
     return isinstance(node, Whole) and node._is_whole(axes)
 
 
-def flattened(
+def flatten_with_paths(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], jax.tree_util.PyTreeDef]:
     """Return the leaves of a tree with their paths as messages write them, and its structure."""
@@ -126,8 +126,8 @@ def refuse_tied(tree: Any, caller: str) -> None:
     # Every call with host arrays comes here, and paths cost five times as much as leaves.
     if not any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
         return
-    for path, node in flattened(tree, is_module)[0]:
-        inside = flattened(node, lambda x: isinstance(x, nnx.Variable))[0]
+    for path, node in flatten_with_paths(tree, is_module)[0]:
+        inside = flatten_with_paths(node, lambda x: isinstance(x, nnx.Variable))[0]
         for name, x in inside if is_module(node) else ():
             first = seen.setdefault(id(x), path + name) if isinstance(x, nnx.Variable) else ""
             if first not in ("", path + name):
@@ -150,7 +150,7 @@ def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
     """Return the type in which a leaf of `dtype` travels and is summed.
 
     It is `dtype`, with four exceptions:
-    - integers of 4 bits travel as `carried_dtype` says.
+    - integers of 4 bits travel as `exact_dtype` says.
     - 8-bit floats travel as float32: they cannot hold a sum, and few backends add them.
     - the MEAN of integers travels as the float that it is, as their sum may not fit their type.
     - bfloat16 on CPUs with a partly mapped mesh travels as float32: there XLA's CPU compiler
@@ -160,10 +160,10 @@ def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
         aborts = world.platform == "cpu" and world.partly_mapped and dtype.name == "bfloat16"
         return np.dtype(np.float32) if dtype.itemsize == 1 or aborts else dtype
     is_mean = reduce_op is ReduceOp.MEAN and jax.dtypes.issubdtype(dtype, np.integer)
-    return wide(dtype) if is_mean else carried_dtype(dtype)
+    return accumulation_dtype(dtype) if is_mean else exact_dtype(dtype)
 
 
-def wide(dtype: np.dtype) -> np.dtype:
+def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     """Return the type for means and local sums of `dtype`: a float of at least 32 bits."""
     if jax.dtypes.issubdtype(dtype, np.complexfloating):
         return dtype
@@ -180,7 +180,7 @@ def travels_as(
     """Return the type in which a dense leaf is summed, and the format it travels in."""
     if options.compression is None and dtype.name != "bfloat16":
         return wire_dtype(dtype, reduce_op, world), None
-    format = named(options.compression)
+    format = find_format(options.compression)
     auto = options.compression == "auto" and dtype.name == "float32"
     # Several devices of a process would all code, and small leaves would travel as extra arrays.
     auto = auto and (world.processes == world.replicas or world.inner > 0)
@@ -199,7 +199,7 @@ def _may_use_bf16(world: World, options: CommunicationOptions) -> bool:
     return world.over_gloo and not world.partly_mapped and automatic and not fixed
 
 
-def carried_dtype(dtype: np.dtype) -> np.dtype:
+def exact_dtype(dtype: np.dtype) -> np.dtype:
     """Return the type in which numbers of `dtype` travel unchanged: `dtype`, or a byte for each.
 
     No backend sums integers of 2 bits, and XLA's CPU compiler gathers them wrongly.
@@ -233,7 +233,7 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
-def shape_of(x: Any) -> Any:
+def abstract_shape(x: Any) -> Any:
     """Return the `ShapeDtypeStruct` of an array, deleted or not, or number; or `x` unchanged."""
     if not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
         return x
@@ -253,7 +253,7 @@ def no_array(value: Any) -> str | None:
     return None if is_jax_type or dtype == jax.dtypes.float0 else f"an array of {dtype}"
 
 
-def dtype_of(value: Any) -> Any:
+def dtype_or_none(value: Any) -> Any:
     """Return the dtype of an array, or of a number as an array; None for anything else."""
     if isinstance(value, bool | int | float | complex):
         return np.result_type(value)

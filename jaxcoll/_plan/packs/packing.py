@@ -26,7 +26,7 @@ LANES = 128
 """Elements in a row. TPUs store rows of 128, and compile no reduce-scatter of a flat buffer."""
 
 
-def padded(size: int, replicas: int, lanes: int = LANES) -> int:
+def pad_size(size: int, replicas: int, lanes: int = LANES) -> int:
     """Return `size` plus the zeros that give each replica equally many rows of `lanes` elements.
 
     Examples:

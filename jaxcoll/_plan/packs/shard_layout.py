@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from jaxcoll._compression.format import named
-from jaxcoll._plan.checks import kind_of
+from jaxcoll._compression.format import find_format
+from jaxcoll._plan.checks import describe_type
 from jaxcoll._plan.choose import half_algorithm
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, where
@@ -24,7 +24,7 @@ from jaxcoll._plan.packs.packing import (
     BytesPerPack,
     Pack,
     Segment,
-    padded,
+    pad_size,
     plan_packs,
 )
 from jaxcoll._plan.plan import CollectivePlan
@@ -60,7 +60,7 @@ class ShardLayout:
 
     def rows(self, pack: Pack) -> int:
         """Return the rows of 128 elements that one replica has of `pack`."""
-        return padded(pack.size, self.replicas) // (self.replicas * LANES)
+        return pad_size(pack.size, self.replicas) // (self.replicas * LANES)
 
     @property
     def nbytes(self) -> int:
@@ -86,10 +86,10 @@ class SummedLayout(ShardLayout):
 
     def rows(self, pack: Pack) -> int:
         """Return the rows of 128 elements of `pack`, all of which every replica has."""
-        return padded(pack.size, 1) // LANES
+        return pad_size(pack.size, 1) // LANES
 
 
-def summed_layout(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -> SummedLayout:
+def lay_out_summands(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -> SummedLayout:
     """Return the layout of a tree of float32 summands on each of `replicas`."""
     f32 = np.dtype(np.float32)
     alike = tuple(dataclasses.replace(x, dtype=f32, wire=f32, kind=()) for x in leaves)
@@ -97,7 +97,7 @@ def summed_layout(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -> S
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(
+def lay_out(
     treedef: Hashable, leaves: tuple[Leaf, ...], replicas: int, bytes_per_pack: int = 0
 ) -> ShardLayout:
     """Return the layout over `replicas` of a tree, from its `ShardedLeaf`s before they are cut.
@@ -109,7 +109,7 @@ def layout_of(
     return ShardLayout(treedef, leaves, plan_packs(leaves, rule), replicas)
 
 
-def laid_over(layout: ShardLayout, sizes: tuple[int, ...]) -> ShardLayout:
+def lay_out_over(layout: ShardLayout, sizes: tuple[int, ...]) -> ShardLayout:
     """Return the same leaves in the same packs, over axes of other sizes."""
     return dataclasses.replace(
         layout,
@@ -124,12 +124,13 @@ def first_difference(found: Sequence[Leaf], expected: Sequence[Leaf]) -> str:
     before, now = {x.path: x for x in expected}, {x.path: x for x in found}
     for leaf in expected:
         if leaf.path not in now:
-            return f"{where(leaf.path)} ({kind_of(leaf)}) is gone"
-        if kind_of(now[leaf.path]) != kind_of(leaf):
-            return f"{where(leaf.path)} is {kind_of(now[leaf.path])}, and was {kind_of(leaf)}"
+            return f"{where(leaf.path)} ({describe_type(leaf)}) is gone"
+        now_is, was = describe_type(now[leaf.path]), describe_type(leaf)
+        if now_is != was:
+            return f"{where(leaf.path)} is {now_is}, and was {was}"
     for leaf in found:
         if leaf.path not in before:
-            return f"{where(leaf.path)} ({kind_of(leaf)}) is new"
+            return f"{where(leaf.path)} ({describe_type(leaf)}) is new"
     if [x.path for x in found] != [x.path for x in expected]:
         return "the leaves are in another order"
     return ""
@@ -152,7 +153,7 @@ def plan_half(
             f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
             "another number: leave `shards` unset."
         )
-    if named(options.compression) is not None:
+    if find_format(options.compression) is not None:
         raise ValueError(
             f"`{half}` sends values exactly, and `compression` {str(options.compression)!r} is for "
             "`all_reduce`: leave `compression` unset, or pass `compression=None` in the options of "
