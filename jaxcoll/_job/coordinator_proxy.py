@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from jaxcoll._compat.coordination import leave_coordinator
-from jaxcoll._job.coordinator import break_when_silent
+from jaxcoll._job.coordinator_process import break_when_silent
 from jaxcoll._job.socket_folder import make_socket_folder
 from jaxcoll._job.threads import call_at_exit, cancel_at_exit
 from jaxcoll._job.timing import LEAST_CONNECT_SECONDS, LEAST_SILENCE_SECONDS

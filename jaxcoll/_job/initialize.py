@@ -24,12 +24,8 @@ import jax
 from jaxcoll._compat import settings
 from jaxcoll._compat.coordination import call_after_shutdown, detect_cluster
 from jaxcoll._compat.gloo import let_gloo_listen_at
-from jaxcoll._job.coordinator import (
-    LONGEST_SECONDS,
-    Coordinator,
-    jax_heartbeat,
-    start_coordinator,
-)
+from jaxcoll._job.coordinator import Coordinator, jax_heartbeat, start_coordinator
+from jaxcoll._job.coordinator_process import LONGEST_SECONDS
 from jaxcoll._job.coordinator_proxy import current_proxy, start_proxy
 from jaxcoll._job.gloo_sockets import find_connections, find_listeners, shut_down
 from jaxcoll._job.hosts import publish_host

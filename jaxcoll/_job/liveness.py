@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxcoll._job.coordinator import parse_news
+from jaxcoll._job.coordinator_process import parse_news
 from jaxcoll._job.threads import run_in_forked_child
 
 CONNECTED, DEVICES, LEFT = "connected", "devices", "left"

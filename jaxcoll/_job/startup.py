@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from jaxcoll._compat.coordination import Store, store
-from jaxcoll._job.coordinator import LONGEST, LONGEST_SECONDS, message
+from jaxcoll._job.coordinator_process import LONGEST, LONGEST_SECONDS, message
 from jaxcoll._job.coordinator_proxy import give_up_coordinator
 from jaxcoll._job.exchange import LateError, exchange
 from jaxcoll._job.liveness import CONNECTED, DEVICES, LEFT, CoordinatorConnection

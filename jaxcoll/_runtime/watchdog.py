@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxcoll._compat.coordination import StoreUnreachableError, store
-from jaxcoll._job.coordinator import message
+from jaxcoll._job.coordinator_process import message
 from jaxcoll._job.coordinator_proxy import give_up_coordinator
 from jaxcoll._job.key_value import CoordinatorClient, Keys
 from jaxcoll._job.liveness import coordinator_connection

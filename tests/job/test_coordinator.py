@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jaxcoll as jc
-from jaxcoll._job import coordinator as coordinators
-from jaxcoll._job.coordinator import STRANGERS, message, parse_news, start_coordinator
+from jaxcoll._job import coordinator_process
+from jaxcoll._job.coordinator import start_coordinator
+from jaxcoll._job.coordinator_process import STRANGERS, message, parse_news
 from jaxcoll._job.liveness import CoordinatorConnection
 from jaxcoll._job.specs import Member
 from jaxcoll._job.startup import arrive
@@ -28,7 +29,7 @@ VALUES = st.recursive(SCALARS, lambda x: st.lists(x) | st.dictionaries(st.text()
 def is_one(name, value):
     """Whether a hello with this value in the place of its own is one that a process may send."""
     text = json.dumps(HELLO | {name: value})
-    return coordinators._hello(text.encode()) is not None
+    return coordinator_process._hello(text.encode()) is not None
 
 
 HELLOS = (
@@ -139,10 +140,10 @@ def test_the_port_is_free_only_once_the_service_is_loaded(monkeypatch):
         was_open.append(listener.fileno() != -1)
         return lambda *args: was_open.append(listener.fileno() != -1) or "the service"
 
-    monkeypatch.setattr(coordinators, "_load_service", loaded)
-    monkeypatch.setattr(coordinators.selectors, "DefaultSelector", mock.MagicMock)
+    monkeypatch.setattr(coordinator_process, "_load_service", loaded)
+    monkeypatch.setattr(coordinator_process.selectors, "DefaultSelector", mock.MagicMock)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        begun = coordinators._Coordinator(
+        begun = coordinator_process._Coordinator(
             listener, {"num_processes": 1, "address": "127.0.0.1:1", "service": {}}
         )
         begun._begin()

@@ -14,7 +14,8 @@ import pytest
 from at_once import at_once
 
 import jaxcoll as jc
-from jaxcoll._job.coordinator import LONGEST, _Coordinator, start_coordinator
+from jaxcoll._job.coordinator import start_coordinator
+from jaxcoll._job.coordinator_process import LONGEST, _Coordinator
 from jaxcoll._job.initialize import listen_at
 from jaxcoll._job.liveness import CoordinatorConnection
 from jaxcoll._job.specs import Member
@@ -92,7 +93,9 @@ def test_process_0_is_found_on_any_of_several_hosts(coordinator):
 
 def test_process_0_receives_a_refusal_last_as_it_then_kills_the_coordinator(monkeypatch):
     recipients = []
-    monkeypatch.setattr("jaxcoll._job.coordinator._send", lambda _, to: recipients.extend(to))
+    monkeypatch.setattr(
+        "jaxcoll._job.coordinator_process._send", lambda _, to: recipients.extend(to)
+    )
     monkeypatch.setattr("os._exit", lambda _: None)
     refusing = object.__new__(_Coordinator)
     refusing._members = {"zero": 0, "one": 1}

@@ -239,8 +239,12 @@ def names_late(output, processes):
 
 def hang_on_slurm():
     """A rank that is late is named, with its line, on two hosts under srun."""
-    script = "srun -N2 -n4 $PY -m jaxcoll inspect --hang-seconds 4 --run hangs.py 12"
-    status, output = on_slurm(script, files={"hangs.py": HANGS})
+    script = (
+        "srun -N2 -n4 bash own_folder.sh $PY -m jaxcoll inspect --hang-seconds 4 --run hangs.py 12"
+    )
+    # Nothing on a disk is seen by both hosts.
+    own = 'export TMPDIR=$PWD/$SLURMD_NODENAME; mkdir -p "$TMPDIR"; exec "$@"'
+    status, output = on_slurm(script, files={"hangs.py": HANGS, "own_folder.sh": own})
     return status == 0 and names_late(output, 4)
 
 
@@ -255,27 +259,26 @@ def hang_on_mpi():
 
 
 def hang_cut():
-    """Process 0's host is cut off: the others name it, or say that nothing can be known."""
+    """Process 0's host is cut off: each side says of whom it hears nothing, and whom it cannot know of."""
     with hosts(2) as two, tempfile.TemporaryDirectory() as folder:
         Path(folder, "hangs.py").write_text(HANGS)
-        place = {"MASTER_ADDR": two.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+        place = {"MASTER_ADDR": two.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "4"}
         inspect = [sys.executable, "-u", "-m", "jaxcoll", "inspect", "--hang-seconds", "4", "--run"]
-        logs = [Path(folder, f"{rank}.log") for rank in range(2)]
-        started = [
-            subprocess.Popen(
-                [*two.on(rank), *inspect, "hangs.py", "30"], cwd=folder,
-                env={**os.environ, **place, "RANK": str(rank), "JAX_PLATFORMS": "cpu"},
-                stdout=log.open("w"), stderr=subprocess.STDOUT,
-            )
-            for rank, log in enumerate(logs)
-        ]  # fmt: skip
-        until = time.monotonic() + 60
-        while "loads" not in logs[1].read_text() and time.monotonic() < until:
-            time.sleep(0.1)
+        logs, started = [Path(folder, f"{rank}.log") for rank in range(4)], []
+        for rank, log in enumerate(logs):
+            own = Path(folder, f"host{rank // 2}")  # nothing on a disk is seen by both hosts
+            own.mkdir(exist_ok=True)
+            named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', own.name]
+            environment = {**os.environ, **place, "RANK": str(rank), "JAX_PLATFORMS": "cpu"}
+            started.append(subprocess.Popen(
+                [*two.on(rank // 2), *named, *inspect, "hangs.py", "2"], cwd=folder,
+                env=environment | {"TMPDIR": str(own)}, stdout=log.open("w"), stderr=subprocess.STDOUT,
+            ))  # fmt: skip
+        until = time.monotonic() + 90
+        while "loads" not in logs[3].read_text() and time.monotonic() < until:
+            time.sleep(0.05)
         pull_cable(two, 0)
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
-            time.sleep(1)
+        time.sleep(20)
         for process in started:
             process.kill()
             process.wait()
