@@ -45,7 +45,7 @@ def calls(*names):
         (job(row(2, "silent", 0.0)), "missing", [2]),
         (job(row(2, "callback", 11.0), row(3)), "missing", [2]),
         (job(row(2, "shutdown", 9.0, ended="")), "missing", [2]),
-        (job(row(2, "unknown", 0.0)), "inside", []),  # nobody can say whether it is there
+        (job(row(2, "unknown", 0.0)), "missing", []),  # nobody can say whether it is there
         (job(row(2, program="other")), "order", []),
         (job(row(2, seconds=1.0), seconds=3 * LIMIT), "missing", [2]),
         (job(row(2), row(3, cpu=0.9)), "missing", [3]),  # it computes, the others do not
@@ -93,6 +93,15 @@ def test_text_of_a_report():
         "  process 2 has been in no program for 11.0 s, after 1 call of `step` (pid 5 on h):",
         "    load.py:3 in __next__: self.queue.get()  (11.0 s)",
     ]
+
+
+def test_text_of_a_report_where_the_coordinator_is_cut_off():
+    rows = {r: row(r, kind, 10.0) for r, kind in enumerate(("silent", "unknown", "program"))}
+    lines = list(show_report(judge(rows, LIMIT), rows, ""))
+    assert lines[0] == "process 2 of 3 has waited 10.0 s for process 0."
+    assert lines[-1] == "  nothing can be known of process 1: the coordinator does not answer"
+    del rows[0]
+    assert next(show_report(judge(rows, LIMIT), rows, "")) == "process 2 of 2 has waited 10.0 s."
 
 
 def test_nothing_of_the_users_runs_when_its_frames_are_read():

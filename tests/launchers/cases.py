@@ -283,9 +283,15 @@ def hang_cut():
             process.kill()
             process.wait()
         texts = [log.read_text() for log in logs]
-    for rank, text in enumerate(texts):
-        print(f"--- process {rank}", text, sep="\n")
-    return False
+    print(*(line for line in "".join(texts).splitlines() if "jaxcoll hang:" in line), sep="\n")
+    return (
+        "processes 0 and 1 of 4 have waited" in texts[0]
+        and "s for processes 2 and 3." in texts[0]
+        and "process 3 does not answer: stopped, cut off, dead, or in native code" in texts[0]
+        and "processes 2 and 3 of 4 have waited" in texts[2]
+        and "process 0 does not answer: stopped, cut off, dead, or in native code" in texts[2]
+        and "nothing can be known of process 1: the coordinator does not answer" in texts[2]
+    )
 
 
 def two_jobs():

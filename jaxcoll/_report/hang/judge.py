@@ -86,9 +86,10 @@ def judge(rows: Mapping[int, Row], limit: float) -> Verdict | None:
     _compare_calls(verdict, rows, {name for name, n in devices.items() if n == everybody})
     if verdict.kind == "missing" and not missing:
         places = {r: rows[r].program or rows[r].kind for r in waiting}
-        verdict.kind = "inside"
         if len(set(places.values())) > 1:
             verdict.kind, verdict.calls = "order", places
+        elif not any(row.kind == "unknown" for row in rows.values()):
+            verdict.kind = "inside"
     compiling = missing and all(rows[r].kind == "compile" for r in missing)
     return None if compiling and seconds < _PATIENCE * limit else verdict
 

@@ -65,6 +65,8 @@ def show_report(verdict: Verdict, rows: Mapping[int, Row], collective: str) -> I
             yield f"    {collective}"
     for r in verdict.missing:
         yield from _show_missing(rows[r], verdict.program)
+    if unknown := [r for r, row in rows.items() if row.kind == "unknown"]:
+        yield f"  nothing can be known of {_list(unknown)}: the coordinator does not answer"
 
 
 def _show_missing(row: Row, program: str | None) -> Iterator[str]:
