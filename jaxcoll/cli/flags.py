@@ -182,8 +182,9 @@ def hang_command(args: argparse.Namespace) -> list[str]:
         return []
     if not 0 < seconds < float("inf"):
         raise ValueError(f"--hang-seconds must be a number above 0; got {seconds}.")
-    ends = ["--exit"] if args.hang_exit else []
-    return [sys.executable, "-m", "jaxcoll._report.hang", f"{seconds}", *ends]
+    ends = ["--hang-exit"] * args.hang_exit
+    flags = ["--hang-seconds", f"{seconds}", *ends, "--run"]
+    return [sys.executable, "-m", "jaxcoll", "inspect", *flags]
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:

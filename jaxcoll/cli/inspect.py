@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
 import jaxcoll as jc
+from jaxcoll._report.hang.monitor import report_hangs
 from jaxcoll._report.limits import check_limits
 from jaxcoll._report.profile.script import OnImport, Script
 from jaxcoll._report.profile.shield import Shield
@@ -41,8 +42,8 @@ With --against, a table compares both targets instead of a report.
 program unchanged. When the program ends, the first rank writes a table of all communicating
 programs to standard error; output, exit status and signals are the script's own. The exit status is
 1 if a --limit is exceeded and the script's status is 0; it is 2, with one line on standard error,
-if nothing can be run. With --hang-seconds, the script runs in the same way, and hangs are reported
-instead of programs.
+if nothing can be run. With --hang-seconds, hangs are reported, and programs only with one of
+--measure, --limit, --json and --plot.
 """
 
 
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--{of_target[0]} needs a TARGET; a script chooses its devices itself.")
     hang = flags.hang_command(args)
     if args.run is not None:
-        return _run_for_hangs(hang, args) if hang else _run(args)
+        return _run(args)
     if hang:
         raise ValueError("--hang-seconds needs --run, as in --hang-seconds 60 --run train.py.")
     if args.measure or args.limit:
@@ -116,15 +117,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_for_hangs(command: list[str], args: argparse.Namespace) -> int:
-    """Become a process that runs the script, and reports its hangs instead of its programs."""
-    for flag in ("measure", "limit", "profile", "json", "plot"):
-        if vars(args)[flag]:
-            raise ValueError(f"--hang-seconds reports hangs, not programs: leave --{flag} out.")
-    Script(args.run)  # raises if there is none
-    os.execv(command[0], [*command, *args.run])
-
-
 def _check_output(args: argparse.Namespace) -> None:
     """Refuse files that cannot be written, before anything takes time."""
     for file in (args.plot, args.json and args.json != "-" and Path(args.json)):
@@ -147,8 +139,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.profile:
         args.profile.mkdir(parents=True, exist_ok=True)
     passed_on = {word.partition("=")[0] for word in args.run[1:]}
+    with_programs = args.measure or limits or args.json or args.plot or not args.hang_seconds
     for flag, value in (("--measure", args.measure), ("--limit", limits)):
-        if not value and flag in passed_on:
+        if with_programs and not value and flag in passed_on:
             _say(f"{flag} comes after --run and is passed to the script; put it before --run.")
     shield, process = Shield(), os.getpid()
     watches: list[Watch] = []
@@ -161,10 +154,16 @@ def _run(args: argparse.Namespace) -> int:
         watches.append(watch)
 
     script = Script(args.run)  # raises if there is none, before anything is watched
-    OnImport("jax", shield(start))
+    if with_programs:
+        OnImport("jax", shield(start))
+    hangs = report_hangs(args.hang_seconds, end=args.hang_exit) if args.hang_seconds else None
     status = script.run()
     if os.getpid() != process:
         return status  # this is a fork that the script made
+    if hangs is not None and not status:
+        hangs.explain_silence()
+    if not with_programs:
+        return status
     ended = shield(_finish)(args, watches, limits, status, shield)
     if ended is None:  # it failed, and no limit is known to be kept
         _say(shield.notes[-1])

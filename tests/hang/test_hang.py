@@ -205,15 +205,17 @@ print(jax.device_count())
 def test_a_watched_program_is_not_changed(tmp_path, end):
     script = tmp_path / "train.py"
     script.write_text(PROGRAM.format(end=end))
-    watch = ["-m", "jaxcoll", "inspect", "--hang-seconds", "5", "--run"]
-    plain, watched = (
+    watch = ["-m", "jaxcoll", "inspect", "--hang-seconds", "5"]
+    plain, watched, measured = (
         subprocess.run([sys.executable, *flags, script, "a"], capture_output=True, text=True)
-        for flags in ([], watch)
+        for flags in ([], [*watch, "--run"], [*watch, "--measure", "3", "--run"])
     )
     line = "jaxcoll hang: nothing was watched, because the program joined no job of several processes.\n"
-    assert watched.stdout == plain.stdout == "3\n"
-    assert watched.stderr == plain.stderr + line * (end == "pass")
-    assert watched.returncode == plain.returncode
+    said = plain.stderr + line * (end == "pass")
+    assert watched.stdout == measured.stdout == plain.stdout == "3\n"
+    assert watched.stderr == said
+    assert measured.stderr.startswith(f"{said}\nNo program with collectives was compiled; ")
+    assert watched.returncode == measured.returncode == plain.returncode
 
 
 @pytest.mark.parametrize(
@@ -223,10 +225,9 @@ def test_a_watched_program_is_not_changed(tmp_path, end):
         ("launch --hang-seconds nan x.py", "--hang-seconds must be a number above 0; got nan."),
         ("launch --hang-exit x.py", "--hang-exit needs --hang-seconds, as in --hang-seconds 60."),
         ("inspect --hang-seconds 9 x.py:f", "--hang-seconds needs --run"),
-        ("inspect --hang-seconds 9 --measure 3 --run x.py", "leave --measure out"),
         ("inspect --hang-seconds 9 --run absent.py", "absent.py: No such file or directory."),
         ("inspect --hang-seconds 9 --run x.py", "the program did not import JAX."),
-        ("launch -n 1 --hang-seconds 9 x.py", "[0] jaxcoll hang: nothing was watched"),
+        ("launch -n 1 --hang-seconds 9 x.py --limit 3", "[0] jaxcoll hang: nothing was watched"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, command, line):

@@ -92,12 +92,15 @@ class HangWatch(threading.Thread):
                 return False
         return True
 
-    def is_alone(self) -> bool:
-        """True if this process has joined no job of several processes."""
-        from jaxcoll._compat.coordination import store
+    def explain_silence(self) -> None:
+        """Say so if nothing was watched."""
+        if not has_imported_jax():
+            say("nothing was watched, because the program did not import JAX.")
+        elif self._here is None or self._here.peers is None:
+            from jaxcoll._compat.coordination import store
 
-        has_joined = self._here is not None and self._here.peers is not None
-        return not has_joined and getattr(store(), "processes", 1) == 1
+            if getattr(store(), "processes", 1) == 1:
+                say("nothing was watched, because the program joined no job of several processes.")
 
     def close(self) -> None:
         """End the thread."""
