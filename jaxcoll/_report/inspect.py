@@ -10,7 +10,7 @@ import jax
 
 from jaxcoll._report.aot import compile_for
 from jaxcoll._report.lowering import compile_texts, find_stage, make_lowerable
-from jaxcoll._report.profile.watch import check_measure, measure_calls
+from jaxcoll._report.profile.measure import check_measure, measure_calls
 from jaxcoll._report.report import Report, make_report
 
 

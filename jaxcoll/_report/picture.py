@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from jaxcoll._hlo.collective import Collective
+from jaxcoll._hlo.collective import Collective, Loop, Matmul
 from jaxcoll._report.measured import Measured
-from jaxcoll._report.report import Report, describe_sent
-from jaxcoll._report.row_table import least, packs_in_words, totals
+from jaxcoll._report.row_table import least, packs_in_words
+from jaxcoll._report.rows import Row
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, legend, page, strip_frame
 from jaxcoll._show.units import milliseconds, percent, pluralize, scale, size
 
@@ -29,30 +30,36 @@ _LOOKS = (
 _MEASURED = {"computing": PRODUCTS, "transfer": COLOURS[0], "waiting": COLOURS[1]}
 
 
-def plot(report: Report) -> Figure:
-    """Draw a figure of 1,920 × 1,080 pixels, higher for many ranks, without pyplot."""
-    if report.measured:
-        return _step(report, report.measured)
-    title = f"{report.title} on {report.where or pluralize(report.devices, 'device')}"
-    figure = page(title, _subtitle(report))
+class Schedule(NamedTuple):
+    """What a picture of the compiled schedule shows; the fields are those of `Report`."""
+
+    rows: Sequence[Row]
+    matmuls: Sequence[Matmul]
+    loops: Sequence[Loop]
+    instructions: int
+    seconds: float | None
+    exposed_seconds: float | None
+    predicted_from: str
+
+    @property
+    def collectives(self) -> list[Collective]:
+        return [row.compiled for row in self.rows]
+
+
+def draw_schedule(title: str, lines: Sequence[str], schedule: Schedule) -> Figure:
+    """Draw a figure of 1,920 × 1,080 pixels, without pyplot; `lines` stand below its title."""
+    figure = page(title, (" " if len("".join(lines)) < 140 else "\n").join(lines))
     legend(figure, LEFT, 0.811, _LOOKS)
-    _schedule(figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49)), report)
-    _hidden(figure.add_axes((LEFT, 0.085, RIGHT - LEFT, 0.075)), report)
+    _draw_instructions(figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49)), schedule)
+    _draw_hidden(figure.add_axes((LEFT, 0.085, RIGHT - LEFT, 0.075)), schedule)
     return figure
 
 
-def _subtitle(report: Report) -> str:
-    lines = [f"Compiled to {totals(report.executed)}: {describe_sent(report)} leave each device."]
-    if report.requested is not None:
-        lines.insert(0, f"Requested {totals(report.requested)}.")
-    return (" " if len("".join(lines)) < 140 else "\n").join(lines)
-
-
-def _lanes(report: Report) -> list[tuple[str, list[int]]]:
+def _group_lanes(rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
     """Group positions in `rows` by kind and by the packs they carry, if these are known."""
     by_label: dict[str, list[int]] = {}
-    several = len({row.compiled.kind for row in report.rows}) > 1
-    for k, row in enumerate(report.rows):
+    several = len({row.compiled.kind for row in rows}) > 1
+    for k, row in enumerate(rows):
         kind, packs = row.compiled.kind, packs_in_words(row.packs).partition(" of ")[0]
         label = (f"{kind}\n{packs}" if several else packs) if packs else kind
         by_label.setdefault(label, []).append(k)
@@ -63,28 +70,28 @@ def _lanes(report: Report) -> list[tuple[str, list[int]]]:
     return lanes
 
 
-def _schedule(axes: Axes, report: Report) -> None:
+def _draw_instructions(axes: Axes, schedule: Schedule) -> None:
     """Draw the instructions from left to right: matrix products below, collectives above."""
-    lanes, end = _lanes(report), max(report.instructions, 1)
+    lanes, end = _group_lanes(schedule.rows), max(schedule.instructions, 1)
     top = max(len(lanes) + 1.55, 4.5)
     axes.set_xlim(0, end)
     axes.set_ylim(0, top)
-    for loop in report.loops:
+    for loop in schedule.loops:
         span = Rectangle((loop.at, 0), loop.until - loop.at, top, color=PALE, zorder=0)
         axes.add_patch(span)
         turns = "loop × ?" if loop.trips is None else f"loop × {loop.trips:,}"
         axes.text(loop.at + end * 0.004, top - 0.12, turns, size=9, color=FAINT, va="top")
-    _products(axes, report)
+    _draw_products(axes, schedule)
     beside = {"ha": "right", "va": "center", "size": 10}
     axes.text(-end * 0.008, 0.55, "matrix\nproducts", color=FAINT, **beside)
     for n, (label, ks) in enumerate(lanes):
         y, colour = top - 0.8 - n, COLOURS[n % len(COLOURS)]
         beside["size"] = 10 if len(lanes) < 11 else 9
         axes.axhline(y, color=LINE, linewidth=0.8, zorder=1)
-        axes.text(-end * 0.008, y, _label(label), color=colour, weight="bold", **beside)
+        axes.text(-end * 0.008, y, _break_label(label), color=colour, weight="bold", **beside)
         for k in ks:
-            _span(axes, report.rows[k].compiled, y, colour, end)
-        _sizes(axes, report, ks, y, end)
+            _draw_span(axes, schedule.rows[k].compiled, y, colour, end)
+        _write_sizes(axes, [schedule.rows[k] for k in ks], y, end)
     strip_frame(axes, labelsize=10)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -92,25 +99,25 @@ def _schedule(axes: Axes, report: Report) -> None:
     axes.set_xlabel("instruction of the compiled schedule", color=FAINT, size=10, loc="right")
 
 
-def _products(axes: Axes, report: Report) -> None:
+def _draw_products(axes: Axes, schedule: Schedule) -> None:
     """Draw a stroke for each product; its height is relative to the product with the most FLOP."""
-    most = max((m.flops for m in report.matmuls), default=0)
-    spans = [(c.at, c.until) for c in report.collectives if c.is_async]
-    for m in report.matmuls:
+    most = max((m.flops for m in schedule.matmuls), default=0)
+    spans = [(c.at, c.until) for c in schedule.collectives if c.is_async]
+    for m in schedule.matmuls:
         height = 0.12 + 0.88 * (m.flops / most if most else 0)
         overlaps = any(start < m.at < until for start, until in spans)
         colour = BUSY if overlaps else PRODUCTS
         axes.vlines(m.at + 0.5, 0.05, 0.05 + height, color=colour, linewidth=2.2, zorder=2)
-    if report.matmuls:
-        total = sum(m.turns * m.flops for m in report.matmuls)
-        label = f"{scale(total)}FLOP in {pluralize(len(report.matmuls), 'matrix product')}"
+    if schedule.matmuls:
+        total = sum(m.turns * m.flops for m in schedule.matmuls)
+        label = f"{scale(total)}FLOP in {pluralize(len(schedule.matmuls), 'matrix product')}"
         axes.annotate(
             label, (0, 0), (0, -23), xycoords="axes fraction", textcoords="offset points",
             color=FAINT, size=10, va="center",
         )  # fmt: skip
 
 
-def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
+def _draw_span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
     """Draw a collective from start to end; a synchronous one is short and hollow."""
     tall = 0.26 + 0.34 * min(1.0, math.log10(max(c.wire_bytes, 1)) / 9)
     width, face, edge, alpha = end / 220, "white", colour, 1.0
@@ -123,10 +130,10 @@ def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
     )  # fmt: skip
 
 
-def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) -> None:
+def _write_sizes(axes: Axes, rows: Sequence[Row], y: float, end: int) -> None:
     """Write a lane's wire bytes after its last collective, before its first, or else below it."""
-    lane = [report.rows[k].compiled for k in ks]
-    sum_sent = sum(report.rows[k].wire_bytes for k in ks)
+    lane = [row.compiled for row in rows]
+    sum_sent = sum(row.wire_bytes for row in rows)
     first, last = min(c.at for c in lane), max(max(c.until, c.at) for c in lane) + end / 150
     label = f"{least(*lane)}{size(sum_sent)}" + (f" in {len(lane)}" if len(lane) > 1 else "")
     after, before = last < 0.9 * end, first > 0.1 * end
@@ -138,19 +145,19 @@ def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) ->
     )  # fmt: skip
 
 
-def _hidden(axes: Axes, report: Report) -> None:
+def _draw_hidden(axes: Axes, schedule: Schedule) -> None:
     """Draw one bar: the communication that matrix products hide, and the exposed rest."""
-    total, exposed = report.seconds, report.exposed_seconds
+    total, exposed = schedule.seconds, schedule.exposed_seconds
     if total is not None and exposed is not None:
-        mark = least(*report.collectives)
-        amount = f"{mark}{total * 1e3:,.2f} ms, predicted from {report.predicted_from}"
+        mark = least(*schedule.collectives)
+        amount = f"{mark}{total * 1e3:,.2f} ms, predicted from {schedule.predicted_from}"
         rule = "is hidden for as long as the matrix products between its start and end take"
     else:  # the time of a product is not known
-        total = exposed = sum(row.wire_bytes for row in report.rows)
-        for row in report.rows:
+        total = exposed = sum(row.wire_bytes for row in schedule.rows)
+        for row in schedule.rows:
             if row.compiled.meanwhile and row.compiled.meanwhile.flops:
                 exposed -= row.wire_bytes
-        amount = f"{least(*report.collectives)}{size(total)}, counted in wire bytes"
+        amount = f"{least(*schedule.collectives)}{size(total)}, counted in wire bytes"
         rule = "counts as hidden if a matrix product is scheduled between its start and its end"
     axes.set_axis_off()
     axes.set_xlim(0, 1)
@@ -168,7 +175,7 @@ def _hidden(axes: Axes, report: Report) -> None:
     axes.text(0, -0.28, caption, size=9.5, color=FAINT, va="top", linespacing=1.5)
 
 
-def _label(label: str) -> str:
+def _break_label(label: str) -> str:
     """Break a long label into two lines."""
     if "\n" in label or len(label) <= 12:
         return label
@@ -176,15 +183,14 @@ def _label(label: str) -> str:
     return label.replace(end, f"{end.rstrip()}\n", 1)
 
 
-def _step(report: Report, measured: Measured) -> Figure:
-    """Draw a typical step, with one lane for each rank."""
+def draw_step(title: str, sends: str, measured: Measured) -> Figure:
+    """Draw a typical step, with one lane for each rank; `sends` are the totals of a run."""
     lanes = list(zip(measured.ranks, measured.lanes, strict=True))
     late = [last.rank for last, _ in measured.late]
     if len(lanes) > MOST_RANKS:  # late ranks first, then the lowest numbers
         lanes.sort(key=lambda lane: lane[0] not in late)
         lanes = sorted(lanes[:MOST_RANKS])
     high = 3.2 + 0.42 * max(len(lanes), 3)
-    devices = pluralize(report.devices, "device")
     exposed, step = measured.exposed_seconds, measured.step_seconds
     takes = f"{milliseconds(exposed)} of exposed communication in each run"
     if step is not None:
@@ -196,8 +202,8 @@ def _step(report: Report, measured: Measured) -> Figure:
         for last, _ in measured.late[:3]
     ]
     figure = page(
-        f"{report.title} on {devices}, {pluralize(len(measured.ranks), 'rank')}",
-        f"{totals(report.executed)}. {takes} (medians of {pluralize(measured.runs, 'run')}).\n"
+        f"{title}, {pluralize(len(measured.ranks), 'rank')}",
+        f"{sends}. {takes} (medians of {pluralize(measured.runs, 'run')}).\n"
         + (" ".join(names) or "No rank is late."),
         high=high,
     )

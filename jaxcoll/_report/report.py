@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,13 +194,23 @@ class Report(Shown):
           ImportError: matplotlib is not installed.
         """
         try:
-            picture = importlib.import_module("jaxcoll._report.picture")
+            from jaxcoll._report.picture import Schedule, draw_schedule, draw_step
         except ImportError as error:
             raise ImportError(
                 "`Report.plot` needs matplotlib, which is not installed: "
                 "pip install 'jaxcoll[cli]'."
             ) from error
-        figure = picture.plot(self)
+        title = f"{self.title} on {self.where or pluralize(self.devices, 'device')}"
+        if self.measured:
+            figure = draw_step(title, totals(self.executed), self.measured)
+        else:
+            lines = [
+                f"Compiled to {totals(self.executed)}: {describe_sent(self)} leave each device."
+            ]
+            if self.requested is not None:
+                lines.insert(0, f"Requested {totals(self.requested)}.")
+            fields = {name: getattr(self, name) for name in Schedule._fields}
+            figure = draw_schedule(title, lines, Schedule(**fields))
         if path is not None:
             figure.savefig(path, format=Path(path).suffix[1:] or "png")
         return figure

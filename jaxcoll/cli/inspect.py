@@ -176,7 +176,7 @@ def _finish(
     shield: Shield,
 ) -> int:  # fmt: skip
     """Show what was recorded; return the status of the script, or 1 if it exceeds a limit."""
-    from jaxcoll._report.profile.watch import this_rank
+    from jaxcoll._report.profile.measure import this_rank
     from jaxcoll._report.programs import Programs
 
     sys.stdout.flush()

@@ -11,7 +11,7 @@ import forks
 import pytest
 
 from jaxcoll._job.key_value import LocalKeys
-from jaxcoll._report.profile import watch
+from jaxcoll._report.profile import measure
 
 pytestmark = pytest.mark.processes
 
@@ -65,10 +65,10 @@ def test_a_rank_that_does_not_answer_is_named(monkeypatch):
     keys = LocalKeys(processes=3)
     write = keys.set
     keys.set = lambda key, value: (write(key, value), write(key.replace("/0", "/2"), value))
-    monkeypatch.setattr(watch, "store", lambda: keys)
-    monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(measure, "store", lambda: keys)
+    monkeypatch.setattr(measure, "_ANSWER_SECONDS", 0.2)
     own = {"notes": ["x"]}
-    found = watch.gather(own, "name", everywhere=False)
+    found = measure.gather(own, "name", everywhere=False)
     assert found == ({0: own, 2: own}, "rank 1 did not answer within 0.2 s.")
 
 
