@@ -34,19 +34,26 @@ _ELEMENTWISE = {
     "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 _TYPES_ONLY = {"sharding", "weak_type"}
-_TABLE = "an array of numbers"
+
+
+class _Mixed(NamedTuple):
+    """Owns what does not belong to the elements of one leaf; `reason` says by what it is mixed."""
+
+    reason: str
+
+
+_TABLE = _Mixed("an array of numbers")  # of no leaf: mixed only once it meets one
 
 
 class _Value(NamedTuple):
     """A value of a program: which elements it depends on, and by which formula.
 
     `owner` is the leaf of the parameters from which the value is computed element by element; None
-    for a single number, repeated or not; `_TABLE` for other arrays of numbers; or a description
-    of what mixes elements. Values with equal `formula` are computed in the same way, whatever their
-    shapes.
+    for a single number, repeated or not. Values with equal `formula` are computed in the same way,
+    whatever their shapes.
     """
 
-    owner: int | str | None
+    owner: int | _Mixed | None
     formula: int
 
 
@@ -74,9 +81,11 @@ def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | N
             place = "the update of" if path.startswith("[0]") else "its state at"
             place = f"{place} {path[3:] or 'the value'}"
             if value.owner not in (None, owner.leaf):
+                owned = value.owner
+                reason = owned.reason if isinstance(owned, _Mixed) else "another array"
                 raise ValueError(
                     f"{_REFUSED}, but in the program of this one {place} depends on several "
-                    f"elements (by {value.owner}). {_ADVICE}"
+                    f"elements (by {reason}). {_ADVICE}"
                 )
             if formulas.setdefault((path[:3], owner.role), value.formula) != value.formula:
                 raise ValueError(
@@ -92,7 +101,7 @@ def _drop_axes(x: Any) -> jax.ShapeDtypeStruct:
 class _Owner(NamedTuple):
     """The leaf that an array belongs to, and a key shared by arrays of the same role."""
 
-    leaf: int | str | None
+    leaf: int | _Mixed | None
     role: Hashable
 
 
@@ -168,7 +177,7 @@ class _Reader:
     def __init__(self) -> None:
         self._formulas: dict[Hashable, int] = {}
 
-    def value(self, owner: int | str | None, *formula: Hashable) -> _Value:
+    def value(self, owner: int | _Mixed | None, *formula: Hashable) -> _Value:
         """Make a value with this formula, which includes the formulas of its operands."""
         return _Value(owner, self._formulas.setdefault(formula, len(self._formulas)))
 
@@ -209,10 +218,10 @@ class _Reader:
             return [
                 results[0]
                 if len(set(results)) == 1
-                else self.value(_owner([by, *results]), name, by.formula, *_formulas(results))
+                else self.value(_find_owner([by, *results]), name, by.formula, *_formulas(results))
                 for results in zip(*outs, strict=True)
             ]
-        owner = _owner(operands)
+        owner = _find_owner(operands)
         if name in _IDENTITIES or _keeps_dtype(eqn):
             if owner is None or get_shape(eqn.invars[0]) == get_shape(eqn.outvars[0]):
                 return operands[: len(eqn.outvars)]
@@ -222,7 +231,7 @@ class _Reader:
             if any(map(is_ref, eqn.invars)) or (
                 isinstance(owner, int) and name not in _ELEMENTWISE
             ):
-                of = f"`{name}`"
+                of = _Mixed(f"`{name}`")
             elif owner in (None, _TABLE) and name not in _ELEMENTWISE:
                 of = _TABLE if get_shape(var) else None
             else:
@@ -231,13 +240,14 @@ class _Reader:
         return results
 
 
-def _owner(values: Sequence[_Value]) -> int | str | None:
+def _find_owner(values: Sequence[_Value]) -> int | _Mixed | None:
     """Find the owner of a value that is computed element by element from several values."""
     owners = {x.owner for x in values} - {None}
-    mixed = sorted(x for x in owners - {_TABLE} if isinstance(x, str))
+    mixed = sorted(x for x in owners - {_TABLE} if isinstance(x, _Mixed))
     if mixed or len(owners) < 2:
         return mixed[0] if mixed else next(iter(owners), None)
-    return "numbers that differ by place" if _TABLE in owners else "a mixture of arrays"
+    # A pack has other elements at the places of the table's numbers than the leaf has.
+    return _Mixed("numbers that differ by place" if _TABLE in owners else "a mixture of arrays")
 
 
 def _formulas(values: Sequence[_Value]) -> list[int]:
