@@ -5,17 +5,17 @@ import threading
 
 def at_once(*calls):
     """What each call returns, or the exception that it raises."""
-    found = [None] * len(calls)
+    results = [None] * len(calls)
 
     def go(i):
         try:
-            found[i] = calls[i]()
+            results[i] = calls[i]()
         except Exception as error:
-            found[i] = error
+            results[i] = error
 
     threads = [threading.Thread(target=go, args=(i,), daemon=True) for i in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    return found
+    return results

@@ -41,8 +41,8 @@ def mesh_of(n, axis="data", kind=AxisType.Auto):
 def grid(*shape, kind=AxisType.Auto):
     """A mesh of several axes, of which "data" is the last, "node" the one before, and so on."""
     names = ("pod", "node", "data")[-len(shape) :]
-    found = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return Mesh(found, names, axis_types=(kind,) * len(shape))
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    return Mesh(devices, names, axis_types=(kind,) * len(shape))
 
 
 def mapped(f, ins=ROWS, outs=WHOLE, mesh=4, **how):
@@ -114,8 +114,8 @@ def program(runner, f, n, jit=True, varying=False):
             body, mesh=mesh_of(n), in_specs=spec, out_specs=outs, check_vma=checked
         )
     mapped = jax.jit(mapped) if jit and runner != "pmap" else mapped
-    found = held if checked and not varying else np.asarray
-    return lambda *given: jax.tree.map(found, mapped(*given))
+    read = held if checked and not varying else np.asarray
+    return lambda *given: jax.tree.map(read, mapped(*given))
 
 
 def run(runner, f, n, *stacked, jit=True):
@@ -225,9 +225,9 @@ class CompileCounter:
         self._open = False
 
 
-def on(found):
+def on(devices):
     """Destinations: a value that lies on these devices."""
-    return jc.distribute.Mirrored.from_function(lambda i: 0, devices=found)
+    return jc.distribute.Mirrored.from_function(lambda i: 0, devices=devices)
 
 
 def check(result, want, destinations):

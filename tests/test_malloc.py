@@ -33,50 +33,45 @@ def printed(program, **variables):
 
 
 @on_glibc
-@pytest.mark.parametrize(
-    ("variables", "found"),
-    [
+def test_users_variables_stay():
+    for variables, kept in (
         ({}, ["False", "True", "True"]),
         ({"MALLOC_MMAP_MAX_": "65536"}, ["False", "True", "False"]),
         (dict.fromkeys(_malloc.SETTINGS, "0"), ["False", "False", "False"]),
         ({"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}, ["True", "True", "True"]),
         ({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}, ["False", "True", "True"]),
-    ],
-)  # fmt: skip
-def test_what_is_in_force_is_found_out_and_the_users_variables_stay(variables, found):
-    assert printed("print(keeps(), keep(), keeps())", **variables) == found
+    ):  # fmt: skip
+        assert printed("print(keeps(), keep(), keeps())", **variables) == kept, variables
 
 
 @on_glibc
-def test_a_block_that_is_freed_and_taken_again_has_no_fresh_pages():
+def test_freed_block_keeps_pages():
     assert printed(FAULTS) == ["True", "True", "True", "True", "False"]
 
 
-def test_another_c_library_is_left_alone(monkeypatch):
+def test_other_libc_is_left_alone(monkeypatch):
     monkeypatch.setattr(_malloc, "_glibc", lambda: None)
     assert not _malloc.keep_freed_memory()
     assert not _malloc.keeps_freed_memory()
 
 
-@pytest.mark.parametrize(
-    ("platforms", "plugins", "collectives", "kept"),
-    [
+def test_only_gloo_keeps_memory(monkeypatch, caplog):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(initialize, "keep_freed_memory", lambda: True)
+    for platforms, plugins, collectives, kept in (
         ("cpu", ["cuda"], "gloo", True),
         ("cpu,cuda", ["cuda"], "gloo", True),
         ("cuda,cpu", [], "gloo", False),
         (None, [], "gloo", True),
         (None, ["cuda"], "gloo", False),
         ("cpu", [], "mpi", False),
-    ],
-)
-def test_only_processes_that_meet_over_gloo_keep_memory(
-    monkeypatch, caplog, platforms, plugins, collectives, kept
-):
-    settings = {"platforms": platforms, "cpu_collectives_implementation": collectives}
-    monkeypatch.setattr(initialize.settings, "read_option", settings.__getitem__)
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: plugins)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(initialize, "keep_freed_memory", lambda: True)
-    with caplog.at_level("DEBUG", "jaxcoll"):
-        initialize._keep_memory()
-    assert ("malloc keeps freed memory" in caplog.text) is kept
+    ):
+        settings = {"platforms": platforms, "cpu_collectives_implementation": collectives}
+        monkeypatch.setattr(initialize.settings, "read_option", settings.__getitem__)
+        monkeypatch.setattr(
+            "importlib.metadata.entry_points", lambda group, plugins=plugins: plugins
+        )
+        caplog.clear()
+        with caplog.at_level("DEBUG", "jaxcoll"):
+            initialize._keep_memory()
+        assert ("malloc keeps freed memory" in caplog.text) is kept, (platforms, plugins)

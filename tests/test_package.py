@@ -21,7 +21,7 @@ REPOSITORY = Path(jaxcoll.__file__).parents[1]
 IMPORT = """
 import json, sys, jax
 import jaxcoll
-found = {"file": jaxcoll.__file__, "own": [x for x in sys.modules if x.startswith("jaxcoll")]}
+facts = {"file": jaxcoll.__file__, "own": [x for x in sys.modules if x.startswith("jaxcoll")]}
 getattr(jaxcoll, sys.argv[1])
 from jaxcoll._collectives.scope import scope_here
 # Whichever name is used first, a bare call has its world, formats their names, and errors no frames.
@@ -30,14 +30,14 @@ jaxcoll.CommunicationOptions(compression="int8")
 assert "jaxcoll._compat.settings" in sys.modules
 from jaxcoll import *
 assert {name for name in dir(jaxcoll) if name[0] != "_"} <= {*globals()}
-found["optional"] = sorted({'rich', 'matplotlib', 'optax', 'sklearn', 'chex'} & set(sys.modules))
+facts["optional"] = sorted({'rich', 'matplotlib', 'optax', 'sklearn', 'chex'} & set(sys.modules))
 jax.config.update('jax_num_cpu_devices', 3)
-print(json.dumps({**found, "devices": jax.device_count()}))
+print(json.dumps({**facts, "devices": jax.device_count()}))
 """
 
 
 @pytest.mark.product
-def test_import_is_light_and_leaves_the_backend_alone_and_needs_the_wheel_alone():
+def test_import_is_light():
     # JAX refuses to change the number of CPU devices once a backend exists.
     variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(built().site)}
     command = [sys.executable, "-P", "-W", "error", "-c", IMPORT]
@@ -47,10 +47,10 @@ def test_import_is_light_and_leaves_the_backend_alone_and_needs_the_wheel_alone(
             env={**os.environ, **variables}, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
+        facts = json.loads(done.stdout)
         # Beyond JAX nothing that takes time: every other module comes with a name that is used.
-        assert (found["own"], found["optional"], found["devices"]) == (["jaxcoll"], [], 3)
-        assert Path(found["file"]).is_relative_to(built().site)
+        assert (facts["own"], facts["optional"], facts["devices"]) == (["jaxcoll"], [], 3)
+        assert Path(facts["file"]).is_relative_to(built().site)
 
 
 def public(module: types.ModuleType) -> set[str]:
@@ -58,7 +58,7 @@ def public(module: types.ModuleType) -> set[str]:
     return {name for name in names if not isinstance(getattr(module, name), types.ModuleType)}
 
 
-def test_every_public_name_is_in_the_reference_and_the_face_is_small():
+def test_reference_lists_public_names():
     pages = sorted((REPOSITORY / "docs" / "reference").glob("*.md"))
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     listed = re.findall(r"^::: jaxcoll\.((?:\w+\.)*\w+)$", text, re.MULTILINE)
@@ -73,7 +73,7 @@ def test_every_public_name_is_in_the_reference_and_the_face_is_small():
 
 
 @pytest.mark.product
-def test_wheel_is_typed_and_complete():
+def test_wheel_is_complete():
     names, metadata = built().names, built().metadata
     sources = {
         str(path.relative_to(REPOSITORY).as_posix())
@@ -88,7 +88,7 @@ def test_wheel_is_typed_and_complete():
 
 
 @pytest.mark.product
-def test_what_a_package_index_reads_of_the_wheel_is_complete():
+def test_metadata_is_complete():
     metadata = built().metadata
     assert metadata["Name"] == "jaxcoll"
     assert metadata["Summary"]
@@ -101,7 +101,7 @@ def test_what_a_package_index_reads_of_the_wheel_is_complete():
 
 
 @pytest.mark.product
-def test_the_source_archive_has_what_a_packager_needs_and_nothing_else():
+def test_sdist_is_complete():
     with tarfile.open(built().sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {
@@ -121,6 +121,6 @@ def test_the_source_archive_has_what_a_packager_needs_and_nothing_else():
     assert tops <= known | {"mkdocs.yml", "Makefile", "uv.lock"}
 
 
-def test_the_version_is_one():
+def test_version_is_one():
     cited = (REPOSITORY / "docs" / "CITATION.cff").read_text("utf8")
     assert re.search(r"^version: (.+)$", cited, re.M)[1] == jaxcoll.__version__

@@ -61,7 +61,7 @@ def site(tmp_path_factory):
     }
 
 
-def test_every_link_of_every_page_leads_somewhere(site):
+def test_links_lead_somewhere(site):
     folder, pages = site
     broken = []
     for name, page in pages.items():
@@ -82,7 +82,7 @@ def test_every_link_of_every_page_leads_somewhere(site):
     assert broken == []
 
 
-def test_every_page_of_the_navigation_has_its_title_and_can_be_searched(site):
+def test_pages_are_titled_and_indexed(site):
     folder, pages = site
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf8").replace("!ENV", ""))
     groups = [entry for entry in config["nav"] if isinstance(next(iter(entry.values())), list)]
@@ -97,13 +97,13 @@ def test_every_page_of_the_navigation_has_its_title_and_can_be_searched(site):
             assert f"{place.removesuffix('/')}/" in places or file == "reference/index.md"
 
 
-def test_the_site_has_neither_pages_for_contributors_nor_compiled_python(site):
+def test_site_is_for_users(site):
     folder, pages = site
     assert not {"design", "decisions"} & pages.keys()
     assert [*folder.rglob("__pycache__"), *folder.rglob("*.pyc")] == []
 
 
-def test_the_landing_page_is_the_readme(site):
+def test_landing_page_is_readme(site):
     _, pages = site
     readme = (ROOT / "README.md").read_text("utf8").split("\n## In a checkout", 1)[0]
     assert pages["."].heads[0] == "jaxcoll"
@@ -112,7 +112,7 @@ def test_the_landing_page_is_the_readme(site):
     assert "docs/landing.py" not in (site[0] / "index.html").read_text("utf8")
 
 
-def test_the_reference_has_every_listed_name_with_its_signature_and_nothing_private(site):
+def test_reference_shows_public_signatures(site):
     folder, pages = site
     names = [name for name in pages if name.startswith("reference/")]
     listed = set().union(*(pages[name].anchors for name in names))
@@ -131,7 +131,7 @@ def test_the_reference_has_every_listed_name_with_its_signature_and_nothing_priv
     assert not {name for name in shown if name.startswith("_")} - special
 
 
-def test_no_page_asks_another_host_for_anything(site):
+def test_pages_load_nothing_elsewhere(site):
     asked = re.compile(r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]*)"')
     for path in site[0].rglob("*.html"):
         assert asked.findall(path.read_text("utf8")) == [], path
@@ -171,15 +171,15 @@ new Promise(resolve => {
 def browser():
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed here")
-    with Browser() as found:
-        yield found
+    with Browser() as page:
+        yield page
 
 
-def test_a_search_finds_the_page_of_its_subject_first(site, browser):
+def test_search_finds_subject(site, browser):
     with served(site[0]) as address:
         browser.open(address, 1280)
-        found = {words: browser.value(SEARCH % json.dumps(words)) for words in FIRST_FOUND}
-    assert found == FIRST_FOUND
+        first = {query: browser.value(SEARCH % json.dumps(query)) for query in FIRST_FOUND}
+    assert first == FIRST_FOUND
 
 
 SCHEME = "document.body.dataset.mdColorScheme"
@@ -199,13 +199,13 @@ document.querySelector("input[data-md-color-scheme={}]").click();
 WIDTHS = {"default": 1280, "slate": 390}
 
 
-def test_every_page_is_legible_in_a_browser_and_runs_without_an_error(site, browser):
+def test_pages_are_legible(site, browser):
     """At a desk in the light, and on a phone in the dark; what is chosen is kept."""
     folder, pages = site
     # Every page prepares a search, which takes a quarter of its time and is tested above.
     index = folder / "search" / "search_index.json"
     index.write_text(json.dumps({**json.loads(index.read_text("utf8")), "docs": []}), "utf8")
-    found = {}
+    faults = {}
     with served(folder) as other, served(folder) as address:
         for first, now in ((other, "default"), (address, "slate")):  # as the visitor prefers it
             browser.open(first, WIDTHS[now], dark=now == "slate")
@@ -214,11 +214,11 @@ def test_every_page_is_legible_in_a_browser_and_runs_without_an_error(site, brow
             browser.errors.clear()
             browser.open(f"{address}{name}/", WIDTHS[now], dark=True)
             assert browser.value(SCHEME) == now
-            found[name] = browser.value(ILLEGIBLE) + browser.value(PICTURES)
+            faults[name] = browser.value(ILLEGIBLE) + browser.value(PICTURES)
             now = "default" if now == "slate" else "slate"
             browser.resize(WIDTHS[now])
             browser.value(CHOOSE.format(now))
             assert browser.value(SCHEME) == now
-            found[name] += browser.value(ILLEGIBLE) + browser.value(PICTURES) + browser.errors
-    assert len(found) > 30
-    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+            faults[name] += browser.value(ILLEGIBLE) + browser.value(PICTURES) + browser.errors
+    assert len(faults) > 30
+    assert {name: wrong for name, wrong in faults.items() if wrong} == {}

@@ -9,7 +9,7 @@ from benchmarks.hlo_text import in_flight, layers, measure, results, show, state
 @pytest.mark.product
 @pytest.mark.parametrize("make", [results, in_flight, state, layers])
 @pytest.mark.timeout(120)
-def test_texts_are_programs_for_both_readers(make, tmp_path, capsys):
+def test_both_readers_read_texts(make, tmp_path, capsys):
     file = tmp_path / "step.hlo"
     file.write_text(make(16))
     report = jc.inspect(file.read_text())

@@ -52,7 +52,7 @@ with lab(2, "1gbit") as made:
 """
 
 
-def test_what_one_host_sends_another_is_counted_and_takes_as_long_as_the_rate_says():
+def test_rate_limits_what_is_counted():
     with hosts(2, "16mbit") as made:
         there = made.address(1)
         receives = [*made.on(1), sys.executable, "-c", RECEIVES, there]
@@ -70,7 +70,7 @@ def test_what_one_host_sends_another_is_counted_and_takes_as_long_as_the_rate_sa
         assert "tbf" not in shown
 
 
-def test_a_host_reaches_nobody_but_the_other_hosts():
+def test_host_reaches_hosts_only():
     with socket.create_server(("127.0.0.1", 0)) as server, hosts(2, "none") as made:
         port = server.getsockname()[1]
         code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
@@ -88,13 +88,13 @@ def test_a_host_reaches_nobody_but_the_other_hosts():
     ],
     ids=["success", "failure", "interrupt", "kill"],
 )
-def test_nothing_is_left_however_it_ends(then, status, tmp_path):
+def test_nothing_outlives_lab(then, status, tmp_path):
     with hosts(2, "none"):
         pass
     done = forks.with_commands().run(HOLDS.format(then=then, root=ROOT), cwd=tmp_path)
     assert done.returncode == status, done.stderr
-    words = done.stdout.split()
-    holder = Path("/proc") / words[words.index("--target") + 1]
+    command = done.stdout.split()
+    holder = Path("/proc") / command[command.index("--target") + 1]
     until = time.monotonic() + 20
     while holder.exists() and "cat" in (holder / "comm").read_text():
         assert time.monotonic() < until, "the process that holds the namespace goes on"
@@ -118,7 +118,7 @@ def check_two_levels(exact, coded, within, by):
 
 
 @pytest.mark.processes
-def test_processes_on_two_hosts_find_out_and_send_between_them_what_two_levels_send(tmp_path):
+def test_two_hosts_use_two_levels(tmp_path):
     logs = [tmp_path / f"{rank}.log" for rank in range(4)]
     with hosts(2, "none") as made, killed_on_exit() as running:
         for rank, variables in enumerate(made.variables(2)):
@@ -137,28 +137,26 @@ def test_processes_on_two_hosts_find_out_and_send_between_them_what_two_levels_s
 
 
 @pytest.mark.processes
-def test_hosts_can_be_named_by_hand():
+def test_hosts_named_by_hand():
     for log in launch([sys.executable, str(JOB), "named"], 2, timeout=120, env=TWO_DEVICES):
         check_two_levels(*facts_in(log), "shuffle", "all-to-all")
 
 
-def test_rates_as_tc_spells_them():
+def test_rates_are_tcs():
     assert [bits_per_second(rate) for rate in ("200mbit", "1.5gbit", "none")] == [2e8, 1.5e9, None]
 
 
-@pytest.mark.parametrize("rate", ["", "fast", "0mbit", "100 mbit", "-1gbit", "1tbit"])
-def test_what_is_not_a_rate_is_refused(rate):
-    with pytest.raises(ValueError, match="expected a rate such as 200mbit or 1gbit, or 'none'"):
-        bits_per_second(rate)
+def test_wrong_arguments_are_refused():
+    for rate in ("", "fast", "0mbit", "100 mbit", "-1gbit", "1tbit"):
+        with pytest.raises(ValueError, match="expected a rate such as 200mbit or 1gbit, or 'none'"):
+            bits_per_second(rate)
+    for count in (0, 1, 65):
+        refused = pytest.raises(ValueError, match=f"expected 2 to 64 hosts; got {count}")
+        with refused, lab(count):
+            pass
 
 
-@pytest.mark.parametrize("count", [0, 1, 65])
-def test_so_many_hosts_are_refused(count):
-    with pytest.raises(ValueError, match=f"expected 2 to 64 hosts; got {count}"), lab(count):
-        pass
-
-
-def test_a_missing_tool_is_named(monkeypatch):
+def test_missing_tool_is_named(monkeypatch):
     monkeypatch.setattr("benchmarks.lab.shutil.which", lambda tool: None if tool == "tc" else tool)
     with pytest.raises(LabUnavailableError, match="needs `tc` .iproute2, util-linux., which is"):
         with lab(2):
@@ -166,22 +164,22 @@ def test_a_missing_tool_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tool", "words"),
+    ("tool", "message"),
     [
         ("unshare", "namespaces may not be made here: they need root .*the kernel refuses"),
         ("tc", "the network could not be made: `tc qdisc replace .*`: the kernel refuses"),
     ],
 )
-def test_what_the_kernel_refuses_is_said(monkeypatch, tmp_path, tool, words):
+def test_kernels_refusal_is_said(monkeypatch, tmp_path, tool, message):
     with hosts(2, "none"):
         pass
     refusing = tmp_path / tool
     refusing.write_text("#!/bin/sh\necho the kernel refuses >&2\nexit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(LabUnavailableError, match=words), lab(2):
+    with pytest.raises(LabUnavailableError, match=message), lab(2):
         pass
 
 
-def test_a_network_in_words():
+def test_network_as_text():
     assert str(Network(2, 2, "none")) == "2 hosts, no limit between them"

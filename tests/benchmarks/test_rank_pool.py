@@ -30,17 +30,17 @@ TWIN = BASELINE + AGAIN
 def team(tmp_path, *entries, **env):
     journal = {"JOURNAL": str(tmp_path / "journal")}
     worlds = [{**journal, "RANK": str(rank), **env} for rank in range(2)]
-    with launched("fake", entries, FAKE, worlds, 30) as found:
+    with launched("fake", entries, FAKE, worlds, 30) as ranks:
         try:
-            yield found
+            yield ranks
         finally:
-            pids = [process.pid for process in found._running]
+            pids = [process.pid for process in ranks._running]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
 
-def test_two_teams_take_turns_in_one_run(tmp_path):
+def test_teams_take_turns(tmp_path):
     ours = [(BASELINE,), (TWIN,), ("slow",)]
     theirs = [("theirs slow", "theirs quick")]
     with team(tmp_path, *ours) as first, team(tmp_path, *theirs) as second:
@@ -62,7 +62,7 @@ def test_two_teams_take_turns_in_one_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("killed", r"fake: process 1 of 2 was killed by SIGKILL \(time 'killed'\)\.$"),
         ("raises", r"fake: process \d of 2 failed \(time 'raises'\): ValueError: it went wrong$"),
@@ -70,11 +70,11 @@ def test_two_teams_take_turns_in_one_run(tmp_path):
         ("stuck", r"fake: time 'stuck' took longer than 1 s on processes 0, 1 of 2; --timeout"),
     ],
 )
-def test_a_rank_that_fails_ends_the_team(tmp_path, name, words):
-    with team(tmp_path, (name,)) as found:
-        found._timeout = 1 if name == "stuck" else 30  # a start may take longer
-        with pytest.raises(LaunchError, match=words):
-            found.do("time", name=name, calls=1)
+def test_failing_rank_ends_team(tmp_path, name, message):
+    with team(tmp_path, (name,)) as ranks:
+        ranks._timeout = 1 if name == "stuck" else 30  # a start may take longer
+        with pytest.raises(LaunchError, match=message):
+            ranks.do("time", name=name, calls=1)
 
 
 DRIVER = """
@@ -87,10 +87,10 @@ with launched("fake", [], sys.argv[1:], [{"RANK": str(rank)} for rank in range(2
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_goes_on_without_its_driver_even_in_the_midst_of_a_request(tmp_path, end):
-    words = [sys.executable, "-c", DRIVER, *FAKE]
+def test_no_rank_outlives_driver(tmp_path, end):
+    command = [sys.executable, "-c", DRIVER, *FAKE]
     own = {**os.environ, "JOURNAL": str(tmp_path / "journal"), "PYTHONPATH": str(teams.HERE.parent)}
-    with subprocess.Popen(words, env=own, stdout=subprocess.PIPE, text=True) as driver:
+    with subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True) as driver:
         pids = driver.stdout.readline().split()
         while not (tmp_path / "journal").exists():
             time.sleep(0.01)
@@ -98,22 +98,19 @@ def test_no_rank_goes_on_without_its_driver_even_in_the_midst_of_a_request(tmp_p
     assert forks.gone(pids), "a stuck one sleeps for a minute"
 
 
-def test_ranks_that_cannot_meet_say_why_in_one_line():
+def test_failed_start_is_one_line():
     worlds = [{"FAIL": "1"}] * 2
     with pytest.raises(LaunchError, match=r"of 2 failed \(start\): OSError: no such world$"):
         launched("fake", [], FAKE, worlds, 30).__enter__()
 
 
-@pytest.mark.parametrize(
-    ("python", "words"),
-    [
+def test_missing_library_is_named():
+    for python, message in (
         (sys.executable, "has no tensorflow; name an interpreter that has it with --tensorflow-py"),
         ("/no/such/python", "--tensorflow-python: there is no interpreter '/no/such/python'"),
-    ],
-)
-def test_a_library_that_is_not_there(python, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        teams.peer("tensorflow", python, 2, 30)
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            teams.peer("tensorflow", python, 2, 30)
 
 
 PEER = """
@@ -137,17 +134,15 @@ def main():
 """
 
 
-def test_a_peer_names_its_contestants_and_knows_its_world_as_its_library_reads_it(
-    monkeypatch, tmp_path
-):
+def test_peer_names_contestants_and_world(monkeypatch, tmp_path):
     for file in ("__init__", "rank", "data"):
         (tmp_path / "ranks").mkdir(exist_ok=True)
         text = (teams.HERE / "ranks" / f"{file}.py").read_text()
         (tmp_path / "ranks" / f"{file}.py").write_text(text)
     (tmp_path / "ranks" / "json_rank.py").write_text(PEER)
     monkeypatch.setattr(teams, "HERE", tmp_path)
-    with teams.peer("json", None, 2, 30) as found:
-        assert found.entries == (("json flat",), ("json@1", "json@2"))
-        replies = found.do("describe", name="")
+    with teams.peer("json", None, 2, 30) as peer:
+        assert peer.entries == (("json flat",), ("json@1", "json@2"))
+        replies = peer.do("describe", name="")
     assert [r["torch"] for r in replies] == [("0", "2"), ("1", "2")]
     assert [r["tensorflow"] for r in replies] == [0, 1]

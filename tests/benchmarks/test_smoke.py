@@ -48,25 +48,25 @@ def test_all_reduce(tmp_path, tree):
 
 @pytest.mark.processes
 def test_overlap(capsys, tree):
-    (found,) = overlap.main(["--tree", tree, "--parts", "3", "--rounds", "2"])
-    assert (found.processes, found.parts, found.bytes) == (2, 3, 20480)
+    (row,) = overlap.main(["--tree", tree, "--parts", "3", "--rounds", "2"])
+    assert (row.processes, row.parts, row.bytes) == (2, 3, 20480)
     assert "exposed" in capsys.readouterr().out
 
 
 @pytest.mark.processes
 def test_late_rank(tmp_path, capsys):
     file = tmp_path / "late.jsonl"
-    found = late_rank.main([
+    rows = late_rank.main([
         "--worlds", "2x2", "--forms", "ring", "--where", "middle", "--ms", "100", "--windows", "1",
         "--runs", "12", "--width", "16", "--json", str(file),
     ])  # fmt: skip
     (case,) = map(json.loads, file.read_text().splitlines())
     assert (case["processes"], case["form"], case["windows"][0]["late"]) == (2, "ring", 1)
     assert list(case["windows"][0]["named"]) == ["1"]
-    assert found[0].row()[0] in capsys.readouterr().out
+    assert rows[0].row()[0] in capsys.readouterr().out
 
 
-def test_windows_of_late_ranks_are_counted_by_who_was_named():
+def test_windows_count_named_ranks():
     windows = [late_rank.Window(1, named, runs, 0.1) for named, runs in (
         ({1: 0.022}, 20), ({1: 0.016, 0: 0.001}, 20), ({0: 0.002}, 20), ({}, 20), ({}, 3),
     )]  # fmt: skip
@@ -91,14 +91,14 @@ def test_simulation(tmp_path, capsys, tree):
 
 
 @pytest.mark.processes
-def test_one_gpu_in_the_place_of_which_a_cpu_stands(tmp_path, monkeypatch):
+def test_one_gpu_on_cpu(tmp_path, monkeypatch):
     file = tmp_path / "one.json"
     monkeypatch.setattr(on_one_gpu, "AHEAD", on_one_gpu.AHEAD[:1])  # each takes a Python of its own
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = on_one_gpu.main(["--tiny", "--json", str(file)])
-    assert json.loads(file.read_text()) == json.loads(json.dumps(found))
-    assert (found["ran_on"]["platform"], found["ran_on"]["is_gpu"]) == ("cpu", False)
-    sections = found["sections"]
+        written = on_one_gpu.main(["--tiny", "--json", str(file)])
+    assert json.loads(file.read_text()) == json.loads(json.dumps(written))
+    assert (written["ran_on"]["platform"], written["ran_on"]["is_gpu"]) == ("cpu", False)
+    sections = written["sections"]
     assert [name for name in sections if "reason" in sections[name]] == []
     for name in ("packing", "codecs"):
         times = sections[name]["times"]
@@ -123,31 +123,31 @@ CASE = regret.Case(0, 2, 4, "1gbit", (100, 200))
 AUTO, TWIN = regret.AUTO, regret.TWIN
 
 
-def test_cases_of_regret_are_of_their_seed_and_of_every_kind_of_world():
-    found = regret.cases(200, seed=0)
-    assert found[:5] == regret.cases(5, seed=0) != regret.cases(5, seed=1)
-    assert {(case.hosts, case.rate) for case in found} == {
+def test_regret_cases_cover_worlds():
+    cases = regret.cases(200, seed=0)
+    assert cases[:5] == regret.cases(5, seed=0) != regret.cases(5, seed=1)
+    assert {(case.hosts, case.rate) for case in cases} == {
         (1, "none"), *((2, rate) for rate in regret.RATES),
     }  # fmt: skip
-    assert {case.processes for case in found} == set(regret.PROCESSES)
-    for case in found:
+    assert {case.processes for case in cases} == set(regret.PROCESSES)
+    for case in cases:
         assert 0.5 * regret.FEWEST_BYTES < case.nbytes < 1.1 * regret.MOST_BYTES
         names = regret.candidates(case)
         assert all(name == BASELINE or parse_options(name) for name in names)
         assert any("/" in name for name in names) == (case.processes > case.hosts > 1)
 
 
-def test_the_best_is_picked_in_other_rounds_than_it_is_compared_in():
+def test_regret_picks_in_other_rounds():
     seconds = {AUTO: (3.0,) * 4, TWIN: (1.0,) * 4, "a": (1.0, 3.0, 1.0, 3.0), "b": (4.0,) * 4}
-    found = regret.Regret(CASE, seconds)
-    assert found.ratio == pytest.approx(math.sqrt(2 / 3 * 2 / 1)), "2 is the median of both twins"
-    assert (found.twin, found.best) == (3.0, "a")
+    picked = regret.Regret(CASE, seconds)
+    assert picked.ratio == pytest.approx(math.sqrt(2 / 3 * 2 / 1)), "2 is the median of both twins"
+    assert (picked.twin, picked.best) == (3.0, "a")
     same = {AUTO: (2.0,) * 4, TWIN: (2.0,) * 4, "b": (4.0,) * 4}
     assert regret.Regret(CASE, same, ("a",)).ratio == 1.0, "a is the same program"
     assert regret.Regret(CASE, same).ratio == 0.5
 
 
-def test_cases_whose_regret_is_written_are_not_measured_again(tmp_path, capsys):
+def test_written_regret_is_kept(tmp_path, capsys):
     seconds = {AUTO: (1.5, 1.5), TWIN: (1.5, 1.5), "native@all": (1.0, 1.0)}
     known = [regret.Regret(case, seconds) for case in regret.cases(3, seed=7)]
     file = tmp_path / "regret.jsonl"
@@ -157,9 +157,7 @@ def test_cases_whose_regret_is_written_are_not_measured_again(tmp_path, capsys):
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 12))
-def test_every_leaf_is_in_one_part_and_no_part_is_larger_than_an_even_share_and_a_leaf(
-    sizes, count
-):
+def test_parts_are_even(sizes, count):
     leaves = tuple(jax.ShapeDtypeStruct((n,), "float32") for n in sizes)
     parts = overlap.parts_of(all_reduce.Workload("tree", leaves), count)
     assert [i for first, stop in parts for i in range(first, stop)] == list(range(len(sizes)))
@@ -170,7 +168,7 @@ def test_every_leaf_is_in_one_part_and_no_part_is_larger_than_an_even_share_and_
 
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("shape", [(), (3, 5), (BLOCK + 7,)])
-def test_the_exact_sum_of_a_leaf_costs_no_copy_of_it(shape, mean):
+def test_exact_sum(shape, mean):
     blocks = [block(replica) for replica in range(3)]
     assert not np.array_equal(*blocks[:2])
     exact = Exact(blocks, mean)

@@ -1,7 +1,5 @@
 """What the doctor finds in the facts of processes."""
 
-import pytest
-
 from jaxcoll.cli import doctor
 
 WELL = {
@@ -16,9 +14,8 @@ def levels(findings):
     return {finding.what: finding.level for finding in findings if finding.level != "ok"}
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
+def test_machine_findings():
+    for change, expected in (
         ({}, {}),
         ({"keeps_memory": False}, {"malloc": "warn"}),
         ({"keeps_memory": False, "malloc": ["MALLOC_TOP_PAD_"]}, {"malloc": "warn"}),
@@ -32,22 +29,17 @@ def levels(findings):
         ({"cores": [1, 1]}, {}),
         ({"collectives": "mpi"}, {"deadlines": "warn"}),
         ({"shared": 1 << 26}, {"shared memory": "warn"}),
-    ],
-)
-def test_a_machine(change, expected):
-    assert levels(list(doctor.machine_findings({**WELL, **change}))) == expected
+    ):
+        assert levels(list(doctor.machine_findings({**WELL, **change}))) == expected, change
 
 
-@pytest.mark.parametrize(
-    ("other", "what", "words"),
-    [
+def test_differing_processes_are_found():
+    for other, what, shown in (
         ({"versions": {"jax": "2"}}, "versions", "{jax: 1} on process 0; {jax: 2} on process 1"),
         ({"devices": 8}, "devices", "1 on process 0; 8 on process 1"),
         ({"kind": "H100"}, "kind", "cpu on process 0; H100 on process 1"),
-    ],
-)
-def test_processes_that_differ(other, what, words):
-    findings = list(doctor.job_findings([WELL, {**WELL, **other}]))
-    assert levels(findings) == {f"{what} of each process": "bad"}
-    (finding,) = (finding for finding in findings if finding.level == "bad")
-    assert finding.found == words
+    ):
+        findings = list(doctor.job_findings([WELL, {**WELL, **other}]))
+        assert levels(findings) == {f"{what} of each process": "bad"}
+        (bad,) = (finding for finding in findings if finding.level == "bad")
+        assert bad.found == shown

@@ -43,7 +43,7 @@ def lines(library):
     }
 
 
-def test_the_table_has_the_lines_of_each_task():
+def test_table_counts_lines():
     counted = [lines(library) for library in LIBRARIES]
     assert set(TASKS) == set(counted[0]) | set(counted[1])
     assert {task: [str(each.get(task, "–")) for each in counted] for task in TASKS} == TASKS
@@ -52,7 +52,7 @@ def test_the_table_has_the_lines_of_each_task():
 @pytest.mark.parametrize(
     ("library", "task"), [(name, task) for name in ("ours", "plain") for task in lines(name)]
 )
-def test_a_task_is_done(library, task, everyday):
+def test_task_is_done(library, task, everyday):
     problem, module = everyday["problem"], everyday[library]
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         if task == "what_is_sent":
@@ -71,7 +71,7 @@ def test_a_task_is_done(library, task, everyday):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("library", "needs"), [("ddp", "torch"), ("accelerated", "accelerate")])
-def test_a_task_is_done_by_two_processes_of_another_library(library, needs):
+def test_task_in_other_library(library, needs):
     pytest.importorskip(needs)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

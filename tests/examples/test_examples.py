@@ -40,7 +40,7 @@ def trained(name):
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", gpt.MODES)
-def test_a_mode_is_the_model_of_one_device_and_sends_what_it_says(name):
+def test_mode_trains_one_model(name):
     one, plain, mode = map(trained, (None, "plain", name))
     assert gpt.difference(one, mode) < 1e-5
     # Two gathers and a reduce-scatter of the layers are half as much again.
@@ -56,7 +56,7 @@ def test_a_mode_is_the_model_of_one_device_and_sends_what_it_says(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-def test_how_often_modes_communicate_and_that_they_learn():
+def test_collectives_of_each_mode():
     losses = trained(None).losses
     assert losses[-1] < losses[0]
     collectives = {name: trained(name).report.runs for name in gpt.MODES}
@@ -69,7 +69,7 @@ def test_how_often_modes_communicate_and_that_they_learn():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-def test_a_row_of_the_examples_table(monkeypatch, capsys):
+def test_examples_table(monkeypatch, capsys):
     by_mode = {id(mode): name for name, mode in gpt.MODES.items()}
     monkeypatch.setattr(gpt, "train", lambda mode, *_: trained(by_mode.get(id(mode))))
     monkeypatch.setattr("sys.argv", ["gpt", "--steps", "4", "--modes", "sharded"])
@@ -82,7 +82,7 @@ def test_a_row_of_the_examples_table(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("types_may_mix")
-def test_a_flax_model_with_scanned_layers_is_moved_by_few_lines():
+def test_flax_moves_by_eight_lines():
     """Of a training script, its model among it: what a new user has to change."""
     plain, moved = (
         Path(example.__file__).read_text().splitlines() for example in (flax_plain, flax_shards)
@@ -95,7 +95,7 @@ def test_a_flax_model_with_scanned_layers_is_moved_by_few_lines():
     np.testing.assert_allclose(flax_shards.train(4), losses, rtol=1e-4)
 
 
-def test_an_unknown_mode_is_refused(monkeypatch, capsys):
+def test_unknown_mode_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpt", "--modes", "plain,magic"])
     with pytest.raises(SystemExit, match="2"):
         gpt.main()
@@ -103,7 +103,7 @@ def test_an_unknown_mode_is_refused(monkeypatch, capsys):
     assert expected in capsys.readouterr().err
 
 
-def test_the_text_is_the_standard_librarys_and_batches_are_the_same_for_the_same_seed():
+def test_seed_names_batches():
     text = gpt.load()
     assert b"import" in bytes(text)
     one, again, other = (next(gpt.batches(4, 1, seed)) for seed in (0, 0, 1))
@@ -113,7 +113,7 @@ def test_the_text_is_the_standard_librarys_and_batches_are_the_same_for_the_same
     assert [gpt.batch_size(n) for n in (1, 3, 7, 8, 100)] == [32, 30, 28, 32, 200]
 
 
-def test_there_is_something_large_to_inspect():
+def test_large_step_is_planned():
     step, args = transformer.example()
     (plan,) = plans_of(step, *args)
     assert plan.nbytes == 367_575_044
@@ -121,7 +121,7 @@ def test_there_is_something_large_to_inspect():
 
 
 @pytest.mark.parametrize("name", ["scanned", "scanned_by_sixes", "unrolled", "small"])
-def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
+def test_stack_and_twin_share_arguments(name):
     step, args = getattr(stacks, name)()
     plain, same = getattr(stacks, f"{name.removesuffix('_by_sixes')}_plain")()
     assert callable(step)
@@ -130,7 +130,7 @@ def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
 
 
 @pytest.mark.slow
-def test_diloco_are_measured_in_one_process_too():
+def test_diloco_in_one_process():
     code = "import sys, diloco; sys.exit(diloco.main())"
     flags = "--compute 0.001 --every 4 --size 2000 --only int4".split()
     done = forks.with_commands().run(code, "diloco", *flags, cwd=EXAMPLES)
@@ -139,7 +139,7 @@ def test_diloco_are_measured_in_one_process_too():
     assert rows == ["data parallel int4", "local int4"]
 
 
-def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
+def test_sharded_stack_is_bfloat16():
     mesh = jax.make_mesh((8,), ("data",))
     step, args = sharded.ahead(mesh)
     gather, scatter, value = plans_of(step, *args)
