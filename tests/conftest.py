@@ -3,18 +3,14 @@
 import collections
 import gc
 import os
+import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
-from jax._src import compiler
-from jax._src.interpreters import mlir
-from jaxlib.mlir import ir
 
 DURATIONS = Path(__file__).with_name("durations.txt")
 jax.config.update("jax_platforms", "cpu")
@@ -24,68 +20,27 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Time decides no test: a machine may be busy.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
-# What the tests run is small: LLVM would optimize it for longer than it runs, and before JAX 0.11
-# XLA's older code for fusions takes half as long to make. Collectives and fusions are the same. The
-# processes that tests start do so, too; the fixture `optimized` compiles as users do.
-QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
-# In parts, for threads of which all are busy, machine code takes a seventh longer to make.
-ALWAYS = {"xla_cpu_parallel_codegen_split_count": 1}
+# What the tests run is small: LLVM would optimize it for longer than it runs. The processes that
+# tests start do so, too; the fixture `optimized` compiles as users do.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-as_asked = compiler.get_compile_options
-
-
-def compile_options(*args: Any, env_options_overrides: Any = None, **kwargs: Any) -> Any:
-    quick = QUICK if jax.config.read("jax_disable_most_optimizations") else {}
-    overrides = {**ALWAYS, **quick, **(env_options_overrides or {})}
-    return as_asked(*args, env_options_overrides=overrides, **kwargs)
-
-
-compiler.get_compile_options = compile_options
-# Tests make many equal programs of functions that JAX has not met; programs that call back differ.
-compiled: dict[Any, Any] = {}
-anew = compiler.backend_compile_and_load
-
-
-def compile_once(backend: Any, module: Any, devices: Any, options: Any, callbacks: Any) -> Any:
-    if callbacks:
-        return anew(backend, module, devices, options, callbacks)
-    text = module.operation.get_asm(enable_debug_info=True)
-    key = backend, text, tuple(devices), options.SerializeAsString()
-    if key not in compiled:
-        compiled[key] = anew(backend, module, devices, options, callbacks)
-    return compiled[key]
-
-
-compiler.backend_compile_and_load = compile_once
-if jax.__version_info__ < (0, 11):
-    # As later versions do by themselves: MLIR's context takes longer to make than to fill.
-    contexts = threading.local()
-    new_context = mlir.make_ir_context
-
-    def context_of_thread() -> Any:
-        if ir.Context.current is not None:  # in the midst of another program
-            return new_context()
-        contexts.uses = getattr(contexts, "uses", 0) + 1
-        if contexts.uses % 20 == 1:
-            contexts.last = new_context()
-        return contexts.last
-
-    mlir.make_ir_context = context_of_thread
+# In parts, for threads of which all are busy, machine code takes a seventh longer to make.
+os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    cache = Path(config.rootpath) / ".pytest_cache"
     # A folder that stays from run to run: Matplotlib keeps its list of fonts there.
-    cache = Path(config.rootpath) / ".pytest_cache" / "user"
-    os.environ["XDG_CACHE_HOME"] = str(cache)
-    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder())
-    if config.getoption("--few"):
-        keep_compiled(config, cache.with_name(f"xla-{jax.__version__}"))
+    os.environ["XDG_CACHE_HOME"] = str(cache / "user")
+    if not hasattr(config, "workerinput"):
+        forget_much(cache / "xla")
+        if config.getoption("--record-durations"):
+            config.pluginmanager.register(Recorder())
+    keep_compiled(config, cache / "xla")
 
 
 def keep_compiled(config: pytest.Config, folder: Path) -> None:
-    """Let JAX keep compiled programs in a folder from run to run; the whole suite compiles anew.
+    """Let JAX keep compiled programs in a folder from run to run.
 
     A program is found only if its sources' lines are the same too, so that its text is its own.
     """
@@ -97,6 +52,12 @@ def keep_compiled(config: pytest.Config, folder: Path) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore:Error (reading|writing) persistent compilation cache"
     )
+
+
+def forget_much(folder: Path) -> None:
+    """Begin anew once programs of former sources fill 2 GB."""
+    if folder.is_dir() and sum(file.stat().st_size for file in os.scandir(folder)) > 2 << 30:
+        shutil.rmtree(folder)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -151,10 +112,15 @@ def order_of_files(items: list[pytest.Item]) -> list[Path]:
 
     Those that start processes mostly wait for them: one stands before every two that compute.
     """
+    seconds: dict[str, float] = collections.Counter()
+    for line in DURATIONS.read_text().splitlines():
+        took, name = line.split(maxsplit=1)
+        seconds[name.split("::")[0]] += float(took)
+    root = DURATIONS.parents[1]
     paths = list(dict.fromkeys(item.path for item in items))
-    long = {item.path for item in items if any(item.iter_markers("slow"))}
+    paths.sort(key=lambda path: -seconds[path.relative_to(root).as_posix()])
     waiting = {item.path for item in items if any(item.iter_markers("processes"))}
-    computing = sorted((p for p in paths if p not in waiting), key=lambda p: p not in long)
+    computing = [path for path in paths if path not in waiting]
     order = []
     for path in (p for p in paths if p in waiting):
         order += [path, *computing[:2]]
@@ -178,7 +144,6 @@ def pytest_report_header() -> str:
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile as users do: LLVM may make one rounding of a product and a sum."""
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
-    monkeypatch.setenv("XLA_FLAGS", flags_of(ALWAYS))
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -225,9 +190,3 @@ def launched(
 @pytest.fixture(autouse=True, scope="session")
 def _eight_devices() -> None:
     assert jax.device_count() == 8, "the tests need the eight devices that conftest asks for"
-    # From here on XLA reads it in other processes only.
-    os.environ["XLA_FLAGS"] = flags_of({**ALWAYS, **QUICK})
-
-
-def flags_of(values: dict[str, Any]) -> str:
-    return " ".join(f"--{name}={value}".lower() for name, value in values.items())

@@ -101,8 +101,8 @@ PROGRAMS = {
         signal.signal(signal.SIGALRM, alarm)
         caught = 0
         for k in range(30):
-            signal.setitimer(signal.ITIMER_REAL, 0.003)
             try:
+                signal.setitimer(signal.ITIMER_REAL, 0.003)
                 for n in range(10**6): jax.jit(lambda w, n=n: w + n)(x)
             except Timeout: caught += 1
         print(caught)""",
