@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +16,9 @@ from typing import IO, Any
 
 from jaxcoll._job import coordinator_process
 from jaxcoll._job.coordinator_process import message
+from jaxcoll._job.launchers import JAX_COORDINATOR
+from jaxcoll._job.specs import Member, host_and_port, is_loopback
+from jaxcoll.errors import DeadlineExceededError
 
 
 def jax_heartbeat(seconds: int, recoverable: bool) -> int:
@@ -113,3 +118,44 @@ def start_coordinator(
         started.close()
         raise OSError(reply.get("error", f"its process ended with status {process.returncode}"))
     return started
+
+
+def listen_at(address: str | None, member: Member, **options: Any) -> Coordinator:
+    """Start the coordinator of a member's job, which listens at one address only."""
+    host, port = host_and_port(address)
+    number = _resolve("127.0.0.1" if host == "localhost" else host, member)
+    at = f"[{number}]:{port}" if number.version == 6 else f"{number}:{port}"
+    try:
+        return start_coordinator(at, member.num_processes, job=member.job, **options)
+    except OSError as error:
+        raise OSError(
+            f"The coordinator cannot listen at {at}, where the processes should meet: "
+            f"{error}. Choose a free port; if {member.coordinator_address!r} is not an address of "
+            "this host, pass one that is as `coordinator_bind_address`."
+        ) from None
+
+
+def _resolve(host: str, member: Member) -> Any:
+    try:
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ValueError(
+            f"The host {host!r}, where the coordinator should listen, has no address "
+            f"here ({error.strerror}). Check the name, which came from {member.source}."
+        ) from None
+    return ipaddress.ip_address(str(addresses[0][4][0]).partition("%")[0])
+
+
+def explain_loopback(error: BaseException, listened: str, member: Member) -> None:
+    """Add a note if nobody could connect because the host's name resolves to loopback there."""
+    assert member.coordinator_address is not None
+    if (
+        isinstance(error, DeadlineExceededError)
+        and is_loopback(listened)
+        and not is_loopback(member.coordinator_address)
+    ):
+        error.add_note(
+            f"{member.coordinator_address!r} resolves to {listened} on its own host, and no other "
+            "host can reach that. Put the host's network address into its /etc/hosts, or set "
+            f"{JAX_COORDINATOR} to that address and a port, for all processes."
+        )

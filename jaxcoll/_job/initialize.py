@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import ipaddress
 import logging
 import math
 import multiprocessing
@@ -24,7 +23,7 @@ import jax
 from jaxcoll._compat import settings
 from jaxcoll._compat.coordination import call_after_shutdown, detect_cluster
 from jaxcoll._compat.gloo import let_gloo_listen_at
-from jaxcoll._job.coordinator import Coordinator, jax_heartbeat, start_coordinator
+from jaxcoll._job.coordinator import Coordinator, explain_loopback, jax_heartbeat, listen_at
 from jaxcoll._job.coordinator_process import LONGEST_SECONDS
 from jaxcoll._job.coordinator_proxy import current_proxy, start_proxy
 from jaxcoll._job.gloo_sockets import find_connections, find_listeners, shut_down
@@ -35,11 +34,10 @@ from jaxcoll._job.liveness import CoordinatorConnection, use_connection
 from jaxcoll._job.malloc import keep_freed_memory
 from jaxcoll._job.resolvers import ClusterResolver
 from jaxcoll._job.socket_folder import make_socket_folder
-from jaxcoll._job.specs import Member, host_and_port, is_loopback
+from jaxcoll._job.specs import Member
 from jaxcoll._job.startup import arrive, connect_clients, exchange_devices, reach
 from jaxcoll._job.timing import JAX_STARTUP_SECONDS, LEAST_CONNECT_SECONDS, SILENT_EXIT_SECONDS
 from jaxcoll._plan import checks
-from jaxcoll.errors import DeadlineExceededError
 
 _LOG = logging.getLogger("jaxcoll")
 
@@ -189,7 +187,7 @@ def initialize(
     except BaseException as error:
         if coordinator is not None:
             coordinator.close()
-            _explain_loopback(error, coordinator.address, member)
+            explain_loopback(error, coordinator.address, member)
         raise
     if coordinator is not None:
         coordinator.detach()
@@ -371,47 +369,6 @@ def _keep_memory() -> None:
     over_gloo = settings.read_option("cpu_collectives_implementation") == "gloo"
     if first == "cpu" and over_gloo and keep_freed_memory():
         _LOG.debug("malloc keeps freed memory, so this process never shrinks; see `keep_memory`")
-
-
-def listen_at(address: str | None, member: Member, **options: Any) -> Coordinator:
-    """Start the coordinator of a member's job, which listens at one address only."""
-    host, port = host_and_port(address)
-    number = _resolve("127.0.0.1" if host == "localhost" else host, member)
-    at = f"[{number}]:{port}" if number.version == 6 else f"{number}:{port}"
-    try:
-        return start_coordinator(at, member.num_processes, job=member.job, **options)
-    except OSError as error:
-        raise OSError(
-            f"The coordinator cannot listen at {at}, where the processes should meet: "
-            f"{error}. Choose a free port; if {member.coordinator_address!r} is not an address of "
-            "this host, pass one that is as `coordinator_bind_address`."
-        ) from None
-
-
-def _resolve(host: str, member: Member) -> Any:
-    try:
-        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise ValueError(
-            f"The host {host!r}, where the coordinator should listen, has no address "
-            f"here ({error.strerror}). Check the name, which came from {member.source}."
-        ) from None
-    return ipaddress.ip_address(str(addresses[0][4][0]).partition("%")[0])
-
-
-def _explain_loopback(error: BaseException, listened: str, member: Member) -> None:
-    """Add a note if nobody could connect because the host's name resolves to loopback there."""
-    assert member.coordinator_address is not None
-    if (
-        isinstance(error, DeadlineExceededError)
-        and is_loopback(listened)
-        and not is_loopback(member.coordinator_address)
-    ):
-        error.add_note(
-            f"{member.coordinator_address!r} resolves to {listened} on its own host, and no other "
-            "host can reach that. Put the host's network address into its /etc/hosts, or set "
-            f"{JAX_COORDINATOR} to that address and a port, for all processes."
-        )
 
 
 def _detect_member(member: Member | None, timeout: float) -> Member | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxcoll._job.initialize import listen_at
+from jaxcoll._job.coordinator import listen_at
 from jaxcoll._job.launch.subprocesses import COORDINATOR
 from jaxcoll._job.specs import Member
 from jaxcoll.cli.flags import minimum

@@ -76,7 +76,7 @@ def connection(started):
 @example(json.dumps(HELLO | {"who": "\x1b[2J"}).encode() + b"\n")
 @example(b"\xff" * 5000)
 @example(b"\n")
-def test_a_coordinator_waits_on_whatever_strangers_send(waiting, sent):
+def test_coordinator_outlives_strangers(waiting, sent):
     with connection(waiting) as stranger, contextlib.suppress(ConnectionError):
         stranger.sendall(sent)
         stranger.shutdown(socket.SHUT_WR)
@@ -89,14 +89,14 @@ def test_a_coordinator_waits_on_whatever_strangers_send(waiting, sent):
 @example("[" * 100_000)
 @example('{"ended": 1, "done": {"a": "b"}, "stage": 7}')
 @example('{"ended": true}')
-def test_what_is_received_is_a_message_or_nothing(sent):
+def test_received_lines_parse_or_vanish(sent):
     assert type(message(sent)) is dict
     news = parse_news(sent)
     assert not news or type(news["ended"]) is int
     assert all(type(count) is int for count in news.get("done", {}).values())
 
 
-def test_connections_that_say_nothing_keep_nobody_out_and_are_not_heard_later():
+def test_silent_connections_keep_nobody_out():
     started = start_coordinator("127.0.0.1:0", 2)
     with contextlib.ExitStack() as open_ones:
         silent = [open_ones.enter_context(connection(started)) for _ in range(STRANGERS + 40)]
@@ -121,7 +121,7 @@ def test_connections_that_say_nothing_keep_nobody_out_and_are_not_heard_later():
     started.close()
 
 
-def test_a_stranger_that_says_nothing_keeps_nobody_from_hearing_why_there_is_no_job():
+def test_refusal_reaches_silent_connections():
     started = start_coordinator("127.0.0.1:0", 3)
     wrong = HELLO | {"num_processes": 7}
     with connection(started) as one, connection(started) as silent:
@@ -133,7 +133,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_from_hearing_why_there_is_no_
     started.close()
 
 
-def test_the_port_is_free_only_once_the_service_is_loaded(monkeypatch):
+def test_port_stays_taken_until_service_is_loaded(monkeypatch):
     was_open = []
 
     def loaded():
@@ -152,7 +152,7 @@ def test_the_port_is_free_only_once_the_service_is_loaded(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_dies_early_is_not_waited_for():
+def test_early_death_of_coordinator_ends_wait():
     started = start_coordinator("127.0.0.1:0", 2)
     threading.Timer(0.3, started.process.kill).start()
     began = time.monotonic()
@@ -165,7 +165,7 @@ def test_a_coordinator_that_dies_early_is_not_waited_for():
 
 
 @pytest.mark.parametrize("seconds", [2_147_484, 1e9, sys.float_info.max])
-def test_however_long_one_would_wait_the_others_are_waited_for(seconds):
+def test_longest_timeouts_still_wait(seconds):
     started = start_coordinator("127.0.0.1:0", 2)
     found = []
 

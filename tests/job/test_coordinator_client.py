@@ -26,19 +26,19 @@ def stopped():
     continued.set()
 
 
-def test_nobody_waits_for_a_coordinator_that_is_stopped(client, stopped):
+def test_request_to_stopped_coordinator_times_out(client, stopped):
     with pytest.raises(
         StoreUnreachableError, match="is stopped or cut off: it did not answer within 0.05 s"
     ):
         client.request(stopped, 0.05)
 
 
-def test_what_a_request_raises_is_raised_where_it_is_made(client):
+def test_errors_reach_the_caller(client):
     with pytest.raises(ZeroDivisionError):
         client.request(lambda keys: 1 / 0, 5)
 
 
-def test_one_that_is_silent_for_as_long_as_its_patience_lasts_is_lost(client, stopped):
+def test_silence_beyond_patience_is_loss(client, stopped):
     client.patience = 0.1
     with pytest.raises(StoreUnreachableError, match="did not answer within 0.1 s"):
         client.request(stopped)
@@ -47,14 +47,14 @@ def test_one_that_is_silent_for_as_long_as_its_patience_lasts_is_lost(client, st
             read()
 
 
-def test_whoever_waits_when_it_is_lost_waits_no_more(client, stopped):
+def test_loss_ends_all_waits(client, stopped):
     waiting = threading.Timer(0.1, client.lose)
     waiting.start()
     found = at_once(*[lambda: client.request(stopped)] * 3)
     assert [type(error) for error in found] == [StoreUnreachableError] * 3
 
 
-def test_one_thread_makes_all_requests_and_ends_when_it_is_closed(client):
+def test_one_thread_makes_all_requests(client):
     (thread, *others) = set(
         at_once(*[lambda: client.request(lambda keys: threading.current_thread())] * 20)
     )

@@ -32,7 +32,7 @@ def test_missing_are_named(stores):
     assert (late.value.ranks, late.value.values) == ((1, 3), {0: "a", 2: "c"})
 
 
-def test_names_stand_for_processes_and_a_check_ends_the_wait(stores):
+def test_check_may_end_the_wait(stores):
     seen, woken = [], threading.Event()
 
     def check(late):

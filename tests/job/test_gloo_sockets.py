@@ -6,7 +6,7 @@ import socket
 from jaxcoll._job import gloo_sockets
 
 
-def test_only_the_connections_that_are_meant_are_shut():
+def test_only_given_connections_are_shut():
     before = len(os.listdir("/dev/fd"))
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,

@@ -32,14 +32,14 @@ def job(monkeypatch):
     return act
 
 
-def test_a_process_alone_has_no_others(monkeypatch):
+def test_process_alone_has_no_others(monkeypatch):
     monkeypatch.setattr(hosts, "_known", None)
     assert hosts_of_job() == (0,)
     monkeypatch.setattr(hosts, "store", lambda: Keys(0, 1))
     assert hosts_of_job() == (0,)
 
 
-def test_processes_that_name_the_same_host_share_it(job, monkeypatch):
+def test_same_name_is_same_host(job, monkeypatch):
     for process, name in enumerate("abab"):
         job(process, publish_host, name)
     assert [job(process, hosts_of_job) for process in range(4)] == [(0, 1, 0, 1)] * 4
@@ -49,7 +49,7 @@ def test_processes_that_name_the_same_host_share_it(job, monkeypatch):
     assert hosts_of_job() == (0, 1, 0, 1), "what was agreed outlives the coordinator"
 
 
-def test_who_gives_up_first_decides_for_all(job, monkeypatch):
+def test_first_to_give_up_decides(job, monkeypatch):
     monkeypatch.setattr(hosts, "HOSTS_SECONDS", 0.05)
     for process, name in ((0, "a"), (1, "b"), (3, "d")):
         job(process, publish_host, name)
@@ -59,7 +59,7 @@ def test_who_gives_up_first_decides_for_all(job, monkeypatch):
     assert [job(process, hosts_of_job) for process in range(4)] == [unknown] * 4
 
 
-def test_the_first_use_waits_for_those_that_have_not_published(job, monkeypatch):
+def test_first_use_waits_for_unpublished_hosts(job, monkeypatch):
     keys = Keys(0, 2)
     monkeypatch.setenv(HOST, "a")
     monkeypatch.setattr(hosts, "store", lambda: keys)
@@ -72,7 +72,7 @@ def test_the_first_use_waits_for_those_that_have_not_published(job, monkeypatch)
         assert found.result(10) == (0, 0)
 
 
-def test_a_host_is_a_name_one_start_of_a_kernel_and_a_network(monkeypatch, tmp_path):
+def test_host_is_name_boot_and_network(monkeypatch, tmp_path):
     monkeypatch.delenv(HOST, raising=False)
     here = _place()
     assert here == _place()

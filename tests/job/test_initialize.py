@@ -14,9 +14,8 @@ import pytest
 from at_once import at_once
 
 import jaxcoll as jc
-from jaxcoll._job.coordinator import start_coordinator
+from jaxcoll._job.coordinator import listen_at, start_coordinator
 from jaxcoll._job.coordinator_process import LONGEST, _Coordinator
-from jaxcoll._job.initialize import listen_at
 from jaxcoll._job.liveness import CoordinatorConnection
 from jaxcoll._job.specs import Member
 from jaxcoll._job.startup import arrive
@@ -44,7 +43,7 @@ def coordinator():
         ([(0, 2), (1, 3)], 2, ValueError, "expects 3 processes, but the coordinator expects 2"),
     ],
 )  # fmt: skip
-def test_everyone_who_came_is_told_what_is_wrong(coordinator, present, expected, kind, words):
+def test_contradictions_are_told_to_all(coordinator, present, expected, kind, words):
     address = coordinator(expected).address
     members = [Member(address, n, rank) for rank, n in present]
     found = at_once(*(lambda m=m: arrive(m, 60.0) for m in members))
@@ -53,7 +52,7 @@ def test_everyone_who_came_is_told_what_is_wrong(coordinator, present, expected,
             raise error
 
 
-def test_process_of_another_job_is_refused_alone_and_named(coordinator):
+def test_other_jobs_process_is_refused(coordinator):
     address = coordinator(2).address
     first, missing = Member(address, 2, 0, job="Slurm step 7.0"), []
     waiting = threading.Thread(target=lambda: missing.extend(at_once(lambda: arrive(first, 3.0))))
@@ -70,7 +69,7 @@ def test_process_of_another_job_is_refused_alone_and_named(coordinator):
     assert "This is Slurm step 7.0; process 1 of a job without a name" in str(late.value)
 
 
-def test_process_0_is_found_on_any_of_several_hosts(coordinator):
+def test_process_0_is_found_on_any_host(coordinator):
     address = coordinator(2).address
     with socket.create_server(("127.0.0.1", 0)) as other, socket.socket() as nothing:
         nothing.bind(("127.0.0.1", 0))
@@ -91,7 +90,7 @@ def test_process_0_is_found_on_any_of_several_hosts(coordinator):
     zero.close()
 
 
-def test_process_0_receives_a_refusal_last_as_it_then_kills_the_coordinator(monkeypatch):
+def test_process_0_hears_refusal_last(monkeypatch):
     recipients = []
     monkeypatch.setattr(
         "jaxcoll._job.coordinator_process._send", lambda _, to: recipients.extend(to)
@@ -105,7 +104,7 @@ def test_process_0_receives_a_refusal_last_as_it_then_kills_the_coordinator(monk
     assert recipients == ["one", "no line yet", "zero"]
 
 
-def test_a_coordinator_may_be_late_with_its_reply():
+def test_late_reply_is_awaited():
     with socket.create_server(("127.0.0.1", 0)) as slow:
 
         def answer():
@@ -122,7 +121,7 @@ def test_a_coordinator_may_be_late_with_its_reply():
 
 
 @pytest.mark.tensorflow("G41")
-def test_one_that_dies_before_all_are_here_is_named_at_once(coordinator):
+def test_early_death_is_named(coordinator):
     address = coordinator(3).address
     host, port = address.split(":")
     hello = {"process_id": 2, "num_processes": 3, "patience": 60.0, "who": "there:1", "job": ""}
@@ -138,7 +137,7 @@ def test_one_that_dies_before_all_are_here_is_named_at_once(coordinator):
     assert time.monotonic() - start < 10
 
 
-def test_a_coordinator_leaves_when_nobody_needs_it(coordinator):
+def test_unneeded_coordinator_ends(coordinator):
     started = coordinator(2)
     arrived = at_once(*(lambda r=r: arrive(Member(started.address, 2, r), 20) for r in range(2)))
     with pytest.raises(ValueError, match="is not a coordinator that waits for processes: another"):
@@ -151,7 +150,7 @@ def test_a_coordinator_leaves_when_nobody_needs_it(coordinator):
     assert started.process.wait(20) == 0
 
 
-def test_who_ended_while_this_process_was_told_to_go_is_known_as_well():
+def test_news_right_after_go_is_kept():
     with socket.create_server(("127.0.0.1", 0)) as coordinator:
         address = f"127.0.0.1:{coordinator.getsockname()[1]}"
         found = []
@@ -167,7 +166,7 @@ def test_who_ended_while_this_process_was_told_to_go_is_known_as_well():
             connection.close()
 
 
-def test_nobody_there_no_such_host_another_program_and_a_port_in_use(monkeypatch):
+def test_unreachable_coordinators_are_explained(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -213,7 +212,7 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use(monkeypatch
         listen_at("no-such-host.invalid:1", Member("no-such-host.invalid:1", 2, 0), **TIMES)
 
 
-def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):
+def test_missing_address_is_refused(monkeypatch):
     def unknown(*_, **__):
         raise ValueError("coordinator_address should be defined.")
 
@@ -239,19 +238,19 @@ def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):
          "must come before anything that uses devices"),
     ],
 )  # fmt: skip
-def test_bad_arguments(kind, arguments, words):
+def test_bad_arguments_are_refused(kind, arguments, words):
     jax.devices()
     with pytest.raises(kind, match=words):
         jc.initialize(**arguments)
 
 
-def test_a_process_that_nobody_launched_is_alone():
+def test_unlaunched_process_is_alone():
     jc.initialize()
     assert jax.process_count() == 1
     assert not jax.distributed.is_initialized()
 
 
-def test_a_place_may_come_from_arguments_and_variables_and_be_counted_by_numpy(monkeypatch):
+def test_arguments_and_variables_combine(monkeypatch):
     found = []
     monkeypatch.setattr("jaxcoll._job.initialize._check_unused", lambda: None)
     monkeypatch.setattr("jaxcoll._job.initialize._keep_memory", lambda: None)
@@ -329,14 +328,14 @@ def test_tf_config_resolver_refuses(cluster, kind, index, words):
         (None, {"SLURM_STEP_TASKS_PER_NODE": "2"}, r"2 hosts \(n\[1-2\]\), but the tasks of 1"),
     ],
 )
-def test_the_slurm_resolver_refuses(jobs, change, words):
+def test_slurm_resolver_refuses(jobs, change, words):
     env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0"}  # fmt: skip
     with pytest.raises(ValueError, match=words):
         jc.distribute.SlurmClusterResolver(jobs, environment={**env, **change})
 
 
 @pytest.mark.parametrize("per_node", [None, "3,1", "2(x2)"])
-def test_tasks_per_node_stand_in_the_place_of_slurms(per_node):
+def test_tasks_per_node_override_slurm(per_node):
     env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "3"}
     env |= {} if per_node is None else {"SLURM_STEP_TASKS_PER_NODE": per_node}
     resolver = jc.distribute.SlurmClusterResolver(tasks_per_node=2, environment=env)
@@ -349,9 +348,9 @@ def test_tasks_per_node_stand_in_the_place_of_slurms(per_node):
     assert step.member().job == "Slurm step 7.2"
 
 
-def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):
+def test_loopback_name_is_explained(monkeypatch):
     monkeypatch.setattr(
-        "jaxcoll._job.initialize._resolve", lambda *_: ipaddress.ip_address("127.0.0.1")
+        "jaxcoll._job.coordinator._resolve", lambda *_: ipaddress.ip_address("127.0.0.1")
     )
     monkeypatch.setattr("jaxcoll._job.initialize._check_unused", lambda: None)
     monkeypatch.setattr("jaxcoll._job.initialize.arrive", out_of_time)
@@ -362,7 +361,7 @@ def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):
     assert f"'node1:{port}' resolves to 127.0.0.1:{port} on" in caught.value.__notes__[0]
 
 
-def test_a_second_call_is_checked_without_making_devices(monkeypatch):
+def test_second_call_makes_no_devices(monkeypatch):
     here = types.SimpleNamespace(member=Member("127.0.0.1:1", 2, 0))
     monkeypatch.setattr("jaxcoll._job.initialize._joined", here)
     monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)

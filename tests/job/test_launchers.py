@@ -101,7 +101,7 @@ WORKERS = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
     ],
     ids=lambda x: None,
 )  # fmt: skip
-def test_the_first_launcher_that_left_its_marks_is_believed(environment, expected):
+def test_first_launcher_wins(environment, expected):
     found = read_member(environment)
     if expected is None:
         assert found is None
@@ -122,11 +122,11 @@ def test_the_first_launcher_that_left_its_marks_is_believed(environment, expecte
         (LAUNCH, ""),
     ],
 )
-def test_job_has_the_name_that_its_launcher_gave_it(environment, job):
+def test_launcher_names_the_job(environment, job):
     assert read_member(environment).job == job
 
 
-def test_task_0_of_slurm_is_where_it_says_or_on_any_host_of_the_step():
+def test_slurm_task_0_may_be_anywhere():
     part = {**SLURM, "SLURM_STEP_NODELIST": "x[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
     for way in ({"SLURM_DISTRIBUTION": "arbitrary"}, {"SLURM_HET_SIZE": "2"}):
         zero = read_member({**part, **way, "SLURMD_NODENAME": "x2", "SLURM_PROCID": "0"})
@@ -162,14 +162,14 @@ def test_task_0_of_slurm_is_where_it_says_or_on_any_host_of_the_step():
     ],
     ids=lambda x: None,
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_words(environment, words):
+def test_impossible_variables_are_refused(environment, words):
     with pytest.raises(ValueError, match=words):
         read_member(environment).check()
 
 
 @pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "Slurm"])
 @pytest.mark.parametrize("name", [*launchers._OTHER_RANKS, *launchers._OTHER_SIZES])
-def test_one_of_many_is_not_alone_where_its_launcher_is_not_read(name, around):
+def test_unsupported_launchers_are_refused(name, around):
     with pytest.raises(
         ValueError, match=f"{name}=3 says that .* a launcher that jaxcoll does not support"
     ):
@@ -177,12 +177,12 @@ def test_one_of_many_is_not_alone_where_its_launcher_is_not_read(name, around):
 
 
 @pytest.mark.parametrize("address", ["a", "a:", ":1", "a:b", "a:99999", "::1:1", "[::1:1", 5])
-def test_no_address(address):
+def test_bad_addresses_are_refused(address):
     with pytest.raises(ValueError, match="an address must be 'host:port'"):
         host_and_port(address)
 
 
-def test_lists_of_hosts_and_of_tasks():
+def test_slurm_lists_are_expanded():
     assert parse_hosts("a[08-10]b,c") == ["a08b", "a09b", "a10b", "c"]
     assert parse_counts("2(x2),1") == [2, 2, 1]
     with pytest.raises(ValueError, match="not a list of task counts: 'x'"):

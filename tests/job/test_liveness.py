@@ -19,7 +19,7 @@ def coordinator():
     there.close()
 
 
-def test_lines_are_heard_whole_however_they_arrive(coordinator):
+def test_split_lines_are_joined(coordinator):
     assert liveness.list_ended() == {}
     coordinator.sendall(b'{"go": true}\n{"ended": 2}\n{"ended": 1')
     assert liveness.list_ended() == {2: {}}
@@ -30,7 +30,7 @@ def test_lines_are_heard_whole_however_they_arrive(coordinator):
     assert liveness.list_ended() == liveness.list_ended() == {0: {}, 2: {}, 10: {"0-1": 7}}
 
 
-def test_a_forked_child_does_not_keep_the_connection_of_its_parent(tmp_path):
+def test_forked_child_drops_connection(tmp_path):
     done = forks.with_jaxcoll().run(FORKS, cwd=tmp_path)
     assert done.stdout.split() == ["child", "closed", "parent", "open"]
 
@@ -55,6 +55,6 @@ os._exit(0)
 """
 
 
-def test_who_was_not_told_of_anybody_knows_of_nobody():
+def test_restarted_process_hears_nothing():
     assert liveness.list_ended() == {}
     assert liveness.coordinator_connection() is None

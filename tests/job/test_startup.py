@@ -46,7 +46,7 @@ def waits(kind, connection, timeout):
         (b"the end", "The coordinator died, or was cut off, during startup", ()),
     ],
 )
-def test_nobody_is_waited_for_who_has_ended(kind, sent, words, ranks, connection):
+def test_ended_processes_end_the_wait(kind, sent, words, ranks, connection):
     connection, coordinator = connection
     if sent == b"the end":
         coordinator.close()
@@ -63,13 +63,13 @@ def test_nobody_is_waited_for_who_has_ended(kind, sent, words, ranks, connection
     ("kind", "words"),
     [("connect", "within 0.1 s: one is stopped"), ("devices", "within 0.1 s, th")],
 )
-def test_a_meeting_that_does_not_come_about_ends_in_time(kind, words, connection, monkeypatch):
+def test_waits_end_in_time(kind, words, connection, monkeypatch):
     monkeypatch.setattr(startup, "LEAST_DEVICES_SECONDS", 0.1)
     with pytest.raises(jc.errors.DeadlineExceededError, match=words):
         waits(kind, connection[0], 0.1)
 
 
-def test_who_ended_after_a_meeting_is_no_loss_for_it(connection):
+def test_later_ends_are_no_loss(connection):
     connection, coordinator = connection
     coordinator.sendall(b'{"ended": 1, "stage": "devices"}\n')
     assert startup.exchange_devices(lambda: time.sleep(0.1) or 7, connection, 60) == 7
@@ -82,14 +82,14 @@ def test_who_ended_after_a_meeting_is_no_loss_for_it(connection):
         waits("devices", connection, 60)
 
 
-def test_what_fails_while_connecting_is_the_callers():
+def test_errors_while_connecting_reach_caller():
     with pytest.raises(ZeroDivisionError):
         startup.connect_clients(lambda: 1 / 0, None, 5.0)
     with pytest.raises(ZeroDivisionError):
         startup.exchange_devices(lambda: 1 / 0, None, 5.0)
 
 
-def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(monkeypatch):
+def test_late_devices_are_named(monkeypatch):
     keys = LocalKeys(0, 2)
     monkeypatch.setattr(startup, "store", lambda: keys)
     with pytest.raises(

@@ -20,7 +20,7 @@ STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
 
 
 @pytest.mark.parametrize("end", ["exit 0", "exit 3", "kill -9 $$", "exec sleep 600"])
-def test_children_of_a_process_end_with_the_block_however_it_ended_itself(end):
+def test_grandchildren_end_with_the_block(end):
     with killed_on_exit() as running:
         process = running.start(["sh", "-c", f"sleep 600 & echo $!; {end}"], {}, **STREAMS)
         child = int(process.stdout.readline())
@@ -31,7 +31,7 @@ def test_children_of_a_process_end_with_the_block_however_it_ended_itself(end):
     process.stdout.close()
 
 
-def test_a_process_that_leaves_the_group_ends_all_the_same():
+def test_process_outside_group_ends_too():
     leaves = "import os, time; os.setsid(); print(flush=True); time.sleep(600)"
     with killed_on_exit() as running:
         process = running.start([sys.executable, "-c", leaves], {}, **STREAMS)
@@ -85,7 +85,7 @@ UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-p
 
 @pytest.mark.parametrize("end", ["exit 0", "kill -9 $$"])
 @pytest.mark.parametrize("how", ["ends", "is killed"])
-def test_a_stranger_that_has_the_number_of_a_worker_that_ended_is_left_alone(end, how):
+def test_reused_number_is_left_alone(end, how):
     tried = "echo 100 > /proc/sys/kernel/ns_last_pid"
     try:
         can = not subprocess.run([*UNSHARE, "sh", "-c", tried], capture_output=True).returncode
@@ -102,7 +102,7 @@ def test_a_stranger_that_has_the_number_of_a_worker_that_ended_is_left_alone(end
 
 @settings(max_examples=50)
 @given(st.lists(st.text("ab é\n\r", max_size=5), max_size=8), st.booleans())
-def test_what_is_printed_arrives_in_order_cut_at_ends_of_lines(chunks, slowly):
+def test_output_is_cut_at_line_ends(chunks, slowly):
     text, shown = "".join(chunks), []
     reader, writer = os.pipe()
     thread = _Reader(os.fdopen(reader, "rb"), shown.append)
@@ -118,7 +118,7 @@ def test_what_is_printed_arrives_in_order_cut_at_ends_of_lines(chunks, slowly):
     assert all(piece.endswith(("\n", "\r")) for piece in shown)
 
 
-def test_what_gloo_prints_is_left_out_also_where_its_threads_print_at_once():
+def test_gloos_lines_are_dropped():
     ends = " peer ranks. Expected number of connected peer ranks is : 5\n"
     pieces = [
         "[Gloo] Rank 0 is connected to 5",
@@ -136,7 +136,7 @@ def test_what_gloo_prints_is_left_out_also_where_its_threads_print_at_once():
     assert shown == [f"mine: 5{ends}"]
 
 
-def test_every_signal_has_a_name():
+def test_signals_have_names():
     names = [signal_name(number) for number in range(1, 65)]
     assert len(set(names)) == 64
     assert signal_name(9) == "SIGKILL"

@@ -327,15 +327,28 @@ def doctor():
     return found == ["2 on 2 host", *["2 on 1 host"] * 3] and len(warned) == 4
 
 
+def mpi_collectives():
+    """Calls over JAX's `mpi` collectives are right. Needs MPIwrapper's library in MPITRAMPOLINE_LIB.
+
+    The job then ends with MPI's abort, as in plain JAX (findings/jax_mpi_collectives_at_exit.sh).
+    """
+    script = """
+    export JAX_COORDINATOR_ADDRESS=127.0.0.1:29521 JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi
+    mpirun.openmpi --bind-to none --oversubscribe -n 2 $PY sums.py 1 0
+    """
+    _, output = run(script, files={"sums.py": SUMS})
+    return re.findall(r"sum (\d+) of (\d+)", output) == [("2", "1")] * 2
+
+
 CASES = {case.__name__: case for case in (
     first_ends, task_0_elsewhere, requeue, elastic, hang_on_slurm, hang_on_mpi,
-    hang_cut, two_jobs, doctor,
+    hang_cut, two_jobs, doctor, mpi_collectives,
 )}  # fmt: skip
 
 if __name__ == "__main__":
     if not sys.argv[1:]:
         for name, case in CASES.items():
-            print(f"{name}: {case.__doc__}")
+            print(f"{name}: {case.__doc__.splitlines()[0]}")
     for name in sys.argv[1:]:
         right = CASES[name]()
         print(f"{name}: {'right' if right else 'WRONG'}", flush=True)

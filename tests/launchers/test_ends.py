@@ -62,7 +62,7 @@ def run(around, *arguments):
 
 
 @pytest.mark.processes
-def test_process_0_of_a_pod_ends_after_the_others():
+def test_process_0_of_a_pod_ends_last():
     if os.geteuid() or subprocess.run([*POD, "true"], capture_output=True).returncode:
         pytest.skip("no PID namespace can be made here")
     statuses, ((_, said), _) = run(POD)
@@ -72,7 +72,7 @@ def test_process_0_of_a_pod_ends_after_the_others():
 
 
 @pytest.mark.processes
-def test_process_0_that_fails_lets_go_of_the_others_before_it_waits():
+def test_failed_process_0_releases_others():
     statuses, ((_, failed), (out, _)) = run([], "fails")
     assert statuses == [1, 0]
     assert "ValueError: process 0 fails" in failed
@@ -100,7 +100,7 @@ except jc.errors.PeerLostError as lost:
 
 
 @pytest.mark.processes
-def test_coordinator_of_its_own_outlives_process_0_and_ends_with_the_job():
+def test_separate_coordinator_outlives_process_0():
     address = free_address()
     command = [sys.executable, "-m", "jaxcoll", "coordinator", address, "-n", "2"]
     serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -143,7 +143,7 @@ if __name__ == "__main__":
 
 @pytest.mark.processes
 @pytest.mark.parametrize("start", ["spawn", "forkserver"])
-def test_loaders_processes_that_import_the_script_again_do_not_join(start, tmp_path):
+def test_loader_processes_do_not_join(start, tmp_path):
     (tmp_path / "train.py").write_text(LOADED)
     done = subprocess.run(
         [sys.executable, "-m", "jaxcoll", "launch", "-n", "2", tmp_path / "train.py", start],
@@ -176,7 +176,7 @@ else:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("late", [True, False])
-def test_cluster_that_jax_finds_gets_the_same_guarantees(late):
+def test_detected_clusters_have_deadlines(late):
     place = {"AT": free_address(), "TIMEOUT": "2" if late else "90"}
     started = [
         subprocess.Popen(
@@ -191,7 +191,7 @@ def test_cluster_that_jax_finds_gets_the_same_guarantees(late):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_whole_job_does_not_end_the_coordinator(number):
+def test_coordinator_ignores_job_signals(number):
     started = start_coordinator("127.0.0.1:0", 2)
     started.process.send_signal(number)
     time.sleep(0.2)

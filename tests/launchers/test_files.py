@@ -47,12 +47,12 @@ def found(environment):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_one_that_bash_reads(script):
+def test_scripts_parse(script):
     assert subprocess.run(["bash", "-n", script], timeout=60).returncode == 0
     assert script.read_text().startswith("#!/bin/bash\n")
 
 
-def test_a_batch_script_starts_one_task_for_each_gpu(stubs):
+def test_batch_script_has_task_per_gpu(stubs):
     text = (FILES / "slurm.sbatch").read_text()
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.M))
     nodes, tasks = int(asked["nodes"]), int(asked["ntasks-per-node"])
@@ -70,7 +70,7 @@ def test_a_batch_script_starts_one_task_for_each_gpu(stubs):
         assert found(environment) == ("gpu01:61517", nodes * tasks, rank, own)
 
 
-def test_mpirun_gives_all_one_address(stubs):
+def test_mpirun_script_sets_address(stubs):
     out = stubs("mpirun.sh", "mpirun", FIRST_HOST="node1")
     assert (
         "mpirun --bind-to none --hostfile hosts -n 16 -x JAX_COORDINATOR_ADDRESS python train.py"
@@ -85,7 +85,7 @@ def test_mpirun_gives_all_one_address(stubs):
 
 
 @pytest.mark.parametrize("file", ["indexed_job.yaml", "jobset.yaml"])
-def test_the_pods_of_a_job_find_each_other(file):
+def test_pods_find_each_other(file):
     yaml = pytest.importorskip("yaml")
     documents = {d["kind"]: d for d in yaml.safe_load_all((FILES / file).read_text())}
     if "JobSet" in documents:
@@ -115,21 +115,21 @@ def test_the_pods_of_a_job_find_each_other(file):
     assert index == {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": at}}}
 
 
-def test_every_tpu_worker_starts_the_program(stubs):
+def test_every_tpu_worker_starts(stubs):
     out = stubs("cloud_tpu.sh", "gcloud").splitlines()
     assert [line.split()[4] for line in out] == ["scp", "ssh"]
     assert all("--worker=all --zone=us-east5-a" in line for line in out)
     assert out[1].endswith("--command=python3 train.py")
 
 
-def test_the_image_copies_what_is_there():
+def test_image_copies_existing_files():
     text = (FILES / "Dockerfile").read_text()
     assert re.findall(r"^COPY (\S+) ", text, re.M) == [".", "docs/examples/cluster/train.py"]
     assert (FILES / "train.py").exists()
 
 
 @pytest.mark.processes
-def test_processes_that_ssh_starts_train_together(tmp_path):
+def test_ssh_script_trains(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

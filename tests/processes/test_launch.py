@@ -126,7 +126,7 @@ def wait_for(condition, within=60):
     return found
 
 
-def test_a_job_on_the_loopback_interface_whose_first_process_may_end_first(tmp_path, launched):
+def test_job_listens_on_loopback_only(tmp_path, launched):
     logs = tmp_path / "logs"
     flags = ["-n", "2", "--devices-per-process", "2", "--logs", logs]
     done = launched(*flags, script(tmp_path, JOB), "--a", "b")
@@ -163,7 +163,7 @@ def test_a_job_on_the_loopback_interface_whose_first_process_may_end_first(tmp_p
         ("survive", ["--keep-going"], 0, "process 1 of 2 ended with status 5."),
     ],
 )
-def test_the_first_failure_ends_all_and_is_the_exit_status(tmp_path, how, flags, status, words):
+def test_first_failure_ends_all(tmp_path, how, flags, status, words):
     done = run("-n", "2", *flags, script(tmp_path, STUCK), how)
     assert (done.returncode, done.stderr) == (status, f"jaxcoll launch: {words}\n")
     pids = [int(pid) for line in re.findall("pids (.*)", done.stdout) for pid in line.split()]
@@ -172,9 +172,7 @@ def test_the_first_failure_ends_all_and_is_the_exit_status(tmp_path, how, flags,
 
 
 @pytest.mark.tensorflow("K25", "K26")
-def test_a_job_that_has_failed_is_started_again_whole_or_a_process_alone(
-    tmp_path, launched, monkeypatch
-):
+def test_failures_are_restarted(tmp_path, launched, monkeypatch):
     monkeypatch.setattr(supervisor, "SETTLE_SECONDS", 60.0)
     file = script(tmp_path, FAILS)
     lives = lambda: {path.name: path.read_text() for path in tmp_path.glob("[01].[0-9]")}
@@ -202,7 +200,7 @@ def test_a_job_that_has_failed_is_started_again_whole_or_a_process_alone(
         ([signal.SIGKILL], "deaf", -signal.SIGKILL),
     ],
 )
-def test_nothing_outlives_the_launcher_however_it_is_ended(tmp_path, numbers, how, status):
+def test_nothing_outlives_the_launcher(tmp_path, numbers, how, status):
     child, out, err = started(tmp_path, "-n", "2", script(tmp_path, STUCK), how)
     printed = lambda: re.findall(r"\d+", " ".join(re.findall("pids (.*)\n", read(out))))
     wait_for(lambda: len(printed()) == 4)
@@ -231,7 +229,7 @@ NOISY = "while True: print('x' * 100)"
     [(signal.SIGTERM, [], 143), (None, ["--timeout-seconds", "1.5"], 124)],
     ids=["SIGTERM", "timeout, one file"],
 )
-def test_a_reader_who_reads_nothing_keeps_no_job_alive(tmp_path, number, flags, status):
+def test_blocked_reader_blocks_no_end(tmp_path, number, flags, status):
     os.mkfifo(pipe := tmp_path / "pipe")
     errors = pipe if number is None else None
     with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb"):
@@ -255,7 +253,7 @@ def is_full(pipe):
         os.close(fd)
 
 
-def test_a_full_disk_at_standard_output_ends_no_job(tmp_path):
+def test_full_disk_ends_no_job(tmp_path):
     file = script(tmp_path, "import os; print('x', flush=True); os.write(2, b'done\\n')")
     child, _, err = started(tmp_path, file, out="/dev/full")
     assert child.wait(60) == 0, read(err)
@@ -264,13 +262,13 @@ def test_a_full_disk_at_standard_output_ends_no_job(tmp_path):
     assert {"[0] done", "[1] done"} <= set(read(err).splitlines())
 
 
-def test_much_output_without_a_line_s_end_takes_no_longer_than_lines(tmp_path):
+def test_long_lines_pass(tmp_path):
     bars = "import sys\nfor _ in range(20): sys.stdout.write(('\\r' + 'x' * 1023) * 1024)"
     done = run(script(tmp_path, bars))
     assert (done.returncode, done.stdout.count("x")) == (0, 2 * 20 * 1023 * 1024)
 
 
-def test_a_hangup_that_was_to_be_ignored_is(tmp_path):
+def test_ignored_hangup_stays_ignored(tmp_path):
     file = script(tmp_path, "import time; print('begins', flush=True); time.sleep(1)")
     as_nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + forks.COMMAND
     child, out, _ = started(tmp_path, file, code=as_nohup)
@@ -279,7 +277,7 @@ def test_a_hangup_that_was_to_be_ignored_is(tmp_path):
     assert child.wait(60) == 0
 
 
-def test_a_job_inside_a_job_inherits_nothing_of_it_and_one_that_nobody_joins_is_told(tmp_path):
+def test_nested_job_inherits_nothing(tmp_path):
     show = "print(sorted(k for k in __import__('os').environ if k.startswith('JAXCOLL_')))"
     outer = {"JAXCOLL_REJOIN": "1", "JAXCOLL_RANK": "7", "JAXCOLL_PROCESSES": "9"}
     own = "['JAXCOLL_COORDINATOR', 'JAXCOLL_OTHER', 'JAXCOLL_PROCESSES', 'JAXCOLL_RANK']"
@@ -313,14 +311,14 @@ def children(pid):
         ([], "no program to run"),
     ],
 )
-def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
+def test_bad_flags_are_refused(flags, words, capsys):
     assert main(["launch", *flags]) == 2
     text = capsys.readouterr().err
     assert text.startswith("jaxcoll launch: ")
     assert words in text
 
 
-def test_the_doctor_looks_over_this_machine(capsys):
+def test_doctor_checks_this_machine(capsys):
     assert main(["doctor"]) in (0, 1)
     text = capsys.readouterr().out
     for what in ("versions", "devices", "collectives", "open files", "shared memory"):
@@ -328,7 +326,7 @@ def test_the_doctor_looks_over_this_machine(capsys):
     assert os.uname().nodename in text
 
 
-def test_the_doctor_is_told_a_job_that_no_launcher_set(tmp_path):
+def test_doctor_takes_a_jobs_place(tmp_path):
     flags = ["--json", "--num-processes", 2, "--coordinator-address", f"127.0.0.1:{free_port()}"]
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     with forks.running() as running:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 SECONDS = 120.0
 
 
-def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd):
+def test_results_keep_order_and_numerics(capfd):
     class Rank(int):
         """A class that no module defines, like one of a notebook."""
 
@@ -59,7 +59,7 @@ def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd)
     assert {"[0] aside", "[1] aside"} <= set(err.splitlines())
 
 
-def test_batches_are_the_same_for_any_number_of_processes_or_refused():
+def test_batches_agree_between_processes():
     rows = {"id": np.arange(50), "x": np.arange(100.0).reshape(50, 2).astype("f")}
 
     def read(state):
@@ -199,9 +199,7 @@ def ends(how):
     ],
     ids=lambda x: x.args[0] if isinstance(x, partial) else "",
 )  # fmt: skip
-def test_every_rank_returns_or_the_first_that_did_not_is_named_and_all_end(
-    fn, settings, ranks, words
-):
+def test_first_failing_rank_is_named(fn, settings, ranks, words):
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as those of a notebook are
@@ -215,7 +213,7 @@ def test_every_rank_returns_or_the_first_that_did_not_is_named_and_all_end(
     assert time.monotonic() < began + SECONDS
 
 
-def test_an_interrupt_ends_all(tmp_path):
+def test_interrupt_ends_all(tmp_path):
     here = str(tmp_path)
 
     def run():
@@ -241,7 +239,7 @@ def test_an_interrupt_ends_all(tmp_path):
             os.kill(int((tmp_path / str(rank)).read_text() or 0), 0)
 
 
-def test_without_cloudpickle_functions_of_modules_go_and_others_are_refused(monkeypatch):
+def test_local_functions_need_cloudpickle(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     assert sorted(jc.launch(partial(divmod, 7, 2), 1, timeout_seconds=SECONDS)) == [(3, 1)]
     made = lambda: 1
@@ -264,12 +262,12 @@ def test_without_cloudpickle_functions_of_modules_go_and_others_are_refused(monk
         ({"fn": 3}, "`launch` expects a function; got int"),
     ],
 )
-def test_what_cannot_be_launched_is_refused(settings, words):
+def test_bad_arguments_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         jc.launch(**{"fn": os.getpid, **settings})
 
 
-def test_windows_is_refused_in_words_before_anything_is_started(monkeypatch, capsys):
+def test_windows_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("platform.system", lambda: "Windows")
     words = "several processes need Linux or macOS: on Windows, JAX has no"
     with pytest.raises(OSError, match=words):
