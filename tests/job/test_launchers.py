@@ -54,9 +54,7 @@ def tf(cluster, kind=None, index=None, **more):
 WORKERS = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
+PLACES = [
         ({}, None),
         (LAUNCH, ("127.0.0.1:5", 4, 3, None)),
         (tf(WORKERS, "worker", "1"), ("a:1", 3, 2, None)),
@@ -98,32 +96,29 @@ WORKERS = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
         (gpus("0,1", 2, tasks="2,1", node="x"), ("x:61441", 10, 9, (1,))),
         (gpus("0,1", 2, tasks="2,1", node="y", local="0"), ("x:61441", 10, 9, None)),
         ({**TORCH, "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "5"}, ("a:29500", 2, 1, None)),
-    ],
-    ids=lambda x: None,
-)  # fmt: skip
-def test_first_launcher_wins(environment, expected):
-    found = read_member(environment)
-    if expected is None:
-        assert found is None
-    else:
-        found.check()
-        address, count, rank, own = expected
-        place = Member(address, count, rank, own, found.source)
-        assert dataclasses.replace(found, job="", elsewhere=()) == place
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("environment", "job"),
-    [
+def test_first_launcher_wins():
+    for environment, expected in PLACES:
+        member = read_member(environment)
+        if expected is None:
+            assert member is None, environment
+        else:
+            member.check()
+            place = Member(*expected, member.source)
+            assert dataclasses.replace(member, job="", elsewhere=()) == place, environment
+
+
+def test_launcher_names_the_job():
+    for environment, job in (
         ({**SLURM, "SLURM_STEP_ID": "2"}, "Slurm step 4097.2"),
         ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-a-7@1"}, "prterun-a-7@1"),
         ({**TORCH, "TORCHELASTIC_RUN_ID": "7"}, "torchrun 7"),
         (TORCH, ""),
         (LAUNCH, ""),
-    ],
-)
-def test_launcher_names_the_job(environment, job):
-    assert read_member(environment).job == job
+    ):
+        assert read_member(environment).job == job
 
 
 def test_slurm_task_0_may_be_anywhere():
@@ -136,9 +131,7 @@ def test_slurm_task_0_may_be_anywhere():
     assert read_member({**part, "SLURM_DISTRIBUTION": "cyclic"}).elsewhere == ()
 
 
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
+IMPOSSIBLE = [
         ({"TF_CONFIG": "{'worker'"}, "TF_CONFIG is not JSON .*; it begins with \"{'worker'\""),
         ({"TF_CONFIG": "[1]"}, "its value must be a JSON object"),
         ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, "a 'task' but no 'cluster', which maps jobs"),
@@ -159,27 +152,26 @@ def test_slurm_task_0_may_be_anywhere():
         ({**SLURM, "SLURM_STEP_NODELIST": "a[1-"}, "this is not a list of hosts"),
         ({**SLURM, "SLURM_STEP_NODELIST": "a[3-1]"}, r"not a range of hosts: \[3-1\]"),
         ({k: v for k, v in TORCH.items() if k != "MASTER_ADDR"}, "MASTER_ADDR is missing"),
-    ],
-    ids=lambda x: None,
-)  # fmt: skip
-def test_impossible_variables_are_refused(environment, words):
-    with pytest.raises(ValueError, match=words):
-        read_member(environment).check()
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "Slurm"])
-@pytest.mark.parametrize("name", [*launchers._OTHER_RANKS, *launchers._OTHER_SIZES])
-def test_unsupported_launchers_are_refused(name, around):
-    with pytest.raises(
-        ValueError, match=f"{name}=3 says that .* a launcher that jaxcoll does not support"
-    ):
-        read_member({**around, name: "3"})
+def test_impossible_variables_are_refused():
+    for environment, message in IMPOSSIBLE:
+        with pytest.raises(ValueError, match=message):
+            read_member(environment).check()
 
 
-@pytest.mark.parametrize("address", ["a", "a:", ":1", "a:b", "a:99999", "::1:1", "[::1:1", 5])
-def test_bad_addresses_are_refused(address):
-    with pytest.raises(ValueError, match="an address must be 'host:port'"):
-        host_and_port(address)
+def test_unsupported_launchers_are_refused():
+    for name in (*launchers._OTHER_RANKS, *launchers._OTHER_SIZES):
+        for around in ({}, SLURM):
+            with pytest.raises(ValueError, match=f"{name}=3 says .* jaxcoll does not support"):
+                read_member({**around, name: "3"})
+
+
+def test_bad_addresses_are_refused():
+    for address in ("a", "a:", ":1", "a:b", "a:99999", "::1:1", "[::1:1", 5):
+        with pytest.raises(ValueError, match="an address must be 'host:port'"):
+            host_and_port(address)
 
 
 def test_slurm_lists_are_expanded():

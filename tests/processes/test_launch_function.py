@@ -249,9 +249,8 @@ def test_local_functions_need_cloudpickle(monkeypatch):
             jc.launch(fn)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+def test_bad_arguments_are_refused():
+    for settings, message in (
         ({"processes": 0}, "`processes` to be an integer above 0; got 0"),
         ({"devices_per_process": True}, "`devices_per_process` to be an integer above 0; got True"),
         ({"platform": "tpu"}, "`platform` to be 'cpu' or 'gpu'; got 'tpu'"),
@@ -260,11 +259,9 @@ def test_local_functions_need_cloudpickle(monkeypatch):
             "`timeout_seconds` to be a finite number of seconds above 0; got 0",
         ),
         ({"fn": 3}, "`launch` expects a function; got int"),
-    ],
-)
-def test_bad_arguments_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        jc.launch(**{"fn": os.getpid, **settings})
+    ):
+        with pytest.raises(ValueError, match=message):
+            jc.launch(**{"fn": os.getpid, **settings})
 
 
 def test_windows_is_refused(monkeypatch, capsys):
