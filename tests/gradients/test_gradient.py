@@ -173,7 +173,7 @@ def test_gradients_equal_one_device(runner, n):
 
 
 @EVERY
-def test_aux_comes_back_as_each_replicas_own(runner, n):
+def test_aux_stays_each_replicas_own(runner, n):
     got, again, (zero, firsts) = found(runner, n)["aux"]
     close(got, whole(mean_loss))
     close(again, got[1])
@@ -182,7 +182,7 @@ def test_aux_comes_back_as_each_replicas_own(runner, n):
 
 
 @EVERY
-def test_gradients_are_by_the_arguments_that_are_named(runner, n):
+def test_argnums_choose_the_gradients(runner, n):
     value, grads = scaled_alone()
     first, second, both, other_way = found(runner, n)["argnums"]
     for each in (first, second):
@@ -193,14 +193,14 @@ def test_gradients_are_by_the_arguments_that_are_named(runner, n):
 
 
 @pytest.mark.parametrize("runner", ["checked", "unchecked", "pmap"])
-def test_hessian_vector_products_go_through(runner):
+def test_hessian_vector_products_are_right(runner):
     ones = jax.tree.map(np.ones_like, PARAMS)
     grad = jax.grad(mean_loss)
     want = jax.jit(lambda v: jax.jvp(lambda p: grad(p, BATCH), (PARAMS,), (v,))[1])
     close(found(runner, 8)["hessian"], want(ones), rtol=1e-4, atol=1e-5)
 
 
-def test_over_two_axes_and_in_data_parallel_with_another_axis_of_copies():
+def test_two_axes_and_copies():
     mesh, both = grid(2, 4), ("node", "data")
     step = jc.data_parallel(jc.accumulate(mean_loss, both, 4), mesh=mesh, axis_name=both)
     close(step(PARAMS, BATCH), whole(mean_loss))
@@ -218,7 +218,7 @@ def test_keyword_arguments_are_handed_on():
     [(jc.value_and_grad, "auto", 3), (jc.grad, "auto", 2), (jc.value_and_grad, "packed", 2),
      (jc.value_and_grad, "ring", 0)],
 )  # fmt: skip
-def test_value_and_gradient_travel_together_and_autodiff_adds_nothing(call, name, count):
+def test_autodiff_adds_no_reduction(call, name, count):
     """One requested all-reduce a leaf: loss, bias, weight. None that autodiff put there."""
     f = call(mean_loss, "data", options=OPTIONS[name])
     text = lowered(lambda batch: f(PARAMS, batch), 4, split(4, BATCH)).as_text()
@@ -227,7 +227,7 @@ def test_value_and_gradient_travel_together_and_autodiff_adds_nothing(call, name
 
 
 @pytest.mark.parametrize("runner", ["pmap", "unchecked", "checked"])
-def test_a_loss_that_is_averaged_inside_has_the_gradient_of_the_mean(runner):
+def test_averaged_loss_has_the_means_gradient(runner):
     averaged = lambda *args: jax.lax.pmean(mean_loss(*args), "data")
     f = lambda batch: jc.value_and_grad(averaged, "data")(PARAMS, batch)
     if runner == "checked":  # where types show that it is reduced
@@ -237,7 +237,7 @@ def test_a_loss_that_is_averaged_inside_has_the_gradient_of_the_mean(runner):
         close(on_replicas(runner, f, 8, BATCH), whole(mean_loss))
 
 
-def test_a_loop_from_a_constant_is_refused_by_jaxs_types():
+def test_loop_from_constant_is_refused():
     f = lambda batch: jc.grad(scanned_loss, "data")(PARAMS, batch)
     with pytest.raises(TypeError, match="manual axis types"):
         on_replicas("checked", f, 8, BATCH)
@@ -257,13 +257,13 @@ def test_a_loop_from_a_constant_is_refused_by_jaxs_types():
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("made", [jc.value_and_grad, jc.grad, jc.accumulate])
-def test_what_is_no_loss_is_refused(error, loss, settings, words, made):
+def test_wrong_losses_are_refused(error, loss, settings, words, made):
     step = made(loss, "data", *[1] * (made is jc.accumulate), **settings)
     words = f"`jc.{made.__name__}`.*{words}"
     refused(words, step, np.ones(2, "f"), np.ones((2, 4), "f"), error=error)
 
 
-def test_a_type_error_of_the_users_own_stays_their_own():
+def test_users_type_error_passes_through():
     def broken(p, x):
         raise TypeError("mine")
 
@@ -272,7 +272,7 @@ def test_a_type_error_of_the_users_own_stays_their_own():
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_loss_may_reduce_statistics_on_the_way(runner):
+def test_loss_may_reduce_statistics(runner):
     """Batch normalisation over all replicas; with a constant carry too, where types allow it."""
     names = (None, "ring", "halving_doubling") if runner == "checked" else (None, "ring")
     asked = [jc.CommunicationOptions(algorithm=a) for a in names]
@@ -304,7 +304,7 @@ def test_a_loss_may_reduce_statistics_on_the_way(runner):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_metrics_become_one_number_and_other_aux_is_stacked(runner):
+def test_accumulated_aux_is_stacked(runner):
     def loss(p, batch):
         error = jnp.sum(batch["real"] * errors(p, batch))
         metrics = {
@@ -329,7 +329,7 @@ def test_metrics_become_one_number_and_other_aux_is_stacked(runner):
     np.testing.assert_allclose(firsts, BATCH["x"][:, 0].reshape(4, 4, 4)[:, :, 0].sum(0), rtol=1e-5)
 
 
-def test_narrow_gradients_are_added_in_float32_and_travel_in_their_own_type():
+def test_narrow_gradients_add_in_float32():
     """256 + seven ones: a sum in bfloat16 stays at 256."""
     rows = np.array([256.0] + 7 * [1.0], "f")
     step = jc.accumulate(lambda w, x: jnp.sum(w * x), "data", 8, reduce_op="sum")
@@ -344,7 +344,7 @@ def test_narrow_gradients_are_added_in_float32_and_travel_in_their_own_type():
     assert "tensor<bf16>" in text.split("stablehlo.all_reduce", 1)[1]
 
 
-def test_other_random_numbers_in_every_piece():
+def test_microbatches_draw_different_numbers():
     loss = lambda w, x, keys: jnp.mean(w * x * jax.random.uniform(keys[0]))
 
     def f(x, seed):
@@ -357,7 +357,7 @@ def test_other_random_numbers_in_every_piece():
     np.testing.assert_allclose(run("checked", f, 2, ones, seeds)[0], np.mean(drawn), rtol=1e-6)
 
 
-def test_eight_microbatches_send_an_eighth():
+def test_microbatches_send_once():
     """Read from the compiled programs: one reduction after the loop, and one in every turn."""
     once = jc.data_parallel(jc.accumulate(mean_loss, "data", 8))
 
@@ -383,7 +383,7 @@ def test_eight_microbatches_send_an_eighth():
         ({"argnums": (0, 1)}, (1.0, np.ones(8, "f")), "argument 'x' is in `argnums`, and is"),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_refused(asked, args, message):
+def test_uncuttable_batches_are_refused(asked, args, message):
     step = jc.accumulate(lambda w, x: jnp.mean(w * x), "data", 4, **asked)
     with pytest.raises(ValueError, match=message):
         run("vmap", lambda _: step(*args), 2, jnp.ones(2))
@@ -401,14 +401,14 @@ def test_a_batch_that_cannot_be_cut_is_refused(asked, args, message):
           for n in ((), "p", 1.0, None)),
     ],
 )  # fmt: skip
-def test_what_is_no_number_or_position_is_refused_when_it_is_given(call, settings, message):
+def test_wrong_arguments_are_refused_early(call, settings, message):
     with pytest.raises(ValueError, match=message):
         call(mean_loss, "data", **settings)
     with pytest.raises(ValueError, match="`jc.grad` expects a function, the loss, and returns one"):
         jc.grad("p", "data")
 
 
-def test_the_program_holds_the_loss_once():
+def test_accumulate_traces_the_loss_once():
     """Tracing it for its types leaves nothing behind."""
     step = jc.accumulate(mean_loss, "data", 4)
     text = lowered(lambda batch: step(PARAMS, batch), 1, split(1, BATCH)).as_text()
@@ -418,13 +418,13 @@ def test_the_program_holds_the_loss_once():
 # Reductions that are made to overlap
 
 
-def test_packs_are_chained_in_the_order_they_are_ready():
+def test_packs_chain_in_ready_order():
     step = lambda batch: jc.value_and_grad(mean_loss, "data", options=OVERLAP)(PARAMS, batch)
     text = lowered(step, 4, split(4, BATCH)).as_text()
     assert text.count("optimization_barrier") == text.count("stablehlo.all_reduce") - 1 > 3
 
 
-def test_a_bare_reduction_goes_from_last_to_first_and_says_so():
+def test_bare_reduction_goes_last_to_first():
     def step(x):
         return jc.all_reduce("mean", {"a": x, "b": x, "c": x}, "data", options=OVERLAP)
 
@@ -435,7 +435,7 @@ def test_a_bare_reduction_goes_from_last_to_first_and_says_so():
     np.testing.assert_allclose(out["a"][0], np.mean(rows(4, 16), 0))
 
 
-def test_the_gradient_of_an_overlapping_reduction_is_that_of_any():
+def test_overlap_keeps_the_derivative():
     def second(options, x):
         total = jc.value_and_grad(lambda w, x: jnp.sum(w * w * x), "data", options=options)
         return jax.grad(lambda w: jnp.sum(total(w, x)[1]))(jnp.ones((4,)))

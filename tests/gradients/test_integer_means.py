@@ -89,7 +89,7 @@ def examples(dtype):
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_a_mean_of_integers_is_right_to_rounding(name):
+def test_integer_means_are_right(name):
     for dtype in NARROW:
         if dtype == ml_dtypes.int4 and name == "Elastic":  # its programs take no arrays of 4 bits
             continue
@@ -101,7 +101,7 @@ def test_a_mean_of_integers_is_right_to_rounding(name):
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_a_mean_of_64_bits_too(name):
+def test_wide_integer_means_are_right(name):
     with jax.enable_x64(True):
         rows = np.full((N, 3, 1), 2**62 + 1)
         got = np.asarray(ENTRIES[name](rows))
@@ -109,7 +109,7 @@ def test_a_mean_of_64_bits_too(name):
         np.testing.assert_allclose(got.squeeze(), rows[0].squeeze(), rtol=1e-12)
 
 
-def test_a_mean_of_flags_is_refused_everywhere_with_the_cast():
+def test_means_of_flags_are_refused():
     flags = np.ones((N, 3, 1), bool)
     for name in {*ENTRIES} - {"reduce_metrics", "sparse"}:
         with pytest.raises(ValueError, match=r"booleans have no sum .*`\.astype"):

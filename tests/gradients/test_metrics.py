@@ -17,7 +17,7 @@ def reduced(runner, f, n, *values):
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("n", [3, 8])
-def test_they_are_what_one_device_has_of_everything(runner, n):
+def test_metrics_equal_one_device(runner, n):
     x, real = X[:n], np.arange(n * 6).reshape(n, 6) % 3
 
     def f(x, real):
@@ -41,7 +41,7 @@ def test_they_are_what_one_device_has_of_everything(runner, n):
     assert got["two bits"] == 1
 
 
-def test_one_collective_for_all_of_them_however_they_were_made():
+def test_metrics_share_one_collective():
     """Twenty metrics of six types, half of them stacked by a scan: one pack of floats."""
 
     def step(x):
@@ -63,7 +63,7 @@ def test_one_collective_for_all_of_them_however_they_were_made():
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_those_of_a_loss_travel_in_the_pack_of_its_gradients(op):
+def test_aux_metrics_travel_with_gradients(op):
     """Held apart by `bytes_per_pack=1 << 20` for each type: one pack is requested, and compiled."""
 
     def loss(w, x):
@@ -111,12 +111,12 @@ def test_counts_in_narrow_integers_have_sums_that_are_not_narrow():
         (jc.WeightedMean(np.ones(3), 1), r"a total of shape \(3,\) and a weight of shape \(\)"),
     ],
 )
-def test_what_is_no_metric_is_refused(metric, message):
+def test_wrong_metrics_are_refused(metric, message):
     with pytest.raises(ValueError, match=message):
         run("vmap", lambda _: jc.reduce_metrics(metric, "data"), 2, jnp.ones(2))
 
 
-def test_a_total_that_was_reduced_is_refused():
+def test_reduced_totals_are_refused():
     total = lambda x: jc.Total(jax.lax.psum(x, "data"))
     with pytest.raises(
         jc.errors.AlreadyReducedError, match="`jc.reduce_metrics`: the total of metric"

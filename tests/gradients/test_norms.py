@@ -23,7 +23,7 @@ def of_all(tree):
     return np.sqrt(sum(np.sum(np.abs(x.astype(np.complex128)) ** 2) for x in jax.tree.leaves(tree)))
 
 
-def test_a_whole_tree_needs_no_collective():
+def test_whole_trees_send_nothing():
     whole = {k: v for k, v in TREE.items() if k in ("w", "scalar")}
     np.testing.assert_allclose(jc.global_norm(TREE), of_all(TREE), rtol=1e-6)
     np.testing.assert_allclose(jc.global_norm(whole), optax.tree.norm(whole), rtol=1e-6)
@@ -34,12 +34,12 @@ def test_a_whole_tree_needs_no_collective():
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_of_shards_over_all_replicas(runner):
+def test_norm_covers_all_shards(runner):
     norms = run(runner, lambda t: jc.global_norm(t, "data"), 8, TREE)
     np.testing.assert_allclose(norms, np.full(8, of_all(TREE)), rtol=1e-6)
 
 
-def test_what_every_replica_holds_counts_once_beside_shards():
+def test_typed_whole_leaves_count_once():
     """Over two axes: whole, a shard over one axis, a shard over both. One scalar travels."""
     both, spec = ("node", "data"), jax.sharding.PartitionSpec
     specs = {"whole": spec(), "some": spec("data"), "all": spec(both)}
@@ -57,7 +57,7 @@ def test_what_every_replica_holds_counts_once_beside_shards():
     assert not program(tree)[1]
 
 
-def test_shards_and_what_stands_beside_them_count_once_in_a_step():
+def test_leaves_beside_shards_count_once():
     """Shards over one axis and over both, and an array that all replicas hold."""
     mesh = grid(2, 4)
     both, arrays = ("node", "data"), [RNG.standard_normal(300).astype("f") for _ in range(3)]
@@ -80,7 +80,7 @@ def test_shards_and_what_stands_beside_them_count_once_in_a_step():
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_one_bad_element_anywhere_is_known_everywhere(runner):
+def test_one_bad_element_is_known_everywhere(runner):
     def tree(bad):
         half = np.array([1, 1, bad, 1], np.float16)
         return {"a": np.ones((4, 3), "f"), "b": half, "n": np.ones(4, int)}
@@ -96,7 +96,7 @@ def test_one_bad_element_anywhere_is_known_everywhere(runner):
      [("native", "sum"), ("ring", "mean"), ("halving_doubling", "mean"), ("shuffle", "mean")]],
     ids=["native", "others"],
 )  # fmt: skip
-def test_a_reduced_gradient_is_finite_only_if_every_replicas_was(asked):
+def test_reduction_keeps_nonfinite_elements(asked):
     """So nobody has to ask: inf and NaN come through every algorithm, packing and scaling."""
     kinds = {"f": np.float32, "h": np.float16, "b": jnp.bfloat16}
 
@@ -117,7 +117,7 @@ def test_a_reduced_gradient_is_finite_only_if_every_replicas_was(asked):
 
 
 @pytest.mark.parametrize("function", [jc.global_norm, jc.all_finite])
-def test_what_has_no_norm_is_refused(function):
+def test_leaves_without_norm_are_refused(function):
     for leaf, message in (
         ("word", r"leaf \['a'\]: expected numbers, got str"),
         (np.ones(2, bool), "expected numbers, got bool"),

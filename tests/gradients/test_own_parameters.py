@@ -31,14 +31,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("caller", CALLS)
-def test_a_leaf_that_differs_is_refused_by_name(caller):
+def test_differing_leaves_are_refused(caller):
     """By its type in a checked `shard_map`; by the proof in a step: test_gradients_that_differ.py."""
     words = rf"`{caller}` over 'data': leaf .*\['expert'\] must be the same .* differs between them"
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(mapped(CALLS[caller], (SPECS, ROW)), PARAMS, X)
 
 
-def test_a_step_of_training_inside_of_a_loss_takes_what_replicas_hold_alike():
+def test_inner_training_steps_are_taken():
     """There every parameter is typed as varying, whether it differs or not."""
     params = jnp.ones((3, 5))
 
@@ -56,7 +56,7 @@ def test_a_step_of_training_inside_of_a_loss_takes_what_replicas_hold_alike():
         np.testing.assert_allclose(program(params, X), want, rtol=1e-4, atol=1e-6)
 
 
-def test_an_experts_gradient_is_its_own_by_jax_grad():
+def test_experts_keep_their_gradient():
     """Beside the reduced one of what replicas share; the batch's is each replica's, too."""
 
     def step(shared, experts, x):
@@ -103,7 +103,7 @@ def optimizers(axis):
 
 
 @pytest.mark.parametrize("name", optimizers("data"))
-def test_an_optimizer_for_what_replicas_hold_alike_refuses_what_differs(name):
+def test_optimizers_refuse_differing_leaves(name):
     def step(params):
         optimizer = optimizers("data")[name]
         return jnp.stack([jnp.sum(x) for x in jax.tree.leaves(optimizer(params))])[None]

@@ -84,7 +84,7 @@ SCHEDULES = [
     [("checked", SCHEDULES[1:]), ("unchecked", SCHEDULES[1:2]), ("pmap", SCHEDULES[:1])],
     ids=["checked", "unchecked", "pmap"],
 )
-def test_plain_grad_has_reduced_rows(runner, schedules):
+def test_plain_grad_reduces_rows(runner, schedules):
     """By the stack, by the carry's first value, and by what the layer reads from around it."""
 
     def replica(cut, x):
@@ -133,7 +133,7 @@ def of_shards(scan):
     return scanned
 
 
-def test_what_is_reduced_here_is_not_sent_again():
+def test_rows_are_reduced_once():
     """Inside the calls that reduce everything else; mean, sum and weighted mean."""
 
     def step(stack, x, mask):
@@ -176,7 +176,7 @@ def tied_loss(scan, stack, x):
 
 
 @pytest.mark.parametrize("how", ["checked", "step"])
-def test_shards_of_layers(how):
+def test_shards_of_layers_train(how):
     """Padded packs of leaves whose rows do not divide; a plain leaf beside them is whole."""
     shards = jc.shard({"u": ODD}, "data", stacked=True)
     stack = {"large": shards, "norm": STACK["b"]}
@@ -202,7 +202,7 @@ def test_shards_of_layers(how):
     assert not np.asarray(got["large"].parts[0]).reshape(LAYERS, -1)[:, ODD[0].size :].any()
 
 
-def test_gradients_in_shards_are_reduced_no_more():
+def test_scanned_shards_stay_reduced():
     """A mean of different rows would be a number without meaning."""
     shards = jc.shard({"u": ODD}, "data", stacked=True)
 
@@ -214,7 +214,7 @@ def test_gradients_in_shards_are_reduced_no_more():
         jc.data_parallel(step).lower({"large": shards, "norm": STACK["b"]}, X)
 
 
-def test_rows_that_every_replica_holds_whole_are_refused_in_a_step():
+def test_whole_rows_are_refused():
     """Gathered, they would be n times as many, and nothing of the layer's shapes need show it."""
 
     def step(stack, x):
@@ -233,7 +233,7 @@ WORDS = {"w": "data", "v": "data", "b": False}
 
 
 @pytest.mark.parametrize("how", ["checked", "step"])
-def test_shards_within_a_host_and_sums_between(how):
+def test_hybrid_sharding_is_right(how):
     both = ("node", "data")
 
     def scan(layer, x, stack):
@@ -261,7 +261,7 @@ CONSTANTS = {  # a layer, the first carry of an array, and the array in a carry
 
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_constant_results_and_carries(name, remat):
+def test_constants_pass_through(name, remat):
     layer, first, last = CONSTANTS[name]
 
     def loss(w, x, scan):
@@ -281,7 +281,7 @@ def test_constant_results_and_carries(name, remat):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [True, False])
-def test_keys_and_integers_travel_along(remat):
+def test_keys_and_integers_pass_through(remat):
     """Dropout by a key in the carry and by keys in the stack; an integer in each."""
     keys = jax.random.split(jax.random.key(1), LAYERS)
 
@@ -308,7 +308,7 @@ def test_keys_and_integers_travel_along(remat):
     close(got, jax.jit(jax.grad(plain, has_aux=True))(STACK["w"], X), rtol=2e-5)
 
 
-def test_many_leaves_keep_their_types():
+def test_many_leaves_keep_their_order():
     """As a list, of which the eleventh and the twelfth come before the third by name."""
     shapes = [(N, 2) if k == 2 else (2 * N, 1) if k == 10 else (N,) for k in range(12)]
     stack = [normal(LAYERS, *shape) for shape in shapes]
@@ -330,7 +330,7 @@ def test_many_leaves_keep_their_types():
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_two_gathers_and_one_scatter_of_every_layer(ahead):
+def test_traffic_is_two_gathers_one_scatter(ahead):
     """Less the gathers of the last layers, which the backward pass finds still there.
 
     A frozen leaf, which has no gradient, is gathered and not scattered.
@@ -364,7 +364,7 @@ def test_two_gathers_and_one_scatter_of_every_layer(ahead):
 
 
 @pytest.mark.parametrize(("remat", "more"), [(True, 2), (False, 0)])
-def test_what_is_kept_of_a_layer_is_not_computed_again(remat, more):
+def test_remat_decides_recomputation(remat, more):
     """Layers are computed in one loop, and differentiated in another, but for the last."""
     scan = scan_of(sharded=True, ahead=0, remat=remat)
     loss = lambda w, x: jnp.mean(scan(lambda h, p: (jnp.tanh(h @ p), None), x, w)[0])
@@ -372,7 +372,7 @@ def test_what_is_kept_of_a_layer_is_not_computed_again(remat, more):
     assert text.count("stablehlo.tanh") == 1 + more
 
 
-def test_what_is_gathered_is_cast_before():
+def test_cast_comes_before_gather():
     """Master weights in float32; their gradients travel as they were gathered, and end as they are.
 
     A layer is traced with the types in which its leaves are gathered, integers in their own.
@@ -469,7 +469,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("words", "given"), BAD)
-def test_bad_input(words, given):
+def test_wrong_input_is_refused(words, given):
     of_the_layer = "layer" in given
     with pytest.raises(TypeError if of_the_layer else ValueError, match=words) as caught:
         call(**given)
@@ -480,7 +480,7 @@ def test_bad_input(words, given):
         assert "`sharded` says which leaves are whole" in note
 
 
-def test_a_second_derivative_is_refused():
+def test_second_derivative_is_refused():
     def replica(w, x):
         scan = lambda x: jnp.sum(jc.scan_layers(lambda h, p: h @ p, x, w, "data")[0] ** 2)
         return jnp.sum(jax.grad(scan)(x) ** 2)
@@ -490,7 +490,7 @@ def test_a_second_derivative_is_refused():
         mapped(jax.grad(replica), (rows, ROWS), rows, N)(STACK["w"], X)
 
 
-def test_inside_other_transformations():
+def test_scan_nests_in_transformations():
     layer = lambda h, p: (jnp.tanh(h @ p), None)
     within = {
         "scan": lambda f, w, x: lax.scan(lambda h, _: (f(h, w), None), x, length=2)[0],
@@ -513,7 +513,7 @@ def test_inside_other_transformations():
     ({"axis": "other"}, "got Shards of 8 replicas along 'data'"),
     ({"flat": True}, r"whose parts have the shape \(2, 128\); expected \(layers, 2, 128\)"),
 ])  # fmt: skip
-def test_shards_of_something_else(words, message):
+def test_foreign_shards_are_refused(words, message):
     words = dict(words)
     axis, flat = words.pop("axis", "data"), words.pop("flat", False)
     shards = jc.shard({"u": ODD}, "data", stacked=True)
@@ -527,7 +527,7 @@ def test_shards_of_something_else(words, message):
         mapped(replica, (spec,), mesh=mesh_of(N, axis))(shards)
 
 
-def test_a_loss_over_some_of_the_axes():
+def test_partial_axes_are_refused():
     both = ("node", "data")
 
     def replica(stack, x):

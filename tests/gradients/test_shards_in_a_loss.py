@@ -111,7 +111,7 @@ def out_of_rows(shards):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_gradients_come_in_the_same_shards_reduced(runner):
+def test_gradients_keep_their_shards(runner):
     n = 3
     cases = [(mean, "auto"), (weighted, "auto")]
     cases += {"checked": [(total, "ring")], "unchecked": [(mean, "shuffle")],
@@ -133,7 +133,7 @@ def test_gradients_come_in_the_same_shards_reduced(runner):
         is_right(value, out_of_rows(grads), loss)
 
 
-def test_a_wrapped_step_sends_two_gathers_and_one_reduce_scatter():
+def test_traffic_is_gathers_and_scatters():
     step = jc.data_parallel(jc.value_and_grad(gathering(mean), "data"), batch_argnums=(1, 2))
     shards = in_shards()
     value, grads = step(shards, X, MASK)
@@ -149,7 +149,7 @@ def test_a_wrapped_step_sends_two_gathers_and_one_reduce_scatter():
     assert kinds == ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter", "all_reduce"]
 
 
-def test_microbatches_are_added_up_in_shards():
+def test_microbatches_add_in_shards():
     """Each piece's gradients are reduce-scattered: whole ones would have no room."""
     ring, losses = OPTIONS["ring"], (mean, weighted)
     more = {"batch_argnums": (1, 2), "options": ring}
@@ -163,7 +163,7 @@ def test_microbatches_are_added_up_in_shards():
         is_right(*found, loss)
 
 
-def test_shards_within_a_host_are_copied_between_hosts():
+def test_hybrid_shards_are_right():
     """Hybrid sharding: the gradients of the copies are reduced, and nothing else is."""
     mesh, both = grid(2, 4), ("node", "data")
     step = jc.value_and_grad(gathering(mean), both)
@@ -171,7 +171,7 @@ def test_shards_within_a_host_are_copied_between_hosts():
     is_right(*step(in_shards(mesh=mesh), X, MASK))
 
 
-def test_outside_of_value_and_grad_types_mean_what_they_mean_elsewhere():
+def test_plain_grad_follows_types():
     """In a checked program the gathered tree is the same everywhere, and its derivative too."""
     loss = gathering(mean)
 
@@ -188,7 +188,7 @@ def test_outside_of_value_and_grad_types_mean_what_they_mean_elsewhere():
     close(jc.unshard(of_sum), jax.tree.map(lambda x: 4 * x, want))
 
 
-def test_a_cast_before_the_gather_is_what_travels_and_gradients_have_the_parameters_type():
+def test_cast_before_gather_travels():
     def loss(shards, x, mask):
         half = jax.tree.map(lambda part: part.astype(jnp.bfloat16), shards["embedding"])
         tree = jc.all_gather(half, "data")
@@ -219,7 +219,7 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_gradients_in_shards_are_not_reduced_once_more(name):
+def test_sharded_gradients_are_reduced_once(name):
     def step(shards, x, mask):
         _, grads = jc.value_and_grad(gathering(mean), "data")(shards, x, mask)
         return REDUCTIONS[name](grads, axis_name="data")
@@ -234,7 +234,7 @@ def test_gradients_in_shards_are_not_reduced_once_more(name):
         wrapped(in_shards(), X, MASK)
 
 
-def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
+def test_wrong_uses_of_shards_are_refused():
     shards, mine = in_shards(), functools.partial(jc.data_parallel, batch_argnums=1)
     scattered = jc.value_and_grad(gathering(mean), "data", scatter=True)
     for words, step, args in (
@@ -253,7 +253,7 @@ def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
             step(*args)
 
 
-def test_what_needs_another_value_keeps_its_bits_and_no_compiler_sees_that_it_does_not():
+def test_depend_on_keeps_bits():
     x = jnp.array([[1.0, -0.0], [jnp.nan, jnp.inf]])
     others = [jnp.full((3,), jnp.nan), jnp.array([7]), jnp.array(1j), jnp.zeros((0, 2))]
     f = jax.jit(lambda x, others: _compat.depend_on(x, others))

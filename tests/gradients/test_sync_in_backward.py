@@ -118,7 +118,7 @@ def gradient(name):
 
 
 @pytest.mark.parametrize(("runner", "name"), CASES)
-def test_n_devices_equal_one(runner, name):
+def test_synced_gradients_equal_one_device(runner, name):
     """Mean, and of what is synced and what is not in one model also sum and weighted mean."""
     loss, of_weights = (functools.partial(f, MODELS[name], sync) for f in (mean_loss, weighted))
 
@@ -136,7 +136,7 @@ def test_n_devices_equal_one(runner, name):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_plain_grad_has_the_mean_or_the_sum_where_it_is_synced(runner):
+def test_plain_grad_reduces_synced_leaves(runner):
     """Under a checked `shard_map`, too, where autodiff would have summed by itself."""
     by = lambda op: functools.partial(mean_loss, nested, functools.partial(sync, reduce_op=op))
     f = lambda x: [jax.grad(by(op))(PARAMS, x) for op in ("mean", "SUM")]
@@ -145,7 +145,7 @@ def test_plain_grad_has_the_mean_or_the_sum_where_it_is_synced(runner):
     close(total, jax.tree.map(lambda g: 4 * g, gradient("nested")), rtol=1e-4)
 
 
-def test_autodiff_adds_no_sum_of_its_own():
+def test_autodiff_adds_no_sum():
     """One requested all-reduce for each leaf; the gradient has its parameter's type."""
 
     def replica(x):
@@ -156,7 +156,7 @@ def test_autodiff_adds_no_sum_of_its_own():
     assert text.count('"stablehlo.all_reduce"') == 2
 
 
-def test_the_reduction_is_in_the_loop_and_nothing_of_it_after():
+def test_reduction_happens_inside_the_loop():
     step = jc.value_and_grad(functools.partial(mean_loss, nested, sync), "data", reduce_op="sum")
     report = jc.inspect(jc.data_parallel(step), PARAMS, X)
     depth = {path: len(row.compiled.loops) for row in report.rows for path in row.leaves}
@@ -169,14 +169,14 @@ def test_the_reduction_is_in_the_loop_and_nothing_of_it_after():
     assert all("when: in the backward pass" in str(plan) for plan in report.plans[:-1])
 
 
-def test_a_part_that_is_not_synced_is_sent_once_more():
+def test_unsynced_leaves_are_sent_after():
     step = jc.grad(functools.partial(mean_loss, partly, sync), "data")
     *_, last = plans_of(jc.data_parallel(step), PARAMS, X)
     sent = {last.leaves[s.leaf].path for pack in last.packs for s in pack.segments}
     assert sent == {".grads['ends']", ".grads['stack']['b']"}
 
 
-def test_a_gradient_travels_in_the_parameters_dtype():
+def test_parameter_dtype_travels():
     """The sum that autodiff makes by itself travels in the type of the computation."""
 
     def loss(sync, p, x):
@@ -197,7 +197,7 @@ def test_a_gradient_travels_in_the_parameters_dtype():
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_derivatives_of_every_order_and_direction(runner):
+def test_higher_derivatives_are_right(runner):
     """The last is (d/dw)² of the mean of (w·x)³ over all replicas, by a gradient of a gradient."""
     p, v = PARAMS["stack"]["w"], np.ones_like(PARAMS["stack"]["w"])
 
@@ -229,7 +229,7 @@ def test_derivatives_of_every_order_and_direction(runner):
 
 
 @pytest.mark.slow
-def test_without_jit_and_under_vmap():
+def test_eager_and_vmapped_are_right():
     def replica(x):
         rows = lambda p, row: mean_loss(scanned, sync, p, row[None])
         return jc.grad(lambda p: jnp.mean(jax.vmap(rows, (None, 0))(p, x)), "data")(PARAMS)
@@ -238,7 +238,7 @@ def test_without_jit_and_under_vmap():
 
 
 @pytest.mark.slow
-def test_along_one_of_two_axes_the_other_is_still_to_be_reduced():
+def test_other_axis_is_reduced_after():
     mesh = grid(2, 4)
     loss = functools.partial(mean_loss, scanned, sync)
     both = functools.partial(jc.sync_in_backward, axis_name=("node", "data"))
@@ -255,7 +255,7 @@ def test_along_one_of_two_axes_the_other_is_still_to_be_reduced():
     assert [leaf.over for leaf in last[0].leaves if "stack" in leaf.path] == [(2, 1)] * 2
 
 
-def test_options_come_from_the_gradient_then_from_the_program():
+def test_options_come_from_inside_out():
     loss = functools.partial(mean_loss, scanned, sync)
     ring = jc.CommunicationOptions(algorithm="ring")
 
@@ -269,7 +269,7 @@ def test_options_come_from_the_gradient_then_from_the_program():
     assert permutes(gradient=ring, program=shuffle) == ["ring", "ring"]
 
 
-def test_what_is_not_differentiated_is_not_sent():
+def test_undifferentiated_leaves_send_nothing():
     def step(p, x):
         def loss(w):
             return mean_loss(scanned, sync, {**p, "stack": {**p["stack"], "w": w}}, x)
@@ -290,12 +290,12 @@ def test_what_is_not_differentiated_is_not_sent():
         (np.zeros(3, jax.dtypes.float0), r"an array of float0"),
     ],
 )  # fmt: skip
-def test_what_has_no_gradient_is_refused_by_its_path(tree, words):
+def test_leaves_without_gradient_are_refused(tree, words):
     refused(words, lambda x: sync(tree) and x, jnp.ones(2))
     assert run("vmap", lambda x: (sync(None), sync({"a": None})) and x, 2, jnp.ones(2)).tolist()
 
 
-def test_a_sum_inside_a_gradient_that_is_reduced_and_an_axis_that_is_not_mapped_are_refused():
+def test_sums_and_unmapped_axes_are_refused():
     with pytest.raises(NameError, match="`sync_in_backward` over axis 'model': no such axis"):
         jc.sync_in_backward(jnp.ones(2), "model")
     loss = lambda w, x: jnp.mean(sync(w, reduce_op="sum") * x)

@@ -62,7 +62,7 @@ EVERY = pytest.mark.parametrize(("module", "name"), PROGRAMS, ids=[name for _, n
 
 
 @EVERY
-def test_a_program_gives_the_same_losses_over_eight_replicas(module, name):
+def test_replicas_repeat_one_devices_losses(module, name):
     want, found = (losses(module, text) for text in texts_of(module, name))
     assert len(set(want)) > 1
     np.testing.assert_allclose(found, want, rtol=2e-5)

@@ -274,7 +274,7 @@ STYLES |= {f"batch norm, sync={sync}": batch_norm(sync) for sync in (True, False
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_style_does_what_pmap_does_and_warns_of_nothing(style):
+def test_style_equals_pmap(style):
     step, rows = STYLES[style], jax.tree.map(lambda x: x.reshape(N, 2, *x.shape[1:]), BATCH)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         want = jax.pmap(step, axis_name=AXIS, in_axes=(None, 0))(P, rows)

@@ -28,7 +28,7 @@ AXIS = "data"
 
 
 @pytest.mark.parametrize("first", range(0, 36, 6))
-def test_what_is_called_the_same_is_bit_equal_in_random_programs(first):
+def test_random_programs_never_refute_the_proof(first):
     tally = collections.Counter()
     for seed in range(first, first + 6):
         tally += tried(seed)
@@ -207,7 +207,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_varies(name):
+def test_proof_says_what_varies(name):
     program, want = PROGRAMS[name]
     flat = lambda x, w: jax.tree.leaves(program(x, w))
     found = []
@@ -223,7 +223,7 @@ def test_what_varies(name):
     assert [bool(axes) for axes in found[0]] == want
 
 
-def test_the_names_of_functions_are_those_of_primitives_of_this_jax_or_of_the_other():
+def test_tables_name_existing_functions():
     modules = [m for name, m in [*sys.modules.items()] if name.startswith("jax") and m]
     here = {x.name for m in modules for x in [*vars(m).values()] if isinstance(x, Primitive)}
     public = {x.name for x in vars(primitives).values() if isinstance(x, Primitive)}

@@ -50,12 +50,12 @@ def order(loss, params, x=X):
     ],
     ids=["plain", "jitted", "rematerialized", "cast-first"],
 )
-def test_the_last_layer_is_ready_first(loss, dtype):
+def test_last_layer_is_ready_first(loss, dtype):
     params = {name: w.astype(dtype) for name, w in PARAMS.items()}
     assert order(loss, params) == ["w2", "w1", "w0"]
 
 
-def test_what_one_loop_makes_is_ready_at_once():
+def test_loop_results_are_ready_together():
     def loss(params, x):
         stacked = jnp.stack([params["w1"], params["w2"]])
         x = layer(params["w0"], x)
@@ -67,7 +67,7 @@ def test_what_one_loop_makes_is_ready_at_once():
     assert max(found["w1"], found["w2"]) < found["w0"]
 
 
-def test_a_traced_program_gives_what_the_function_gives():
+def test_traced_programs_keep_results():
     calls = []
 
     def fun(x):

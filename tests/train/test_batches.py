@@ -33,7 +33,7 @@ def ids(batches):
 
 @pytest.mark.parametrize("source", [SOURCE, Items(), jax.tree.map(jnp.asarray, SOURCE)])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_every_row_is_read_once_an_epoch_beside_its_own(source, seed):
+def test_every_row_is_read_once(source, seed):
     batches = jc.batches(source, 16, seed=seed, uneven="pad")
     seen = []
     for batch, weights in batches:
@@ -50,7 +50,7 @@ def test_every_row_is_read_once_an_epoch_beside_its_own(source, seed):
     assert len(jc.batches(source, 16)) == 3
 
 
-def test_an_epoch_is_in_an_order_of_its_own_and_no_numpy_changes_it():
+def test_each_epoch_has_its_order():
     batches = jc.batches(SOURCE, 48, seed=7)
     (first,), (second,) = ids(batches), ids(batches)
     assert first != second
@@ -61,14 +61,14 @@ def test_an_epoch_is_in_an_order_of_its_own_and_no_numpy_changes_it():
     assert order(10, 7, 1).tolist() == [3, 9, 1, 6, 2, 5, 4, 8, 0, 7]
 
 
-def test_a_memory_mapped_array_is_read_by_rows(tmp_path):
+def test_memory_maps_are_read_by_rows(tmp_path):
     np.save(tmp_path / "x.npy", SOURCE["x"])
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     for batch in jc.batches({"x": mapped, "id": SOURCE["id"]}, 16, seed=0):
         np.testing.assert_array_equal(batch["x"], SOURCE["x"][np.asarray(batch["id"])])
 
 
-def test_padding_is_a_copy_of_a_real_row_and_counts_for_nothing():
+def test_padding_counts_for_nothing():
     def loss(w, batch):
         rows, real = batch
         return jc.WeightedLoss(jnp.sum(jnp.log(rows["x"][:, 0] + 1) * w * real), jnp.sum(real))
@@ -82,7 +82,7 @@ def test_padding_is_a_copy_of_a_real_row_and_counts_for_nothing():
     np.testing.assert_allclose([value, grad], [2 * want, want], rtol=1e-6)
 
 
-def test_a_state_leaves_out_what_was_given():
+def test_state_continues_an_epoch():
     whole = jc.batches(SOURCE, 8, seed=1)
     epochs = [ids(whole), ids(whole)]
     for given in (1, 5, 6):
@@ -103,7 +103,7 @@ def test_a_state_leaves_out_what_was_given():
         assert seen == want.tolist()
 
 
-def test_a_broken_off_for_begins_its_epoch_again_and_a_complete_one_the_next():
+def test_broken_epoch_begins_again():
     batches = jc.batches(SOURCE, 8, seed=1)
     first = []
     for batch in batches:
@@ -118,7 +118,7 @@ def test_a_broken_off_for_begins_its_epoch_again_and_a_complete_one_the_next():
     assert ids(batches) != epoch
 
 
-def test_a_state_goes_through_a_checkpoint(tmp_path):
+def test_state_survives_a_checkpoint(tmp_path):
     batches = jc.batches(SOURCE, 8)
     walk = iter(batches)
     next(walk)
@@ -129,7 +129,7 @@ def test_a_state_goes_through_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("names", [("host", "gpu"), ("gpu",)])
-def test_a_mesh_of_two_axes(names):
+def test_two_axes_are_split(names):
     mesh = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
     axis = names if len(names) > 1 else names[0]
     total = jc.data_parallel(
@@ -141,7 +141,7 @@ def test_a_mesh_of_two_axes(names):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_workers_share_the_batch_of_a_step(workers, monkeypatch):
+def test_workers_share_a_batch(workers, monkeypatch):
     batches = jc.batches(SOURCE, 16, seed=2, uneven="pad")
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)
     for step in (0, 3, 5):
@@ -159,7 +159,7 @@ def test_workers_share_the_batch_of_a_step(workers, monkeypatch):
         drops.share(1, 0, 9)
 
 
-def test_elastic_trains_on_them():
+def test_elastic_trains_on_batches():
     @jc.data_parallel(batch_argnums=1)
     def step(seen, batch):
         rows, real = batch
@@ -195,6 +195,6 @@ def test_elastic_trains_on_them():
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
-def test_what_cannot_be_batches_is_refused(call, words):
+def test_wrong_batches_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -29,7 +29,7 @@ def trained(train, state, steps, n, begin=0):
 
 
 @pytest.mark.parametrize(("every", "compression"), [(1, None), (5, None), (30, "int4")])
-def test_sixty_steps_are_those_of_the_simulation(every, compression):
+def test_steps_equal_the_simulation(every, compression):
     options = compression and jc.CommunicationOptions(compression=compression)
     train = jc.diloco(
         local_step(ADAM), every=every, outer=NESTEROV, mesh=mesh_of(4), options=options
@@ -41,7 +41,7 @@ def test_sixty_steps_are_those_of_the_simulation(every, compression):
     assert int(state.steps) == 60
 
 
-def test_an_exchange_after_every_step_of_sgd_is_data_parallel_training():
+def test_exchange_every_step_is_data_parallel():
     sgd = optax.sgd(0.1)
 
     @jc.data_parallel(mesh=mesh_of(4))
@@ -59,7 +59,7 @@ def test_an_exchange_after_every_step_of_sgd_is_data_parallel_training():
         close(state.shared, params)
 
 
-def test_a_local_step_sends_nothing_and_a_round_sends_each_leaf_once():
+def test_only_rounds_send():
     train = jc.diloco(local_step(ADAM), every=6, mesh=mesh_of(4))
     state = train.init(PARAMS, ADAM.init(PARAMS))
     report = jc.inspect(train.step, state.replicas, rows(0, 4))
@@ -70,7 +70,7 @@ def test_a_local_step_sends_nothing_and_a_round_sends_each_leaf_once():
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
+def test_checkpoint_within_a_round(tmp_path):
     def made(n):
         return jc.diloco(local_step(ADAM), every=5, outer=NESTEROV, mesh=mesh_of(n))
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
     trained(train, other, 3, 6, begin=12)
 
 
-def test_replicas_lie_on_a_mesh_of_several_axes_and_another_order():
+def test_several_axes_in_any_order():
     sgd = optax.sgd(0.1)
     train = jc.diloco(
         local_step(sgd), every=2, mesh=grid(2, 2), axis_name=("data", "node"),
@@ -114,7 +114,7 @@ def test_replicas_lie_on_a_mesh_of_several_axes_and_another_order():
     close(losses, values)
 
 
-def test_a_replica_that_is_not_finite_makes_the_shared_parameters_so():
+def test_nonfinite_replicas_show_in_shared():
     train = jc.diloco(lambda w, s, x: (w + x.mean(), s, w), every=2, mesh=mesh_of(2))
     state = train.init(np.ones(3, "f"), ())
     state, _ = train(state, np.float32([1, np.nan]))
@@ -143,7 +143,7 @@ def test_wrong_arguments_are_refused(arguments, words):
         jc.diloco(**{"step": descent, "mesh": mesh_of(2), **arguments})
 
 
-def test_what_cannot_be_trained_is_refused_before_anything_runs():
+def test_wrong_states_are_refused():
     train = jc.diloco(descent, mesh=mesh_of(2))
     state = train.init(np.ones(3, "f"), ())
     batch = np.ones(4, "f")
@@ -180,7 +180,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs():
 
 
 @pytest.mark.parametrize("axis", ["data", "jaxcoll_replica"])
-def test_a_step_that_reduces_is_refused(axis):
+def test_reducing_steps_are_refused(axis):
     def step(w, state, batch):
         return w - jc.grad(lambda w, x: (w * x.mean()).sum(), axis)(w, batch), state, 0
 

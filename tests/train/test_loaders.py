@@ -37,7 +37,7 @@ def loader(name, rank):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_shares_are_equal_and_together_all_rows(name):
+def test_loader_shares_cover_all_rows(name):
     shares = [[np.asarray(batch) for batch in loader(name, rank)] for rank in range(N)]
     assert {batch.shape for share in shares for batch in share} == {(16,)}
     assert {len(share) for share in shares} == {len(ROWS) // 16 // N}
@@ -46,7 +46,7 @@ def test_the_shares_are_equal_and_together_all_rows(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_takes_what_a_loader_yields(name):
+def test_steps_take_loader_batches(name):
     step = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))
     sums = [float(step(np.asarray(batch))) for batch in loader(name, 1)]
     assert sums == [float(np.asarray(batch).sum()) for batch in loader(name, 1)]

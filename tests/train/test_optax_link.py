@@ -60,7 +60,7 @@ def updated(tx, model, x, mine=lambda model: model):
 
 
 @pytest.mark.parametrize("runner", ["pmap", "checked"])
-def test_a_chain_with_the_link_updates_as_one_device_does(runner):
+def test_linked_chain_equals_one_device(runner):
     def mine(model):
         vary = lambda p: jax.lax.pcast(p, "data", to="varying")
         return jax.tree.map(vary, model) if runner == "checked" else model
@@ -71,7 +71,7 @@ def test_a_chain_with_the_link_updates_as_one_device_does(runner):
     close(got, one(MODELS, X.reshape(-1, 5)), rtol=1e-4)
 
 
-def test_gradients_that_autodiff_has_summed_are_refused_until_they_are_said_to_be():
+def test_summed_gradients_are_refused():
     model, rows = MODELS["linen"], X.reshape(-1, 5)
 
     def step(model, x, **settings):
@@ -86,7 +86,7 @@ def test_gradients_that_autodiff_has_summed_are_refused_until_they_are_said_to_b
         close(right(model, rows), want, rtol=1e-4)
 
 
-def test_the_sum_and_the_options_are_taken():
+def test_sum_and_options_are_used():
     options = jc.CommunicationOptions(algorithm="ring")
     tx = jc.all_reduce_updates("data", reduce_op="sum", options=options)
     step = lambda x: tx.update({"a": x}, tx.init(None))[0]["a"]
@@ -97,7 +97,7 @@ def test_the_sum_and_the_options_are_taken():
     }
 
 
-def test_without_optax_it_says_what_to_install(monkeypatch):
+def test_missing_optax_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
     with pytest.raises(ImportError, match=r"needs optax.*pip install 'jaxcoll\[train\]'"):
         jc.all_reduce_updates("data")

@@ -70,7 +70,7 @@ def one_device(tx):
 
 
 @pytest.mark.parametrize("n", [3, 8])
-def test_what_is_cut_comes_back_to_the_bit_and_each_device_has_its_own_part(n):
+def test_shards_keep_every_bit(n):
     value = {
         "w": normal(0, LAYERS, 50, 7),
         "half": np.ones((LAYERS, 11), jnp.bfloat16),
@@ -90,7 +90,7 @@ def test_what_is_cut_comes_back_to_the_bit_and_each_device_has_its_own_part(n):
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_function_makes_what_it_would_make_and_shapes_make_shapes(stacked):
+def test_functions_and_shapes_make_shards(stacked):
     def init():
         keys = jax.random.split(jax.random.key(0))
         return {"w": jax.random.uniform(keys[0], (4, 300, 9)), "b": jnp.zeros((4, 7)), "n": None}
@@ -108,7 +108,7 @@ def test_a_function_makes_what_it_would_make_and_shapes_make_shapes(stacked):
 
 
 @pytest.mark.slow
-def test_training_in_shards_goes_from_eight_devices_to_three_and_back(tmp_path):
+def test_training_moves_between_device_counts(tmp_path):
     """AdamW, clipped by the norm of everything: fifty-four steps are those of one device."""
     optimizer = jc.sharded_optimizer(optax.adamw(1e-2), "data", max_norm=0.05)
     whole = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
@@ -146,7 +146,7 @@ def test_training_in_shards_goes_from_eight_devices_to_three_and_back(tmp_path):
     assert_trees_equal(jc.unshard(shapes), PARAMS)
 
 
-def test_a_plain_elementwise_optimizer_runs_on_shards_as_it_is():
+def test_plain_optimizers_run_on_shards():
     tx = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
     shards, want = in_shards(8), PARAMS
     state, want_state = tx.init(shards), tx.init(PARAMS)
@@ -164,7 +164,7 @@ def test_a_plain_elementwise_optimizer_runs_on_shards_as_it_is():
     optax.apply_if_finite(optax.sgd(1.0), 3),
     optax.chain(optax.centralize(), optax.sgd(1.0)),
 ], ids=["clip", "lamb", "finite", "mean of rows"])  # fmt: skip
-def test_no_part_is_scaled_or_skipped_by_a_number_of_its_own(tx):
+def test_local_norms_are_refused(tx):
     """Each replica would take another number; those of all parts are taken."""
     shards = jc.shard(np.ones((4, 300), "f"), "data")
 
@@ -188,7 +188,7 @@ def test_no_part_is_scaled_or_skipped_by_a_number_of_its_own(tx):
     wrapped[1].lower(*given)
 
 
-def test_the_state_of_shards_is_made_where_they_lie_and_unsharded_state_is_cut_for_them():
+def test_state_lies_beside_its_shards():
     shards = in_shards(4)
     optimizer = jc.sharded_optimizer(ADAM, "data", mesh=mesh_of(4))
     state = optimizer.init(shards)
@@ -204,7 +204,7 @@ def test_the_state_of_shards_is_made_where_they_lie_and_unsharded_state_is_cut_f
     assert_trees_equal(optimizer.unshard(inside(shards, BATCHES[0])), optimizer.unshard(state))
 
 
-def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
+def test_foreign_states_are_refused():
     shards = in_shards(8)
     optimizer = jc.sharded_optimizer(ADAM, "data")
     mixed = {**shards, "rest": REST}
@@ -261,13 +261,13 @@ def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
          "expects an elementwise optimizer.*depends on several elements"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_stacked_placed_or_put_together_is_refused(call, words):
+def test_wrong_trees_are_refused(call, words):
     with pytest.raises((ValueError, OverflowError), match=words):
         call()
 
 
 @pytest.mark.slow
-def test_a_step_in_shards_is_compared_with_one_device_and_a_sum_for_a_mean_is_found():
+def test_sharded_step_is_compared():
     optimizer = jc.sharded_optimizer(optax.sgd(0.1), "data")
     shards = in_shards(8)
     jc.assert_same_as_one_device(

@@ -70,7 +70,7 @@ SAME = {
     ("name", "sizes", "grads"),
     [("adam", (8, 3), "scatter"), ("clipped", (3, 8), "reduced"), ("accumulated", (6,), "local")],
 )
-def test_fifty_steps_are_those_of_one_device(name, sizes, grads):
+def test_steps_equal_one_device(name, sizes, grads):
     """Also from eight devices to three or back, where the state is put together and cut again."""
     tx, whole, more = SAME[name]
     one = jax.jit(functools.partial(_one, whole))
@@ -89,7 +89,7 @@ def test_fifty_steps_are_those_of_one_device(name, sizes, grads):
         alike(state, want_state)
 
 
-def test_clipping_is_by_the_norm_of_all_shards_and_only_if_that_is_large():
+def test_clipping_uses_the_whole_norm():
     grads = {"a": normal(0, 700) * 30, "h": np.float16([3, 4]), "none": None}
     tx = optax.sgd(1.0)
     for largest in (1.0, 1e4):
@@ -102,7 +102,7 @@ def test_clipping_is_by_the_norm_of_all_shards_and_only_if_that_is_large():
         alike(step(grads, np.zeros(8)), want, 1e-3)
 
 
-def test_each_device_holds_an_eighth_of_the_state():
+def test_devices_hold_equal_parts():
     params = {"w": normal(0, 512, 1024), "b": np.zeros(1024, "f")}
     optimizer = jc.sharded_optimizer(ADAM, "data")
     state = optimizer.init(params)
@@ -117,7 +117,7 @@ def test_each_device_holds_an_eighth_of_the_state():
     assert state[0].mu.parts[0].sharding.spec == PartitionSpec("data")
 
 
-def test_a_state_made_inside_a_program_is_the_one_made_outside():
+def test_init_inside_equals_outside():
     optimizer = jc.sharded_optimizer(ADAM, "data")
     made = jc.data_parallel(lambda p, x: jax.tree.map(lambda a: a + 1, optimizer.init(p)))(
         PARAMS, np.ones(8)
@@ -129,7 +129,7 @@ def test_a_state_made_inside_a_program_is_the_one_made_outside():
 
 
 @pytest.mark.slow
-def test_under_pmap_parts_stay_on_their_devices():
+def test_pmap_keeps_parts():
     def step(p, x):
         optimizer = jc.sharded_optimizer(ADAM, "data")
         updates, state = optimizer.update(jax.grad(loss)(p, x), optimizer.init(p), p)
@@ -148,7 +148,7 @@ def test_under_pmap_parts_stay_on_their_devices():
     assert optimizer.init(PARAMS)[0].mu.parts[0].shape == (24, 128)
 
 
-def test_the_program_reduce_scatters_and_gathers_once_and_fits_a_cluster_by_its_shapes():
+def test_program_scatters_and_gathers_once():
     optimizer = jc.sharded_optimizer(ADAM, "data", max_norm=1.0)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     state = optimizer.init(shapes)
@@ -219,7 +219,7 @@ MIXING = {
 
 
 @pytest.mark.parametrize("what", [*NOT_ELEMENTWISE, *MIXING])
-def test_what_mixes_elements_is_refused_however_rarely_it_does(what):
+def test_mixing_optimizers_are_refused(what):
     tx = NOT_ELEMENTWISE.get(what) or optax.chain(MIXING[what], optax.scale(0.1))
     words = "(?s)expects an elementwise optimizer.*pass `max_norm`.*should_skip_update_fn"
     with pytest.raises(ValueError, match=words):
@@ -237,12 +237,12 @@ ELEMENTWISE = {
 
 
 @pytest.mark.parametrize("what", ELEMENTWISE)
-def test_what_treats_every_element_by_itself_is_taken(what):
+def test_elementwise_optimizers_are_taken(what):
     optimizer = jc.sharded_optimizer(ELEMENTWISE[what], "data", mesh=mesh_of(2))
     assert optimizer.init(PARAMS)
 
 
-def test_a_program_that_mixes_only_at_the_size_of_the_parameters_is_found_by_them():
+def test_mixing_at_some_sizes_is_found():
     tx = optax.scale_by_factored_rms(min_dim_size_to_factor=500)
     own = optax.GradientTransformation(  # where nothing is factored it is elementwise
         lambda p: (),
@@ -268,7 +268,7 @@ def test_a_program_that_mixes_only_at_the_size_of_the_parameters_is_found_by_the
 
 
 @pytest.mark.parametrize(("n", "kind"), [(3, AxisType.Auto), (8, AxisType.Explicit)])
-def test_init_can_be_jitted_and_asked_for_its_shapes(n, kind):
+def test_init_works_under_jit(n, kind):
     optimizer = jc.sharded_optimizer(optax.adamw(1e-2), "data", mesh=mesh_of(n, kind=kind))
     want = optimizer.init(PARAMS)
     got = jax.jit(optimizer.init)(PARAMS)
@@ -286,7 +286,7 @@ def test_init_can_be_jitted_and_asked_for_its_shapes(n, kind):
     train_step(optimizer, n)(PARAMS, got, BATCHES[0])
 
 
-def test_what_is_given_to_an_update_is_the_same_on_all_replicas():
+def test_extra_arguments_must_agree():
     scaled = optax.GradientTransformationExtraArgs(
         SGD.init,
         lambda g, s, p=None, *, value=1.0, **_: (jax.tree.map(lambda x: value * x, g), s),
@@ -309,7 +309,7 @@ def test_what_is_given_to_an_update_is_the_same_on_all_replicas():
         jc.data_parallel(functools.partial(step, False))(p, x)
 
 
-def test_what_mixes_elements_only_with_an_argument_more_is_refused_when_it_comes():
+def test_mixing_by_extra_argument_is_refused():
     def update(g, s, p=None, *, value=None, **_):
         largest = jnp.maximum(optax.tree.norm(g), 1e-9)
         return jax.tree.map(lambda x: x if value is None else x * value / largest, g), s
@@ -328,7 +328,7 @@ def test_what_mixes_elements_only_with_an_argument_more_is_refused_when_it_comes
         jc.data_parallel(functools.partial(step, value=2.0))(p, np.ones(8, "f"))
 
 
-def test_masks_by_name_are_found_out_by_the_parameters():
+def test_masks_by_name_are_found():
     fixed = optax.adamw(1e-3, mask=jax.tree.map(lambda x: True, PARAMS))
     with pytest.raises(
         ValueError, match=r"(?s)does not run on such shapes \(ValueError.*assume_elementwise=True"
@@ -386,7 +386,7 @@ def test_bad_arguments_are_refused(error, call, words):
     ],
     ids=["shape", "dtype", "new", "gone", "structure"],
 )  # fmt: skip
-def test_a_tree_that_has_changed_since_the_state_was_made_is_named(params, match, given):
+def test_changed_trees_are_named(params, match, given):
     optimizer = jc.sharded_optimizer(ADAM, "data")
 
     def step(p, state, x):
@@ -400,7 +400,7 @@ def test_a_tree_that_has_changed_since_the_state_was_made_is_named(params, match
         wrapped(params, optimizer.init(PARAMS), np.ones(8, "f"))
 
 
-def test_a_state_that_does_not_belong_is_refused():
+def test_foreign_states_are_refused():
     optimizer = jc.sharded_optimizer(ADAM, "data")
     step, state = train_step(optimizer, 8), optimizer.init(PARAMS)
     options = jc.CommunicationOptions(bytes_per_pack=1 << 10)
@@ -428,6 +428,6 @@ def test_a_state_that_does_not_belong_is_refused():
     )  # fmt: skip
 
 
-def test_a_model_without_parameters_has_a_state_without_shards():
+def test_empty_models_have_empty_states():
     state = jc.sharded_optimizer(ADAM, "data").init({"frozen": None})
     assert state[0].mu.parts == ()

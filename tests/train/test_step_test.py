@@ -84,7 +84,7 @@ def trained(loss, tx, scale=lambda g, n: g):
     [(in_bfloat16, PARAMS, BATCH, optax.adam(1e-3)), (attention, FUSED, TOKENS, optax.lion(1e-3)),
      (normed, FUSED, TOKENS, optax.adam(1e-3))],
 )  # fmt: skip
-def test_a_right_step_passes_and_a_factor_in_any_leaf_does_not(loss, params, batch, tx):
+def test_right_steps_pass(loss, params, batch, tx):
     """Also where Adam makes whole steps of gradients that are zero but for rounding."""
     state = tx.init(params)
     jc.assert_same_as_one_device(trained(loss, tx), params, state, batch)
@@ -93,7 +93,7 @@ def test_a_right_step_passes_and_a_factor_in_any_leaf_does_not(loss, params, bat
         jc.assert_same_as_one_device(wrong, params, state, batch)
 
 
-def test_donated_arguments_live_on_and_wide_floats_are_compared_as_closely():
+def test_donation_and_wide_floats():
     step = jc.data_parallel(updated(by("mean")), donate_argnums=0)
     params = jax.tree.map(jnp.asarray, PARAMS)
     jc.assert_same_as_one_device(step, params, BATCH, mesh=mesh_of(4))
@@ -115,7 +115,7 @@ def test_donated_arguments_live_on_and_wide_floats_are_compared_as_closely():
         (by("mean", lambda n: 1 / n**2), "0.0156", "1/8 squared", 1e-4),
     ],
 )
-def test_a_wrong_reduction_is_named_by_its_factor(reduced, factor, meaning, rate):
+def test_wrong_factors_are_named(reduced, factor, meaning, rate):
     with pytest.raises(AssertionError) as caught:
         jc.assert_same_as_one_device(jc.data_parallel(updated(reduced, rate)), PARAMS, BATCH)
     message = str(caught.value)
@@ -148,7 +148,7 @@ def first_row(p, batch):
         (first_row, "changes on one device too.*\n.*\n.*own random key", "mean"),
     ],
 )
-def test_what_is_of_parts_of_the_batch_or_of_an_order_is_an_error(loss, complaint, op):
+def test_order_dependence_is_an_error(loss, complaint, op):
     """Also beside outputs that do not move: a frozen leaf, a counter."""
 
     def step(params, frozen, count, batch):
@@ -213,7 +213,7 @@ WRONG_GRADIENTS = {  # made of those of one replica, and the mean of its loss
 
 
 @pytest.mark.usefixtures("types_may_mix")
-def test_every_kind_of_wrong_value_is_listed_and_what_is_right_beside_them_is_not():
+def test_every_wrong_value_is_listed():
     def step(p, frozen, count, batch):
         value, grads = jax.value_and_grad(loss)(p, batch)
         wrong = {f"loss, {k}": jc.pmean(jax.grad(f)(p, batch)) for k, f in WRONG_LOSSES.items()}
@@ -253,7 +253,7 @@ OPTIMIZERS = {
     ids=["float32", "float64", "bfloat16", "batch norm"],
 )  # fmt: skip
 @pytest.mark.usefixtures("types_may_mix")
-def test_what_optimizers_make_of_a_right_gradient_is_right(loss, params, batch, wide, steps, some):
+def test_optimizers_keep_right_gradients(loss, params, batch, wide, steps, some):
     """Also after some steps: there moments are squares and maxima of what may be rounding alone."""
     optimizers = {name: OPTIMIZERS[name] for name in [*OPTIMIZERS][some]}
 
@@ -275,7 +275,7 @@ def test_what_optimizers_make_of_a_right_gradient_is_right(loss, params, batch, 
         jc.assert_same_as_one_device(step, params, trained, batch)
 
 
-def test_a_batch_of_equal_rows_and_a_step_that_changes_nothing_cannot_be_compared():
+def test_equal_rows_cannot_be_compared():
     for step, rows in [
         (lambda w, x: w - jc.pmean(x[0]), np.ones((16, 5), "f")),
         (lambda w, x: w - 1e-9 * jc.psum(x.mean(0)), BATCH["x"]),
@@ -286,7 +286,7 @@ def test_a_batch_of_equal_rows_and_a_step_that_changes_nothing_cannot_be_compare
             jc.assert_same_as_one_device(jc.data_parallel(step), np.ones(5, "f"), rows)
 
 
-def test_what_a_batch_adds_to_something_large_is_compared():
+def test_small_changes_are_compared():
     """Statistics whose momentum hides an error from any comparison with the whole."""
     for step in (
         lambda w, x: 1.0 + 1e-4 * jc.pmean(x.var(0)),
@@ -296,7 +296,7 @@ def test_what_a_batch_adds_to_something_large_is_compared():
             jc.assert_same_as_one_device(jc.data_parallel(step), np.ones(5, "f"), BATCH["x"])
 
 
-def test_a_key_for_each_row_can_be_compared_and_rows_that_come_back_are():
+def test_keys_for_rows_are_compared():
     keys = jax.random.split(jax.random.key(0), 16)
 
     def step(w, x, keys, scale):
@@ -318,7 +318,7 @@ def test_a_key_for_each_row_can_be_compared_and_rows_that_come_back_are():
             jc.assert_same_as_one_device(run, PARAMS["w"][:, 0], BATCH["x"], keys)
 
 
-def test_a_leaf_of_rounding_alone_is_equal_and_a_step_of_it_alone_cannot_be_compared():
+def test_leaves_of_rounding_are_equal():
     def step(w, x):
         mean = jc.all_reduce("mean", x.mean(), "data")
         rest = jc.all_reduce("mean", (x - mean).mean(), "data")
@@ -331,7 +331,7 @@ def test_a_leaf_of_rounding_alone_is_equal_and_a_step_of_it_alone_cannot_be_comp
         )
 
 
-def test_a_function_that_takes_a_mesh_names_its_batch():
+def test_functions_of_a_mesh_name_their_batch():
     def mapped(params, x, y, *, mesh, op):
         specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "check_vma": False}
         step = lambda p, x, y: updated(by(op))(p, {"x": x, "y": y})
@@ -349,7 +349,7 @@ def test_a_function_that_takes_a_mesh_names_its_batch():
         jc.assert_same_as_one_device(made, PARAMS, BATCH)
 
 
-def test_shapes_structures_and_numbers_that_are_none_say_so():
+def test_unlike_outputs_are_explained():
     def check(complaint, step, **options):
         with pytest.raises(AssertionError, match=complaint):
             jc.assert_same_as_one_device(jc.data_parallel(step, **options), PARAMS, BATCH)
@@ -363,7 +363,7 @@ def test_shapes_structures_and_numbers_that_are_none_say_so():
     check("infinite or NaN", lambda p, b: p["w"] * jnp.nan)  # which would equal anything
 
 
-def test_a_tolerance_outputs_left_out_whole_numbers_and_keys():
+def test_tolerance_and_ignored_outputs():
     def step(key, n, x):
         off = 1 + 1e-3 * lax.axis_size("data")
         mean = jc.all_reduce("mean", x.mean(0), "data")
@@ -383,7 +383,7 @@ def test_a_tolerance_outputs_left_out_whole_numbers_and_keys():
         check(ignore="other")
 
 
-def test_a_step_with_error_feedback_is_compared_from_its_first_residual():
+def test_error_feedback_is_compared():
     w, x = np.ones((8, 64), "f"), np.random.default_rng(0).normal(size=(16, 8)).astype("f")
     int8, loss = jc.CommunicationOptions(compression="int8"), lambda w, x: ((x @ w) ** 2).mean()
 
@@ -401,7 +401,7 @@ def test_a_step_with_error_feedback_is_compared_from_its_first_residual():
                 check(w, jc.compression.residual(w), x)
 
 
-def test_what_cannot_be_compared_is_refused():
+def test_incomparable_steps_are_refused():
     with pytest.raises(ValueError, match="expects a `jc.data_parallel` step, or a function with a"):
         jc.assert_same_as_one_device(lambda x: x, 1.0)
     step = jc.data_parallel(updated(by("mean")))
