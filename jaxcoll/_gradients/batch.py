@@ -38,6 +38,12 @@ other, but their shares, {share} and {another}, broadcast, which would give othe
 device does: with more rows in each share this fails, {error} Pass equally many rows of both. If \
 you mean one row for each share, as for a state, index it where it is used: `{one}[0]`."""
 
+_HALF_NAMED = """\
+`{caller}`: {other} has {others} rows, like the whole batch, but is not named as a part of it. A \
+share of {one}, {share}, broadcasts against all of it, {another}, where one device would pair \
+rows: with more rows in each share this fails, {error} Name both arguments in `batch_argnums`. If \
+every share means all rows of {other}, index the one row: `{one}[0]`."""
+
 
 class Call(NamedTuple):
     """The arguments of one call of a step."""
@@ -253,6 +259,8 @@ def check_shares(
         for path, x in flatten_with_paths(call.get(slot))[0]:
             names.setdefault(np.shape(x), name_of(slot) + path)
     pairs = [p for p in itertools.permutations(names, 2) if _may_broadcast(*p, shares)]
+    unnamed = _find_unnamed(call, {few[0] * shares for few in names if few}, name_of)
+    pairs += [(few, many) for few in names for many in unnamed if few[:1] == (1,) != many[:1]]
     if not pairs or shares == 1:
         return
     sizes = {size for x in jax.tree.leaves(call) for size in np.shape(x)}
@@ -282,9 +290,32 @@ def check_shares(
         return
     (few, many), error = pairs[0], errors[1]
     fields = dict(zip(("one", "rows", "share"), (names[few], few[0] * shares, few), strict=True))
-    fields |= {"other": names[many], "others": many[0] * shares, "another": many}
-    text = f"{str(error).splitlines()[0].rstrip('.')}."
-    raise ValueError(_BROADCAST.format(caller=caller, error=text, **fields)) from error
+    fields |= {"error": f"{str(error).splitlines()[0].rstrip('.')}.", "caller": caller}
+    if many in names:
+        fields |= {"other": names[many], "others": many[0] * shares, "another": many}
+        raise ValueError(_BROADCAST.format(**fields)) from error
+    fields |= {"other": unnamed[many], "others": many[0], "another": many}
+    raise ValueError(_HALF_NAMED.format(**fields)) from error
+
+
+def _find_unnamed(
+    call: Call, rows: set[int], name_of: Callable[[Slot], str]
+) -> dict[tuple[int, ...], str]:
+    """Find the shapes of arguments that are probably a part of the batch, and were not named.
+
+    All their arrays have the whole batch's rows. The first argument is the parameters; what has
+    their shapes may be the state of an optimizer.
+    """
+    slots: list[Slot] = [*range(1, len(call.args)), *call.kwargs]
+    trees = {slot: flattened(call.get(slot))[0] for slot in slots if slot not in call.batch}
+    params = {np.shape(x) for x in jax.tree.leaves(call.args[:1])}
+    return {
+        np.shape(x): name_of(slot) + path
+        for slot, leaves in trees.items()
+        if len({np.shape(x)[:1] for _, x in leaves}) == 1
+        for path, x in leaves
+        if np.shape(x) not in params and rows.intersection(np.shape(x)[:1])
+    }
 
 
 def _may_broadcast(few: tuple[int, ...], many: tuple[int, ...], shares: int) -> bool:

@@ -262,6 +262,29 @@ def test_shares_that_broadcast_where_the_whole_does_not_are_refused(name):
     jc.data_parallel(lambda x, y: jc.pmean(jnp.mean(x) + jnp.mean(y)), batch_argnums=(0, 1))(x, y)
 
 
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_half_named_batches_are_refused(entry):
+    """With one row in a share the unnamed array would broadcast, for another loss in silence."""
+    half, whole = (ENTRIES[entry], ("x", "y")) if entry == "data_parallel" else (by_pieces, (1, 2))
+    rows = X[:8], Y[:8]
+    want = jax.value_and_grad(loss)(W, *rows)
+    close(half(loss, batch_argnums=whole)(W, *rows), want)
+    with pytest.raises(ValueError, match="y has . rows, like the whole batch, but is not named"):
+        half(loss, batch_argnums=1)(W, *rows)
+    # All rows of a queue of negatives, and a state like the parameters, are whole on purpose.
+    contrast = lambda w, x, queue: jnp.mean(jnp.tanh(x @ w) @ (queue @ w).T)
+    assert half(contrast, batch_argnums=1)(W, X[:8], X[:8])[1].shape == W.shape
+    decay = lambda w, x, state: jnp.mean(w * x + 0.9 * state)
+    assert half(decay, batch_argnums=1)(one, one, one)[1].shape == one.shape
+
+
+def by_pieces(fun, **settings):
+    """Microbatches of one row: a single replica has all eight."""
+    step = jc.accumulate(fun, "data", 8, **settings)
+    mesh = jax.make_mesh((1,), ("data",))
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+
+
 def test_microbatches_and_diloco_refuse_shares_that_broadcast():
     def add(w, batch):
         return jnp.mean(w * batch["x"] + batch["y"])
