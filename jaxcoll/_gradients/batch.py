@@ -307,7 +307,9 @@ def _find_unnamed(
     their shapes may be the state of an optimizer.
     """
     slots: list[Slot] = [*range(1, len(call.args)), *call.kwargs]
-    trees = {slot: flattened(call.get(slot))[0] for slot in slots if slot not in call.batch}
+    trees = {
+        slot: flatten_with_paths(call.get(slot))[0] for slot in slots if slot not in call.batch
+    }
     params = {np.shape(x) for x in jax.tree.leaves(call.args[:1])}
     return {
         np.shape(x): name_of(slot) + path

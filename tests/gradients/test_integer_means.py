@@ -94,19 +94,15 @@ def test_integer_means_are_right(name):
         if dtype == ml_dtypes.int4 and name == "Elastic":  # its programs take no arrays of 4 bits
             continue
         rows = examples(dtype)
-        got = np.asarray(ENTRIES[name](rows))
-        assert got.dtype == np.float32
+        mean = np.asarray(ENTRIES[name](rows))
+        assert mean.dtype == np.float32
         want = rows.astype(np.float64).mean(0).squeeze()
-        np.testing.assert_allclose(got.squeeze(), want, rtol=1e-6, err_msg=str(dtype))
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_wide_integer_means_are_right(name):
+        np.testing.assert_allclose(mean.squeeze(), want, rtol=1e-6, err_msg=str(dtype))
     with jax.enable_x64(True):
         rows = np.full((N, 3, 1), 2**62 + 1)
-        got = np.asarray(ENTRIES[name](rows))
-        assert got.dtype == np.float64
-        np.testing.assert_allclose(got.squeeze(), rows[0].squeeze(), rtol=1e-12)
+        mean = np.asarray(ENTRIES[name](rows))
+        assert mean.dtype == np.float64
+        np.testing.assert_allclose(mean.squeeze(), rows[0].squeeze(), rtol=1e-12)
 
 
 def test_means_of_flags_are_refused():

@@ -33,8 +33,10 @@ CALLS = {
 @pytest.mark.parametrize("caller", CALLS)
 def test_differing_leaves_are_refused(caller):
     """By its type in a checked `shard_map`; by the proof in a step: test_gradients_that_differ.py."""
-    words = rf"`{caller}` over 'data': leaf .*\['expert'\] must be the same .* differs between them"
-    with pytest.raises(ValueError, match=words):
+    message = (
+        rf"`{caller}` over 'data': leaf .*\['expert'\] must be the same .* differs between them"
+    )
+    with pytest.raises(ValueError, match=message):
         jax.eval_shape(mapped(CALLS[caller], (SPECS, ROW)), PARAMS, X)
 
 
@@ -109,12 +111,12 @@ def test_optimizers_refuse_differing_leaves(name):
         return jnp.stack([jnp.sum(x) for x in jax.tree.leaves(optimizer(params))])[None]
 
     params = {"expert": np.ones(12, "f"), "shared": np.ones(3, "f")}
-    words = r"leaf \['expert'\] must be the same .* differs between them"
-    with pytest.raises(ValueError, match=words + " by its type"):
+    message = r"leaf \['expert'\] must be the same .* differs between them"
+    with pytest.raises(ValueError, match=message + " by its type"):
         jax.eval_shape(mapped(step, (SPECS,), ROW), params)
     jax.eval_shape(mapped(step, (P(),), ROW), ALIKE)
 
     strategy = jc.MirroredStrategy(jax.devices()[:4])
     own = strategy.experimental_distribute_values_from_function(lambda context: jnp.ones(3))
-    with pytest.raises(ValueError, match=words + ", or jaxcoll"):
+    with pytest.raises(ValueError, match=message + ", or jaxcoll"):
         strategy.run(optimizers("replica")[name], ({**ALIKE, "expert": own},))

@@ -237,7 +237,7 @@ def test_sharded_gradients_are_reduced_once(name):
 def test_wrong_uses_of_shards_are_refused():
     shards, mine = in_shards(), functools.partial(jc.data_parallel, batch_argnums=1)
     scattered = jc.value_and_grad(gathering(mean), "data", scatter=True)
-    for words, step, args in (
+    for message, step, args in (
         (r"Shards of 3 stacked layers, too large to gather at once",
          mine(lambda s, x: jc.all_gather(s, "data")), (shards, X)),
         (r"`Shards` and arrays, and the arrays would become n",
@@ -249,7 +249,7 @@ def test_wrong_uses_of_shards_are_refused():
         (r"s holds `Shards`, but is taken for the batch, to be",
          jc.data_parallel(lambda x, s: x.sum(), batch_argnums=(0, 1)), (X, shards)),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             step(*args)
 
 

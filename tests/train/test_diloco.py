@@ -126,21 +126,21 @@ def descent(w, state, batch):
     return w - 0.1 * (w - batch.mean()), state, w
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"every": 0}, "`diloco` expects `every` to be an integer above 0; got 0"),
-        ({"every": 1.5}, "`diloco` expects `every` to be an integer above 0; got 1.5"),
-        ({"outer": 0.7}, "`outer` must be None or an optax transformation.* got 0.7"),
-        ({"axis_name": "rows"}, "`diloco` over axis 'rows': the mesh has no such axis"),
-        ({"options": "int8"}, "CommunicationOptions"),
-        ({"step": 3}, "`step` must be a function, the step of one device; got 3"),
-        ({"step": jc.data_parallel(descent)}, "the step of one device; got DataParallel"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        jc.diloco(**{"step": descent, "mesh": mesh_of(2), **arguments})
+REFUSED = [
+    ({"every": 0}, "`diloco` expects `every` to be an integer above 0; got 0"),
+    ({"every": 1.5}, "`diloco` expects `every` to be an integer above 0; got 1.5"),
+    ({"outer": 0.7}, "`outer` must be None or an optax transformation.* got 0.7"),
+    ({"axis_name": "rows"}, "`diloco` over axis 'rows': the mesh has no such axis"),
+    ({"options": "int8"}, "CommunicationOptions"),
+    ({"step": 3}, "`step` must be a function, the step of one device; got 3"),
+    ({"step": jc.data_parallel(descent)}, "the step of one device; got DataParallel"),
+]  # fmt: skip
+
+
+def test_wrong_arguments_are_refused():
+    for arguments, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            jc.diloco(**{"step": descent, "mesh": mesh_of(2), **arguments})
 
 
 def test_wrong_states_are_refused():
@@ -174,8 +174,8 @@ def test_wrong_states_are_refused():
             lambda w, s, x: (w, {"n": x[0]}, x), mesh=mesh_of(2)
         )(state, batch),
     }
-    for words, call in refused.items():
-        with pytest.raises(ValueError, match=words):
+    for message, call in refused.items():
+        with pytest.raises(ValueError, match=message):
             call()
 
 
