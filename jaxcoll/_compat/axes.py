@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -13,8 +12,7 @@ from jax import lax
 # The names bound by vmap, pmap and shard_map, for error messages only.
 from jax.extend.core import unsafe_get_axis_names_DO_NOT_USE as _axis_names
 
-_checks_types: Any = sys.modules[type(jax.config).__module__]._check_vma
-"""JAX's setting that is true inside a `shard_map` that checks types."""
+from jaxcoll._compat.private import checks_types
 
 
 def axes_in_scope() -> tuple[str, ...]:
@@ -72,7 +70,7 @@ def zeros_like_aval(aval: Any, dtype: Any) -> jax.Array:
 
 def types_tracked() -> bool:
     """Return True if types tell replicas apart here, inside a checked `shard_map`."""
-    return bool(_checks_types.value)
+    return bool(checks_types.value)
 
 
 def tracks_variance(axis: str) -> bool:

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcoll._compat.private import CompileOptions, DeviceAssignment, DeviceList
+
 COMPILERS = {
     "cpu": (),
     "gpu": ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
@@ -92,7 +94,6 @@ def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) 
     """
     from jax.extend.mlir import ir
     from jax.interpreters.mlir import make_ir_context
-    from jaxlib.xla_client import CompileOptions, DeviceAssignment, DeviceList
 
     settings = CompileOptions()
     settings.num_replicas, settings.num_partitions = 1, len(devices)

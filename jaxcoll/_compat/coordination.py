@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
+
+from jaxcoll._compat.private import cluster_env, job
 
 UNBOUNDED_SECONDS = 10**8
 """Three years: JAX's client and service require a timeout even for unbounded waits."""
@@ -31,7 +32,6 @@ class Store:
 
     def __init__(self, client: Any, process: int, processes: int) -> None:
         self._client: Any = client
-        self._state = job_state()
         self.process = process
         self.processes = processes
 
@@ -41,7 +41,7 @@ class Store:
 
     def is_current(self) -> bool:
         """Return True if it is the store of the world that this process is in now."""
-        return self._state.client is self._client
+        return job.client is self._client
 
     def set(self, key: str, value: str) -> None:
         """Write a value, overwriting any other."""
@@ -92,11 +92,6 @@ class Store:
             raise
 
 
-def job_state() -> Any:
-    """Return JAX's state of the world that this process joined."""
-    return multihost_utils.distributed.global_state  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def detect_cluster(
     num_processes: int | None, process_id: int | None, timeout: int
 ) -> tuple[str | None, int, int, Sequence[int] | None]:
@@ -105,8 +100,7 @@ def detect_cluster(
     They are those with which `jax.distributed.initialize` would join what JAX finds: Cloud TPU,
     Kubernetes, Open MPI 5 through mpi4py. The address is None if it finds nothing.
     """
-    clusters: Any = multihost_utils.distributed.clusters  # pyright: ignore[reportAttributeAccessIssue]
-    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
+    return cluster_env.auto_detect_unset_distributed_params(
         None, num_processes, process_id, None, None, timeout
     )
 
@@ -116,23 +110,21 @@ def call_after_shutdown(call: Callable[[], None]) -> None:
 
     JAX then shuts down the service that it started on process 0, so the call takes its place.
     """
-    state = job_state()
-    own = state.service
+    own = job.service
 
     def shutdown() -> None:
         if own is not None:
             own.shutdown()
         call()
 
-    state.service = types.SimpleNamespace(shutdown=shutdown)
+    job.service = types.SimpleNamespace(shutdown=shutdown)
 
 
 def store() -> Store | None:
     """Return the store of the world that this process joined, or None if it joined none."""
-    state = job_state()
-    if state.client is None:
+    if job.client is None:
         return None
-    return Store(state.client, int(state.process_id), int(state.num_processes))
+    return Store(job.client, int(job.process_id), int(job.num_processes))
 
 
 def leave_coordinator(*, to_parent: bool = False) -> None:
@@ -141,10 +133,9 @@ def leave_coordinator(*, to_parent: bool = False) -> None:
     Args:
       to_parent: drop the service too, as in a forked process, where both belong to the parent.
     """
-    state = job_state()
     for name in ("client", "preemption_sync_manager", *["service"] * to_parent):
-        dropped = getattr(state, name)
+        dropped = getattr(job, name)
         if dropped is not None:
             # Its destructor would wait too, so this reference keeps it alive forever.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(dropped))
-            setattr(state, name, None)
+            setattr(job, name, None)

@@ -14,9 +14,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from jax.experimental import multihost_utils
-
-from jaxcoll._compat.coordination import UNBOUNDED_SECONDS, job_state
+from jaxcoll._compat import private
+from jaxcoll._compat.coordination import UNBOUNDED_SECONDS
+from jaxcoll._compat.private import jaxlib, job
 from jaxcoll._compat.settings import read_option
 
 _LOCAL, _GLOBAL, _ADDRESSES = "cpu:local_topology", "cpu:global_topology", "cpu:gloo"
@@ -48,13 +48,13 @@ def let_gloo_listen_at(
 
     if not meets_over_gloo():
         return
-    state, make_client = job_state(), _bridge().make_cpu_client
+    make_client = private.make_cpu_client
 
     def make() -> Any:
         if not again or _devices_of_all() is None:
-            created = make_client(_gloo_over(state.client, host))
+            created = make_client(_gloo_over(job.client, host))
             count = str(created.local_device_count())
-            state.client.key_value_set(f"{_COUNTS}/{state.process_id}", count)
+            job.client.key_value_set(f"{_COUNTS}/{job.process_id}", count)
             return created
         _check_count()
         second = SecondClient(host, make_folder)
@@ -63,7 +63,7 @@ def let_gloo_listen_at(
 
     def client() -> Any:
         # Without a client of the coordination service, the processes have left their world.
-        return make_client() if state.client is None else exchange(make)
+        return make_client() if job.client is None else exchange(make)
 
     register_backend_factory("cpu", client, priority=0, fail_quietly=False)
 
@@ -71,7 +71,7 @@ def let_gloo_listen_at(
 def meets_over_gloo() -> bool:
     """Return True if processes are joined and their CPU devices connect over Gloo."""
     is_gloo = read_option("cpu_collectives_implementation") == "gloo"
-    return is_gloo and job_state().client is not None
+    return is_gloo and job.client is not None
 
 
 class SecondClient:
@@ -97,7 +97,6 @@ class SecondClient:
             raise RuntimeError("New connections need JAX's own devices first: `jax.devices()`.")
         self._lock = threading.Lock()
         self._folder = make_folder("keys")
-        jaxlib, state = _jaxlib(), job_state()
         address = f"unix:{self._folder}/keys"
         self._service: Any = jaxlib.get_distributed_runtime_service(
             address, 1, heartbeat_timeout=UNBOUNDED_SECONDS, shutdown_timeout=1, recoverable=False
@@ -115,7 +114,7 @@ class SecondClient:
         self.client: Any = None
         atexit.register(self.close)
         gloo = _gloo_over(self._keys, host)
-        self.client = _make_client(self._keys, state.process_id, state.num_processes, gloo)
+        self.client = _make_client(self._keys, job.process_id, job.num_processes, gloo)
 
     def addresses(self) -> dict[str, bytes]:
         """Return the addresses that Gloo wrote here or received; none after `close`."""
@@ -146,7 +145,7 @@ class SecondClient:
 def _make_client(client: Any, process: int, processes: int, collectives: Any) -> Any:
     """Return a CPU client with the options of JAX's own, over another coordination service."""
     # JAX's function reads a global state, so this calls a copy of it with other globals.
-    original, space = _bridge().make_cpu_client, types.SimpleNamespace
+    original, space = private.make_cpu_client, types.SimpleNamespace
     state = space(client=client, process_id=process, num_processes=processes)
     others = {**original.__globals__, "distributed": space(global_state=state)}
     make = types.FunctionType(original.__code__, others, original.__name__, original.__defaults__)
@@ -155,11 +154,11 @@ def _make_client(client: Any, process: int, processes: int, collectives: Any) ->
 
 def _check_count() -> None:
     """Refuse to restart with another number of devices, for which XLA would end the process."""
-    state, count = job_state(), _make_client(None, 0, 1, None).local_device_count()
-    before = state.client.blocking_key_value_get(f"{_COUNTS}/{state.process_id}", 1000)
+    count = _make_client(None, 0, 1, None).local_device_count()
+    before = job.client.blocking_key_value_get(f"{_COUNTS}/{job.process_id}", 1000)
     if before != str(count):
         raise RuntimeError(
-            f"Process {state.process_id} was restarted with {count} CPU devices, but had {before} "
+            f"Process {job.process_id} was restarted with {count} CPU devices, but had {before} "
             "when the job began. Start it with the same number, by JAX_NUM_CPU_DEVICES, or by "
             "--xla_force_host_platform_device_count in XLA_FLAGS."
         )
@@ -170,24 +169,13 @@ def _devices_of_all() -> dict[str, bytes] | None:
 
     Process 0 reads the local devices of each process and writes the list that the others read.
     """
-    state = job_state()
-    global_list = dict(state.client.key_value_dir_get_bytes(_GLOBAL))
-    local = dict(state.client.key_value_dir_get_bytes(_LOCAL))
+    global_list = dict(job.client.key_value_dir_get_bytes(_GLOBAL))
+    local = dict(job.client.key_value_dir_get_bytes(_LOCAL))
     if not global_list:
         return None
-    others = {k: v for k, v in local.items() if k.rpartition("/")[2] != str(state.process_id)}
-    return others if state.process_id == 0 else others | global_list
+    others = {k: v for k, v in local.items() if k.rpartition("/")[2] != str(job.process_id)}
+    return others if job.process_id == 0 else others | global_list
 
 
 def _gloo_over(client: Any, host: str | None) -> Any:
-    return _jaxlib().make_gloo_tcp_collectives(client, hostname=host)
-
-
-def _jaxlib() -> Any:
-    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
-
-    return _jax
-
-
-def _bridge() -> Any:
-    return multihost_utils.xla_bridge  # pyright: ignore[reportAttributeAccessIssue]
+    return jaxlib.make_gloo_tcp_collectives(client, hostname=host)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.extend.backend
-from jax import core
 
+from jaxcoll._compat import private
 from jaxcoll._compat.settings import has_backend
-
-_hlo: Any = importlib.import_module("jaxlib._hlo")
-_profiler: Any = importlib.import_module("jaxlib._profiler")
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """The event of `jax.monitoring` at the end of each compilation, in the thread that compiled."""
@@ -94,7 +89,7 @@ def decode_text(module: bytes) -> str:
         if size == inner + 2:  # an unknown field at its end keeps the length as it was
             counted = module[at : at + inner] + b"\x78\x00"
             patched[groups.start() : at + inner] = b"\xe2\x05" + groups[1] + counted
-    return _hlo.HloModule.from_serialized_hlo_module_proto(bytes(patched)).to_string()
+    return private.hlo.HloModule.from_serialized_hlo_module_proto(bytes(patched)).to_string()
 
 
 def find_wrapped_names(module: bytes) -> dict[str, str]:
@@ -124,15 +119,12 @@ def find_wrapped_names(module: bytes) -> dict[str, str]:
     return wrapped
 
 
-_core: Any = sys.modules[core.Tracer.__module__]
-
-
 def is_tracing() -> bool:
     """Return True if this thread is tracing a program."""
-    return not _core.trace_state_clean()
+    return not private.is_idle()
 
 
-_Session: Any = _profiler.ProfilerSession
+_Session: Any = private.profiler.ProfilerSession
 
 
 def call_before_profiles(then: Callable[[], None]) -> Callable[[], None]:
@@ -146,10 +138,10 @@ def call_before_profiles(then: Callable[[], None]) -> Callable[[], None]:
         return _Session(*args, **kwargs)
 
     def undo() -> None:
-        if _profiler.ProfilerSession is session:
-            _profiler.ProfilerSession = _Session
+        if private.profiler.ProfilerSession is session:
+            private.profiler.ProfilerSession = _Session
 
-    _profiler.ProfilerSession = session
+    private.profiler.ProfilerSession = session
     return undo
 
 

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxcoll._compat import private
+
 _NUMERICS = (
     *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"),
     *("jax_threefry_partitionable", "jax_softmax_custom_jvp", "jax_high_dynamic_range_gumbel"),
@@ -34,16 +36,12 @@ def numerics() -> dict[str, Any]:
 
 def configuration() -> Any:
     """Return all of this thread's configuration that a trace depends on, as a hashable value."""
-    module: Any = sys.modules[type(jax.config).__module__]
-    return module.trace_context()
+    return private.trace_context()
 
 
 def has_backend() -> bool:
     """Return True if JAX has initialized its backends, after which processes cannot be joined."""
-    from jax.experimental import multihost_utils
-
-    bridge: Any = multihost_utils.xla_bridge  # pyright: ignore[reportAttributeAccessIssue]
-    return bridge.backends_are_initialized()
+    return private.backends_are_initialized()
 
 
 def read_option(name: str) -> Any:
@@ -116,14 +114,13 @@ _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]jaxcoll[/\\]_\w+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_filter: Any = sys.modules[jax.jit.__module__].traceback_util
 # JAX_TRACEBACK_FILTERING=off shows our frames too, like JAX's.
-_filter.register_exclusion(str(pathlib.Path(__file__).parent.parent))
+private.hide_frames(str(pathlib.Path(__file__).parent.parent))
 
 
 def boundary(fun: Function) -> Function:
     """Wrap `fun` so that its tracebacks leave out the frames of JAX and of this package."""
-    return _filter.api_boundary(fun)
+    return private.boundary(fun)
 
 
 def drop_unknown_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
