@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from jaxcoll._hlo.collective import Collective
+from jaxcoll._hlo.collective import Collective, Groups
 from jaxcoll._report.rows import Row
 from jaxcoll._show.units import milliseconds, percent, pluralize
 
@@ -39,7 +40,7 @@ class Times:
 
     rows: tuple[int, ...]  # positions in `Report.rows` of the collectives measured together
     transfer: float  # the shortest time over the ranks; an upper bound for permutes
-    waiting: tuple[float, ...]  # how much longer each rank took
+    waiting: tuple[float, ...]  # how much longer each rank took than one that it waits for
     last: Last | None  # None if there is only one rank
     algbw: float  # bytes per second, as nccl-tests defines them
     busbw: float
@@ -136,15 +137,25 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
         # For each run and rank, the durations of its loop iterations.
         turns = [[r["times"][k][n] for r, k in zip(by_rank, run, strict=True)] for run in runs]
         is_whole = [len(set(map(len, run))) == 1 and len(run[0]) > 0 for run in turns]
-        least = [sum(map(min, zip(*run, strict=False))) for run in turns]
         total = np.array([[*map(sum, run)] for run in turns], float)
-        waiting = total - np.array(least)[:, None]
+        least = np.zeros_like(total)  # the shortest time of the ranks that a rank meets
+        meetings = _find_meetings([rows[k].compiled.groups for k in positions], names, by_rank)
+        for meeting in meetings:
+            met = ([run[i] for i in meeting] for run in turns)
+            shortest = [sum(map(min, zip(*durations, strict=False))) for durations in met]
+            least[:, meeting] = np.array(shortest, float)[:, None]
+        waiting = total - least
         shares.append(np.divide(waiting, total, where=total > 0, out=np.zeros_like(total)))
         if not any(is_whole):
             continue
         total, waiting = total[is_whole] / 1e9, waiting[is_whole] / 1e9
-        transfer = float(np.median(np.array(least)[is_whole])) / 1e9
-        last, late_here = _find_last(names, total, step or 0.0)
+        transfer = float(np.median(least[is_whole], 0).max()) / 1e9
+        found = [
+            _find_last([names[i] for i in meeting], total[:, meeting], step or 0.0)
+            for meeting in meetings
+        ]
+        last = max((one for one, _ in found if one), key=lambda one: one.seconds, default=None)
+        late_here = [one for _, some in found for one in some]
         size = sum(median(executed[k]) * _size(rows[k].compiled) for k in positions)
         sent = sum(median(executed[k]) * rows[k].compiled.wire_bytes for k in positions)
         measured = Times(
@@ -190,6 +201,29 @@ def _count_turns(
         [c.trips] * len(runs) if c.trips is not None else [*next(recorded)]
         for c in (row.compiled for row in rows)
     ]
+
+
+def _find_meetings(
+    groups: Iterable[Groups], names: Sequence[int], by_rank: Sequence[Mapping[str, Any]]
+) -> list[list[int]]:
+    """Group the positions of ranks that wait for one another, in groups of devices or along these.
+
+    JAX numbers devices process by process. If the profiles do not fit that, all ranks meet.
+    """
+    each = by_rank[0]["devices"]
+    meets = {name: {name} for name in names}  # shared by all ranks that meet
+    seen: set[int] = set()
+    for group in itertools.chain.from_iterable(groups):
+        ranks = {device // each for device in group}
+        seen |= ranks
+        joined = ranks.union(*(meets[rank] for rank in ranks & meets.keys()))
+        meets |= dict.fromkeys(joined, joined)
+    if not {*names} <= seen or any(r["devices"] != each for r in by_rank):
+        return [[*range(len(names))]]
+    meetings: dict[int, list[int]] = {}
+    for i, name in enumerate(names):
+        meetings.setdefault(min(meets[name]), []).append(i)
+    return list(meetings.values())
 
 
 def _size(c: Collective) -> int:

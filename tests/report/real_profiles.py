@@ -23,7 +23,7 @@ from statistics import mean, median
 
 from jax.profiler import ProfileData
 
-from jaxcoll._compat.running import text_of
+from jaxcoll._compat.running import decode_text
 from jaxcoll._report.profile.backends import GPU as GPU_DEVICES
 from jaxcoll._report.profile.event_names import event_names
 from jaxcoll._report.profile.profile import modules_in, read_profile
@@ -168,7 +168,9 @@ def gpu(path):
         plane for plane in read_planes(memoryview(profile)) if plane.name == "/host:metadata"
     ]
     (text,) = [
-        text_of(module) for name, module in modules_in(plane) if name.startswith("jit_forward_3d")
+        decode_text(module)
+        for name, module in modules_in(plane)
+        if name.startswith("jit_forward_3d")
     ]
     names = event_names(text, [], {})
     runs = _events(names, executions, GPU_DEVICES, {})

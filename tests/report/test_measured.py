@@ -77,6 +77,25 @@ def test_a_rank_that_comes_late_is_named_and_no_other(lateness, who, ms, seed):
     )
 
 
+@given(st.permutations(range(4)), st.booleans(), st.integers(0, 99))
+def test_ranks_that_never_meet_are_not_compared(order, meets, seed):
+    # Two groups of ranks, of which one sends four times as long; rank 0 or nobody is late.
+    groups = [tuple(order[:2]), tuple(order[2:])]
+    apart = Collective("all-reduce", "ar", GRADIENT, 2, tuple(groups), "main")
+    fast, slow = (late_by([20 * meets * (r == 0) for r in g], transfer=t, seed=seed)
+                  for g, t in zip(groups, (5.0, 20.0), strict=True))  # fmt: skip
+    ranks = {
+        r: times[k] for g, times in zip(groups, (fast, slow), strict=True) for k, r in enumerate(g)
+    }
+    measured = compare([Row(apart)], ranks)
+    assert [last.rank for last, _ in measured.late] == [0] * meets
+    (times,) = measured.times
+    own = next(g for g in groups if 0 in g)
+    for rank, waited in enumerate(times.waiting):
+        assert waited == pytest.approx(0.02 * (meets and rank in own and rank != 0), abs=4e-4)
+    assert times.transfer == pytest.approx(20.2e-3, abs=4e-4)
+
+
 def test_nobody_is_named_for_a_little_or_for_few_runs_or_alone():
     assert compare([row()], late_by([0, 0.9, 0, 0])).late == ()  # under 5 % of 20 ms
     few = compare([row()], late_by([0, 50, 0, 0], runs=4))

@@ -323,16 +323,30 @@ class TestOfGpus:
         assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
         assert found.times[0].transfer == pytest.approx(11e-3)
 
-    def test_runs_that_a_conditional_hides_are_left_out(self):
+    @pytest.mark.parametrize("period", [2, 4])
+    @pytest.mark.parametrize("calls", [1, 2])
+    def test_runs_that_a_conditional_hides_are_left_out(self, calls, period):
+        # In half of the runs the branch has no event, so that nothing is between two runs. With a
+        # period of 2 nearly all runs are pairs.
         before = "".join(
-            f"\n%{name} (p: f32[1000]) -> f32[1000] {{\n  %p = f32[1000] parameter(0)\n  ROOT %{x} = f32[1000] negate(%p)\n}}\n"
-            for name, x in (("taken", "neg.1"), ("other", "neg.2"))
+            f"\n%{name} (p: f32[1000]) -> f32[1000] {{\n  %p = f32[1000] parameter(0)\n  ROOT {x}\n}}\n"
+            for name, x in (
+                ("taken", "%neg.1 = f32[1000] negate(%p)"),
+                ("other", "%neg.2 = f32[1000] negate(%p)"),
+                ("sums", PLAIN.strip().replace("dot.1", "p")),
+            )
         )
-        body = "  %k = pred[] constant(true)\n  %conditional.1 = f32[1000] conditional(%k, %x, %x), true_computation=%taken, false_computation=%other\n"  # fmt: skip
-        events = steps(("neg.1", 0, 1), ("all-reduce.1", 5, 8), ("dot.2", 8, 9))
-        kept = [e for e in events if e.name != "neg.1" or e.run % 4 in (0, 1)]
-        found, _ = times_in(gpu(kept), hlo(body + PLAIN, before=before))
-        assert found.times[0].transfer == pytest.approx(3e-3)
+        body = "  %k = pred[] constant(true)\n  %conditional.1 = f32[1000] conditional(%k, %x, %x), true_computation=%taken, false_computation=%other"  # fmt: skip
+        lines = [body, *(f"  %c.{k} = f32[1000] call(%x), to_apply=%sums" for k in range(calls))]
+        sums = [("all-reduce.1", 5 + 3 * k, 8 + 3 * k) for k in range(calls)]
+        events = steps(("neg.1", 0, 1), *sums, ("dot.2", 12, 13))
+        kept = [e for e in events if e.name != "neg.1" or e.run % period < period // 2]
+        found, notes = times_in(gpu(kept), hlo("\n".join(lines), before=before))
+        if found is None:
+            assert period == 2
+            assert "no run is whole" in str(notes)
+        else:
+            assert [row.transfer for row in found.times] == pytest.approx([3e-3 * calls] * calls)
 
     @pytest.mark.parametrize("kernels", [1, 2, 3])
     def test_a_program_may_be_one_collective_of_several_kernels(self, kernels):

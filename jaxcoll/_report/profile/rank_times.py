@@ -198,12 +198,7 @@ def _complete_runs(
     parts = np.unique(np.stack([sends.row, sends.role]), axis=1)[0]  # starts and ends are two
     least = sum(regular.get(row, 0) for row in parts.tolist())
     if backend.runs_kernels and least:
-        # An instruction's kernels follow one another: if other work is between, runs seem one.
-        order = np.lexsort((events.start, keys))
-        is_first = np.empty(len(keys), bool)
-        is_first[order] = np.append(True, np.any(np.diff([keys[order], events.row[order]]), axis=0))
-        pieces = np.bincount(own[is_regular & is_first[events.row >= 0]], minlength=len(places))
-        counts[pieces > least] = 0
+        counts[counts > least] = 0  # where other work is between, two runs seem one
     expected = counts.max()
     if backend.runs_kernels and expected:  # where an annotation is missing, too, two seem one
         expected = len(seen := np.bincount(counts[counts > 0])) - 1 - seen[::-1].argmax()
