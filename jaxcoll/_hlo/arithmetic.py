@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from jaxcoll._hlo.calls import Bodies, Call, Item, find_containing
 from jaxcoll._hlo.collective import Collective, Matmul, Meanwhile, Operand
 from jaxcoll._hlo.hlo_text import (
     PRODUCTS,
+    Chains,
     Computation,
     Instruction,
     Module,
@@ -59,9 +60,7 @@ def _add_up(works: Iterable[Work]) -> Work:
 class Arithmetic:
     """The arithmetic of a module, added to the collectives and calls of its computations."""
 
-    def __init__(
-        self, module: Module, bodies: Bodies, chains: Mapping[str, Sequence[tuple[str, str]]]
-    ) -> None:
+    def __init__(self, module: Module, bodies: Bodies, chains: Chains) -> None:
         self._module, self._bodies, self._chains = module, bodies, chains
         self._communicating = find_containing(bodies, module, (Collective,))
         # The work at each line of a computation, without and with the computations it calls
@@ -199,7 +198,7 @@ class Arithmetic:
             if site.opcode == "fusion":
                 instruction = inside.parse(site)
                 for _, callee in instruction.calls:
-                    for chain, part in self._chains.get(callee, ()):
+                    for chain, part in self._chains.get(callee, {}).values():
                         start = chains.setdefault(chain, instruction.name)
                         at, _ = pairs.get(start, (site.at, site.at))
                         pairs[start] = (at, site.at if part == "Done" else at)

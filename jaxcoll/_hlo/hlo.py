@@ -12,10 +12,11 @@ from jaxcoll._hlo.arithmetic import Arithmetic
 from jaxcoll._hlo.calls import Call, Item, flatten_calls
 from jaxcoll._hlo.collective import KINDS, Collective, Loop, Matmul
 from jaxcoll._hlo.hlo_text import (
+    Chains,
     Computation,
     Instruction,
     Module,
-    find_chain,
+    find_chains,
     parse_module,
     sends,
 )
@@ -58,10 +59,10 @@ def read_hlo(text: str, devices: int = 1) -> Program:
       ValueError: the text is not HLO or is truncated, or a computation calls itself.
     """
     module = parse_module(text, devices)
-    reader = _Reader(module)
+    chains = find_chains(module)
+    reader = _Reader(module, chains)
     bodies = {name: reader.body(name, x) for name, x in module.computations.items() if x.sites}
-    reader.check_chains()
-    arithmetic = Arithmetic(module, bodies, reader.chains)
+    arithmetic = Arithmetic(module, bodies, chains)
     lengths = {name: module.computations[name].count for name in {*bodies, module.entry}}
     events = flatten_calls(arithmetic.bodies(), module, lengths)
     ends = (event.at if isinstance(event, Matmul) else event.until for event in events)
@@ -72,7 +73,7 @@ def read_hlo(text: str, devices: int = 1) -> Program:
         collectives=tuple(e for e in events if isinstance(e, Collective)),
         matmuls=tuple(e for e in events if isinstance(e, Matmul)),
         loops=tuple(e for e in events if isinstance(e, Loop)),
-        unread=tuple(dict.fromkeys([*reader.unread, *arithmetic.unread])),
+        unread=tuple(dict.fromkeys([*reader.unread, *_check_chains(chains), *arithmetic.unread])),
         unbounded=tuple(dict.fromkeys(arithmetic.unbounded)),
         notes=tuple(dict.fromkeys(arithmetic.notes)),
     )
@@ -81,11 +82,9 @@ def read_hlo(text: str, devices: int = 1) -> Program:
 class _Reader:
     """Reads the sites of each computation once."""
 
-    def __init__(self, module: Module) -> None:
-        self._module = module
+    def __init__(self, module: Module, chains: Chains) -> None:
+        self._module, self._chains = module, chains
         self._frames = StackFrames(module.tables)
-        # Of transfers in several fusions: their numbers, and the parts that a computation does
-        self.chains: dict[str, list[tuple[str, str]]] = {}
         self.unread: list[str] = []
 
     def body(self, name: str, computation: Computation) -> list[Item]:
@@ -97,12 +96,10 @@ class _Reader:
             try:
                 instruction = computation.parse(site)
                 sent = sends(site.opcode) and self._is_collective(instruction)
-                if sent and (chain := find_chain(computation, instruction)):
-                    self.chains.setdefault(name, []).append(chain)
-                    sent = chain[1] == "Start"
-                elif not sent:
+                _, part = self._chains.get(name, {}).get(instruction.name, ("", "Start"))
+                if not sent:
                     items += self._calls(computation, instruction, site.at)
-                if sent:
+                elif part == "Start":
                     items.append(self._collective(name, computation, instruction, site.at))
             except ValueError as error:
                 if not sends(site.opcode):
@@ -136,16 +133,6 @@ class _Reader:
                 scatters=bool(_SCATTERS.search(attributes)),
                 at=at,
                 until=at,
-            )
-
-    def check_chains(self) -> None:
-        """Add the chains that no fusion starts to `unread`."""
-        parts = [part for parts in self.chains.values() for part in parts]
-        started = {number for number, part in parts if part == "Start"}
-        for number in dict.fromkeys(number for number, _ in parts if number not in started):
-            self.unread.append(
-                f"a transfer in several fusions (chain_id={number!r}) has no start, which is not "
-                "counted: the text looks truncated."
             )
 
     def _collective(
@@ -198,6 +185,17 @@ class _Reader:
                         seen.add(other)
                         waiting.append(other)
         return Source()
+
+
+def _check_chains(chains: Chains) -> Iterator[str]:
+    """Yield a note on each chain that no fusion starts."""
+    parts = [part for collectives in chains.values() for part in collectives.values()]
+    started = {number for number, part in parts if part == "Start"}
+    for number in dict.fromkeys(number for number, _ in parts if number not in started):
+        yield (
+            f"a transfer in several fusions (chain_id={number!r}) has no start, which is not "
+            "counted: the text looks truncated."
+        )
 
 
 def _find_op_name(inside: Computation, instruction: Instruction, operands: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jaxcoll._hlo.collective import KINDS, Operand
@@ -103,12 +103,12 @@ class Computation:
     """The instructions of a computation, each parsed on access."""
 
     def __init__(self, text: str, start: int = 0, end: int = 0) -> None:
-        self._text, self._start, self._end = text, start, end
+        self.text, self._start, self._end = text, start, end
         self.sites: list[Site] = []
         self.idle = bytearray()  # for each instruction, 1 if it takes no time
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._text[self._start : self._end].splitlines()[1:])
+        return iter(self.text[self._start : self._end].splitlines()[1:])
 
     def __contains__(self, name: str) -> bool:
         return name in self._starts
@@ -123,7 +123,7 @@ class Computation:
     @property
     def root(self) -> Instruction:
         """The instruction that makes its result."""
-        root = _ROOT.search(self._text, self._start, self._end)
+        root = _ROOT.search(self.text, self._start, self._end)
         return self._parse(root.start() + 1 if root else [*self._starts.values()][-1])
 
     @property
@@ -149,9 +149,9 @@ class Computation:
     def users(self) -> dict[str, list[str]]:
         """The names of the instructions that use each result."""
         users: dict[str, list[str]] = {}
-        for line in _USES.finditer(self._text, self._start, self._end):
+        for line in _USES.finditer(self.text, self._start, self._end):
             name, operands = line.groups()
-            if "%" not in operands or not self._text.startswith(")", line.end()):
+            if "%" not in operands or not self.text.startswith(")", line.end()):
                 operands = "%".join(["", *self._parse(line.start() + 1).operand_names])
             for operand in dict.fromkeys(_NAMES.findall(operands)):
                 users.setdefault(operand, []).append(name)
@@ -168,12 +168,12 @@ class Computation:
 
     def _parse(self, start: int) -> Instruction:
         if start not in self._parsed:
-            self._parsed[start] = parse_instruction(self._text, start)
+            self._parsed[start] = parse_instruction(self.text, start)
         return self._parsed[start]
 
     @functools.cached_property
     def _starts(self) -> dict[str, int]:
-        found = _DEFINES.finditer(self._text, self._start, self._end)
+        found = _DEFINES.finditer(self.text, self._start, self._end)
         return {line[1]: line.start() + 1 for line in found}
 
     def find_type(self, name: str) -> str:
@@ -314,20 +314,34 @@ def sends(opcode: str) -> bool:
     return bool(_SENDS.match(opcode)) or opcode in KINDS
 
 
-def find_chain(inside: Computation, collective: Instruction) -> tuple[str, str] | None:
-    """Find the number of a collective's chain, and "Start", "Done" or "" for its part in it.
+Chains = Mapping[str, Mapping[str, tuple[str, str]]]
+"""By computation and name of its collectives: the number of a chain, and the part in it."""
+
+
+def find_chains(module: Module) -> Chains:
+    """Find the collectives of chains, with "Start", "Done" or "" for the part.
 
     A TPU v5e starts a transfer in one fusion, continues it in others beside products, and ends it
     in another; each has the collective in its text.
     """
-    number = _CHAIN.search(collective.attributes) if sends(collective.opcode) else None
-    if not number:
-        return None
+    chains: dict[str, dict[str, tuple[str, str]]] = {}
+    for name, inside in module.computations.items():
+        for site in inside.sites:
+            line_end = inside.text.find("\n", site.start)
+            if sends(site.opcode) and inside.text.find("chain_id", site.start, line_end) > 0:
+                collective = inside.parse(site)
+                if number := _CHAIN.search(collective.attributes):
+                    part = _find_part(inside, collective.name)
+                    chains.setdefault(name, {})[collective.name] = number[1], part
+    return chains
+
+
+def _find_part(inside: Computation, collective: str) -> str:
     for site in inside.sites:
-        if site.opcode == "custom-call" and collective.name in inside.parse(site).operand_names:
+        if site.opcode == "custom-call" and collective in inside.parse(site).operand_names:
             if part := _CHAIN_PART.search(inside.parse(site).attributes):
-                return number[1], part[1]
-    return number[1], ""
+                return part[1]
+    return ""
 
 
 def parse_instruction(text: str, start: int = 0) -> Instruction:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxcoll._hlo.collective import Collective
-from jaxcoll._hlo.hlo_text import Instruction, Module, find_chain, parse_module
+from jaxcoll._hlo.hlo_text import Instruction, Module, find_chains, parse_module
 
 _STRUCTURE = ("while", "conditional", "call")
 """Instructions whose computations' instructions are executed, and have events, by themselves."""
@@ -38,7 +38,7 @@ def event_names(
     """
     module = parse_module(text)
     callers = _find_callers(module)
-    chains = _find_chains(module)
+    chains = _map_chains(module)
     names: dict[str, tuple[int, int]] = {}
     for k, c in enumerate(collectives):
         names[c.name] = (k, WHOLE)
@@ -65,15 +65,14 @@ def _find_callers(module: Module) -> dict[str, list[tuple[str, Instruction]]]:
     return callers
 
 
-def _find_chains(module: Module) -> dict[str, dict[str, int]]:
+def _map_chains(module: Module) -> dict[str, dict[str, int]]:
     """Map each collective of a chain to the computations that write it, and their parts in it."""
     chains: dict[str, dict[str, int]] = defaultdict(dict)
     chain_of: dict[str, dict[str, int]] = {}
-    for name, inside in module.computations.items():
-        for site in map(inside.parse, inside.sites):
-            if chain := find_chain(inside, site):
-                chains[chain[0]][name] = {"Start": START, "Done": DONE, "": 0}[chain[1]]
-                chain_of[site.name] = chains[chain[0]]
+    for name, collectives in find_chains(module).items():
+        for collective, (number, part) in collectives.items():
+            chains[number][name] = {"Start": START, "Done": DONE}.get(part, 0)
+            chain_of[collective] = chains[number]
     return chain_of
 
 
