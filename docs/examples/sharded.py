@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformer import LAYERS, WIDTH, layer, through
 
@@ -69,6 +69,30 @@ def in_place(mesh: AnyMesh) -> Example:
         return jax.shard_map(_step(stack, _by_jax), mesh=mesh, **specs)(layers, x)
 
     return step, (layer(WIDTH, jnp.float32, LAYERS), _texts(mesh, LENGTH))
+
+
+def by_jit(mesh: AnyMesh) -> Example:
+    """Let `jax.jit` insert all collectives, from shardings alone."""
+    rows, whole = NamedSharding(mesh, P(None, "data")), NamedSharding(mesh, P())
+
+    def cast(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
+        def gather(p: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(p.astype(jnp.bfloat16), whole)
+
+        return _layer(x, jax.tree.map(gather, each)), None
+
+    def stack(layers: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(jax.checkpoint(cast), x, layers)[0]
+
+    shards = layer(WIDTH, jnp.float32, LAYERS)
+    shards = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=rows), shards)
+    texts = _texts(mesh, LENGTH)
+    texts = jax.ShapeDtypeStruct(texts.shape, texts.dtype, sharding=NamedSharding(mesh, P("data")))
+    step = jax.jit(
+        _step(stack, lambda loss, axis: jax.value_and_grad(loss)),
+        out_shardings=(jax.tree.map(lambda _: rows, shards), whole),
+    )
+    return step, (shards, texts)
 
 
 def _layer(x: jax.Array, each: Any) -> jax.Array:
