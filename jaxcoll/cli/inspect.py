@@ -202,7 +202,7 @@ def _say(text: str) -> None:
 
 
 def _limit(text: str) -> tuple[str, Any]:
-    """Return the name and the value of a --limit, for `jc.assert_collectives`."""
+    """Parse a --limit: its name and value, for `jc.assert_collectives`."""
     name, _, value = text.partition("=")
     names = check_limits.__kwdefaults__ or {}
     if name not in names:
@@ -228,7 +228,7 @@ def _width(stream: TextIO) -> int:
 
 
 def _short(target: str) -> str:
-    """Return a target without its folders or packages."""
+    """Cut off a target's folders or packages."""
     module, colon, name = target.rpartition(":")
     if Path(target).is_file() or not colon:
         return PurePath(target).name

@@ -33,7 +33,7 @@ number = 3
 """
 
 
-def test_a_file(capsys, tmp_path):
+def test_file_is_reported(capsys, tmp_path):
     report = tmp_path / "report.json"
     picture = tmp_path / "a.png"
     file = str(GOLDEN / "gpu-0.12.0.1-overlapped.hlo")
@@ -53,14 +53,14 @@ def test_a_file(capsys, tmp_path):
         (("a.ins:step", "other.py:step"), ["ins:step", "other:step"]),
     ],
 )
-def test_columns_are_named_after_their_targets(targets, names, monkeypatch, capsys):
+def test_columns_name_their_targets(targets, names, monkeypatch, capsys):
     report = jc.inspect((GOLDEN / "gpu-0.12.0.1-packs.hlo").read_text())
     monkeypatch.setattr(inspect, "_report", lambda *_: report)
     assert main(["inspect", targets[0], "--against", targets[1]]) == 0
     assert capsys.readouterr().out.split("\n")[0].split() == [*names, "ratio"]
 
 
-def test_two_files_side_by_side(capsys):
+def test_two_files_are_compared(capsys):
     files = [str(GOLDEN / f"gpu-0.12.0.1-{name}.hlo") for name in ("overlapped", "packs")]
     assert main(["inspect", files[0], "--against", files[1]]) == 0
     out = capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_two_files_side_by_side(capsys):
     assert "nowhere.hlo is not a file of HLO text" in capsys.readouterr().err
 
 
-def test_modules(tmp_path):
+def test_modules_are_reported(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.py").write_text("number = 'a string'")

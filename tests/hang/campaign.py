@@ -23,16 +23,17 @@ PROGRAM = Path(__file__).with_name("program.py")
 STYLES = "jit", "shard_map", "pmap", "flax"
 LIMIT = 4.0
 
-# What a report must say of the process that is missing: its function of program.py, or words.
+# What a report must say of the process that is missing: its place in program.py, or words.
 LAST = {
-    "sleep": "in sleep:", "loop": "in loop:", "lock": "in lock:", "queue": "in get:",
-    "subprocess": "in run_subprocess:", "socket": "in receive:", "input": "in read_input:",
-    "GIL held": "in hold_gil:", "GIL busy": "in compute_with_gil:", "stopped": "is stopped",
-    "raised": "ValueError at program.py", "future": "in future:", "thread": "in join:", "poll": "in fetch:",
-    "event loop": "in event_loop:", "file lock": "in lock_file:", "signal": "in pause:",
-    "loader": "in __next__:", "in a library": "in sort:", "left": "has ended its program",
-    "exit": "in wait_at_exit:", "fewer": "has ended its program", "callback": "in wait_in_callback:",
-    "slow once": "went on", "barrier": "in barrier:",
+    "sleep": "in sleep:", "loop": "in spin:", "lock": "lock.acquire(", "queue": "queue.Queue().get(",
+    "subprocess": "subprocess.run(", "socket": "sockets[0].recv(1)", "input": "input()",
+    "GIL held": "ctypes.PyDLL(None).sleep(", "GIL busy": "sum(range(", "stopped": "is stopped",
+    "raised": "ValueError at program.py", "future": ".result()", "thread": "in join:",
+    "poll": "in <lambda>: time.sleep(SECONDS)", "event loop": "asyncio.run(",
+    "file lock": "in lock_file:", "signal": "signal.pause()", "loader": "in __next__:",
+    "in a library": "sorted([1, 2]", "left": "has ended its program",
+    "exit": "time.sleep(SECONDS)", "fewer": "has ended its program", "callback": "in sleep:",
+    "slow once": "went on", "barrier": "in sleep:",
 }  # fmt: skip
 FIRST = {"stopped 0": "is stopped", "raised 0": "ValueError at program.py",
          "sleep 0": "in sleep:", "saves": "in save:", "evaluates": "in evaluate_alone:"}  # fmt: skip
@@ -56,10 +57,10 @@ def run(kind, style, processes, limit=LIMIT):
         if kind == "all stop":
             threading.Timer(3 * limit + 6, _go_on, (address,)).start()
         output = job.communicate()[0]
-    return judged(kind, style, processes, output), output
+    return judge_output(kind, style, processes, output), output
 
 
-def judged(kind, style, processes, output):
+def judge_output(kind, style, processes, output):
     """Return "right", or what is wrong with a report."""
     reports = re.findall(r"jaxcoll hang:.* and a report: (.*)", output)
     if kind in QUIET:

@@ -9,6 +9,7 @@ import concurrent.futures
 import ctypes
 import fcntl
 import os
+import pdb
 import queue
 import signal
 import socket
@@ -45,12 +46,8 @@ def slow(w):
 def on_host(w):
     # Without an axis, the first device calls.
     if RANK == (0 if STYLE in ("jit", "flax") else BAD):
-        wait_in_callback()
+        sleep()
     return np.float32(0)
-
-
-def wait_in_callback():
-    time.sleep(SECONDS)
 
 
 def model(w, x):
@@ -134,65 +131,15 @@ branch_step = jax.jit(
 )
 
 
-# What goes wrong. Each is in a function of its own name, which a report should show.
-def sleep():
-    time.sleep(SECONDS)
-
-
-def loop():
-    until, n = time.monotonic() + SECONDS, 0
+# What goes wrong: a report should show this line, or the function.
+def spin():
+    until = time.monotonic() + SECONDS
     while time.monotonic() < until:
-        n += 1
-
-
-def lock():
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire(timeout=SECONDS)
-
-
-def get():
-    try:
-        queue.Queue().get(timeout=SECONDS)
-    except queue.Empty:
         pass
-
-
-def run_subprocess():
-    subprocess.run(["sleep", str(SECONDS)], check=True)
-
-
-def receive():
-    ours, theirs = socket.socketpair()
-    ours.recv(1)
-    theirs.close()
-
-
-def read_input():
-    sys.stdin = os.fdopen(os.pipe()[0])
-    input()
-
-
-def hold_gil():
-    ctypes.PyDLL(None).sleep(SECONDS)
-
-
-def compute_with_gil():
-    sum(range(400_000_000))
-    sum(range(400_000_000))
-
-
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def fail():
     raise ValueError("not a number in the loss")
-
-
-def future():
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        pool.submit(time.sleep, SECONDS).result()
 
 
 def join():
@@ -202,28 +149,16 @@ def join():
 
 
 def poll():
-    thread = threading.Thread(target=fetch)
+    thread = threading.Thread(target=lambda: time.sleep(SECONDS))
     thread.start()
     while thread.is_alive():
         time.sleep(0.2)
-
-
-def fetch():
-    time.sleep(SECONDS)
-
-
-def event_loop():
-    asyncio.run(asyncio.sleep(SECONDS))
 
 
 def lock_file():
     with tempfile.TemporaryFile() as file, open(f"/proc/self/fd/{file.fileno()}") as again:
         fcntl.flock(file, fcntl.LOCK_EX)
         fcntl.flock(again, fcntl.LOCK_EX)
-
-
-def pause():
-    signal.pause()
 
 
 class Loader:
@@ -234,10 +169,6 @@ class Loader:
 
     def __next__(self):
         return self.queue.get()
-
-
-def starve():
-    next(Loader())
 
 
 def save():
@@ -255,33 +186,32 @@ def evaluate_alone():
         a.block_until_ready()
 
 
-def sort():
-    sorted([1, 2], key=lambda n: time.sleep(SECONDS / 2))
-
-
-def barrier():
+def sleep():
     time.sleep(SECONDS)
 
 
-def hang_at_exit():
-    atexit.register(wait_at_exit)
-    raise SystemExit
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def wait_at_exit():
-    time.sleep(SECONDS)
-
-
-def leave():
-    raise SystemExit
-
-
+commands, typed = os.pipe()
+sockets, locks = socket.socketpair(), 2 * [threading.Lock()]
 FAULTS = {
-    "sleep": sleep, "loop": loop, "lock": lock, "queue": get, "subprocess": run_subprocess,
-    "socket": receive, "input": read_input, "GIL held": hold_gil, "GIL busy": compute_with_gil,
-    "stopped": stop, "raised": fail, "future": future, "thread": join, "poll": poll, "event loop": event_loop,
-    "file lock": lock_file, "signal": pause, "loader": starve, "in a library": sort,
-    "left": leave, "exit": hang_at_exit, "slow once": sleep,
+    "sleep": sleep, "slow once": sleep, "loop": spin, "stopped": stop, "raised": fail,
+    "thread": join, "poll": poll, "file lock": lock_file, "left": sys.exit,
+    "lock": lambda: [lock.acquire(timeout=SECONDS) for lock in locks],
+    "queue": lambda: queue.Queue().get(timeout=SECONDS),
+    "subprocess": lambda: subprocess.run(["sleep", str(SECONDS)], check=True),
+    "socket": lambda: sockets[0].recv(1),
+    "input": lambda: input(),
+    "GIL held": lambda: ctypes.PyDLL(None).sleep(SECONDS),
+    "GIL busy": lambda: sum(range(800_000_000)),
+    "future": lambda: concurrent.futures.ThreadPoolExecutor().submit(sleep).result(),
+    "event loop": lambda: asyncio.run(asyncio.sleep(SECONDS)),
+    "signal": lambda: signal.pause(),
+    "loader": lambda: next(Loader()),
+    "in a library": lambda: sorted([1, 2], key=lambda _: time.sleep(SECONDS / 2)),
+    "exit": lambda: (atexit.register(lambda: time.sleep(SECONDS)), sys.exit()),
 }  # fmt: skip
 OF_RANK_0 = {"stopped 0": stop, "raised 0": fail, "sleep 0": sleep, "saves": save,
              "evaluates": evaluate_alone}  # fmt: skip
@@ -299,16 +229,13 @@ def interfere(step):
     if KIND == "all slow":
         time.sleep(1.5 * (RANK == step % SIZE))
     if KIND == "one debugs" and RANK == BAD and step == AT:
-        import pdb
-
-        commands, typed = os.pipe()
-        sys.stdin = os.fdopen(commands)
         threading.Timer(SECONDS, os.write, (typed, b"continue\n")).start()
         pdb.set_trace()
 
 
 def main():
     state, w = TrainState(params), params
+    sys.stdin = os.fdopen(commands)
     time.sleep(2)  # as if it loaded data
     p = jax.pmap(pmap_body, axis_name="data")
     w_of_pmap = jnp.zeros((1, 64))
@@ -318,7 +245,7 @@ def main():
         interfere(step)
         if KIND == "barrier" and step == AT:
             if RANK == BAD:
-                barrier()
+                sleep()
             multihost_utils.sync_global_devices("saved")
         if KIND == "all compile" and step == AT:
             jax.jit(lambda a: jax.lax.fori_loop(0, 3, lambda _, b: (time.sleep(SECONDS), b)[1], a))(

@@ -1,10 +1,7 @@
 """`jaxcoll inspect --run` over several processes: one table, and the rank that comes late."""
 
-import contextlib
 import json
-import os
 import re
-import sys
 from pathlib import Path
 
 import forks
@@ -30,7 +27,7 @@ def inspect(folder, n, *words, measure=20, **variables):
     return done, json.loads((folder / "report.json").read_text())
 
 
-def test_the_rank_that_comes_late_is_named_and_no_other(tmp_path):
+def test_only_late_rank_is_named(tmp_path):
     done, report = inspect(tmp_path, 4, "--form", "shift", "--late", 3, "--ms", 100)
     assert len(report["late"]) == 1, (report["late"], done.stderr)
     assert report["late"][0].startswith("jit_step: rank 3 arrives late: last at ")
@@ -47,7 +44,7 @@ def test_the_rank_that_comes_late_is_named_and_no_other(tmp_path):
     assert {f"[{k}] ended {k}" for k in range(4)} <= set(done.stdout.splitlines())
 
 
-def test_ranks_with_and_without_a_cache_are_compared(tmp_path):
+def test_cached_ranks_are_compared(tmp_path):
     # Of the two the first alone writes what it compiles, so later it loads what the other compiles.
     (tmp_path / "cache").mkdir()
     cached = {
@@ -61,7 +58,7 @@ def test_ranks_with_and_without_a_cache_are_compared(tmp_path):
     assert [text.split(":")[1] for text in report["late"]] == [" rank 1 arrives late"]
 
 
-def test_a_rank_that_does_not_answer_is_named(monkeypatch):
+def test_silent_rank_is_named(monkeypatch):
     keys = LocalKeys(processes=3)
     write = keys.set
     keys.set = lambda key, value: (write(key, value), write(key.replace("/0", "/2"), value))
@@ -70,26 +67,3 @@ def test_a_rank_that_does_not_answer_is_named(monkeypatch):
     own = {"notes": ["x"]}
     found = measure.gather(own, "name", everywhere=False)
     assert found == ({0: own, 2: own}, "rank 1 did not answer within 0.2 s.")
-
-
-def test_slurm(tmp_path):
-    words = ["jaxcoll", "inspect", "--measure", 20, "--json", "report.json", "--run", JOB,
-             "--late", 1, "--ms", 100]  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        started = []
-        for rank in range(2):
-            log = stack.enter_context(open(tmp_path / f"{rank}.log", "w"))
-            variables = {
-                "SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2",
-                "SLURM_LOCALID": str(rank), "SLURM_STEP_NODELIST": "localhost",
-                "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu",
-            }  # fmt: skip
-            python = stack.enter_context(forks.running())
-            command = [sys.executable, "-m", *words]
-            started.append(python.start(command, variables, stdout=log, cwd=tmp_path))
-        statuses = [child.wait(150) for child in started]
-    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
-    assert statuses == [0, 0], logs
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert [text.split(":")[1] for text in report["late"]] == [" rank 1 arrives late"]
-    assert ["program " in log for log in logs] == [True, False]

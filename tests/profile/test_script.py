@@ -97,7 +97,7 @@ def inspect(folder, text, *flags, arguments=(), name="train.py", **variables):
     ],
     ids=["jit", "pmap", "flax", "equinox"],
 )
-def test_programs_of_other_libraries_as_they_are(text, kinds, nbytes, line, tmp_path):
+def test_libraries_are_inspected_unedited(text, kinds, nbytes, line, tmp_path):
     done, report = inspect(tmp_path, text)
     assert done.returncode == 0, done.stderr
     (program,) = report["programs"]
@@ -115,7 +115,7 @@ def test_programs_of_other_libraries_as_they_are(text, kinds, nbytes, line, tmp_
         assert {int(source.rpartition(":")[2]) for source in lines} == {line}
 
 
-def test_output_arguments_and_flags_behind_it_are_the_scripts_own_and_that_is_said(tmp_path):
+def test_flags_after_run_are_scripts(tmp_path):
     done, report = inspect(tmp_path, JIT, arguments=["--measure=20", "--limit", "max_count=0"])
     assert (done.returncode, done.stdout) == (0, "ended --measure=20 --limit max_count=0\n")
     assert re.search(r"jit_step +[–3] +1 all-reduce, 512 B +768 B", done.stderr)
@@ -149,7 +149,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_script_ends_as_it_does_alone_and_the_table_is_there(end, tmp_path):
+def test_script_ends_as_alone(end, tmp_path):
     code, status = ENDS[end]
     imports = "import atexit, multiprocessing, os, pickle, signal, threading, time, warnings\n"
     text = JIT.lstrip() + imports + "warnings.simplefilter('ignore')\n" + code + "\n"
@@ -170,7 +170,7 @@ def test_a_script_ends_as_it_does_alone_and_the_table_is_there(end, tmp_path):
         assert done.stderr.startswith("because\n")
 
 
-def test_one_sentence_where_there_is_nothing_to_show_and_no_limit_is_kept(tmp_path):
+def test_nothing_to_show_is_said(tmp_path):
     done, report = inspect(tmp_path, "import jax\njax.jit(lambda x: x * 2)(1.0)")
     assert (done.returncode, report["programs"]) == (0, [])
     assert done.stderr.strip().startswith("No program with collectives was compiled; ")
@@ -181,7 +181,7 @@ def test_one_sentence_where_there_is_nothing_to_show_and_no_limit_is_kept(tmp_pa
     assert "no program was compiled" in done.stderr
 
 
-def test_modules_run_as_python_runs_them(tmp_path):
+def test_modules_run_as_in_python(tmp_path):
     package = tmp_path / "mine" / "inner"
     package.mkdir(parents=True)
     code = "from . import near\nimport sys\nprint(__name__, __package__, sys.argv[1:], near.here)\n"
@@ -194,7 +194,7 @@ def test_modules_run_as_python_runs_them(tmp_path):
     assert (done.returncode, done.stdout) == (0, "__main__ mine.inner ['-x'] mine.inner\n")
 
 
-def test_limits_are_held_when_the_script_has_ended(tmp_path):
+def test_limits_hold_at_end(tmp_path):
     done, _ = inspect(tmp_path, JIT, "--limit", "max_count=1", arguments=["--limit", "x"])
     assert done.returncode == 0
     assert "comes after" not in done.stderr
@@ -204,7 +204,7 @@ def test_limits_are_held_when_the_script_has_ended(tmp_path):
     assert "dtypes=['bf16', 's8'], found f32 in #0." in done.stderr
 
 
-def test_a_line_of_a_notebook_is_told_by_its_cell(tmp_path):
+def test_notebook_line_names_cell(tmp_path):
     pytest.importorskip("IPython")
     cells = [
         "import jax, jaxcoll as jc\nmesh = jax.sharding.Mesh(jax.devices(), ('data',))",

@@ -154,7 +154,7 @@ ALONE = {"settings", "an error", "an error's last words", "exit"}
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_a_program_does_under_run_what_it_does_alone(case, tmp_path):
+def test_run_changes_no_program(case, tmp_path):
     (tmp_path / "train.py").write_text(source(case))
     plain = run(tmp_path, "train.py", "1", alone=case in ALONE)
     under = run(tmp_path, "-m", "jaxcoll", "inspect", "--run", "train.py", "1", alone=case in ALONE)
@@ -182,7 +182,7 @@ for case, code in json.loads(pathlib.Path("cases.json").read_text()).items():
 """
 
 
-def test_a_program_does_in_a_block_what_it_does_alone(tmp_path):
+def test_block_changes_no_program(tmp_path):
     ended = {*ALONE, "forks", "signals", "listeners removed"}
     cases = {case: source(case) for case in PROGRAMS if case not in ended}
     (tmp_path / "cases.json").write_text(json.dumps(cases))
@@ -234,7 +234,7 @@ def stopped():
 
 @pytest.mark.usefixtures("stopped")
 @pytest.mark.parametrize("name", sorted(HOOKS))
-def test_a_hook_that_fails_is_noted_and_changes_nothing(name, monkeypatch):
+def test_failing_hook_is_noted(name, monkeypatch):
     seen, shielded, made = set(), Shield.__call__, []
 
     def failing(self, hook, otherwise=None, **settings):
@@ -271,7 +271,7 @@ def test_a_hook_that_fails_is_noted_and_changes_nothing(name, monkeypatch):
         counting.stop()
 
 
-def test_a_program_may_profile_itself_while_it_is_measured(tmp_path, monkeypatch):
+def test_programs_own_profile_wins(tmp_path, monkeypatch):
     ran = threading.Event()  # no profile is to have a part of the run
     monkeypatch.setattr(window.Window, "_is_quiet", lambda *_: ran.is_set())
     monkeypatch.setattr(window, "_PROBES", (60.0,))
@@ -290,7 +290,7 @@ def test_a_program_may_profile_itself_while_it_is_measured(tmp_path, monkeypatch
     assert programs.notes == (BUSY,)
 
 
-def test_only_shielded_functions_are_given_to_the_program():
+def test_given_functions_are_shielded():
     given = r"(?:register_callback|_listener|Thread|atexit\.register|weakref\.ref)\("
     for path in Path(module.__file__).parent.glob("*.py"):
         for line in path.read_text().splitlines():
@@ -299,7 +299,7 @@ def test_only_shielded_functions_are_given_to_the_program():
             ), line
 
 
-def test_an_exception_of_the_programs_signal_handler_is_the_programs():
+def test_signal_handlers_error_passes():
     def alarm(*_):
         raise KeyError("the program's")
 
@@ -316,7 +316,7 @@ def test_an_exception_of_the_programs_signal_handler_is_the_programs():
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from 3.12 on")
-def test_calls_are_those_of_all_functions_with_a_program_and_none_that_is_not_known():
+def test_calls_are_known_or_none():
     x = np.arange(8.0, dtype="f")
 
     def total(x):

@@ -67,7 +67,7 @@ def window(runs=20):
     return made
 
 
-def test_a_window_is_as_long_as_its_runs_take(opened):
+def test_window_fits_its_runs(opened):
     opened.steps = 300.0
     found = window(30)
     found.join(10)
@@ -76,7 +76,7 @@ def test_a_window_is_as_long_as_its_runs_take(opened):
     assert (found.note, found.profile) == ("", b"jit_step %g" % opened[-1])
 
 
-def test_nothing_long_is_opened_until_the_program_runs(opened):
+def test_idle_program_opens_short_windows(opened):
     opened.others = 100.0
     opened.begins = 6, 300.0
     found = window()
@@ -86,7 +86,7 @@ def test_nothing_long_is_opened_until_the_program_runs(opened):
     assert 0.06 <= opened[-1] < 0.3
 
 
-def test_a_probe_with_many_events_is_the_longest(opened, monkeypatch):
+def test_many_events_bound_window(opened, monkeypatch):
     monkeypatch.setattr(module, "_MOST_EVENTS", 4000)
     opened.steps, opened.others = 60.0, 60_000.0
     found = window()
@@ -96,7 +96,7 @@ def test_a_probe_with_many_events_is_the_longest(opened, monkeypatch):
     assert found.profile
 
 
-def test_what_ends_before_its_window_has_its_probe_and_says_so(opened):
+def test_early_end_keeps_probe(opened):
     found = window()
     while not opened:
         time.sleep(0.01)
@@ -105,7 +105,7 @@ def test_what_ends_before_its_window_has_its_probe_and_says_so(opened):
     assert found.profile in (b" %g" % seconds for seconds in opened)
 
 
-def test_a_compilation_of_any_program_keeps_profiles_closed(opened):
+def test_compilation_keeps_windows_closed(opened):
     compilations = Compilations()
     compilations.at = time.monotonic() + 1e6
     found = module.Window(compilations, 9, "w", "program", Shield(), with_programs=False)
@@ -116,7 +116,7 @@ def test_a_compilation_of_any_program_keeps_profiles_closed(opened):
     assert found.note == module.EARLY.format("program", module._QUIET)
 
 
-def test_short_profiles_take_a_small_share_of_the_time(opened, monkeypatch):
+def test_probes_take_little_time(opened, monkeypatch):
     monkeypatch.setattr(module, "_RECORDING", 1.0)  # a byte costs a second
     found = window()
     found.join(0.5)

@@ -129,7 +129,7 @@ class Calls:
             self.unknown.add(program)
 
     def totals(self) -> Counter[frozenset[Any]]:
-        """Return the calls of all functions that have exactly these programs."""
+        """Sum the calls of all functions that have exactly these programs."""
         while self._ended:
             function = self._ended.popleft()
             self._totals[function.programs] += function.calls
@@ -178,7 +178,7 @@ def _count_everywhere(code: types.CodeType, at: int, function: Any, first: Any) 
 
 
 def _name_compiled(code: types.CodeType) -> str:
-    """Return the name of a program that was compiled ahead of time, which its caller knows."""
+    """Name a program that was compiled ahead of time, which its caller knows."""
     frame = sys._getframe()
     while frame.f_code is not code and frame.f_back is not None:
         frame = frame.f_back

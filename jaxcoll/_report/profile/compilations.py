@@ -63,7 +63,7 @@ class Compilations:
         self.look()
 
     def programs(self) -> list[Compiled]:
-        """Return the communicating programs, with their numbers, and their calls if known."""
+        """List the communicating programs, with their numbers, and their calls if known."""
         from jaxcoll._report.programs import fingerprint
 
         texts = {key: zlib.decompress(packed).decode() for key, (packed, *_) in self._texts.items()}
@@ -136,12 +136,12 @@ def _key(executable: Any) -> Any:
 
 
 def _is_module_named(module: str, name: str) -> bool:
-    """Return whether a module is that of a function which JAX names as in "jit(step)"."""
+    """True if a module is that of a function which JAX names as in "jit(step)"."""
     return module.rstrip("_") == re.sub(r"[^\w.\-]", "_", name).rstrip("_")
 
 
 def _count_by_program(calls: Calls, prints: Mapping[Any, str]) -> dict[str, int]:
-    """Return the calls of each program; none of one whose function has other programs, too."""
+    """Count the calls of each program; none of one whose function has other programs, too."""
     known: Counter[str] = Counter()
     unknown = {prints.get(key, "") for key in calls.unknown}
     for keys, n in calls.totals().items():

@@ -190,7 +190,7 @@ def read_folder(folder: Path) -> Programs:
 
 
 def _log_folder(file: Path) -> Path:
-    """Return the folder of a profile without the time that JAX adds, LOG/plugins/profile/TIME."""
+    """Cut off the time that JAX adds to a profile's folder, LOG/plugins/profile/TIME."""
     *log, plugins, profile, _ = (
         file.parent.parts if len(file.parent.parts) > 2 else ("", "", "", "")
     )

@@ -111,7 +111,7 @@ class Window(threading.Thread):
         return seconds
 
     def _choose_length(self, seconds: float, events: int, runs: int) -> float:
-        """Return for how long to record, after a short profile that had so many runs and events."""
+        """Choose for how long to record, after a short profile that had so many runs and events."""
         wanted = _LONGEST_SECONDS
         if runs > 2:
             # A profile cuts off its first and last run; other ranks begin a poll or two later.
@@ -119,7 +119,7 @@ class Window(threading.Thread):
         return min(wanted, _LONGEST_SECONDS, seconds * _MOST_EVENTS / max(events, 1))
 
     def _probe(self, pause: float) -> tuple[float, int, int] | None:
-        """Return a short profile's seconds, events, and runs of communicating programs.
+        """Open a short profile; returns its seconds, events, and runs of communicating programs.
 
         None if no such program ran: it may wait for data, or another program is compiling.
         """
@@ -145,7 +145,7 @@ class Window(threading.Thread):
         return (seconds, events, runs) if runs else None
 
     def _count(self, profile: bytes) -> tuple[int, int]:
-        """Return a short profile's events and runs; it is not read if no such program ran."""
+        """Count a short profile's events and runs; it is not read if no such program ran."""
         from jaxcoll._report.programs import count_runs
 
         names = [name.encode() for name in self._compilations.modules]
@@ -154,13 +154,12 @@ class Window(threading.Thread):
         return count_runs(profile, self._compilations.programs())
 
     def _is_quiet(self, began: float, pause: float) -> bool:
-        """Return whether nothing was compiled for a while."""
         is_quiet = time.monotonic() - max(self._compilations.at, began) > pause
         self._waits_for = self._waits_for if is_quiet else _QUIET
         return is_quiet
 
     def _is_affordable(self, seconds: float) -> bool:
-        """Return whether a profile of so many seconds is within what short profiles may take."""
+        """True if a profile of so many seconds is within what short profiles may take."""
         # A program that waits, for a device say, has time to spare.
         cpu, began = self._began
         taken = max(time.process_time() - cpu, time.monotonic() - began)
