@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from jaxcoll._job.stacks import OURS
 from jaxcoll._report.hang.report import say
+from jaxcoll._report.profile.script import OnImport
 from jaxcoll._report.profile.shield import Shield
 
 EXIT_STATUS = 124
@@ -43,23 +42,19 @@ class HangWatch(threading.Thread):
         super().__init__(target=self._shield(self._watch), name=f"{OURS}hang", daemon=True)
         self._limit, self._end = seconds, end
         self._over = threading.Event()
-        self._at_exit = self._shield(self.close)
         self._calls: Any = None  # these classes are imported after JAX
         self._here: Any = None
-
-    def start(self) -> None:
-        """Start the thread. If it comes before JAX, the exit of the program is watched as well."""
-        atexit.register(self._at_exit)  # Python calls it after what is registered later
-        super().start()
+        # Python calls it after what is registered later, such as JAX's: exits are watched as well.
+        self._at_exit = self._shield(self.close)
+        atexit.register(self._at_exit)
 
     def _watch(self) -> None:
-        """Look again and again, once the program has imported JAX."""
-        if self._wait_until(has_imported_jax):
-            self._shield(self._look)()
+        self._shield(self._look)()
         if not self._over.is_set():
             say(f"hangs are no longer reported: {self._shield.notes[-1]}")
 
     def _look(self) -> None:
+        """Look again and again, once the program has made devices."""
         from jaxcoll._report.profile.calls import Calls
 
         self._calls = calls = Calls(Shield())
@@ -69,8 +64,9 @@ class HangWatch(threading.Thread):
         from jaxcoll._compat.settings import has_backend
         from jaxcoll._report.hang.process import HangProcess
 
-        if not self._wait_until(has_backend):
-            return
+        while not has_backend():
+            if self._over.wait(_POLL_SECONDS):
+                return
         self._here = HangProcess(self._limit, beat, calls, self._shield)
         failed = object()
         look, failures = self._shield(self._here.beat, failed), 0
@@ -86,15 +82,9 @@ class HangWatch(threading.Thread):
             before += passed
             now += min(passed, 2 * beat + _LONGEST_PAUSE)
 
-    def _wait_until(self, condition: Callable[[], bool]) -> bool:
-        while not condition():
-            if self._over.wait(_POLL_SECONDS):
-                return False
-        return True
-
     def explain_silence(self) -> None:
         """Say so if nothing was watched."""
-        if not has_imported_jax():
+        if self.ident is None:
             say("nothing was watched, because the program did not import JAX.")
         elif self._here is None or self._here.peers is None:
             from jaxcoll._compat.coordination import store
@@ -112,19 +102,13 @@ class HangWatch(threading.Thread):
             self._here.close()
 
 
-def has_imported_jax() -> bool:
-    """True if this process has imported JAX, to the end."""
-    spec = getattr(sys.modules.get("jax"), "__spec__", None)
-    return spec is not None and not getattr(spec, "_initializing", False)
-
-
 _watch: HangWatch | None = None
 
 
 def report_hangs(seconds: float, *, end: bool = False) -> HangWatch:
-    """Start to report hangs, unless this process does so already."""
+    """Report hangs once the program has imported JAX, unless this process does so already."""
     global _watch
     if _watch is None:
         _watch = HangWatch(seconds, end=end)
-        _watch.start()
+        OnImport("jax", _watch._shield(_watch.start))
     return _watch
