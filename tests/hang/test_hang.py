@@ -43,7 +43,7 @@ JUDGED = [
     (job(row(2, "silent", 0.0)), ("missing", [2])),
     (job(row(2, "callback", 11.0), row(3)), ("missing", [2])),
     (job(row(2, "shutdown", 9.0, ended="")), ("missing", [2])),
-    (job(row(2, "unknown", 0.0)), ("inside", [])),  # nobody can say whether it is there
+    (job(row(2, "unknown", 0.0)), ("missing", [])),  # nobody can say whether it is there
     (job(row(2, program="other")), ("order", [])),
     (job(row(2, seconds=1.0), seconds=3 * LIMIT), ("missing", [2])),
     (job(row(2), row(3, cpu=0.9)), ("missing", [3])),  # it computes, the others do not
@@ -86,7 +86,7 @@ def test_report_is_worded():
     ]
 
 
-def test_report_is_worded_where_the_coordinator_is_cut_off():
+def test_unknown_processes_are_named():
     rows = {r: row(r, kind, 10.0) for r, kind in enumerate(("silent", "unknown", "program"))}
     lines = list(show_report(judge(rows, LIMIT), rows, ""))
     assert lines[0] == "process 2 of 3 has waited 10.0 s for process 0."
