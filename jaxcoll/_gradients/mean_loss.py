@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from jaxcoll._collectives.pipeline import divide_wide
 from jaxcoll._collectives.reduce import all_reduce
 from jaxcoll._collectives.scope import (
     Differentiation,
+    Scope,
     differentiated,
     loss_axes,
     resolve_axes,
@@ -29,7 +31,7 @@ from jaxcoll._gradients.value_and_grad import make_gradient
 from jaxcoll._plan.checks import describe_type
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
-from jaxcoll._proof.retrace import lift_captured, trace
+from jaxcoll._proof.retrace import Traced, lift_captured, trace
 
 CALLER = "jc.mean_loss"
 
@@ -100,63 +102,84 @@ def mean_loss(
             value, weight = value_and_weight(fun(*args, **kwargs), CALLER)
             return jnp.asarray(value), weight
 
-        def varying(operands: Sequence[Any]) -> list[Any]:
-            # What is captured keeps the type that the trace met.
-            passed = operands[: len(inputs)] if _compat.types_tracked() else ()
-            cast = jax.tree.map(lambda x: _compat.cast_varying(jnp.asarray(x), axes), [*passed])
-            return [*cast, *operands[len(cast) :]]
-
         # JAX may trace a custom derivative after the function around it has returned. So every
         # array that the loss uses must be an operand, also those that it captures.
         with differentiated(Differentiation(axes, given, enclosing=loss_axes())):
-            program, captured = lift_captured(trace(loss, *varying(inputs)))
-
-        def local(*operands: Any) -> Any:
-            value, weight = program.result(program.outputs(*varying(operands)))
-            return value if weight is None else WeightedLoss(value, weight)
-
-        local.__signature__ = _signature(fun, len(args), [*arrays[1]], len(captured))  # pyright: ignore[reportFunctionMemberAccess]
-
-        @jax.custom_jvp
-        def average(*operands: Any) -> Any:
-            value, weight = program.result(program.outputs(*varying(operands)))
-            exactly = here.merge(given).exactly
-            if weight is None:
-                return all_reduce(ReduceOp.MEAN, value, axes, scope=exactly)
-            pair = all_reduce(ReduceOp.SUM, (value, weight), axes, scope=exactly, repeats=True)
-            return divide_wide(pair[0], by=pair[1])
-
-        def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-            argnums = [
-                i
-                for i, tree in enumerate(tangents)
-                if not all(map(_is_zero, jax.tree.leaves(tree)))
-            ]
-            if not argnums:
-                value = average(*primals)
-                return value, jnp.zeros_like(value)
-            if _compat.types_tracked() and argnums[-1] >= len(inputs):
-                raise ValueError(_CAPTURED)
-            gradient = Differentiator(local, CALLER, ReduceOp.MEAN, argnums, False, False, False)
-            operands = dict(enumerate(primals))
-            if not _compat.types_tracked():  # else autodiff sums over replicas by itself
-                # A derivative of the gradients is a mean over the replicas, too.
-                learned = {i: primals[i] for i in argnums}
-                operands |= reduce_backward(learned, ReduceOp.MEAN, axes, here.merge(given))
-            differentiate = make_gradient(gradient, axes, given, lambda: here)
-            value, grads = differentiate(*operands.values())
-            products = jax.tree.map(
-                lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
-                grads,
-                tuple(tangents[i] for i in argnums),
-            )
-            tangent = sum(jax.tree.leaves(products), jnp.zeros((), value.dtype))
-            return value, jnp.real(tangent).astype(value.dtype)
-
-        average.defjvp(rule, symbolic_zeros=True)
+            program, captured = lift_captured(trace(loss, *_vary(inputs, axes)))
+        signature = _signature(fun, len(args), [*arrays[1]], len(captured))
+        traced = _TracedLoss(program, len(inputs), axes, here, given, signature)
+        average = jax.custom_jvp(traced.average)
+        average.defjvp(functools.partial(traced.differentiate, average), symbolic_zeros=True)
         return average(*inputs, *captured)
 
     return mean
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _TracedLoss:
+    """A loss as a function of every array that it uses: its arguments, then what it captures."""
+
+    program: Traced
+    passed: int  # the number of arguments among the operands
+    axes: tuple[str, ...]
+    scope: Scope
+    options: CommunicationOptions
+    signature: inspect.Signature  # names the operands, for error messages
+
+    def evaluate(self, operands: Sequence[Any]) -> tuple[Any, Any]:
+        """Compute this replica's loss, and its weight or None."""
+        # What is captured keeps the type that the trace met.
+        arguments = _vary(operands[: self.passed], self.axes)
+        return self.program.result(self.program.outputs(*arguments, *operands[self.passed :]))
+
+    def average(self, *operands: Any) -> Any:
+        value, weight = self.evaluate(operands)
+        exactly = self.scope.merge(self.options).exactly
+        if weight is None:
+            return all_reduce(ReduceOp.MEAN, value, self.axes, scope=exactly)
+        pair = all_reduce(ReduceOp.SUM, (value, weight), self.axes, scope=exactly, repeats=True)
+        return divide_wide(pair[0], by=pair[1])
+
+    def differentiate(
+        self, average: Callable[..., Any], primals: Any, tangents: Any
+    ) -> tuple[Any, Any]:
+        """Compute the mean and its derivative along the tangents, by the gradient of the mean."""
+        argnums = [
+            i for i, tree in enumerate(tangents) if not all(map(_is_zero, jax.tree.leaves(tree)))
+        ]
+        if not argnums:
+            value = average(*primals)
+            return value, jnp.zeros_like(value)
+        if _compat.types_tracked() and argnums[-1] >= self.passed:
+            raise ValueError(_CAPTURED)
+
+        def local(*operands: Any) -> Any:
+            value, weight = self.evaluate(operands)
+            return value if weight is None else WeightedLoss(value, weight)
+
+        local.__signature__ = self.signature  # pyright: ignore[reportFunctionMemberAccess]
+        operands = dict(enumerate(primals))
+        if not _compat.types_tracked():  # else autodiff sums over replicas by itself
+            # A derivative of the gradients is a mean over the replicas, too.
+            learned = {i: primals[i] for i in argnums}
+            scope = self.scope.merge(self.options)
+            operands |= reduce_backward(learned, ReduceOp.MEAN, self.axes, scope)
+        gradient = Differentiator(local, CALLER, ReduceOp.MEAN, argnums, False, False, False)
+        take = make_gradient(gradient, self.axes, self.options, lambda: self.scope)
+        value, grads = take(*operands.values())
+        products = jax.tree.map(
+            lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
+            grads,
+            tuple(tangents[i] for i in argnums),
+        )
+        tangent = sum(jax.tree.leaves(products), jnp.zeros((), value.dtype))
+        return value, jnp.real(tangent).astype(value.dtype)
+
+
+def _vary(arrays: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
+    if not _compat.types_tracked():
+        return [*arrays]
+    return jax.tree.map(lambda x: _compat.cast_varying(jnp.asarray(x), axes), [*arrays])
 
 
 def _is_array(x: Any) -> bool:

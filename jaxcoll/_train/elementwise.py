@@ -124,16 +124,6 @@ def _results(
     def is_like_parts(tree: Any) -> bool:
         return jax.tree.structure(tree) == jax.tree.structure(parts)
 
-    def owners(tree: Any, is_like_params: bool) -> list[_Owner]:
-        leaves, expected = jax.tree.leaves(tree), jax.tree.leaves(params)
-        if not is_like_params:
-            return [_Owner(_TABLE if x.shape else None, i) for i, x in enumerate(leaves)]
-        shapes, wanted = ([x.shape for x in tree] for tree in (leaves, expected))
-        if shapes != wanted:
-            raise ValueError(f"its state for leaves of shapes {wanted[:5]} has shapes {shapes[:5]}")
-        # Empty leaves have roles of their own, as JAX traces other programs for them.
-        return [_Owner(i, i if 0 in x.shape else str(x.dtype)) for i, x in enumerate(expected)]
-
     try:
         with _default_settings():
             # If the parameters are a single array, a tree like them looks like a number. In the
@@ -145,7 +135,7 @@ def _results(
             of_state = [
                 _Owner(owner.leaf, (k, owner.role))
                 for k, (node, tree) in enumerate(trees)
-                for owner in owners(tree, is_like_parts(node))
+                for owner in _list_owners(tree, params if is_like_parts(node) else None)
             ]
             program, shapes = jax.make_jaxpr(programs, return_shape=True)(
                 params, state, params, arrays
@@ -159,7 +149,7 @@ def _results(
             "further arguments, or parameters of certain names, but treats every element "
             f"independently, pass `assume_elementwise=True`. {_ADVICE}"
         ) from error
-    of_params, of_extra = owners(params, True), owners(arrays, False)
+    of_params, of_extra = _list_owners(params, params), _list_owners(arrays, None)
     groups = {"gradient": of_params, "state": of_state, "parameter": of_params, "extra": of_extra}
     inputs = [
         reader.value(owner.leaf, name, owner.role)
@@ -169,6 +159,19 @@ def _results(
     values = reader.outputs(program.jaxpr, inputs, program.consts)
     paths = [path for path, _ in flatten_with_paths(shapes)[0]]
     return [*zip(paths, [*of_params, *of_state, *of_state], values, strict=True)]
+
+
+def _list_owners(tree: Any, like: Any) -> list[_Owner]:
+    """List the owner of each leaf of a tree like the parameters `like`, or of other arrays."""
+    leaves = jax.tree.leaves(tree)
+    if like is None:
+        return [_Owner(_TABLE if x.shape else None, i) for i, x in enumerate(leaves)]
+    params = jax.tree.leaves(like)
+    shapes, wanted = ([x.shape for x in tree] for tree in (leaves, params))
+    if shapes != wanted:
+        raise ValueError(f"its state for leaves of shapes {wanted[:5]} has shapes {shapes[:5]}")
+    # Empty leaves have roles of their own, as JAX traces other programs for them.
+    return [_Owner(i, i if 0 in x.shape else str(x.dtype)) for i, x in enumerate(params)]
 
 
 class _Reader:
