@@ -85,8 +85,8 @@ def whole(loss):
     """Value and gradient that one device has of everything."""
 
     def value(p):
-        found = loss(p, BATCH)
-        return found.total / found.weight if isinstance(found, jc.WeightedLoss) else found
+        number = loss(p, BATCH)
+        return number.total / number.weight if isinstance(number, jc.WeightedLoss) else number
 
     return jax.jit(jax.value_and_grad(value))(PARAMS)
 
@@ -97,7 +97,7 @@ def scaled_alone():
 
 
 @functools.cache
-def found(runner, n):
+def results_on(runner, n):
     """Results of every kind of loss and call, in one program for each way to map."""
     # Of the first two the loops start from constants, which JAX's types refuse. Reverse mode cannot
     # pass a fori_loop with a traced bound; a static one is a scan.
@@ -117,7 +117,7 @@ def found(runner, n):
         (value, aux), grads = call(with_aux, PARAMS, batch, has_aux=True)
         again, aux_again = jc.grad(with_aux, "data", has_aux=True)(PARAMS, batch)
         cut = pieces(product, 2, batch_argnums=(0, 3), argnums=(2, 1))
-        found = {
+        results = {
             "means": {
                 **{f.__name__: call(f, PARAMS, batch) for f in plain + untyped + loops},
                 # The batch enters through the closure: autodiff must still not sum by itself.
@@ -147,8 +147,8 @@ def found(runner, n):
         if runner != "vmap":
             ones = jax.tree.map(jnp.ones_like, PARAMS)
             g = lambda p: jc.grad(mean_loss, "data")(p, batch)
-            found["hessian"] = jax.jvp(g, (PARAMS,), (ones,))[1]
-        return found
+            results["hessian"] = jax.jvp(g, (PARAMS,), (ones,))[1]
+        return results
 
     return on_replicas(runner, f, n, BATCH)
 
@@ -163,7 +163,7 @@ def test_gradients_equal_one_device(runner, n):
 
     Gradients may be left in shards.
     """
-    got = found(runner, n)
+    got = results_on(runner, n)
     for name, each in got["means"].items():
         close(each, whole(mean_loss), rtol=3e-5, err_msg=name)
     for each in got["sums"]:
@@ -174,7 +174,7 @@ def test_gradients_equal_one_device(runner, n):
 
 @EVERY
 def test_aux_stays_each_replicas_own(runner, n):
-    got, again, (zero, firsts) = found(runner, n)["aux"]
+    got, again, (zero, firsts) = results_on(runner, n)["aux"]
     close(got, whole(mean_loss))
     close(again, got[1])
     assert zero == 0
@@ -184,12 +184,12 @@ def test_aux_stays_each_replicas_own(runner, n):
 @EVERY
 def test_argnums_choose_the_gradients(runner, n):
     value, grads = scaled_alone()
-    first, second, both, other_way = found(runner, n)["argnums"]
+    first, second, both, other_way = results_on(runner, n)["argnums"]
     for each in (first, second):
         close(each, (value, grads[1]))
     close(both, (value, grads))
     close(other_way, (value, grads[::-1]))
-    close(found(runner, n)["product"], (3 * value, jax.tree.map(lambda g: 3 * g, grads[::-1])))
+    close(results_on(runner, n)["product"], (3 * value, jax.tree.map(lambda g: 3 * g, grads[::-1])))
 
 
 @pytest.mark.parametrize("runner", ["checked", "unchecked", "pmap"])
@@ -197,7 +197,7 @@ def test_hessian_vector_products_are_right(runner):
     ones = jax.tree.map(np.ones_like, PARAMS)
     grad = jax.grad(mean_loss)
     want = jax.jit(lambda v: jax.jvp(lambda p: grad(p, BATCH), (PARAMS,), (v,))[1])
-    close(found(runner, 8)["hessian"], want(ones), rtol=1e-4, atol=1e-5)
+    close(results_on(runner, 8)["hessian"], want(ones), rtol=1e-4, atol=1e-5)
 
 
 def test_two_axes_and_copies():

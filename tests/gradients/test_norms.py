@@ -66,11 +66,11 @@ def test_leaves_beside_shards_count_once():
     def step_of(f):
         return jc.data_parallel(f, mesh=mesh, axis_name=both)
 
-    found = step_of(lambda t, x: (jc.global_norm(t, both), jc.all_finite(t, both)))(
+    answers = step_of(lambda t, x: (jc.global_norm(t, both), jc.all_finite(t, both)))(
         tree, np.ones(8)
     )
-    np.testing.assert_allclose(found[0], of_all(arrays), rtol=1e-6)
-    assert found[1]
+    np.testing.assert_allclose(answers[0], of_all(arrays), rtol=1e-6)
+    assert answers[1]
     for function in (jc.global_norm, jc.all_finite):
         for axes in (None, "data"):
             with pytest.raises(ValueError, match="is `Shards` along .*Only this replica's part"):
@@ -86,8 +86,8 @@ def test_one_bad_element_is_known_everywhere(runner):
         return {"a": np.ones((4, 3), "f"), "b": half, "n": np.ones(4, int)}
 
     trees = [tree(bad) for bad in (1, np.nan, np.inf, -np.inf)]
-    found = run(runner, lambda ts: [jc.all_finite(t, "data") for t in ts], 4, trees)
-    assert [np.unique(each).tolist() for each in found] == [[True], [False], [False], [False]]
+    answers = run(runner, lambda ts: [jc.all_finite(t, "data") for t in ts], 4, trees)
+    assert [np.unique(each).tolist() for each in answers] == [[True], [False], [False], [False]]
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_reduction_keeps_nonfinite_elements(asked):
     kinds = {"f": np.float32, "h": np.float16, "b": jnp.bfloat16}
 
     def f(t):
-        found = []
+        answers = []
         for algorithm, op in asked:
             options = jc.CommunicationOptions(algorithm=algorithm, bytes_per_pack=1 << 20)
             grads = jc.all_reduce(op, t, "data", options=options)
-            found.append([jc.all_finite(grads), jnp.isfinite(jc.global_norm(grads))])
-        return jnp.array(found)
+            answers.append([jc.all_finite(grads), jnp.isfinite(jc.global_norm(grads))])
+        return jnp.array(answers)
 
     step = program("pmap", f, 8)
     for leaf, value in ((None, 1), ("f", np.inf), ("h", np.nan), ("h", np.inf), ("b", -np.inf)):

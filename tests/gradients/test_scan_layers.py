@@ -88,7 +88,7 @@ def test_plain_grad_reduces_rows(runner, schedules):
     """By the stack, by the carry's first value, and by what the layer reads from around it."""
 
     def replica(cut, x):
-        stack, mask, found = {**cut, "b": STACK["b"]}, MASK, []
+        stack, mask, gradients = {**cut, "b": STACK["b"]}, MASK, []
         if runner == "checked":  # so that types do not sum the mask's gradient
             mask = lax.pcast(mask, "data", to="varying")
         for how in schedules:
@@ -97,14 +97,14 @@ def test_plain_grad_reduces_rows(runner, schedules):
             if how.get("reduce_op") == "sum":
                 of_stack = jax.tree.map(lambda g: g / N, of_stack)
             mean = jax.tree.map(lambda v: lax.pmean(v, "data"), (value, of_mask))
-            found.append((mean, of_stack, of_x / N))
+            gradients.append((mean, of_stack, of_x / N))
         one_layer = functools.partial(loss_of, scan_of(unroll=2))
-        return found, jax.grad(one_layer)(jax.tree.map(lambda a: a[:1], stack), x, MASK)
+        return gradients, jax.grad(one_layer)(jax.tree.map(lambda a: a[:1], stack), x, MASK)
 
     cut = {name: STACK[name] for name in ("w", "v")}
-    found, of_one = per_replica(runner, replica, N, in_rows(cut), split(N, X))
+    gradients, of_one = per_replica(runner, replica, N, in_rows(cut), split(N, X))
     value, (of_stack, of_x, of_mask) = one_device()
-    for mean, got, got_x in found:
+    for mean, got, got_x in gradients:
         close(jax.tree.map(lambda v: v[0], mean), (value, of_mask), rtol=2e-5)
         close(whole(got), of_stack, rtol=2e-5)
         close(got_x.reshape(X.shape), of_x, rtol=2e-5)
@@ -137,22 +137,22 @@ def test_rows_are_reduced_once():
     """Inside the calls that reduce everything else; mean, sum and weighted mean."""
 
     def step(stack, x, mask):
-        def found(call, loss, ahead=1, remat=True, **how):
+        def take(call, loss, ahead=1, remat=True, **how):
             scan = of_shards(scan_of(ahead=ahead, remat=remat, sharded=None))
             f = call(functools.partial(loss, scan), "data", argnums=(0, 2), **how)
             return f(stack, x, mask)
 
         pieces = functools.partial(jc.accumulate, num_microbatches=2, batch_argnums=1)
         return [
-            found(jc.value_and_grad, loss_of),
-            found(pieces, loss_of, 9, False),
-            found(jc.value_and_grad, loss_of, reduce_op="sum"),
-            found(jc.value_and_grad, weighted),
+            take(jc.value_and_grad, loss_of),
+            take(pieces, loss_of, 9, False),
+            take(jc.value_and_grad, loss_of, reduce_op="sum"),
+            take(jc.value_and_grad, weighted),
         ]
 
     def mean_of_weighted(stack, mask):
-        found = weighted(lax.scan, stack, X, mask)
-        return found.total / found.weight
+        loss = weighted(lax.scan, stack, X, mask)
+        return loss.total / loss.weight
 
     value, (of_stack, _, of_mask) = one_device()
     want = [(value, (of_stack, of_mask))] * 2

@@ -78,8 +78,8 @@ def gathering(loss, options=None):
 @functools.cache
 def on_one_device(loss):
     def number(params):
-        found = loss(errors(params, X), MASK)
-        return found.total / found.weight if isinstance(found, jc.WeightedLoss) else found
+        results = loss(errors(params, X), MASK)
+        return results.total / results.weight if isinstance(results, jc.WeightedLoss) else results
 
     return jax.jit(jax.value_and_grad(number))(PARAMS)
 
@@ -118,17 +118,17 @@ def test_gradients_keep_their_shards(runner):
               "pmap": [(total, "halving_doubling")]}.get(runner, [])  # fmt: skip
 
     def steps(shards, x, mask):
-        found = []
+        results = []
         for loss, name in cases:
             options, op = OPTIONS[name], "sum" if loss is total else "mean"
             f = gathering(loss, options=options)
             take = jc.value_and_grad(f, "data", reduce_op=op, options=options)
-            found.append(take(shards, x, mask))
-        return found
+            results.append(take(shards, x, mask))
+        return results
 
     shards = in_shards(n)
-    found = per_replica(runner, steps, n, in_rows(n, shards), *split(n, (X, MASK)))
-    for (loss, _), (value, grads) in zip(cases, found, strict=True):
+    results = per_replica(runner, steps, n, in_rows(n, shards), *split(n, (X, MASK)))
+    for (loss, _), (value, grads) in zip(cases, results, strict=True):
         assert jax.tree.structure(grads) == jax.tree.structure(shards)
         is_right(value, out_of_rows(grads), loss)
 
@@ -159,8 +159,8 @@ def test_microbatches_add_in_shards():
         return [call(*args) for call in calls]
 
     step = jc.data_parallel(steps, mesh=mesh_of(4), batch_argnums=(1, 2))
-    for loss, found in zip(losses, step(in_shards(4), X, MASK), strict=True):
-        is_right(*found, loss)
+    for loss, results in zip(losses, step(in_shards(4), X, MASK), strict=True):
+        is_right(*results, loss)
 
 
 def test_hybrid_shards_are_right():

@@ -123,11 +123,11 @@ def test_synced_gradients_equal_one_device(runner, name):
     loss, of_weights = (functools.partial(f, MODELS[name], sync) for f in (mean_loss, weighted))
 
     def replica(x, weight):
-        found = [jc.value_and_grad(loss, "data")(PARAMS, x)]
+        results = [jc.value_and_grad(loss, "data")(PARAMS, x)]
         if name == "partly":
-            found.append(jc.value_and_grad(of_weights, "data")(PARAMS, x, weight))
-            found.append(jc.value_and_grad(loss, "data", reduce_op="sum")(PARAMS, x))
-        return found
+            results.append(jc.value_and_grad(of_weights, "data")(PARAMS, x, weight))
+            results.append(jc.value_and_grad(loss, "data", reduce_op="sum")(PARAMS, x))
+        return results
 
     mean, weights = on_one_device(name)
     want = [mean, weights, jax.tree.map(lambda g: 4 * g, mean)]

@@ -12,8 +12,8 @@ BATCH = X, Y
 
 def losses(step, *carry, batch=(BATCH,)):
     """Those of some steps, each of which returns what the next one takes, and its loss."""
-    found = []
+    values = []
     for _ in range(STEPS):
         *carry, value = step(*carry, *batch)
-        found.append(value)
-    return found
+        values.append(value)
+    return values

@@ -73,8 +73,8 @@ def nnx_in_place():
 
     module = Module()
     optimizer = nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param)
-    found = []
+    values = []
     for _ in range(STEPS):
         value = step(module, optimizer, BATCH)
-        found.append(value)
-    return found
+        values.append(value)
+    return values

@@ -210,17 +210,17 @@ PROGRAMS = {
 def test_proof_says_what_varies(name):
     program, want = PROGRAMS[name]
     flat = lambda x, w: jax.tree.leaves(program(x, w))
-    found = []
+    facts = []
 
     def replica(x, w):
         jaxpr = jax.make_jaxpr(flat)(x[0], w)
-        found.append(prove(jaxpr, [frozenset({AXIS}), frozenset()], {AXIS: 4}).varying)
+        facts.append(prove(jaxpr, [frozenset({AXIS}), frozenset()], {AXIS: 4}).varying)
         return x
 
     mapped(replica, (P(AXIS), P()), P(AXIS), check_vma=False).trace(
         jnp.array([0.5, 1.5, 2.5, -1.5]), jnp.float32(2)
     )
-    assert [bool(axes) for axes in found[0]] == want
+    assert [bool(axes) for axes in facts[0]] == want
 
 
 def test_tables_name_existing_functions():

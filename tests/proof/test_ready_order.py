@@ -36,8 +36,8 @@ def cast_first(params, x):
 
 def order(loss, params, x=X):
     program = trace(jax.grad(loss), params, x)
-    found = program.result(places(program.program))
-    return sorted(found, key=lambda name: found[name])
+    ranks = program.result(places(program.program))
+    return sorted(ranks, key=lambda name: ranks[name])
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_loop_results_are_ready_together():
         return jnp.sum(x.astype(jnp.float32))
 
     program = trace(jax.grad(loss), PARAMS, X)
-    found = program.result(places(program.program))
-    assert max(found["w1"], found["w2"]) < found["w0"]
+    ranks = program.result(places(program.program))
+    assert max(ranks["w1"], ranks["w2"]) < ranks["w0"]
 
 
 def test_traced_programs_keep_results():
@@ -78,7 +78,7 @@ def test_traced_programs_keep_results():
         program = trace_call(fun, x)
         return program.result(program.outputs(x)), program
 
-    found, _ = both(X)
-    assert (found["name"], found["none"], found["number"]) == ("text", None, 3)
+    result, _ = both(X)
+    assert (result["name"], result["none"], result["number"]) == ("text", None, 3)
     assert len(calls) == 1
     assert float(jax.jit(lambda x: both(x)[0]["sum"])(X)) == X.size

@@ -185,6 +185,6 @@ def test_reducing_steps_are_refused(axis):
         return w - jc.grad(lambda w, x: (w * x.mean()).sum(), axis)(w, batch), state, 0
 
     train = jc.diloco(step, mesh=mesh_of(2))
-    with pytest.raises(NameError, match=f"over axis '{axis}': no such axis here. Call") as found:
+    with pytest.raises(NameError, match=f"over axis '{axis}': no such axis here. Call") as caught:
         train(train.init(np.ones(3, "f"), ()), np.ones(4, "f"))
-    assert "a step of one device, without reductions" in found.value.__notes__[0]
+    assert "a step of one device, without reductions" in caught.value.__notes__[0]

@@ -25,8 +25,8 @@ def grain():
 
 
 def tensorflow():
-    found = pytest.importorskip("tensorflow")
-    return {"data": found.data.Dataset.from_tensor_slices(ROWS)}
+    tensorflow = pytest.importorskip("tensorflow")
+    return {"data": tensorflow.data.Dataset.from_tensor_slices(ROWS)}
 
 
 NAMES = {"PyTorch": torch, "grain": grain, "tf.data": tensorflow}
