@@ -264,6 +264,7 @@ def check_shares(
     if not pairs or shares == 1:
         return
     sizes = {size for x in jax.tree.leaves(call) for size in np.shape(x)}
+    # No dimension has this size, so none fits by chance, as an even multiple of rows may.
     times = next(n for n in itertools.count(3, 2) if n not in sizes)
     quiet = dataclasses.replace(scope_here(), record=lambda plan: None, claims=Claims())
 
@@ -285,6 +286,7 @@ def check_shares(
         except Exception as error:
             return error
 
+    # All leaves grow together, as rows that belong to each other do; or only those with few.
     errors = [error_with_more(names), error_with_more({few for few, _ in pairs})]
     if None in errors:
         return

@@ -167,6 +167,8 @@ class _TracedLoss:
         gradient = Differentiator(local, CALLER, ReduceOp.MEAN, argnums, False, False, False)
         take = make_gradient(gradient, self.axes, self.options, lambda: self.scope)
         value, grads = take(*operands.values())
+        # The derivative along the tangents is the product with the gradient, linear in them: JAX
+        # transposes it for reverse mode, and the gradient itself can be differentiated again.
         products = jax.tree.map(
             lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
             grads,

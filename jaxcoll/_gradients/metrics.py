@@ -214,6 +214,7 @@ def _sum(value: Any, path: str, caller: str) -> jax.Array:
             f"{type(value).__name__ if dtype is None else dtype}; expected numbers."
         )
     array = jnp.asarray(value)
+    # Widened before the sum: a float16 total stops where an addend rounds away.
     return jnp.sum(array.astype(accumulation_dtype(array.dtype)))
 
 

@@ -88,6 +88,7 @@ def clip_shards(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: S
     within = norm < max_norm
 
     def clip(x: jax.Array) -> jax.Array:
+        # In the order of optax, for its rounding.
         exact = x.astype(accumulation_dtype(x.dtype))
         scaled = (exact / norm.astype(exact.dtype) * max_norm).astype(x.dtype)
         return lax.select(jnp.broadcast_to(within, x.shape), x, scaled)

@@ -109,6 +109,7 @@ class _Reduction:
         self, cotangents: dict[int, jax.Array], varying: dict[int, frozenset[str]]
     ) -> dict[int, jax.Array]:
         """Reduce the cotangents, and type each as its parameter, by the axes in `varying`."""
+        # JAX may type a cotangent as the same everywhere, that of a constant for one.
         varied = {i: _compat.cast_varying(ct, self.axes) for i, ct in cotangents.items()}
         tree = self.treedef.unflatten(map(varied.get, range(self.treedef.num_leaves)))
         reduced = all_reduce(

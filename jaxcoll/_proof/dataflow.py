@@ -104,6 +104,7 @@ class Dataflow:
         end = first + carried
         while True:
             outs = self.outputs(body, ins)
+            # Bits are only added: a round for each bit of the carry at most.
             carry = [*map(union, zip(ins[first:end], outs, strict=False))]
             if carry == ins[first:end]:
                 return [*carry, *outs[carried:]]
@@ -114,6 +115,7 @@ class Dataflow:
         body, first, carried = find_carry(eqn)
         of_condition, ins = ins[:count], ins[count:]
         pairs = zip(open_jaxpr(body).invars[first:], open_jaxpr(body).outvars, strict=True)
+        # What the body hands on is the same after any number of iterations.
         changes = [a is not b for a, b in pairs]
         while True:
             carry = self._loop(body, ins, first, carried)

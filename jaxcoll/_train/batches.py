@@ -135,6 +135,7 @@ class Batches:
         sharding = NamedSharding(mesh, PartitionSpec(self._axis_name))
         size = self._pad_size(math.prod(mesh.shape[a] for a in axis_names(self._axis_name)))
         # Positions in a batch of the rows on this process's devices
+        # Devices along the mesh's other axes hold the same rows: each span once.
         slices = sharding.addressable_devices_indices_map((size,)).values()
         spans = sorted({x[0].indices(size) for x in slices if x is not None})
         positions = np.concatenate([np.arange(*span) for span in spans])

@@ -150,6 +150,7 @@ class DiLoCo:
         def update(shared: Any, state: Any, mean: Any) -> Any:
             if self._outer is None:
                 return jax.tree.map(jnp.subtract, shared, mean), state
+            # The mean of y - x_i points uphill, like a gradient.
             updates, state = self._outer.update(mean, state, shared)
             return jax.tree.map(lambda y, u: (y + u).astype(y.dtype), shared, updates), state
 
@@ -252,6 +253,7 @@ class DiLoCo:
         taken = np.asarray(self._places.replicas) % len(jax.tree.leaves(state.replicas)[0])
         with no_mesh():
             shared = self._places.place_copies(state.shared)
+            # With more replicas than rows, some begin with equal states.
             kept = jax.tree.map(lambda x: x[taken], state.replicas[1])
             replicas = self._spread(shared), self._places.place_rows(kept)
         return dataclasses.replace(state, replicas=replicas, shared=shared)

@@ -87,6 +87,7 @@ def check_elementwise(tx: Any, whole: Any, parts: Any, extra: dict[str, Any] | N
                     f"{_REFUSED}, but in the program of this one {place} depends on several "
                     f"elements (by {reason}). {_ADVICE}"
                 )
+            # The packs were read first: a whole leaf must be computed as its pack is.
             if formulas.setdefault((path[:3], owner.role), value.formula) != value.formula:
                 raise ValueError(
                     f"{_REFUSED}, but this one depends on names, ranks or sizes of leaves, which "
@@ -202,6 +203,7 @@ class _Reader:
         is_key = jax.numpy.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
         if isinstance(x, Tracer) or is_key or not is_array(x):
             return self.value(_TABLE if jax.numpy.shape(x) else None, "captured", id(x))
+        # An array of equal numbers is a number, as in `ones_like`: it has no places.
         array = np.asarray(x)
         if array.size and (array == array.flat[0]).all():
             array = array.flat[0]

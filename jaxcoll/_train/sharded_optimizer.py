@@ -236,6 +236,7 @@ class ShardedOptimizer:
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
         self._check_state(grads, state)
+        # The proof of the step finds the mark; it stands on a leaf of the gradients.
         arrays = {path: x for path, x in flatten_with_paths(extra)[0] if isinstance(x, jax.Array)}
         if arrays and (leaves := jax.tree.leaves(grads)):
             leaves[0] = check_same(leaves[0], arrays, axes, f"{CALLER}.update")

@@ -104,6 +104,7 @@ def assert_same_as_one_device(
     signature = getattr(alone, "signature", None) or _signature(alone, batch_argnums)
     call, narrowest = signature.call(args, kwargs), _narrowest(together, args, kwargs)
     rows = [len(x) for x in jax.tree.leaves([*map(call.get, call.batch)]) if np.ndim(x)]
+    # Leaves may have several rows for each example: blocks keep what belongs together.
     rng, blocks = np.random.default_rng(0), math.gcd(*rows) or 1
     others = rng.integers(blocks, size=blocks)  # some repeat, others are missing
 
@@ -137,6 +138,7 @@ def assert_same_as_one_device(
         result = run(alone, order)
         for x in outputs:
             x.moved = max(x.moved, x.measure_move(result[x.path], order))
+    # Only a wrong step pays for these runs: is it off by more than rounding moves it?
     for seed in range(_ROUNDINGS):
         if not any(x.is_wrong for x in outputs):
             break
@@ -161,6 +163,7 @@ class _Output:
         # At most 0.25, so that half or twice a number is an error
         default = min(max(eps**0.5, 8 * narrowest), 0.25)
         relative = default if tolerance is None else tolerance
+        # An output that hardly changes is compared by its change: a constant hides errors.
         change, self.ulps = min(_norm(self.change), _norm(one)), 2 * eps * _norm(one)
         self.allowed = relative * change + self.ulps if eps else 0.0
         self.is_changed = self.ulps < change if eps else bool(one.size)

@@ -70,6 +70,7 @@ class Schedule:
         stacked = [*results, *(residuals.saved if residuals else ())]
 
         def step(state: Any, index: Any, fetch: bool) -> Any:
+            # The queue has the gathered parameters of this layer and the next ones, oldest first.
             carry, stacks, queue = state
             if fetch:
                 queue = [*queue, self._fetch(stack, index + ahead)]
@@ -120,6 +121,7 @@ class Schedule:
             if fetch:
                 queue = [*queue, self._fetch(stack, index - ahead)]
             done = self._exchange(scatters, waiting.__getitem__, after) if waiting else {}
+            # Of the last layer, the first step, nothing waits: nothing is written above the stack.
             gradients = self._write(gradients, done, index + 1)
             params = self._params(stack, index, queue[0])
             cts = [*ct, *(slice_layer(x, index) for x in of_results)]
@@ -127,6 +129,7 @@ class Schedule:
             pulled = iter(residuals.backward(kept, params, captured, cts))
             ct = self._vary([next(pulled) for _ in ct])
             of_layer = self._vary([next(pulled) for _ in wanted[0]])
+            # What every layer captures has the sum of their cotangents; the rest of `pulled`.
             sums = [total + x for total, x in zip(sums, pulled, strict=True)]
             both = list(zip(wanted[0], of_layer, strict=True))
             whole = {i: x for i, x in both if i not in cut}
