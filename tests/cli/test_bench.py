@@ -35,7 +35,7 @@ def test_sizes():
             bench.parse_sizes(bad)
 
 
-def test_the_trees_have_the_sizes_they_are_known_for():
+def test_trees_have_known_sizes():
     count = {name: (len(s()), sum(map(math.prod, s().values()))) for name, s in flags.TREES.items()}
     assert count["resnet50"] == (161, 25_557_032)
     assert count["gpt2-small"] == (148, 124_439_808)
@@ -57,7 +57,7 @@ def test_a_tree_from_a_file(tmp_path):
             flags.read_tree(str(file), "float32")
 
 
-def test_rounds_are_reversed_every_other_time_and_ratios_are_paired():
+def test_rounds_alternate_and_ratios_pair():
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
     assert len(list(bench.interleave(calls, 3))) == 3
@@ -80,7 +80,7 @@ def check(lines, workloads, algorithms, devices):
 
 
 @pytest.mark.product
-def test_lines_and_a_table_of_devices_of_this_process(tmp_path, monkeypatch, capsys):
+def test_lines_and_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "SHORTEST", 1e-4)
     tree = tmp_path / "mine.json"
     tree.write_text('[{"shape": [100]}, {"shape": [3], "dtype": "bfloat16"}]')
@@ -98,7 +98,7 @@ def test_lines_and_a_table_of_devices_of_this_process(tmp_path, monkeypatch, cap
 @pytest.mark.product
 @pytest.mark.processes
 @pytest.mark.usefixtures("forked")
-def test_over_processes_one_of_which_shows(tmp_path, capsys):
+def test_one_process_shows(tmp_path, capsys):
     file = tmp_path / "lines.json"
     words = ["bench", "--processes", "2", "--devices", "2", "--sizes", "4KiB", "--rounds", "2"]
     assert main([*words, "--algorithms", "ring/halving_doubling", "--json", str(file)]) == 0

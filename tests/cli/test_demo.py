@@ -20,9 +20,7 @@ def figure(printed, words):
 
 @jax.numpy_rank_promotion("allow")
 @jax.numpy_dtype_promotion("standard")
-def test_a_run_meets_its_bars_or_says_so_shows_what_it_sent_and_leaves_settings(
-    monkeypatch, capsys
-):
+def test_run_meets_its_bars(monkeypatch, capsys):
     """A tenth of the steps, which reach less: 600 are what the command does by itself."""
     before = numerics()
     monkeypatch.setattr(demo, "STEPS", 60)
@@ -44,7 +42,7 @@ def test_a_run_meets_its_bars_or_says_so_shows_what_it_sent_and_leaves_settings(
 
 
 @pytest.mark.processes
-def test_over_processes_gradients_are_packed_and_the_model_is_the_same(launched):
+def test_processes_train_the_same_model(launched):
     done = launched("-n", "2", "-m", "jaxcoll", "demo", "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert "[0] 2 devices in 2 processes" in done.stdout
@@ -52,7 +50,7 @@ def test_over_processes_gradients_are_packed_and_the_model_is_the_same(launched)
     assert figure(done.stdout, "one device's parameters:") < 1e-5
 
 
-def test_a_seed_names_its_batches_and_parameters_and_no_image_is_trained_on_and_tested():
+def test_seed_fixes_batches_and_parameters():
     data = demo.load()
     one, again, other = (next(demo.batches(data, 256, 1, seed)) for seed in (0, 0, 1))
     assert all(map(np.array_equal, one, again))
@@ -61,7 +59,7 @@ def test_a_seed_names_its_batches_and_parameters_and_no_image_is_trained_on_and_
     assert not any(image.tobytes() in seen for image in data.test_images)
 
 
-def test_extras_that_are_not_installed(monkeypatch, capsys):
+def test_missing_extras_are_named(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["demo"]) == 2
     words = "needs optax, sklearn, not installed here: pip install 'jaxcoll[train]'"

@@ -21,7 +21,7 @@ def test_a_plan_for_a_cluster(capsys):
     assert "from Hopper" in out
 
 
-def test_why_stands_above_a_long_table_which_is_folded(capsys):
+def test_long_table_is_folded(capsys):
     status, out, _ = ran(capsys)
     lines = out.splitlines()
     assert (status, len(lines)) == (0, 3 + 1 + 20)
@@ -54,7 +54,7 @@ def test_two_levels_and_processes(capsys):
     assert "over 4 × cpu, 4 processes" in out
 
 
-def test_a_number_that_is_too_small_is_refused_by_the_parser(capsys):
+def test_small_numbers_are_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--devices", "0"])
     assert "argument --devices: must be at least 1; got 0" in capsys.readouterr().err

@@ -9,6 +9,6 @@ NOT_HERE = ("ragged_experts", "broadcast")  # XLA's CPU compiler has none
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NOT_HERE])
-def test_a_text_is_read_as_its_proto_says(name):
+def test_text_reads_as_proto(name):
     text, proto = compile_text(name, np.array(jax.devices()[:8]))
     assert compare(name, text, proto)

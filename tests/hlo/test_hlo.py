@@ -47,31 +47,28 @@ def test_operands_typed_in_place():
     assert found.groups == ((0, 1, 2, 3),)
 
 
-@pytest.mark.parametrize(
-    ("ends", "names"),
-    [
+def test_nameless_collective_is_named_by_slices():
+    for ends, names in [
         ({"a": "jit(f)/pack0/psum", "b": "jit(f)/pack1/psum"}, "(jit(f)/pack0/psum:jit(f)/pack1/psum)"),
         ({"a": "jit(f)/pack0/psum", "b": "jit(f)/pack0/psum"}, "jit(f)/pack0/psum"),
         ({"a": "jit(f)/add", "b": "jit(f)/reduce_sum"}, ""),
-    ],
-)  # fmt: skip
-def test_a_merged_collective_without_a_name_has_those_of_the_slices_of_its_result(ends, names):
-    slices = [
-        f'%{name} = f32[8,4] fusion(%done), kind=kLoop, calls=%add, metadata={{op_name="{of}"}}'
-        for name, of in ends.items()
-    ]
-    start = "%ar = f32[16,4] all-reduce-start(%x), replica_groups={}, to_apply=%add"
-    done = '%done = f32[16,4] all-reduce-done(%ar), metadata={scheduling_name="done"}'
-    assert only(module(ADD, entry(start, done, *slices))).op_name == names
-    unnamed = [line.partition(", metadata")[0].replace("%", "%s", 1) for line in slices]
-    views = [
-        f'%{name} = f32[32] bitcast(%s{name}), metadata={{op_name="{of}"}}'
-        for name, of in ends.items()
-    ]
-    assert only(module(ADD, entry(start, done, *unnamed, *views))).op_name == names
+    ]:  # fmt: skip
+        slices = [
+            f'%{name} = f32[8,4] fusion(%done), kind=kLoop, calls=%add, metadata={{op_name="{of}"}}'
+            for name, of in ends.items()
+        ]
+        start = "%ar = f32[16,4] all-reduce-start(%x), replica_groups={}, to_apply=%add"
+        done = '%done = f32[16,4] all-reduce-done(%ar), metadata={scheduling_name="done"}'
+        assert only(module(ADD, entry(start, done, *slices))).op_name == names
+        unnamed = [line.partition(", metadata")[0].replace("%", "%s", 1) for line in slices]
+        views = [
+            f'%{name} = f32[32] bitcast(%s{name}), metadata={{op_name="{of}"}}'
+            for name, of in ends.items()
+        ]
+        assert only(module(ADD, entry(start, done, *unnamed, *views))).op_name == names
 
 
-def test_a_collective_without_a_name_does_not_have_that_of_the_next_one():
+def test_nameless_collective_takes_no_neighbours_name():
     end = "replica_groups={}, to_apply=%add"
     first, second = f"%a = f32[4] all-reduce(%x), {end}", f"%b = f32[4] all-reduce(%a), {end}"
     named = f'{second}, metadata={{op_name="jit(f)/pack1/psum"}}'
@@ -82,7 +79,7 @@ def test_a_collective_without_a_name_does_not_have_that_of_the_next_one():
     assert only(module(ADD, entry(first, whole, part))).op_name == "", "nor that of what is beside"
 
 
-def test_a_text_that_is_not_compiled_yet_is_for_as_many_devices_as_is_said():
+def test_lowered_text_takes_the_device_count():
     mark = "channel_id=1, use_global_device_ids=true, to_apply=%add"
     text = module(
         ADD, entry(f"ROOT %ar = f32[16,4]{{1,0}} all-reduce(%x), replica_groups={{}}, {mark}"),
@@ -122,7 +119,7 @@ def test_a_wrapped_asynchronous_computation():
     assert (found.kind, found.is_async, found.group_size) == ("all-to-all", True, 4)
 
 
-def test_a_start_that_the_compiler_has_made_synchronous():
+def test_start_made_synchronous():
     text = module(
         entry(
             "%s = f32[16,4]{1,0} all-reduce-start(%x), replica_groups={{0,1}}, channel_id=1, "
@@ -163,7 +160,7 @@ def chain(number, *products):
     )  # fmt: skip
 
 
-def test_fusions_of_one_chain_are_one_asynchronous_collective():
+def test_chain_is_one_asynchronous_collective():
     (first, a), (second, b) = chain(0), chain(1)
     program = read_hlo(module(*first, *second, entry(PART, *a[:2], *b[:2], a[2], b[2])))
     assert program.unread == ()
@@ -175,32 +172,29 @@ def test_fusions_of_one_chain_are_one_asynchronous_collective():
     assert "chain_id='0'" in note
 
 
-@pytest.mark.parametrize(
-    ("emitter", "kind", "wire_bytes"),
-    [
+def test_scattering_fusion_is_a_reduce_scatter():
+    for emitter, kind, wire_bytes in [
         ("AllReduceScatterFusion", "reduce-scatter", 7 * 32),
         ("SingleInputAllReduceScatterFusion", "reduce-scatter", 7 * 32),
         ("RotatedPincerEmitter", "all-reduce", 14 * 32),
-    ],
-)
-def test_a_fusion_that_scatters_a_sum_sends_what_a_reduce_scatter_does(emitter, kind, wire_bytes):
-    scatter = fusion(
-        "all-reduce-scatter",
-        "%p = f32[16,4]{1,0} parameter(0)",
-        "%ar = f32[16,4]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, "
-        "use_global_device_ids=true, to_apply=%add",
-        "ROOT %own = f32[2,4]{1,0} dynamic-slice(%ar, %i, %i), dynamic_slice_sizes={2,4}",
-    )
-    call = (
-        "ROOT %f = f32[2,4]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter, "
-        f'backend_config={{"collective_algorithm_config":{{"emitter":"{emitter}"}}}}'
-    )
-    found = only(module(ADD, scatter, entry(call)))
-    assert (found.kind, found.wire_bytes, found.nbytes) == (kind, wire_bytes, 256)
+    ]:
+        scatter = fusion(
+            "all-reduce-scatter",
+            "%p = f32[16,4]{1,0} parameter(0)",
+            "%ar = f32[16,4]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, "
+            "use_global_device_ids=true, to_apply=%add",
+            "ROOT %own = f32[2,4]{1,0} dynamic-slice(%ar, %i, %i), dynamic_slice_sizes={2,4}",
+        )
+        call = (
+            "ROOT %f = f32[2,4]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter, "
+            f'backend_config={{"collective_algorithm_config":{{"emitter":"{emitter}"}}}}'
+        )
+        found = only(module(ADD, scatter, entry(call)))
+        assert (found.kind, found.wire_bytes, found.nbytes) == (kind, wire_bytes, 256)
 
 
 @pytest.mark.parametrize("quote", ["", '"'])
-def test_a_send_to_the_targets_in_its_text_is_a_permute(quote):
+def test_send_to_targets_is_a_permute(quote):
     pairs = f"frontend_attributes={{_xla_send_recv_source_target_pairs={quote}{{{{0,1}},{{1,2}}}}{quote}}}"
     found = only(
         module(
@@ -218,7 +212,7 @@ def test_a_send_to_the_targets_in_its_text_is_a_permute(quote):
     assert (found.is_async, found.meanwhile.matmuls) == (True, 1)
 
 
-def test_an_operand_may_be_an_element_of_a_tuple():
+def test_operand_is_a_tuple_element():
     """XLA since JAX 0.12 dumps elements of tuples so, without instructions of their own."""
     lines = (
         "%t = (f32[16,4]{1,0}, (s8[3]{0}, /*index=1*/f16[8]{0})) custom-call(%x), "
@@ -243,25 +237,25 @@ LAYOUTS = {
 INNER = f"{{\n  %x = f32[16,4]{{1,0}} parameter(0)\n  ROOT {AR}, frontend_attributes={{v=NOTE}}\n}}"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_that_xla_takes_are_read_alike(name):
-    call = "%c = f32[16,4]{1,0} call(%x), to_apply=%inner, frontend_attributes={v=NOTE}"
-    text = module(
-        f"%inner (x: f32[16,4]) -> f32[16,4] {INNER}",
-        entry(call, "ROOT " + AR.replace("%ar", "%last").replace("%x", "%c")),
-        counts="num_partitions=8, devices=8",
-    )
-    expected = read_hlo(text.replace("NOTE", "1")).collectives
-    found = read_hlo(LAYOUTS[name](text).replace("NOTE", "1")).collectives
-    assert len(found) == 2
+def test_layouts_read_alike():
+    for name in LAYOUTS:
+        call = "%c = f32[16,4]{1,0} call(%x), to_apply=%inner, frontend_attributes={v=NOTE}"
+        text = module(
+            f"%inner (x: f32[16,4]) -> f32[16,4] {INNER}",
+            entry(call, "ROOT " + AR.replace("%ar", "%last").replace("%x", "%c")),
+            counts="num_partitions=8, devices=8",
+        )
+        expected = read_hlo(text.replace("NOTE", "1")).collectives
+        found = read_hlo(LAYOUTS[name](text).replace("NOTE", "1")).collectives
+        assert len(found) == 2
 
-    def plain(c):
-        return (c.kind, c.name, c.operands, c.groups, c.trips, c.wire_bytes)
+        def plain(c):
+            return (c.kind, c.name, c.operands, c.groups, c.trips, c.wire_bytes)
 
-    assert [*map(plain, found)] == [*map(plain, expected)]
+        assert [*map(plain, found)] == [*map(plain, expected)]
 
 
-def test_a_start_that_calls_its_addition_too_is_one_collective():
+def test_start_that_calls_its_sum_counts_once():
     """XLA's canonical text has `calls=` for `to_apply=`."""
     add = "calls=\n{\n  %a = f32[] parameter(0)\n  ROOT %s = f32[] add(%a, %a)\n}"
     groups = "f32[4,4] reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}"
@@ -273,7 +267,7 @@ def test_a_start_that_calls_its_addition_too_is_one_collective():
     assert only(text).is_async
 
 
-def test_a_start_that_defines_what_it_wraps_twice_is_one_collective():
+def test_start_that_wraps_twice_counts_once():
     thread = 'execution_thread="sparsecore"'
     inner = f"called_computations={{\n{INNER}, {thread}\n}}"
     wrapped = f"ROOT %k = f32[16,4]{{1,0}} custom-call(%p), {inner}"
@@ -284,7 +278,7 @@ def test_a_start_that_defines_what_it_wraps_twice_is_one_collective():
     assert (found.name, found.is_async, found.trips) == ("ar", True, 1)
 
 
-def test_a_computation_that_is_defined_in_an_unknown_place_is_refused():
+def test_unknown_nested_computation_is_refused():
     text = module(entry(f"%c = f32[16,4] call(%x), beside={INNER}"))
     with pytest.raises(ValueError, match="'c' in 'main' defines a computation in an unknown way"):
         read_hlo(text)
@@ -324,24 +318,20 @@ def test_nested_loops_calls_and_fusions():
     ]
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
+def test_look_alikes_are_no_collectives():
+    for lines in [
         (),
         ("%t = token[] after-all()", "%send = (f32[16,4]{1,0}, u32[], token[]) send(%x, %t), "
          "channel_id=9, is_host_transfer=true"),
         ("%all-reduce.7 = f32[16,4]{1,0} negate(%x), "
          'metadata={op_name="jit(f)/all-reduce(x) body=%nowhere"}',
          "ROOT %all-gather = f32[16,4]{1,0} copy(%all-reduce.7)"),
-    ],
-    ids=["nothing", "host callback", "names"],
-)  # fmt: skip
-def test_what_only_looks_like_a_collective_is_none(lines):
-    program = read_hlo(module(entry(*lines)))
-    assert program.collectives == program.unread == ()
+    ]:  # fmt: skip
+        program = read_hlo(module(entry(*lines)))
+        assert program.collectives == program.unread == ()
 
 
-def test_what_may_send_and_is_not_understood_is_told():
+def test_unknown_senders_are_unread():
     kernel = (
         '%k = f32[16,4]{1,0} custom-call(%x), custom_call_target="my_nccl_kernel", '
         "api_version=API_VERSION_TYPED_FFI"
@@ -355,9 +345,8 @@ def test_what_may_send_and_is_not_understood_is_told():
     assert "'g' multiplies matrices of unknown sizes" in program.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
+def test_unknown_lines_are_unread():
+    for line, words in [
         (AR.replace("%x", "%y"), "has the operand '%y', which its computation"),
         (AR[: AR.index("(%x)") + 3], "expected an instruction, .*truncated or damaged"),
         (AR.replace("{{0,1}}", "ring(8)"), "expected replica groups as"),
@@ -372,18 +361,15 @@ def test_what_may_send_and_is_not_understood_is_told():
             "%p = f32[] collective-permute(%x, %x), source_target_pairs={{0,1}}, slice_sizes={{4}}",
             "'p' sends slices in place, which jaxcoll does not count",
         ),
-    ],
-)
-def test_a_line_that_is_not_understood_is_unread(line, words):
-    program = read_hlo(module(entry(line)))
-    assert program.collectives == ()
-    (note,) = program.unread
-    assert re.search(words, note)
+    ]:
+        program = read_hlo(module(entry(line)))
+        assert program.collectives == ()
+        (note,) = program.unread
+        assert re.search(words, note)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_damaged_texts_are_refused():
+    for text, words in [
         ("", "expected HLO text, which begins with 'HloModule'.*got ''"),
         ("module @jit_f {\n}", "got 'module @jit_f {'.*only lowered, pass it"),
         ("HloModule jit_f", "looks truncated: it ends before the ENTRY computation"),
@@ -402,15 +388,13 @@ def test_a_line_that_is_not_understood_is_unread(line, words):
             ),
             "'circle' calls itself, which HLO does not allow",
         ),
-    ],
-)
-def test_a_text_that_is_no_whole_program_is_an_error(text, words):
-    with pytest.raises(ValueError, match=words):
-        read_hlo(text)
+    ]:
+        with pytest.raises(ValueError, match=words):
+            read_hlo(text)
 
 
 @pytest.mark.timeout(60)  # reading takes less than a second, and if it were quadratic, minutes
-def test_five_megabytes_are_read_in_linear_time():
+def test_reading_time_is_linear():
     fusion = (
         "  %fusion.{k} = f32[256,256]{{1,0}} fusion(%x), kind=kLoop, calls=%add, "
         'metadata={{op_name="jit(train)/transpose(jvp(layer_{k}))/dot_general" stack_frame_id={k}}}'

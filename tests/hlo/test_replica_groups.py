@@ -17,9 +17,8 @@ from jaxcoll._hlo.replica_groups import (
 GLOBAL = "use_global_device_ids=true"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_notations():
+    for text, expected in [
         ("{{0,1},{2,3}}, to_apply=%add", ((0, 1), (2, 3))),
         ("{{0, 1, 2}, {3}}", ((0, 1, 2), (3,))),
         ("{{3,0}}", ((3, 0),)),
@@ -36,29 +35,34 @@ GLOBAL = "use_global_device_ids=true"
         ("mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
         # A mesh whose devices are not in order.
         ("mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'a'}", ((0, 2), (1, 3), (4, 6), (5, 7))),
-    ],
-)
-def test_notations(text, expected):
-    assert read_groups(text) == expected
+    ]:
+        assert read_groups(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{{0,1},{2", "[2,4]<=", "mesh['a'=2,'b'=4]", "mesh['a'=2] {'a':2}", "ring{0..7}", "{{a}}"],
-)
-def test_an_unknown_notation_is_an_error(text):
-    with pytest.raises(ValueError, match=r"expected replica groups as .* newer than this version"):
-        read_groups(text)
+def test_unknown_notations_are_refused():
+    for text in [
+        "",
+        "{{0,1},{2",
+        "[2,4]<=",
+        "mesh['a'=2,'b'=4]",
+        "mesh['a'=2] {'a':2}",
+        "ring{0..7}",
+        "{{a}}",
+    ]:
+        with pytest.raises(
+            ValueError, match=r"expected replica groups as .* newer than this version"
+        ):
+            read_groups(text)
 
 
 @pytest.mark.parametrize("axes", ["'c'", "'a':(1)3"])
-def test_an_axis_that_the_mesh_does_not_have(axes):
+def test_unknown_axes_are_refused(axes):
     with pytest.raises(ValueError, match="no such axis, or the part does not divide it"):
         read_groups(f"mesh['a'=2,'b'=4] {{{axes}}}")
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
-def test_groups_of_a_mesh_differ_along_the_axes_and_only_there(sizes, data):
+def test_mesh_groups_differ_along_axes_only(sizes, data):
     names = [f"n{k}" for k in range(len(sizes))]
     chosen = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
     devices = np.array(data.draw(st.permutations(range(math.prod(sizes)))))
@@ -77,9 +81,8 @@ def test_groups_of_a_mesh_differ_along_the_axes_and_only_there(sizes, data):
         )
 
 
-@pytest.mark.parametrize(
-    ("kind", "attributes", "expected"),
-    [
+def test_three_device_numberings():
+    for kind, attributes, expected in [
         ("all-reduce", f"channel_id=1, replica_groups={{}}, {GLOBAL}", ((0, 1, 2, 3, 4, 5),)),
         ("all-reduce", f"channel_id=1, replica_groups={{{{0,5}}}}, {GLOBAL}", ((0, 5),)),
         ("all-reduce", "replica_groups={}", ((0, 1),)),
@@ -87,13 +90,11 @@ def test_groups_of_a_mesh_differ_along_the_axes_and_only_there(sizes, data):
         ("all-reduce", "channel_id=1, replica_groups={{0},{1}}", ((0, 1, 2), (3, 4, 5))),
         ("all-to-all", "channel_id=1, replica_groups={}", ((0, 1, 2),)),
         ("collective-permute", "channel_id=1, source_target_pairs={{0,1}}", ((0, 1),)),
-    ],
-)
-def test_the_three_ways_to_number_devices(kind, attributes, expected):
-    assert find_groups(kind, attributes, replicas=2, partitions=3) == expected
+    ]:
+        assert find_groups(kind, attributes, replicas=2, partitions=3) == expected
 
 
-def test_the_size_of_a_permutation_counts_those_that_move_something():
+def test_permutation_counts_moving_devices():
     assert count_group("collective-permute", ((0, 1), (1, 0), (2, 2))) == 2
     assert count_group("collective-permute", ((0, 0), (1, 1))) == 0
     assert count_group("all-reduce", ((0, 1, 2), (3,))) == 3

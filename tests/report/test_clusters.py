@@ -34,7 +34,7 @@ def compiler(tmp_path, monkeypatch):
 @pytest.mark.parametrize("fun", [step, lambda mesh: step, lambda mesh: jax.shard_map(
     step.__wrapped__, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())],
     ids=["a step", "a builder", "a builder of a shard_map"])  # fmt: skip
-def test_the_report_is_of_the_cluster_and_has_the_plans_made_for_it(fun):
+def test_report_and_plans_are_the_clusters(fun):
     report = jc.inspect(fun, TREE, X, topology="h100:8")
     assert report.where == "h100:8 (8 × NVIDIA H100 80GB HBM3, one host)"
     (plan,) = report.plans
@@ -46,7 +46,7 @@ def test_the_report_is_of_the_cluster_and_has_the_plans_made_for_it(fun):
 
 
 @pytest.mark.usefixtures("compiler")
-def test_a_mesh_arranges_the_cluster_and_must_fit_it():
+def test_mesh_must_fit_the_cluster():
     mesh = AbstractMesh((4, 2), ("data", "model"))
     assert jc.inspect(step, TREE, X, topology="h100:8", mesh=mesh).plans[0].world.sizes == (4,)
     with pytest.raises(ValueError, match="does not fit h100:8"):
@@ -54,7 +54,7 @@ def test_a_mesh_arranges_the_cluster_and_must_fit_it():
 
 
 @pytest.mark.usefixtures("compiler")
-def test_the_picture_says_what_it_was_predicted_from(tmp_path):
+def test_picture_names_its_rates(tmp_path):
     report = jc.inspect(step, TREE, X, topology="h100:8")
     words = [text.get_text() for axes in report.plot().axes for text in axes.texts]
     assert any("predicted from Hopper" in text for text in words)
@@ -62,7 +62,7 @@ def test_the_picture_says_what_it_was_predicted_from(tmp_path):
     assert any("counted in wire bytes" in t.get_text() for a in bare.axes for t in a.texts)
 
 
-def test_what_is_no_program_or_none_for_a_cluster_is_refused():
+def test_impossible_programs_are_refused():
     lowered = step.lower(*jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), (TREE, X)))
     cluster = {"topology": "h101:8"}
     for program, given, words, where in (
@@ -97,7 +97,7 @@ def unready(mesh, batch):
 """
 
 
-def test_the_command_compiles_for_a_cluster(tmp_path, monkeypatch, capsys):
+def test_command_compiles_for_cluster(tmp_path, monkeypatch, capsys):
     (tmp_path / "of_a_cluster.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)  # devices are there already

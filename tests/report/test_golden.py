@@ -43,9 +43,8 @@ BRANCHES = [("all-reduce", 1, 4, 1), ("all-reduce", 2, 512, 1), ("all-reduce", 1
 ADDED_FIRST = [("all-reduce", 1, 4, 1), ("all-reduce", 1, 256, 1), ("all-reduce", 1, 256, 1)]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected", "nbytes"),
-    [
+def test_counts_and_bytes():
+    for name, expected, nbytes in [
         ("cpu-0.10.2-kinds", IN_EIGHT_PARTS, 8128),
         ("cpu-0.12.0.1-kinds", IN_EIGHT_PARTS, 8128),
         ("gpu-0.12.0.1-kinds", KINDS, 8128),
@@ -69,12 +68,10 @@ ADDED_FIRST = [("all-reduce", 1, 4, 1), ("all-reduce", 1, 256, 1), ("all-reduce"
             (7 << 20) + (1 << 20),
         ),
         ("v6e-0.12.0.1-layers", [("all-reduce", 1, 16 << 20, 1)] * 2, 2 * (28 << 20)),
-    ],
-)
-def test_counts_and_bytes(name, expected, nbytes):
-    collectives = compiled(name)
-    assert outline(collectives) == expected
-    assert wire_bytes(collectives) == nbytes
+    ]:
+        collectives = compiled(name)
+        assert outline(collectives) == expected
+        assert wire_bytes(collectives) == nbytes
 
 
 MESH = {
@@ -85,7 +82,7 @@ MESH = {
 
 
 @pytest.mark.parametrize("name", ["cpu-0.10.2", "cpu-0.12.0.1", "gpu-0.12.0.1", "v6e-0.12.0.1"])
-def test_groups_of_a_mesh_and_names_of_packs_that_were_merged(name):
+def test_mesh_groups_and_merged_names(name):
     assert {c.groups: (c.group_size, c.wire_bytes) for c in compiled(f"{name}-mesh")} == MESH
     (merged,) = compiled(f"{name}-packs")
     found = [parse_pack(each).partition("/")[2] for each in names(merged.op_name)]
@@ -101,7 +98,7 @@ def test_arithmetic_between_start_and_end():
     assert (first.meanwhile.flops, second.meanwhile.flops) == (2 * 2048**3, 0)
 
 
-def test_an_asynchronous_pair_is_one_collective_whatever_it_is_made_of():
+def test_asynchronous_pair_counts_once():
     first, last = compiled("gpu-0.12.0.1-loop")
     assert first.name == "all-reduce-start"
     assert first.operands == (Operand("f32", (1, 256)),)
@@ -146,22 +143,22 @@ COUNTED = {  # changes of a loop that counts 0, 1, … while it is less than 5, 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_a_loop_without_a_count_has_the_one_that_its_text_proves(name):
+def test_loop_count_is_proven():
     """libtpu drops the count."""
-    loop = text("v6e-0.12.0.1-loop")
-    changes, turns = COUNTED[name]
-    for old, new in changes.items():
-        assert loop.count(old) == 1
-        loop = loop.replace(old, new)
-    program = read_hlo(loop)
-    collectives = program.collectives
-    assert [c.trips for c in collectives] == [turns, 1]
-    assert len(program.unbounded) == (turns is None)
-    assert wire_bytes(collectives) == sum(c.turns * c.wire_bytes for c in collectives)
+    for name in COUNTED:
+        loop = text("v6e-0.12.0.1-loop")
+        changes, turns = COUNTED[name]
+        for old, new in changes.items():
+            assert loop.count(old) == 1
+            loop = loop.replace(old, new)
+        program = read_hlo(loop)
+        collectives = program.collectives
+        assert [c.trips for c in collectives] == [turns, 1]
+        assert len(program.unbounded) == (turns is None)
+        assert wire_bytes(collectives) == sum(c.turns * c.wire_bytes for c in collectives)
 
 
-def test_a_loop_with_a_line_missing_is_refused_or_has_no_other_count():
+def test_damaged_loop_has_no_other_count():
     lines = text("v6e-0.12.0.1-loop").splitlines()
     for k in range(len(lines)):
         with contextlib.suppress(ValueError):
@@ -169,14 +166,14 @@ def test_a_loop_with_a_line_missing_is_refused_or_has_no_other_count():
             assert {c.trips for c in found} <= {None, 1, 5}
 
 
-@pytest.mark.parametrize("version", ["0.10.2", "0.12.0.1"])
-def test_what_was_requested(version):
-    always, *some = requested(f"{version}-branches")
-    assert [always.branches, *(c.branches[0][1] for c in some)] == [(), 0, 0, 1]
-    assert wire_bytes([always, *some]) == 8 + 896
-    assert outline(requested(f"{version}-kinds")) == KINDS
-    assert outline(requested(f"{version}-loop")) == LOOP
-    three = [("all-reduce", 1, nbytes, 1) for nbytes in (400, 60, 28)]
-    assert outline(requested(f"{version}-variadic")) == three
-    assert {c.groups for c in requested(f"{version}-mesh")} == MESH.keys()
-    assert requested(f"{version}-kinds")[3].groups == AROUND
+def test_what_was_requested():
+    for version in ["0.10.2", "0.12.0.1"]:
+        always, *some = requested(f"{version}-branches")
+        assert [always.branches, *(c.branches[0][1] for c in some)] == [(), 0, 0, 1]
+        assert wire_bytes([always, *some]) == 8 + 896
+        assert outline(requested(f"{version}-kinds")) == KINDS
+        assert outline(requested(f"{version}-loop")) == LOOP
+        three = [("all-reduce", 1, nbytes, 1) for nbytes in (400, 60, 28)]
+        assert outline(requested(f"{version}-variadic")) == three
+        assert {c.groups for c in requested(f"{version}-mesh")} == MESH.keys()
+        assert requested(f"{version}-kinds")[3].groups == AROUND

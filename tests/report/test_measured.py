@@ -59,7 +59,7 @@ def late_by(lateness, *, transfer=3.0, runs=20, seed=0):
     st.floats(2.0, 100.0),
     st.integers(0, 99),
 )
-def test_a_rank_that_comes_late_is_named_and_no_other(lateness, who, ms, seed):
+def test_only_the_late_rank_is_named(lateness, who, ms, seed):
     who %= len(lateness)
     lateness[who] = ms
     measured = compare([row()], late_by(lateness, seed=seed))
@@ -78,7 +78,7 @@ def test_a_rank_that_comes_late_is_named_and_no_other(lateness, who, ms, seed):
 
 
 @given(st.permutations(range(4)), st.booleans(), st.integers(0, 99))
-def test_ranks_that_never_meet_are_not_compared(order, meets, seed):
+def test_ranks_compare_within_their_groups(order, meets, seed):
     # Two groups of ranks, of which one sends four times as long; rank 0 or nobody is late.
     groups = [tuple(order[:2]), tuple(order[2:])]
     apart = Collective("all-reduce", "ar", GRADIENT, 2, tuple(groups), "main")
@@ -96,7 +96,7 @@ def test_ranks_that_never_meet_are_not_compared(order, meets, seed):
     assert times.transfer == pytest.approx(20.2e-3, abs=4e-4)
 
 
-def test_nobody_is_named_for_a_little_or_for_few_runs_or_alone():
+def test_small_lateness_names_nobody():
     assert compare([row()], late_by([0, 0.9, 0, 0])).late == ()  # under 5 % of 20 ms
     few = compare([row()], late_by([0, 50, 0, 0], runs=4))
     assert few.late == ()
@@ -105,7 +105,7 @@ def test_nobody_is_named_for_a_little_or_for_few_runs_or_alone():
     assert (alone.late, alone.times[0].last, alone.runs) == ((), None, 20)
 
 
-def test_permutes_of_a_pack_are_compared_together_and_others_alone():
+def test_permutes_of_a_pack_compare_together():
     rows = [row("collective-permute", f"p{k}") for k in range(3)]
     rows += [row(), row("collective-permute", "other", source="train.py:9")]
     assert fold_rows(rows) == [[0, 1, 2], [3], [4]]
@@ -115,7 +115,7 @@ def test_permutes_of_a_pack_are_compared_together_and_others_alone():
 
 @pytest.mark.parametrize("kind", ["all-reduce", "collective-permute"])
 @pytest.mark.parametrize("width", [80, WIDTH])
-def test_the_table_says_who_is_last_and_how_late(kind, width):
+def test_table_names_the_last_rank(kind, width):
     rows = [row(kind, f"p{k}") for k in range(2)]
     lateness = late_by([0, 20.3, 0.123, 0.123])
     if kind == "all-reduce":  # each is measured alone
@@ -129,7 +129,7 @@ def test_the_table_says_who_is_last_and_how_late(kind, width):
     assert ("waiting, by rank: 20." in text) == (width == 80)
 
 
-def test_turns_of_a_loop_are_compared_one_by_one():
+def test_loop_turns_compare_one_by_one():
     # Each is late to one of two turns: both wait, though their sums are equal.
     ranks = {0: rank([[[3 * MS, 9 * MS]]] * 6), 1: rank([[[9 * MS, 3 * MS]]] * 6)}
     (times,) = compare([row(trips=2)], ranks).times
@@ -144,7 +144,7 @@ def test_turns_of_a_loop_are_compared_one_by_one():
     st.integers(0, 99),
     st.booleans(),
 )
-def test_runs_meet_by_number_or_else_by_their_rhythm(clock, early, late, seed, agree):
+def test_runs_match_by_number_or_rhythm(clock, early, late, seed, agree):
     starts = np.cumsum(np.random.default_rng(seed).integers(10 * MS, 30 * MS, 20)).tolist()
     numbers = [[[(k + 1) * MS]] for k in range(20)]
     ranks = {
@@ -159,7 +159,7 @@ def test_runs_meet_by_number_or_else_by_their_rhythm(clock, early, late, seed, a
     assert {len(lane) for lane in measured.lanes} == {3}
 
 
-def test_turns_that_the_profile_knows_replace_those_that_the_compiler_does_not():
+def test_profile_knows_unknown_turns():
     ranks = late_by([0, 20], transfer=3.0)
     for times in ranks.values():
         times["times"] = [[[ns // 40] * 40 for (ns,) in run] for run in times["times"]]
@@ -179,7 +179,7 @@ def test_turns_that_the_profile_knows_replace_those_that_the_compiler_does_not()
 
 
 @pytest.mark.parametrize("runs", [1, 2, 3])
-def test_a_program_has_a_step_if_it_ran_three_times(runs):
+def test_three_runs_have_a_step(runs):
     executions = [("psum.7", run, 10 * run, 10 * run + 3) for run in range(runs)]
     reports, rows = read_rank([Compiled(HLO, 7)], profiled(*executions), 9)
     programs = programs_from(reports, {0: rows}, 0)
@@ -196,7 +196,7 @@ def test_a_program_has_a_step_if_it_ran_three_times(runs):
 
 
 @pytest.mark.parametrize("width", [60, 80, WIDTH])
-def test_no_figure_is_lost_to_a_narrow_table(width):
+def test_narrow_table_keeps_all_figures(width):
     kinds = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
     head, entry = HLO.split("  ROOT %psum.7")
     lines = [f"  %c{k} = f32[100]{{0}} {kind}(%x), " + (
@@ -216,7 +216,7 @@ def test_no_figure_is_lost_to_a_narrow_table(width):
     assert "…" not in first
 
 
-def test_a_function_without_a_name_is_told_by_its_line():
+def test_nameless_function_shows_its_line():
     text = HLO.replace("jit_f,", "jit__unnamed_function,").replace(
         "to_apply=%add", 'to_apply=%add, metadata={source_file="a/train.py" source_line=7}'
     )
@@ -226,7 +226,7 @@ def test_a_function_without_a_name_is_told_by_its_line():
     assert "\njit at train.py:7  " in str(programs_from(reports, {0: rows}, 0))
 
 
-def test_lanes_are_laid_on_one_clock():
+def test_lanes_share_one_clock():
     ranks = late_by([0, 20])
     shifted = (
         [x + 7 * 10**12 for x in ranks[1]["starts"]],
@@ -268,7 +268,7 @@ def times(*executions):
     return row["times"]
 
 
-def test_exposed_is_what_no_computation_covers_and_containers_are_none():
+def test_containers_hide_nothing():
     own = times(
         ("while.9", 1, 0, 100), ("dot", 1, 0, 4), ("psum.7", 1, 2, 10), ("fusion", 1, 8, 9),
         ("psum.7", 1, 2, 6, 1),
@@ -277,7 +277,7 @@ def test_exposed_is_what_no_computation_covers_and_containers_are_none():
     assert own["times"] == [[[4 * MS]]]  # on the device that waited least
 
 
-def test_a_run_that_the_profile_cuts_off_is_left_out():
+def test_cut_run_is_left_out():
     events = [("dot", 1, 0, 1)]
     for run in (2, 3, 4):
         events += [
@@ -289,7 +289,7 @@ def test_a_run_that_the_profile_cuts_off_is_left_out():
     assert times(("dot", 1, 0, 1)) is None
 
 
-def test_what_ranks_do_not_share_is_said():
+def test_unshared_programs_are_noted():
     reports, rows = read_rank([Compiled(HLO, calls=3)], Profile(), 9)
     _, other = read_rank([Compiled(HLO.replace("jit_f", "jit_g"))], Profile(), 9)
     rows["notes"].append("not measured: x")
@@ -306,7 +306,7 @@ def test_what_ranks_do_not_share_is_said():
     assert "No program with collectives was compiled; 3 programs" in str(Programs(quiet=3))
 
 
-def test_a_process_without_devices_of_a_program_is_said_to_have_none():
+def test_process_without_devices_is_noted():
     _, rows = read_rank([Compiled(HLO, 7, runs_here=False)], Profile(is_there=True), 9)
     assert rows["notes"] == [
         "jit_f: this process has none of its devices, and does no part of it. If it should, make "

@@ -90,7 +90,7 @@ CALLS = {  # name: a function, and what it is called with
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_kind_of_function_is_looked_into(name):
+def test_every_kind_of_function(name):
     function, *arguments = CALLS[name]()
     sends = 1 if name in ("partial of pmap", "partial of a step") else 0
     report = jc.inspect(function, *arguments)
@@ -105,7 +105,7 @@ STAGED = ["nnx.jit", "filter_jit", "jax.jit of linen"]
 
 
 @pytest.mark.parametrize("name", STAGED)
-def test_every_stage_of_a_program_is_looked_into(name):
+def test_every_stage_of_a_program(name):
     function, *arguments = CALLS[name]()
     whole = jc.inspect(function, *arguments)
     lowered = function.lower(*arguments)
@@ -127,7 +127,7 @@ def test_donated_arguments_still_have_shapes(name):
     assert jc.inspect(function, *gone).requested is not None
 
 
-def test_what_has_functions_but_is_none_is_told_which():
+def test_modules_are_refused_with_a_hint():
     words = "got Transformed; its functions are `.apply` and `.init`"
     with pytest.raises(ValueError, match=words):
         jc.inspect(HAIKU, {}, X)

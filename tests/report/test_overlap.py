@@ -58,7 +58,7 @@ def test_law_no_assignment_hides_more(spans, places, seconds):
     assert sum(seconds) - sum(left) == most_hidden(spans, seconds, places)
 
 
-def test_loops_count_each_turn_and_what_is_synchronous_is_exposed():
+def test_synchronous_turns_are_exposed():
     looped = [sends(2, 6, trips=3), sends(8, 8, trips=3, is_async=False)]
     inside = [product(4, flops=2, trips=3), product(9, flops=50)]
     assert compute_exposed(looped, [5.0, 1.0], inside, ONE) == [3 * 5.0 - 3 * 2, 3 * 1.0]
@@ -67,7 +67,7 @@ def test_loops_count_each_turn_and_what_is_synchronous_is_exposed():
     assert (found.reduced, found.flops) == (Share("", 2400, 1200), 6)
 
 
-def test_what_products_of_an_unknown_rate_hide_is_not_claimed():
+def test_unknown_rate_hides_nothing():
     spans, inside = [sends(0, 4)], [product(1, dtype="s8"), product(2)]
     assert compute_exposed(spans, [5.0], inside, ONE) == [4.0]
 
@@ -87,7 +87,7 @@ def test_a_compiled_program(report):
     assert report.to_dict()["exposed_seconds"] == report.exposed_seconds
 
 
-def test_without_prices_there_are_bytes_and_no_seconds(report):
+def test_no_prices_no_seconds(report):
     bare = make_report((GOLDEN / "gpu-0.12.0.1-overlapped.hlo").read_text())
     assert (bare.seconds, bare.exposed_seconds, bare.rows[0].seconds) == (None, None, None)
     assert bare.overlap == report.overlap

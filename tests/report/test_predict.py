@@ -41,7 +41,7 @@ def compositions(world):
 
 
 @worlds
-def test_more_bytes_never_cost_less_and_one_replica_costs_nothing(world):
+def test_more_bytes_never_cost_less(world):
     rates, alone = find_rates(world), (1,) * len(world.sizes)
     for name, composed in compositions(world).items():
         costs = [price_array(composed, nbytes, world.sizes, rates) for nbytes in SIZES]
@@ -76,13 +76,13 @@ def test_the_standard_formulas(name, n, calls, steps):
     assert found.reduction == pytest.approx((n - 1) / n * 48e6 * 1e-10)
 
 
-def test_few_owners_of_a_shuffle_send_more():
+def test_few_owners_send_more():
     found = cost("shuffle", (8,), 8_000_000, shards=2)
     assert found.latency == pytest.approx(14 * 1.1e-6)
     assert found.bandwidth == pytest.approx((1 + 7) * 4e6 * 1e-9)
 
 
-def test_a_hierarchy_sends_its_shards_alone_between_hosts_and_the_backend_by_all_links():
+def test_hierarchy_sends_shards_between_hosts():
     nbytes = 64_000_000
     two = cost("native/ring", (4, 8), nbytes)
     assert two.bandwidth == pytest.approx(1.75 * nbytes * 1e-9 + 1.5 * nbytes / 8 * 1e-8)
@@ -94,13 +94,13 @@ def test_a_hierarchy_sends_its_shards_alone_between_hosts_and_the_backend_by_all
     assert tree.bandwidth == pytest.approx(nbytes * 2e-8 / 8)
 
 
-def test_pairs_send_less_between_hosts_than_a_shuffle_and_a_ring_waits_for_the_link():
+def test_pairs_send_least_between_hosts():
     rates = example(per_island=2, within=Link(0.0, 0.0), between=Link(0.0, 1.0))
     names = ("halving_doubling", "shuffle", "ring")
     assert [cost(name, (4,), 4, rates).bandwidth for name in names] == [2.0, 4.0, 6.0]
 
 
-def test_a_curve_holds_where_it_was_measured_and_is_brought_to_other_numbers():
+def test_curve_scales_from_its_measurement():
     few, many = (Curve(((1000, t), (10**6, 2 * t)), n) for n, t in ((4, 1e-3), (16, 5e-3)))
     hosts = Curve(((1000, 9e-3), (10**6, 1e-1)), 32, islands=4)
     rates = example(per_island=16, native=(few, many, hosts))
@@ -115,7 +115,7 @@ def test_a_curve_holds_where_it_was_measured_and_is_brought_to_other_numbers():
 NATIVE = stages("native", 0, (8,))
 
 
-def test_a_plan_pays_for_its_copies_and_its_arrays():
+def test_plan_pays_for_copies():
     rates = example(array=1e-3, copy=1e-9, slice=1e-5)
     one = cost("native", (8,), 10**6, rates)
     found = price_loads({(NATIVE, 10**6, 4): 3, (NATIVE, 10**6, 0): 1}, (8,), rates)
@@ -124,7 +124,7 @@ def test_a_plan_pays_for_its_copies_and_its_arrays():
     assert found.bandwidth == pytest.approx(4 * one.bandwidth)
 
 
-def test_a_pack_that_is_one_leaf_is_not_copied():
+def test_single_leaf_is_not_copied():
     tree = [np.zeros(n, "f") for n in (6, 6, 6, 100)]
     options = jc.CommunicationOptions(bytes_per_pack=50, algorithm="ring")
     plan = jc.plan(tree, topology="h100:4", options=options)
@@ -142,7 +142,7 @@ def test_a_pack_that_is_one_leaf_is_not_copied():
         (5 * 10**6, 4, 2, 10**7),
     ],
 )
-def test_what_the_compiler_combines_is_one_call_up_to_its_threshold(nbytes, times, calls, of):
+def test_combined_arrays_are_one_call(nbytes, times, calls, of):
     rates = example(array=1e-9, combine=10**7)
     found = price_loads({(NATIVE, nbytes, 0): times}, (8,), rates)
     together = calls * cost("native", (8,), of, rates).seconds
@@ -154,13 +154,13 @@ def test_what_the_compiler_combines_is_one_call_up_to_its_threshold(nbytes, time
     st.integers(1, 10**9),
     st.sampled_from([8, 64, 16384]),
 )
-def test_a_larger_world_never_has_less_latency(world, nbytes, n):
+def test_larger_world_has_more_latency(world, nbytes, n):
     for name in FLAT:
         a, b = (cost(name, (size,), nbytes, find_rates(world)) for size in (n, 2 * n))
         assert a.latency <= b.latency * (1 + 1e-9)
 
 
-def test_planning_and_pricing_16384_replicas_is_as_much_work_as_16():
+def test_pricing_work_ignores_replicas():
     tree = [np.zeros((k % 17 + 1, 64), "f") for k in range(300)]
 
     def calls(hosts):
@@ -195,7 +195,7 @@ PREDICTED = [
 
 
 @pytest.mark.parametrize(("world", "want"), PREDICTED)
-def test_predictions_change_on_purpose_only(world, want):
+def test_predictions_are_recorded(world, want):
     """Microseconds of three packs of seven pieces each, of 8, 1 and 64 MiB."""
     last = "shuffle" if len(world.sizes) == 1 else "native/shuffle"
     for name, nbytes, us in zip(
@@ -206,14 +206,13 @@ def test_predictions_change_on_purpose_only(world, want):
         assert found.seconds * 1e6 == pytest.approx(us, rel=1e-4)
 
 
-def test_of_cpus_nothing_is_predicted():
+def test_cpus_have_no_prediction():
     assert find_rates(World("cpu", (4,), processes=4)) is None
     assert jc.plan(np.zeros(9, "f"), axis_size=4).predicted is None
 
 
-@pytest.mark.parametrize(
-    ("platform", "kind", "source"),
-    [
+def test_the_table_knows_devices():
+    for platform, kind, source in [
         ("gpu", "NVIDIA H200", "Hopper"),
         ("gpu", "", "Hopper"),
         ("gpu", "NVIDIA A100-SXM4-40GB", "Ampere"),
@@ -222,13 +221,11 @@ def test_of_cpus_nothing_is_predicted():
         ("tpu", "TPU v99", "v5e"),
         ("tpu", "TPU v5", "v5p"),
         ("tpu", "TPU v6 lite", "v6e"),
-    ],
-)
-def test_the_table_knows_devices(platform, kind, source):
-    rates = find_rates(World(platform, (16,), device_kind=kind, hosts=2))
-    assert source in rates.source
-    assert rates.product_rate("bf16") > 1e14
-    assert rates.product_rate("s4") is None
+    ]:
+        rates = find_rates(World(platform, (16,), device_kind=kind, hosts=2))
+        assert source in rates.source
+        assert rates.product_rate("bf16") > 1e14
+        assert rates.product_rate("s4") is None
 
 
 @given(
@@ -237,7 +234,7 @@ def test_the_table_knows_devices(platform, kind, source):
     st.integers(1, 1 << 41),
     st.integers(1, 1 << 41),
 )
-def test_between_points_a_curve_rises_and_keeps_to_them(at, data, one, other):
+def test_curve_rises_between_points(at, data, one, other):
     many = st.lists(st.floats(1e-7, 1e3), min_size=len(at), max_size=len(at))
     curve = Curve(tuple(zip(at, data.draw(many.map(sorted)), strict=True)), 8)
     few, more = sorted((one, other))
@@ -246,21 +243,18 @@ def test_between_points_a_curve_rises_and_keeps_to_them(at, data, one, other):
         assert curve.seconds(size) == pytest.approx(t)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "mean"),
-    [
+def test_table_holds_published_curves():
+    for name, kind, mean in [
         ("h200x8-queued", "NVIDIA H200", 0.02),
         ("a100x8", "NVIDIA A100", 0.04),
         ("b200x4x8-queued", "NVIDIA B200", 0.04),
-    ],
-)
-def test_the_table_holds_the_curves_it_is_from(name, kind, mean):
-    data = json.loads((PUBLISHED / f"{name}.json").read_text())
-    n, hosts = data["replicas"], data["hosts"]
-    world = World("gpu", (n,), hosts, False, kind, hosts)
-    rates = find_rates(world)
-    off = [abs(cost("native", (n,), size, rates).seconds / t - 1) for size, t in data["points"]]
-    assert sum(off) / len(off) <= mean
+    ]:
+        data = json.loads((PUBLISHED / f"{name}.json").read_text())
+        n, hosts = data["replicas"], data["hosts"]
+        world = World("gpu", (n,), hosts, False, kind, hosts)
+        rates = find_rates(world)
+        off = [abs(cost("native", (n,), size, rates).seconds / t - 1) for size, t in data["points"]]
+        assert sum(off) / len(off) <= mean
 
 
 # Of compiled collectives.
@@ -282,19 +276,19 @@ def seconds(kind, groups, size=1 << 24, rates=TWO_HOSTS):
     [(ALL, (16,), (16,)), (INNER, (2, 8), (1, 8)), (OUTER, (2, 8), (2, 1))],
     ids=["all", "inner", "outer"],
 )
-def test_an_all_reduce_costs_what_a_plan_says(groups, sizes, over):
+def test_all_reduce_costs_its_plan(groups, sizes, over):
     planned = price_array(stages("native", 0, over), 4 << 24, sizes, TWO_HOSTS)
     assert seconds("all-reduce", groups) == pytest.approx(planned.seconds + TWO_HOSTS.array)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_law_links_between_hosts_cost_more_and_so_do_more_bytes(kind):
+def test_law_hosts_and_bytes_cost_more(kind):
     pairs = {"near": ((0, 1),), "far": ((0, 8),)}
     assert 0 < seconds(kind, pairs["near"]) < seconds(kind, pairs["far"])
     assert seconds(kind, INNER) < seconds(kind, INNER, size=1 << 26)
 
 
-def test_a_reduce_scatter_and_an_all_gather_of_its_shard_cost_the_same_bytes():
+def test_halves_cost_equal_bytes():
     whole, shard = 1 << 26, 1 << 22
     parts = seconds("reduce-scatter", ALL, whole), seconds("all-gather", ALL, shard)
     added = 15 / 16 * 4 * whole * TWO_HOSTS.reduce  # a gather adds nothing up
@@ -302,7 +296,7 @@ def test_a_reduce_scatter_and_an_all_gather_of_its_shard_cost_the_same_bytes():
 
 
 @pytest.mark.parametrize("size", [256, 1 << 26])
-def test_the_halves_of_an_all_reduce_cost_as_much_and_one_call_more(size):
+def test_two_halves_cost_one_call_more(size):
     rates = dataclasses.replace(TWO_HOSTS, native=())  # what was measured is of all-reduces alone
     halves = (("reduce-scatter", size), ("all-gather", size // 16))
     found = sum(seconds(kind, ALL, each, rates) for kind, each in halves)
@@ -310,5 +304,5 @@ def test_the_halves_of_an_all_reduce_cost_as_much_and_one_call_more(size):
     assert found == pytest.approx(want, rel=1e-9)
 
 
-def test_a_group_of_one_costs_nothing():
+def test_group_of_one_costs_nothing():
     assert seconds("all-reduce", ((0,), (1,))) == 0.0

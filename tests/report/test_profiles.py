@@ -122,7 +122,7 @@ BACKENDS = {
 
 @pytest.mark.parametrize("write", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("both_ways", [False, True], ids=["host-1", "host-0"])
-def test_a_late_host_is_named_on_every_backend(write, both_ways, tmp_path):
+def test_late_host_is_named(write, both_ways, tmp_path):
     hosts = [write(steps(*usual(8 * (late != both_ways)))) for late in (False, True)]
     text = programs(hlo(devices=4), number=FINGERPRINT if write is tpu else 7)
     found = read(tmp_path, *(host + text + task() for host in hosts))
@@ -184,7 +184,7 @@ TURNS = [
 
 @pytest.mark.parametrize("write", BACKENDS.values(), ids=BACKENDS)
 class TestOnEveryBackend:
-    def test_turns_of_a_loop_are_no_runs(self, write):
+    def test_loop_turns_are_no_runs(self, write):
         found, notes = times_in(write(steps(*TURNS), number=7), hlo(WHILE, before=LOOP))
         assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
         assert found.times[0].transfer == pytest.approx(4e-3)
@@ -195,7 +195,7 @@ class TestOnEveryBackend:
         assert found is None
         assert "no run is whole in the profile" in notes[0]
 
-    def test_a_part_without_collectives_is_not_measured(self, write):
+    def test_part_without_collectives_is_not_measured(self, write):
         some = steps(("dot.1", 0, 1), ("dot.2", 1, 2), runs=2)
         found, notes = times_in(write(some, number=7))
         assert found is None
@@ -203,7 +203,7 @@ class TestOnEveryBackend:
 
     @pytest.mark.parametrize("runs", [1, 2, 12])
     @pytest.mark.parametrize("names", [(), ("all-reduce.1",)], ids=["alone", "with another"])
-    def test_a_collective_before_all_other_instructions_is_of_its_run(self, write, runs, names):
+    def test_first_collective_belongs_to_its_run(self, write, runs, names):
         first = PLAIN.replace(".1", ".9").replace("dot.9", "x")
         text = hlo(PLAIN if names else "").replace("  %dot.1 =", f"{first}\n  %dot.1 =")
         ops = [
@@ -220,7 +220,7 @@ class TestOnEveryBackend:
             [2e-3, 3e-3][: 1 + len(names)]
         )
 
-    def test_a_computation_that_is_called_twice_is_whole(self, write):
+    def test_computation_called_twice_is_whole(self, write):
         before = f"\n%twice (p: f32[1000]) -> f32[1000] {{\n  %p = f32[1000] parameter(0)\n  ROOT {PLAIN.strip().replace('dot.1', 'p')}\n}}\n"  # fmt: skip
         calls = [f"  %call.{k} = f32[1000] call(%x), to_apply=%twice" for k in range(2)]
         ops = [("dot.1", 0, 1), ("all-reduce.1", 1, 3), ("all-reduce.1", 3, 4), ("dot.2", 4, 5)]
@@ -235,7 +235,7 @@ class TestOfTpus:
         found, notes = times_in(tpu(steps(*usual(), runs=runs), number=7), hlo())
         assert (found.runs, found.step_seconds, notes) == (runs, pytest.approx(17e-3), ())
 
-    def test_a_fusion_stands_for_the_collective_inside(self):
+    def test_fusion_stands_for_its_collective(self):
         before = f"""
 %all-reduce-scatter.1 (p: f32[1000]) -> f32[250] {{
   %p = f32[1000]{{0}} parameter(0)
@@ -251,7 +251,7 @@ class TestOfTpus:
         assert sorted(row.transfer for row in found.times) == pytest.approx([2e-3, 3e-3])
         assert (found.exposed_seconds, notes) == (pytest.approx(5e-3), ())
 
-    def test_a_chain_of_fusions_lasts_from_its_start_to_its_end(self):
+    def test_chain_lasts_from_start_to_end(self):
         ends = {"begin": "AsyncCollectiveStart", "go_on": "", "finish": "AsyncCollectiveDone"}
         before = "".join(
             f"""
@@ -271,7 +271,7 @@ class TestOfTpus:
         assert row.transfer == pytest.approx(8e-3)
         assert found.exposed_seconds == pytest.approx(4.001e-3)
 
-    def test_the_wait_in_a_done_is_exposed_and_copies_in_the_background_hide_nothing(self):
+    def test_wait_in_a_done_is_exposed(self):
         ops = ("all-reduce-start.1", 0, 0.000004), ("dot.1", 0.1, 2), ("all-reduce-done.1", 2, 6)
         background = [(MS + 20 * MS * k, 5 * MS + 20 * MS * k) for k in range(12)]
         profile = tpu(steps(*ops), number=7, background=background)
@@ -279,7 +279,7 @@ class TestOfTpus:
         assert found.times[0].transfer == pytest.approx(6e-3)
         assert found.exposed_seconds == pytest.approx(4e-3, rel=1e-4)
 
-    def test_the_fingerprint_tells_programs_of_one_name_apart(self, tmp_path):
+    def test_fingerprint_tells_equal_names_apart(self, tmp_path):
         texts = hlo(), hlo().replace("f32[1000]", "f32[2000]")
         long = [e._replace(run=e.run + 12, start=e.start + 900 * MS, end=e.end + 900 * MS) for e in steps(*usual(), step=200 * MS)]  # fmt: skip
         planes = tpu(steps(*usual()) + long, number=lambda run: FINGERPRINT + (run > 11))
@@ -289,7 +289,7 @@ class TestOfTpus:
         assert [r.wire_bytes for r in found.reports] == [4000, 8000]
         assert found.notes == ()
 
-    def test_runs_of_devices_are_joined_by_time_whatever_their_numbers(self):
+    def test_device_runs_join_by_time(self):
         events = steps(*usual(), devices=4)
         # One device was recorded later, and another ended earlier.
         kept = [e for e in events if not (e.device == 1 and e.run < 2) and (e.device, e.run) != (2, 11)]  # fmt: skip
@@ -299,12 +299,12 @@ class TestOfTpus:
 
 class TestOfGpus:
     @pytest.mark.parametrize("name", ["psum.28.1", "reduce-scatter.3"])
-    def test_kernels_of_a_wrapped_collective_bear_the_inner_name(self, name):
+    def test_wrapped_kernels_bear_inner_names(self, name):
         wrapped = {"all-reduce-start.1": name}
         found, notes = times_in(gpu(steps(*usual(name=name))), hlo(PAIR), wrapped=wrapped)
         assert (found.runs, found.times[0].transfer, notes) == (12, pytest.approx(11e-3), ())
 
-    def test_the_wrapped_name_is_read_from_the_program(self, tmp_path):
+    def test_program_says_the_wrapped_name(self, tmp_path):
         before = f"""
 %wrap (p: f32[1000]) -> f32[250] {{
   %p = f32[1000]{{0}} parameter(0)
@@ -317,7 +317,7 @@ class TestOfGpus:
         assert measured(tmp_path, profile).times[0].transfer == pytest.approx(11e-3)
 
     @pytest.mark.parametrize("kernels", [1, 2])
-    def test_an_instruction_may_run_several_kernels_and_some_lack_their_name(self, kernels):
+    def test_kernels_may_lack_their_name(self, kernels):
         bare = {(3, "dot.1"), (5, "all-reduce.1"), (8, "dot.2")}
         found, notes = times_in(gpu(steps(*usual()), kernels=kernels, bare=bare))
         assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
@@ -325,7 +325,7 @@ class TestOfGpus:
 
     @pytest.mark.parametrize("period", [2, 4])
     @pytest.mark.parametrize("calls", [1, 2])
-    def test_runs_that_a_conditional_hides_are_left_out(self, calls, period):
+    def test_hidden_runs_are_left_out(self, calls, period):
         # In half of the runs the branch has no event, so that nothing is between two runs. With a
         # period of 2 nearly all runs are pairs.
         before = "".join(
@@ -349,19 +349,19 @@ class TestOfGpus:
             assert [row.transfer for row in found.times] == pytest.approx([3e-3 * calls] * calls)
 
     @pytest.mark.parametrize("kernels", [1, 2, 3])
-    def test_a_program_may_be_one_collective_of_several_kernels(self, kernels):
+    def test_program_of_one_collective(self, kernels):
         found, notes = times_in(gpu(steps(("all-reduce.1", 0, 3)), kernels=kernels))
         assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
         assert found.times[0].transfer == pytest.approx(3e-3)
 
-    def test_a_kernel_of_two_instructions_that_lacks_its_name_costs_its_run(self):
+    def test_ambiguous_kernel_costs_its_run(self):
         body = PLAIN + "\n" + PLAIN.replace(".1", ".2").replace("dot.2", "dot.1")
         ops = [("dot.1", 0, 5), ("all-reduce.1", 5, 8), ("all-reduce.2", 8, 10), ("dot.2", 10, 11)]
         found, _ = times_in(gpu(steps(*ops), bare={(5, "all-reduce.1")}), hlo(body))
         assert (found.runs, found.step_seconds) == (11, pytest.approx(20e-3))
         assert [row.transfer for row in found.times] == pytest.approx([3e-3, 2e-3])
 
-    def test_a_loop_falls_back_to_its_own_beginning_only(self):
+    def test_loop_is_no_new_run(self):
         ops = [("dot.1", 0, 1), ("dot.2", 13, 14)]
         for k in range(4):
             ops += [("fusion.8", 1 + 3 * k, 2 + 3 * k), ("all-reduce.7", 2 + 3 * k, 3 + 3 * k), ("fusion.9", 3 + 3 * k, 4 + 3 * k)]  # fmt: skip
@@ -374,18 +374,18 @@ class TestOfGpus:
 
 class TestOfOldVersions:
     @pytest.mark.parametrize("devices", [1, 4])
-    def test_before_jax_0_8_a_rendezvous_says_the_run(self, devices):
+    def test_rendezvous_says_the_run(self, devices):
         found, notes = times_in(old_cpu(steps(*usual(), devices=devices)), hlo(devices=4))
         assert (found.runs, found.step_seconds) == (12, pytest.approx(20e-3))
         assert found.times[0].transfer == pytest.approx(11e-3)
         assert notes == () if devices == 4 else "measured on 1 of its 4 devices" in notes[0]
 
-    def test_the_oldest_have_a_thread_for_each_device(self):
+    def test_oldest_have_device_threads(self):
         found, notes = times_in(old_cpu(steps(*usual(), devices=4), is_oldest=True), hlo(devices=4))
         assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
         assert found.times[0].transfer == pytest.approx(11e-3)
 
-    def test_groups_of_old_programs_are_not_lost(self, tmp_path):
+    def test_old_groups_are_kept(self, tmp_path):
         module = _hlo.hlo_module_from_text(
             hlo(devices=8, groups="[4,2]<=[2,4]T(1,0)")
         ).as_serialized_hlo_module_proto()
@@ -395,7 +395,7 @@ class TestOfOldVersions:
         assert report.rows[0].compiled.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
         assert report.wire_bytes == 4000
 
-    def test_without_instructions_it_says_what_to_do(self):
+    def test_missing_instructions_are_explained(self):
         found, notes = times_in(cpu([]))
         assert found is None
         assert "no executions of instructions: on CPUs, JAX before 0.7" in notes[0]
@@ -430,7 +430,7 @@ class TestNothingIsSilent:
         assert found.times == (None,)
         assert "1 of its 1 collectives have no event, or no end, in the profile" in notes[0]
 
-    def test_a_program_that_did_not_run_is_named(self):
+    def test_idle_program_is_named(self):
         found, notes = times_in(tpu(steps(*usual()), module="jit_other", number=7))
         assert (found, notes) == (
             None,
@@ -441,13 +441,13 @@ class TestNothingIsSilent:
         found = read(tmp_path, tpu(steps(*usual())) + programs(hlo(devices=8)))
         assert "measured on 2 of its 8 devices" in found.notes[0]
 
-    def test_groups_tell_the_devices_of_a_program_without_an_assignment(self, tmp_path):
+    def test_groups_tell_the_devices(self, tmp_path):
         module = _hlo.hlo_module_from_text(hlo(groups="{{0,1},{2,3}}"))
         program = programs(module.as_serialized_hlo_module_proto())
         found = read(tmp_path, tpu(steps(*usual())) + program)
         assert "measured on 2 of its 4 devices" in found.notes[0]
 
-    def test_files_of_one_name_in_two_log_folders_are_two_ranks(self, tmp_path):
+    def test_log_folders_are_ranks(self, tmp_path):
         for rank in range(2):
             for time in ("2026_01_01", "2026_02_02"):
                 run = tmp_path / f"rank{rank}" / "plugins" / "profile" / time
@@ -472,7 +472,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_is_one_line_and_nothing_of_others_is_lost(content, tmp_path):
+def test_damaged_file_costs_one_line(content, tmp_path):
     (tmp_path / "bad.xplane.pb").write_bytes(content)
     with pytest.raises(ValueError, match=r"bad\.xplane\.pb: this is not a JAX profile") as error:
         read_folder(tmp_path)
@@ -485,13 +485,13 @@ def test_a_damaged_file_is_one_line_and_nothing_of_others_is_lost(content, tmp_p
 
 
 @given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
-def test_one_wrong_byte_or_a_cut_raises_nothing_but_value_errors(at, byte):
+def test_damage_raises_only_value_errors(at, byte):
     for damaged in (WHOLE[:at] + bytes([byte]) + WHOLE[at + 1 :], WHOLE[:at]):
         with contextlib.suppress(ValueError):
             read_profile(damaged)
 
 
-def test_the_command_ends_with_2_after_the_table(tmp_path):
+def test_command_ends_with_2(tmp_path):
     (tmp_path / "good.xplane.pb").write_bytes(WHOLE)
     (tmp_path / "bad.xplane.pb").write_bytes(WHOLE[:-9])
     command = [sys.executable, "-m", "jaxcoll", "inspect", "--profile", str(tmp_path)]
@@ -502,13 +502,13 @@ def test_the_command_ends_with_2_after_the_table(tmp_path):
 
 
 @pytest.mark.parametrize("write", BACKENDS.values(), ids=BACKENDS)
-def test_windows_count_runs_by_the_same_rule(write):
+def test_windows_count_the_same_runs(write):
     others = write(steps(("dot.1", 0, 1), runs=40), module="jit_other")
     assert count_runs(write(steps(*usual()), number=7), [Compiled(hlo(), 7)]) == (72, 12)
     assert count_runs(others, [Compiled(hlo(), 7)]) == (80, 0)
 
 
-def test_profiles_of_different_times_are_not_compared(tmp_path):
+def test_distant_profiles_are_not_compared(tmp_path):
     text = programs(hlo(), number=7)
     hosts = [gpu(steps(*usual(), runs=12 + k)) + text + task(10**18 * (k + 1)) for k in range(2)]
     found = read(tmp_path, *hosts)
@@ -516,7 +516,7 @@ def test_profiles_of_different_times_are_not_compared(tmp_path):
     assert "share no run" in found.notes[0]
 
 
-def test_profiles_without_programs_say_how_to_record_them(tmp_path):
+def test_missing_programs_are_explained(tmp_path):
     with pytest.raises(ValueError, match="contain no communicating program"):
         read(tmp_path, tpu(steps(*usual())))
 
@@ -535,7 +535,7 @@ with jax.profiler.trace(sys.argv[1]):
 
 
 @pytest.mark.parametrize(("rows", "loaded"), [((2, 4), 2), ((4, 6), 0)], ids=["unlike", "alike"])
-def test_programs_of_one_name_are_told_apart(rows, loaded, tmp_path):
+def test_equal_names_are_told_apart(rows, loaded, tmp_path):
     # The second process loads what the first has compiled: its executions have the numbers of then.
     settings = {
         "JAX_PLATFORMS": "cpu",
@@ -579,7 +579,7 @@ class TestInPython:
         ],
         ids=["shapes", "topology"],
     )
-    def test_what_cannot_run_is_not_measured(self, arguments, words):
+    def test_impossible_measures_are_refused(self, arguments, words):
         x, *topology = arguments
         step = jax.jit(lambda x: x * 2)
         with pytest.raises(ValueError, match=words):
@@ -602,13 +602,13 @@ class TestInPython:
             jc.assert_collectives(programs, max_count=0)
         assert "1 all-reduce" in str(programs)
 
-    def test_a_block_that_raises_is_read_up_to_there(self):
+    def test_raising_block_is_read(self):
         with pytest.raises(KeyError), jc.inspecting() as programs:  # noqa: PT012
             jax.jit(lambda x: x * 5)(np.ones(9, "f"))
             raise KeyError
         assert (programs.reports, programs.quiet > 0) == ((), True)
 
-    def test_nothing_is_compiled_anew_nor_watched_after_the_block(self):
+    def test_block_leaves_nothing_behind(self):
         with jc.inspecting() as programs:
             pass
         jax.jit(lambda x: x * 6)(np.ones(9, "f"))
