@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable
@@ -19,7 +19,6 @@ from jaxcoll._collectives.check_replicas import Claims
 from jaxcoll._collectives.halves import all_gather
 from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.sparse import is_sparse
-from jaxcoll._compat import settings
 from jaxcoll._distribute.arguments import call_options, copy_near, fit_to_group
 from jaxcoll._distribute.per_replica import (
     DistributedValues,
@@ -37,15 +36,16 @@ from jaxcoll._distribute.replica_axis import (
     refuse_traced,
 )
 from jaxcoll._mesh.mesh import local_positions, make_line, no_mesh, span_processes
-from jaxcoll._mesh.placement import InPlace, place
+from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.world import make_worlds
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import check_not_empty, is_array, refuse_tied
 from jaxcoll._runtime.call import Call, InnerDeadlines
-from jaxcoll._runtime.dispatch import run
+from jaxcoll._runtime.dispatch import find_group, run
 from jaxcoll._runtime.executable import remember
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import make_check
+from jaxcoll._step.jitted_program import MISSED, JittedProgram
 from jaxcoll._step.replicated_program import replicate
 
 
@@ -188,11 +188,17 @@ def run_on_replicas(
 
     The result has a distributed value for each array, or is a single one if `as_one`.
     """
-    refuse_tied(arguments, caller)
     settings = (drop_deadline(options), context, as_one)
     program = replica_program(devices, function, *settings)
     with no_mesh():
-        placed = program.ready(caller, arguments, devices)
+        if not options.timeout_seconds:
+            result = program.call_quickly(arguments)
+            if result is not MISSED:
+                return result
+        refuse_tied(arguments, caller)
+        placed = place_arguments(caller, arguments, devices)
+        # A trace finds the deadlines and the claims inside, which are of this call too.
+        program.inner.trace_once(program.jitted, placed)
         compares = claims_are_new(program.claims, placed)
         if compares:
             program = replica_program(devices, function, *settings, True)
@@ -201,36 +207,32 @@ def run_on_replicas(
         result = run(call)
         if compares:
             return make_check(program.claims, make_line(devices, AXIS), (AXIS,))(result, call)
+        if not call.timeout_seconds and find_group(devices) is None:
+            program.make_quick(arguments, placed)
         return result
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class ReplicaProgram:
-    """A program that runs a function on every device, compiled once for each shape."""
+class ReplicaProgram(JittedProgram):
+    """A program that runs a function on every device; it takes placed arguments."""
 
-    jitted: Any  # takes placed arguments
-    inner: InnerDeadlines  # the deadlines of reductions inside, from its traces
-    claims: Claims  # values that `jc.same` claims are equal, and what a comparing program reports
-    # The arguments of its last call, their structure once placed, and JAX's settings
-    last: tuple[InPlace | None, Any, Any] = (None, None, None)
+    # The trees of arguments in place, as passed and as placed, which is without `Mirrored`s
+    _trees: tuple[Any, Any] = (None, None)
+    _next: Callable[[Any], Any]
 
-    def ready(
-        self, caller: str, arguments: tuple[Any, Any], devices: tuple[jax.Device, ...]
-    ) -> Any:
-        """Return the arguments placed for the program; those like the last call's already are."""
+    def call_quickly(self, arguments: tuple[Any, Any]) -> Any:
+        """Return the result of a call like the last one, or `MISSED`."""
+        passed, placed = self._trees
+        if passed is None:
+            return MISSED
         leaves, tree = jax.tree.flatten(arguments)
-        configuration = settings.configuration()
-        last, structure, before = self.last
-        if last is not None and configuration == before and last.is_like(leaves, tree):
-            return structure.unflatten(leaves)
-        placed = place_arguments(caller, arguments, devices)
-        # Tracing finds the deadlines inside, so new shapes are traced before their first call.
-        self.inner.trace_once(self.jitted, placed)
-        placed_leaves, structure = jax.tree.flatten(placed)
-        if len(placed_leaves) == len(leaves):
-            if all(a is b for a, b in zip(placed_leaves, leaves, strict=True)):
-                self.last = InPlace.record(leaves, tree), structure, configuration
-        return placed
+        return self._next(placed.unflatten(leaves)) if tree == passed else MISSED
+
+    def make_quick(self, arguments: tuple[Any, Any], placed: tuple[Any, Any]) -> None:
+        """Make the next call quick, if this one had its arguments in place."""
+        leaves, tree = jax.tree.flatten(arguments)
+        others, placed_tree = jax.tree.flatten(placed)
+        if len(leaves) == len(others) and all(map(operator.is_, leaves, others)):
+            self._trees, self._next = (tree, placed_tree), self.quick_call(placed)
 
 
 _MOST_PROGRAMS = 16  # cached for one function, with different devices, options or strategies
@@ -330,7 +332,7 @@ def replica_program(
         return jax.tree.map(value, structure.unflatten(range(len(copies))), is_leaf=is_value)
 
     program.__name__ = name  # what messages and profiles show
-    return ReplicaProgram(jax.jit(program), inner, claims)
+    return ReplicaProgram(program, inner, claims)
 
 
 def place_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -40,40 +39,6 @@ def is_in_place(tree: Any, sharding: NamedSharding) -> bool:
         and [x.sharding for x in leaves].count(sharding) == len(leaves)
         and not any(map(_is_deleted, leaves))
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class InPlace:
-    """The types and shardings of a call's arguments, all already placed, to compare with the next.
-
-    Guarantee: if another call `is_like` this one, its arguments have the same tree structure,
-    array types and shardings.
-    """
-
-    tree: Any
-    kinds: set[type]
-    avals: list[Any]
-    shardings: list[Any]
-
-    @classmethod
-    def record(cls, leaves: list[Any], tree: Any) -> InPlace | None:
-        """Make it from flattened arguments; return None if some of them are not arrays."""
-        kinds = {type(x): x for x in leaves}
-        if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in kinds.values()):
-            return None
-        return cls(tree, {*kinds}, [x.aval for x in leaves], [x.sharding for x in leaves])
-
-    def is_like(self, leaves: list[Any], tree: Any) -> bool:
-        """Return True if another call's arguments have the same types and shardings, and live."""
-        return (
-            tree == self.tree
-            and set(map(type, leaves)) == self.kinds
-            # Lists are compared by identity first, which is fast: in a loop the arguments are
-            # results of the last call, and their types are the same objects.
-            and [x.aval for x in leaves] == self.avals
-            and [x.sharding for x in leaves] == self.shardings
-            and not any(map(_is_deleted, leaves))
-        )
 
 
 def host_array(x: Any) -> Any:

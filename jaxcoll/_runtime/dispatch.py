@@ -80,11 +80,8 @@ def run(call: Call, until: float | None = None) -> Any:
         the next call over the same processes begins after that.
     """
     group = call.group or find_group(call.devices)
-    if group is None and not call.timeout_seconds:
-        worker = getattr(_alone, "worker", None)
-        # After a call that was given up, later ones queue in its worker, so that none overtakes it.
-        if worker is None or not worker.is_alive():
-            return call.program(*call.args, **call.kwargs)
+    if group is None and not call.timeout_seconds and not has_queue():
+        return call.program(*call.args, **call.kwargs)
     # Compile in this thread, because tracing uses the JAX configuration of its thread. Read the
     # deadline afterwards, because the trace may request a shorter one.
     if call.program is None and group is not None:
@@ -116,6 +113,12 @@ def run(call: Call, until: float | None = None) -> Any:
     while call.same_rows:
         settings.warn(call.same_rows.pop(), SameRowsWarning)
     return task.result()
+
+
+def has_queue() -> bool:
+    """Return True if calls of this thread queue, so that none overtakes one that was given up."""
+    worker = getattr(_alone, "worker", None)
+    return worker is not None and worker.is_alive()
 
 
 def run_all(calls: Sequence[Call]) -> list[Any]:

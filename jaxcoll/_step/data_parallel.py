@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +24,12 @@ from jaxcoll._mesh.world import Worlds, make_worlds
 from jaxcoll._plan.options import CommunicationOptions, check_options
 from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._runtime import call as dispatched
-from jaxcoll._runtime.dispatch import run
+from jaxcoll._runtime.dispatch import find_group, run
 from jaxcoll._runtime.executable import remember
 from jaxcoll._step.bound_step import bind_step
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import make_check
+from jaxcoll._step.jitted_program import MISSED, JittedProgram
 from jaxcoll._step.placed_arguments import Arguments
 from jaxcoll._step.replicated_program import VaryingOutputs, call_step, check_rule
 
@@ -158,7 +160,9 @@ class DataParallel:
         self._axes = axis_names(self._axis_name)
         self.signature = Signature(self._step, self._batch_argnums)
         self._calls = 0
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[tuple[Slot, ...], JittedProgram] = {}
+        # How to make a call like the last, and the names of its arguments by keyword
+        self._quick: tuple[Any, tuple[str, ...]] = None, ()
         self._on_ambient: dict[Mesh, DataParallel] = {}
         self._inner = dispatched.InnerDeadlines()
 
@@ -190,16 +194,16 @@ class DataParallel:
 
     @functools.cached_property
     def _worlds(self) -> Worlds:
-        return make_worlds(self.mesh)
+        return make_worlds(self._fixed_mesh)
 
     @functools.cached_property
     def _devices(self) -> tuple[jax.Device, ...]:
-        return tuple(self.mesh.devices.flat)
+        return tuple(self._fixed_mesh.devices.flat)
 
     @functools.cached_property
     def _arguments(self) -> Arguments:
         return Arguments(
-            self.signature, self.mesh, self._axis_name, self._processes, self.donate_argnums
+            self.signature, self._fixed_mesh, self._axis_name, self._processes, self.donate_argnums
         )
 
     @functools.cached_property
@@ -239,27 +243,49 @@ class DataParallel:
     @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the step's result on the whole batch; see `data_parallel`."""
+        if jax.sharding.get_abstract_mesh().empty:
+            return self._call(args, kwargs)
         step = self._choose_mesh()
         with no_mesh():
-            call, checked = step.prepare(*args, **kwargs)
-            result = run(call)
-            return result if checked is None else checked(result, call)
+            return step._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call_quickly, names = self._quick
+        if call_quickly is not None and names == (*kwargs,):
+            result = call_quickly((*args, *kwargs.values()))
+            if result is not MISSED:
+                self._calls += 1
+                return result
+        program, call, check = self._prepare(args, kwargs)
+        result = run(call)
+        if check is not None:
+            return check(result, call)
+        self._quick = None, ()
+        if not (call.kwargs or call.timeout_seconds or find_group(self._devices)):
+            leaves, tree = jax.tree.flatten((*args, *kwargs.values()))
+            placed, placed_tree = jax.tree.flatten(call.args)
+            if tree == placed_tree and all(map(operator.is_, leaves, placed)):
+                self._quick = program.quick_call(call.args), (*kwargs,)
+        return result
 
     def prepare(
         self, /, *args: Any, **kwargs: Any
     ) -> tuple[dispatched.Call, Callable[[Any, dispatched.Call], Any] | None]:
         """Return the call for these arguments, and a check of its result, if one is due."""
+        return self._prepare(args, kwargs)[1:]
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
-        call = self._arguments.ready(args, kwargs)
-        (program, claims), checked = self._program_for(call), None
-        if claims.found and claims_are_new(claims, (call.args, call.kwargs)):
-            claims = Claims(compares=True)
-            program = self._jit(remember, call, claims)
-            checked = make_check(claims, self.mesh, self._axes)
-        of_call = program, call.args, self._devices, name, self._options, call.kwargs
+        call = self._arguments.place(self._arguments.check(args, kwargs))
+        program, check = self._program_for(call), None
+        if program.claims.found and claims_are_new(program.claims, (call.args, call.kwargs)):
+            program = self._jit(remember, call, Claims(compares=True))
+            check = make_check(program.claims, self._fixed_mesh, self._axes)
+        of_call = program.jitted, call.args, self._devices, name, self._options, call.kwargs
         names = self.signature.name
-        return dispatched.Call(*of_call, rows=True, inner=self._inner, name_of=names), checked
+        made = dispatched.Call(*of_call, rows=True, inner=self._inner, name_of=names)
+        return program, made, check
 
     def over(self, mesh: AbstractMesh, worlds: Worlds, processes: int) -> DataParallel:
         """Return this step for other devices, to be traced and lowered but not called.
@@ -303,7 +329,7 @@ class DataParallel:
         for cached in ("_fixed_mesh", "_worlds", "_devices", "_processes", "_arguments"):
             vars(step).pop(cached, None)
         inner = dispatched.InnerDeadlines()
-        vars(step).update(changed, _programs={}, _on_ambient={}, _inner=inner)
+        vars(step).update(changed, _programs={}, _quick=(None, ()), _on_ambient={}, _inner=inner)
         return step
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -319,7 +345,7 @@ class DataParallel:
         step = self._choose_mesh()
         with no_mesh():
             call = step._shapes(args, kwargs)
-            return step._program_for(call)[0].trace(*call.args, **call.kwargs)
+            return step._program_for(call).jitted.trace(*call.args, **call.kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the program for these arguments: `.as_text()` shows what it requests.
@@ -342,16 +368,17 @@ class DataParallel:
         step = self._choose_mesh()
         with no_mesh():
             call = step._shapes(args, kwargs)
-            return step._jit(record, call, Claims()).trace(*call.args, **call.kwargs)
+            return step._jit(record, call, Claims()).jitted.trace(*call.args, **call.kwargs)
 
-    def _program_for(self, call: Call) -> tuple[Any, Claims]:
-        """Return the jitted program and its claims; the first call decides on its options."""
+    def _program_for(self, call: Call) -> JittedProgram:
+        """Return the program of calls with this batch; the first call decides on its options."""
         if call.batch not in self._programs:
-            claims = Claims()
-            self._programs[call.batch] = self._jit(remember, call, claims), claims
+            self._programs[call.batch] = self._jit(remember, call, Claims())
         return self._programs[call.batch]
 
-    def _jit(self, record: Callable[[CollectivePlan], None], call: Call, claims: Claims) -> Any:
+    def _jit(
+        self, record: Callable[[CollectivePlan], None], call: Call, claims: Claims
+    ) -> JittedProgram:
         """Return the program with the compiler options that its plans need for these arguments.
 
         A trace finds these options. JAX caches the trace and compiles from it.
@@ -362,16 +389,17 @@ class DataParallel:
             wanted.update(plan.compiler_options())
             record(plan)
 
-        program = functools.partial(self._program, note, call.batch, claims)
-        functools.update_wrapper(program, self._step, updated=())
-        jitted = functools.partial(jax.jit, program, donate_argnums=self.donate_argnums)
-        without_options = jitted()
-        without_options.trace(*call.args, **call.kwargs)
-        if not wanted:
-            return without_options
-        has_devices = isinstance(self.mesh, Mesh)
-        known = drop_unknown_options(wanted, self.mesh.devices.flat[0]) if has_devices else wanted
-        return jitted(compiler_options=known)
+        function = functools.partial(self._program, note, call.batch, claims)
+        functools.update_wrapper(function, self._step, updated=())
+        donated = self.donate_argnums
+        program = JittedProgram(function, self._inner, claims, donate_argnums=donated)
+        program.jitted.trace(*call.args, **call.kwargs)
+        if wanted:
+            mesh = self._fixed_mesh
+            has_devices = isinstance(mesh, Mesh)
+            known = drop_unknown_options(wanted, mesh.devices.flat[0]) if has_devices else wanted
+            program.add_options(compiler_options=known)
+        return program
 
     def _program(
         self,
@@ -405,7 +433,7 @@ class DataParallel:
         try:
             return call_step(
                 step,
-                self.mesh,
+                self._fixed_mesh,
                 self._axes,
                 scope,
                 self._varying_outputs,

@@ -11,10 +11,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._collectives.shards import is_shards, shards_in
-from jaxcoll._gradients.batch import Call, Signature, Slot
+from jaxcoll._gradients.batch import Call, Signature
 from jaxcoll._mesh.mesh import axis_names, choose_mapped_axes
 from jaxcoll._mesh.placement import (
-    InPlace,
     abstract_shape,
     check_concrete,
     check_rows,
@@ -46,20 +45,6 @@ class Arguments:
         self._rows = NamedSharding(self._mesh, PartitionSpec(self._axis_name))
         self._whole = NamedSharding(self._mesh, PartitionSpec())
         self._has_others = bool({*self._mesh.axis_names} - choose_mapped_axes(self._mesh, axes))
-        self._last: tuple[InPlace | None, tuple[Slot, ...]] = None, ()
-
-    def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with placed arguments. A call like the last one takes a shortcut."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        last, batch = self._last
-        is_shared = self._donated and len({id(x) for x in leaves}) < len(leaves)
-        if last is not None and not is_shared and last.is_like(leaves, tree):
-            return Call(args, kwargs, batch)
-        call = self.place(self.check(args, kwargs))
-        placed, same = jax.tree.flatten((call.args, call.kwargs))
-        if same == tree and all(a is b for a, b in zip(placed, leaves, strict=True)):
-            self._last = InPlace.record(leaves, tree), call.batch
-        return call
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call in the order of the signature, with its batch, after checks."""

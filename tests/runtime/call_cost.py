@@ -30,7 +30,7 @@ def row(leaves):
     step = jc.data_parallel(lambda w, x: jax.tree.map(lambda a: a + 1, w))
     over = lambda *axes: jax.NamedSharding(step.mesh, jax.sharding.PartitionSpec(*axes))
     w, x = jax.device_put((tree, np.ones((DEVICES, 2), "f")), (over(), over("data")))
-    made, _ = step._call((w, x), {})
+    made, _ = step.prepare(w, x)
 
     def seconds(call):
         start = time.perf_counter()

@@ -7,7 +7,6 @@ import pytest
 from cases import mesh_of
 
 import jaxcoll as jc
-from jaxcoll._mesh.placement import InPlace
 from jaxcoll._step.placed_arguments import Arguments
 
 MESH = mesh_of(2)
@@ -28,10 +27,10 @@ def train(w, x):
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """How often a call was looked at closely."""
-    calls, close = [], Arguments.check
-    monkeypatch.setattr(Arguments, "check", lambda *a: calls.append(a) or close(*a))
+def looks(monkeypatch):
+    """The calls whose arguments were looked at."""
+    calls, check = [], Arguments.check
+    monkeypatch.setattr(Arguments, "check", lambda *a: calls.append(a) or check(*a))
     return calls
 
 
@@ -40,16 +39,20 @@ def step():
     return jc.data_parallel(train, mesh=MESH)
 
 
-def test_a_loop_is_looked_at_until_all_is_in_place(step, asked):
+def test_arguments_in_place_are_not_looked_at(step, looks):
     w, x = {"a": np.float32(0), "b": np.zeros(3, "f")}, np.ones(4, "f")
     for _ in range(4):
         w = step(w, x)
-    assert len(asked) == 4, "a batch of the host is placed each time"
+    assert len(looks) == 4, "a batch of the host is placed each time"
     x = rows(x)
     for _ in range(4):
         w = step(w, x)
-    assert len(asked) == 5
-    np.testing.assert_array_equal(w["b"], [8, 8, 8])
+    assert len(looks) == 5
+    w = step(w, x=x)
+    for _ in range(2):
+        w = step(w, x=x)
+    assert len(looks) == 6, "by keyword it is another kind of call"
+    np.testing.assert_array_equal(w["b"], [11, 11, 11])
 
 
 @pytest.mark.parametrize(
@@ -57,35 +60,61 @@ def test_a_loop_is_looked_at_until_all_is_in_place(step, asked):
     [
         (lambda w, x: (w, rows(np.ones((4, 1)))), None),
         (lambda w, x: (w, np.ones(4, "f")), None),
+        (lambda w, x: (w, jax.device_put(np.ones(4, "f"), WHOLE)), None),
         (lambda w, x: ({**w, "a": 1.0}, x), None),
         (lambda w, x: ({**w, "a": jax.device_put(w["a"], jax.devices()[1])}, x), None),
+        (lambda w, x: ({**w, "a": jax.device_put(w["a"], jax.devices()[3])}, x), None),
         (lambda w, x: ({"a": w["a"], "b": w["a"]}, x), None),
         (lambda w, x: (w, copies(np.ones(3))), "3 rows, which do not divide"),
         (lambda w, x: (w, "x"), "is not an array or a number; got str"),
     ],
 )
-def test_a_call_unlike_the_last_is_looked_at_closely_and_refused_however_often_its_like_was_passed(
-    step, asked, another, words
-):
+def test_calls_unlike_the_last_are_served(step, another, words):
     w, x = {"a": copies(1), "b": copies([1, 2])}, rows(np.ones(4))
-    for _ in range(2):
+    for _ in range(3):
         step(w, x)
-    before = len(asked)
-    if words:
-        with pytest.raises(ValueError, match=words):
-            step(*another(w, x))
-    else:
-        found = step(*another(w, x))
-        assert float(found["a"]) == 2
-    assert len(asked) == before + 1
+    for _ in range(2):
+        if words:
+            with pytest.raises(ValueError, match=words):
+                step(*another(w, x))
+        else:
+            result = step(*another(w, x))
+            assert float(result["a"]) == 2
+            assert all(leaf.sharding == WHOLE for leaf in result.values())
+        assert float(step(w, x)["a"]) == 2
     with pytest.raises(ValueError, match="is being traced"):
-        jax.jit(step)(w, rows(np.ones(4)))
+        jax.jit(step)(w, x)
     w["b"].delete()
     with pytest.raises(ValueError, match=r"float32\[2\] in the arguments is deleted"):
-        step(w, rows(np.ones(4)))
+        step(w, x)
 
 
-def test_an_array_that_is_passed_twice_is_given_away_once():
+def test_same_claims_are_compared_for_shapes_that_were_traced_first():
+    step = jc.data_parallel(lambda w, x: jc.same(w + x.sum(), "data"), mesh=MESH)
+    w, equal = copies(1), rows(np.ones(4))
+    for x in (equal, equal, rows(np.ones(2))):
+        step.trace(w, rows(np.arange(6.0)))
+        step(w, x)
+    with pytest.raises(jc.errors.ReplicaDivergenceError):
+        step(w, rows(np.arange(6.0)))
+
+
+def test_deadlines_of_later_traces_bound_quick_calls():
+    limit = jc.CommunicationOptions(timeout_seconds=60)
+
+    def train(w, x):
+        return w + jc.all_reduce("sum", x, options=limit if x.size > 2 else None).sum()
+
+    step = jc.data_parallel(train, mesh=MESH)
+    w, x = copies(1), rows(np.ones(2))
+    for _ in range(3):
+        step(w, x)
+    step.trace(w, rows(np.ones(8)))
+    assert step.prepare(w, x)[0].timeout_seconds == 60
+    assert float(step(w, x)) == 3
+
+
+def test_shared_arrays_are_donated_once():
     step = jc.data_parallel(lambda w, v, x: (w + x.sum(), v), mesh=MESH, batch_argnums="x", donate_argnums=("w", "v"), varying_outputs="concatenate")  # fmt: skip
     x = rows(np.ones(4))
     for _ in range(2):
@@ -96,7 +125,7 @@ def test_an_array_that_is_passed_twice_is_given_away_once():
     assert np.asarray(same)[:2].tolist() == [1, 1]
 
 
-def test_runs_of_a_strategy_are_looked_at_until_all_is_in_place(monkeypatch):
+def test_runs_in_place_are_not_looked_at(monkeypatch):
     from jaxcoll._distribute import replica_program
 
     looks, close = [], replica_program.place_arguments
@@ -117,7 +146,3 @@ def test_runs_of_a_strategy_are_looked_at_until_all_is_in_place(monkeypatch):
     x.tree.delete()
     with pytest.raises((ValueError, RuntimeError), match="deleted"):
         strategy.run(step, args=(w, x))
-
-
-def test_what_is_not_all_arrays_is_like_nothing():
-    assert InPlace.record([np.ones(2)], jax.tree.structure(0)) is None
