@@ -16,13 +16,13 @@ from jaxcoll._compat.private import checks_types
 
 
 def axes_in_scope() -> tuple[str, ...]:
-    """Return the names of the mapped axes at this point of the trace, outermost first."""
+    """Name the mapped axes at this point of the trace, outermost first."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(dict.fromkeys([*manual, *(a for a in _axis_names() if isinstance(a, str))]))
 
 
 def obstacle(axis: str) -> Literal["unreachable", "shadowed"] | None:
-    """Return the reason why no collective can run over a mapped axis, or None if it can.
+    """Say why no collective can run over a mapped axis; None if it can.
 
     "unreachable": the axis belongs to a `vmap` inside a checked `shard_map`, where every collective
     fails in JAX 0.10 and 0.12, with an assertion without a message. "shadowed": a `vmap` has the
@@ -44,7 +44,7 @@ def is_vmapped(axis: str) -> bool:
 
 
 def order_by_mesh(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return `axes` in the order of the mesh, in which `lax.ppermute` counts replicas.
+    """Sort `axes` in the order of the mesh, in which `lax.ppermute` counts replicas.
 
     `lax.axis_index` and the gathers count in the order of their argument.
     """
@@ -53,23 +53,22 @@ def order_by_mesh(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Return the axes over which `x` is typed as varying; none where types are not tracked."""
+    """Read the axes over which `x` is typed as varying; none where types are not tracked."""
     return varying_axes_of_type(jax.typeof(x))
 
 
 def varying_axes_of_type(aval: Any) -> frozenset[str]:
-    """Return the axes over which a type varies."""
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset() if manual is None else frozenset(manual.varying)
 
 
 def zeros_like_aval(aval: Any, dtype: Any) -> jax.Array:
-    """Return zeros with the shape and varying axes of a type, as the initial carry of a loop."""
+    """Make zeros with the shape and varying axes of a type, as the initial carry of a loop."""
     return cast_varying(jnp.zeros(aval.shape, dtype), sorted(varying_axes_of_type(aval)))
 
 
 def types_tracked() -> bool:
-    """Return True if types tell replicas apart here, inside a checked `shard_map`."""
+    """Types tell replicas apart inside a checked `shard_map`."""
     return bool(checks_types.value)
 
 
@@ -84,13 +83,13 @@ def tracks_variance(axis: str) -> bool:
 
 
 def axes_left_to_sum(x: Any) -> frozenset[str]:
-    """Return the axes over which the type of `x` is an unfinished sum (`unreduced`)."""
+    """Read the axes over which the type of `x` is an unfinished sum (`unreduced`)."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset(getattr(manual, "unreduced", ()))
 
 
 def same_axes(x: Any, axes: Iterable[str]) -> tuple[str, ...]:
-    """Return the `axes` over which the type of `x` shows it to be the same on all replicas."""
+    """Keep the `axes` over which the type of `x` shows it to be the same on all replicas."""
     if not types_tracked():
         return ()
     differs = varying_axes(x) | axes_left_to_sum(x)
@@ -98,36 +97,34 @@ def same_axes(x: Any, axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def cast_varying(x: Any, axes: Sequence[str]) -> Any:
-    """Return `x` typed as varying over `axes`, except axes without tracked types. Nothing moves."""
+    """Type `x` as varying over `axes`, except axes without tracked types. Nothing moves."""
     missing = same_axes(x, axes)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def retype(aval: Any, varying: frozenset[str]) -> Any:
-    """Return the type with `varying` as the axes it varies over."""
     return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=varying))
 
 
 def make_weak(x: jax.Array) -> jax.Array:
-    """Return an array of the same parts, weakly typed as Python numbers are."""
+    """Make an array of the same parts, weakly typed as Python numbers are."""
     parts = [part.data for part in x.addressable_shards]
     make: Any = type(x)
     return make(jax.typeof(x).update(weak_type=True), x.sharding, parts, committed=True)
 
 
 def is_partially_sharded(x: Any) -> bool:
-    """Return True if the type of `x` is sharded over a mesh axis that is not mapped here."""
+    """The type of `x` may be sharded over a mesh axis that is not mapped here."""
     spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
     return [*spec].count(None) < len(spec)
 
 
 def must_keep_shape(x: Any) -> bool:
-    """Return True if `x` is or may be split over a mesh axis that is not mapped here."""
     return bool(automatic_axes()) or is_partially_sharded(x)
 
 
 def automatic_axes() -> tuple[str, ...]:
-    """Return the axes of the current mesh, larger than 1, that are left to the partitioner."""
+    """Name the axes of the current mesh, larger than 1, that are left to the partitioner."""
     mesh = jax.sharding.get_abstract_mesh()
     if len(mesh.manual_axes) in (0, len(mesh.axis_names)):
         return ()

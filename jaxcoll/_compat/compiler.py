@@ -29,7 +29,6 @@ COMPILERS = {
 
 
 def has_compiler(platform: str) -> bool:
-    """Return True if the compiler of a platform is installed for this Python."""
     return not COMPILERS[platform] or any(map(_is_there, COMPILERS[platform]))
 
 
@@ -68,12 +67,12 @@ def main(folder: Path) -> None:
 
 
 def compiler_options(traced: Any) -> dict[str, Any]:
-    """Return the `compiler_options` that a function was jitted with; JAX has no public way."""
+    """Read the `compiler_options` that a function was jitted with."""
     return dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
 
 
 def cluster_devices(request: dict[str, Any], mesh_sizes: Sequence[int]) -> list[Any]:
-    """Return the devices of a cluster, in the order of `jax.make_mesh` if it supports the sizes."""
+    """List the devices of a cluster, in the order of `jax.make_mesh` if it supports the sizes."""
     from jax.experimental import topologies
 
     cluster = topologies.get_topology_desc(**request)
@@ -121,13 +120,12 @@ def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) 
 
 
 def memory_by_name(stats: Any) -> dict[str, int]:
-    """Return bytes on one device by name, from the statistics of a compiled program."""
     names = ("argument", "output", "alias", "temp", "generated_code")
     return {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
 
 
 def _find_unsharded(function: Any, which: str) -> list[bool]:
-    """Return, for each argument or result, True if the compiler chooses its sharding."""
+    """Find the arguments or results whose sharding the compiler chooses."""
     if which not in function.attributes:
         return []
     return [

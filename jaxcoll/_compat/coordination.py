@@ -36,11 +36,10 @@ class Store:
         self.processes = processes
 
     def shares_client(self, other: object) -> bool:
-        """Return True if both use the same client, of a world that was joined once."""
+        """Both may use the same client, of a world that was joined once."""
         return isinstance(other, Store) and self._client is other._client
 
     def is_current(self) -> bool:
-        """Return True if it is the store of the world that this process is in now."""
         return job.client is self._client
 
     def set(self, key: str, value: str) -> None:
@@ -63,14 +62,14 @@ class Store:
         return value
 
     def try_get(self, key: str) -> str | None:
-        """Return the value, or None if there is none yet."""
+        """Get the value, or None if there is none yet."""
         try:
             return self._ask("key_value_try_get", key)
         except KeyError:
             return None
 
     def all(self, folder: str) -> dict[str, str]:
-        """Return all values below `folder/`, by the rest of their keys."""
+        """Get all values below `folder/`, by the rest of their keys."""
         pairs = self._ask("key_value_dir_get", folder)
         return {key.removeprefix(folder).lstrip("/"): value for key, value in pairs}
 
@@ -95,7 +94,7 @@ class Store:
 def detect_cluster(
     num_processes: int | None, process_id: int | None, timeout: int
 ) -> tuple[str | None, int, int, Sequence[int] | None]:
-    """Return the coordinator's address, the number of processes, this one's number and its GPUs.
+    """Find the coordinator's address, the number of processes, this one's number and its GPUs.
 
     They are those with which `jax.distributed.initialize` would join what JAX finds: Cloud TPU,
     Kubernetes, Open MPI 5 through mpi4py. The address is None if it finds nothing.
@@ -121,7 +120,7 @@ def call_after_shutdown(call: Callable[[], None]) -> None:
 
 
 def store() -> Store | None:
-    """Return the store of the world that this process joined, or None if it joined none."""
+    """Open the store of the world that this process joined; None if it joined none."""
     if job.client is None:
         return None
     return Store(job.client, int(job.process_id), int(job.num_processes))

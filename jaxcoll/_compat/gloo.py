@@ -69,7 +69,6 @@ def let_gloo_listen_at(
 
 
 def meets_over_gloo() -> bool:
-    """Return True if processes are joined and their CPU devices connect over Gloo."""
     is_gloo = read_option("cpu_collectives_implementation") == "gloo"
     return is_gloo and job.client is not None
 
@@ -117,7 +116,7 @@ class SecondClient:
         self.client = _make_client(self._keys, job.process_id, job.num_processes, gloo)
 
     def addresses(self) -> dict[str, bytes]:
-        """Return the addresses that Gloo wrote here or received; none after `close`."""
+        """List the addresses that Gloo wrote here or received; none after `close`."""
         with self._lock:
             return dict(self._keys.key_value_dir_get_bytes(_ADDRESSES)) if self._keys else {}
 
@@ -143,7 +142,7 @@ class SecondClient:
 
 
 def _make_client(client: Any, process: int, processes: int, collectives: Any) -> Any:
-    """Return a CPU client with the options of JAX's own, over another coordination service."""
+    """Make a CPU client with the options of JAX's own, over another coordination service."""
     # JAX's function reads a global state, so this calls a copy of it with other globals.
     original, space = private.make_cpu_client, types.SimpleNamespace
     state = space(client=client, process_id=process, num_processes=processes)
@@ -165,7 +164,7 @@ def _check_count() -> None:
 
 
 def _devices_of_all() -> dict[str, bytes] | None:
-    """Return the devices that all processes published at the rendezvous; None before it.
+    """Get the devices that all processes published at the rendezvous; None before it.
 
     Process 0 reads the local devices of each process and writes the list that the others read.
     """

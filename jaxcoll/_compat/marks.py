@@ -53,7 +53,7 @@ def require(
     caller: str,
     needs: Literal["same", "rows", "summands"] = "same",
 ) -> Any:
-    """Return `x`, and record that `caller` needs named leaves to be the same along `axes`.
+    """Record that `caller` needs named leaves to be the same along `axes`, and return `x`.
 
     Or they must be "rows", which differ, as each replica holds its own; or they are the "summands"
     of `x`, which count repeatedly if all replicas hold them.
@@ -108,7 +108,7 @@ def through_backward(
     through: Callable[[dict[int, Any], dict[int, frozenset[str]]], dict[int, Any]],
     axes: Sequence[str],  # the results vary over these by their types, even if the arrays do not
 ) -> list[Any]:
-    """Return floating `arrays`, whose cotangents together go through a hashable function.
+    """Send the cotangents of floating `arrays` together through a hashable function.
 
     It gets the nonzero cotangents by the indices of their arrays, and the axes over which each
     array varies by its type. Its results must vary over the same axes.
@@ -181,12 +181,10 @@ def is_backward(eqn: Any) -> bool:
 
 
 def is_our_reduction(eqn: Any) -> bool:
-    """Return True if an equation belongs to a pack of one of jaxcoll's reductions."""
     return any(re.fullmatch(r"[a-z_]+_[0-9a-f]{6}/pack\d+", x.name) for x in _scopes(eqn))
 
 
 def only_raises(eqn: Any) -> bool:
-    """Return True if an equation calls a host function whose code has no way to return."""
     code = getattr(getattr(eqn.params.get("callback"), "callback_func", None), "__code__", None)
     ends = [] if code is None else [x.opname for x in dis.get_instructions(code)]
     return bool(ends) and not any(name.startswith(("RETURN", "YIELD")) for name in ends)

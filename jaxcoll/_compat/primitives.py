@@ -51,7 +51,7 @@ def make_first_primitive(name: str, lower: Any = None) -> Primitive:
 
 
 def cast_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
-    """Return `x` typed as the same on every replica along `axes`. Nothing is sent or checked.
+    """Type `x` as the same on every replica along `axes`. Nothing is sent or checked.
 
     The caller is responsible for the equality. JAX offers this type change only as a part of a
     collective (`psum`, or `all_gather(to="invarying")`), which is not needed for an axis of size
@@ -89,7 +89,7 @@ _cast_invariant_p.def_abstract_eval(
 
 
 def terms_of_sum(x: Any, axes: Iterable[str]) -> Any:
-    """Return this replica's term of an unfinished sum over `axes` (type `unreduced`), as varying.
+    """Take this replica's term of an unfinished sum over `axes` (type `unreduced`), as varying.
 
     No data moves. A value of another type is returned unchanged.
     """
@@ -116,7 +116,7 @@ _terms_p.def_abstract_eval(_terms_aval)
 
 
 def order_after(x: Any, after: Any) -> Any:
-    """Return `x`, available only after `after`, as far as compilers keep the order.
+    """Make `x` available only after `after`, as far as compilers keep the order.
 
     JAX 0.10 types both results of a barrier as varying over the axes of either operand. So `after`
     is retyped to vary over no more axes than `x`; that result is dropped.
@@ -126,7 +126,7 @@ def order_after(x: Any, after: Any) -> Any:
 
 
 def depend_on(x: Any, after: Sequence[Any]) -> Any:
-    """Return `x`, but computed from `after` as far as any compiler can see.
+    """Compute `x` from `after`, as far as any compiler can see.
 
     Nothing else orders a collective against those inside a loop: XLA's CPU compiler drops barriers.
     Over Gloo, a process may then get another's gather when it expects the sum of a loss. That was
@@ -137,7 +137,7 @@ def depend_on(x: Any, after: Sequence[Any]) -> Any:
 
 
 def depend_on_all(arrays: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:
-    """Return `arrays`, each computed from all of them and `after`; see `depend_on`."""
+    """Compute each of `arrays` from all of them and `after`; see `depend_on`."""
     first = next((k for k, x in enumerate(arrays) if x.size), None)
     if first is None:
         return list(arrays)
@@ -160,7 +160,7 @@ _depend_on_p = make_first_primitive(
 
 
 def round_as_stored(x: Any, *, backward: bool = False) -> Any:
-    """Return `x` with the bits that it has when it is stored in memory, in every program.
+    """Give `x` the bits that it has when it is stored in memory, in every program.
 
     A compiler that fuses `a * b + c` into one loop may round it once instead of twice; this depends
     on the surrounding program. It cannot fuse arithmetic across this primitive, which adds no pass
@@ -182,7 +182,7 @@ def _flip_no_bits(x: jax.Array) -> jax.Array:
 
 
 def _is_never(bits: jax.Array) -> jax.Array:
-    """Return False, which no compiler can prove: a cube modulo 7 is 0, 1 or 6, never 3."""
+    """Compute False, which no compiler can prove: a cube modulo 7 is 0, 1 or 6, never 3."""
     seven = lax.full_like(bits, 7)
     rest = bits % seven
     return rest * rest * rest % seven == lax.full_like(seven, 3)
@@ -196,13 +196,12 @@ _round_as_stored_p = make_identity_primitive(
 
 
 def trace_once(fun: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the program of `fun(*args)`, and a function that calls it without another trace."""
+    """Trace `fun(*args)`: its program, and a function that calls it without another trace."""
     jitted = jax.jit(fun)
     return jitted.trace(*args).jaxpr, jitted
 
 
 def make_arrays(values: Sequence[Any], like: Sequence[Any]) -> list[jax.Array]:
-    """Return values as arrays of the types in `like`; arrays unchanged."""
     pairs = zip(values, like, strict=True)
     return [x if isinstance(x, jax.Array) else jnp.asarray(x, y.dtype) for x, y in pairs]
 

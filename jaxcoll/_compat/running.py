@@ -45,7 +45,7 @@ def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, Any]]:
 
 
 def read_field(message: bytes | memoryview, at: int) -> tuple[int, Any, int]:
-    """Return the number and the value of the field that begins at `at`, and where it ends."""
+    """Read the number and the value of the field that begins at `at`, and where it ends."""
     tag, at = _varint(message, at)
     number, wire_type = tag >> 3, tag & 7
     value, after = _varint(message, at) if wire_type in (0, 2) else (0, at)
@@ -65,7 +65,7 @@ def _varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def program_id(module: bytes) -> int:
-    """Return the id in a serialized HloModuleProto, by which profiles refer to the program.
+    """Read the id in a serialized HloModuleProto, by which profiles refer to the program.
 
     For a program from the persistent cache, profiles have the id from the process that compiled it.
     """
@@ -73,13 +73,13 @@ def program_id(module: bytes) -> int:
 
 
 def count_assigned_devices(module: bytes) -> tuple[int, int] | None:
-    """Return the replicas and partitions in a serialized HloModuleProto; None if it lacks them."""
+    """Read the replicas and partitions in a serialized HloModuleProto; None if it lacks them."""
     assignment = dict(read_fields(dict(read_fields(module)).get(15, b"")))
     return (assignment.get(1, 1), assignment.get(2, 1)) if assignment else None
 
 
 def decode_text(module: bytes) -> str:
-    """Return the text of a serialized HloModuleProto.
+    """Print a serialized HloModuleProto.
 
     Until JAX 0.9, the notation `[2,4]<=[8]` of replica groups was in a field that jaxlib drops now.
     """
@@ -93,7 +93,7 @@ def decode_text(module: bytes) -> str:
 
 
 def find_wrapped_names(module: bytes) -> dict[str, str]:
-    """Return the name of the instruction that each asynchronous start wraps.
+    """Find the name of the instruction that each asynchronous start wraps.
 
     A GPU's profile has the wrapped name. The text has the start's: `all-to-all-start(...)` is short
     for `async-start(...), calls=` a computation, which it does not print.
@@ -120,7 +120,6 @@ def find_wrapped_names(module: bytes) -> dict[str, str]:
 
 
 def is_tracing() -> bool:
-    """Return True if this thread is tracing a program."""
     return not private.is_idle()
 
 

@@ -28,29 +28,29 @@ _NUMERICS = (
 
 
 def numerics() -> dict[str, Any]:
-    """Return by name the settings that change numerical results, if this JAX has them."""
+    """Read by name the settings that change numerical results, if this JAX has them."""
     # Attributes have this thread's values; the table has all settings.
     table = jax.config.values
     return {name: getattr(jax.config, name, table[name]) for name in _NUMERICS if name in table}
 
 
 def configuration() -> Any:
-    """Return all of this thread's configuration that a trace depends on, as a hashable value."""
+    """Read all of this thread's configuration that a trace depends on, as a hashable value."""
     return private.trace_context()
 
 
 def has_backend() -> bool:
-    """Return True if JAX has initialized its backends, after which processes cannot be joined."""
+    """After JAX has initialized its backends, processes cannot be joined."""
     return private.backends_are_initialized()
 
 
 def read_option(name: str) -> Any:
-    """Return the option `jax.config.jax_<name>`, which type checkers do not know."""
+    """Read `jax.config.jax_<name>`, which type checkers do not know."""
     return getattr(jax.config, f"jax_{name}")
 
 
 def checks_of_thread() -> Callable[[], contextlib.ExitStack] | None:
-    """Return a context for other threads with this thread's NaN and Inf checks, or None."""
+    """Make a context for other threads with this thread's NaN and Inf checks, or None."""
     config: Any = jax.config
     if not (config.jax_debug_nans or config.jax_debug_infs):
         return None
@@ -66,12 +66,12 @@ def checks_of_thread() -> Callable[[], contextlib.ExitStack] | None:
 
 
 def frames(eqn: Any) -> tuple[Any, ...]:
-    """Return the stack frames in which an equation was traced, innermost first."""
+    """List the stack frames in which an equation was traced, innermost first."""
     return tuple(getattr(eqn.source_info.traceback, "frames", ()))
 
 
 def users_line(eqn: Any) -> str:
-    """Return the innermost line outside of libraries that traced an equation, as file:line."""
+    """Find the innermost line outside of libraries that traced an equation, as file:line."""
     for frame in frames(eqn):
         if not _LIBRARIES.search(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}"
@@ -79,7 +79,7 @@ def users_line(eqn: Any) -> str:
 
 
 def line_here() -> str:
-    """Return the innermost running line outside of libraries, as file:line."""
+    """Find the innermost running line outside of libraries, as file:line."""
     frame: Any = sys._getframe()
     while frame is not None and _LIBRARIES.search(frame.f_code.co_filename):
         frame = frame.f_back
@@ -96,7 +96,7 @@ def warn(message: str, category: type[Warning] = UserWarning, line: str = "") ->
 
 
 def line_of_gradient(eqn: Any) -> str:
-    """Return the user's line that called `jax.grad` for an equation, or "" if there is none.
+    """Find the user's line that called `jax.grad` for an equation, or "" if there is none.
 
     The innermost line of an equation in a backward pass is a line of the loss.
     """
@@ -124,7 +124,7 @@ def boundary(fun: Function) -> Function:
 
 
 def drop_unknown_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
-    """Return the options among `wanted` that the compiler for `device` knows; warn of the others.
+    """Keep the options among `wanted` that the compiler for `device` knows; warn of the others.
 
     Cost: on first use, compiling an empty program for each option.
     """

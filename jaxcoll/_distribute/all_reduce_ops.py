@@ -79,7 +79,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self._program = functools.lru_cache(maxsize=256)(self._program_for)
 
     def _mesh_and_routes(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
-        """Return the mesh that an all-reduce over `devices` runs on, and its arrays' routes."""
+        """Choose the mesh that an all-reduce over `devices` runs on, and its arrays' routes."""
         devices = self._group if set(devices) == set(self._group) else devices
         mesh, algorithm = make_line(devices, AXIS), self._algorithm
         if algorithm == HIERARCHICAL_COPY:
@@ -118,7 +118,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return [(self._call(batch, rs), rs) for rs in together.values()]
 
     def _call(self, batch: Batch, reductions: Sequence[Reduction]) -> Call:
-        """Return the call that all-reduces values on the same devices."""
         replicated = tuple([not r.value._rows for r in reductions])
         program, devices, routes = self._program(
             reductions[0].value.devices, batch.reduce_op, batch.options, replicated
@@ -296,13 +295,13 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
 
 
 def make_grid(devices: Sequence[jax.Device], groups: int) -> Mesh:
-    """Return a mesh of two Auto axes: groups of neighbours, and the devices of a group."""
+    """Make a mesh of two Auto axes: groups of neighbours, and the devices of a group."""
     grid = np.array(devices, dtype=object).reshape(groups, -1)
     return Mesh(grid, ("group", AXIS), axis_types=(AxisType.Auto,) * 2)
 
 
 def _algorithm(name: Any) -> str | None:
-    """Return a canonical name, or "hierarchical_copy"; None for "native", the options' default."""
+    """Check a name: a canonical one, "hierarchical_copy", or None for the options' default."""
     if name == HIERARCHICAL_COPY:
         return name
     try:
@@ -318,7 +317,7 @@ def _algorithm(name: Any) -> str | None:
 def _list_workers(
     workers: Any, num_gpus_per_worker: Any, caller: str
 ) -> tuple[tuple[jax.Device, ...], ...]:
-    """Return the devices of each worker: equally many for all, no device twice."""
+    """List the devices of each worker: equally many for all, no device twice."""
     meaning = " (0: workers without GPUs, of one device each)"
     per_worker = count("num_gpus_per_worker", meaning, num_gpus_per_worker) or 1
     expected = "a list with one name, or one list of devices, for each worker"

@@ -60,7 +60,7 @@ def _check_parts(
     first: jax.Device,
     timeout_seconds: float | None,
 ) -> _Parts:
-    """Return a strategy's argument, after the same checks on all processes."""
+    """Make the same checks of a strategy's argument on all processes."""
     tree = value.tree if is_distributed(value) else value
     check_dense(tree, _SPARSE[caller], NotImplementedError if caller == "gather" else ValueError)
     whole = distribute_value(caller + path, type(ops).__name__, value, ops._group, first)
@@ -102,7 +102,7 @@ def _check_parts(
 
 
 def _pad(value: Uneven, shapes: Sequence[Mapping[int, Shape]]) -> DistributedValues:
-    """Return uneven parts as rows of one shape, padded to the longest along each dimension."""
+    """Pad uneven parts to the longest along each dimension: rows of one shape."""
     longest = [np.max([x.shape for x in by_replica.values()], axis=0) for by_replica in shapes]
 
     def pad_one(array: Any, sizes: np.ndarray) -> Any:
@@ -145,7 +145,7 @@ def reduce_along(
 
 
 def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
-    """Return each replica's sums, on its device, in the dtype that a mean is computed in."""
+    """Sum each replica's value, on its device, in the dtype that a mean is computed in."""
     value, shift = parts.value, int(parts.value._rows)
     leaves, treedef = jax.tree.flatten(value.tree)
     sums = treedef.unflatten(
@@ -166,7 +166,7 @@ def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
 
 
 def _mean(total: Any, parts: _Parts) -> Any:
-    """Return the mean of all elements, from their sum."""
+    """Divide the sum of all elements by their number."""
     counts = [
         sum(math.prod(x.shape[k] for k in axes) for x in by_replica.values())
         for by_replica, axes in zip(parts.shapes, parts.axes, strict=True)
@@ -180,7 +180,7 @@ def _mean(total: Any, parts: _Parts) -> Any:
 
 
 def _mean_dtype(array: Any) -> np.dtype:
-    """Return the dtype of a mean of `array`: its own, or for integers a float."""
+    """A mean has its array's dtype; of integers it is a float."""
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else accumulation_dtype(dtype)
 

@@ -81,7 +81,7 @@ def distribute_value(
 def fit_to_group(
     name: str, value: DistributedValues, group: tuple[jax.Device, ...]
 ) -> DistributedValues:
-    """Return `value` if it lies over all of `group`; else make it this process's parts of one.
+    """Check that `value` lies over all of `group`, or make it this process's parts of one.
 
     As in TensorFlow, each worker passes its own part, and gets the result over all. A `Mirrored` of
     one process counts as one row per replica: the copies of other processes may differ from it.
@@ -108,13 +108,12 @@ def fit_to_group(
 
 
 def first_of_each_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
-    """Return the first of each process's devices, in the order of `devices`."""
     first = {device.process_index: device for device in reversed(devices)}
     return tuple(device for device in devices if first[device.process_index] == device)
 
 
 def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...]:
-    """Return the devices of a result, in the order of the replicas."""
+    """List the devices of a result, in the order of the replicas."""
     if isinstance(destinations, DistributedValues):
         return destinations.devices
     if isinstance(destinations, jax.Array) and not isinstance(destinations, Tracer):
@@ -132,13 +131,13 @@ def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...
 
 
 def devices_named(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
-    """Return devices, looking up device strings; refuse a device that is listed twice."""
+    """Look up device strings; refuse a device that is listed twice."""
     named = [device_named(d, caller) if isinstance(d, str) else d for d in devices]
     return check_devices(named, caller)
 
 
 def device_named(name: str, caller: str) -> jax.Device:
-    """Return the device with this name, in any process.
+    """Find the device with this name, in any process.
 
     A name is `str(device)`, which is unique among all processes; or a platform and a number, in
     any case, in TensorFlow's spellings: "/gpu:1", "/device:GPU:1" of this process,
@@ -172,7 +171,7 @@ def device_named(name: str, caller: str) -> jax.Device:
 
 
 def deliver(result: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """Return a result on `devices`: a `Mirrored` over several, a plain value on one.
+    """Place a result on `devices`: a `Mirrored` over several, a plain value on one.
 
     A result that already lies there is not copied. Otherwise each process copies the `Mirrored` or
     plain result that it has to those of `devices` that it owns; a process that owns none keeps its
@@ -227,13 +226,13 @@ def check_here(device: jax.Device) -> None:
 
 
 def copy_near(value: DistributedValues, devices: tuple[jax.Device, ...]) -> Any:
-    """Return this process's copy of `value` on one of `devices`, or else any copy that it has."""
+    """Take this process's copy of `value` on one of `devices`, or else any copy that it has."""
     here = local_positions(value.devices)
     return value[next((i for i in here if value.devices[i] in devices), here[0])]
 
 
 def call_options(options: Any, experimental_hints: Any) -> CommunicationOptions:
-    """Return the options of a call, which may be passed under either name."""
+    """The options of a call may be passed under either name."""
     if experimental_hints is None:
         return check_options(options)
     if options is not None:

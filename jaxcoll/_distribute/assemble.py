@@ -31,7 +31,7 @@ def assemble(
     exchange: bool = True,
     uneven: Callable[[dict[int, Any], tuple[jax.Device, ...]], Any] | None = None,
 ) -> Any:
-    """Return a tree of global arrays; the part of each on device i is replica i's leaf.
+    """Assemble a tree of global arrays; the part of each on device i is replica i's leaf.
 
     `value_of(i)` returns the tree of replica i, and is called for this process's replicas. With
     `rows`, parts are rows of the result, and IndexedSlices are padded to the longest; otherwise
@@ -97,7 +97,7 @@ def assemble(
 
 
 def own_devices(values: Sequence[Any]) -> tuple[jax.Device, ...] | None:
-    """Return the device of each value, if each lies on one device, different from all others."""
+    """Find the device of each value, if each lies on one device, different from all others."""
     devices: list[jax.Device] = []
     for value in values:
         leaves = jax.tree.leaves(value)
@@ -111,7 +111,7 @@ def own_devices(values: Sequence[Any]) -> tuple[jax.Device, ...] | None:
 
 
 def describe(tree: Any) -> str:
-    """Return a text of what must agree between processes about a tree.
+    """Write down what must agree between processes about a tree.
 
     It has the paths, and the dense shapes of IndexedSlices. A tree definition may show addresses,
     which differ between processes.
@@ -133,7 +133,7 @@ def _check_structures(name: str, values: Mapping[int, Any]) -> None:
 
 
 def _read_array(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
-    """Return one leaf of a replica's value: a host array, or an array on one device."""
+    """Check one leaf of a replica's value: a host array, or an array on one device."""
     leaf = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
     if isinstance(value, Tracer):
         refuse_traced(leaf)

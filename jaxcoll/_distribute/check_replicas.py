@@ -95,7 +95,6 @@ class _Leaf(NamedTuple):
 
 
 def _compare_in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaCheck:
-    """Return the digests of all replicas along mapped axes, *invariant*."""
     axes = resolve_axes(axis_name, "check_replicas")
     paths, leaves = _check.flatten_to_arrays(tree)
     names = tuple(map(str, range(count(axes))))
@@ -108,7 +107,7 @@ def _compare_in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaC
 
 
 def _parts(path: str, array: jax.Array, stacked: bool) -> dict[jax.Device, str]:
-    """Return the part of a leaf that each device holds, according to its sharding."""
+    """Say which part of a leaf each device holds, according to its sharding."""
     devices = array.sharding.device_set
     if len(devices) == 1 and jax.process_count() > 1:
         return dict.fromkeys(jax.devices(), "of each process")
@@ -138,7 +137,7 @@ def _check_copies(leaves: Sequence[_Leaf], passed: Sequence[Any]) -> None:
 
 
 def _is_of_one_device(leaf: Any) -> bool:
-    """Return whether a leaf lies on a mesh of one device, so that it has one replica."""
+    """A leaf on a mesh of one device has one replica."""
     is_placed = isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)
     return is_placed and len(leaf.sharding.device_set) == 1
 
@@ -154,7 +153,7 @@ def _only_copy(leaf: Any) -> str:
 
 
 def _compare(leaves: Sequence[_Leaf]) -> ReplicaCheck:
-    """Return the digests, each as its difference from that of most copies of the same part."""
+    """Write each digest as its difference from that of most copies of the same part."""
     holders = sorted({device for leaf in leaves for device in leaf.part}, key=lambda d: d.id)
     row = {device: i for i, device in enumerate(holders)}
     table = np.zeros((len(holders), len(leaves), WORDS), np.uint32)
@@ -204,7 +203,7 @@ _digest = jax.jit(digest)
 
 
 def _majority(digests: np.ndarray) -> np.ndarray:
-    """Return the digest of most copies; if there is a tie, zeros, from which every copy differs."""
+    """Find the digest of most copies; if there is a tie, zeros, from which every copy differs."""
     distinct, times = np.unique(digests, axis=0, return_counts=True)
     most = distinct[times == times.max()]
     return most[0] if len(most) == 1 else np.zeros(WORDS, np.uint32)

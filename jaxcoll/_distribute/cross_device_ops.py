@@ -288,7 +288,7 @@ def _has_integers(tree: Any) -> bool:
 
 
 def list_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    """Return the pairs of a value and its destinations that `batch_reduce` gets, as a list."""
+    """Check the pairs of a value and its destinations that `batch_reduce` gets."""
     expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
     try:
         iterator = iter(pairs)
@@ -378,7 +378,7 @@ def one_device_program(
     rows: bool,
     options: CommunicationOptions,
 ) -> Callable[[list[Any]], list[Any]]:
-    """Return a program that reduces a list of components on one device, compiled once per shape."""
+    """Make a program that reduces a list of components on one device, compiled once per shape."""
     scope = Scope(make_worlds(make_line((device,), "device")), record=remember).merge(options)
 
     def sum_replicas(components: list[Any]) -> Any:

@@ -46,7 +46,7 @@ class DistributedDataset:
 def distribute_parts(
     caller: str, values: Mapping[int, Any], devices: tuple[jax.Device, ...]
 ) -> Any:
-    """Return a tree with a `PerReplica` for each leaf, or an `Uneven` where shapes differ.
+    """Make a tree with a `PerReplica` for each leaf, or an `Uneven` where shapes differ.
 
     `values` are the trees of this process's replicas. All processes exchange shapes, so that each
     leaf is of one kind on all of them.
@@ -60,7 +60,7 @@ def distribute_parts(
 
 
 def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """Return one batch as a tree of `PerReplica`s, or of `Uneven`s where shares differ."""
+    """Split one batch into `PerReplica`s, or into `Uneven`s where shares differ."""
     here = local_positions(devices)
     flat, treedef = flatten_with_paths(batch)
     whole: dict[str, PerReplica] = {}
@@ -97,5 +97,5 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
 
 
 def is_one_value(node: Any) -> bool:
-    """Return True for a leaf of a tree of values: one over replicas, or an `IndexedSlices`."""
+    """A leaf of a tree of values is one over replicas, or an `IndexedSlices`."""
     return is_distributed(node) or is_sparse(node)

@@ -110,7 +110,7 @@ class DistributedValues:
     @final
     @classmethod
     def _make(cls, value_of: Callable[[int], Any], line: tuple[jax.Device, ...]) -> Any:
-        """Return the value of replicas; an `Uneven` if their rows differ in shape."""
+        """Make the value of replicas; an `Uneven` if their rows differ in shape."""
         uneven = Uneven._wrap if cls._rows else None
         tree = assemble(cls.__name__, line, value_of, rows=cls._rows, uneven=uneven)
         if not any(map(is_distributed, jax.tree.leaves(tree, is_leaf=is_distributed))):
@@ -225,11 +225,11 @@ class DistributedValues:
         return f"{type(self).__name__}({tree} on {len(devices)}: {', '.join(shown)})"
 
     def _make_global(self) -> DistributedValues:
-        """Return the value as global arrays; only an `Uneven` has to be converted."""
+        """Only an `Uneven` has to be converted to global arrays."""
         return self
 
     def _validate(self) -> Self:
-        """Return a view of the value: every leaf checked, and typed by one mesh of the devices."""
+        """Check every leaf, and make a view typed by one mesh of the devices."""
         devices = self.devices
         sharding = self._sharding_over(devices)
         for leaf in jax.tree.leaves(self.tree):
@@ -254,12 +254,11 @@ class DistributedValues:
 
     @final
     def _reorder(self, devices: tuple[jax.Device, ...]) -> Self:
-        """Return a view with the replicas in the order of `devices`; nothing is copied."""
+        """View the replicas in the order of `devices`; nothing is copied."""
         sharding = self._sharding_over(devices)
         return self._wrap(jax.tree.map(lambda leaf: view(leaf, sharding), self.tree), devices)
 
     def _sharding_over(self, devices: tuple[jax.Device, ...]) -> NamedSharding:
-        """Return the sharding of each leaf over `devices`."""
         return (rows_over if self._rows else copies_over)(devices)
 
     @final
@@ -346,7 +345,7 @@ class Uneven(DistributedValues, rows=False, of_parts=True):
         return self
 
     def _make_global(self) -> PerReplica:
-        """Return the value of all replicas; the program that takes it compares the shapes."""
+        """Only an `Uneven` has to be converted to global arrays."""
         name, part_of = PerReplica.__name__, self.tree.__getitem__
         return PerReplica._wrap(assemble(name, self.devices, part_of, rows=True, exchange=False))
 
@@ -355,7 +354,7 @@ class Uneven(DistributedValues, rows=False, of_parts=True):
 
 
 def is_distributed(value: Any) -> bool:
-    """Return whether `value` has a part for every replica, and is one argument, not a tree."""
+    """A value with a part for every replica is one argument, not a tree."""
     return isinstance(value, DistributedValues)
 
 

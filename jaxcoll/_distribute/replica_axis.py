@@ -31,19 +31,19 @@ context_in_trace: Any = jax.make_user_context(default_value=None)
 
 @functools.lru_cache(maxsize=1024)
 def rows_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
-    """Return the sharding with one row of the leading dimension on each device."""
+    """Lay one row of the leading dimension on each device."""
     return NamedSharding(make_line(devices, AXIS), PartitionSpec(AXIS))
 
 
 @functools.lru_cache(maxsize=1024)
 def copies_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
-    """Return the sharding with one complete copy on each device."""
+    """Lay one complete copy on each device."""
     return NamedSharding(make_line(devices, AXIS), PartitionSpec())
 
 
 @functools.lru_cache(maxsize=256)
 def drop_deadline(options: CommunicationOptions) -> CommunicationOptions:
-    """Return the options that a program is compiled with, which do not include a deadline."""
+    """A program is compiled without its deadline."""
     return options.replace(timeout_seconds=UNSET)
 
 
@@ -65,7 +65,7 @@ def refuse_traced(what: str) -> NoReturn:
 
 
 def drop_row(tree: Any) -> Any:
-    """Return the arrays of one replica, inside a program that maps the rows over the replicas."""
+    """Take the arrays of one replica, inside a program that maps the rows over the replicas."""
     return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
@@ -78,7 +78,7 @@ def make_program(
     *more: Hashable,
     options: CommunicationOptions = CommunicationOptions(),
 ) -> Callable[..., Any]:
-    """Return a program that computes one result from values over `mesh`, on all of its devices.
+    """Make a program that computes one result from values over `mesh`, on all of its devices.
 
     A value has a row on each device, or a copy if it is `replicated`. `body` takes the values of
     one replica, a scope, and `more`, and returns an *invariant* tree. The program is compiled once
@@ -106,7 +106,7 @@ def exchange_facts(
     timeout_seconds: float | None = None,
     settings: str = "",
 ) -> list[Any]:
-    """Return the facts of every replica, which are JSON; each process sends those of its replicas.
+    """Exchange the facts of every replica, which are JSON; each process sends its replicas'.
 
     Processes need such facts (lengths, say) before they can all compile the same program. If all
     devices belong to this process, nothing is sent. `settings` is a text that must be equal on all
@@ -137,7 +137,7 @@ def shapes_of_all(
     timeout_seconds: float | None = None,
     digests: bool = False,
 ) -> list[dict[int, Shape]]:
-    """Return, for each array of a replica's value, its shape on every replica of `devices`.
+    """Exchange the shape on every replica of `devices` of each array of a replica's value.
 
     `parts` are the arrays of this process's replicas, equally many for each; `structure` is a text
     that must be equal on all processes. With several processes this is one round trip for any

@@ -283,7 +283,7 @@ def replica_program(
     as_one: bool = False,
     compares: bool = False,
 ) -> ReplicaProgram:
-    """Return the program that runs `function` on every device, as `Strategy.run` guarantees."""
+    """Make the program that runs `function` on every device, as `Strategy.run` guarantees."""
     inner, claims = InnerDeadlines(), Claims(compares)
     name = getattr(function, "__name__", type(function).__name__)
     mesh = make_line(devices, AXIS)
@@ -377,7 +377,7 @@ def place_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> 
 
 
 def _shapes_per_replica(values: Any) -> list[Any]:
-    """Return the shapes of one replica's part of each `PerReplica`; without any, all leaves."""
+    """List the shapes of one replica's part of each `PerReplica`; without any, all leaves."""
     leaves = jax.tree.leaves(values, is_leaf=is_distributed)
     trees = [leaf.tree for leaf in leaves if isinstance(leaf, PerReplica)]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees) or leaves

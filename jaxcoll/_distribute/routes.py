@@ -33,7 +33,7 @@ class Route:
 def reduce_batch(
     trees: list[Any], scope: Scope, reduce_op: ReduceOp, routes: tuple[Route, ...]
 ) -> list[Any]:
-    """Return the all-reduce of trees, in their order and structure.
+    """All-reduce trees, in their order and structure.
 
     Every array takes the first route whose limit it does not exceed (the last one has none); the
     arrays of one route are packed together.
@@ -67,7 +67,7 @@ def reduce_batch(
 
 
 def parse_routes(spec: Any, packing: PackingRule | None, world: World) -> tuple[Route, ...]:
-    """Return a route for each tuple of a specification in any of its forms.
+    """Make a route of each tuple of a specification in any of its forms.
 
     Raises:
       ValueError: it has another form; a tuple does not fit the workers and devices of `world`; the

@@ -261,7 +261,7 @@ class Strategy:
         )
 
     def _replicas_here(self, value: DistributedValues) -> list[int]:
-        """Return the replicas of a value on this process's devices, in the strategy's order."""
+        """Find the replicas of a value on this process's devices, in the strategy's order."""
         own, devices = [self._devices[i] for i in self._here], value.devices
         if set(own) <= set(devices):
             return [devices.index(device) for device in own]

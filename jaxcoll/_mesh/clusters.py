@@ -45,7 +45,7 @@ class Gpu:
     registers_per_block_limit: int = 65536
 
     def description(self) -> str:
-        """Return its `GpuTargetConfigProto` as text."""
+        """Write its `GpuTargetConfigProto` as text."""
         ours = ("kind", "capability", "most_per_host")
         body = " ".join(f"{k}: {number}" for k, number in vars(self).items() if k not in ours)
         return (
@@ -106,7 +106,7 @@ class Topology:
         return (self.size,) if axes == 1 else (self.hosts, self.size // self.hosts)
 
     def request(self) -> dict[str, Any]:
-        """Return the arguments of `topologies.get_topology_desc`."""
+        """Make the arguments of `topologies.get_topology_desc`."""
         chip = CHIPS[self.chip]
         if isinstance(chip, Gpu):
             return {
@@ -124,7 +124,7 @@ class Topology:
 
 
 def topology_named(name: Any) -> Topology:
-    """Return the cluster with this name, a chip and numbers as in docs/clusters.md."""
+    """Look up the cluster with this name, a chip and numbers as in docs/clusters.md."""
     if isinstance(name, Topology):
         return name
     match = _FORM.fullmatch(name.lower()) if isinstance(name, str) else None
@@ -141,7 +141,7 @@ def topology_named(name: Any) -> Topology:
 
 
 def _laid_out(name: str, shape: tuple[int, ...]) -> Topology | str:
-    """Return the cluster, or the reason why it does not exist."""
+    """Lay out a cluster, or say why it does not exist."""
     text, total, chip = f"{name}:{'x'.join(map(str, shape))}", math.prod(shape), CHIPS[name]
     if not total:
         return "it would be empty"
@@ -166,7 +166,7 @@ def _laid_out(name: str, shape: tuple[int, ...]) -> Topology | str:
 
 
 def _nearest(name: str) -> str:
-    """Return a sentence with the existing names closest to `name`, by chip first, then by size."""
+    """Name the existing clusters closest to `name`, by chip first, then by size."""
     chip, _, rest = name.lower().partition(":")
     close = difflib.get_close_matches(chip, CHIPS, n=2, cutoff=0.5) or list(CHIPS)
     wanted = math.prod([int(number) for number in re.findall(r"\d+", rest)]) or 1
@@ -197,7 +197,7 @@ def _usual(name: str) -> Iterator[Topology]:
 
 
 def topology_world(topology: Topology, sizes: tuple[int, ...] = ()) -> World:
-    """Return the world of a reduction over a cluster, along axes of these sizes, outer first."""
+    """Describe the world of a reduction over a cluster, along axes of these sizes, outer first."""
     return World(
         topology.platform,
         sizes or (topology.size,),
@@ -208,12 +208,12 @@ def topology_world(topology: Topology, sizes: tuple[int, ...] = ()) -> World:
 
 
 def abstract_mesh(topology: Topology, axes: tuple[str, ...]) -> AbstractMesh:
-    """Return the default mesh of a topology: one axis, or hosts and devices per host."""
+    """Make the default mesh of a topology: one axis, or hosts and devices per host."""
     return AbstractMesh(topology.sizes(len(axes)), axes, (AxisType.Auto,) * len(axes))
 
 
 def fit_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
-    """Return `mesh` without devices, enlarged to the topology's size if it has one axis."""
+    """Strip `mesh` of its devices, and enlarge it to the topology's size if it has one axis."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(
             "`mesh` must be a jax.sharding.Mesh or AbstractMesh for a program that is compiled "

@@ -19,7 +19,7 @@ AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
 def check_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
-    """Return `devices` as a tuple, after a check that it has devices and none of them twice."""
+    """Check that there are devices, and none of them twice."""
     result = tuple(devices)
     if not result:
         raise ValueError(f"`{caller}` got no devices; it needs at least one.")
@@ -36,23 +36,22 @@ def check_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]
 
 
 def local_positions(devices: Sequence[jax.Device]) -> list[int]:
-    """Return the positions in `devices` of this process's devices."""
+    """Find the positions in `devices` of this process's devices."""
     return [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
 
 
 def span_processes(devices: Sequence[jax.Device]) -> bool:
-    """Return True if `devices` belong to more than one process."""
     return len({d.process_index for d in devices}) > 1
 
 
 def equal_shares(devices: Sequence[jax.Device]) -> int:
-    """Return the number of processes with `devices`, or 0 if some have more devices than others."""
+    """Count the processes with `devices`; 0 if some have more devices than others."""
     counts = Counter(d.process_index for d in devices)
     return len(counts) if len(set(counts.values())) == 1 else 0
 
 
 def make_line(devices: Sequence[jax.Device], axis_name: str) -> Mesh:
-    """Return a mesh of one Auto axis over `devices`, in their order."""
+    """Lay `devices` on one Auto axis, in their order."""
     return Mesh(np.array(devices, dtype=object), (axis_name,), axis_types=(AxisType.Auto,))
 
 
@@ -77,7 +76,7 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
 
 
 def ambient_mesh(axes: tuple[str, ...]) -> Mesh | AbstractMesh | None:
-    """Return the mesh of the caller's `jax.set_mesh`, if it has these axes.
+    """Find the mesh of the caller's `jax.set_mesh`, if it has these axes.
 
     While a program is being traced, JAX returns it without devices.
     """
@@ -90,12 +89,12 @@ def ambient_mesh(axes: tuple[str, ...]) -> Mesh | AbstractMesh | None:
 
 
 def axis_names(axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Return a name, or a tuple of names, as a tuple."""
+    """Make a tuple of a name, or of a tuple of names."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def choose_mapped_axes(mesh: Any, axes: tuple[str, ...]) -> set[str]:
-    """Return the mesh axes that a step over `axes` maps; the others are left to the compiler.
+    """Choose the mesh axes that a step over `axes` maps; the others are left to the compiler.
 
     Nothing can be split over axes of size 1. Explicit axes must be mapped too: the type of a
     captured value names the whole mesh, and could not be used if only some axes were mapped.
@@ -114,7 +113,7 @@ def check_any_mesh(
 
 
 def check_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str) -> Mesh:
-    """Return `mesh`, after a check that it has devices, each once, and these axes.
+    """Check that a mesh has devices, each once, and these axes.
 
     None: the mesh of `jax.set_mesh`, if it has the axes; else one axis of all devices.
 
@@ -143,7 +142,7 @@ def check_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str)
 
 
 def has_axes(mesh: AnyMesh, axes: Sequence[str], caller: str) -> AnyMesh:
-    """Return `mesh`, after a check that it has all of `axes`."""
+    """Check that `mesh` has all of `axes`."""
     missing = [a for a in axes if a not in mesh.axis_names]
     if missing:
         raise ValueError(
@@ -154,7 +153,7 @@ def has_axes(mesh: AnyMesh, axes: Sequence[str], caller: str) -> AnyMesh:
 
 
 def takes_mesh(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if `fun` has a required parameter `mesh` that is not in `kwargs`."""
+    """`mesh` may be a required parameter of `fun` that is not in `kwargs`."""
     try:
         parameter = inspect.signature(fun).parameters.get("mesh")
     except (TypeError, ValueError):

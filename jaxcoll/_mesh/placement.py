@@ -21,7 +21,7 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 def place(tree: Any, sharding: NamedSharding) -> Any:
-    """Return `tree` with every leaf a global array with `sharding`; itself if all already are.
+    """Make every leaf of `tree` a global array with `sharding`; itself if all already are.
 
     With several processes, a host array is this process's share: its rows of a batch if the
     sharding splits rows, the whole value if it replicates. A `jax.ShapeDtypeStruct` stays one.
@@ -32,7 +32,7 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
 
 
 def is_in_place(tree: Any, sharding: NamedSharding) -> bool:
-    """Return True if all of `tree` is placed already. It usually is, and every call waits here."""
+    """All of `tree` is placed already. It usually is, and every call waits here."""
     leaves = jax.tree.leaves(tree)
     return (
         all(isinstance(x, jax.Array) for x in {type(x): x for x in leaves}.values())
@@ -42,7 +42,7 @@ def is_in_place(tree: Any, sharding: NamedSharding) -> bool:
 
 
 def host_array(x: Any) -> Any:
-    """Return a number or host array with its dtype on a device, and anything else unchanged.
+    """Give a number or host array its dtype on a device; anything else stays as it is.
 
     Raises:
       OverflowError: a Python integer does not fit, as everywhere in JAX.
@@ -57,7 +57,7 @@ def host_array(x: Any) -> Any:
 
 
 def shape_once_placed(x: Any, sharding: NamedSharding, processes: int) -> Any:
-    """Return the type of the array that `place_leaf` would make, without reading or placing it."""
+    """Infer the type of the array that `place_leaf` would make, without reading or placing it."""
     if isinstance(x, jax.Array) and _is_placed(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
     local = abstract_shape(
@@ -69,14 +69,14 @@ def shape_once_placed(x: Any, sharding: NamedSharding, processes: int) -> Any:
 
 
 def _is_share(x: Any) -> bool:
-    """Return True if `x` is this process's share of a batch, not a global array."""
+    """A host array is this process's share of a batch, not a global array."""
     if isinstance(x, jax.Array):
         return x.is_fully_addressable
     return not isinstance(x, jax.ShapeDtypeStruct)
 
 
 def place_leaf(x: Any, sharding: NamedSharding) -> Any:
-    """Return one leaf as a global array with `sharding`; see `place`."""
+    """Make one leaf a global array with `sharding`; see `place`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=sharding)
     if isinstance(x, jax.Array):
@@ -94,7 +94,7 @@ def place_leaf(x: Any, sharding: NamedSharding) -> Any:
 
 
 def view(x: jax.Array, sharding: NamedSharding, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Return an array with `sharding`, made of the parts that `x` has on its devices.
+    """View the parts that `x` has on the devices of `sharding` as an array with it.
 
     Nothing is copied: each part stays on its device, although its index may change. The array has
     another `shape` if it is on more or fewer devices.
@@ -105,7 +105,7 @@ def view(x: jax.Array, sharding: NamedSharding, shape: tuple[int, ...] | None = 
 
 
 def _join_shares(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Return the global array that is made of the processes' shares."""
+    """Make the global array of the processes' shares."""
     if not sharding.addressable_devices:
         owners = sorted({d.process_index for d in sharding.device_set})
         raise ValueError(
@@ -121,7 +121,7 @@ def _join_shares(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
-    """Return True if `x` has an equivalent sharding that refers to the same mesh.
+    """An equivalent sharding must also refer to the same mesh.
 
     If it refers to another mesh, `device_put` changes that without a copy. Otherwise a program
     would be compiled for it, and again once its own results come back as arguments.
@@ -133,7 +133,7 @@ def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
 
 
 def make_specs(tree: Any) -> Any:
-    """Return a `PartitionSpec` for each leaf and each `Shards` of a tree, for `jax.shard_map`.
+    """Make a `PartitionSpec` for each leaf and each `Shards` of a tree, for `jax.shard_map`.
 
     `Shards` are split along their axes, and all other leaves are replicated.
     """
@@ -145,7 +145,7 @@ def make_specs(tree: Any) -> Any:
 
 
 def make_spec(axes: tuple[str, ...], stack: tuple[int, ...]) -> PartitionSpec:
-    """Return the spec of the parts of Shards: they are split by rows, which follow the layers."""
+    """The parts of Shards are split by rows, which follow the layers."""
     return PartitionSpec(*(None for _ in stack), axes)
 
 
@@ -263,14 +263,14 @@ def check_concrete(args: Any, kwargs: Any, name_of: Callable[[int | str], str]) 
 
 
 def _is_not_numeric(x: Any) -> bool:
-    """Return True if `x` is a host array of strings, dates, records or objects."""
+    """A host array of strings, dates, records or objects has no numbers."""
     if not isinstance(x, np.ndarray | np.generic):
         return False
     return x.dtype.kind in "USOMm" or x.dtype.names is not None
 
 
 def _may_be_placed(x: Any) -> bool:
-    """Return True if JAX might accept `x`; it makes the final check of objects like arrays."""
+    """JAX makes the final check of objects like arrays."""
     array_like = ("dtype", "__jax_array__", "__array__")
     return not isinstance(x, Tracer | jax.Ref) and (
         is_array(x) or any(hasattr(x, name) for name in array_like)
@@ -278,5 +278,4 @@ def _may_be_placed(x: Any) -> bool:
 
 
 def _path(tree: Any, i: int) -> str:
-    """Return the path of leaf `i`."""
     return jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(tree)[0][i][0])

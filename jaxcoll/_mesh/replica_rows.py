@@ -57,11 +57,11 @@ class ReplicaRows:
         return place(jax.tree.map(self._local_copies, tree), self.copies)
 
     def all_rows(self, tree: Any) -> Any:
-        """Return global arrays of all replicas' rows, made of placed rows."""
+        """Make global arrays of all replicas' rows out of placed rows."""
         return jax.tree.map(lambda x: view(x, self._all_rows, (self._count, *x.shape[1:])), tree)
 
     def all_copies(self, tree: Any) -> Any:
-        """Return global arrays that are replicated on all devices, made of placed copies."""
+        """Make global arrays that are replicated on all devices out of placed copies."""
         return jax.tree.map(lambda x: view(x, self._all_copies), tree)
 
     def _local_rows(self, x: Any) -> Any:

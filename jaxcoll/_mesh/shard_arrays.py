@@ -47,7 +47,7 @@ def cut(
 
 
 def abstract(layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] = ()) -> Shards:
-    """Return Shards of shapes, of all replicas' parts together."""
+    """Make Shards of shapes, of all replicas' parts together."""
     n = layout.replicas
     shapes = [
         jax.ShapeDtypeStruct((*stack, n * layout.rows(p), LANES), p.dtype) for p in layout.packs
@@ -56,7 +56,7 @@ def abstract(layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] 
 
 
 def part_shapes(shards: Shards) -> Shards:
-    """Return the shapes of one replica's parts, given those of all replicas."""
+    """Infer the shapes of one replica's parts from those of all replicas."""
     n, parts = shards.layout.replicas, []
     for x in shards.parts:
         *stack, rows, lanes = x.shape
@@ -65,7 +65,7 @@ def part_shapes(shards: Shards) -> Shards:
 
 
 def whole_shapes(shards: Shards) -> Any:
-    """Return the whole tree as shapes, with the dtypes of the parts."""
+    """Infer the whole tree as shapes, with the dtypes of the parts."""
     shapes = [jax.ShapeDtypeStruct((*shards.stack, *x.shape), x.dtype) for x in shards.leaves]
     return jax.tree_util.tree_unflatten(shards.layout.treedef, shapes)  # pyright: ignore[reportArgumentType]
 
@@ -78,7 +78,7 @@ def cut_like(leaves: Sequence[Any], shards: Shards) -> Shards:
 
 
 def join_shards(shards: Shards) -> Any:
-    """Return the whole tree of Shards, as numpy arrays with the dtypes of the parts.
+    """Join Shards to the whole tree, as numpy arrays with the dtypes of the parts.
 
     Cost: one pack at a time is copied to the host; if other processes hold parts, every device
     temporarily holds a copy of that pack.
@@ -98,7 +98,7 @@ def join_shards(shards: Shards) -> Any:
 
 
 def read(x: Any) -> np.ndarray:
-    """Return `x` as a numpy array; all processes that hold parts of it must call."""
+    """Read `x` into a numpy array; all processes that hold parts of it must call."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)

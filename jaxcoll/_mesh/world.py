@@ -16,7 +16,7 @@ from jaxcoll._plan.world import World
 
 
 def ambient_world(axes: dict[str, int]) -> World:
-    """Return the world of a call inside a user's own `shard_map`, `pmap` or `vmap`.
+    """Describe the world of a call inside a user's own `shard_map`, `pmap` or `vmap`.
 
     A trace has its mesh without devices. It is assumed to have the order of `jax.make_mesh` and
     `jax.devices()`, one process after another, which shows the axes that span processes.
@@ -32,12 +32,12 @@ def ambient_world(axes: dict[str, int]) -> World:
 
 
 def mesh_world(mesh: jax.sharding.Mesh, axes: dict[str, int]) -> World:
-    """Return the world of a reduction over `axes` of a mesh whose devices are known."""
+    """Describe the world of a reduction over `axes` of a mesh whose devices are known."""
     return make_worlds(mesh)(axes)
 
 
 def make_worlds(mesh: jax.sharding.Mesh) -> Worlds:
-    """Return the worlds of reductions in programs for `mesh`; axes that it lacks are local."""
+    """Describe the worlds of reductions in programs for `mesh`; axes that it lacks are local."""
     devices = list(mesh.devices.flat)
     return Worlds(
         *platform_and_kind(str(devices[0].platform), devices[0].device_kind),
@@ -80,7 +80,7 @@ class Worlds:
 
 
 def _most(owners: np.ndarray, shape: dict[str, int], axes: Iterable[str]) -> int:
-    """Return the largest number of owners among devices that differ only along `axes`."""
+    """Count the most owners among devices that differ only along `axes`."""
     along = [k for k, axis in enumerate(shape) if axis in set(axes)]
     grid = np.moveaxis(owners.reshape(tuple(shape.values())), along, range(-len(along), 0))
     rows = grid.reshape(-1, math.prod(grid.shape[grid.ndim - len(along) :]))
@@ -88,7 +88,7 @@ def _most(owners: np.ndarray, shape: dict[str, int], axes: Iterable[str]) -> int
 
 
 def _hosts(devices: Iterable[jax.Device]) -> dict[int, int]:
-    """Return the host (TPU: slice) of each process, from JAX or, for CPUs, from the job."""
+    """Find the host (TPU: slice) of each process, from JAX or, for CPUs, from the job."""
     of_processes = hosts_of_job()
     return {d.process_index: _host(d, of_processes) for d in devices}
 
@@ -101,7 +101,7 @@ def _host(device: jax.Device, of_processes: tuple[int, ...]) -> int:
 
 
 def platform_and_kind(platform: str, device_kind: str) -> tuple[str, str]:
-    """Return "gpu" for "cuda" and "rocm", else the platform; and the device kind, "" for CPUs."""
+    """Name "cuda" and "rocm" "gpu"; the device kind of CPUs is ""."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), device_kind * (platform != "cpu")
 
 

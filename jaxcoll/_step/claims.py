@@ -17,7 +17,7 @@ from jaxcoll._runtime.dispatch import run
 
 
 def are_new(claims: Claims, arguments: Any) -> bool:
-    """Return True if claims of a program were not yet compared for arguments of these shapes."""
+    """Claims of a program are compared once for arguments of these shapes."""
     if not claims.found:
         return False
     leaves, treedef = jax.tree.flatten(arguments)
@@ -29,7 +29,7 @@ def are_new(claims: Claims, arguments: Any) -> bool:
 
 
 def make_check(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any, Call], Any]:
-    """Return a function that returns a call's result after it checked that all replicas agree.
+    """Make a function that returns a call's result after it checked that all replicas agree.
 
     Every process of the mesh must call it, with the result and the call.
     """

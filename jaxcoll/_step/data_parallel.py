@@ -184,7 +184,7 @@ class DataParallel:
         return check_mesh(self._mesh, self._axis_name, "data_parallel")
 
     def _choose_mesh(self) -> DataParallel:
-        """Return this step on the mesh of `jax.set_mesh`, if it has no mesh of its own."""
+        """Choose the step on the mesh of `jax.set_mesh`, if this one has no mesh of its own."""
         mesh = self.chosen_mesh if self._mesh is None else None
         if not isinstance(mesh, Mesh):  # abstract in a trace, where traced arguments are refused
             return self
@@ -319,7 +319,6 @@ class DataParallel:
         return self._copy_for(copy.deepcopy(self._step, memo))
 
     def _copy_for(self, step: Callable[..., Any]) -> DataParallel:
-        """Return a step with these settings that runs another function."""
         signature = Signature(step, self._batch_argnums)
         return self._copy_with(_step=step, signature=signature, __wrapped__=step)
 
@@ -371,7 +370,6 @@ class DataParallel:
             return step._jit(record, call, Claims()).jitted.trace(*call.args, **call.kwargs)
 
     def _program_for(self, call: Call) -> JittedProgram:
-        """Return the program of calls with this batch; the first call decides on its options."""
         if call.batch not in self._programs:
             self._programs[call.batch] = self._jit(remember, call, Claims())
         return self._programs[call.batch]
@@ -379,7 +377,7 @@ class DataParallel:
     def _jit(
         self, record: Callable[[CollectivePlan], None], call: Call, claims: Claims
     ) -> JittedProgram:
-        """Return the program with the compiler options that its plans need for these arguments.
+        """Compile with the options that the plans of a trace for these arguments need.
 
         A trace finds these options. JAX caches the trace and compiles from it.
         """

@@ -47,7 +47,7 @@ class Arguments:
         self._has_others = bool({*self._mesh.axis_names} - choose_mapped_axes(self._mesh, axes))
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call in the order of the signature, with its batch, after checks."""
+        """Check a call, and bring it in the order of the signature, with its batch."""
         check_concrete(args, kwargs, self._signature.name)
         call = self._signature.call(args, kwargs)
         for i in self._donated:
@@ -61,7 +61,7 @@ class Arguments:
         return call
 
     def place(self, call: Call) -> Call:
-        """Return the call with global arrays; arrays that are already placed are not copied."""
+        """Make every leaf of `tree` a global array with `sharding`; itself if all already are."""
         call = self._copy_shared(call) if self._donated else call
         return call.map(lambda x: place(x, self._rows), self._replicate)
 
@@ -89,7 +89,7 @@ class Arguments:
         return call._replace(args=tuple(args))
 
     def shapes(self, call: Call) -> Call:
-        """Return the types that `place` would make. Arrays are not read and may be deleted."""
+        """Infer the types that `place` would make. Arrays are not read and may be deleted."""
         row = functools.partial(shape_once_placed, sharding=self._rows, processes=self._processes)
 
         def whole(x: Any) -> Any:
@@ -117,7 +117,7 @@ class Arguments:
         return jax.tree.map(place_one, tree, is_leaf=is_shards)
 
     def _choose_sharding(self, x: Any) -> NamedSharding:
-        """Return the sharding of a replicated array; it stays split along other axes."""
+        """A replicated array stays split along other axes."""
         current = getattr(x, "sharding", None)
         if not self._has_others or not isinstance(current, NamedSharding):
             return self._whole
@@ -127,7 +127,7 @@ class Arguments:
 
 
 def _memory_key(leaf: Any) -> int:
-    """Return a key for an array's memory, which `jax.device_put` may share between two arrays."""
+    """Two arrays may share memory that `jax.device_put` made."""
     is_one = isinstance(leaf, jax.Array) and not leaf.is_deleted()
     numbers = is_one and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
     on_one_device = numbers and len(leaf.sharding.device_set) == 1 and leaf.is_fully_addressable

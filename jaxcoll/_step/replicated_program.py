@@ -147,7 +147,7 @@ def _platform(mesh: Any) -> str:
 
 
 def check_rule(rule: Any) -> Any:
-    """Return `varying_outputs`, which must be one of its values or a tree of them."""
+    """Check `varying_outputs`: one of its values, or a tree of them."""
     values = get_args(VaryingOutputs)
     invalid = [x for x in jax.tree.leaves(rule) if x not in values]
     if invalid:
@@ -210,7 +210,7 @@ class Outputs:
         return [*groups, [*changed.values()]]
 
     def join(self, groups: list[list[Any]], proven: Proven | None) -> Any:
-        """Return the step's result from its groups, after a check that its arrays fit their specs.
+        """Join the step's result from its groups, after a check that its arrays fit their specs.
 
         Raises:
           ValueError: an array does not fit, or a change of an object would be lost.
@@ -292,12 +292,11 @@ def call_step(
 
 
 def _name(path: Any) -> str:
-    """Return the name of a step's output in messages."""
     return f"output {jax.tree_util.keystr(path)}" if path else "the output"
 
 
 def _find_in_mutable(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Return by name the arrays of arguments that contain mutable objects, such as modules."""
+    """Find by name the arrays of arguments that contain mutable objects, such as modules."""
     return {
         name + jax.tree_util.keystr(path): leaf
         for name, tree in trees.items()
@@ -307,7 +306,7 @@ def _find_in_mutable(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_mutable(structure: Any) -> bool:
-    """Return True if a tree has mutable nodes other than dicts and lists."""
+    """Dicts and lists are mutable, too, but are rebuilt from their leaves."""
     node = structure.node_data()
     if node is None:  # a leaf
         return False
