@@ -6,7 +6,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -218,6 +218,7 @@ class ReplicaProgram(JittedProgram):
     # The trees of arguments in place, as passed and as placed, which is without `Mirrored`s
     _trees: tuple[Any, Any] = (None, None)
     _next: Callable[[Any], Any]
+    _shardings: Sequence[Any]
 
     def call_quickly(self, arguments: tuple[Any, Any]) -> Any:
         """Return the result of a call like the last one, or `MISSED`."""
@@ -225,7 +226,10 @@ class ReplicaProgram(JittedProgram):
         if passed is None:
             return MISSED
         leaves, tree = jax.tree.flatten(arguments)
-        return self._next(placed.unflatten(leaves)) if tree == passed else MISSED
+        # JAX would move the rows of a `PerReplica` that lies elsewhere, which is to be refused.
+        if tree != passed or [getattr(x, "sharding", None) for x in leaves] != self._shardings:
+            return MISSED
+        return self._next(placed.unflatten(leaves))
 
     def make_quick(self, arguments: tuple[Any, Any], placed: tuple[Any, Any]) -> None:
         """Make the next call quick, if this one had its arguments in place."""
@@ -233,6 +237,7 @@ class ReplicaProgram(JittedProgram):
         others, placed_tree = jax.tree.flatten(placed)
         if len(leaves) == len(others) and all(map(operator.is_, leaves, others)):
             self._trees, self._next = (tree, placed_tree), self.quick_call(placed)
+            self._shardings = [x.sharding for x in leaves]
 
 
 _MOST_PROGRAMS = 16  # cached for one function, with different devices, options or strategies

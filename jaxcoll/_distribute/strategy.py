@@ -137,10 +137,10 @@ class Strategy:
         """
         caller = self._check("run", "call the function itself")
         check_call(caller, fn, args)
-        merged = self._options.merge(check_options(options))
+        options = self._options if options is None else self._options.merge(check_options(options))
         what = f"`{caller}` of `{getattr(fn, '__name__', type(fn).__name__)}`"
         arguments = (tuple(args), dict(kwargs or {}))
-        return run_on_replicas(caller, what, fn, arguments, self._devices, merged, self._context)
+        return run_on_replicas(caller, what, fn, arguments, self._devices, options, self._context)
 
     def reduce(
         self,

@@ -143,6 +143,12 @@ def test_runs_in_place_are_not_looked_at(monkeypatch):
     with jax.enable_x64(True):
         strategy.run(step, args=(w, x))
     assert len(looks) == 3, "under other settings it is another program"
+    x = jc.PerReplica([1.0, 2.0], devices=jax.devices()[1::-1])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is a PerReplica over cpu:1, cpu:0; the replicas are"):
+            strategy.run(step, args=(w, x))
+    x = jc.PerReplica([1.0, 2.0])
+    strategy.run(step, args=(w, x))
     x.tree.delete()
     with pytest.raises((ValueError, RuntimeError), match="deleted"):
         strategy.run(step, args=(w, x))
