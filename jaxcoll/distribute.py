@@ -11,10 +11,10 @@ from jaxcoll._distribute.all_reduce_ops import MultiWorkerAllReduce as MultiWork
 from jaxcoll._distribute.all_reduce_ops import NcclAllReduce as NcclAllReduce
 from jaxcoll._distribute.arguments import CollectiveHints as CollectiveHints
 from jaxcoll._distribute.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from jaxcoll._distribute.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from jaxcoll._distribute.multi_worker_strategy import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from jaxcoll._distribute.one_device import ReductionToOneDevice as ReductionToOneDevice
 from jaxcoll._distribute.per_replica import DistributedValues as DistributedValues
 from jaxcoll._distribute.per_replica import Mirrored as Mirrored
 from jaxcoll._distribute.per_replica import PerReplica as PerReplica
