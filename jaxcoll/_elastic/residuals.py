@@ -18,7 +18,8 @@ from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import make_spec, place
 from jaxcoll._plan.packs.packing import LANES
 from jaxcoll._plan.packs.shard_layout import lay_out_over
-from jaxcoll._step.data_parallel import DataParallel, data_parallel
+from jaxcoll._step.data_parallel import data_parallel
+from jaxcoll._step.step import DataParallel
 
 
 def find_residuals(state: Any) -> list[Shards]:

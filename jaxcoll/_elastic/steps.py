@@ -12,7 +12,7 @@ from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._runtime.call import Call
-from jaxcoll._step.data_parallel import DataParallel
+from jaxcoll._step.step import DataParallel
 
 
 class Prepared(NamedTuple):

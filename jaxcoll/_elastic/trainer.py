@@ -29,7 +29,7 @@ from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import count, positive, seconds
 from jaxcoll._plan.packs.leaves import refuse_tied
 from jaxcoll._runtime.watchdog import Watchdog, watchdog
-from jaxcoll._step.data_parallel import DataParallel
+from jaxcoll._step.step import DataParallel
 from jaxcoll._train.diloco import DiLoCo, check_state
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 

@@ -38,7 +38,7 @@ from jaxcoll._report.shown_plan import Plan
 from jaxcoll.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
-    from jaxcoll._step.data_parallel import DataParallel
+    from jaxcoll._step.step import DataParallel
 
 PYTHON = "JAXCOLL_AOT_PYTHON"
 """Environment variable with the path of a Python that has the compilers installed."""

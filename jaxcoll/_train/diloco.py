@@ -20,7 +20,8 @@ from jaxcoll._mesh.replica_rows import ReplicaRows
 from jaxcoll._plan.checks import describe_type, positive, refuse
 from jaxcoll._plan.options import CommunicationOptions, check_options
 from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array, refuse_tied
-from jaxcoll._step.data_parallel import DataParallel, data_parallel
+from jaxcoll._step.data_parallel import data_parallel
+from jaxcoll._step.step import DataParallel
 
 
 def diloco(

@@ -20,7 +20,7 @@ from jaxcoll._plan.packs.leaves import is_array, refuse_tied
 from jaxcoll._plan.packs.shard_layout import lay_out_over
 from jaxcoll._proof.subjaxprs import equations
 from jaxcoll._show.units import pluralize
-from jaxcoll._step.data_parallel import DataParallel
+from jaxcoll._step.step import DataParallel
 
 _ORDERS, _ROUNDINGS = 3, 12  # runs with reordered rows; most runs with perturbed arguments
 _TIMES = 4  # rounding on many devices may be this many times the largest seen in those runs

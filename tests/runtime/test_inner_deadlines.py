@@ -49,7 +49,7 @@ def waits(monkeypatch):
         return result
 
     monkeypatch.setattr("jaxcoll._distribute.replica_program.run", run)
-    monkeypatch.setattr("jaxcoll._step.data_parallel.run", run)
+    monkeypatch.setattr("jaxcoll._step.step.run", run)
     return found
 
 

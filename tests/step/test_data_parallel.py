@@ -14,7 +14,7 @@ from cases import CompileCounter, plans_of
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
-from jaxcoll._step.data_parallel import DataParallel
+from jaxcoll._step.step import DataParallel
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((24, 5)).astype("f")

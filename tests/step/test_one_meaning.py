@@ -12,7 +12,7 @@ from cases import close, grid, mapped, plans_of
 from jax import lax
 
 import jaxcoll as jc
-from jaxcoll._step.data_parallel import DataParallel
+from jaxcoll._step.step import DataParallel
 
 P = jax.sharding.PartitionSpec
 RNG = np.random.default_rng(0)
