@@ -108,7 +108,7 @@ def test_the_shortest_counts_also_of_a_shape_that_comes_later_and_nothing_is_tra
     for size, want in ((1, None), (1, None), (3, 200.0), (4, 200.0), (1, 200.0)):
         with CompileCounter() as compiled:
             STRATEGY.run(step, (jc.PerReplica([np.ones(size, "f")] * 2),))
-        assert waits.pop() == want
+        assert (waits.pop() if waits else None) == want, "a call like the last is JAX's own"
     assert traces == [(1,), (3,), (4,)]
     assert compiled.count <= 1
 
