@@ -46,7 +46,7 @@ from jaxcoll._runtime.executable import remember
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import make_check
 from jaxcoll._step.jitted_program import MISSED, JittedProgram
-from jaxcoll._step.replicated_program import replicate
+from jaxcoll._step.replicated_program import ReplicaMapping
 
 
 class ReplicaContext:
@@ -319,9 +319,8 @@ def replica_program(
         )
         out_specs = PartitionSpec(), PartitionSpec(AXIS)
         with context_in_trace(context):
-            (copies, rows), proven = replicate(
-                replica, mesh, (AXIS,), scope, specs, out_specs, (args, kwargs)
-            )
+            mapping = ReplicaMapping(mesh, scope, specs)
+            (copies, rows), proven = mapping.call(replica, out_specs, (args, kwargs))
         assert proven is not None
         varies = [bool(along) for along in proven.varying[: len(copies)]]
 

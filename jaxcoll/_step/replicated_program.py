@@ -6,6 +6,7 @@ this replica's loss. Mesh axes that the batch is not split over are left to the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -70,60 +71,58 @@ compiler splits the work along them as the arrays are sharded. To communicate ov
 name it in `axis_name`, or in your own `jax.shard_map` inside the step."""
 
 
-def replicate(
-    replica: Callable[..., Any],
-    mesh: Any,
-    axes: tuple[str, ...],
-    scope: Scope,
-    in_specs: Any,
-    out_specs: Any,
-    arguments: tuple[Any, ...],
-    *,
-    check_vma: bool = False,
-) -> tuple[Any, Proven | None]:
-    """Call `replica` on every device of a mesh, in the program that is being traced.
+@dataclasses.dataclass(frozen=True)
+class ReplicaMapping:
+    """Maps a function of one replica over a mesh, in the program that is being traced.
 
     Args:
-      replica: the function of one replica.
-      mesh: devices and axes.
-      axes: the axes of the replicas; the other axes are left to the compiler.
+      mesh: devices and axes; those that are not the scope's are left to the compiler.
       scope: the scope of the reductions inside.
       in_specs: specs of the arguments, as in `jax.shard_map`.
-      out_specs: specs of the results, likewise.
-      arguments: arguments of `replica`.
       check_vma: as in `jax.shard_map`; True: JAX's types check the program, and no proof is made.
-
-    Returns:
-      The results, and the proof of the axes over which each of their leaves varies.
-
-    Raises:
-      NameError: the function names an axis that is not mapped.
-      ValueError: it has a collective that would hang or mix values.
     """
-    manual = choose_mapped_axes(mesh, axes)
-    mapped = jax.shard_map(
-        replica,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=manual,
-        check_vma=check_vma,
-    )
-    jitted = jax.jit(mapped, inline=True)
-    others = sorted(set(mesh.axis_names) - manual)
-    with entered(scope):
-        try:
-            program = jitted.trace(*arguments).jaxpr
-        except NameError as error:
-            if others and any(a in str(error) for a in others):
-                error.add_note(_AUTOMATIC.format(axes=show_axes(axes), others=show_axes(others)))
-            raise
-        proven = None if check_vma else _proven(program, mesh, axes, bool(others))
-        # The call uses the cached trace that the proof has read.
-        return jitted(*arguments), proven
+
+    mesh: Any
+    scope: Scope
+    in_specs: Any
+    check_vma: bool = False
+
+    def call(
+        self, replica: Callable[..., Any], out_specs: Any, arguments: tuple[Any, ...]
+    ) -> tuple[Any, Proven | None]:
+        """Call `replica` on every device, and prove over which axes each of its results varies.
+
+        Raises:
+          NameError: the function names an axis that is not mapped.
+          ValueError: it has a collective that would hang or mix values.
+        """
+        axes = self.scope.axes
+        manual = choose_mapped_axes(self.mesh, axes)
+        mapped = jax.shard_map(
+            replica,
+            mesh=self.mesh,
+            in_specs=self.in_specs,
+            out_specs=out_specs,
+            axis_names=manual,
+            check_vma=self.check_vma,
+        )
+        jitted = jax.jit(mapped, inline=True)
+        others = sorted(set(self.mesh.axis_names) - manual)
+        with entered(self.scope):
+            try:
+                program = jitted.trace(*arguments).jaxpr
+            except NameError as error:
+                if others and any(a in str(error) for a in others):
+                    error.add_note(
+                        _AUTOMATIC.format(axes=show_axes(axes), others=show_axes(others))
+                    )
+                raise
+            proven = None if self.check_vma else _prove(program, self.mesh, axes, bool(others))
+            # The call uses the cached trace that the proof has read.
+            return jitted(*arguments), proven
 
 
-def _proven(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool) -> Proven:
+def _prove(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool) -> Proven:
     (eqn,) = (e for e in program.jaxpr.eqns if e.primitive.name == "shard_map")
     inputs = [frozenset(jax.tree.leaves(tuple(spec))) for spec in eqn.params["in_specs"]]
     sizes = {axis: mesh.shape[axis] for axis in axes}
@@ -258,22 +257,17 @@ class Outputs:
 
 
 def call_step(
+    mapping: ReplicaMapping,
     step: Callable[..., Any],
-    mesh: Any,
-    axes: tuple[str, ...],
-    scope: Scope,
     rule: Any,
-    in_specs: Any,
     arguments: tuple[Any, ...],
     names: Sequence[str],
-    *,
-    check_vma: bool,
 ) -> Any:
     """Call a step of `data_parallel` on every replica with its rows, and return its result.
 
     The last of the `arguments` is a dict of those passed by keyword; `names` has the other names.
     """
-    outputs = Outputs(axes, rule)
+    outputs = Outputs(mapping.scope.axes, rule)
 
     @functools.wraps(step, updated=())
     def replica(*args: Any) -> Any:
@@ -285,9 +279,7 @@ def call_step(
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in parameters]
     )
     specs = [*outputs.specs, PartitionSpec()]
-    groups, proven = replicate(
-        replica, mesh, axes, scope, in_specs, specs, arguments, check_vma=check_vma
-    )
+    groups, proven = mapping.call(replica, specs, arguments)
     return outputs.join(groups, proven)
 
 

@@ -31,7 +31,7 @@ from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import make_check
 from jaxcoll._step.jitted_program import MISSED, JittedProgram
 from jaxcoll._step.placed_arguments import Arguments
-from jaxcoll._step.replicated_program import call_step
+from jaxcoll._step.replicated_program import ReplicaMapping, call_step
 
 _FLAGS = """\
 `data_parallel`: while a step is traced, all of its arguments are arrays with unknown values, even \
@@ -332,15 +332,11 @@ class DataParallel:
 
         try:
             return call_step(
+                ReplicaMapping(self._fixed_mesh, scope, in_specs, self._check_vma),
                 step,
-                self._fixed_mesh,
-                self._axes,
-                scope,
                 self._varying_outputs,
-                in_specs,
                 (*args, kwargs),
                 [*map(self.signature.name, range(len(args)))],
-                check_vma=self._check_vma,
             )
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(_FLAGS)
