@@ -26,6 +26,8 @@ jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # In parts, for threads of which all are busy, machine code takes a seventh longer to make.
 os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 11):  # the older code for fusions takes half as long to make
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_configure(config: pytest.Config) -> None:
