@@ -1,4 +1,4 @@
-"""The site as it is built: links lead somewhere, pages have names and are legible in a browser."""
+"""The site as it is built: links lead somewhere, and pages have names."""
 
 import html.parser
 import json
@@ -11,7 +11,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
-from browser import CHROMIUM, ILLEGIBLE, Browser, served
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.product, pytest.mark.slow]
@@ -135,90 +134,3 @@ def test_pages_load_nothing_elsewhere(site):
     asked = re.compile(r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]*)"')
     for path in site[0].rglob("*.html"):
         assert asked.findall(path.read_text("utf8")) == [], path
-
-
-FIRST_FOUND = {
-    "gradient accumulation": "training/",
-    "mixed precision": "training/",
-    "ema": "training/",
-    "checkpoint": "checkpoints/",
-    "fsdp": "sharding_parameters/",
-    "zero": "sharded_optimizer/",
-    "int8": "compression/",
-    "diloco": "diloco/",
-    "slurm": "launch/",
-    "kubernetes": "launch/",
-    "hang": "hangs/",
-    "preemption": "hangs/",
-    "straggler": "hangs/",
-}
-SEARCH = """
-new Promise(resolve => {
-  const first = () => document.querySelector(".md-search-result__item > a");
-  const before = first(), field = document.querySelector(".md-search__input");
-  field.focus();
-  field.value = %s;
-  field.dispatchEvent(new Event("keyup", {bubbles: true}));
-  const wait = turns => (first() && first() !== before) || !turns
-    ? resolve(first() && new URL(first().href).pathname.slice(1))
-    : setTimeout(wait, 50, turns - 1);
-  wait(200);
-})
-"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed here")
-    with Browser() as page:
-        yield page
-
-
-def test_search_finds_subject(site, browser):
-    with served(site[0]) as address:
-        browser.open(address, 1280)
-        first = {query: browser.value(SEARCH % json.dumps(query)) for query in FIRST_FOUND}
-    assert first == FIRST_FOUND
-
-
-SCHEME = "document.body.dataset.mdColorScheme"
-PICTURES = """
-[...document.querySelectorAll("article img")].flatMap(picture => {
-  const dark = document.body.dataset.mdColorScheme === "slate", wrong = [];
-  if (picture.clientWidth < 600) wrong.push(`${picture.alt}: ${picture.clientWidth} pixels wide`);
-  if (dark === (getComputedStyle(picture).filter === "none")) wrong.push(`${picture.alt}: colours`);
-  return wrong;
-})
-"""
-"""Pictures that are too small for their labels, or white on a dark page."""
-CHOOSE = """
-document.head.insertAdjacentHTML("beforeend", "<style>* {{transition: none !important}}</style>");
-document.querySelector("input[data-md-color-scheme={}]").click();
-"""
-WIDTHS = {"default": 1280, "slate": 390}
-
-
-def test_pages_are_legible(site, browser):
-    """At a desk in the light, and on a phone in the dark; what is chosen is kept."""
-    folder, pages = site
-    # Every page prepares a search, which takes a quarter of its time and is tested above.
-    index = folder / "search" / "search_index.json"
-    index.write_text(json.dumps({**json.loads(index.read_text("utf8")), "docs": []}), "utf8")
-    faults = {}
-    with served(folder) as other, served(folder) as address:
-        for first, now in ((other, "default"), (address, "slate")):  # as the visitor prefers it
-            browser.open(first, WIDTHS[now], dark=now == "slate")
-            assert browser.value(SCHEME) == now
-        for name in pages:
-            browser.errors.clear()
-            browser.open(f"{address}{name}/", WIDTHS[now], dark=True)
-            assert browser.value(SCHEME) == now
-            faults[name] = browser.value(ILLEGIBLE) + browser.value(PICTURES)
-            now = "default" if now == "slate" else "slate"
-            browser.resize(WIDTHS[now])
-            browser.value(CHOOSE.format(now))
-            assert browser.value(SCHEME) == now
-            faults[name] += browser.value(ILLEGIBLE) + browser.value(PICTURES) + browser.errors
-    assert len(faults) > 30
-    assert {name: wrong for name, wrong in faults.items() if wrong} == {}
