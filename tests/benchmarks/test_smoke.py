@@ -1,5 +1,6 @@
 """Every benchmark at a tiny size, by the function that its command runs, and its arithmetic."""
 
+import itertools
 import json
 import math
 
@@ -166,21 +167,20 @@ def test_parts_are_even(sizes, count):
     assert all(sum(sizes[first:stop]) <= even + 2 * max(sizes) for first, stop in parts)
 
 
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("shape", [(), (3, 5), (BLOCK + 7,)])
-def test_exact_sum(shape, mean):
+def test_exact_sum():
     blocks = [block(replica) for replica in range(3)]
     assert not np.array_equal(*blocks[:2])
-    exact = Exact(blocks, mean)
-    for index in (0, 1000):
-        rows = [leaf(values, index, shape).astype(np.float64) for values in blocks]
-        total = np.array(np.sum(rows, axis=0) / (3 if mean else 1))
-        assert exact.error(index, total) < 1e-15
-        assert exact.error(index + 1, total) > 0.01
-        total.flat[-1] += 1
-        assert exact.error(index, total) > 0.01
-        total.flat[0] = np.nan
-        assert exact.error(index, total) == np.inf
+    for mean, shape in itertools.product((False, True), ((), (3, 5), (BLOCK + 7,))):
+        exact = Exact(blocks, mean)
+        for index in (0, 1000):
+            rows = [leaf(values, index, shape).astype(np.float64) for values in blocks]
+            total = np.array(np.sum(rows, axis=0) / (3 if mean else 1))
+            assert exact.error(index, total) < 1e-15
+            assert exact.error(index + 1, total) > 0.01
+            total.flat[-1] += 1
+            assert exact.error(index, total) > 0.01
+            total.flat[0] = np.nan
+            assert exact.error(index, total) == np.inf
 
 
 def test_transmitted_bytes():
