@@ -53,9 +53,9 @@ def waiting():
 def joined(started):
     members = [Member(started.address, 2, rank) for rank in range(2)]
     arrived = at_once(*(lambda m=m: arrive(m, 20).detach() for m in members))
-    found = [CoordinatorConnection(fd) for fd in arrived]
-    yield found
-    for one in found:
+    connections = [CoordinatorConnection(fd) for fd in arrived]
+    yield connections
+    for one in connections:
         one.close()
 
 
@@ -167,10 +167,10 @@ def test_early_death_of_coordinator_ends_wait():
 @pytest.mark.parametrize("seconds", [2_147_484, 1e9, sys.float_info.max])
 def test_longest_timeouts_still_wait(seconds):
     started = start_coordinator("127.0.0.1:0", 2)
-    found = []
+    arrived = []
 
     def come(rank):
-        found.append(arrive(Member(started.address, 2, rank), seconds))
+        arrived.append(arrive(Member(started.address, 2, rank), seconds))
 
     first = threading.Thread(target=come, args=(0,), daemon=True)
     first.start()
@@ -178,7 +178,7 @@ def test_longest_timeouts_still_wait(seconds):
     assert started.process.poll() is None
     come(1)
     first.join(20)
-    assert len(found) == 2
-    for one in found:
+    assert len(arrived) == 2
+    for one in arrived:
         one.close()
     started.close()

@@ -50,8 +50,8 @@ def test_silence_beyond_patience_is_loss(client, stopped):
 def test_loss_ends_all_waits(client, stopped):
     waiting = threading.Timer(0.1, client.lose)
     waiting.start()
-    found = at_once(*[lambda: client.request(stopped)] * 3)
-    assert [type(error) for error in found] == [StoreUnreachableError] * 3
+    errors = at_once(*[lambda: client.request(stopped)] * 3)
+    assert [type(error) for error in errors] == [StoreUnreachableError] * 3
 
 
 def test_one_thread_makes_all_requests(client):

@@ -37,18 +37,18 @@ def coordinator():
 
 
 @pytest.mark.parametrize(
-    ("present", "expected", "kind", "words"),
+    ("present", "expected", "kind", "message"),
     [
         ([(0, 3), (1, 3), (1, 3)], 3, ValueError, "two processes claim to be process 1 of 3: .*:"),
         ([(0, 2), (1, 3)], 2, ValueError, "expects 3 processes, but the coordinator expects 2"),
     ],
 )  # fmt: skip
-def test_contradictions_are_told_to_all(coordinator, present, expected, kind, words):
+def test_contradictions_are_told_to_all(coordinator, present, expected, kind, message):
     address = coordinator(expected).address
     members = [Member(address, n, rank) for rank, n in present]
-    found = at_once(*(lambda m=m: arrive(m, 60.0) for m in members))
-    for error in found:
-        with pytest.raises(kind, match=words):
+    errors = at_once(*(lambda m=m: arrive(m, 60.0) for m in members))
+    for error in errors:
+        with pytest.raises(kind, match=message):
             raise error
 
 
@@ -153,15 +153,15 @@ def test_unneeded_coordinator_ends(coordinator):
 def test_news_right_after_go_is_kept():
     with socket.create_server(("127.0.0.1", 0)) as coordinator:
         address = f"127.0.0.1:{coordinator.getsockname()[1]}"
-        found = []
-        thread = threading.Thread(target=lambda: found.append(arrive(Member(address, 2, 1), 5)))
+        arrived = []
+        thread = threading.Thread(target=lambda: arrived.append(arrive(Member(address, 2, 1), 5)))
         thread.start()
         connection, _ = coordinator.accept()
         with connection:
             connection.recv(1000)
             connection.sendall(b'{"go": true}\n{"ended": 0}\n')
             thread.join()
-            connection = CoordinatorConnection(found[0].detach())
+            connection = CoordinatorConnection(arrived[0].detach())
             assert connection.news() == {0: {"ended": 0, "stage": None}}
             connection.close()
 
@@ -224,7 +224,7 @@ def test_missing_address_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "words"),
+    ("kind", "arguments", "message"),
     [
         (ValueError, {"initialization_timeout_seconds": float("inf")}, "`initialization_timeout_seconds` to be a finite number of seconds"),
         (ValueError, {"heartbeat_timeout_seconds": -1}, "`heartbeat_timeout_seconds` to be a finite number of seconds"),
@@ -238,9 +238,9 @@ def test_missing_address_is_refused(monkeypatch):
          "must come before anything that uses devices"),
     ],
 )  # fmt: skip
-def test_bad_arguments_are_refused(kind, arguments, words):
+def test_bad_arguments_are_refused(kind, arguments, message):
     jax.devices()
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         jc.initialize(**arguments)
 
 
@@ -251,12 +251,12 @@ def test_unlaunched_process_is_alone():
 
 
 def test_arguments_and_variables_combine(monkeypatch):
-    found = []
+    members = []
     monkeypatch.setattr("jaxcoll._job.initialize._check_unused", lambda: None)
     monkeypatch.setattr("jaxcoll._job.initialize._keep_memory", lambda: None)
     monkeypatch.setattr(
         "jaxcoll._job.initialize.arrive",
-        lambda member, timeout: found.append(member) or out_of_time(member, timeout),
+        lambda member, timeout: members.append(member) or out_of_time(member, timeout),
     )
     numbers = {"num_processes": np.int64(3), "process_id": np.int32(2)}
     for arguments, variables in (
@@ -267,10 +267,10 @@ def test_arguments_and_variables_combine(monkeypatch):
             monkeypatch.setenv(name, value)
         with pytest.raises(jc.errors.DeadlineExceededError):
             jc.initialize("127.0.0.1:1", **arguments)
-    assert [(m.coordinator_address, m.num_processes, m.process_id) for m in found] == [
+    assert [(m.coordinator_address, m.num_processes, m.process_id) for m in members] == [
         ("127.0.0.1:1", 3, 2)
     ] * 2
-    assert [m.local_device_ids for m in found] == [(1,)] * 2
+    assert [m.local_device_ids for m in members] == [(1,)] * 2
 
 
 TWO_JOBS = {"ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1", "w2:1"]}
@@ -306,7 +306,7 @@ def test_tf_config_resolver_reads_arguments():
 
 @pytest.mark.tensorflow("K22")
 @pytest.mark.parametrize(
-    ("cluster", "kind", "index", "words"),
+    ("cluster", "kind", "index", "message"),
     [
         ({"worker": ["a:1", "b:1"]}, "worker", 9, "TFConfigClusterResolver: this is task 9 of .*, which has only 2"),
         ({"worker": ["a:1", "b:1"]}, "chief", 0, "a task of job 'chief', but the cluster has only the"),
@@ -315,22 +315,22 @@ def test_tf_config_resolver_reads_arguments():
         (["a:1"], "worker", 0, "'cluster' must be a JSON object"),
     ],
 )  # fmt: skip
-def test_tf_config_resolver_refuses(cluster, kind, index, words):
-    with pytest.raises(ValueError, match=words):
+def test_tf_config_resolver_refuses(cluster, kind, index, message):
+    with pytest.raises(ValueError, match=message):
         tf_config(cluster, kind, index).member()
 
 
 @pytest.mark.parametrize(
-    ("jobs", "change", "words"),
+    ("jobs", "change", "message"),
     [
         ({"worker": 3}, {}, "`jobs` has 3 tasks, but the Slurm step has 4"),
         (None, {"SLURM_PROCID": ""}, "SLURM_PROCID is missing .* Start it with `srun`"),
         (None, {"SLURM_STEP_TASKS_PER_NODE": "2"}, r"2 hosts \(n\[1-2\]\), but the tasks of 1"),
     ],
 )
-def test_slurm_resolver_refuses(jobs, change, words):
+def test_slurm_resolver_refuses(jobs, change, message):
     env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0"}  # fmt: skip
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         jc.distribute.SlurmClusterResolver(jobs, environment={**env, **change})
 
 

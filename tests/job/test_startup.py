@@ -40,19 +40,19 @@ def waits(kind, connection, timeout):
 
 @pytest.mark.parametrize("kind", ["connect", "devices"])
 @pytest.mark.parametrize(
-    ("sent", "words", "ranks"),
+    ("sent", "message", "ranks"),
     [
         (BOTH_DIED, "Processes 1, 2 ended during startup", (1, 2)),
         (b"the end", "The coordinator died, or was cut off, during startup", ()),
     ],
 )
-def test_ended_processes_end_the_wait(kind, sent, words, ranks, connection):
+def test_ended_processes_end_the_wait(kind, sent, message, ranks, connection):
     connection, coordinator = connection
     if sent == b"the end":
         coordinator.close()
     else:
         coordinator.sendall(sent)
-    with pytest.raises(jc.errors.PeerLostError, match=words) as caught:
+    with pytest.raises(jc.errors.PeerLostError, match=message) as caught:
         waits(kind, connection, 60)
     assert caught.value.ranks == ranks
     if ranks:  # who gives up because of another is not blamed by those who notice later
@@ -60,12 +60,12 @@ def test_ended_processes_end_the_wait(kind, sent, words, ranks, connection):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "message"),
     [("connect", "within 0.1 s: one is stopped"), ("devices", "within 0.1 s, th")],
 )
-def test_waits_end_in_time(kind, words, connection, monkeypatch):
+def test_waits_end_in_time(kind, message, connection, monkeypatch):
     monkeypatch.setattr(startup, "LEAST_DEVICES_SECONDS", 0.1)
-    with pytest.raises(jc.errors.DeadlineExceededError, match=words):
+    with pytest.raises(jc.errors.DeadlineExceededError, match=message):
         waits(kind, connection[0], 0.1)
 
 

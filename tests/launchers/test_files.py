@@ -39,7 +39,7 @@ def stubs(tmp_path):
     return run
 
 
-def found(environment):
+def read_place(environment):
     member = read_member(environment)
     member.check()
     own = member.local_device_ids
@@ -67,7 +67,7 @@ def test_batch_script_has_task_per_gpu(stubs):
             "SLURM_LOCALID": str(rank % tasks), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})",
         }  # fmt: skip
         own = (rank % tasks,)
-        assert found(environment) == ("gpu01:61517", nodes * tasks, rank, own)
+        assert read_place(environment) == ("gpu01:61517", nodes * tasks, rank, own)
 
 
 def test_mpirun_script_sets_address(stubs):
@@ -81,7 +81,7 @@ def test_mpirun_script_sets_address(stubs):
         "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "9", "JAX_COORDINATOR_ADDRESS": address,
         "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     }  # fmt: skip
-    assert found(environment) == ("node1:29500", 16, 9, (1,))
+    assert read_place(environment) == ("node1:29500", 16, 9, (1,))
 
 
 @pytest.mark.parametrize("file", ["indexed_job.yaml", "jobset.yaml"])
@@ -109,7 +109,7 @@ def test_pods_find_each_other(file):
     assert container["command"][-1].endswith("exec python train.py")
     for rank in range(job["completions"]):
         environment = {e["name"]: e.get("value", str(rank)) for e in container["env"]}
-        assert found(environment) == (f"{first}:29500", job["completions"], rank, None)
+        assert read_place(environment) == (f"{first}:29500", job["completions"], rank, None)
     (index,) = [e for e in container["env"] if "valueFrom" in e]
     at = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert index == {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": at}}}

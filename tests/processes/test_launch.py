@@ -106,15 +106,15 @@ def script(tmp_path, text):
 
 
 def run(*flags, **variables):
-    words = ("jaxcoll", "launch", *flags)
-    return forks.with_jaxcoll().run(forks.COMMAND, *words, cwd=Path(), timeout=120, **variables)
+    command = ("jaxcoll", "launch", *flags)
+    return forks.with_jaxcoll().run(forks.COMMAND, *command, cwd=Path(), timeout=120, **variables)
 
 
 def started(tmp_path, *flags, out=None, err=None, code=forks.COMMAND):
     """A launch that goes on by itself, and where its output goes."""
     out, err = out or tmp_path / "out", err or tmp_path / "err"
-    words = ("jaxcoll", "launch", *flags)
-    child = forks.with_jaxcoll().start(code, words, dict(os.environ), out, err, Path.cwd())
+    command = ("jaxcoll", "launch", *flags)
+    child = forks.with_jaxcoll().start(code, command, dict(os.environ), out, err, Path.cwd())
     return child, out, err
 
 
@@ -149,7 +149,7 @@ def test_job_listens_on_loopback_only(tmp_path, launched):
 
 
 @pytest.mark.parametrize(
-    ("how", "flags", "status", "words"),
+    ("how", "flags", "status", "message"),
     [
         ("status", [], 7, "process 1 of 2 ended with status 7; the others were ended."),
         ("SIGKILL", [], 137, "process 1 of 2 was ended by SIGKILL; the others were ended."),
@@ -163,9 +163,9 @@ def test_job_listens_on_loopback_only(tmp_path, launched):
         ("survive", ["--keep-going"], 0, "process 1 of 2 ended with status 5."),
     ],
 )
-def test_first_failure_ends_all(tmp_path, how, flags, status, words):
+def test_first_failure_ends_all(tmp_path, how, flags, status, message):
     done = run("-n", "2", *flags, script(tmp_path, STUCK), how)
-    assert (done.returncode, done.stderr) == (status, f"jaxcoll launch: {words}\n")
+    assert (done.returncode, done.stderr) == (status, f"jaxcoll launch: {message}\n")
     pids = [int(pid) for line in re.findall("pids (.*)", done.stdout) for pid in line.split()]
     assert len(pids) == 4 or how == "late"  # where 2 s may pass before they could print
     assert forks.gone(pids)
@@ -257,8 +257,10 @@ def test_full_disk_ends_no_job(tmp_path):
     file = script(tmp_path, "import os; print('x', flush=True); os.write(2, b'done\\n')")
     child, _, err = started(tmp_path, file, out="/dev/full")
     assert child.wait(60) == 0, read(err)
-    words = "standard output cannot be written (No space left on device); the job continues without"
-    assert read(err).count(words) == 1
+    message = (
+        "standard output cannot be written (No space left on device); the job continues without"
+    )
+    assert read(err).count(message) == 1
     assert {"[0] done", "[1] done"} <= set(read(err).splitlines())
 
 

@@ -31,8 +31,8 @@ def test_results_keep_order_and_numerics(capfd):
         print("aside", file=sys.stderr)
         share = np.arange(8.0) + 8 * jax.process_index()
         total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))(share)
-        found = {"rank": Rank(jax.process_index()), "total": total, "devices": jax.device_count()}
-        return found | {"settings": {name: str(value) for name, value in numerics().items()}}
+        results = {"rank": Rank(jax.process_index()), "total": total, "devices": jax.device_count()}
+        return results | {"settings": {name: str(value) for name, value in numerics().items()}}
 
     others = {
         "jax_enable_x64": True,
@@ -43,15 +43,15 @@ def test_results_keep_order_and_numerics(capfd):
         for name, value in others.items():
             jax.config.update(name, value)
         settings = {name: str(value) for name, value in numerics().items()}
-        found = jc.launch(run, 2, devices_per_process=2, timeout_seconds=SECONDS)
+        results = jc.launch(run, 2, devices_per_process=2, timeout_seconds=SECONDS)
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
-    assert [f["settings"] for f in found] == [settings] * 2
-    assert [f["rank"] for f in found] == [Rank(0), Rank(1)]
-    assert {type(f["rank"]) for f in found} == {Rank}
-    assert {f["devices"] for f in found} == {4}
-    assert {(type(f["total"]), f["total"].dtype, float(f["total"])) for f in found} == {
+    assert [f["settings"] for f in results] == [settings] * 2
+    assert [f["rank"] for f in results] == [Rank(0), Rank(1)]
+    assert {type(f["rank"]) for f in results} == {Rank}
+    assert {f["devices"] for f in results} == {4}
+    assert {(type(f["total"]), f["total"].dtype, float(f["total"])) for f in results} == {
         (np.ndarray, np.dtype("float64"), 120.0)
     }
     out, err = capfd.readouterr()
@@ -117,8 +117,8 @@ def test_batches_agree_between_processes():
         ]
         return *read({"epoch": 0, "row": 0, "rows": 50, "seed": 5}), crossed(), plain, elastic
 
-    found = jc.launch(run, 2, devices_per_process=2, timeout_seconds=SECONDS)
-    counts, states, halves, plains, elastics = zip(*found, strict=True)
+    results = jc.launch(run, 2, devices_per_process=2, timeout_seconds=SECONDS)
+    counts, states, halves, plains, elastics = zip(*results, strict=True)
     numbers = order(50, 5, 0)
     for step in range(2):
         held = dict(pair for first in counts for pair in first[step][0])
@@ -186,7 +186,7 @@ def ends(how):
 
 
 @pytest.mark.parametrize(
-    ("fn", "settings", "ranks", "words"),
+    ("fn", "settings", "ranks", "message"),
     [
         (wrong, {}, (1,), r"rank 1 of 2 raised KeyError: 'no such row'\n\nTraceback of rank 1 .*in wrong\n    raise KeyError\(\"no such row\"\)"),
         (of_a_cell(), {}, (1,), r'rank 1 of 2 raised ValueError: no such row\n.*File "<cell 3>", line 3, in bad\n    raise ValueError\(row\)'),
@@ -199,13 +199,13 @@ def ends(how):
     ],
     ids=lambda x: x.args[0] if isinstance(x, partial) else "",
 )  # fmt: skip
-def test_first_failing_rank_is_named(fn, settings, ranks, words):
+def test_first_failing_rank_is_named(fn, settings, ranks, message):
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as those of a notebook are
     began = time.monotonic()
     try:
-        with pytest.raises(jc.errors.LaunchError, match=f"(?s){words}") as caught:
+        with pytest.raises(jc.errors.LaunchError, match=f"(?s){message}") as caught:
             jc.launch(fn, **{"processes": 2, "timeout_seconds": SECONDS, **settings})
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
@@ -266,11 +266,11 @@ def test_bad_arguments_are_refused():
 
 def test_windows_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("platform.system", lambda: "Windows")
-    words = "several processes need Linux or macOS: on Windows, JAX has no"
-    with pytest.raises(OSError, match=words):
+    message = "several processes need Linux or macOS: on Windows, JAX has no"
+    with pytest.raises(OSError, match=message):
         jc.launch(os.getpid)
-    with pytest.raises(OSError, match=words):
+    with pytest.raises(OSError, match=message):
         jc.initialize("127.0.0.1:1", 2, 0)
     jc.initialize()
     assert main(["launch", "-m", "jaxcoll"]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
