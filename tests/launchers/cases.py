@@ -3,7 +3,7 @@
     python -m tests.launchers.cases             # names the cases
     python -m tests.launchers.cases requeue     # runs one; the exit status is 1 if it is not as it says
 
-Needs root, and Debian's slurm-wlm, munge, iproute2, openmpi-bin, mpich. What runs on two hosts runs on two
+Needs root, and Debian's slurm-wlm, munge, iproute2, openmpi-bin, mpich; MPIRUN may name another Open MPI. What runs on two hosts runs on two
 network namespaces; nothing is left of them.
 """
 
@@ -137,6 +137,7 @@ def run(script, *around, timeout=300, files=(), **variables):
             "PY": sys.executable, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
             "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "MPIRUN": os.environ.get("MPIRUN", "mpirun.openmpi"),
             "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", **variables,
         }  # fmt: skip
         process = subprocess.Popen(
@@ -248,11 +249,19 @@ def hang_on_slurm():
     return status == 0 and names_late(output, 4)
 
 
+def hang_ends_on_slurm():
+    """--hang-exit ends a job that would hang for ever, where srun ends all with the first failure."""
+    hang = "--hang-seconds 4 --hang-exit --run hangs.py 100000"
+    script = f"srun --kill-on-bad-exit=1 -N2 -n2 $PY -m jaxcoll inspect {hang}; echo ended with $?"
+    _, output = on_slurm(script, files={"hangs.py": HANGS})
+    return "process 0 of 2 has waited" in output and "ended with 124" in output
+
+
 def hang_on_mpi():
     """A rank that is late is named, with its line, under Open MPI's mpirun."""
     script = """
     export JAX_COORDINATOR_ADDRESS=127.0.0.1:29517
-    mpirun.openmpi --bind-to none --oversubscribe -n 4 $PY -m jaxcoll inspect --hang-seconds 4 --run hangs.py 12
+    $MPIRUN --bind-to none --oversubscribe -n 4 $PY -m jaxcoll inspect --hang-seconds 4 --run hangs.py 12
     """
     status, output = run(script, files={"hangs.py": HANGS})
     return status == 0 and names_late(output, 4)
@@ -297,7 +306,7 @@ def hang_cut():
 def two_jobs():
     """Two jobs at one address: a process of the other job is refused, and sums never mix."""
     is_right = True
-    for launcher in ("mpirun.openmpi --bind-to none -n 2", "mpiexec.hydra -n 2"):
+    for launcher in ("$MPIRUN --bind-to none -n 2", "mpiexec.hydra -n 2"):
         script = f"""
         export JAX_COORDINATOR_ADDRESS=127.0.0.1:29518
         {launcher} $PY sums.py 1 6 > first 2>&1 & sleep 2
@@ -316,7 +325,7 @@ def doctor():
     _, slurm = on_slurm(f"srun -N2 -n2 {bound}")
     script = f"""
     export JAX_COORDINATOR_ADDRESS=127.0.0.1:29519
-    mpirun.openmpi -n 2 --bind-to core $PY -m jaxcoll doctor; mpiexec.hydra -n 2 {bound}
+    $MPIRUN -n 2 --bind-to core $PY -m jaxcoll doctor; mpiexec.hydra -n 2 {bound}
     export MASTER_ADDR=127.0.0.1 MASTER_PORT=29520 WORLD_SIZE=2
     unset JAX_COORDINATOR_ADDRESS
     RANK=1 {bound} & RANK=0 {bound}; wait
@@ -334,14 +343,14 @@ def mpi_collectives():
     """
     script = """
     export JAX_COORDINATOR_ADDRESS=127.0.0.1:29521 JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi
-    mpirun.openmpi --bind-to none --oversubscribe -n 2 $PY sums.py 1 0
+    $MPIRUN --bind-to none --oversubscribe -n 2 $PY sums.py 1 0
     """
     _, output = run(script, files={"sums.py": SUMS})
     return re.findall(r"sum (\d+) of (\d+)", output) == [("2", "1")] * 2
 
 
 CASES = {case.__name__: case for case in (
-    first_ends, task_0_elsewhere, requeue, elastic, hang_on_slurm, hang_on_mpi,
+    first_ends, task_0_elsewhere, requeue, elastic, hang_on_slurm, hang_ends_on_slurm, hang_on_mpi,
     hang_cut, two_jobs, doctor, mpi_collectives,
 )}  # fmt: skip
 
