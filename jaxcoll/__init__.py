@@ -8,13 +8,13 @@ if _TYPE_CHECKING:
     from jaxcoll import compression as compression
     from jaxcoll import distribute as distribute
     from jaxcoll import errors as errors
-    from jaxcoll._collectives.alike import broadcast as broadcast
-    from jaxcoll._collectives.alike import same as same
+    from jaxcoll._collectives.all_gather import all_gather as all_gather
     from jaxcoll._collectives.all_reduce import all_reduce as all_reduce
-    from jaxcoll._collectives.all_reduce import pmean as pmean
-    from jaxcoll._collectives.all_reduce import psum as psum
-    from jaxcoll._collectives.halves import all_gather as all_gather
-    from jaxcoll._collectives.halves import reduce_scatter as reduce_scatter
+    from jaxcoll._collectives.broadcast import broadcast as broadcast
+    from jaxcoll._collectives.psum import pmean as pmean
+    from jaxcoll._collectives.psum import psum as psum
+    from jaxcoll._collectives.reduce_scatter import reduce_scatter as reduce_scatter
+    from jaxcoll._collectives.same import same as same
     from jaxcoll._collectives.shards import Shards as Shards
     from jaxcoll._collectives.sparse import IndexedSlices as IndexedSlices
     from jaxcoll._distribute.check_replicas import check_replicas as check_replicas
@@ -64,13 +64,16 @@ __version__ = "0.3.0"
 _LATER = {
     name: f"jaxcoll.{module}"
     for module, names in {
-        "_collectives.alike": "broadcast same",
-        "_collectives.all_reduce": "all_reduce pmean psum",
+        "_collectives.broadcast": "broadcast",
+        "_collectives.same": "same",
+        "_collectives.all_reduce": "all_reduce",
+        "_collectives.psum": "pmean psum",
         "_gradients.value_and_grad": "accumulate grad value_and_grad",
         "_gradients.mean_loss": "mean_loss",
         "_gradients.sync_in_backward": "sync_in_backward",
         "_gradients.layers.scan_layers": "scan_layers",
-        "_collectives.halves": "all_gather reduce_scatter",
+        "_collectives.all_gather": "all_gather",
+        "_collectives.reduce_scatter": "reduce_scatter",
         "_gradients.norms": "all_finite global_norm",
         "_job.initialize": "initialize",
         "_job.launch.function": "launch",

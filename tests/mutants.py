@@ -1,4 +1,4 @@
-"""Change `_plan` and `_spmd` at random points, one at a time, and list what their tests do not notice.
+"""Change `_plan` and the reductions at random points, one by one; list what their tests do not notice.
 
     python tests/mutants.py --count 20 --seed 1            # tests of the changed room
     python tests/mutants.py --only _plan/packs/packing.py  # as many points of one file

@@ -1,16 +1,64 @@
-"""`all_reduce`, `psum` and `pmean`: reductions inside a mapped program."""
+"""`all_reduce`: plan, pack, sum, unpack, and divide for a mean, inside a mapped program."""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jaxcoll._collectives import reduce
-from jaxcoll._collectives.scope import count, resolve_axes, scope_here
+from jaxcoll import _compat
+from jaxcoll._collectives.algorithms import table as algorithms
+from jaxcoll._collectives.algorithms.coded import Coded, Coding
+from jaxcoll._collectives.pipeline import Recipe, carry_out, finish_sum, make_summand, pack, unpack
+from jaxcoll._collectives.scope import (
+    Scope,
+    already_reduced,
+    count,
+    resolve_axes,
+    scope_here,
+    show_axes,
+)
+from jaxcoll._compat import marks
 from jaxcoll._compression.format import check_any_coded
-from jaxcoll._plan.checks import check_value_first, describe_type
+from jaxcoll._plan.checks import describe_type
+from jaxcoll._plan.choose import make_plan
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
+from jaxcoll._plan.packs.leaves import (
+    Leaf,
+    Whole,
+    check_reducible,
+    dtype_or_none,
+    flatten_with_paths,
+    is_whole,
+    make_leaf,
+    where,
+    wire_dtype,
+)
+from jaxcoll._plan.packs.packing import Pack, PackingRule
+from jaxcoll._plan.plan import CollectivePlan
+from jaxcoll._plan.world import World
+
+if TYPE_CHECKING:
+    from jaxcoll._collectives.residual import Feedback
+
+Invariant = Literal["error", "summed", "replicated"]
+
+_REPLICATED = """\
+If every replica holds this value, like a learning rate, pass `invariant="replicated"`: then MEAN \
+returns it unchanged, and SUM multiplies it by {n}."""
+
+_SUMMED = """\
+take it with `jc.value_and_grad` or `jc.grad`, which keep it per replica, or pass \
+`invariant="summed"`: then SUM returns it unchanged, and MEAN divides it by {n}."""
+
+_LEAF_BY_LEAF = """\
+leaf by leaf, by the compiler's own all-reduce: the compiler splits leaves over {axes}, and would \
+have to gather them into a pack"""
 
 
 def all_reduce(
@@ -19,7 +67,7 @@ def all_reduce(
     axis_name: str | tuple[str, ...] | None = None,
     *,
     options: CommunicationOptions | None = None,
-    invariant: reduce.Invariant = "error",
+    invariant: Invariant = "error",
     residual: Any = None,
 ) -> Any:
     """Reduce every leaf of a pytree over the replicas along one or more mapped axes.
@@ -70,9 +118,9 @@ def all_reduce(
       >>> jax.vmap(lambda v: all_reduce("mean", v, "data"), axis_name="data")(x)[3].tolist()
       [4.0, 5.0]
     """
-    if invariant not in get_args(reduce.Invariant):
+    if invariant not in get_args(Invariant):
         raise ValueError(
-            f"`invariant` must be one of {', '.join(map(repr, get_args(reduce.Invariant)))}; "
+            f"`invariant` must be one of {', '.join(map(repr, get_args(Invariant)))}; "
             f"got {invariant!r}."
         )
     check_order(reduce_op, value)
@@ -80,99 +128,165 @@ def all_reduce(
     if checked_options.compression is not None:
         check_any_coded(checked_options.compression, value)
     scope = scope_here().merge(checked_options)
-    axes = scope.choose_axes(axis_name, "jc.all_reduce")
+    axes = resolve_axes(scope.choose_axes(axis_name, "jc.all_reduce"), "all_reduce")
     feedback = None
     if residual is not None:
-        feedback = reduce.make_feedback(
-            residual, value, resolve_axes(axes, "all_reduce"), "all_reduce"
+        feedback = make_feedback(residual, value, axes, "all_reduce")
+    return AllReduce(op, axes, scope, invariant).reduce(value, feedback)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+    """A sum or a mean over replicas: what is asked for, and what its caller knows of the leaves."""
+
+    op: ReduceOp
+    axes: Mapping[str, int]  # the axes with their sizes, outer first
+    scope: Scope
+    invariant: Invariant = "error"
+    packing: PackingRule | None = None  # overrides the options
+    # For each leaf, in the tree's order, its rank in the order in which leaves become ready
+    ready: Sequence[int] | None = None
+    # Paths of leaves that are proven equal on every replica along some axes, and these axes: leaves
+    # count as "replicated" there, despite their types
+    same: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # further reasons for the plan
+    in_backward: bool = False  # it is part of a backward pass
+    exact: frozenset[str] = frozenset()  # paths of leaves that travel exactly despite the options
+    repeats: bool = False  # counting equal values once per replica is intended, so do not warn
+
+    def reduce(self, value: Any, feedback: Feedback | None = None) -> Any:
+        """Check and describe the leaves, plan from the descriptions, and carry out the plan.
+
+        The program communicates what the plan shows, and nothing else.
+
+        Args:
+          value: the tree.
+          feedback: this replica's residuals of the leaves.
+
+        Returns:
+          The reduced tree, *invariant* over the axes. With `feedback`, a pair of that tree and the
+          next residual, *varying*.
+        """
+        names, world = tuple(self.axes), self.scope.world(dict(self.axes))
+        flat, treedef = flatten_with_paths(value, functools.partial(is_whole, axes=self.axes))
+        typed, automatic = _compat.types_tracked(), _compat.automatic_axes()
+        checked = [self._check(path, leaf, typed) for path, leaf in flat]
+        exactly = self.scope.exactly.options if self.exact else self.scope.options
+        leaves = []
+        for k, ((path, _), x) in enumerate(zip(flat, checked, strict=True)):
+            options = exactly if path in self.exact else self.scope.options
+            ready = None if self.ready is None else self.ready[k]
+            leaves.append(self._describe(path, x, world, options, ready, typed, automatic))
+        notes = self.notes
+        if automatic:
+            notes = (*notes, _LEAF_BY_LEAF.format(axes=show_axes(automatic)))
+        plan = make_plan(
+            self.op, leaves, self.scope.options, world, self.packing,
+            in_backward=self.in_backward, notes=notes,
+        )  # fmt: skip
+        self.scope.record(plan)
+        summands = [x.values if isinstance(x, Whole) else x for x in checked]
+        if feedback is not None:
+            summands = feedback.add_to(summands, leaves, count(self.axes))
+        carried = _carry_packs(plan, summands, feedback)
+        on_cpus_along = names if world.platform == "cpu" else ()
+        results = [result for result, _ in carried]
+        reduced: list[Any] = unpack(results, plan.packs, leaves, on_cpus_along)
+        for k, (x, array, leaf) in enumerate(zip(checked, summands, leaves, strict=True)):
+            recipe = cast(Recipe, leaf.kind)
+            if isinstance(x, Whole):
+                with jax.named_scope(f"{plan.name}/rows{k}"):
+                    reduced[k] = x._reduce(recipe)
+            elif reduced[k] is None:  # no pack carries it
+                reduced[k] = finish_sum(make_summand(array, recipe), recipe)
+        # Mark the results as equal for the proof, which reads the program where types do not say so
+        arrays, structure = jax.tree.flatten(reduced)
+        sums_up = self.op is ReduceOp.SUM and not (self.in_backward or self.repeats)
+        arrays = marks.same(arrays, names, jax.tree.leaves(checked), sums=sums_up)
+        result = jax.tree_util.tree_unflatten(treedef, jax.tree.unflatten(structure, arrays))
+        if feedback is None:
+            return result
+        return result, feedback.next(plan, carried, reduced, on_cpus_along)
+
+    def _check(self, path: str, leaf: Any, typed: bool) -> jax.Array | Whole:
+        """Return the array to sum, or raise an error that names its path."""
+        if isinstance(leaf, Whole):
+            return leaf._prepare(path, "all_reduce")
+        dtype = dtype_or_none(leaf)
+        if dtype is None or isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"`all_reduce` cannot reduce {where(path)}: expected an array or a number, got "
+                f"{type(leaf).__name__}."
+            )
+        check_reducible(path, dtype)
+        array = jnp.asarray(leaf)
+        if not typed:
+            return array
+        array = _compat.terms_of_sum(array, self.axes)
+        # Equal values count as the first replica's, which alone gets their cotangent.
+        return _compat.cast_invariant(array, tuple(self.same.get(path, ())), summed=True)
+
+    def _describe(
+        self,
+        path: str,
+        x: jax.Array | Whole,
+        world: World,
+        options: CommunicationOptions,
+        ready: int | None,
+        typed: bool,  # types say over which axes values vary
+        automatic: tuple[str, ...],  # axes that the compiler's partitioner manages
+    ) -> Leaf:
+        """Describe a leaf for the plan, with the axes along which its copies are equal left out."""
+        array, indices = (x.values, x.indices.dtype) if isinstance(x, Whole) else (x, None)
+        solid = bool(automatic) or _compat.is_partially_sharded(array)
+        leaf = make_leaf(path, array, self.op, world, options, indices=indices, solid=solid)
+        wire = leaf.wire if indices is None else wire_dtype(leaf.dtype, self.op, world)
+        if wire.name == "bfloat16" and world.platform == "cpu" and automatic:
+            wire = np.dtype(np.float32)  # XLA's CPU compiler aborts on a 16-bit sum here
+        equal = self.same.get(path, frozenset())
+        by_type = _compat.same_axes(array, self.axes) if typed else ()
+        missing = {a: n for a, n in self.axes.items() if a in by_type or a in equal}
+        if self.invariant == "error" and array.size and not equal.issuperset(by_type):
+            advice = {"value": _REPLICATED, "gradient": _SUMMED}
+            raise already_reduced("all_reduce", path, array, self.axes, missing, **advice)
+        # Each of m copies counts, m times the value in all; a MEAN over n replicas then divides the
+        # value by n/m. Copies of the replicas' sum count once, and a MEAN divides them by n.
+        times = 1 if self.invariant == "summed" else count(missing)
+        divisor = count(self.axes) // times if self.op is ReduceOp.MEAN else None
+        over = tuple(a for a, n in self.axes.items() if n > 1 and a not in missing)
+        varying = _compat.varying_axes(array) if typed else frozenset()
+        return dataclasses.replace(
+            leaf,
+            wire=wire if indices is None else leaf.wire,
+            kind=Recipe(over, tuple(self.axes), varying, leaf.dtype, wire, times, divisor),
+            over=tuple(1 if a in missing else n for a, n in self.axes.items()),
+            ready=ready,
         )
-    return reduce.all_reduce(op, value, axes, scope=scope, invariant=invariant, feedback=feedback)
 
 
-def psum(
-    value: Any,
-    axis_name: str | tuple[str, ...] | None = None,
-    *,
-    options: CommunicationOptions | None = None,
-    invariant: reduce.Invariant = "error",
-) -> Any:
-    """Return the sum over the replicas: `jax.lax.psum`, packed according to `options`.
+def _carry_packs(
+    plan: CollectivePlan, summands: Sequence[jax.Array], feedback: Feedback | None
+) -> list[tuple[jax.Array, jax.Array | None]]:
+    """Return for each pack its result, and with `feedback` what rounding has lost."""
+    coding = Coding(feedback is not None, plan.world.platform)
 
-    Args:
-      value: a pytree as in `all_reduce`. Python numbers are multiplied by the number of replicas
-        without a collective, so `psum(1)` counts replicas.
-      axis_name: as in `all_reduce`.
-      options: as in `all_reduce`.
-      invariant: as in `all_reduce`.
+    def enter(pack: Pack, array: jax.Array) -> jax.Array:
+        return make_summand(array, cast(Recipe, pack.kind))
 
-    Returns:
-      A pytree like `value`, *invariant* over the axes. Cost: as in `all_reduce`.
+    def carry(pack: Pack, array: jax.Array) -> tuple[jax.Array, Coded | None]:
+        return algorithms.all_reduce(array, plan.stages(pack), cast(Recipe, pack.kind).axes, coding)
 
-    Raises:
-      ValueError: as in `all_reduce`.
-      NameError: as in `all_reduce`.
-      AlreadyReducedError: as in `all_reduce`.
+    def leave(pack: Pack, carried: Any) -> tuple[jax.Array, jax.Array | None]:
+        (total, coded), recipe = carried, cast(Recipe, pack.kind)
+        result, error = finish_sum(total, recipe), None
+        if feedback is not None:
+            error = feedback.rounding_error(plan, pack, total, result, coded, coding)
+        # Round a quotient by itself: fused with a sum that follows, both would be rounded at once.
+        divided = plan.options.reproducible and (recipe.divisor or recipe.times > 1)
+        return (_compat.round_as_stored(result) if divided else result), error
 
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> jax.vmap(lambda v: psum(v, "data"), axis_name="data")(jnp.arange(3.0)).tolist()
-      [3.0, 3.0, 3.0]
-    """
-    return _reduce_like_lax(ReduceOp.SUM, value, axis_name, options, invariant)
-
-
-def pmean(
-    value: Any,
-    axis_name: str | tuple[str, ...] | None = None,
-    *,
-    options: CommunicationOptions | None = None,
-    invariant: reduce.Invariant = "error",
-) -> Any:
-    """Return the mean over the replicas: `jax.lax.pmean`, packed according to `options`.
-
-    Args:
-      value: a pytree as in `all_reduce`. The mean of a Python number is the number.
-      axis_name: as in `all_reduce`.
-      options: as in `all_reduce`.
-      invariant: as in `all_reduce`.
-
-    Returns:
-      A pytree like `value`, *invariant* over the axes. Cost: as in `all_reduce`.
-
-    Raises:
-      ValueError: as in `all_reduce`.
-      NameError: as in `all_reduce`.
-      AlreadyReducedError: as in `all_reduce`.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> jax.vmap(lambda v: pmean(v, "data"), axis_name="data")(jnp.arange(3.0)).tolist()
-      [1.0, 1.0, 1.0]
-    """
-    return _reduce_like_lax(ReduceOp.MEAN, value, axis_name, options, invariant)
-
-
-def _reduce_like_lax(
-    op: ReduceOp, value: Any, axis_name: Any, options: Any, invariant: reduce.Invariant
-) -> Any:
-    caller = "jc.psum" if op is ReduceOp.SUM else "jc.pmean"
-    check_value_first(caller, value)
-    axes = scope_here().choose_axes(axis_name, caller)
-    n = count(resolve_axes(axes, caller))
-    leaves, treedef = jax.tree.flatten(value)
-    is_number = [isinstance(x, bool | int | float | complex) for x in leaves]
-    rest = treedef.unflatten(
-        [None if number else x for x, number in zip(leaves, is_number, strict=True)]
-    )
-    if not all(is_number) or not leaves:
-        rest = all_reduce(op, rest, axes, options=options, invariant=invariant)
-    arrays = iter(jax.tree.leaves(rest))
-    return treedef.unflatten(
-        [
-            (x * n if op is ReduceOp.SUM else x * n / n) if number else next(arrays)
-            for x, number in zip(leaves, is_number, strict=True)
-        ]
-    )
+    packed = pack(summands, plan.packs, plan.leaves, plan.elements)
+    return carry_out(plan, packed, carry, enter=enter, leave=leave)
 
 
 def check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> None:
@@ -188,3 +302,18 @@ def check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> No
 
 def _show(x: Any) -> str:
     return repr(x) if isinstance(x, ReduceOp | str) else describe_type(x)
+
+
+_NO_RESIDUAL = """\
+`{caller}` expects what `jc.compression.residual(params)` returns as its residual, or what this \
+call returned the last time; got {got}."""
+
+
+def make_feedback(
+    residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = ""
+) -> Any:
+    """Return the `Feedback` for a sum of `tree`, where its leaves' paths begin with `prefix`."""
+    feedback_for = getattr(residual, "feedback", None) if isinstance(residual, Whole) else None
+    if feedback_for is None:
+        raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))
+    return feedback_for(tree, axes, caller, prefix)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcoll import _compat
-from jaxcoll._collectives.scope import require_array, resolve_axes
-from jaxcoll._compat import marks, settings
+from jaxcoll._collectives.scope import require_array
 from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import ReplicaDivergenceError
@@ -188,51 +185,3 @@ def _list_names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
     kind = "" if not names[0].isdigit() else ("replica " if len(names) == 1 else "replicas ")
     return kind + shown
-
-
-CALLER = "jc.same"
-REPORTED = WORDS + 1
-"""Numbers that a replica reports for a value: the sum of its digests (two), and their count."""
-
-
-@dataclasses.dataclass(eq=False)
-class Claims:
-    """The calls of `jc.same` in one program, and the digests of their values on each replica."""
-
-    compares: bool = False  # the program reports every value to the host
-    found: bool = False  # the program calls `jc.same`
-    # Shapes of the program's arguments for which replicas were compared
-    compared: set[Hashable] = dataclasses.field(default_factory=set)
-    # By the value's place in the user's program and the replica's number
-    reported: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
-    _lock: Any = dataclasses.field(default_factory=threading.Lock)
-
-    def add(self, place: str, replica: Any, digest: Any) -> None:
-        """Add one replica's digest of a value, uint32[2]; the program calls this on any thread."""
-        row = np.array([*np.asarray(digest), 1], np.uint32)
-        with self._lock:
-            before = self.reported.get((place, int(replica)), np.zeros(REPORTED, np.uint32))
-            self.reported[place, int(replica)] = before + row  # uint32 wraps around
-
-
-def same(value: Any, axis_name: Any, claims: Claims | None) -> Any:
-    """Return `value`, treated as equal on every replica; see `jc.same`."""
-    axes = resolve_axes(axis_name, CALLER)
-    flat, treedef = flatten_with_paths(value)
-    arrays = [require_array(leaf, f"`{CALLER}`: {where(path)}") for path, leaf in flat]
-    if claims is not None:
-        claims.found = True
-        if claims.compares:
-            line = settings.line_here()
-            for (path, _), x in zip(flat, arrays, strict=True):
-                _report(claims, f"{path or 'the value'} ({line})", tuple(axes), x)
-    typed = [_compat.cast_invariant(x, tuple(axes)) for x in arrays]
-    return treedef.unflatten(marks.same(typed, tuple(axes)))
-
-
-def _report(claims: Claims, place: str, axes: tuple[str, ...], x: jax.Array) -> None:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    x = lax.stop_gradient(x)
-    replica = jnp.asarray(lax.axis_index(axes))
-    jax.debug.callback(lambda r, digest: claims.add(place, r, digest), replica, digest(x))

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll import _compat
+from jaxcoll._collectives.all_reduce import AllReduce
 from jaxcoll._collectives.pipeline import divide_wide
-from jaxcoll._collectives.reduce import all_reduce
 from jaxcoll._collectives.scope import Scope, count, loss_axes, show_axes
 from jaxcoll._compat import marks
 from jaxcoll._plan.options import ReduceOp
@@ -70,10 +70,10 @@ def insert_shard_gradients(
     leaves, treedef = jax.tree.flatten(gradients)
     results = treedef.flatten_up_to(reduced)
     for along in dict.fromkeys(filter(None, sharded)):
-        other_axes = tuple(a for a in axes if a not in along)
+        other_axes = {a: n for a, n in axes.items() if a not in along}
         parts = [x if a == along else None for x, a in zip(leaves, sharded, strict=True)]
         if other_axes:
-            parts = all_reduce(op, treedef.unflatten(parts), other_axes, scope=scope)
+            parts = AllReduce(op, other_axes, scope).reduce(treedef.unflatten(parts))
             parts = treedef.flatten_up_to(parts)
         n = count({a: axes[a] for a in along if a in axes}) if op is ReduceOp.MEAN else 1
         for k, x in enumerate(parts):

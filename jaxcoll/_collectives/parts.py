@@ -33,12 +33,17 @@ def describe_tree(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any,
         if (obstacle := _obstacle(leaf)) is not None:
             raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
         dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype_or_none(leaf)))
-        varying = _compat.varying_axes(leaf) if isinstance(leaf, jax.Array) else frozenset()
-        kind = (dtype.name, *sorted(varying - set(axes)))
-        leaves.append(
-            ShardedLeaf(name, tuple(np.shape(leaf)), dtype, dtype, tuple(axes.values()), kind)
-        )
+        leaves.append(make_sharded_leaf(name, np.shape(leaf), dtype, leaf, axes))
     return treedef, tuple(leaves)
+
+
+def make_sharded_leaf(
+    name: str, shape: tuple[int, ...], dtype: np.dtype, x: Any, axes: Mapping[str, int]
+) -> ShardedLeaf:
+    """Describe what is cut over `axes`: leaves of one type that vary alike may share a pack."""
+    varying = _compat.varying_axes(x) if isinstance(x, jax.Array) else frozenset()
+    kind = (dtype.name, *sorted(varying - set(axes)))
+    return ShardedLeaf(name, shape, dtype, dtype, tuple(axes.values()), kind)
 
 
 def _is_node(x: Any) -> bool:

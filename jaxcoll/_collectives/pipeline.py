@@ -161,6 +161,8 @@ class Recipe:
 
 def halvings(summands: int) -> int:
     """Return k such that `summands` numbers, divided by 2^k, cannot overflow in their sum."""
+    # n·2^-k <= 1 for k = ⌈log2 n⌉: no partial sum, in whatever order, exceeds the largest summand.
+    # Scaling by a power of two is exact but for float16's subnormals, below 6.1e-5.
     return math.ceil(math.log2(summands))
 
 
@@ -175,6 +177,7 @@ def divide_wide(total: jax.Array, by: jax.Array | int, times: int = 0) -> jax.Ar
     Computed in float32 or wider: `by` need not fit into float16, or be rounded to bfloat16.
     """
     exact = total.astype(accumulation_dtype(total.dtype))
+    # Only a float16 was scaled down; in float32 neither the factor nor the product overflows.
     if total.dtype == np.float16:
         exact = exact * np.float32(2.0**times)
     return (exact / jnp.asarray(by).astype(exact.dtype)).astype(total.dtype)
@@ -212,6 +215,7 @@ def scale_sum(total: jax.Array, recipe: Recipe) -> jax.Array:
     if recipe.divisor is None:
         return (total * recipe.times if recipe.times > 1 else total).astype(recipe.dtype)
     if recipe.halvings:
+        # total = Σ x·2^-k, so the mean is total·(2^k/n): one factor, one rounding, in float32.
         share = np.float32(2.0**recipe.halvings / recipe.divisor)
         return (total.astype(np.float32) * share).astype(recipe.dtype)
     mean = jnp.true_divide(total, recipe.divisor)

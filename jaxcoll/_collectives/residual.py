@@ -137,7 +137,9 @@ class Feedback:
             return None
         recipe = cast(Recipe, pack.kind)
         lost = jnp.zeros_like(total, np.float32)
-        if recipe.dtype != recipe.wire:  # every replica keeps an equal share of the cast's error
+        # All replicas' residuals must add up to the exact sum minus what was returned. The cast to
+        # the leaf's type lost total - result·divisor, the same everywhere: each keeps 1/n of it.
+        if recipe.dtype != recipe.wire:
             replicas = math.prod(map(lax.axis_size, recipe.over))
             lost = (total - result.astype(recipe.wire) * (recipe.divisor or 1)) / replicas
         if coded is not None:
@@ -171,6 +173,7 @@ class Feedback:
             path = self.prefix + layout.leaves[pack.segments[0].leaf].path
             if path in error_of:
                 error, owed = error_of[path], self.owed[path]
+                # An infinite gradient makes its error NaN: kept, it would spoil every later sum.
                 flat = jnp.where(is_finite, 0.0 if error is None else error, owed).reshape(-1)
                 part = jnp.pad(flat, (0, part.size - flat.size)).reshape(part.shape)
             parts.append(part)

@@ -156,37 +156,30 @@ def resolve_axes(axis_name: Any, caller: str) -> dict[str, int]:
             break
         if name in axes:
             raise ValueError(f"`{caller}` got an axis twice in `axis_name`: {axis_name!r}.")
-        axes[name] = _size(name, caller)
+        try:
+            if name == DILOCO_AXIS:
+                raise NameError(name)
+            axes[name] = lax.axis_size(name)
+        except NameError:
+            scope = " or ".join(repr(a) for a in _compat.axes_in_scope() if a != DILOCO_AXIS)
+            call = f"Did you mean {scope}? If not, call it" if scope else "Call it"
+            raise NameError(
+                f"`{caller}` over axis {name!r}: no such axis here. {call} inside `jax.shard_map`, "
+                f"`jax.pmap` or `jc.data_parallel` that maps {name!r}."
+            ) from None
+        if obstacle := _compat.obstacle(name):
+            raise ValueError(f"`{caller}` over axis {name!r}: {_OBSTACLES[obstacle]}")
     if len(axes) < max(1, len(names)):
         refuse_axes(caller, axis_name)
     return axes
 
 
-def _size(name: str, caller: str) -> int:
-    try:
-        if name == DILOCO_AXIS:
-            raise NameError(name)
-        size = lax.axis_size(name)
-    except NameError:
-        scope = " or ".join(repr(a) for a in _compat.axes_in_scope() if a != DILOCO_AXIS)
-        call = f"Did you mean {scope}? If not, call it" if scope else "Call it"
-        raise NameError(
-            f"`{caller}` over axis {name!r}: no such axis here. {call} inside `jax.shard_map`, "
-            f"`jax.pmap` or `jc.data_parallel` that maps {name!r}."
-        ) from None
-    obstacle = _compat.obstacle(name)
-    if obstacle == "unreachable":
-        raise ValueError(
-            f"`{caller}` over axis {name!r}: JAX cannot communicate over the axis of a `vmap` "
-            "inside a `shard_map` that checks types. Do not map that dimension: sum over it with "
-            "`jnp.sum`, before or after."
-        )
-    if obstacle == "shadowed":
-        raise ValueError(
-            f"`{caller}` over axis {name!r}: a `vmap` here has taken the name of an axis of "
-            "the mesh. Give the axis of the `vmap` another name."
-        )
-    return size
+_OBSTACLES = {
+    "unreachable": "JAX cannot communicate over the axis of a `vmap` inside a `shard_map` that "
+    "checks types. Do not map that dimension: sum over it with `jnp.sum`, before or after.",
+    "shadowed": "a `vmap` here has taken the name of an axis of the mesh. Give the axis of the "
+    "`vmap` another name.",
+}
 
 
 def require_array(value: Any, who: str, expected: str = "an array") -> jax.Array:

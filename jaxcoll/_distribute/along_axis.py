@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoll._collectives import gather
+from jaxcoll._collectives.all_gather import find_dimension, gather_tree
 from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.sparse import check_dense
 from jaxcoll._distribute.arguments import deliver, distribute_value
@@ -89,7 +89,7 @@ def _check_parts(
             )
         named = axis if caller == "reduce" and isinstance(axis, tuple | list) else [axis]
         shape = by_replica[min(by_replica)].shape
-        dimensions = tuple(gather.dimension(k, shape, what) for k in named)
+        dimensions = tuple(find_dimension(k, shape, what) for k in named)
         if len(set(dimensions)) < len(dimensions) or not dimensions:
             raise ValueError(f"{what}: expected different axes, at least one; got {axis!r}.")
         check_alike(caller, name, by_replica, dimensions)
@@ -218,7 +218,7 @@ def gather_along(
 
 
 def _gather(trees: Sequence[Any], scope: Scope, axis: int) -> Any:
-    return gather.all_gather(trees, AXIS, axis=axis, scope=scope)
+    return gather_tree(trees, AXIS, axis=axis, scope=scope)
 
 
 def _drop_padding(tree: Any, parts: _Parts) -> Any:

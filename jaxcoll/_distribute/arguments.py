@@ -11,7 +11,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
-from jaxcoll._collectives.gather import broadcast
+from jaxcoll._collectives.broadcast import send_tree
 from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.sparse import check_slices, is_sparse
 from jaxcoll._distribute.assemble import own_devices
@@ -212,7 +212,7 @@ def broadcast_to(
 
 
 def _broadcast_first(trees: Sequence[Any], scope: Scope) -> Any:
-    return broadcast(trees[0], AXIS, source=0, scope=scope)
+    return send_tree(trees[0], AXIS, source=0, scope=scope)
 
 
 def check_here(device: jax.Device) -> None:

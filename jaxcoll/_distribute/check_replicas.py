@@ -13,8 +13,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxcoll._collectives import check_replicas as _check
+from jaxcoll._collectives.all_gather import gather_tree
 from jaxcoll._collectives.check_replicas import WORDS, ReplicaCheck, digest
-from jaxcoll._collectives.gather import all_gather
 from jaxcoll._collectives.scope import Scope, count, resolve_axes, scope_here
 from jaxcoll._distribute.per_replica import PerReplica
 from jaxcoll._distribute.replica_axis import exchange_facts
@@ -102,7 +102,7 @@ def _compare_in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaC
         return ReplicaCheck(jnp.zeros((len(names), 0, WORDS), jnp.uint32), (), names)
     digests = jnp.stack([digest(leaf) for leaf in leaves])[None]
     # Digests travel exactly, whatever options the gradients have.
-    rows = all_gather(digests, axis_name, axis=0, scope=Scope(scope_here().world))
+    rows = gather_tree(digests, axis_name, axis=0, scope=Scope(scope_here().world))
     return ReplicaCheck(rows, paths, names)
 
 

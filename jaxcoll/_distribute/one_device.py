@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcoll._collectives import reduce
-from jaxcoll._collectives.scope import Scope
+from jaxcoll._collectives.all_reduce import AllReduce
+from jaxcoll._collectives.scope import Scope, resolve_axes
 from jaxcoll._collectives.sparse import check_dense
 from jaxcoll._distribute.arguments import copy_near, device_named
 from jaxcoll._distribute.cross_device_ops import (
@@ -110,7 +110,9 @@ def one_device_program(
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)
         # Replicas of a `vmap` share a device, and their arithmetic is that of all reductions.
         replicas = jax.vmap(
-            lambda x: reduce.all_reduce(reduce_op, x, AXIS, scope=scope, packing=UNPACKED),
+            lambda x: AllReduce(
+                reduce_op, resolve_axes(AXIS, "all_reduce"), scope, packing=UNPACKED
+            ).reduce(x),
             axis_name=AXIS,
         )(stacked)
         return jax.tree.map(lambda x: x[0], replicas)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from jaxcoll._collectives.all_gather import all_gather
 from jaxcoll._collectives.all_reduce import all_reduce
-from jaxcoll._collectives.check_replicas import Claims
-from jaxcoll._collectives.halves import all_gather
+from jaxcoll._collectives.same import Claims
 from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._distribute.arguments import call_options, copy_near, fit_to_group

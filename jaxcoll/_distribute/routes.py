@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxcoll._collectives import reduce
-from jaxcoll._collectives.scope import Scope
+from jaxcoll._collectives.all_reduce import AllReduce
+from jaxcoll._collectives.scope import Scope, resolve_axes
 from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._plan.algorithms import canonical, check_fits
 from jaxcoll._plan.checks import is_integer, refuse
@@ -46,6 +46,7 @@ def reduce_batch(
             k for k, route in enumerate(routes) if route.limit == -1 or nbytes <= route.limit
         )
 
+    axes = resolve_axes(scope.axes, "all_reduce")
     leaves, treedef = jax.tree.flatten(trees, is_leaf=is_sparse)
     route_taken = [choose_route(leaf) for leaf in leaves]
     for k, route in enumerate(routes):
@@ -53,14 +54,10 @@ def reduce_batch(
             leaf if of_leaf == k else None
             for leaf, of_leaf in zip(leaves, route_taken, strict=True)
         ]
-        sums = reduce.all_reduce(
-            reduce_op,
-            treedef.unflatten(mine),  # the whole tree, so that messages have the leaves' paths
-            scope.axes,
-            scope=dataclasses.replace(scope, options=route.options),
-            invariant="replicated",
-            packing=route.packing,
-        )
+        here = dataclasses.replace(scope, options=route.options)
+        reduction = AllReduce(reduce_op, axes, here, "replicated", route.packing)
+        # The whole tree, so that messages have the leaves' paths
+        sums = reduction.reduce(treedef.unflatten(mine))
         pairs = zip(leaves, treedef.flatten_up_to(sums), strict=True)
         leaves = [leaf if total is None else total for leaf, total in pairs]
     return treedef.unflatten(leaves)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxcoll._collectives.alike import broadcast
+from jaxcoll._collectives.broadcast import broadcast
 from jaxcoll._collectives.residual import is_residual
 from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.axes import make_weak

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoll._collectives.check_replicas import Claims
+from jaxcoll._collectives.same import Claims
 from jaxcoll._collectives.scope import entered, scope_here
 from jaxcoll._collectives.shards import is_shards
 from jaxcoll._plan.checks import describe_type

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll import _compat
+from jaxcoll._collectives.all_reduce import AllReduce, make_feedback
 from jaxcoll._collectives.common_over_replicas import (
     check_same,
     drop_shards,
     insert_shard_gradients,
 )
 from jaxcoll._collectives.pipeline import divide_wide, halvings, scale_down
-from jaxcoll._collectives.reduce import all_reduce, make_feedback
-from jaxcoll._collectives.reduce_scatter import reduce_scatter
+from jaxcoll._collectives.reduce_scatter import scatter_tree
 from jaxcoll._collectives.scope import Differentiation, Scope, count, show_axes
 from jaxcoll._collectives.shards import Shards, axes_of_shards
 from jaxcoll._compat import marks
@@ -195,8 +195,8 @@ class Differentiator:
                 if cut:
                     fields = {"caller": self.caller, "leaf": where(name), "axes": show_axes(cut)}
                     raise ValueError(_NO_SHARD.format(**fields))
-            shards = reduce_scatter(op, grads, tuple(axes), scope=scope, repeats=weighted)
-            local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
+            shards = scatter_tree(op, grads, tuple(axes), scope=scope, repeats=weighted)
+            local = AllReduce(op, axes, scope.exactly).reduce(local._replace(grads=None))
             local = local._replace(grads=shards)
         else:
             local, residual = self._together(op, local, sharded, program, axes, scope, old)
@@ -245,18 +245,17 @@ class Differentiator:
         feedback = None
         if residual is not None:
             feedback = make_feedback(residual, local.grads, axes, self.caller, ".grads")
-        reduced = all_reduce(
+        reduction = AllReduce(
             op,
-            common,
-            tuple(axes),
-            scope=scope,
+            axes,
+            scope,
             ready=ready,
             same=same,
-            repeats=local.weight is not None or bool(same),
+            notes=(synced,) if same else (),
             exact=frozenset(path for path, _ in others),
-            reasons=(synced,) if same else (),
-            feedback=feedback,
+            repeats=local.weight is not None or bool(same),
         )
+        reduced = reduction.reduce(common, feedback)
         if residual is not None:
             reduced, residual = reduced
         if any(sharded):

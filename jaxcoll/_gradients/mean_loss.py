@@ -14,8 +14,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcoll import _compat
+from jaxcoll._collectives.all_reduce import AllReduce
 from jaxcoll._collectives.pipeline import divide_wide
-from jaxcoll._collectives.reduce import all_reduce
 from jaxcoll._collectives.scope import (
     Differentiation,
     Scope,
@@ -135,9 +135,10 @@ class _TracedLoss:
     def average(self, *operands: Any) -> Any:
         value, weight = self.evaluate(operands)
         exactly = self.scope.merge(self.options).exactly
+        axes = resolve_axes(self.axes, "all_reduce")
         if weight is None:
-            return all_reduce(ReduceOp.MEAN, value, self.axes, scope=exactly)
-        pair = all_reduce(ReduceOp.SUM, (value, weight), self.axes, scope=exactly, repeats=True)
+            return AllReduce(ReduceOp.MEAN, axes, exactly).reduce(value)
+        pair = AllReduce(ReduceOp.SUM, axes, exactly, repeats=True).reduce((value, weight))
         return divide_wide(pair[0], by=pair[1])
 
     def differentiate(

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcoll import _compat
-from jaxcoll._collectives.reduce import all_reduce
+from jaxcoll._collectives.all_reduce import AllReduce
 from jaxcoll._collectives.scope import count, resolve_axes, scope_here
 from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
@@ -135,13 +135,8 @@ def reduce_metrics(
                 f"{where(path)} is {kind}, which does not say how it is added up."
             )
     metrics = constants_as_varying(value, tuple(axes))
-    parts = all_reduce(
-        ReduceOp.SUM,
-        make_parts(metrics, axes, caller),
-        tuple(axes),
-        scope=scope.exactly,
-        packing=BytesPerPack(1 << 60),
-    )
+    reduction = AllReduce(ReduceOp.SUM, axes, scope.exactly, packing=BytesPerPack(1 << 60))
+    parts = reduction.reduce(make_parts(metrics, axes, caller))
     return insert_numbers(metrics, parts, 1)
 
 

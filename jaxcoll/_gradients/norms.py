@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._collectives.all_reduce import AllReduce
 from jaxcoll._collectives.common_over_replicas import check_same
-from jaxcoll._collectives.reduce import all_reduce
 from jaxcoll._collectives.scope import Scope, resolve_axes, scope_here, show_axes
 from jaxcoll._collectives.shards import axes_of_shards, is_shards
 from jaxcoll._collectives.sparse import is_sparse
@@ -73,7 +73,7 @@ def _norm(tree: Any, axis_name: Any, scope: Scope) -> jax.Array:
     if not any(over for _, over in leaves):
         return jnp.sqrt(_add([_sum_squares(x) for x, _ in leaves]))
     squares = [_count_once(_sum_squares(x), axes, over) for x, over in leaves]
-    return jnp.sqrt(_sum_over_replicas(_add(squares), axis_name, axes, scope))
+    return jnp.sqrt(_sum_over_replicas(_add(squares), axes, scope))
 
 
 def clip_shards(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope) -> Any:
@@ -138,15 +138,15 @@ def all_finite(
     # Ask the other replicas if they hold other elements, or may: types do not always tell.
     varying = (_compat.varying_axes(x) for x in leaves)
     if any(a in over or not _compat.tracks_variance(a) for over in varying for a in axes):
-        bad = _sum_over_replicas(bad, axis_name, axes, scope, repeats=True)
+        bad = _sum_over_replicas(bad, axes, scope, repeats=True)
     return bad == 0
 
 
 def _sum_over_replicas(
-    total: jax.Array, axis_name: Any, axes: dict[str, int], scope: Scope, repeats: bool = False
+    total: jax.Array, axes: dict[str, int], scope: Scope, repeats: bool = False
 ) -> jax.Array:
     total = _compat.cast_varying(total, tuple(axes))
-    return all_reduce(ReduceOp.SUM, total, axis_name, scope=scope.exactly, repeats=repeats)
+    return AllReduce(ReduceOp.SUM, axes, scope.exactly, repeats=repeats).reduce(total)
 
 
 def _pair_with_axes(

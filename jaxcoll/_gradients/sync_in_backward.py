@@ -1,4 +1,4 @@
-"""Reduction of gradients inside the backward pass, as soon as a group of them exists."""
+"""AllReduce of gradients inside the backward pass, as soon as a group of them exists."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._collectives.all_reduce import AllReduce
 from jaxcoll._collectives.common_over_replicas import check_same_tree
-from jaxcoll._collectives.reduce import all_reduce
 from jaxcoll._collectives.scope import Scope, differentiation, resolve_axes, scope_here
 from jaxcoll._collectives.shards import check_no_shards
 from jaxcoll._compat import marks
@@ -112,9 +112,9 @@ class _Reduction:
         # JAX may type a cotangent as the same everywhere, that of a constant for one.
         varied = {i: _compat.cast_varying(ct, self.axes) for i, ct in cotangents.items()}
         tree = self.treedef.unflatten(map(varied.get, range(self.treedef.num_leaves)))
-        reduced = all_reduce(
-            self.reduce_op, tree, self.axes, scope=self.scope, reasons=(_REASON,), in_backward=True
-        )
+        axes = resolve_axes(self.axes, "all_reduce")
+        reduction = AllReduce(self.reduce_op, axes, self.scope, notes=(_REASON,), in_backward=True)
+        reduced = reduction.reduce(tree)
         return {
             i: _compat.cast_varying(x, tuple(varying[i]))
             for i, x in zip(varied, jax.tree.leaves(reduced), strict=True)

@@ -1,9 +1,9 @@
 """Names of algorithms, and the steps and bytes of a composition of them.
 
-This file has only names and arithmetic; the programs are in `_spmd`. The costs are the standard
-ones, per device and for n replicas: Thakur, Rabenseifner and Gropp, "Optimization of collective
-communication operations in MPICH" (2005); Patarasuk and Yuan (2009) for the ring; Träff (2024)
-for halving and doubling with any n.
+This file has only names and arithmetic; the programs are in `_collectives/algorithms`. The costs
+are the standard ones, per device and for n replicas: Thakur, Rabenseifner and Gropp, "Optimization
+of collective communication operations in MPICH" (2005); Patarasuk and Yuan (2009) for the ring;
+Träff (2024) for halving and doubling with any n.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from jaxcoll._plan.packs.leaves import (
     dtype_or_none,
     flatten_with_paths,
     is_array,
-    travels_as,
+    make_leaf,
     where,
 )
 from jaxcoll._plan.packs.shard_layout import Half, lay_out, plan_half
@@ -122,13 +122,8 @@ def _leaf(
         )
     dtype = dtype_or_none(leaf)
     check_reducible(path + ".values" * (indices is not None), dtype)
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    shape = tuple(np.shape(leaf))
-    if indices is not None:
-        return Leaf(path, shape, dtype, dtype, world.sizes, indices=indices)
-    wire, format = travels_as(dtype, shape, reduce_op, world, options)
-    # Leaves with another result dtype are of another kind, which has separate packs.
-    return Leaf(path, shape, dtype, wire, world.sizes, kind=dtype.name, format=format)
+    shape = jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype))
+    return make_leaf(path, shape, reduce_op, world, options, indices=indices)
 
 
 def _world(

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._collectives.check_replicas import REPORTED, Claims, ReplicaCheck
+from jaxcoll._collectives.check_replicas import ReplicaCheck
+from jaxcoll._collectives.same import REPORTED, Claims
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.dispatch import run

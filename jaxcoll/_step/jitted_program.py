@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll._collectives.check_replicas import Claims
+from jaxcoll._collectives.same import Claims
 from jaxcoll._compat.running import is_tracing
 from jaxcoll._runtime.call import InnerDeadlines
 from jaxcoll._runtime.dispatch import has_queue

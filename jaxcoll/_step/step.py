@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxcoll._collectives.check_replicas import Claims
+from jaxcoll._collectives.same import Claims
 from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.shards import Shards
 from jaxcoll._compat.settings import boundary, drop_unknown_options

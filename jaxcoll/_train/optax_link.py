@@ -7,9 +7,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxcoll._collectives.all_reduce import all_reduce
+from jaxcoll._collectives.all_reduce import Invariant, all_reduce
 from jaxcoll._collectives.common_over_replicas import check_same_tree
-from jaxcoll._collectives.reduce import Invariant
 from jaxcoll._collectives.scope import resolve_axes
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._train.residual import residual

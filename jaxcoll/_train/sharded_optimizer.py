@@ -11,10 +11,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._collectives import reduce_scatter as halves
 from jaxcoll._collectives.common_over_replicas import check_same
 from jaxcoll._collectives.parts import all_parts, check_fits, describe_tree
-from jaxcoll._collectives.reduce_scatter import local_part
+from jaxcoll._collectives.reduce_scatter import gather_shards, local_part, scatter_tree
 from jaxcoll._collectives.scope import count, resolve_axes, scope_here
 from jaxcoll._collectives.shards import Shards, is_shards, shards_in
 from jaxcoll._gradients.norms import clip_shards
@@ -232,7 +231,7 @@ class ShardedOptimizer:
         elif reduced:
             grads = local_part(grads, self._axis_name, CALLER, scope=scope, layout=layout)
         else:
-            grads = halves.reduce_scatter(
+            grads = scatter_tree(
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
         self._check_state(grads, state)
@@ -251,7 +250,7 @@ class ShardedOptimizer:
         updates, state = self._tx.update(grads, state, params, **extra)
         # Gathering updates, not parameters, sends as many bytes and rounds where optax rounds.
         if not in_shards:
-            updates = halves.all_gather(updates, self._axis_name, scope=scope)
+            updates = gather_shards(updates, self._axis_name, scope=scope)
         return updates, _varying(state)
 
     def unshard(self, state: Any) -> Any:

@@ -35,11 +35,12 @@ def entered(f):
     return codes
 
 
-@pytest.mark.parametrize(("before", "most"), [(0, 64), (1, 60)], ids=["first", "second"])
+@pytest.mark.parametrize(("before", "most"), [(0, 63), (1, 60)], ids=["first", "second"])
 def test_a_bare_call_is_a_short_walk(before, most):
+    all_reduce = jc.all_reduce  # the name's first use imports files
     jax.clear_caches()
     for _ in range(before + 1):
         codes = entered(lambda tree: all_reduce("mean", tree, "data"))
     names = "\n".join(sorted(f"{Path(code.co_filename).name}: {code.co_name}" for code in codes))
     assert len(codes) <= most, names
-    assert len({code.co_filename for code in codes}) <= 16 - before, names
+    assert len({code.co_filename for code in codes}) <= 15 - before, names

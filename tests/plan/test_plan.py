@@ -40,6 +40,35 @@ def test_shows_itself_as_a_table_and_as_json():
     assert data["wire_bytes_per_device"] == plan.wire_bytes
 
 
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"compression": "int8"}, {"reproducible": True}, {"bytes_per_pack": 500, "shards": 2}],
+    ids=str,
+)
+def test_a_trace_carries_out_the_plan_shown(op, given):
+    options = jc.CommunicationOptions(**given)
+    dtypes = "float32 float16 bfloat16 float8_e4m3fn int32 int8 int4 complex64".split()
+    shapes = {dtype: jax.ShapeDtypeStruct((4, 128), dtype) for dtype in dtypes}
+    shapes |= {"empty": jax.ShapeDtypeStruct((0, 3), "float32"), "one": 1.0, "none": None}
+
+    def step(x):
+        fill = lambda y: jnp.full(
+            jnp.shape(y), x[0, 0].astype(jnp.asarray(0, jnp.result_type(y)).dtype)
+        )
+        return jc.all_reduce(op, jax.tree.map(fill, shapes), options=options)
+
+    (made,) = plans_of(jc.data_parallel(step), np.ones((8, 1), "f"))
+    plan = jc.plan(shapes, axis_size=8, reduce_op=op, options=options)
+    facts = "path shape dtype wire over solid indices format".split()
+    for leaf, shown in zip(made.leaves, plan.leaves, strict=True):
+        assert [getattr(leaf, name) for name in facts] == [getattr(shown, name) for name in facts]
+    facts = "dtype over segments algorithm format".split()
+    for pack, shown in zip(made.packs, plan.packs, strict=True):
+        assert [getattr(pack, name) for name in facts] == [getattr(shown, name) for name in facts]
+    assert (made.name, made.reasons, made.wire_bytes) == (plan.name, plan.reasons, plan.wire_bytes)
+
+
 def test_its_prediction_is_in_milliseconds():
     plan = jc.plan({"a": np.ones(1 << 20, "f")}, topology="h100:8")
     cost = plan.predicted

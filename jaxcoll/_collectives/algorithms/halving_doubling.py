@@ -38,6 +38,8 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
             kept = many - few
             shards = jnp.concatenate([shards[:kept] + received, shards[kept:few]])
         return shards[0]
+    # After the step of `bit`, a replica's shards are sums over its block of 2·bit replicas. Which
+    # of a pair adds does not matter, as a + b = b + a to the bit: all shards have the same tree.
     for bit in bits:
         halves = shards.reshape(-1, 2, shards.shape[-1])
         mine = rank // bit % 2

@@ -12,9 +12,10 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._collectives.algorithms import table as algorithms
-from jaxcoll._collectives.gather import rows_of_all
+from jaxcoll._collectives.all_gather import rows_of_all
+from jaxcoll._collectives.all_reduce import AllReduce
+from jaxcoll._collectives.parts import make_sharded_leaf
 from jaxcoll._collectives.pipeline import carry_out, make_summand, pack, scale_sum, unpack
-from jaxcoll._collectives.reduce import all_reduce
 from jaxcoll._collectives.reduce_scatter import make_recipe, set_wire_types
 from jaxcoll._collectives.scope import Scope, count
 from jaxcoll._compat import marks
@@ -23,7 +24,7 @@ from jaxcoll._plan.choose import packing_for
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, exact_dtype
 from jaxcoll._plan.packs.packing import Pack, plan_packs
-from jaxcoll._plan.packs.shard_layout import Half, ShardedLeaf, plan_rows
+from jaxcoll._plan.packs.shard_layout import Half, plan_rows
 from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._show.units import pluralize
 
@@ -116,7 +117,10 @@ class Traffic:
             ]
             rows = [_compat.round_as_stored(x) for x in rows] if plan.reproducible else rows
             # Replicas along the other axes, such as other hosts, hold the same rows: 1/n of a leaf.
-            return all_reduce(self.reduce_op, rows, others, scope=self.scope) if others else rows
+            if not others:
+                return rows
+            axes = {a: self.axes[a] for a in others}
+            return AllReduce(self.reduce_op, axes, self.scope).reduce(rows)
 
         return scatter
 
@@ -147,8 +151,8 @@ class Traffic:
             dtype = np.dtype(x.dtype)
             if self.gather_dtype is not None and jax.dtypes.issubdtype(dtype, np.floating):
                 dtype = np.dtype(self.gather_dtype)
-            kind, over = (dtype.name, *sorted(_compat.varying_axes(x))), tuple(axes.values())
-            leaves.append(ShardedLeaf(name, x.shape[1:], dtype, exact_dtype(dtype), over, kind))
+            leaf = make_sharded_leaf(name, x.shape[1:], dtype, x, axes)
+            leaves.append(dataclasses.replace(leaf, wire=exact_dtype(dtype)))
         return leaves
 
     def _axes_to_reduce(self, over: Sequence[str]) -> tuple[str, ...]:
@@ -167,10 +171,8 @@ class Traffic:
         names, over = self.stack.names, self.stack.over
         whole = {names[i]: x for i, x in gradients.items() if not over[i]}
         if whole and not self.inside:
-            reasons = ("when: after the backward pass of all layers, of leaves that are whole",)
-            whole = all_reduce(
-                self.reduce_op, whole, tuple(self.axes), scope=self.scope, reasons=reasons
-            )
+            notes = ("when: after the backward pass of all layers, of leaves that are whole",)
+            whole = AllReduce(self.reduce_op, self.axes, self.scope, notes=notes).reduce(whole)
         reduced: dict[int, jax.Array] = {
             i: marks.part_of_sum(_compat.cast_invariant(x, self._axes_to_reduce(over[i])), over[i])
             if over[i]

@@ -170,16 +170,28 @@ def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
 
 
-def travels_as(
-    dtype: np.dtype,
-    shape: tuple[int, ...],
+def make_leaf(
+    path: str,
+    array: Any,  # an array, or only its shape and dtype
     reduce_op: ReduceOp,
     world: World,
     options: CommunicationOptions,
-) -> tuple[np.dtype, WireFormat | None]:
-    """Return the type in which a dense leaf is summed, and the format it travels in."""
-    if options.compression is None and dtype.name != "bfloat16":
-        return wire_dtype(dtype, reduce_op, world), None
+    *,
+    indices: Any = None,  # the dtype of the indices of sparse rows
+    solid: bool = False,
+) -> Leaf:
+    """Describe an array that an all-reduce sums over all replicas, for `jc.plan` and for a trace.
+
+    A trace then leaves out the axes along which copies are equal, and adds the arithmetic.
+    """
+    dtype, shape = np.dtype(array.dtype), tuple(array.shape)
+    # Leaves with another result dtype are of another kind, which has separate packs.
+    leaf = Leaf(path, shape, dtype, dtype, world.sizes, kind=dtype.name, solid=solid)
+    if indices is not None:
+        return dataclasses.replace(leaf, indices=np.dtype(indices))
+    exactly = dataclasses.replace(leaf, wire=wire_dtype(dtype, reduce_op, world))
+    if solid or (options.compression is None and dtype.name != "bfloat16"):
+        return exactly
     format = find_format(options.compression)
     auto = options.compression == "auto" and dtype.name == "float32"
     # Several devices of a process would all code, and small leaves would travel as extra arrays.
@@ -187,9 +199,9 @@ def travels_as(
     auto = auto and math.prod(shape) * dtype.itemsize >= LEAST_CODED
     if format is None and (auto or dtype.name == "bfloat16") and _may_use_bf16(world, options):
         format = FORMATS[AUTOMATIC]()
-    if format is not None and format.codes(shape, dtype):
-        return np.dtype(np.float32), format
-    return wire_dtype(dtype, reduce_op, world), None
+    if format is None or not format.codes(shape, dtype):
+        return exactly
+    return dataclasses.replace(leaf, wire=np.dtype(np.float32), format=format)
 
 
 def _may_use_bf16(world: World, options: CommunicationOptions) -> bool:

@@ -1,4 +1,4 @@
-"""All-gather, which joins every replica's arrays, and broadcast, which sends one replica's."""
+"""`all_gather`: join every replica's arrays, or the parts of `Shards`."""
 
 from __future__ import annotations
 
@@ -9,30 +9,106 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._collectives.algorithms import table as algorithms
 from jaxcoll._collectives.pipeline import carry_out, make_sendable, pack, restore_type, unpack
-from jaxcoll._collectives.reduce import all_reduce
-from jaxcoll._collectives.scope import Scope, count, require_array, resolve_axes, show_axes
+from jaxcoll._collectives.reduce_scatter import gather_shards
+from jaxcoll._collectives.scope import (
+    Scope,
+    count,
+    differentiation,
+    require_array,
+    resolve_axes,
+    scope_here,
+)
+from jaxcoll._collectives.shards import axes_of_shards, is_shards, shards_in
 from jaxcoll._collectives.sparse import is_sparse
 from jaxcoll._compat import marks
+from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.choose import packing_for, resolve_algorithm
-from jaxcoll._plan.options import UNSET, ReduceOp
+from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import Leaf, flatten_with_paths, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.plan import CollectivePlan
 
 
-def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope: Scope) -> Any:
+def all_gather(
+    value: Any,
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    axis: int = 0,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """Concatenate every leaf of a pytree with those of the other replicas, in replica order.
+
+    Guarantee: the result is bitwise `jnp.concatenate` of the replicas' leaves along `axis`. For
+    `Shards`, as `reduce_scatter` returns them, it is the whole tree, with its structure, shapes and
+    dtypes. The cotangent of a leaf is this replica's slice of the sum of the replicas' cotangents;
+    the cotangent of Shards is this replica's part of that sum, by one reduce-scatter.
+
+    If Shards are differentiated inside the loss of `jc.value_and_grad` and its like, the result is
+    the gradient of the loss over all replicas, reduced and in Shards. A MEAN divides that sum, and
+    nothing is sent twice. Outside, `jax.grad` of each replica's loss gives the gradient of the sum
+    of all losses.
+
+    Args:
+      value: any pytree of arrays of any dtype, including PRNG keys but no scalars, with the same
+        structure and shapes on all replicas. Or `Shards`, or a tree of them.
+      axis_name: as in `all_reduce`; with several axes, the outer one varies slowest. For `Shards`,
+        the axes they were made over.
+      axis: the dimension to concatenate along; a negative one counts from the last. It has no
+        meaning for `Shards`.
+      options: as in `all_reduce`; the option `shards` has no effect.
+
+    Returns:
+      A pytree like `value` with n times the size along `axis`; or the tree of the `Shards`, in the
+      dtypes of their parts. It is *invariant* over the axes. (Inside a loss of `jc.value_and_grad`,
+      gathered Shards are typed *varying*, like everything differentiated there.) Cost: one
+      collective per pack; a device sends its bytes to n-1 others, (n-1)/n of the result.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists the mapped ones.
+      NotImplementedError: a leaf is an `IndexedSlices`.
+      ValueError: a leaf has no such dimension (its path and shape are named), an argument is
+        invalid, or Shards are of stacked layers, of other axes, or mixed with arrays.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+      >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
+      [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    """
+    scope, checked_options = scope_here(), check_options(options, exactly="all_gather")
+    check_value_first("jc.all_gather", value)
+    axes = scope.choose_axes(axis_name, "jc.all_gather")
+    if not shards_in(value):
+        scope = scope.merge(checked_options)
+        return gather_tree(value, axes, axis=axis, scope=scope)
+    # The derivative's reduce-scatter is the reduction that an enclosing `value_and_grad` makes.
+    inside = differentiation()
+    scope = scope.merge(inside.options if inside else None).merge(checked_options)
+    if axis != 0:
+        raise ValueError(
+            f"`all_gather` of Shards returns the whole tree, for which `axis` ({axis!r}) has no "
+            "meaning: leave it out."
+        )
+    if len(axes_of_shards(value)) != sum(len(x.parts) for x in shards_in(value)):
+        raise ValueError(
+            "`all_gather` got a tree of `Shards` and arrays, and the arrays would become n times "
+            "as long: gather the Shards by themselves."
+        )
+    return jax.tree.map(lambda x: gather_shards(x, axes, scope=scope), value, is_leaf=is_shards)
+
+
+def gather_tree(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope: Scope) -> Any:
     """Join every replica's leaves along `axis` in replica order; see `jc.all_gather`."""
     axes = resolve_axes(axis_name, "all_gather")
     flat, treedef = flatten_with_paths(value, is_sparse)
     paths = [path for path, _ in flat]
     arrays = [_require_dense(path, leaf) for path, leaf in flat]
     joints = [
-        dimension(axis, array.shape, f"`all_gather`: {where(path)}")
+        find_dimension(axis, array.shape, f"`all_gather`: {where(path)}")
         for path, array in zip(paths, arrays, strict=True)
     ]
     carried = [_compat.cast_varying(make_sendable(array), tuple(axes)) for array in arrays]
@@ -45,7 +121,7 @@ def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope
     return jax.tree_util.tree_unflatten(treedef, joined)
 
 
-def dimension(axis: Any, shape: Sequence[int], who: str) -> int:
+def find_dimension(axis: Any, shape: Sequence[int], who: str) -> int:
     """Return `axis`, counted from the front; raise an error about `who` if `shape` lacks it."""
     try:
         index = operator.index(axis)
@@ -121,50 +197,3 @@ def _require_dense(path: str, value: Any) -> jax.Array:
             "rows of all replicas, call `all_reduce`; for a dense array, call its `to_dense()`."
         )
     return require_array(value, f"`all_gather` cannot gather {where(path)}")
-
-
-def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scope: Scope) -> Any:
-    """Return the tree of replica `source`, *invariant* over the axes; see `jc.broadcast`."""
-    axes = resolve_axes(axis_name, "broadcast")
-    try:
-        index = operator.index(source)
-    except TypeError:
-        index = -1
-    if not 0 <= index < count(axes) or isinstance(source, bool):
-        raise ValueError(
-            f"`broadcast` expects `source` to be an integer from 0 to {count(axes) - 1}, the "
-            f"number of a replica along {show_axes(axes)}; got {source!r}."
-        )
-    # A sum with zeros from the others, for up to twice the bytes: JAX's own broadcast works on GPUs
-    # only, and would ignore the options.
-    is_source = lax.axis_index(tuple(axes)) == index
-
-    flat, treedef = flatten_with_paths(value)
-    expected = "an array of numbers"
-    leaves = [
-        require_array(x, f"`broadcast` cannot send {where(path)}", expected) for path, x in flat
-    ]
-    summed = all_reduce(
-        ReduceOp.SUM, [_mask(is_source, leaf) for leaf in leaves], axis_name, scope=scope.exactly
-    )
-    results = [_unmask(total, leaf) for total, leaf in zip(summed, leaves, strict=True)]
-    return jax.tree_util.tree_unflatten(treedef, results)
-
-
-def _mask(is_source: jax.Array, x: jax.Array) -> jax.Array:
-    """Return `x` on the source and zeros on all other replicas, in a type that sums exactly."""
-    if _lacks_zero(x.dtype):
-        x = lax.bitcast_convert_type(x, jnp.uint8)
-    x = x.astype(np.uint8) if x.dtype == np.bool_ else make_sendable(x)
-    return jnp.where(is_source, x, jnp.zeros_like(x))
-
-
-def _unmask(total: jax.Array, x: jax.Array) -> jax.Array:
-    return (
-        lax.bitcast_convert_type(total, x.dtype) if _lacks_zero(x.dtype) else restore_type(total, x)
-    )
-
-
-def _lacks_zero(dtype: np.dtype) -> bool:
-    """Return whether a numeric type has no zero: float8_e8m0fnu has only powers of two."""
-    return jnp.issubdtype(dtype, np.number) and bool(np.zeros((), dtype) != 0)
