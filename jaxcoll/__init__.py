@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from jaxcoll._elastic.checkpoint import restore_checkpoint as restore_checkpoint
     from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
     from jaxcoll._elastic.trainer import Elastic as Elastic
+    from jaxcoll._gradients.accumulate import accumulate as accumulate
     from jaxcoll._gradients.layers.scan_layers import scan_layers as scan_layers
     from jaxcoll._gradients.loss import WeightedLoss as WeightedLoss
     from jaxcoll._gradients.mean_loss import mean_loss as mean_loss
@@ -30,7 +31,6 @@ if _TYPE_CHECKING:
     from jaxcoll._gradients.norms import all_finite as all_finite
     from jaxcoll._gradients.norms import global_norm as global_norm
     from jaxcoll._gradients.sync_in_backward import sync_in_backward as sync_in_backward
-    from jaxcoll._gradients.value_and_grad import accumulate as accumulate
     from jaxcoll._gradients.value_and_grad import grad as grad
     from jaxcoll._gradients.value_and_grad import value_and_grad as value_and_grad
     from jaxcoll._job.initialize import initialize as initialize
@@ -68,7 +68,8 @@ _LATER = {
         "_collectives.same": "same",
         "_collectives.all_reduce": "all_reduce",
         "_collectives.psum": "pmean psum",
-        "_gradients.value_and_grad": "accumulate grad value_and_grad",
+        "_gradients.accumulate": "accumulate",
+        "_gradients.value_and_grad": "grad value_and_grad",
         "_gradients.mean_loss": "mean_loss",
         "_gradients.sync_in_backward": "sync_in_backward",
         "_gradients.layers.scan_layers": "scan_layers",

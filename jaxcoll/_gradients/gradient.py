@@ -25,11 +25,9 @@ from jaxcoll._collectives.shards import Shards, axes_of_shards
 from jaxcoll._compat import marks
 from jaxcoll._compression.formats import finite
 from jaxcoll._gradients import metrics
-from jaxcoll._gradients.batch import Signature
 from jaxcoll._gradients.loss import (
     Differentiated,
     Extras,
-    accumulate,
     loss_and_aux,
     value_and_local_grad,
     value_and_weight,
@@ -87,8 +85,9 @@ class Differentiator:
     scatter: bool
     feedback: bool
     with_value: bool = True
-    pieces: int | None = None  # the number of microbatches
-    signature: Signature | None = None  # finds the arguments to split into microbatches
+    pieces: int = 1  # the number of microbatches
+    # Calls a `Differentiate` for each microbatch, and combines the results
+    over_pieces: Callable[..., Differentiated] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.fun):
@@ -131,7 +130,7 @@ class Differentiator:
 
     def halvings(self, axes: Mapping[str, int]) -> int:
         """Find the power of two that keeps float16 sums of a weighted mean from overflowing."""
-        return halvings(count(axes) * (self.pieces or 1))
+        return halvings(count(axes) * self.pieces)
 
     def local(
         self, axes: dict[str, int], here: Differentiation, args: tuple[Any, ...], kwargs: Any
@@ -157,14 +156,11 @@ class Differentiator:
             weight = jax.tree.map(lambda x: _compat.cast_varying(x, tuple(axes)), extras.weight)
             return (value, extras._replace(weight=weight)), grads
 
-        if self.pieces is not None:
-            assert self.signature is not None
-            return accumulate(
+        if self.over_pieces is not None:
+            return self.over_pieces(
                 differentiate,
                 args,
                 kwargs,
-                self.pieces,
-                signature=self.signature,
                 learned=self.positions(args),
                 mean=self.reduce_op is ReduceOp.MEAN,
                 halvings=self.halvings(axes),

@@ -1,12 +1,8 @@
-"""A replica's loss: what it may return, and its derivative, if need be in microbatches.
-
-Nothing is reduced here. Microbatches give the same result as one pass over the whole share.
-"""
+"""A replica's loss: what it may return, and its derivative. Nothing is reduced here."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,10 +13,8 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._collectives.scope import Differentiation, differentiated
-from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares
 from jaxcoll._plan.checks import describe_type
-from jaxcoll._plan.packs.leaves import accumulation_dtype, no_array
-from jaxcoll._proof.retrace import trace_call
+from jaxcoll._plan.packs.leaves import accumulation_dtype
 
 _TUPLE_LOSS = """\
 `{caller}`: the loss returned a tuple of {n}. If the rest is auxiliary output, \
@@ -147,88 +141,3 @@ class Extras(NamedTuple):
 
 Differentiated = tuple[tuple[Any, Extras], Any]
 Differentiate = Callable[[tuple[Any, ...], dict[str, Any]], Differentiated]
-
-
-def accumulate(
-    differentiate: Differentiate,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    count: int,
-    *,
-    signature: Signature,  # finds the arguments to split
-    learned: Sequence[int],  # positions of the differentiated arguments
-    mean: bool,
-    halvings: int,  # a power of two
-) -> Differentiated:
-    """Call `differentiate(args, kwargs)` for each of `count` microbatches; combine the results.
-
-    Value, weight and gradients are summed; for a mean without weights, value and gradients are
-    averaged. `aux` is stacked along a new leading dimension. Sums are taken in float32: adding
-    eight numbers in bfloat16 may cost three of its eight bits. In a weighted mean, a float16 value
-    and its gradients are divided by 2^`halvings`, so that the sums over replicas fit.
-    """
-    call = signature.call(args, kwargs)
-    pieces = [_split(call, slot, signature.name(slot), count, learned) for slot in call.batch]
-
-    def one(pieces: list[Any]) -> tuple[Any, Any]:
-        piece = call.replace_batch(pieces)
-        (value, extras), grads = differentiate(piece.args, piece.kwargs)
-        aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), extras.aux)
-        # A loss may return a constant, or a Python number that is differentiated.
-        return jax.tree.map(jnp.asarray, (value, extras.weight, grads)), aux
-
-    # Trace one piece for the types of the initial sums.
-    first = jax.tree.map(lambda x: x[0], pieces)
-    program = trace_call(one, first)
-    check_shares(differentiate, call.replace_batch(first), count, signature.name, "jc.accumulate")
-    types, _ = program.result(program.program.out_avals)
-    summed = jax.tree.leaves(types)
-
-    def step(totals: list[jax.Array], piece: list[Any]) -> tuple[list[jax.Array], Any]:
-        outputs = program.outputs(piece)
-        added = [t + x.astype(t.dtype) for t, x in zip(totals, outputs, strict=False)]
-        return added, outputs[len(summed) :]
-
-    zeros = [_compat.zeros_like_aval(aval, accumulation_dtype(aval.dtype)) for aval in summed]
-    totals, stacked = lax.scan(step, zeros, pieces)
-    (value, weight, grads), aux = program.result([*totals, *stacked])
-    parts = count if mean and weight is None else 1
-    taken_off = 0 if weight is None else halvings
-
-    def average(total: jax.Array, like: Any) -> jax.Array:
-        total = total / parts if parts > 1 else total
-        if taken_off and like.dtype == np.float16:
-            total = total * np.float32(2.0**-taken_off)
-        return total.astype(like.dtype)
-
-    value, grads = jax.tree.map(average, (value, grads), (types[0], types[2]))
-    return (value, Extras(weight, aux)), grads
-
-
-def _split(call: Call, slot: Slot, name: str, count: int, learned: Sequence[int]) -> Any:
-    """Split an argument: each leaf gets the shape (count, rows / count, ...)."""
-    if slot in learned:
-        raise ValueError(
-            f"`jc.accumulate`: argument {name!r} is in `argnums`, and is the batch; a "
-            "differentiated argument cannot be split into microbatches."
-        )
-    cut = functools.partial(_cut, name, count)
-    return jax.tree_util.tree_map_with_path(cut, call.get(slot))
-
-
-def _cut(name: str, count: int, path: Any, leaf: Any) -> Any:
-    name, shape = name + jax.tree_util.keystr(path), np.shape(leaf)
-    if not shape:
-        raise ValueError(
-            f"`jc.accumulate`: {name} is a scalar and cannot be split into {count} microbatches; "
-            "leave its argument out of `batch_argnums` to pass every microbatch the same value."
-        )
-    if shape[0] % count:
-        raise ValueError(
-            f"`jc.accumulate`: {name} has {shape[0]} rows on each replica, which do not divide "
-            f"into {count} microbatches ({shape[0]} = {count} × {shape[0] // count} + "
-            f"{shape[0] % count}); take a number that divides {shape[0]}, or pad the batch and "
-            "return a `jc.WeightedLoss`."
-        )
-    array = leaf if hasattr(leaf, "reshape") else jnp.asarray(leaf)
-    return array.reshape(count, shape[0] // count, *shape[1:])

@@ -1,4 +1,4 @@
-"""`value_and_grad`, `grad` and `accumulate`: gradients of the loss over all replicas."""
+"""`value_and_grad` and `grad`: the gradient of the loss over all replicas."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxcoll._collectives.scope import Differentiation, Scope, loss_axes, resolve_axes, scope_here
-from jaxcoll._gradients.batch import Signature, slots
 from jaxcoll._gradients.gradient import Differentiator
 from jaxcoll._gradients.loss import Differentiated, check_differentiable
-from jaxcoll._plan.checks import positive
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
 from jaxcoll._proof.retrace import trace_call
@@ -110,79 +108,6 @@ def grad(
     """
     op = ReduceOp.of(reduce_op)
     loss = Differentiator(fun, "jc.grad", op, argnums, has_aux, scatter, feedback, with_value=False)
-    return make_gradient(loss, axis_name, check_options(options))
-
-
-def accumulate(
-    fun: Callable[..., Any],
-    axis_name: str | tuple[str, ...] | None = None,
-    num_microbatches: int | None = None,
-    *,
-    batch_argnums: int | str | Sequence[int | str] | None = None,
-    reduce_op: ReduceOp | str = ReduceOp.MEAN,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    scatter: bool = False,
-    feedback: bool = False,
-    options: CommunicationOptions | None = None,
-) -> Callable[..., Any]:
-    """Accumulate `value_and_grad` over microbatches: one reduction per step, not per microbatch.
-
-    Guarantee: the result is that of `jc.value_and_grad(fun, axis_name)` on the whole batch, to
-    rounding: for MEAN, as microbatches are equally large; for SUM; and for a `WeightedLoss`, with
-    weights spread in any way over microbatches and replicas. The loop over microbatches has no
-    collectives but those of `fun`.
-
-    Args:
-      fun: the loss of one microbatch, as in `value_and_grad`.
-      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
-      num_microbatches: number of microbatches, of consecutive rows, in each replica's share.
-      batch_argnums: positions or names of the arguments to split along their leading dimension, as
-        in `data_parallel`: by default the second of two. Others are whole in every microbatch. For
-        new random numbers in each microbatch, split an array of keys too.
-      reduce_op: as in `value_and_grad`.
-      argnums: as in `value_and_grad`.
-      has_aux: as in `value_and_grad`.
-      scatter: as in `value_and_grad`.
-      feedback: as in `value_and_grad`.
-      options: as in `all_reduce`.
-
-    Returns:
-      A function with the arguments and results of `value_and_grad`'s. Each `WeightedMean` and
-      `Total` in `aux` becomes one number over microbatches and replicas. Other arrays and numbers
-      in `aux` are this replica's (*varying*), stacked over microbatches along a new leading
-      dimension; anything else is unchanged. Gradients narrower than 32 bits are added up in float32
-      and travel in their own dtype. Cost: the memory of one microbatch and one more gradient (in
-      float32); one `all_reduce` for all.
-
-    Raises:
-      ValueError: the batch is not named, does not divide into the microbatches, or has a scalar;
-        an argument is both split and differentiated, or `num_microbatches` is not a positive
-        integer; and as in `value_and_grad`.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> step = accumulate(lambda w, x: jnp.mean(w * x), "data", 2)
-      >>> shares = jnp.array([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-      >>> value, grad = jax.vmap(step, in_axes=(None, 0), axis_name="data")(2.0, shares)
-      >>> value.tolist(), grad.tolist()
-      ([9.0, 9.0], [4.5, 4.5])
-    """
-    if num_microbatches is None:
-        raise ValueError(
-            "`jc.accumulate` needs a number of microbatches after the axis, as in "
-            '`jc.accumulate(loss, "data", 4)` or `jc.accumulate(loss, num_microbatches=4)`.'
-        )
-    count = positive("jc.accumulate", "num_microbatches", num_microbatches)
-    batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
-    if batch == ():
-        raise ValueError("`jc.accumulate` needs an argument to split: `batch_argnums` is ().")
-    line = f"jc.accumulate({{name}}, {axis_name!r}, {count}, batch_argnums={{batch}})"
-    op = ReduceOp.of(reduce_op)
-    loss = Differentiator(
-        fun, "jc.accumulate", op, argnums, has_aux, scatter, feedback,
-        pieces=count, signature=Signature(fun, batch, "jc.accumulate", line, "in every microbatch"),
-    )  # fmt: skip
     return make_gradient(loss, axis_name, check_options(options))
 
 
