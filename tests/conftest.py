@@ -59,7 +59,7 @@ def keep_compiled(config: pytest.Config, folder: Path) -> None:
 def forget_much(folder: Path) -> None:
     """Begin anew once programs of former sources fill 2 GB."""
     if folder.is_dir() and sum(file.stat().st_size for file in os.scandir(folder)) > 2 << 30:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # others may be writing there
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
