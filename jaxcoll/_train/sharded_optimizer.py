@@ -349,12 +349,10 @@ class ShardedOptimizer:
 def _varying(state: Any) -> Any:
     """Type all shards of a state as varying, even those that are constants."""
 
-    def retype(x: Any) -> Any:
-        if not is_shards(x):
-            return x
+    def retype(x: Shards) -> Shards:
         return x.replace([_compat.cast_varying(part, x.axes) for part in x.parts])
 
-    return jax.tree.map(retype, state, is_leaf=is_shards)
+    return jax.tree.map(lambda x: retype(x) if is_shards(x) else x, state, is_leaf=is_shards)
 
 
 def _whole(tree: Any) -> Any:
