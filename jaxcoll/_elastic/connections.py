@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import gc
-import json
 import threading
 import time
-from typing import Self
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import jax
 
@@ -57,11 +57,9 @@ class Connections:
             )
             self._thread.start()
 
-    def begin(self) -> None:
-        """Exchange the addresses at which members listen."""
-        mine = json.dumps(gloo_sockets.find_listeners())
-        texts = self._membership.gather("listening", mine)
-        self._listening = {(h, p) for text in texts.values() for h, p in json.loads(text)}
+    def begin(self, listening: Iterable[Sequence[Any]]) -> None:
+        """Note the addresses at which members listen, each one's by `find_listeners`."""
+        self._listening = {(host, port) for each in listening for host, port in each}
         self._before = gloo_sockets.find_connections(self._listening)
 
     def forget_others(self) -> None:

@@ -84,9 +84,10 @@ class RegroupError(Exception):
     """The generation is over, because a worker requested a new one."""
 
 
-def describe(names: Sequence[str]) -> str:
-    """Write the workers for a message, as in "workers 0, 2"."""
-    return f"worker{'s' * (len(names) > 1)} {list_ranks([parse_rank(name) for name in names])}"
+def describe(workers: Sequence[str | int]) -> str:
+    """Write workers, by names or process numbers, for a message, as in "workers 0, 2"."""
+    ranks = [x if isinstance(x, int) else parse_rank(x) for x in workers]
+    return f"worker{'s' * (len(ranks) > 1)} {list_ranks(ranks)}"
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

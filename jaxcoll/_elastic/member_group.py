@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxcoll._elastic.generation import list_ranks
+from jaxcoll._elastic.generation import describe
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.executable import Program
 from jaxcoll._runtime.process_group import ProcessGroup
@@ -16,9 +16,8 @@ class MemberGroup(ProcessGroup):
 
     def beat(self) -> None:
         if ended := self._find_ended(self.position + 1):
-            self.end(
-                PeerLostError(f"workers {list_ranks(sorted(ended))} ended", ranks=sorted(ended))
-            )
+            ranks = sorted(ended)
+            self.end(PeerLostError(f"{describe(ranks)} ended", ranks=ranks))
 
     def explain(self, error: Exception) -> Exception:
         return self.failure or error

@@ -151,7 +151,7 @@ class Membership:
         key = self._key(self.generation.number, f"step/{step}")
         return agree(self._keys, key, answer) == "join"
 
-    def gather(self, what: str, value: str) -> dict[str, str]:
+    def gather(self, what: str, value: Any) -> dict[str, Any]:
         """Wait for the values of all members, and return them by name.
 
         Once all values are there it returns, even if the generation is over, so that all members
@@ -159,7 +159,7 @@ class Membership:
 
         Args:
           what: a name that is used only once in a generation.
-          value: this worker's value.
+          value: this worker's, as JSON can have it.
 
         Raises:
           RegroupError: the generation is over.

@@ -47,6 +47,9 @@ _LOG = logging.getLogger("jaxcoll")
 Together = Callable[..., Any]
 """A function of `(call, seconds, what)` that makes a `Call` with all members."""
 
+Offers = dict[str, dict[str, Any]]
+"""What each member of a generation says of itself when it begins, by name."""
+
 
 class ReplicatedState:
     """The state after the last step and after the one before.
@@ -143,19 +146,31 @@ class ReplicatedState:
         self._begun = {k: sums for k, sums in self._begun.items() if k in self._held}
         self.finished, self._added = step, {}
 
-    def settle(self, membership: Membership, mesh: Mesh, together: Together) -> None:
-        """Hold the state with which this generation starts, on the devices of `mesh`."""
+    def offer(self, step: int) -> tuple[Any, dict[str, Any]]:
+        """Copy the state that this worker brings to a generation to the host, and describe it."""
+        state, has = self.copy_to_host(step if step in self._held else self.finished), "nothing"
+        if step in self._held:
+            has = "sum" if step in self._begun else "rows"
+        return state, {"structure": _structure(self.select_types(state)), "residuals": has}
+
+    def settle(
+        self, state: Any, offers: Offers, membership: Membership, mesh: Mesh, together: Together
+    ) -> None:
+        """Hold the state with which this generation starts, on the devices of `mesh`.
+
+        `state` is this worker's, by `offer`; `offers` describes those of all.
+        """
         generation = membership.generation
-        step = generation.step if generation.step in self._held else self.finished
-        state, start = self.copy_to_host(step), not generation.number
-        structures = membership.gather("structure", _structure(self.select_types(state)))
+        start = not generation.number
+        structures = {name: offer["structure"] for name, offer in offers.items()}
         check_agreed(structures, membership, _structure_error, start)
         alike = self.select_alike(state)
         if generation.sends_state:
             alike = _broadcast(alike, membership, mesh, together)
         digests = membership.gather("digest", _digests(self.select_compared(alike)))
         check_agreed(digests, membership, _divergence_error, start)
-        placed = self.place_state(state, alike, membership, mesh)
+        held = {name: offer["residuals"] for name, offer in offers.items()}
+        placed = self.place_state(state, alike, held, membership, mesh)
         self.finished, self._held = generation.step, {generation.step: placed}
         self._added, self._adder = {}, None
         self._begun = {k: sums for k, sums in self._begun.items() if k in self._held}
@@ -183,30 +198,31 @@ class ReplicatedState:
         """Select the part whose values must be equal on all workers."""
         return residuals.clear_residuals(state)
 
-    def place_state(self, state: Any, alike: Any, membership: Membership, mesh: Mesh) -> Any:
-        """Place the part that all workers have alike, and this worker's residuals, on devices."""
-        rows = [
-            residuals.place_rows(x, mesh) for x in self._start_residuals(state, membership, mesh)
-        ]
+    def place_state(
+        self, state: Any, alike: Any, held: dict[str, str], membership: Membership, mesh: Mesh
+    ) -> Any:
+        """Place the part that all workers have alike, and this worker's residuals, on devices.
+
+        `held` says what each worker has of the residuals: "rows", their "sum", or "nothing".
+        """
+        started = self._start_residuals(state, held, membership, mesh)
+        rows = [residuals.place_rows(x, mesh) for x in started]
         with no_mesh():
             alike = place(self.restore_weak_types(alike), NamedSharding(mesh, PartitionSpec()))
         return residuals.replace_residuals(alike, rows)
 
-    def _start_residuals(self, state: Any, membership: Membership, mesh: Mesh) -> list[Shards]:
-        """Divide or keep the residuals with which this worker's replicas start the generation."""
-        rows, step = residuals.find_residuals(state), membership.generation.step
-        if not rows:
-            return []
-        mine = "nothing"
-        if step in self._held:
-            mine = "sum" if step in self._begun else "rows"
-        held = [*membership.gather("residuals", mine).values()]
-        if mine == "rows":
+    def _start_residuals(
+        self, state: Any, held: dict[str, str], membership: Membership, mesh: Mesh
+    ) -> list[Shards]:
+        rows, mine, all_held = residuals.find_residuals(state), held[membership.name], held.values()
+        if not rows or mine == "rows":
             return rows
         # If others have rows, these are everything: a newcomer must not add the sum in its file.
-        shared = mine == "sum" and "rows" not in held
-        totals = self._begun[step] if shared else map(residuals.sum_replicas, rows)
-        workers = held.count("sum") if shared else 0
+        shared = mine == "sum" and "rows" not in all_held
+        totals = (
+            self._begun[membership.generation.step] if shared else map(residuals.sum_replicas, rows)
+        )
+        workers = [*all_held].count("sum") if shared else 0
         return [residuals.divide(x, workers, len(mesh.local_devices)) for x in totals]
 
     def compare(self, membership: Membership) -> None:

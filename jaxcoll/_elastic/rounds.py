@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxcoll._elastic.membership import Membership
-from jaxcoll._elastic.replicated_state import ReplicatedState, Together
+from jaxcoll._elastic.replicated_state import Offers, ReplicatedState, Together
 from jaxcoll._elastic.steps import Prepared, Steps
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._runtime.call import Call
@@ -37,11 +37,13 @@ class RoundsState(ReplicatedState):
         super().keep(step, state)
         self.ahead = {k: progress for k, progress in self.ahead.items() if k in self.held}
 
-    def settle(self, membership: Membership, mesh: Mesh, together: Together) -> None:
+    def settle(
+        self, state: Any, offers: Offers, membership: Membership, mesh: Mesh, together: Together
+    ) -> None:
         # A worker in the middle of a round continues from there, on its new devices.
         step = membership.generation.step
         ahead = self.ahead.get(step) if step in self.held else None
-        super().settle(membership, mesh, together)
+        super().settle(state, offers, membership, mesh, together)
         self.ahead = {}
         if ahead is not None:
             progress, metrics = jax.tree.map(np.asarray, ahead)
@@ -65,7 +67,12 @@ class RoundsState(ReplicatedState):
         return dataclasses.replace(state, replicas=((), ()))
 
     def place_state(
-        self, state: DiLoCoState, alike: DiLoCoState, membership: Membership, mesh: Mesh
+        self,
+        state: DiLoCoState,
+        alike: DiLoCoState,
+        held: dict[str, str],
+        membership: Membership,
+        mesh: Mesh,
     ) -> DiLoCoState:
         if membership.generation.step in self.held and jax.tree.leaves(state.replicas[0]):
             return self.restore_weak_types(state)

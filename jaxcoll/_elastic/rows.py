@@ -21,6 +21,8 @@ _EXPECTED = """\
 batch_size)`; a list of batches; `lambda step: batch`; or `lambda step, worker, workers: rows`, \
 which returns this worker's rows; got {got}."""
 
+_CHOOSE = "Choose numbers of rows that every possible number of workers divides."
+
 
 def convert_batches(batches: Any) -> Rows:
     """Convert `batches` to a function that returns a worker's rows.
@@ -83,12 +85,12 @@ def _split(batch_of: Callable[[int], Any]) -> Rows:
         here = jax.local_device_count()
         used = {n: n if n % (workers * here) == 0 else 0 for n in counts}
         if len(counts) == 1:
-            used = {n: count_divisible(n, workers * here) for n in counts}
+            used = {n: count_divisible(n, workers * here, _CHOOSE) for n in counts}
         elif not all(used.values()):  # to leave out rows would part what belongs together
             raise ValueError(
                 f"`Elastic`: the arrays of the batch of step {step} have {sorted(counts)} rows, "
                 f"which do not all divide among {workers} workers with {pluralize(here, 'device')} "
-                "each. Choose numbers of rows that every possible number of workers divides."
+                f"each. {_CHOOSE}"
             )
 
         def share(x: Any) -> Any:

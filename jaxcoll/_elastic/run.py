@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,12 +18,14 @@ from jaxcoll._elastic.generation import (
     Generation,
     RegroupError,
     WorldChange,
+    describe,
     list_ranks,
     parse_rank,
 )
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState, check_agreed
 from jaxcoll._elastic.steps import Steps
+from jaxcoll._job import gloo_sockets
 from jaxcoll._job.threads import Task, Worker
 from jaxcoll._job.timing import LAST_LOCK_SECONDS, LOCK_SECONDS
 from jaxcoll._mesh.mesh import make_line
@@ -91,6 +93,7 @@ class Run:
         self._changes: list[tuple[float, WorldChange]] = []  # still without durations
         self._writers: tuple[str, ...] = ()
         self._every = 0  # steps between two checkpoints, if there are writers
+        self._own_every = job.every if job.file else 0
         # Writes checkpoints during the next steps, because one may take longer than a step
         self._saver = Worker("jaxcoll-checkpoint")
         self._saving: Task | None = None
@@ -152,6 +155,9 @@ class Run:
         if failure:
             raise failure
 
+    def _choose_writers(self, every_of: Mapping[str, int]) -> None:
+        self._writers, self._every = choose_writers(self._generation.members, every_of)
+
     def _compare(self) -> None:
         self._state.compare(self._membership)
         if self._writers:
@@ -172,23 +178,30 @@ class Run:
         self._changes.clear()
 
     def _settle(self, connections: Connections) -> Steps:
-        """Set up this worker for the generation: connections, mesh, calls and state."""
-        connections.begin()
+        """Set up this worker for the generation: connections, mesh, calls and state.
+
+        Members say everything in one exchange, because a round trip of all takes long.
+        """
+        membership, start = self._membership, not self._generation.number
+        state, offer = self._state.offer(self._generation.step)
+        offer["listening"] = gloo_sockets.find_listeners()
+        offer["source"] = f"{self._source or 'a function'}, {self._steps} steps"
+        offer["every"] = self._own_every
+        offers = membership.gather("start", offer)
+        sources = {name: offer["source"] for name, offer in offers.items()}
+        self._choose_writers({name: offer["every"] for name, offer in offers.items()})
+        connections.begin(offer["listening"] for offer in offers.values())
         ranks, devices = self._job.workers, connections.devices
         ours = [d for rank in ranks for d in devices if d.process_index == rank]
         mesh = make_line(ours, self._job.axis)
-        self._state.settle(self._membership, mesh, self._together)
-        source = f"{self._source or 'a function'}, {self._steps} steps"
-        sources = self._membership.gather("batches", source)
-        check_agreed(
-            sources, self._membership, _batches_error, not self._generation.number, "source"
-        )
+        self._state.settle(state, offers, membership, mesh, self._together)
+        check_agreed(sources, membership, _batches_error, start, "source")
         connections.forget_others()
-        return self._job.calls(mesh, self._membership)
+        return self._job.calls(mesh, membership)
 
     def _check_place(self) -> None:
         """End this worker if the generation cannot train, or does so without this worker."""
-        job, membership, name = self._job, self._membership, self._membership.name
+        job, name = self._job, self._membership.name
         generation = self._generation
         if generation.ends_for_its_program(name):
             goes_on = f"Workers {list_ranks(generation.ranks)} continue."
@@ -199,9 +212,6 @@ class Run:
             self._state.term = generation.term
         few = len(generation.members) < job.fewest and generation.step < self._steps
         few = few and not generation.ended
-        if few or is_member:
-            # Workers that are too few to train still save together, even with a dropped one.
-            self._writers, self._every = choose_writers(membership, job.every if job.file else 0)
         if few:
             self._give_up(
                 PeerLostError(
@@ -224,15 +234,16 @@ class Run:
                 f"The other workers dropped worker {parse_rank(name)}: {outcome}",
                 ranks=(parse_rank(name),),
             )
-        # Another attempt is pointless after two failures here, or too many late ones.
-        if self._attempts >= MOST_ATTEMPTS or (self._failed and self._attempts > 1):
+        if self._failed and self._attempts > 1:  # another attempt is pointless
+            raise self._failed  # alone: the others may go on
+        if self._attempts >= MOST_ATTEMPTS:
             late = DeadlineExceededError(
                 f"Workers {list_ranks(generation.ranks)} began the step after step "
                 f"{generation.step} {MOST_ATTEMPTS} times in a row and never finished it, though "
                 f"all are alive. The last time, {generation.why}. A larger `timeout_seconds` "
                 "waits longer."
             )
-            self._give_up(self._failed or late)
+            self._give_up(late)
 
     def _announce(self) -> None:
         generation = self._generation
@@ -258,6 +269,8 @@ class Run:
         self._changes.append((self._began, change))
 
     def _give_up(self, error: Exception) -> NoReturn:
+        # Workers that cannot train still save together, even with a dropped one.
+        self._choose_writers(self._membership.gather("every", self._own_every))
         step = self._generation.step
         writer, failure = self._write(step)
         self._is_saved = True
@@ -336,7 +349,7 @@ class Run:
     def _reason(self, error: Exception, what: str) -> str:
         """Say for the other members why this one requests a new generation."""
         if isinstance(error, PeerLostError):
-            return f"workers {list_ranks(error.ranks)} ended"
+            return f"{describe(error.ranks)} ended"
         if isinstance(error, ProgramMismatchError):
             return "workers have different programs"
         name, lines = parse_rank(self._membership.name), str(error).strip().splitlines() or [""]
@@ -380,15 +393,16 @@ def _call_or_warn(write: Callable[[], object]) -> None:
         _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
 
 
-def choose_writers(membership: Membership, every: int) -> tuple[tuple[str, ...], int]:
-    """Agree on who writes checkpoints, and how often. `every` is 0 on a worker without a file.
+def choose_writers(
+    members: Sequence[str], every_of: Mapping[str, int]
+) -> tuple[tuple[str, ...], int]:
+    """Choose who writes checkpoints, and how often; 0 stands for a worker without a file.
 
     Returns:
       The members that have a file, in the order in which they try to write; and the first one's
       number of steps between two checkpoints.
     """
-    every_of = {name: int(text) for name, text in membership.gather("every", str(every)).items()}
-    names = tuple(name for name in membership.generation.members if every_of[name])
+    names = tuple(name for name in members if every_of[name])
     return names, every_of[names[0]] if names else 0
 
 

@@ -238,7 +238,10 @@ class Batches:
             )
 
 
-def count_divisible(rows: int, replicas: int) -> int:
+_PAD = "`jc.batches(..., uneven='pad')` uses all."
+
+
+def count_divisible(rows: int, replicas: int, advice: str = _PAD) -> int:
     # The others are left out: a mean over replicas is that over rows only if each has equally many.
     if 0 < rows < replicas:
         raise ValueError(
@@ -248,8 +251,7 @@ def count_divisible(rows: int, replicas: int) -> int:
     if rest := rows % replicas:
         _log_once(
             f"A batch of {pluralize(rows, 'row')} does not divide over {replicas} replicas: each "
-            f"step leaves out its last {pluralize(rest, 'row')}. `jc.batches(..., uneven='pad')` "
-            "uses all."
+            f"step leaves out its last {pluralize(rest, 'row')}. {advice}"
         )
     return rows - rest
 

@@ -219,9 +219,12 @@ class Present:
         }
         self.asked = ""
 
+    def settle(self, state, mesh):
+        """Begin a generation, as `Run` does it."""
+        offers = {f"{n}.a": s.offer(0)[1] for n, s in self.states.items()}
+        state.settle(state.offer(0)[0], offers, self, mesh, None)
+
     def gather(self, what, value):
-        if what == "structure":
-            return {f"{n}.a": replicated_state._structure(s.latest) for n, s in self.states.items()}
         return {f"{n}.a": replicated_state._digests(s.latest) for n, s in self.states.items()}
 
     def request_regroup(self, why):
@@ -236,7 +239,7 @@ class Present:
         mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
         for found in (
             lambda: state.compare(self),
-            lambda: state.settle(self, mesh, None),
+            lambda: self.settle(state, mesh),
         ):
             try:
                 found()

@@ -334,7 +334,7 @@ def writes(membership, having, fails):
 
     def last(one):
         every = 10 + parse_rank(one.name) if parse_rank(one.name) in having else 0
-        writers, steps = choose_writers(one, every)
+        writers, steps = choose_writers(one.generation.members, one.gather("every", every))
         return *write_once(one, writers, lambda: write(one)), steps
 
     return each(membership, last), wrote

@@ -66,16 +66,11 @@ class Worker:
         self.state = ReplicatedState(state)
         self.state.reset(state, step)
 
-    def holds(self, step):
-        if step not in self.state.held:
-            return "nothing"
-        return "sum" if step in self.state._begun else "rows"
-
-    def settle(self, held, step, number):
-        """Go on from a step with other workers, of whose residuals these parts are held."""
-        gathered = lambda what, value: held if what == "residuals" else dict.fromkeys(held, value)
-        self.gather, self.generation = gathered, Generation(number, tuple(held), step)
-        self.state.settle(self, self.mesh, None)
+    def settle(self, offers, step, number):
+        """Go on from a step with other workers that offer this."""
+        self.gather = lambda what, value: dict.fromkeys(offers, value)
+        self.generation = Generation(number, tuple(offers), step)
+        self.state.settle(self.state.offer(step)[0], offers, self, self.mesh, None)
 
     def works(self, step, seed):
         """Hold the state after another step, with a residual of its own."""
@@ -96,9 +91,9 @@ class Worker:
 
 def settled(workers, step, number=1):
     """All go on from a step."""
-    held = {worker.name: worker.holds(step) for worker in workers}
+    offers = {worker.name: worker.state.offer(step)[1] for worker in workers}
     for worker in workers:
-        worker.settle(held, step, number)
+        worker.settle(offers, step, number)
 
 
 def sum_of(value):
@@ -151,7 +146,7 @@ def test_who_goes_back_to_where_the_run_began_loses_nothing():
     one.works(6, seed=1)
     assert one.state.residual_norm > 0
     one.works(7, seed=1)
-    assert one.holds(5) == "nothing"
+    assert one.state.offer(5)[1]["residuals"] == "nothing"
     assert one.holds(6) == "rows"
 
 

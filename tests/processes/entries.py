@@ -1,5 +1,6 @@
 """What each of two processes runs: the same mistakes through every entry. Prints a line for each."""
 
+import sys
 import warnings
 
 import jaxcoll as jc
@@ -40,6 +41,23 @@ def elastic_diloco(factor, rows):
     )
 
 
+def one_fails():
+    def look(x):
+        if RANK:
+            raise ValueError("no such row")
+        return x
+
+    def step(w, x):
+        x = jax.pure_callback(look, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return w + jc.pmean(x.mean()), jc.pmean(x.mean())
+
+    # With a file, members also agree on who writes it; a worker that leaves must not wait for that.
+    train = jc.Elastic(jc.data_parallel(step), np.float32(0), checkpoint=sys.argv[1])
+    train.run(lambda step, worker, workers: OWN, 2)
+    assert train.workers == (0,)
+    print("changes:", "; ".join(change.why for change in train.changes), flush=True)
+
+
 def attempt(name, function):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -58,3 +76,5 @@ for entry in (call, elastic, diloco, elastic_diloco):
     attempt(f"{name} same", lambda entry=entry: entry(1.0, SAME))
 for entry in (call, elastic):
     attempt(f"{entry.__name__} program", lambda entry=entry: entry(1.0 + RANK, OWN))
+# Last, because worker 1 does not come back.
+attempt("elastic failure", one_fails)

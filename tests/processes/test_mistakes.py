@@ -34,9 +34,9 @@ def test_mistakes_over_processes_are_told_and_a_call_that_was_given_up_lets_pyth
     assert "process 0 of 2 ended with status 3." in done.stderr, done.stderr
 
 
-def test_every_entry_warns_of_same_rows_and_compares_programs(launched):
+def test_every_entry_warns_of_same_rows_and_compares_programs(launched, tmp_path):
     flags = ["-n", "2", "--timeout-seconds", "120"]
-    done = launched(*flags, Path(__file__).with_name("entries.py"))
+    done = launched(*flags, Path(__file__).with_name("entries.py"), tmp_path / "last.npz")
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
     for rank in range(2):
         for entry in ("call", "elastic", "diloco", "elastic_diloco"):
@@ -47,3 +47,6 @@ def test_every_entry_warns_of_same_rows_and_compares_programs(launched):
             assert found.startswith(" ProgramMismatchError: Processes are about to run"), done
             assert "process 1: line " in found
     assert "All workers end." in lines["[0] elastic program"]
+    assert lines["[0] elastic failure"] == " ran", done
+    assert "no such row" in lines["[1] elastic failure"]
+    assert lines["[0] changes"].endswith("; worker 1 ended")
