@@ -20,6 +20,7 @@ import numpy as np
 from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.axes import make_weak
 from jaxcoll._compat.settings import boundary
+from jaxcoll._job.timing import POLL_SECONDS
 from jaxcoll._mesh.shard_arrays import cut_like, join_shards, whole_shapes
 from jaxcoll._plan.checks import describe_type
 
@@ -147,7 +148,7 @@ def _lock_beside(path: Path, seconds: float) -> Iterator[None]:
                 if time.monotonic() > until:
                     text = f"another process has held this lock for {seconds:g} s; is it stopped?"
                     raise TimeoutError(errno.ETIMEDOUT, text, beside.name) from None
-                time.sleep(0.02)
+                time.sleep(POLL_SECONDS)
             except OSError:  # the file system has no locks, such as Lustre with some mount options
                 break
         try:

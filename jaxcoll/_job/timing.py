@@ -9,6 +9,10 @@ from __future__ import annotations
 POLL_SECONDS = 0.02
 """Time between two looks at what other processes wrote."""
 
+FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.001, 0.05
+"""The same in an agreement on a program, doubled from the first to the last: usually all processes
+arrive within milliseconds, and otherwise the coordinator should not be kept busy."""
+
 PATIENCE_SECONDS = 0.25
 """Time that processes have to arrive at an agreement before they are asked what they do instead."""
 
@@ -31,8 +35,8 @@ LINES_SECONDS = 10.0
 RETRY_SECONDS = 3.0
 """A second, longer timeout before several silent processes are declared lost."""
 
-COORDINATOR_SECONDS = 10.0
-"""Extra time for the coordinator to pass on a query and its reply."""
+COORDINATOR_SECONDS, LATE_COORDINATOR_SECONDS = 10.0, 0.2
+"""Extra time for the coordinator to pass on a query and its reply; and after a deadline."""
 
 SILENT_CALLER_SECONDS = 5.0
 """A process that must agree on the next program is lost after so long a silence, if no connection

@@ -19,7 +19,9 @@ import numpy as np
 from jaxcoll._collectives.check_replicas import ReplicaCheck
 from jaxcoll._job.liveness import coordinator_connection
 from jaxcoll._job.timing import (
+    FIRST_POLL_SECONDS,
     HEARTBEAT_SECONDS,
+    LAST_POLL_SECONDS,
     LINES_SECONDS,
     PATIENCE_SECONDS,
     SILENT_CALLER_SECONDS,
@@ -109,7 +111,7 @@ class Agreement:
 
     def _judge(self) -> dict[str, Any]:
         """Judge the processes' digests: the first mismatch ends the wait."""
-        pause = 0.001
+        pause = FIRST_POLL_SECONDS
         while True:
             self.check()
             digests = self.peers.store.all(f"{self.folder}/digests")
@@ -124,8 +126,8 @@ class Agreement:
                 return self._compare_values(entries)
             if (other := self._find_other(late)) is not None:
                 return self._mismatch(other, [other])
-            time.sleep(pause)  # short at first: usually all arrive within milliseconds
-            pause = min(2 * pause, 0.05)
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_POLL_SECONDS)
 
     def _wait_for_verdict(self) -> dict[str, Any]:
         """Wait for the first process's verdict; make this process's own if that does not come."""

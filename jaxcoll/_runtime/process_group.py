@@ -16,7 +16,12 @@ from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._job.liveness import coordinator_connection
 from jaxcoll._job.stacks import main_place
 from jaxcoll._job.threads import Task, Worker
-from jaxcoll._job.timing import NEWS_SECONDS, REPLY_SECONDS, RETRY_SECONDS
+from jaxcoll._job.timing import (
+    LATE_COORDINATOR_SECONDS,
+    NEWS_SECONDS,
+    REPLY_SECONDS,
+    RETRY_SECONDS,
+)
 from jaxcoll._runtime.agreement import Agreement
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.call_order import CallOrder
@@ -298,7 +303,8 @@ class ProcessGroup:
     def _find_late(self) -> tuple[tuple[int, ...], str]:
         position = self.position
         try:
-            replies = self._peers.ask(self.name, position, self.others, coordinator=0.2)
+            soon = LATE_COORDINATOR_SECONDS
+            replies = self._peers.ask(self.name, position, self.others, coordinator=soon)
             states = {p: self._peers.describe_silence(p) for p in self.others if p not in replies}
         except (StoreUnreachableError, RuntimeError) as error:
             return (), f"It is not known who did not arrive: {error}"

@@ -21,7 +21,12 @@ from jaxcoll._job.coordinator_proxy import give_up_coordinator
 from jaxcoll._job.key_value import CoordinatorClient, Keys
 from jaxcoll._job.liveness import coordinator_connection
 from jaxcoll._job.threads import call_at_exit, cancel_at_exit, run_in_forked_child
-from jaxcoll._job.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS, SIGN_OFF_SECONDS
+from jaxcoll._job.timing import (
+    COORDINATOR_SECONDS,
+    HEARTBEAT_SECONDS,
+    POLL_SECONDS,
+    SIGN_OFF_SECONDS,
+)
 from jaxcoll._runtime.peers import Peers
 from jaxcoll._runtime.process_group import ProcessGroup
 
@@ -88,7 +93,7 @@ class Watchdog:
         self.peers.store.lose()
         until = time.monotonic() + COORDINATOR_SECONDS
         while self.is_current() and not self._ended and time.monotonic() < until:
-            time.sleep(0.02)  # JAX first shuts a client down, and then forgets it
+            time.sleep(POLL_SECONDS)  # JAX first shuts a client down, and then forgets it
         if not self._ended and not self.is_current():
             self._release()
 
