@@ -65,7 +65,7 @@ def check_same(got, want):
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(tree=TREES, step=st.integers(0, 1 << 40))
-def test_every_tree_of_numbers_comes_back_to_the_bit(tmp_path, tree, step):
+def test_trees_come_back_bit_by_bit(tmp_path, tree, step):
     path = tmp_path / "deep" / "last.npz"
     jc.save_checkpoint(path, tree, step=step)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
@@ -94,7 +94,7 @@ def typed(tree):
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_numbers_and_weak_types_come_back_as_what_they_were(tmp_path, x64):
+def test_kinds_of_numbers_come_back(tmp_path, x64):
     path = tmp_path / "c.npz"
     with jax.enable_x64(x64):
         tree = {**NUMBERS, "weak": jnp.asarray(0.1), "large": 2**31 + 1 if x64 else 1}
@@ -117,7 +117,7 @@ def test_numbers_and_weak_types_come_back_as_what_they_were(tmp_path, x64):
             jc.restore_checkpoint(path, {**tree, "float": 1})
 
 
-def test_a_number_that_a_step_made_strong_comes_back(tmp_path):
+def test_strengthened_number_comes_back(tmp_path):
     begun, trained = {"n": 0, "r": 0.5}, {"n": jnp.int32(7), "r": jnp.float32(0.25)}
     for saved, like in ((trained, begun), (begun, trained)):
         jc.save_checkpoint(tmp_path / "c.npz", saved)
@@ -126,7 +126,7 @@ def test_a_number_that_a_step_made_strong_comes_back(tmp_path):
         assert back == saved
 
 
-def test_a_file_of_an_older_version_is_read_as_what_it_is_restored_for(tmp_path, monkeypatch):
+def test_older_files_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_kind", lambda leaf: "")
     dumps = checkpoint.json.dumps
     without = lambda about: dumps({k: x for k, x in about.items() if k != "kinds"})
@@ -143,7 +143,7 @@ def bf16_step(state, batch):
     return {"w": w, "rate": state["rate"] * 0.5, "count": state["count"] + 1}, mean
 
 
-def test_a_bfloat16_run_with_numbers_in_its_state_goes_on_as_one_that_never_stopped(tmp_path):
+def test_bfloat16_run_resumes_exactly(tmp_path):
     start = {"w": jnp.ones(4, jnp.bfloat16), "rate": 0.3, "count": 0}
     rows = np.arange(8, dtype="f") / 8
     step = jc.data_parallel(bf16_step)
@@ -166,7 +166,7 @@ def test_a_bfloat16_run_with_numbers_in_its_state_goes_on_as_one_that_never_stop
     assert typed(back) == typed(want)
 
 
-def test_every_bit_of_every_added_dtype_is_read_back_and_numpy_reads_its_own(tmp_path):
+def test_every_dtype_keeps_every_bit(tmp_path):
     every = {n: np.arange(1 << 8 * n).astype(f"u{n}") for n in (1, 2)}
     tree = {str(dtype): every[min(dtype.itemsize, 2)].view(dtype) for dtype in ADDED}
     tree["A"] = np.arange(6.0).reshape(2, 3)
@@ -205,7 +205,7 @@ jax.tree_util.register_pytree_with_keys(
         ({"s": object()}, "must be an array of numbers; got object"),
     ],
 )
-def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path, tree, words):
+def test_unreadable_trees_are_not_written(tmp_path, tree, words):
     with pytest.raises(ValueError, match=words):
         jc.save_checkpoint(tmp_path / "last.npz", tree)
     with pytest.raises(ValueError, match=r"`step` must be a whole number; got 1\.5"):
@@ -218,7 +218,7 @@ def full(*args, **kwargs):
 
 
 @pytest.mark.parametrize("where", ["write_array", "fsync"])
-def test_a_full_disk_keeps_the_last_good_one(tmp_path, monkeypatch, where):
+def test_full_disk_keeps_the_old_file(tmp_path, monkeypatch, where):
     path = tmp_path / "last.npz"
     jc.save_checkpoint(path, {"w": np.ones(3)}, step=1)
     monkeypatch.setattr(os if where == "fsync" else np.lib.format, where, full)
@@ -239,13 +239,13 @@ def test_a_full_disk_keeps_the_last_good_one(tmp_path, monkeypatch, where):
         ({"w": jax.random.key(0)}, r"float32\[3\] in the file, but key<fry>\[\] in `like`"),
     ],
 )  # fmt: skip
-def test_another_tree_is_refused(tmp_path, like, words):
+def test_other_trees_are_refused(tmp_path, like, words):
     jc.save_checkpoint(tmp_path / "c.npz", {"w": np.ones(3, "f")})
     with pytest.raises(ValueError, match=words):
         jc.restore_checkpoint(tmp_path / "c.npz", like)
 
 
-def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
+def test_broken_files_are_refused(tmp_path):
     path, like = tmp_path / "c.npz", {"w": np.ones(1000)}
     words = "is not a complete checkpoint of jaxcoll"
     jc.save_checkpoint(path, like)
@@ -268,7 +268,7 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
         jc.restore_checkpoint(tmp_path / "none.npz", like)
 
 
-def test_a_link_stays_has_the_lock_of_what_it_points_to_and_what_is_no_file_is_not_replaced(
+def test_links_stay_and_devices_are_refused(
     tmp_path,
 ):
     (tmp_path / "disk").mkdir()
@@ -323,7 +323,7 @@ LIKE_OURS = (
 
 @settings(max_examples=12)
 @given(st.sets(st.sampled_from(LIKE_OURS)), st.lists(st.sampled_from(WRITERS), max_size=6))
-def test_a_users_files_survive_whatever_is_written_and_removed_beside_them(names, writers):
+def test_users_files_survive(names, writers):
     """Whatever they are called: nothing is removed that this process did not make."""
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
@@ -339,7 +339,7 @@ def test_a_users_files_survive_whatever_is_written_and_removed_beside_them(names
         assert left <= {"last.npz", ".last.npz-lock", "0.log", "1.log", "coordinator.log"}
 
 
-def test_a_partial_file_takes_no_name_that_is_taken(tmp_path, monkeypatch):
+def test_partial_file_takes_a_free_name(tmp_path, monkeypatch):
     taken = tmp_path / ".last.npz-0123456789abcdef"
     taken.write_bytes(b"a user's")
     monkeypatch.setattr("secrets.token_hex", lambda n: "0123456789abcdef")
@@ -352,7 +352,7 @@ STAMPS = [Stamp(20, 1), Stamp(40, 1), Stamp(40, 2), Stamp(60, 2)]
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(4))][::5], ids=str)
-def test_the_newest_of_an_elastic_run_stays_in_whatever_order_they_are_written(tmp_path, order):
+def test_newest_checkpoint_stays(tmp_path, order):
     path = tmp_path / "last.npz"
     for k, i in enumerate(order):
         stands = save_newest(path, {"w": np.full(3, i)}, STAMPS[i], 1.0)
@@ -362,9 +362,7 @@ def test_the_newest_of_an_elastic_run_stays_in_whatever_order_they_are_written(t
         assert (tree["w"].tolist(), at) == ([newest] * 3, STAMPS[newest].step)
 
 
-def test_who_is_stopped_between_its_last_look_and_its_rename_keeps_others_from_writing(
-    tmp_path, monkeypatch
-):
+def test_stopped_writer_keeps_the_lock(tmp_path, monkeypatch):
     path, replace, inside, goes_on = tmp_path / "last.npz", os.replace, Event(), Event()
 
     def stopped(partial, file):
@@ -388,7 +386,7 @@ def test_who_is_stopped_between_its_last_look_and_its_rename_keeps_others_from_w
     assert read_stamp(path) == Stamp(60, 2)
 
 
-def test_what_cannot_be_read_may_be_newer_and_stays(tmp_path, monkeypatch):
+def test_unreadable_checkpoint_stays(tmp_path, monkeypatch):
     path = tmp_path / "last.npz"
     save_newest(path, {"w": np.ones(1)}, Stamp(60, 2), 1.0)
     with monkeypatch.context() as disk:
@@ -404,7 +402,7 @@ def test_what_cannot_be_read_may_be_newer_and_stays(tmp_path, monkeypatch):
     assert read_stamp(path) == read_stamp(tmp_path / "none.npz") == Stamp(-1, 0)
 
 
-def test_a_lock_is_free_when_its_holder_is_killed(tmp_path):
+def test_killed_holder_frees_the_lock(tmp_path):
     path = tmp_path / "last.npz"
     holds = (
         "import sys, time; from pathlib import Path; from jaxcoll._elastic import checkpoint\n"
@@ -421,7 +419,7 @@ def test_a_lock_is_free_when_its_holder_is_killed(tmp_path):
         pass
 
 
-def test_a_file_system_without_locks_is_used(tmp_path, monkeypatch):
+def test_missing_locks_are_tolerated(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", full)
     for step in (1, 2):
         save_newest(tmp_path / "last.npz", {"w": np.ones(1)}, Stamp(step, 1), 1.0)

@@ -33,7 +33,7 @@ def rows(at, rank, world):
     return np.full(8, at, np.float32)
 
 
-def test_it_trains_as_a_loop_does_and_begins_where_the_checkpoint_ends(tmp_path):
+def test_run_resumes_like_a_loop(tmp_path):
     reported = []
     path = tmp_path / "last.npz"
     first = jc.Elastic(
@@ -51,7 +51,7 @@ def test_it_trains_as_a_loop_does_and_begins_where_the_checkpoint_ends(tmp_path)
     assert (second.finished, second.workers, second.changes) == (9, (0,), [])
 
 
-def test_batches_may_be_jc_batches_a_list_or_a_function_of_the_step():
+def test_kinds_of_batches_agree():
     source = np.arange(32, dtype=np.float32)
     batches = jc.batches(source, 8, seed=1)
     whole = [batches.share(at, 0, 1) for at in range(4)]
@@ -62,7 +62,7 @@ def test_batches_may_be_jc_batches_a_list_or_a_function_of_the_step():
 
 
 @pytest.mark.parametrize("form", ["batches", "list", "function of the step"])
-def test_rows_that_do_not_divide_are_left_out(form, monkeypatch):
+def test_indivisible_rows_are_left_out(form, monkeypatch):
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)
     whole = [np.arange(16.0) + 16 * at for at in range(2)]
     batches = {
@@ -79,7 +79,7 @@ def test_rows_that_do_not_divide_are_left_out(form, monkeypatch):
         assert replicas.mean(1).mean() == pytest.approx(whole[1][:used].mean())
 
 
-def test_rows_that_belong_together_are_not_parted(monkeypatch):
+def test_paired_rows_stay_together(monkeypatch):
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     pairs = convert_batches([{"queries": np.arange(8), "negatives": np.arange(16)}])
     assert [len(x) for x in pairs(0, 1, 4).values()] == [4, 2]
@@ -88,7 +88,7 @@ def test_rows_that_belong_together_are_not_parted(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["batches", "report", "interrupt"])
-def test_every_error_that_ends_a_run_saves_first(where, tmp_path):
+def test_errors_save_first(where, tmp_path):
     kind = KeyboardInterrupt if where == "interrupt" else ZeroDivisionError
 
     def fail(at):
@@ -104,7 +104,7 @@ def test_every_error_that_ends_a_run_saves_first(where, tmp_path):
     assert f"The state after step 3 is saved in {path}." in caught.value.__notes__
 
 
-def test_fewer_steps_than_a_checkpoint_holds_change_nothing(tmp_path):
+def test_fewer_steps_change_nothing(tmp_path):
     path = tmp_path / "last.npz"
     state = jc.Elastic(step, START, checkpoint=path).run(rows, 5)
     before = path.read_bytes()
@@ -117,7 +117,7 @@ def test_fewer_steps_than_a_checkpoint_holds_change_nothing(tmp_path):
     assert before
 
 
-def test_numbers_and_arrays_of_the_host_are_a_state_that_is_found_again(tmp_path):
+def test_host_state_is_restored(tmp_path):
     path, start = tmp_path / "last.npz", {"w": np.zeros(3), "n": 0, "lr": 0.5}
 
     @jc.data_parallel(batch_argnums=1)
@@ -129,7 +129,7 @@ def test_numbers_and_arrays_of_the_host_are_a_state_that_is_found_again(tmp_path
     assert (found["w"].tolist(), int(found["n"])) == ([1.0] * 3, 2)
 
 
-def test_a_newer_checkpoint_stays_and_it_says_so(tmp_path, caplog):
+def test_newer_checkpoint_is_kept_and_logged(tmp_path, caplog):
     path = tmp_path / "last.npz"
 
     def another_writes(finished, loss):
@@ -143,9 +143,7 @@ def test_a_newer_checkpoint_stays_and_it_says_so(tmp_path, caplog):
     assert values == [stays.format(4), stays.format(5)]
 
 
-def test_the_last_checkpoint_that_cannot_be_written_is_an_error_and_an_earlier_one_a_warning(
-    tmp_path, monkeypatch, caplog
-):
+def test_last_unwritten_checkpoint_is_an_error(tmp_path, monkeypatch, caplog):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -155,7 +153,7 @@ def test_the_last_checkpoint_that_cannot_be_written_is_an_error_and_an_earlier_o
     assert ["after step 2 could not be written" in r.getMessage() for r in caplog.records] == [True]
 
 
-def test_a_mistake_in_the_step_is_the_users_error_at_once():
+def test_mistake_in_the_step_is_raised():
     bad = jc.data_parallel(lambda state, x: 1 / 0, batch_argnums=1)
     with pytest.raises(ZeroDivisionError):
         jc.Elastic(bad, START).run(rows, 1)
@@ -170,7 +168,7 @@ def test_a_mistake_in_the_step_is_the_users_error_at_once():
          r"argument: state\['w'\]: float32\[\]; returned: state\['w'\]: float16\[\]"),
     ],
 )  # fmt: skip
-def test_a_step_that_returns_no_state_is_refused(function, words):
+def test_step_without_state_is_refused(function, words):
     with pytest.raises(ValueError, match=words):
         jc.Elastic(jc.data_parallel(function, batch_argnums=1), START).run(rows, 1)
 
@@ -192,14 +190,14 @@ def test_a_step_that_returns_no_state_is_refused(function, words):
           for function, batch in ((lambda s, x, y: (s, x), (1, 2)), (lambda x, s: (s, x), 0))),
     ],
 )  # fmt: skip
-def test_bad_numbers_and_steps_that_do_not_fit_are_refused(settings, words):
+def test_bad_settings_are_refused(settings, words):
     settings = {"step": step, **settings}
     with pytest.raises(ValueError, match=words):
         jc.Elastic(settings.pop("step"), START, **settings)
 
 
 @pytest.mark.parametrize("batches", [[1.0, 2.0], [[1, 2], [3, 4]], lambda step: 3])
-def test_a_batch_of_numbers_is_refused_and_so_is_none(batches):
+def test_batches_without_rows_are_refused(batches):
     with pytest.raises(
         ValueError, match=r"is a number \([13]\.?0?\), which has no rows .* `np.asarray`"
     ):
@@ -269,9 +267,7 @@ WORDS = {
         (3, (ONE, WIDE, WIDE), "12", None, [RegroupError, MISMATCH, MISMATCH]),
     ],
 )  # fmt: skip
-def test_those_that_differ_from_most_who_were_there_end_and_where_most_do_not_agree_all(
-    number, states, joined, compared, begun
-):
+def test_minority_ends(number, states, joined, compared, begun):
     several = Present(**{f"w{i}": state for i, state in enumerate(states)})
     for i in range(len(states)):
         errors = [*several.settles(number, f"{i}.a", tuple(f"{k}.a" for k in joined))]
@@ -288,7 +284,7 @@ def test_those_that_differ_from_most_who_were_there_end_and_where_most_do_not_ag
             assert several.asked == f"the state of {who} differs from the others'"
 
 
-def test_a_world_that_dies_with_its_processes_is_refused(monkeypatch):
+def test_unrecoverable_job_is_refused(monkeypatch):
     monkeypatch.setattr("jaxcoll._elastic.trainer.store", lambda: LocalKeys())
     with pytest.raises(
         ValueError, match="`Elastic` needs a job that survives the loss of a process"
@@ -296,7 +292,7 @@ def test_a_world_that_dies_with_its_processes_is_refused(monkeypatch):
         jc.Elastic(step, START).run(rows, 1)
 
 
-def test_a_step_that_fails_twice_for_nobody_s_loss_is_an_error(monkeypatch):
+def test_second_failure_is_an_error(monkeypatch):
     def fails(call):
         raise RuntimeError("out of memory")
 
@@ -305,7 +301,7 @@ def test_a_step_that_fails_twice_for_nobody_s_loss_is_an_error(monkeypatch):
         jc.Elastic(step, START).run(rows, 1)
 
 
-def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path, monkeypatch):
+def test_endless_lateness_saves_the_state(tmp_path, monkeypatch):
     begun = []
 
     def late(call):
@@ -337,7 +333,7 @@ def test_too_few_workers_save_the_state(tmp_path):
     assert jc.restore_checkpoint(path, START)[1] == 0
 
 
-def test_what_fails_because_time_was_up_is_no_failure(monkeypatch, memberships):
+def test_failure_after_a_deadline_is_lateness(monkeypatch, memberships):
     left = [5]
 
     def fails(call):
@@ -355,9 +351,7 @@ def test_what_fails_because_time_was_up_is_no_failure(monkeypatch, memberships):
 
 
 @pytest.mark.parametrize(("by_others", "step_saved"), [(0, 3), (7, 7)])
-def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(
-    tmp_path, memberships, by_others, step_saved
-):
+def test_dead_coordinator_saves_the_state(tmp_path, memberships, by_others, step_saved):
     path = tmp_path / "last.npz"
 
     def die(finished, loss):
@@ -372,7 +366,7 @@ def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(
     assert jc.restore_checkpoint(path, START)[1] == step_saved
 
 
-def test_a_coordinator_that_died_before_the_run_is_an_error_in_words(monkeypatch):
+def test_coordinator_dead_before_the_run(monkeypatch):
     def dead(self, key, value):
         raise StoreUnreachableError("it is dead")
 
@@ -387,7 +381,7 @@ def test_a_coordinator_that_died_before_the_run_is_an_error_in_words(monkeypatch
         assert not thread.is_alive(), thread.name
 
 
-def test_a_job_that_is_over_cannot_be_joined_again():
+def test_ended_job_cannot_be_rejoined():
     words = "cannot reach the coordinator at 127.0.0.1:1"
     with pytest.raises(jc.errors.DeadlineExceededError, match=words):
         reach(Member("127.0.0.1:1", 3, 1), 1.0)

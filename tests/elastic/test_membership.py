@@ -107,7 +107,7 @@ def test_end_is_the_last_record():
     assert json.loads(keys_of(one).try_get("jaxcoll/watch/state/0"))["ended"]
 
 
-def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
+def test_survivors_agree_on_step_and_members():
     membership = members_of_a_run(4)
     first = each(membership, lambda c: c.enter(0))
     assert [d.ranks for d in first] == [(0, 1, 2, 3)] * 4
@@ -128,7 +128,7 @@ def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
 
 
 @pytest.mark.slow
-def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often(working):
+def test_late_worker_is_left_behind(working):
     membership = working(3)
     membership[0].request_regroup("step 3 did not finish", late=True)
     second = each(membership[:2], lambda c: c.regroup(3, (2, 3)))
@@ -143,7 +143,7 @@ def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often
         ] * 2
 
 
-def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
+def test_newcomers_are_given_the_state():
     membership, second = with_a_spare_taken_in()
     assert (second.ranks, second.sends_state, parse_rank(second.source)) == ((0, 2), True, 0)
     membership[2].close()
@@ -168,7 +168,7 @@ def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
     ended([*membership, again, late])
 
 
-def test_one_taken_in_that_was_not_given_the_state_yet_takes_nobody_back():
+def test_newcomer_without_state_moves_nobody_back():
     membership, _ = with_a_spare_taken_in()
     membership[0].request_regroup("it failed before the state was given")
     third = at_once(
@@ -179,7 +179,7 @@ def test_one_taken_in_that_was_not_given_the_state_yet_takes_nobody_back():
     ended(membership)
 
 
-def test_nobody_is_waited_for_who_has_ended_without_finishing():
+def test_ended_workers_are_not_awaited():
     first = members_of_a_run(2)
     each(first, lambda c: c.enter(0))
     ended(first)
@@ -192,7 +192,7 @@ def test_nobody_is_waited_for_who_has_ended_without_finishing():
 
 
 @pytest.mark.slow
-def test_a_spare_that_says_nothing_is_not_taken_in_until_it_does(monkeypatch):
+def test_silent_spare_is_not_taken_in(monkeypatch):
     monkeypatch.setattr(peers, "coordinator_connection", lambda: "would show ends")
     membership = members_of_a_run(3, most=2)
     spare = threading.Thread(target=lambda: membership[2].enter(0), daemon=True)
@@ -213,14 +213,14 @@ def test_a_spare_that_says_nothing_is_not_taken_in_until_it_does(monkeypatch):
     ended(membership)
 
 
-def test_a_barrier_that_a_worker_does_not_reach_ends_the_generation(working):
+def test_missed_gather_ends_the_generation(working):
     membership = working(2)
     membership[1].close()
     with pytest.raises(RegroupError):
         membership[0].gather("compiled", "")
 
 
-def test_one_that_ended_after_a_barrier_is_no_loss_for_it(working, monkeypatch):
+def test_end_after_a_gather_is_no_loss(working, monkeypatch):
     here, gone = working(2)
     look, looks = here._keys.all, []
 
@@ -316,7 +316,7 @@ def test_new_generation_ends_the_wait_for_an_agreement(working):
         ({"0": "a", "1": "b", "2": "b"}, (), ("0", "1", "2")),
     ],
 )
-def test_who_was_there_is_right(digests, joined, end):
+def test_earlier_members_are_right(digests, joined, end):
     programs = {name: (9, digest) for name, digest in digests.items()}
     assert find_ejected(("0", "1", "2"), joined, programs) == end
     apart = {name: (int(name), digest) for name, digest in digests.items()}
@@ -344,9 +344,7 @@ def writes(membership, having, fails):
     ("having", "fails"),
     [("012", ""), ("012", "0"), ("012", "01"), ("012", "1"), ("012", "012"), ("1", ""), ("12", ""), ("", "")],
 )  # fmt: skip
-def test_the_first_that_has_a_file_and_can_writes_the_last_checkpoint_while_all_wait(
-    working, having, fails
-):
+def test_first_able_writer_writes(working, having, fails):
     having, fails = ([int(rank) for rank in ranks] for ranks in (having, fails))
     found, wrote = writes(working(3), having, fails)
     able = [rank for rank in having if rank not in fails]
@@ -358,7 +356,7 @@ def test_the_first_that_has_a_file_and_can_writes_the_last_checkpoint_while_all_
         assert steps == (10 + having[0] if having else 0)
 
 
-def test_a_writer_that_dies_over_the_last_checkpoint_is_a_loss_and_the_next_one_writes(working):
+def test_next_writer_follows_a_dead_one(working):
     membership = working(3)
     membership[0].close()  # before it had written
     found, wrote = writes(membership[1:], (0, 1, 2), ())
@@ -368,7 +366,7 @@ def test_a_writer_that_dies_over_the_last_checkpoint_is_a_loss_and_the_next_one_
     assert ([parse_rank(name) for name, *_ in found], wrote) == ([1, 1], [1])
 
 
-def test_what_is_agreed_upon_before_steps_does_not_become_more_the_longer_a_run_lasts(working):
+def test_agreements_on_joins_are_bounded(working):
     one, other = working(2)
     for step in range(0, 30 * KEPT_STEPS, 10):
         assert not one.joins_at(step)
@@ -376,7 +374,7 @@ def test_what_is_agreed_upon_before_steps_does_not_become_more_the_longer_a_run_
     assert len(keys_of(one).all("run/0/step")) == KEPT_STEPS
 
 
-def test_who_did_not_begin_is_named():
+def test_late_starters_are_named():
     membership = members_of_a_run(1, startup=0.2)
     membership[0]._keys.processes = 3
     with pytest.raises(
@@ -397,9 +395,7 @@ def test_without_a_coordinator_nothing_is_agreed(working):
         membership[0].regroup(0, (0,))
 
 
-def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is_not(
-    working, monkeypatch
-):
+def test_silent_coordinator_is_lost(working, monkeypatch):
     monkeypatch.setattr(memberships, "COORDINATOR_REPLY_SECONDS", 1.0)
     late, goes_on = working(2)
     stopped = threading.Event()

@@ -35,7 +35,7 @@ def owed(state):
     return np.asarray(jc.unshard(state["r"]), "f8")
 
 
-def test_it_trains_as_a_loop_does_and_a_checkpoint_holds_the_sum(tmp_path):
+def test_checkpoint_holds_summed_residuals(tmp_path):
     path = tmp_path / "last.npz"
     first = jc.Elastic(step, start(), checkpoint=path, every=3)
     state, want = first.run(rows, 4), start()
@@ -103,7 +103,7 @@ def sum_of(value):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_the_sum_that_a_run_begins_with_is_dealt_out_to_any_number(n):
+def test_first_sum_is_divided(n):
     workers = [Worker(rank, sum_of(6.0), step=5) for rank in range(n)]
     settled(workers, 5, number=0)
     assert all(w.r.layout.replicas == 2 for w in workers)
@@ -112,7 +112,7 @@ def test_the_sum_that_a_run_begins_with_is_dealt_out_to_any_number(n):
         np.testing.assert_allclose(np.asarray(w.r.parts[0]), 6.0 / (2 * n), rtol=1e-6)
 
 
-def test_survivors_keep_their_own_and_a_newcomer_begins_with_nothing():
+def test_survivors_keep_their_residuals():
     workers = [Worker(rank, start()) for rank in range(3)]
     one, two, _ = workers
     settled(workers, 0, number=0)
@@ -135,7 +135,7 @@ def test_survivors_keep_their_own_and_a_newcomer_begins_with_nothing():
     assert residuals.norm([one.r]) == one.state.residual_norm > 0
 
 
-def test_who_goes_back_to_where_the_run_began_loses_nothing():
+def test_return_to_the_start_loses_nothing():
     workers = [Worker(rank, sum_of(6.0), step=5) for rank in range(2)]
     settled(workers, 5, number=0)
     one, _ = workers
@@ -150,7 +150,7 @@ def test_who_goes_back_to_where_the_run_began_loses_nothing():
     assert one.holds(6) == "rows"
 
 
-def test_a_checkpoint_without_the_other_workers_says_so(caplog):
+def test_lone_checkpoint_is_logged(caplog):
     (one,) = workers = [Worker(0, sum_of(6.0), step=5)]
     settled(workers, 5, number=0)
     np.testing.assert_array_equal(one.state.collect(5)["r"].parts[0], np.full((5, 128), 6.0))
@@ -163,7 +163,7 @@ def test_a_checkpoint_without_the_other_workers_says_so(caplog):
     assert "step 6 has only the residual of worker 0: those of the other" in record.getMessage()
 
 
-def test_residuals_that_do_not_fit_are_refused(monkeypatch):
+def test_foreign_residuals_are_refused(monkeypatch):
     state = {"sum": LIKE, "r": jc.compression.residual(LIKE, "x", mesh=mesh_of(2, "x"))}
     with pytest.raises(ValueError, match=r"a residual over 'x', but the step's axis is 'data'"):
         jc.Elastic(step, state)

@@ -38,7 +38,7 @@ def loop(train, state, begin, end):
 
 
 @pytest.mark.slow
-def test_it_trains_as_a_loop_does_and_a_checkpoint_begins_at_the_shared_parameters(tmp_path):
+def test_checkpoint_begins_at_shared_parameters(tmp_path):
     train, path, reported = train_of(), tmp_path / "last.npz", []
     report = lambda finished, losses: reported.append((finished, np.shape(losses)))
     first = jc.Elastic(train, start_of(train), checkpoint=path, every=7, report=report)
@@ -54,7 +54,7 @@ def test_it_trains_as_a_loop_does_and_a_checkpoint_begins_at_the_shared_paramete
     assert_trees_equal(again.run(batches, 15), loop(train, began, 10, 15))
 
 
-def test_one_that_is_interrupted_in_a_round_repeats_no_local_step(memberships):
+def test_interrupted_round_repeats_no_step(memberships):
     train, begun, interrupts = train_of(), [], [7, 9]
 
     def interrupted(at, rank, world):
@@ -70,7 +70,7 @@ def test_one_that_is_interrupted_in_a_round_repeats_no_local_step(memberships):
     assert_trees_equal(state, loop(train, start_of(train), 0, 10))
 
 
-def test_what_cannot_be_elastic_is_refused():
+def test_unfit_rounds_are_refused():
     train = train_of()
     with pytest.raises(ValueError, match="expects the state that `init` returned; got dict"):
         jc.Elastic(train, PARAMS)

@@ -25,7 +25,7 @@ IN_CI = (
 
 
 @pytest.mark.parametrize("name", IN_CI)
-def test_a_fault_ends_in_the_named_error_or_in_training_that_goes_on(name, tmp_path):
+def test_fault_ends_as_its_row_says(name, tmp_path):
     (fault,) = [f for f in FAULTS if f.name == name]
     ran = Ran(fault, tmp_path, started=forks.running)
     wrong = ran.wrong()
@@ -36,7 +36,7 @@ def test_a_fault_ends_in_the_named_error_or_in_training_that_goes_on(name, tmp_p
     assert not next_step > fault.within + STEP + 30
 
 
-def test_the_page_shows_rows_of_the_campaign():
+def test_page_shows_rows_of_the_campaign():
     page = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text("utf8")
     shown = re.search(r"\| fault .*\n\| ---.*\n((?:\|.*\n)+)", page)[1].splitlines()
     rows = {(fault.name, str(fault.processes)) for fault in FAULTS}
@@ -45,7 +45,7 @@ def test_the_page_shows_rows_of_the_campaign():
 
 
 @pytest.mark.parametrize("listened", [True, False])
-def test_a_relay_stays_open_when_the_coordinator_dies_if_somebody_listens(listened):
+def test_relay_outlives_the_coordinator_for_listeners(listened):
     coordinator = socket.create_server(("127.0.0.1", 0))
     one = coordinator_proxy.CoordinatorProxy(f"127.0.0.1:{coordinator.getsockname()[1]}", 100.0)
     client = socket.socket(socket.AF_UNIX)
@@ -72,7 +72,7 @@ def test_a_relay_stays_open_when_the_coordinator_dies_if_somebody_listens(listen
     client.close()
 
 
-def test_a_relay_leaves_it_to_one_of_its_threads_to_find_the_coordinator_dead():
+def test_relay_closes_nothing_by_itself():
     one = coordinator_proxy.CoordinatorProxy("127.0.0.1:1", 100.0)
     (client, near), (far, coordinator) = socket.socketpair(), socket.socketpair()
     coordinator.close()

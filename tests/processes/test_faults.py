@@ -34,7 +34,7 @@ def four():
     return faulty("departs losses", 4, ends=(0, 1))
 
 
-def test_processes_out_of_step_are_told_so_and_go_on(pair):
+def test_processes_out_of_step_go_on(pair):
     both = pair["out_of_step"]
     differences = {
         "shape": r"process 0: argument args[0]: float32[2,5]\nprocess 1: argument args[0]: float32[2,6]",
@@ -61,7 +61,7 @@ def test_processes_out_of_step_are_told_so_and_go_on(pair):
         assert difference in recompiled["message"]
 
 
-def test_calls_that_look_alike_and_mean_something_else_are_refused_before_they_run(pair):
+def test_lookalike_calls_are_refused(pair):
     both = pair["other_meaning"]
     for result in both:
         names = [name for name in result if not name.startswith("after ")]
@@ -78,7 +78,7 @@ def test_calls_that_look_alike_and_mean_something_else_are_refused_before_they_r
         )
 
 
-def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_returned(four):
+def test_departure_from_known_order_is_stopped(four):
     for rank, result in enumerate(four["departs"]):
         call = 1004 if rank % 2 else 14
         assert result["departs"]["sum"] == 2  # the first of the calls
@@ -92,7 +92,7 @@ def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_retu
 
 
 @pytest.mark.tensorflow("F25", "F26", "F28", "G4", "G29")
-def test_a_late_process_is_named_with_the_collective_that_waits(pair):
+def test_late_process_and_collective_are_named(pair):
     first, second = pair["late"]
     assert second["late"]["sum"] == first["afterwards"]["sum"] == 2
     late = first["late"]
@@ -108,7 +108,7 @@ def test_a_late_process_is_named_with_the_collective_that_waits(pair):
 
 
 @pytest.mark.tensorflow("K23")
-def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on(four):
+def test_survivors_name_the_dead_and_go_on(four):
     result = four["losses"]
     for rank in (0, 1, 3):
         for fault in ("killed", "again"):
@@ -125,7 +125,7 @@ def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on(four):
         assert result[rank]["two"]["sum"] == 2
 
 
-def test_who_has_done_its_part_may_end_and_is_missed_in_the_next_call_only(four):
+def test_finished_process_may_end(four):
     first, second, *_ = four["losses"]
     assert first["done"]["sum"] == second["done"]["sum"] == 2
     assert first["done"]["seconds"] > second["done"]["seconds"] + 1.4  # more than two beats

@@ -21,7 +21,7 @@ def pair():
     return in_world("train first_values in_shards numbers local coded forked failing", 2)
 
 
-def test_training_equals_one_device_and_all_processes_agree_to_the_bit(pair):
+def test_training_equals_one_device(pair):
     trained = [found["train"] for found in pair]
     assert len({r["bits"] for r in trained}) == 1
     for r in trained:
@@ -32,7 +32,7 @@ def test_training_equals_one_device_and_all_processes_agree_to_the_bit(pair):
         assert r["rows"] == [[1, 128]]
 
 
-def test_parameters_in_shards_are_cut_trained_and_saved_over_processes(pair):
+def test_shards_train_over_processes(pair):
     first, second = (found["in_shards"] for found in pair)
     assert first["bits"] == second["bits"]
     for found in (first, second):
@@ -41,7 +41,7 @@ def test_parameters_in_shards_are_cut_trained_and_saved_over_processes(pair):
         assert "Call `whole = jc.unshard(tree)` in all processes" in found["refused"]
 
 
-def test_numbers_in_a_state_stay_weakly_typed_over_processes_and_in_files(pair):
+def test_weak_types_cross_processes(pair):
     for found in pair:
         end, restored = found["numbers"]
         assert end == restored
@@ -55,7 +55,7 @@ def three():
     return in_world("outside algorithms", 3, env={"JAX_NUM_CPU_DEVICES": "2"})
 
 
-def test_a_process_without_devices_of_a_mesh_may_call_what_runs_on_it(three):
+def test_process_without_devices_may_call(three):
     parts = [found["outside"]["parts"] for found in three]
     assert parts == [[], [[6.0, 7.0, 8.0, 9.0]] * 2, [[6.0, 7.0, 8.0, 9.0]] * 2]
     assert [found["outside"]["after"] for found in three] == [3.0] * 3
@@ -64,18 +64,18 @@ def test_a_process_without_devices_of_a_mesh_may_call_what_runs_on_it(three):
     assert checked == [{}, {}]
 
 
-def test_a_process_in_which_a_program_failed_is_named_where_others_wait(pair):
+def test_failed_process_is_named_to_others(pair):
     failed, waited = (found["failing"] for found in pair)
     assert "no such host" in failed["error"]
     assert waited["ranks"] == [0]
     assert "Process 0 of 2 failed in it: process 0 raised OSError: no such host." in waited["error"]
 
 
-def test_a_forked_child_saves_without_asking_others(pair):
+def test_forked_child_saves_alone(pair):
     assert [found["forked"] for found in pair] == [{"status": 0, "w": [0, 1, 2]}] * 2
 
 
-def test_codes_travel_as_integers_and_bfloat16_is_not_widened(pair):
+def test_codes_travel_narrow(pair):
     first, second = (found["coded"] for found in pair)
     assert first == second
     blocks = {"default": 3000 * 2, "int4": 48 * 34}
@@ -87,7 +87,7 @@ def test_codes_travel_as_integers_and_bfloat16_is_not_widened(pair):
         assert 0 < result["error"] < bars[name]
 
 
-def test_what_processes_bring_to_a_first_run_is_compared(pair):
+def test_first_arguments_are_compared(pair):
     first, second = (found["first_values"] for found in pair)
     for found in (first, second):
         (warned,) = found["same rows"]["warned"]
@@ -122,7 +122,7 @@ def test_diloco_is_its_simulation(pair):
         assert "no device of the mesh belongs to this process, number" in errors["absent"]
 
 
-def test_every_algorithm_over_three_processes_of_two_devices(three):
+def test_every_algorithm_over_processes(three):
     each = [one["algorithms"] for one in three]
     for options, first in each[0].items():
         assert first["error"] <= 6 * 2.0**-23, options
@@ -133,7 +133,7 @@ def test_every_algorithm_over_three_processes_of_two_devices(three):
 
 
 @pytest.mark.usefixtures("optimized")
-def test_reproducible_sums_have_the_bits_of_one_process_over_several():
+def test_reproducible_sums_ignore_processes():
     """Those of one process are in tests/collectives/test_reproducible.py."""
     found = in_world("reproducible", 2, env={"JAX_NUM_CPU_DEVICES": "2"})
     for result in (one["reproducible"] for one in found):

@@ -66,7 +66,7 @@ def cycles(tmp_path, *how):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what Linux shows")
-def test_entering_and_leaving_jobs_leaves_no_thread_no_descriptor_no_folder_and_no_process(
+def test_left_jobs_leave_nothing(
     tmp_path,
 ):
     done, left = cycles(tmp_path)
@@ -78,6 +78,6 @@ def test_entering_and_leaving_jobs_leaves_no_thread_no_descriptor_no_folder_and_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a socket has a file")
-def test_a_process_that_is_killed_leaves_no_folder(tmp_path):
+def test_killed_process_leaves_no_folder(tmp_path):
     done, left = cycles(tmp_path, "killed")
     assert (done.returncode, left) == (-9, [])

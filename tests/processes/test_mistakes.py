@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.processes
 
 
-def test_mistakes_over_processes_are_told_and_a_call_that_was_given_up_lets_python_end(
+def test_mistakes_over_processes_are_named(
     launched,
 ):
     flags = ["-n", "2", "--keep-going", "--devices-per-process", "2", "--timeout-seconds", "120"]
@@ -34,7 +34,7 @@ def test_mistakes_over_processes_are_told_and_a_call_that_was_given_up_lets_pyth
     assert "process 0 of 2 ended with status 3." in done.stderr, done.stderr
 
 
-def test_every_entry_warns_of_same_rows_and_compares_programs(launched, tmp_path):
+def test_every_entry_keeps_promises(launched, tmp_path):
     flags = ["-n", "2", "--timeout-seconds", "120"]
     done = launched(*flags, Path(__file__).with_name("entries.py"), tmp_path / "last.npz")
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)

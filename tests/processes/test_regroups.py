@@ -32,7 +32,7 @@ def workers(launched, monkeypatch, tmp_path):
     return run
 
 
-def test_two_workers_of_whom_one_is_late_four_times_in_a_row_go_on(workers):
+def test_lateness_four_times_is_survived(workers):
     both, _ = workers(2, "late")
     assert both[1]["late"] == 0, "it was late less often"
     for result in both:
@@ -43,7 +43,7 @@ def test_two_workers_of_whom_one_is_late_four_times_in_a_row_go_on(workers):
     assert opened[-1] == opened[2], f"each generation keeps something: {opened}"
 
 
-def test_who_is_lost_comes_back_however_often_and_process_0_too(workers, tmp_path):
+def test_lost_workers_come_back(workers, tmp_path):
     turns = [2, 0, 2]
     (tmp_path / "turns").write_text(" ".join(map(str, (-1, *turns))))
     three, found = workers(3, "lost")
@@ -57,9 +57,7 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(workers, tmp_pat
     assert "Process 0 was restarted with 2 CPU devices, but had 1 when" in refused["message"]
 
 
-def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that_is_missing(
-    workers, tmp_path
-):
+def test_only_the_dead_residual_is_lost(workers, tmp_path):
     three, _ = workers(3, "owing")
     assert [result["workers"] for result in three] == [[0, 1, 2]] * 3
     assert len({result["bits"] for result in three}) == 1
@@ -88,7 +86,7 @@ def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that
     np.testing.assert_allclose(jc.unshard(saved["r"]), sum(owed), rtol=0, atol=1e-5)
 
 
-def test_diloco_go_on_without_the_lost_and_a_newcomer_gets_the_shared_parameters(workers, tmp_path):
+def test_rounds_survive_a_loss(workers, tmp_path):
     three, _ = workers(3, "rounds")
     assert len({result["bits"] for result in three}) == 1
     (lost_at, lost, _), (taken_at, _, joined) = three[0]["changes"]

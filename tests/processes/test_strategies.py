@@ -66,7 +66,7 @@ def expected(entry, name, op):
     return (np.sum if op == "sum" else np.mean)(parts(name), axis)
 
 
-def test_a_result_is_that_of_all_replicas_or_an_error_never_of_this_worker_alone(workers):
+def test_results_are_of_all_replicas(workers):
     """Every entry, every kind of value. `no group` is for the value's own devices."""
     found = [results["held_parts"] for results in workers]
     assert len(found[0]) > 100
@@ -87,7 +87,7 @@ def test_a_result_is_that_of_all_replicas_or_an_error_never_of_this_worker_alone
 
 
 @pytest.mark.tensorflow("H23", "H25", "L37", "L58", "L59", "L61")
-def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results():
+def test_workers_get_their_parts():
     workers, devices = WORKERS, DEVICES
     n = workers * devices
     ports = " ".join(str(free_port()) for _ in range(workers))
@@ -131,7 +131,7 @@ def test_calls_end_at_their_deadline(workers):
             assert each[f"{call}, afterwards"] == [1.5, 1.5], "the process stays usable"
 
 
-def test_uneven_rows_are_numpys_result_over_all_rows_or_one_error_on_all_workers(workers):
+def test_uneven_rows_reduce_like_numpy(workers):
     """Through functions, datasets and shares; every reduction and every gather."""
     found, *others = (results["uneven_rows"] for results in workers)
     wrong = []

@@ -18,7 +18,7 @@ def surprises(order, marks):
 
 
 @given(RUNS)
-def test_a_loop_surprises_only_in_its_first_rounds(runs):
+def test_loop_surprises_in_first_rounds_only(runs):
     marks = "".join(mark * length for mark, length in runs)
     order = CallOrder()
     assert surprises(order, marks * 25) <= 3 * len(marks)
@@ -26,7 +26,7 @@ def test_a_loop_surprises_only_in_its_first_rounds(runs):
 
 
 @given(MARKS, st.sampled_from("abcd"), st.sampled_from("abcd"), st.booleans())
-def test_of_two_that_go_on_differently_one_is_surprised(marks, one, other, is_interrupted):
+def test_one_of_two_orders_surprises(marks, one, other, is_interrupted):
     here, there = CallOrder(), CallOrder()
     for order in (here, there):
         surprises(order, marks)
@@ -36,7 +36,7 @@ def test_of_two_that_go_on_differently_one_is_surprised(marks, one, other, is_in
     assert not all(expected) or (one == other and not (marks and is_interrupted))
 
 
-def test_training_that_is_as_long_as_it_likes_surprises_once_and_is_kept_in_bounds():
+def test_long_training_stays_in_bounds():
     order = CallOrder()
     assert surprises(order, "t" * 100_000) == 1
     assert surprises(order, "e") == 1
@@ -45,7 +45,7 @@ def test_training_that_is_as_long_as_it_likes_surprises_once_and_is_kept_in_boun
     assert order.ran(1) is None
 
 
-def test_an_interruption_keeps_its_place():
+def test_interruption_keeps_its_place():
     order = CallOrder()
     surprises(order, "abc")
     order.interrupt()

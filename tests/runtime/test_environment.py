@@ -52,7 +52,7 @@ def test_programs_differ_under_other_flags(monkeypatch, name, one, other):
     assert [line.partition(" ")[0] for line in differ[0]] == [name, name]
 
 
-def test_programs_differ_under_other_settings_of_jax_and_on_other_processors(monkeypatch):
+def test_programs_differ_under_other_settings(monkeypatch):
     before = marks()
     with jax.default_matmul_precision("highest"):
         assert marks() != before
@@ -78,7 +78,7 @@ def test_programs_differ_under_other_settings_of_jax_and_on_other_processors(mon
         "--xla_gpu_per_fusion_autotune_cache_dir=/tmp/a --xla_cpu_max_isa=AVX2",
     ],
 )
-def test_what_changes_no_number_is_not_compared(monkeypatch, other):
+def test_harmless_flags_are_not_compared(monkeypatch, other):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
     before = lines()
     monkeypatch.setenv("XLA_FLAGS", other)
@@ -91,7 +91,7 @@ def test_flags_in_a_file_are_read(monkeypatch, tmp_path):
     assert lines()[0] == "XLA_FLAGS --xla_cpu_enable_fast_math=true --xla_cpu_max_isa=AVX"
 
 
-def test_a_processor_is_told_by_what_a_compiler_knows_of_it():
+def test_processor_is_what_compilers_know():
     kind = "vendor_id GenuineIntel, cpu family 6, model 143, amx_tile avx avx2 avx512f sse sse2"
     assert parse_cpuinfo(INTEL) == kind
     same = INTEL.replace("md_clear", "").replace("8488C", "8481C").replace("2b000620", "2b000643")
@@ -102,7 +102,7 @@ def test_a_processor_is_told_by_what_a_compiler_knows_of_it():
     assert parse_cpuinfo(arm) == "CPU implementer 0x41, CPU part 0xd40, asimd fp sve"
 
 
-def test_an_accelerator_is_told_by_its_kind_and_its_driver():
+def test_accelerator_has_kind_and_driver():
     class Client:
         platform_version = "PJRT C API\ncuda 12090"
 

@@ -17,7 +17,7 @@ from jaxcoll._runtime.fingerprint import compile_shared, describe_collective, fi
 from jaxcoll._runtime.watchdog import watchdog
 
 
-def test_programs_that_sum_over_other_axes_of_one_mesh_differ():
+def test_programs_over_other_axes_differ():
     mesh = jax.make_mesh((2, 2), ("a", "b"))
     x = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, PartitionSpec("a", "b")))
     digests = set()
@@ -66,25 +66,23 @@ def table(rows):
         (lambda rows: rows, "^`<lambda>` of float32.8,128. has no collective.$"),
     ],
 )  # fmt: skip
-def test_the_collective_that_processes_come_to_first_is_named_with_the_leaves_that_it_carries(
-    step, words
-):
+def test_first_collective_names_its_leaves(step, words):
     step = jc.data_parallel(step, varying_outputs="concatenate")
     program = compile_once(step.prepare(jnp.ones((8, 128)))[0], compile_shared)
     assert re.search(words, describe_collective(program)), describe_collective(program)
 
 
-def test_a_text_that_is_not_understood_is_no_error_beside_another():
+def test_unreadable_program_hides_no_error():
     compiled = types.SimpleNamespace(as_text=lambda: "no program")
     assert describe_collective(types.SimpleNamespace(compiled=compiled, name="")) == ""
 
 
-def test_a_difference_in_length_is_one():
+def test_length_is_a_difference():
     difference = find_difference({0: ("a",), 1: ("a", "b")})
     assert difference == "process 0: (nothing more)\nprocess 1: b"
 
 
-def test_what_processes_must_have_in_common_is_compared_in_every_call():
+def test_settings_are_compared_in_every_call():
     program, x = jax.jit(lambda x: x + 1), jnp.arange(3)
 
     def mark(settings):
@@ -94,7 +92,7 @@ def test_what_processes_must_have_in_common_is_compared_in_every_call():
     assert len({mark("leaf a"), mark("leaf b"), mark("leaf a")}) == 2
 
 
-def test_one_process_has_nobody_to_ask_and_is_told_where_a_launcher_started_several(monkeypatch):
+def test_lone_process_of_several_is_warned(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     dispatch._warn_where_alone.cache_clear()
     assert watchdog() is None

@@ -54,7 +54,7 @@ def waits(monkeypatch):
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_it_bounds_the_run_of_a_strategy(waits, entry):
+def test_inner_deadline_bounds_strategies(waits, entry):
     value = jc.PerReplica(list(ROWS[:2]))
     fn = lambda x: entry(LATE, "replica", x)
     for own, want in (
@@ -67,7 +67,7 @@ def test_it_bounds_the_run_of_a_strategy(waits, entry):
         assert waits.pop() == want
 
 
-def test_it_bounds_the_call_of_a_wrapped_step(waits):
+def test_inner_deadline_bounds_steps(waits):
     entry = ENTRIES["value_and_grad"]
     for own, want in ((None, 300.0), (SOON, 200.0)):
         step = jc.data_parallel(
@@ -83,12 +83,12 @@ def test_it_bounds_the_call_of_a_wrapped_step(waits):
     [*(("checked", name) for name in ENTRIES),
      *((runner, "all_reduce") for runner in ("vmap", "pmap", "unchecked"))],
 )  # fmt: skip
-def test_where_nobody_waits_it_is_refused(runner, name):
+def test_deadline_without_wait_is_refused(runner, name):
     with pytest.raises(ValueError, match="`timeout_seconds` 300 was given inside a program that j"):
         run(runner, lambda x: ENTRIES[name](LATE, "data", x), 2, ROWS[:2])
 
 
-def test_zero_and_none_are_no_deadline():
+def test_zero_is_no_deadline():
     for none in (0, None):
         entry = ENTRIES["all_reduce"]
         options = jc.CommunicationOptions(timeout_seconds=none)
@@ -96,7 +96,7 @@ def test_zero_and_none_are_no_deadline():
         assert out.tolist() == [[2.0] * 4] * 2
 
 
-def test_the_shortest_counts_also_of_a_shape_that_comes_later_and_nothing_is_traced_twice(waits):
+def test_shortest_deadline_counts(waits):
     traces = []
 
     def step(x):
@@ -113,7 +113,7 @@ def test_the_shortest_counts_also_of_a_shape_that_comes_later_and_nothing_is_tra
     assert compiled.count <= 1
 
 
-def test_an_inner_jit_that_was_traced_before_still_bounds_the_call(waits):
+def test_inner_jit_bounds_the_call(waits):
     inner = jax.jit(lambda x: jc.get_replica_context().all_reduce("sum", x, LATE))
     for size in (1, 2):
         STRATEGY.run(lambda x: inner(x[:1]), (jc.PerReplica([np.ones(size, "f")] * 2),))

@@ -57,7 +57,7 @@ def call(one, digest, compiled=dict):
     one.run(Call(dict, (), (), "a call"), Program(compiled, f"`{digest}`", digest=digest))
 
 
-def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(three):
+def test_call_without_the_ended_is_given_up(three):
     (peers, one), *_ = three
     given_up = []
     waiting = Waiting(given_up)
@@ -86,7 +86,7 @@ def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(t
     assert not one._waiting
 
 
-def test_of_who_died_without_a_word_no_call_is_known(three):
+def test_dead_process_fails_the_next_call(three):
     (peers, one), *_ = three
     peers.ended = {2: {}}
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_of_who_died_without_a_word_no_call_is_known(three):
         call(one, "a")
 
 
-def test_an_error_of_the_transport_is_a_loss_also_where_nobody_can_be_asked(three):
+def test_transport_error_is_a_loss(three):
     (peers, one), *_ = three
 
     def unreachable(*args):
@@ -113,7 +113,7 @@ def test_an_error_of_the_transport_is_a_loss_also_where_nobody_can_be_asked(thre
     assert (one.position, one.done) == (2, 1)  # its part of the second is not done
 
 
-def test_who_did_its_part_is_not_blamed_for_another_and_who_died_is_at_once(three):
+def test_only_the_absent_are_blamed(three):
     (peers, one), *_ = three
     asked = []
     peers.look = lambda: None
@@ -128,7 +128,7 @@ def test_who_did_its_part_is_not_blamed_for_another_and_who_died_is_at_once(thre
     assert asked == [[2]]
 
 
-def test_after_a_call_that_failed_here_the_next_is_agreed_upon(three, monkeypatch):
+def test_call_after_a_failure_is_agreed(three, monkeypatch):
     (_, one), *_ = three
     agreed = []
     monkeypatch.setattr(
@@ -144,7 +144,7 @@ def test_after_a_call_that_failed_here_the_next_is_agreed_upon(three, monkeypatc
     assert agreed == [1, 4], "others may wait in call 3 for this process"
 
 
-def test_who_need_not_agree_waits_for_those_that_are_in_an_earlier_call(monkeypatch):
+def test_expected_call_waits_for_earlier_ones(monkeypatch):
     monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
     peers, places = Wired(LocalKeys(processes=3, process=1), {}), [3, 3, 4]
 
@@ -161,7 +161,7 @@ def test_who_need_not_agree_waits_for_those_that_are_in_an_earlier_call(monkeypa
     assert not places, "process 2 was in call 3"
 
 
-def test_of_what_was_agreed_upon_only_the_last_is_kept():
+def test_only_last_agreement_is_kept():
     keys = LocalKeys(processes=2)
     groups = [
         ProcessGroup(Wired(dataclasses.replace(keys, process=process), {}), (0, 1))

@@ -10,7 +10,7 @@ from jaxcoll._job import threads as _threads
 from jaxcoll._job.threads import Worker, any_blocked, call_with_timeout
 
 
-def test_a_worker_makes_calls_in_order_and_ends_when_it_is_closed():
+def test_worker_keeps_order_until_closed():
     made = []
     worker = Worker("in order")
     tasks = [worker.submit(lambda i=i: made.append(i) or i) for i in range(5)]
@@ -25,7 +25,7 @@ def test_a_worker_makes_calls_in_order_and_ends_when_it_is_closed():
     assert thread is None or thread.join(5) is None
 
 
-def test_the_thread_of_a_worker_that_nobody_has_any_more_ends():
+def test_thread_ends_with_its_worker():
     worker = Worker("nobody's")
     (thread,) = (t for t in threading.enumerate() if t.name == "nobody's")
     task = worker.submit(lambda: 1)
@@ -39,7 +39,7 @@ def test_the_thread_of_a_worker_that_nobody_has_any_more_ends():
 
 
 @pytest.mark.parametrize("check", ["debug_nans", "debug_infs"])
-def test_results_are_checked_as_the_thread_that_asks_for_them_has_it(check):
+def test_checks_follow_the_asking_thread(check):
     worker = Worker("checked")
     with getattr(jax, check)(True):
         checked = worker.submit(lambda: getattr(jax.config, f"jax_{check}"))
@@ -49,7 +49,7 @@ def test_results_are_checked_as_the_thread_that_asks_for_them_has_it(check):
     assert (checked.result(), plain.result()) == (True, False)
 
 
-def test_an_abandoned_call_keeps_its_thread_and_the_next_begins_after_it():
+def test_abandoned_call_delays_the_next():
     release = threading.Event()
     worker = Worker("blocked")
     first = worker.submit(release.wait)
@@ -69,7 +69,7 @@ def test_an_abandoned_call_keeps_its_thread_and_the_next_begins_after_it():
     assert not any_blocked()
 
 
-def test_an_exception_in_the_wait_abandons_the_call(monkeypatch):
+def test_interrupted_wait_abandons_the_call(monkeypatch):
     release = threading.Event()
     task = Worker("interrupted").submit(release.wait)
 

@@ -49,7 +49,7 @@ def here(one):
     return one
 
 
-def test_a_question_is_replied_to_at_once_also_about_a_group_that_has_made_no_call(meet):
+def test_question_is_answered_at_once(meet):
     keys = LocalKeys(processes=3)
     one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
     group = other.group((0, 1))
@@ -59,7 +59,7 @@ def test_a_question_is_replied_to_at_once_also_about_a_group_that_has_made_no_ca
     assert keys.all("jaxcoll/watch/replies") == keys.all("jaxcoll/watch/inbox/1") == {}
 
 
-def test_an_alarm_reaches_what_it_is_meant_for_and_nobody_else(meet):
+def test_alarm_reaches_its_addressee_only(meet):
     keys, found, others = LocalKeys(processes=2), Recorder(), Recorder()
     one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
     other.watched |= {"a run": found, "another": others}
@@ -71,7 +71,7 @@ def test_an_alarm_reaches_what_it_is_meant_for_and_nobody_else(meet):
     assert (other.peers.lost, one.peers.lost) == ({7, 8}, set())
 
 
-def test_it_beats_whether_it_hears_something_or_not(meet):
+def test_heartbeat_needs_no_message(meet):
     keys, quiet = LocalKeys(processes=2), Recorder()
     one = here(meet(dataclasses.replace(keys, process=0)))
     one.watched["quiet"] = quiet
@@ -90,7 +90,7 @@ def test_it_beats_whether_it_hears_something_or_not(meet):
     thread.join()
 
 
-def test_few_of_its_reads_time_out_in_a_row_because_each_keeps_memory(meet, monkeypatch):
+def test_few_reads_time_out_in_a_row(meet, monkeypatch):
     monkeypatch.setattr(watchdog, "OWN_RING", 3)
     keys, rows = LocalKeys(), [0]
     read = keys.get
@@ -112,7 +112,7 @@ def test_few_of_its_reads_time_out_in_a_row_because_each_keeps_memory(meet, monk
     assert 0 < max(rows) <= 6
 
 
-def test_one_that_is_started_again_does_not_hear_what_its_predecessor_was_to_hear(meet):
+def test_successor_gets_no_old_messages(meet):
     keys, found = LocalKeys(processes=2), Recorder()
     asking = here(meet(dataclasses.replace(keys, process=0)))
     Watchdog(dataclasses.replace(keys, process=1)).end()
@@ -125,7 +125,7 @@ def test_one_that_is_started_again_does_not_hear_what_its_predecessor_was_to_hea
     assert asking.peers.find_state(1) == "here"
 
 
-def test_what_anybody_may_have_written_into_the_inbox_does_no_harm(meet):
+def test_nonsense_in_the_inbox_is_harmless(meet):
     keys, found = LocalKeys(processes=2), Recorder()
     one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
     other.watched["a run"] = found
