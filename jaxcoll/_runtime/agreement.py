@@ -68,16 +68,20 @@ class Agreement:
         self.folder = f"{self.peers.root}/agree/{self.group}/{self.position}"
         # Processes that have run the same program as this call without an agreement
         self._alike: set[int] = set()
+        self.is_run = False
         self._silent_since: dict[int, float] = {}
         self._pause, self._next = PATIENCE_SECONDS, time.monotonic() + PATIENCE_SECONDS
 
-    def reach(self) -> tuple[Exception | None, bool]:
+    def reach(self) -> dict[int, Any]:
         """Wait until all processes are about to run the same program.
 
         Returns:
-          None if they are, or the error that all of them raise; and whether one is already running.
+          The value of each process, if the call has no program.
 
         Raises:
+          ProgramMismatchError: they are not, on all processes; `is_run` says whether one already
+            runs its own.
+          ReplicaDivergenceError: their arguments differ, on all processes.
           PeerLostError: a process is lost.
         """
         store, me, first = self.peers.store, self.peers.process, self.first
@@ -94,19 +98,16 @@ class Agreement:
             verdict = self._wait_for_verdict()
         if "divergent" in verdict:
             groups = {leaf: tuple(map(tuple, of)) for leaf, of in verdict["divergent"].items()}
-            return ReplicaDivergenceError(verdict["error"], divergent=groups), False
+            raise ReplicaDivergenceError(verdict["error"], divergent=groups)
         if "error" in verdict:
-            return ProgramMismatchError(verdict["error"]), verdict["is_run"]
+            self.is_run = verdict["is_run"]
+            raise ProgramMismatchError(verdict["error"])
         if "same_rows" in verdict and first is not None:
             leaf, n = next(iter(first.rows)), len(self.processes)
             self.warn(_SAME_ROWS.format(name=self.program.name, n=n, leaf=leaf))
-        return None, False
-
-    def values(self) -> dict[int, Any]:
-        """Read the value of each process, once all agree; {} if the call has a program."""
         if self.value is None:
             return {}
-        texts = self.peers.store.all(f"{self.folder}/values")
+        texts = store.all(f"{self.folder}/values")
         return {process: json.loads(texts[str(process)]) for process in self.processes}
 
     def _judge(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from jaxcoll._runtime.fingerprint import (
     digest_arguments,
 )
 from jaxcoll._runtime.peers import Peers
-from jaxcoll.errors import PeerLostError, ProgramMismatchError
+from jaxcoll.errors import PeerLostError, ProgramMismatchError, ReplicaDivergenceError
 
 _TRANSPORT = re.compile("gloo|connection|peer|nccl|socket|heartbeat|unavailable|timed out", re.I)
 
@@ -148,28 +148,26 @@ class ProcessGroup:
         where = self._peers, self.name, self.processes, self.position
         warn, check = call.same_rows.append, self._check_failure
         agreement = Agreement(*where, program, first, warn, call.value, check)
-        disagreement, is_run, values = None, False, {}
         try:
-            disagreement, is_run = agreement.reach()
-            if disagreement is None:
-                values = agreement.values()
-            if disagreement is None and self._peers.process == self.processes[0]:
+            values = agreement.reach()
+            if self._peers.process == self.processes[0]:
                 if self._last_folder:  # all have arrived here, so they have read the last verdict
                     self._peers.store.delete(self._last_folder)
                 self._last_folder = agreement.folder
+            program.is_first = False
+            return values
+        except (ProgramMismatchError, ReplicaDivergenceError) as error:
+            disagreement = error
         except StoreUnreachableError as error:
             disagreement = PeerLostError(
                 f"The processes could not agree on call {self.position}, {program.name}: {error}",
             )
         except PeerLostError as error:
             disagreement = self._report_lost(error.ranks, str(error))
-        if disagreement is not None:
-            self._order.interrupt()
-            if is_run:
-                self._fail(disagreement)
-            raise disagreement
-        program.is_first = False
-        return values
+        self._order.interrupt()
+        if agreement.is_run:
+            self._fail(disagreement)
+        raise disagreement
 
     def explain(self, error: Exception) -> Exception:
         """Turn a transport's error into a PeerLostError if a process is lost, or return it."""

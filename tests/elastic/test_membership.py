@@ -127,22 +127,6 @@ def test_survivors_agree_on_step_and_members():
     ended(membership)
 
 
-@pytest.mark.slow
-def test_late_worker_is_left_behind(working):
-    membership = working(3)
-    membership[0].request_regroup("step 3 did not finish", late=True)
-    second = each(membership[:2], lambda c: c.regroup(3, (2, 3)))
-    assert second[0].ranks == (0, 1)
-    late = membership[2].regroup(3, (2, 3))
-    assert membership[2].name not in late.members
-    # Nobody is lost, and the same two go on, each time with connections of their own.
-    for number in range(2, 12):
-        again = each(membership[:2], lambda c: c.regroup(4, (3, 4)))
-        assert [(d.number, d.ranks, d.lost, d.reconnects) for d in again] == [
-            (number, (0, 1), (), True)
-        ] * 2
-
-
 def test_newcomers_are_given_the_state():
     membership, second = with_a_spare_taken_in()
     assert (second.ranks, second.sends_state, parse_rank(second.source)) == ((0, 2), True, 0)
@@ -211,13 +195,6 @@ def test_silent_spare_is_not_taken_in(monkeypatch):
     assert membership[0].regroup(10, (9, 10)).ranks == (0, 2)
     spare.join(10)
     ended(membership)
-
-
-def test_missed_gather_ends_the_generation(working):
-    membership = working(2)
-    membership[1].close()
-    with pytest.raises(RegroupError):
-        membership[0].gather("compiled", "")
 
 
 def test_end_after_a_gather_is_no_loss(working, monkeypatch):
@@ -384,15 +361,6 @@ def test_late_starters_are_named():
         membership[0].meet()
     assert e.value.ranks == (1, 2)
     ended(membership)
-
-
-def test_without_a_coordinator_nothing_is_agreed(working):
-    membership = working(2)
-    membership[0].lose_coordinator()
-    with pytest.raises(StoreUnreachableError):
-        membership[0].gather("compiled", "")
-    with pytest.raises(StoreUnreachableError):
-        membership[0].regroup(0, (0,))
 
 
 def test_silent_coordinator_is_lost(working, monkeypatch):

@@ -46,7 +46,7 @@ class Waiting:
 
 @pytest.fixture
 def three(monkeypatch):
-    monkeypatch.setattr(Agreement, "reach", lambda self: (None, False))
+    monkeypatch.setattr(Agreement, "reach", lambda self: {})
     keys, groups = LocalKeys(processes=3), {}
     wired = [Wired(dataclasses.replace(keys, process=process), groups) for process in range(3)]
     groups.update({peers.process: ProcessGroup(peers, (0, 1, 2)) for peers in wired})
@@ -131,9 +131,7 @@ def test_only_the_absent_are_blamed(three):
 def test_call_after_a_failure_is_agreed(three, monkeypatch):
     (_, one), *_ = three
     agreed = []
-    monkeypatch.setattr(
-        Agreement, "reach", lambda self: (agreed.append(self.position), (None, False))[1]
-    )
+    monkeypatch.setattr(Agreement, "reach", lambda self: agreed.append(self.position) or {})
 
     def fail():
         raise ValueError("in a callback")
@@ -154,10 +152,7 @@ def test_expected_call_waits_for_earlier_ones(monkeypatch):
 
     peers.ask = ask
     program = Program(dict, "`a`", digest="a", is_first=False)
-    assert Agreement(peers, "g", (0, 1, 2), 4, program, None, print, None, list).reach() == (
-        None,
-        False,
-    )
+    assert Agreement(peers, "g", (0, 1, 2), 4, program, None, print, None, list).reach() == {}
     assert not places, "process 2 was in call 3"
 
 
