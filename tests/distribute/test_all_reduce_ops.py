@@ -71,13 +71,19 @@ def test_call_packing_comes_first(programs):
         assert programs.sizes() == [5, 9]
 
 
-@pytest.mark.parametrize("bad", ["max", "", None, 3, "nccl/xring", "hierarchical", ["nccl"]])
-def test_an_algorithm_that_there_is_not_is_refused(bad):
-    message = (
-        f"`all_reduce_alg` must be one of hierarchical_copy, nccl, .*; got {re.escape(repr(bad))}"
-    )
-    with pytest.raises(ValueError, match=message):
-        AllReduceCrossDeviceOps(bad)
+def test_an_algorithm_that_there_is_not_is_refused():
+    for bad in (
+        "max",
+        "",
+        None,
+        3,
+        "nccl/xring",
+        "hierarchical",
+        ["nccl"],
+    ):
+        message = f"`all_reduce_alg` must be one of hierarchical_copy, nccl, .*; got {re.escape(repr(bad))}"
+        with pytest.raises(ValueError, match=message):
+            AllReduceCrossDeviceOps(bad)
 
 
 @pytest.mark.tensorflow("L82", "L83")
@@ -116,9 +122,8 @@ def test_they_are_one_family_and_say_what_they_are():
 
 
 @pytest.mark.tensorflow("G50")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_collective_arguments_are_checked():
+    for arguments, message in (
         (([], 0), "`CollectiveAllReduce` got no devices"),
         ((["cpu:0", "cpu:0"], 2), "got a device twice: cpu:0"),
         ((["cpu:9"], 1), "got 'cpu:9', but there is no such device"),
@@ -129,11 +134,9 @@ def test_they_are_one_family_and_say_what_they_are():
         ((["cpu:0"], True), "must be a positive multiple .*; got True"),
         ((["cpu:0", "cpu:1"], 4), "`group_size` 4 needs 2 workers of 2 devices; there is 1, with 8 devices in total, 8 of them here"),
         ((["cpu:0"], 1, "ring"), "`options` must be a CommunicationOptions, as in .*, or None; got 'ring'"),
-    ],
-)  # fmt: skip
-def test_collective_arguments_are_checked(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        CollectiveAllReduce(*arguments)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            CollectiveAllReduce(*arguments)
 
 
 @pytest.mark.tensorflow("G13", "G14", "G34", "L56")

@@ -52,25 +52,23 @@ def test_booleans_are_refused():
 
 
 @pytest.mark.tensorflow("L10")
-@pytest.mark.parametrize(
-    "bad",
-    ["", "cpu", "cpu:x", "xpu:0", "cpu:8", [0], (1,), 3, None, np.ones(2), "job:a/cpu:0",
+def test_bad_destinations_are_refused():
+    for bad in ("", "cpu", "cpu:x", "xpu:0", "cpu:8", [0], (1,), 3, None, np.ones(2), "job:a/cpu:0",
      "/job:worker/task:1/device:CPU:0", "/job:worker/task:0/device:CPU:8", "/job:ps/task:0/device:CPU:0",
-     "/job:worker/device:CPU:0", "/job:worker/task:0cpu:1"],
-)  # fmt: skip
-def test_bad_destinations_are_refused(bad):
-    value = PerReplica([1.0, 2.0])
-    message = (
-        r"(expects destinations to be a PerReplica, a Mirrored, a jax.Array, a device or a device "
-        r"string|expects a device string such as|but there is no such device. There are: cpu:0, )"
-    )
-    with pytest.raises(ValueError, match="`reduce` .*" + message):
-        NCCL.reduce("sum", value, bad)
-    with pytest.raises(ValueError, match=r"`batch_reduce\[1\]` .*" + message):
-        NCCL.batch_reduce("sum", [(value, value), (value, bad)])
-    with pytest.raises(ValueError, match="`broadcast` .*" + message):
-        NCCL.broadcast(1.0, bad)
-    assert NCCL.reduce("sum", value, "cpu:0").item() == 3.0
+     "/job:worker/device:CPU:0", "/job:worker/task:0cpu:1",
+    ):  # fmt: skip
+        value = PerReplica([1.0, 2.0])
+        message = (
+            r"(expects destinations to be a PerReplica, a Mirrored, a jax.Array, a device or a device "
+            r"string|expects a device string such as|but there is no such device. There are: cpu:0, )"
+        )
+        with pytest.raises(ValueError, match="`reduce` .*" + message):
+            NCCL.reduce("sum", value, bad)
+        with pytest.raises(ValueError, match=r"`batch_reduce\[1\]` .*" + message):
+            NCCL.batch_reduce("sum", [(value, value), (value, bad)])
+        with pytest.raises(ValueError, match="`broadcast` .*" + message):
+            NCCL.broadcast(1.0, bad)
+        assert NCCL.reduce("sum", value, "cpu:0").item() == 3.0
 
 
 @pytest.mark.parametrize(
@@ -230,17 +228,15 @@ def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("op", "options", "words"),
-    [("max", None, "`reduce_op` must be a ReduceOp or one of the strings SUM"),
-     ("sum", "ring", "`options` must be a CommunicationOptions, as in .*, or None; got")],
-)  # fmt: skip
-def test_an_op_and_options_that_are_none_are_refused(op, options, words):
-    value = PerReplica([1.0, 2.0])
-    with pytest.raises(ValueError, match=words):
-        NCCL.reduce(op, value, value, options)
-    with pytest.raises(ValueError, match=words):
-        NCCL.batch_reduce(op, [(value, value)], options)
+def test_an_op_and_options_that_are_none_are_refused():
+    for op, options, words in (("max", None, "`reduce_op` must be a ReduceOp or one of the strings SUM"),
+     ("sum", "ring", "`options` must be a CommunicationOptions, as in .*, or None; got"),
+    ):  # fmt: skip
+        value = PerReplica([1.0, 2.0])
+        with pytest.raises(ValueError, match=words):
+            NCCL.reduce(op, value, value, options)
+        with pytest.raises(ValueError, match=words):
+            NCCL.batch_reduce(op, [(value, value)], options)
 
 
 def test_a_value_that_is_none_is_refused():
@@ -262,20 +258,17 @@ def test_a_value_that_is_none_is_refused():
         NCCL.broadcast({"a": [1, "x"]}, "cpu:0")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_reduce_to_device_and_accumulation_fn_are_checked():
+    for arguments, message in (
         ((3,), "`reduce_to_device` must be a device, a device string or N"),
         (("cpu:9",), "`reduce_to_device` got 'cpu:9', but there is no such device"),
         ((None, "sum"), "`accumulation_fn` must be a function from a list of arrays"),
         *((( None, fn), r"must return an array like each of its arguments, float32\[3\]; got")
           for fn in (lambda xs: jnp.stack(xs), lambda xs: xs[0].astype(int), lambda xs: xs)),
-    ],
-)  # fmt: skip
-def test_reduce_to_device_and_accumulation_fn_are_checked(arguments, message):
-    value = PerReplica([np.ones(3, "f"), np.ones(3, "f")])
-    with pytest.raises(ValueError, match=message):
-        ReductionToOneDevice(*arguments).reduce("sum", value, value)
+    ):  # fmt: skip
+        value = PerReplica([np.ones(3, "f"), np.ones(3, "f")])
+        with pytest.raises(ValueError, match=message):
+            ReductionToOneDevice(*arguments).reduce("sum", value, value)
 
 
 @pytest.mark.tensorflow("L7")

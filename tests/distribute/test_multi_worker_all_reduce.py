@@ -113,9 +113,8 @@ def test_spec_forms_are_equal():
 
 
 @pytest.mark.tensorflow("L73", "L74")
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_malformed_specs_are_refused():
+    for spec, message in (
         *((spec, "must be a name such as .*, or a list of such tuples; got ")
           for spec in ((), ("xring", 1, -1, 0), ["xring"], {}, [], 3, (1, "xring"), [("nccl",), 3])),
         *((spec, "has .*, for 2 workers of 4 devices: `algorithm` must be None or one of native")
@@ -126,11 +125,9 @@ def test_spec_forms_are_equal():
         (("pscpu/pscpu", 3), "`shards` is 3, but the shuffle of 'shuffle/shuffle' runs over 2 replicas"),
         *(([("nccl", 1, first), ("xring", 1, 4), ("nccl", 1, last)], "that increase .* and end in -1")
           for first, last in ((8, -1), (4, -1), (-1, -1), (2, 8), (-2, -1), (1.5, -1), (True, -1))),
-    ],
-)  # fmt: skip
-def test_malformed_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match="all_reduce_spec.*" + message):
-        parsed(spec)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="all_reduce_spec.*" + message):
+            parsed(spec)
 
 
 # Workers
@@ -160,9 +157,8 @@ def test_workers_are_neighbours_or_lists_of_devices_in_any_order(programs):
 
 
 @pytest.mark.tensorflow("L73")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_worker_arguments_are_checked():
+    for arguments, message in (
         *((arguments, "`worker_devices` must be a list with one name, or one list of devices, for each")
           for arguments in (([], 1), ("/job:worker/task:0", 1), ([""], 1), (["a", ["cpu:0"]], 1),
                             (jax.devices()[:2], 1))),
@@ -173,8 +169,6 @@ def test_workers_are_neighbours_or_lists_of_devices_in_any_order(programs):
         (([["cpu:0"], ["cpu:0"]], 1), "got a device twice: cpu:0"),
         ((["a", "b"], 2, ("pscpu", 5)), "runs over 4 replicas, and each shard needs its own owner"),
         ((["a", "b"], 1, "nccl", -1), "`num_packs` must be a non-negative integer"),
-    ],
-)  # fmt: skip
-def test_worker_arguments_are_checked(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        MultiWorkerAllReduce(*arguments)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            MultiWorkerAllReduce(*arguments)

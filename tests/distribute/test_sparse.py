@@ -63,19 +63,16 @@ def test_PerReplica_pads_to_the_longest_and_shows_what_it_has():
     assert PerReplica(there).devices == tuple(jax.devices()[2:4])
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_replicas_that_disagree_are_refused():
+    for values, message in (
         *(([B9[0], other], r"one structure for all replicas.* replica 0 .*IndexedSlices\[\(5, 2\)\]")
           for other in (1.0, [B9[0]], sparse([[1, 2]], [1], (6, 2)), sparse([[1, 2]], [1]))),
         ([{"a": np.ones((5, 2))}, {"a": B9[0]}], "replica 1 has .*'a': CustomNode.IndexedSlices"),
         ([sparse([[1, 2]], [1]), sparse([[1]], [1])], r"leaf .values has shape \(1, 1\) on replica 1"),
         ([sparse([[1, 2]], [1]), IndexedSlices([[1, 2]], [1])], "leaf .values has dtype int32 on repl"),
-    ],
-)  # fmt: skip
-def test_replicas_that_disagree_are_refused(values, message):
-    with pytest.raises(ValueError, match="`PerReplica`.*" + message):
-        PerReplica(values)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="`PerReplica`.*" + message):
+            PerReplica(values)
 
 
 @SIMPLE

@@ -396,19 +396,19 @@ def test_a_mean_along_an_axis_fits_where_its_sum_overflows():
 
 
 @pytest.mark.tensorflow("K7", "K8")
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
+def test_unfit_parts_show_both_shapes():
+    for part, words in (
         (lambda i: np.ones((1, i + 1)), r"shape \(except along axis 0\) .* shape \(1, 2\) on replica 1, \(1, 1\) on r"),
         (lambda i: np.ones((1,) * (i + 1)), r"shape \(1, 1\) on replica 1, \(1,\) on replica 0"),
         (lambda i: np.ones(i + 1, "i4" if i == 1 else "f"), "dtype int32 on replica 1, float32 on replica 0"),
-    ],
-)  # fmt: skip
-def test_unfit_parts_show_both_shapes(part, words):
-    value = of_replica(PAIR, part)
-    for name, call in (("gather", PAIR.gather), ("reduce", functools.partial(PAIR.reduce, "sum"))):
-        with pytest.raises(ValueError, match=f"`{name}` expects one .*{words}"):
-            call(value, 0)
+    ):  # fmt: skip
+        value = of_replica(PAIR, part)
+        for name, call in (
+            ("gather", PAIR.gather),
+            ("reduce", functools.partial(PAIR.reduce, "sum")),
+        ):
+            with pytest.raises(ValueError, match=f"`{name}` expects one .*{words}"):
+                call(value, 0)
 
 
 # Part L, and laws
@@ -700,9 +700,8 @@ def test_a_context_is_of_no_use_outside_its_function():
             use()
 
 
-@pytest.mark.parametrize(
-    ("message", "call"),
-    [
+def test_what_run_is_given_is_checked():
+    for message, call in (
         ("expects a function, and its arguments in a tuple.*got int", lambda: PAIR.run(3)),
         ("got builtin_function_or_method and args PerReplica", lambda: PAIR.run(abs, PerReplica([1, 2]))),
         (r"args\[0\]\['a'\]\[1\] is 'x' \(str\).*functools.partial", lambda: PAIR.run(abs, ({"a": (1, "x")},))),
@@ -714,11 +713,9 @@ def test_a_context_is_of_no_use_outside_its_function():
         ("`MirroredStrategy.extended.update` expects a function", lambda: PAIR.extended.update(PerReplica([1, 2]), None)),
         ("got builtin_function_or_method and args int", lambda: PAIR.extended.update(PerReplica([1, 2]), abs, 1)),
         ("cannot be a key", lambda: PAIR.run(type("Odd", (), {"__call__": abs, "__hash__": None})())),
-    ],
-)  # fmt: skip
-def test_what_run_is_given_is_checked(message, call):
-    with pytest.raises(ValueError, match=message):
-        call()
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 MATRIX = of_replica(PAIR, lambda i: np.ones((2, 3), "f"))
@@ -726,9 +723,8 @@ SLICES = PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
 
 
 @pytest.mark.tensorflow("G16")
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
+def test_what_reduce_and_gather_are_given_is_checked():
+    for error, message, call in (
         *((ValueError, r"`reduce`: the value has shape \(2, 3\) and so no axis", lambda k=k: PAIR.reduce("sum", MATRIX, k))
           for k in (2, -3, (0, 2))),
         (ValueError, "expected different axes", lambda: PAIR.reduce("mean", MATRIX, (0, -2))),
@@ -745,23 +741,20 @@ SLICES = PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
         (ValueError, "`MirroredStrategy.gather` got the plain value", lambda: PAIR.gather(np.ones(3), 0)),
         (ValueError, "the value is a scalar, which has no axis 0", lambda: PAIR.gather(PerReplica([1.0, 2.0]), 0)),
         (NotImplementedError, "`gather` expects dense arrays", lambda: PAIR.gather(SLICES, 0)),
-        (NotImplementedError, "`all_gather` expects dense arrays", lambda: PAIR.run(lambda x: all_gather(x, 0), (SLICES,))),
+        (NotImplementedError, "`all_gather` expects dense arrays", lambda: PAIR.run(lambda part: all_gather(part, 0), (SLICES,))),
         (ValueError, "`reduce` along an axis expects dense arrays", lambda: PAIR.reduce("sum", SLICES, 0)),
         (ValueError, r"update` expects a Mirrored or a PerReplica.* got 3", lambda: PAIR.extended.update(3, lambda v: v)),
         (ValueError, "one structure for all replicas; replica 1 has", lambda: of_replica(PAIR, lambda i: [1.0] * (i + 1))),
         (ValueError, "must be an array or a number; got 'x'", lambda: of_replica(PAIR, lambda i: "x")),
-    ],
-)  # fmt: skip
-def test_what_reduce_and_gather_are_given_is_checked(error, message, call):
-    with pytest.raises(error, match=message):
-        call()
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
 
 
 @pytest.mark.tensorflow("H38")
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        *((lambda given=given: jc.MirroredStrategy(given), message) for given, message in (
+def test_bad_strategy_arguments_are_refused():
+    for make, message in (
+        *((lambda line=line: jc.MirroredStrategy(line), message) for line, message in (
             ([], "`MirroredStrategy` got no devices"),
             (["cpu:0", "cpu:0"], "got a device twice: cpu:0"),
             (["cpu:9"], "got 'cpu:9', but there is no such device"),
@@ -774,11 +767,9 @@ def test_what_reduce_and_gather_are_given_is_checked(error, message, call):
          "`cluster_resolver` must be a ClusterResolver, such"),
         (lambda: jc.MultiWorkerMirroredStrategy(communication_options="ring"),
          r"`communication_options` must be a CommunicationOptions or None"),
-    ],
-)  # fmt: skip
-def test_bad_strategy_arguments_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 @pytest.mark.tensorflow("H37")

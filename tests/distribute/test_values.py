@@ -240,9 +240,8 @@ def pair(order):
     return jc.PerReplica([1, 2], devices=jax.devices()[:2][::order]).tree
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree", "message"),
-    [
+def test_from_global_refuses_what_lies_differently():
+    for kind, tree, message in (
         (jc.PerReplica, lambda: {"w": half()}, r"expects leaf \['w'\] to have a leading replica dimension"),
         (jc.distribute.Mirrored, half, r"expects the value to be replicated over its devices; got shape \(4, 2\) over 8 devices"),
         (jc.PerReplica, lambda: jnp.ones(3), "leading replica dimension"),
@@ -250,11 +249,9 @@ def pair(order):
         (jc.distribute.Mirrored, lambda: {"a": None}, "`Mirrored` got a tree without leaves; it needs an array"),
         (jc.PerReplica, lambda: [pair(1), pair(-1)],
          r"leaf \[1\] lies on cpu:1, cpu:0, but the first leaf on cpu:0, cpu:1; all must lie on the same"),
-    ],
-)  # fmt: skip
-def test_from_global_refuses_what_lies_differently(kind, tree, message):
-    with pytest.raises(ValueError, match=message):
-        kind.from_global(tree())
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            kind.from_global(tree())
 
 
 def test_nothing_is_made_inside_a_program():

@@ -42,9 +42,8 @@ def test_a_gpu_is_described_in_full_and_asked_for_by_its_hosts():
     assert topology_named("h100:2x8").request()["topology"] == "2x1x8"
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
+def test_what_does_not_exist_is_refused_and_the_nearest_are_listed():
+    for name, words in (
         ("h100:16", r"a host has at most 8 GPUs of type h100\. Nearest: 'h100:2x8'"),
         ("h1000:8", r"There is no topology 'h1000:8'\. Nearest: 'h100:8'.*Chips that can be"),
         ("h10:2x8", "Nearest: 'h100:2x8'"),
@@ -58,11 +57,9 @@ def test_a_gpu_is_described_in_full_and_asked_for_by_its_hosts():
         ("v5e:2x3", "the first two numbers must be even. Nearest: 'v5e:2x"),
         ("v6e:32x32", "at most 256 v6e chips are connected"),
         ("cpu:2x4", r"expected a number of simulated CPUs\. Nearest: 'cpu:8'"),
-    ],
-)
-def test_what_does_not_exist_is_refused_and_the_nearest_are_listed(name, words):
-    with pytest.raises(ValueError, match=words):
-        topology_named(name)
+    ):
+        with pytest.raises(ValueError, match=words):
+            topology_named(name)
 
 
 def test_a_plan_for_a_cluster_knows_its_platform_sizes_and_hosts():
@@ -76,15 +73,12 @@ def test_a_plan_for_a_cluster_knows_its_platform_sizes_and_hosts():
     assert world(topology="cpu:8").processes == 1
 
 
-@pytest.mark.parametrize(
-    ("where", "words"),
-    [
+def test_a_plan_for_a_cluster_refuses_what_does_not_fit():
+    for where, words in (
         ({"axis_size": (4, 8)}, r"`axis_size` \(4, 8\) makes 32 replicas, but h100:2x8 .* has 16"),
         ({"axis_size": 0}, "`axis_size` must be a positive integer"),
         ({"mesh": object()}, "takes `topology` or `mesh`, not both"),
         ({"axis_name": ("a", "b", "c")}, "does not say how its 16 replicas lie along 3 axes"),
-    ],
-)
-def test_a_plan_for_a_cluster_refuses_what_does_not_fit(where, words):
-    with pytest.raises(ValueError, match=words):
-        jc.plan([1.0], topology="h100:2x8", **where)
+    ):
+        with pytest.raises(ValueError, match=words):
+            jc.plan([1.0], topology="h100:2x8", **where)

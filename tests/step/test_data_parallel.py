@@ -158,9 +158,8 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
     step(PARAMS, {"x": X, "y": Y})
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+def test_a_wrong_mesh_or_setting_is_refused_before_anything_is_traced():
+    for settings, words in (
         ({"mesh": jax.make_mesh((8,), ("data",)), "axis_name": "dta"},
          r"over axis 'dta': the mesh has no such axis. Its axes: 'data'"),
         ({"mesh": Mesh(np.array([], dtype=object), ("data",))}, "`data_parallel` got no devices"),
@@ -174,14 +173,13 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
         ({"options": 3}, "`options` must be a CommunicationOptions"),
         ({"varying_outputs": "stack"}, "'error', 'concatenate', or a tree of them; got 'stack'"),
         ({"check_vma": None}, "`check_vma` must be True or False; got None"),
-    ],
-)  # fmt: skip
-def test_a_wrong_mesh_or_setting_is_refused_before_anything_is_traced(settings, words):
-    def step(x):
-        raise AssertionError("it was traced")
+    ):  # fmt: skip
 
-    with pytest.raises(ValueError, match=words):
-        jc.data_parallel(step, **settings)(X)
+        def step(x):
+            raise AssertionError("it was traced")
+
+        with pytest.raises(ValueError, match=words):
+            jc.data_parallel(step, **settings)(X)
 
 
 def sums(p, batch, mode=None):
