@@ -28,7 +28,7 @@ _ANSWER_SECONDS = 10.0  # the time that other ranks have to send their measureme
 
 
 def measure_calls(report: Report, text: str, call: Callable[[], Any], runs: int) -> Report:
-    """Return the report with times, after `runs` calls without the profiler and `runs` with it."""
+    """Add times to the report, of `runs` calls under the profiler after as many without it."""
     from jaxcoll._report.profile.rank_times import find_step
     from jaxcoll._report.programs import read_rank
 
@@ -57,7 +57,7 @@ def measure_calls(report: Report, text: str, call: Callable[[], Any], runs: int)
 def merge_ranks(
     reports: dict[str, Report], rows: dict[str, Any], name: str, quiet: int, *, everywhere: bool
 ) -> Programs:
-    """Return the programs of this process, with the measurements of all ranks."""
+    """Add the measurements of all ranks to the programs of this process."""
     from jaxcoll._report.programs import programs_from
 
     ranks, note = gather(rows, name, everywhere=everywhere)
@@ -67,7 +67,7 @@ def merge_ranks(
 
 
 def gather(values: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
-    """Return the `values` of all ranks, by rank, and a note on ranks that did not answer.
+    """Exchange `values` with all ranks: those of each, by rank, and a note on ranks that did not answer.
 
     Values must be JSON, and each call needs a new `name`. Unless `everywhere`, ranks other than
     rank 0 get their own values only.
@@ -87,7 +87,7 @@ def gather(values: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict
 
 
 def this_rank() -> int:
-    """Return this process's number in `jax.distributed`; 0 if it is alone."""
+    """Number this process as `jax.distributed` does; 0 if it is alone."""
     return getattr(store(), "process", 0)
 
 
