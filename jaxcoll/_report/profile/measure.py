@@ -67,7 +67,7 @@ def merge_ranks(
 
 
 def gather(values: dict[str, Any], name: str, *, everywhere: bool) -> tuple[dict[int, Any], str]:
-    """Exchange `values` with all ranks: those of each, by rank, and a note on ranks that did not answer.
+    """Exchange `values` with all ranks; add a note on ranks that did not answer.
 
     Values must be JSON, and each call needs a new `name`. Unless `everywhere`, ranks other than
     rank 0 get their own values only.
