@@ -49,8 +49,8 @@ test-oldest: ## on the oldest Python and JAX what differs there, and one case of
 	  .venv-oldest/bin/python -m pytest -n 3 $(BY_FILE) -m "not product" --few 1 $(DIFFERS:%=--whole %) $(PYTEST_ARGS); \
 	fi
 
-durations: ## the whole suite, and write tests/durations.txt, by which files take turns
-	$(MAKE) --no-print-directory test PYTEST_ARGS=--record-durations
+durations: venv ## every test, and write tests/durations.txt, by which files take turns
+	.venv/bin/python -m pytest -n 3 $(BY_FILE) --record-durations $(PYTEST_ARGS)
 
 lint: venv ## ruff, pyright and import-linter
 	.venv/bin/ruff check
