@@ -39,6 +39,7 @@ class Claims:
     def add(self, place: str, replica: Any, digest: Any) -> None:
         """Add one replica's digest of a value, uint32[2]; the program calls this on any thread."""
         row = np.array([*np.asarray(digest), 1], np.uint32)
+        # Devices call back on threads of their own: two of one replica's could read one `before`.
         with self._lock:
             before = self.reported.get((place, int(replica)), np.zeros(REPORTED, np.uint32))
             self.reported[place, int(replica)] = before + row  # uint32 wraps around
