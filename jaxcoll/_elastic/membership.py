@@ -313,6 +313,8 @@ class Membership:
             time.sleep(POLL_SECONDS)
 
     def _begin(self, generation: Generation) -> Generation:
+        # A newcomer may have joined since the last heartbeat: its predecessor's end is not its own.
+        self._peers.look()
         with self._lock:  # the watchdog must not apply a request from the last generation
             self.generation = generation
             self._is_over = False
