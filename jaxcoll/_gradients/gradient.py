@@ -38,7 +38,7 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 from jaxcoll._proof.proof import same_outputs
 from jaxcoll._proof.retrace import Traced, places
-from jaxcoll._proof.subjaxprs import contains
+from jaxcoll._proof.subjaxprs import equations
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import AlreadyReducedError
 
@@ -276,7 +276,7 @@ def _find_synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozense
 
     Reducing a gradient that the proof misses is correct, too: the mean of equal numbers.
     """
-    if not contains(program.program.jaxpr, marks.THROUGH):
+    if all(eqn.primitive.name != marks.THROUGH for eqn in equations(program.program.jaxpr)):
         return {}
     _, grads = program.result(same_outputs(program.program, axes))
     axes_by_path, _ = flatten_with_paths(_Local(None, None, None, grads))

@@ -27,7 +27,7 @@ _DEFINES = re.compile(r"\n[ \t]*(?:ROOT )?%?([\w.\-]+) = ")  # "  ROOT %add.3 = 
 _ROOT = re.compile(r"\n[ \t]*ROOT ")
 _USES = re.compile(_DEFINES.pattern + rf"{_TYPED} [a-z][\w\-]*\(([^()\n]*)")
 _NAMES = re.compile(r"%([\w.\-]+)")
-_INSTRUCTION = re.compile(rf"\s*(ROOT )?%?([\w.\-]+) = ({_TYPED}) ([a-z][\w\-]*)\(")
+_INSTRUCTION = re.compile(rf"\s*(?:ROOT )?%?([\w.\-]+) = ({_TYPED}) ([a-z][\w\-]*)\(")
 _ADDED = re.compile(r",\s*(?:frontend_attributes|metadata|backend_config)=")
 _TABLE = re.compile(r"(?:File|Function|Stack)[A-Z]\w+\s*|\d+ .*", re.DOTALL)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")  # bf16[8,128]
@@ -61,7 +61,6 @@ class Instruction(NamedTuple):
     opcode: str
     operands: str
     attributes: str
-    is_root: bool = False
 
     @property
     def settings(self) -> str:
@@ -345,15 +344,14 @@ def _find_part(inside: Computation, collective: str) -> str:
 
 
 def parse_instruction(text: str, start: int = 0) -> Instruction:
-    """Parse the line of an instruction."""
     match = _INSTRUCTION.match(text, start)
     end = text.find("\n", start) if match is None else text.find("\n", match.end())
     end = len(text) if end < 0 else end
     close = _closing(text, match.end() - 1, end) if match else -1
     if match and close > 0:
-        root, name, type_text, opcode = match.groups()
+        name, type_text, opcode = match.groups()
         operands, attributes = text[match.end() : close], text[close + 1 : end]
-        return Instruction(name, type_text, opcode, operands, attributes, root is not None)
+        return Instruction(name, type_text, opcode, operands, attributes)
     raise ValueError(
         f"expected an instruction, `name = type opcode(operands)`; got "
         f"{text[start:end].strip()[:80]!r}: the text looks truncated or damaged."

@@ -71,11 +71,6 @@ def ends_in_error(program: Any) -> bool:
     return any(map(marks.only_raises, open_jaxpr(program).eqns)) or any(map(ends_in_error, bodies))
 
 
-def contains(program: Any, primitive: str) -> bool:
-    """True if a program, or a nested one, has an equation of that primitive."""
-    return any(eqn.primitive.name == primitive for eqn in equations(program))
-
-
 def is_ref(atom: Any) -> bool:
     """True if a variable is a mutable reference."""
     return hasattr(atom.aval, "inner_aval")

@@ -92,7 +92,7 @@ def _draw_instructions(axes: Axes, schedule: Schedule) -> None:
         for k in ks:
             _draw_span(axes, schedule.rows[k].compiled, y, colour, end)
         _write_sizes(axes, [schedule.rows[k] for k in ks], y, end)
-    strip_frame(axes, labelsize=10)
+    strip_frame(axes)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -217,7 +217,7 @@ def draw_step(title: str, sends: str, measured: Measured) -> Figure:
             axes.broken_barh(spans, (y - tall / 2, tall), facecolors=colour, linewidth=0, zorder=2)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(left=0)
-    strip_frame(axes, labelsize=10)
+    strip_frame(axes)
     axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank, _ in lanes])
     for label, (rank, _) in zip(axes.get_yticklabels(), lanes, strict=True):
         label.set(color=COLOURS[1] if rank in late else INK)

@@ -21,7 +21,7 @@ LEFT = 0.04
 """The left edge of the heading, as a fraction of the page's width."""
 
 
-def page(title: str, below: str = "", *, high: float = HIGH) -> Figure:
+def page(title: str, below: str, *, high: float = HIGH) -> Figure:
     """Make a blank page with a title and a fainter text `below`; pyplot does not manage it."""
     figure = Figure(figsize=(WIDE, high), dpi=150, facecolor="white")
     figure.text(LEFT, 1 - 0.54 / high, title, size=21, weight="bold", color=INK)
@@ -39,9 +39,9 @@ def legend(
         x += width
 
 
-def strip_frame(axes: Axes, labelsize: float = 10.5) -> None:
+def strip_frame(axes: Axes) -> None:
     """Remove the frame and ticks of `axes`, except the line at the bottom and the labels."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(LINE)
-    axes.tick_params(colors=FAINT, length=0, labelsize=labelsize, which="both")
+    axes.tick_params(colors=FAINT, length=0, labelsize=10, which="both")
