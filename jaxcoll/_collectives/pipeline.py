@@ -54,7 +54,6 @@ def pack(
 
 
 def _pad(piece: jax.Array, length: int) -> jax.Array:
-    """Return `piece`, padded with zeros to `length`."""
     return jnp.pad(piece, (0, length - piece.size)) if length > piece.size else piece
 
 

@@ -267,7 +267,6 @@ def _make_gather(
 
 
 def make_recipe(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: World) -> Recipe:
-    """Return the recipe of a leaf in a reduce-scatter."""
     check_reducible(leaf.path, leaf.dtype, "reduce_scatter")
     over = tuple(a for a, n in axes.items() if n > 1)
     wire = wire_dtype(leaf.dtype, reduce_op, world)
@@ -276,7 +275,6 @@ def make_recipe(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world:
 
 
 def set_wire_types(leaves: Sequence[Leaf], recipes: Sequence[Recipe]) -> list[Leaf]:
-    """Return the leaves with the wire types of their recipes."""
     both = zip(leaves, recipes, strict=True)
     return [dataclasses.replace(leaf, wire=recipe.wire) for leaf, recipe in both]
 

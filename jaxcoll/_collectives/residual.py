@@ -77,7 +77,6 @@ class Residual(Shards):
 
 
 def is_residual(x: Any) -> bool:
-    """Return whether `x` is the residual of a tree."""
     return isinstance(x, Residual)
 
 
@@ -112,7 +111,6 @@ class Feedback:
     def add_to(
         self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf], replicas: int
     ) -> list[jax.Array]:
-        """Add this replica's residuals to the arrays."""
         sent = []
         for array, leaf in zip(arrays, leaves, strict=True):
             owed = self.owed.get(leaf.path)

@@ -190,12 +190,10 @@ def require_array(value: Any, who: str, expected: str = "an array") -> jax.Array
 
 
 def show_sizes(axes: Mapping[str, int]) -> str:
-    """Return the names of axes with their sizes, for a message."""
     return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())
 
 
 def show_axes(axes: Iterable[str]) -> str:
-    """Return the names of axes, for a message."""
     return ", ".join(map(repr, axes))
 
 

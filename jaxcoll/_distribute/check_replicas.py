@@ -78,7 +78,7 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
     with no_mesh():
         paths, arrays = _check.flatten_to_arrays(tree)
         leaves = [
-            _Leaf(path, array, _parts(path, array, stacked))
+            _Leaf(path, array, _parts(array, stacked))
             for path, array, (_, stacked) in zip(paths, arrays, passed, strict=True)
         ]
         _check_copies(leaves, [leaf for leaf, _ in passed])
@@ -106,7 +106,7 @@ def _compare_in_program(tree: Any, axis_name: str | tuple[str, ...]) -> ReplicaC
     return ReplicaCheck(rows, paths, names)
 
 
-def _parts(path: str, array: jax.Array, stacked: bool) -> dict[jax.Device, str]:
+def _parts(array: jax.Array, stacked: bool) -> dict[jax.Device, str]:
     """Say which part of a leaf each device holds, according to its sharding."""
     devices = array.sharding.device_set
     if len(devices) == 1 and jax.process_count() > 1:

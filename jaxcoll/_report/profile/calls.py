@@ -105,7 +105,6 @@ class Calls:
         atexit.register(self._at_exit)
 
     def stop(self) -> None:
-        """Stop counting."""
         global _counting
         if self in _counting:
             atexit.unregister(self._at_exit)

@@ -48,7 +48,6 @@ class Compilations:
         self._on_compiled, self._on_event = shield(self._note_compilation), shield(self._note_event)
 
     def start(self) -> None:
-        """Start recording."""
         jax.monitoring.register_event_duration_secs_listener(self._on_compiled)
         jax.monitoring.register_event_listener(self._on_event)
         self._shield(self.calls.start)()

@@ -52,7 +52,6 @@ class Watch:
         self._window: Window | None = None
 
     def start(self) -> None:
-        """Start watching."""
         self._shield(self._start)()
 
     def finish(self, *, everywhere: bool, folder: Path | None = None) -> Programs:

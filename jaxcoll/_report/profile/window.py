@@ -63,7 +63,6 @@ class Window(threading.Thread):
         self._shield, self._undo = shield, lambda: None
 
     def start(self) -> None:
-        """Start the thread."""
         self._undo = call_before_profiles(self._shield(self._give_way))
         super().start()
 
