@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll._collectives.scope import require_array
-from jaxcoll._plan.packs.leaves import flatten_with_paths, where
+from jaxcoll._plan.packs.leaves import flatten_with_paths, is_key, where
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import ReplicaDivergenceError
 
@@ -157,7 +157,7 @@ def flatten_to_arrays(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
 
 def _require_bits(path: str, leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         return jax.random.key_data(leaf)
     if dtype == jax.dtypes.float0:
         raise ValueError(f"`check_replicas`: {where(path)}: expected an array, got {dtype}.")

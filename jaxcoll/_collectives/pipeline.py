@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.packs.leaves import Leaf, accumulation_dtype, exact_dtype
+from jaxcoll._plan.packs.leaves import Leaf, accumulation_dtype, exact_dtype, is_key, reveal_key
 from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.plan import CollectivePlan
 
@@ -184,14 +184,13 @@ def divide_wide(total: jax.Array, by: jax.Array | int, times: int = 0) -> jax.Ar
 
 def make_sendable(array: jax.Array) -> jax.Array:
     """Convert `array` for a collective that keeps its bits; PRNG keys to their data."""
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
+    array = reveal_key(array)
     return array.astype(exact_dtype(array.dtype))
 
 
 def restore_type(array: jax.Array, like: jax.Array) -> jax.Array:
     """Undo `make_sendable` for an array of the type of `like`."""
-    if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+    if is_key(like):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
     return array.astype(like.dtype)
 

@@ -17,7 +17,7 @@ from jaxcoll._collectives.check_replicas import WORDS, digest
 from jaxcoll._collectives.scope import require_array, resolve_axes, scope_here
 from jaxcoll._compat import marks, settings
 from jaxcoll._plan.checks import check_value_first
-from jaxcoll._plan.packs.leaves import flatten_with_paths, where
+from jaxcoll._plan.packs.leaves import flatten_with_paths, reveal_key, where
 
 CALLER = "jc.same"
 REPORTED = WORDS + 1
@@ -89,8 +89,6 @@ def same(value: Any, axis_name: str | tuple[str, ...] | None = None) -> Any:
 
 
 def _report(claims: Claims, place: str, axes: tuple[str, ...], x: jax.Array) -> None:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    x = lax.stop_gradient(x)
+    x = lax.stop_gradient(reveal_key(x))
     replica = jnp.asarray(lax.axis_index(axes))
     jax.debug.callback(lambda r, digest: claims.add(place, r, digest), replica, digest(x))

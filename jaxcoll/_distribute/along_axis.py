@@ -30,6 +30,7 @@ from jaxcoll._plan.packs.leaves import (
     accumulation_dtype,
     check_reducible,
     flatten_with_paths,
+    is_key,
     where,
 )
 from jaxcoll._runtime.call import Call
@@ -82,7 +83,7 @@ def _check_parts(
     for (name, leaf), by_replica in zip(flatten_with_paths(like)[0], shapes, strict=True):
         name = path + name
         what = f"`{caller}`: {where(name)}"
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) and caller == "gather":
+        if is_key(leaf) and caller == "gather":
             raise ValueError(
                 "`gather` expects arrays; a part is a typed PRNG key. Pass its "
                 "`jax.random.key_data`."

@@ -16,6 +16,7 @@ from jaxcoll._collectives.scope import Scope
 from jaxcoll._mesh.mesh import make_line, no_mesh
 from jaxcoll._mesh.world import make_worlds
 from jaxcoll._plan.options import UNSET, CommunicationOptions
+from jaxcoll._plan.packs.leaves import is_key
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.dispatch import run
 from jaxcoll._runtime.executable import remember
@@ -155,7 +156,7 @@ def _shape(array: Any, digest: bool) -> Shape:
     if not digest:
         return Shape(tuple(array.shape), array.dtype.name)
     bits = array
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         with no_mesh():
             bits = jax.random.key_data(array)
     hashed = hashlib.blake2b(np.asarray(bits).tobytes(), digest_size=16).hexdigest()

@@ -23,6 +23,7 @@ from jaxcoll._compat.settings import boundary
 from jaxcoll._job.timing import POLL_SECONDS
 from jaxcoll._mesh.shard_arrays import cut_like, join_shards, whole_shapes
 from jaxcoll._plan.checks import describe_type
+from jaxcoll._plan.packs.leaves import is_key
 
 _ABOUT, _FORMAT = "about.json", "jaxcoll checkpoint 1"
 # Raised by NumPy and zipfile for a file that is truncated, or not a checkpoint.
@@ -219,7 +220,7 @@ def read_stamp(path: Path) -> Stamp:
 
 def copy_to_host(name: str, leaf: Any) -> np.ndarray:
     """Copy a leaf of a state into a host array; it must be numeric and complete here."""
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and is_key(leaf):
         raise ValueError(
             f"state{name} is a typed random key, whose bits JAX hides: keep `jax.random.key_data("
             "key)` in the state, and call `jax.random.wrap_key_data` in the step."
@@ -248,7 +249,7 @@ def _is_added(dtype: np.dtype) -> bool:
 def _encode(name: str, leaf: Any) -> tuple[list[Any], np.ndarray]:
     """Split a leaf into dtype, shape and key type, and an array that NumPy can write and read."""
     entry = [_dtype(leaf), list(np.shape(leaf))]
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and is_key(leaf):
         entry.append(str(jax.random.key_impl(leaf)))
         leaf = jax.random.key_data(leaf)
     array = np.ascontiguousarray(copy_to_host(name, leaf))

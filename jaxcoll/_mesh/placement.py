@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxcoll._collectives.scope import show_axes
 from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.axes import make_weak
-from jaxcoll._plan.packs.leaves import abstract_shape, argument_name, is_array, refuse_tied
+from jaxcoll._plan.packs.leaves import abstract_shape, argument_name, is_array, is_key, refuse_tied
 from jaxcoll._plan.packs.packing import LANES
 
 _is_deleted = operator.methodcaller("is_deleted")
@@ -113,7 +113,7 @@ def _join_shares(x: Any, sharding: NamedSharding) -> jax.Array:
             f"{', '.join(map(str, owners))}. Only processes that have devices in a mesh may call "
             "programs on it."
         )
-    if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+    if is_key(x):
         data = _join_shares(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     array = jax.make_array_from_process_local_data(sharding, host_array(x))

@@ -27,7 +27,7 @@ import jaxlib
 import numpy as np
 
 from jaxcoll._compat import settings
-from jaxcoll._plan.packs.leaves import argument_name
+from jaxcoll._plan.packs.leaves import argument_name, reveal_key
 from jaxcoll._plan.plan import THE_VALUE
 from jaxcoll._plan.scope_names import names, parse_pack
 from jaxcoll._runtime.call import Call
@@ -245,9 +245,7 @@ def digest_arguments(call: Call) -> FirstValues:
 
 def _bytes(x: jax.Array) -> np.ndarray:
     # Rows of bytes, uint8[size, itemsize]: NaNs and zeros are compared bit by bit.
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    flat = np.ascontiguousarray(np.asarray(x)).reshape(-1)
+    flat = np.ascontiguousarray(np.asarray(reveal_key(x))).reshape(-1)
     return flat.view(np.uint8).reshape(flat.size, -1) if flat.size else np.zeros((0, 1), np.uint8)
 
 

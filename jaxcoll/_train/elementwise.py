@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array
+from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array, is_key
 from jaxcoll._proof.subjaxprs import find_callee, get_shape, is_ref, open_jaxpr
 
 _REFUSED = "`sharded_optimizer` expects an elementwise optimizer"
@@ -200,8 +200,7 @@ class _Reader:
         return [read(x) for x in jaxpr.outvars]
 
     def _constant(self, x: Any) -> _Value:
-        is_key = jax.numpy.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
-        if isinstance(x, Tracer) or is_key or not is_array(x):
+        if isinstance(x, Tracer) or is_key(x) or not is_array(x):
             return self.value(_TABLE if jax.numpy.shape(x) else None, "captured", id(x))
         # An array of equal numbers is a number, as in `ones_like`: it has no places.
         array = np.asarray(x)

@@ -16,7 +16,7 @@ from jaxcoll._collectives.shards import is_shards
 from jaxcoll._gradients.batch import Signature, slots
 from jaxcoll._mesh.mesh import bind_mesh, check_mesh, takes_mesh
 from jaxcoll._mesh.shard_arrays import cut, join_shards
-from jaxcoll._plan.packs.leaves import is_array, refuse_tied
+from jaxcoll._plan.packs.leaves import is_array, is_key, refuse_tied, reveal_key
 from jaxcoll._plan.packs.shard_layout import lay_out_over
 from jaxcoll._proof.subjaxprs import equations
 from jaxcoll._show.units import pluralize
@@ -268,12 +268,8 @@ def _drop_ignored(paths: list[str], ignore: Sequence[str]) -> list[str]:
     return paths
 
 
-def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key)
-
-
 def _copy_to_host(x: Any) -> Any:
-    if isinstance(x, jax.Array) and _is_key(x):
+    if isinstance(x, jax.Array) and is_key(x):
         data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return np.asarray(x) if isinstance(x, jax.Array) else x
@@ -283,7 +279,7 @@ def _leaves(tree: Any) -> dict[str, np.ndarray]:
     """Flatten a tree to arrays by path, with whole leaves in the place of shards."""
     whole = jax.tree.map(lambda x: join_shards(x) if is_shards(x) else x, tree, is_leaf=is_shards)
     return {
-        jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+        jax.tree_util.keystr(path): np.asarray(reveal_key(x))
         for path, x in jax.tree_util.tree_flatten_with_path(whole)[0]
         if is_array(x)
     }

@@ -245,6 +245,16 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
+def is_key(value: Any) -> bool:
+    """True if `value` is an array of typed PRNG keys."""
+    return jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
+
+
+def reveal_key(value: Any) -> Any:
+    """Return the numbers of typed PRNG keys, which no copy or digest reads otherwise."""
+    return jax.random.key_data(value) if is_key(value) else value
+
+
 def abstract_shape(x: Any) -> Any:
     """Return the `ShapeDtypeStruct` of an array, deleted or not, or number; or `x` unchanged."""
     if not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
