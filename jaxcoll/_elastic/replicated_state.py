@@ -34,7 +34,7 @@ from jaxcoll._elastic.membership import Membership
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import whole_shapes
-from jaxcoll._plan.packs.leaves import is_array
+from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array
 from jaxcoll._runtime.agreement import group_divergent
 from jaxcoll._runtime.fingerprint import digest_bytes
 from jaxcoll._runtime.peers import parse_rank
@@ -262,19 +262,19 @@ class ReplicatedState:
 
 
 def _weak_leaves(state: Any) -> set[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {keystr(path) for path, x in leaves if is_array(x) and jax.typeof(x).weak_type}
+    leaves, _ = flatten_with_paths(state)
+    return {path for path, x in leaves if is_array(x) and jax.typeof(x).weak_type}
 
 
 def _sums_at_start(state: Any) -> list[Shards]:
     """Sum residuals at the start; refuse other `Shards`, which could be lost."""
     sums = []
-    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shards):
+    for path, x in flatten_with_paths(state, is_shards)[0]:
         if is_residual(x):
-            sums.append(residuals.sum_at_start(keystr(path), x))
+            sums.append(residuals.sum_at_start(path, x))
         elif is_shards(x):
             raise ValueError(
-                f"`Elastic`: state{keystr(path)} is `Shards`, of which each device "
+                f"`Elastic`: state{path} is `Shards`, of which each device "
                 "has a part that no other device has. `Elastic` needs the complete state on every "
                 "worker, to continue when one dies. Keep the state whole (`jc.unshard`) and the "
                 "optimizer unsharded; or train without `Elastic`, with `jc.save_checkpoint` "
@@ -284,8 +284,8 @@ def _sums_at_start(state: Any) -> list[Shards]:
 
 
 def _structure(tree: Any) -> str:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return "\n".join(f"state{keystr(p)}: {x.dtype}{list(x.shape)}" for p, x in leaves)
+    leaves, _ = flatten_with_paths(tree)
+    return "\n".join(f"state{path}: {x.dtype}{list(x.shape)}" for path, x in leaves)
 
 
 def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
@@ -341,21 +341,21 @@ def _structure_error(values: dict[str, str]) -> ProgramMismatchError:
 
 
 def _digests(tree: Any) -> str:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    digests = {f"state{keystr(path)}": digest_bytes(_bytes(x)) for path, x in leaves}
+    leaves, _ = flatten_with_paths(tree)
+    digests = {f"state{path}": digest_bytes(_bytes(x)) for path, x in leaves}
     return json.dumps(digests, sort_keys=True)
 
 
 def check_copies(tree: Any) -> None:
     """Refuse arrays of which this process's devices hold different copies."""
     divergent = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    for path, x in flatten_with_paths(tree)[0]:
         groups: dict[Any, list[str]] = {}
         for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
             groups.setdefault(_bytes(shard.data).tobytes(), []).append(str(shard.device.id))
         if len(groups) > 1:
             largest_first = sorted(groups.values(), key=len, reverse=True)
-            divergent[f"state{jax.tree_util.keystr(path)}"] = tuple(map(tuple, largest_first))
+            divergent[f"state{path}"] = tuple(map(tuple, largest_first))
     if divergent:
         first, groups = next(iter(divergent.items()))
         raise ReplicaDivergenceError(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcoll._plan.packs.leaves import flatten_with_paths
 from jaxcoll._show.units import pluralize
 from jaxcoll._train.batches import Batches, count_divisible
 
@@ -50,8 +51,8 @@ def describe_source(batches: Any) -> str:
 
 def _digest(batch: Any) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        digest.update(f"{jax.tree_util.keystr(path)} {np.shape(x)}".encode())
+    for path, x in flatten_with_paths(batch)[0]:
+        digest.update(f"{path} {np.shape(x)}".encode())
         digest.update(np.asarray(x).tobytes())
     return digest.hexdigest()
 
@@ -73,10 +74,10 @@ def _split(batch_of: Callable[[int], Any]) -> Rows:
 
     def rows(step: int, worker: int, workers: int) -> Any:
         batch = batch_of(step)
-        for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        for path, x in flatten_with_paths(batch)[0]:
             if not np.ndim(x):
                 raise ValueError(
-                    f"`Elastic`: batch{jax.tree_util.keystr(path)} of step {step} is a number "
+                    f"`Elastic`: batch{path} of step {step} is a number "
                     f"({x!r}), which has no rows for the workers to share. A batch is an array "
                     "with rows as its leading dimension, or a tree of such arrays; "
                     "`np.asarray` makes one from numbers."

@@ -27,7 +27,7 @@ import jaxlib
 import numpy as np
 
 from jaxcoll._compat import settings
-from jaxcoll._plan.packs.leaves import argument_name, reveal_key
+from jaxcoll._plan.packs.leaves import argument_name, flatten_with_paths, reveal_key
 from jaxcoll._plan.plan import THE_VALUE
 from jaxcoll._plan.scope_names import names, parse_pack
 from jaxcoll._runtime.call import Call
@@ -80,8 +80,8 @@ def fingerprint(
 
 def _arrays(trees: tuple[Any, ...], names: tuple[str, ...]) -> Iterator[str]:
     for name, tree in zip(names, trees, strict=True):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            yield f"{name}{jax.tree_util.keystr(path)}: {describe_array(leaf)}"
+        for path, leaf in flatten_with_paths(tree)[0]:
+            yield f"{name}{path}: {describe_array(leaf)}"
 
 
 def digest_lines(lines: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from jaxcoll._collectives.shards import is_shards
 from jaxcoll._gradients.batch import Signature, slots
 from jaxcoll._mesh.mesh import bind_mesh, check_mesh, takes_mesh
 from jaxcoll._mesh.shard_arrays import cut, join_shards
-from jaxcoll._plan.packs.leaves import is_array, is_key, refuse_tied, reveal_key
+from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array, is_key, refuse_tied, reveal_key
 from jaxcoll._plan.packs.shard_layout import lay_out_over
 from jaxcoll._proof.subjaxprs import equations
 from jaxcoll._show.units import pluralize
@@ -279,9 +279,7 @@ def _leaves(tree: Any) -> dict[str, np.ndarray]:
     """Flatten a tree to arrays by path, with whole leaves in the place of shards."""
     whole = jax.tree.map(lambda x: join_shards(x) if is_shards(x) else x, tree, is_leaf=is_shards)
     return {
-        jax.tree_util.keystr(path): np.asarray(reveal_key(x))
-        for path, x in jax.tree_util.tree_flatten_with_path(whole)[0]
-        if is_array(x)
+        path: np.asarray(reveal_key(x)) for path, x in flatten_with_paths(whole)[0] if is_array(x)
     }
 
 
