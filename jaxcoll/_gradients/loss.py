@@ -60,7 +60,8 @@ def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
     if not isinstance(out, WeightedLoss):
         if isinstance(out, tuple):
             raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(out)))
-        is_number = _is_array(out) or isinstance(out, bool | int | float | complex)
+        is_array = hasattr(out, "shape") and hasattr(out, "dtype")
+        is_number = is_array or isinstance(out, bool | int | float | complex)
         if not is_number or np.shape(out):
             raise TypeError(_NO_SCALAR.format(caller=caller, got=describe_type(out)))
         return out, None
@@ -82,10 +83,6 @@ def loss_and_aux(out: Any, caller: str) -> tuple[Any, Any]:
     raise TypeError(
         f"`{caller}` with has_aux=True expects the loss to return (loss, aux); got {got}."
     )
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def value_and_local_grad(

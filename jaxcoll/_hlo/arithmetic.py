@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -51,10 +51,6 @@ class Work(NamedTuple):
         more = times * other.flops
         dtype = self.dtype if self.dtype and self.flops >= more else other.dtype
         return Work(self.matmuls + times * other.matmuls, self.flops + more, dtype)
-
-
-def _add_up(works: Iterable[Work]) -> Work:
-    return functools.reduce(Work.plus, works, Work())
 
 
 class Arithmetic:
@@ -142,7 +138,8 @@ class Arithmetic:
                 if not isinstance(call, Call) or call.callee not in self._bodies:
                     continue
                 turns = 1 if call.trips is None else call.trips
-                work = Work().plus(_add_up(self._work(call.callee)[1].values()), turns)
+                once = functools.reduce(Work.plus, self._work(call.callee)[1].values(), Work())
+                work = Work().plus(once, turns)
                 others = called.get(call.at, Work())
                 if self._is_arithmetic(call):
                     if work.matmuls:

@@ -126,8 +126,8 @@ def _prove(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool) 
     (eqn,) = (e for e in program.jaxpr.eqns if e.primitive.name == "shard_map")
     inputs = [frozenset(jax.tree.leaves(tuple(spec))) for spec in eqn.params["in_specs"]]
     sizes = {axis: mesh.shape[axis] for axis in axes}
-    aborts = beside_others and _platform(mesh) == "cpu"
-    proven = prove(eqn.params["jaxpr"], inputs, sizes, narrow_sums_abort=aborts)
+    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    proven = prove(eqn.params["jaxpr"], inputs, sizes, narrow_sums_abort=beside_others and on_cpu)
     for repeated in proven.repeated:
         maker = f"the reduction at {repeated.maker}" if repeated.maker else "a reduced value"
         message = _REPEATED.format(
@@ -139,10 +139,6 @@ def _prove(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool) 
         )
         settings.warn(message, RepeatedSumWarning, repeated.line)
     return proven
-
-
-def _platform(mesh: Any) -> str:
-    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
 
 
 def check_rule(rule: Any) -> Any:
