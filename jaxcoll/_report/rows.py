@@ -127,8 +127,7 @@ def _changes(
     if wanted.total() == made.total() and wanted != made:
         # The dtypes with fewer elements than requested, and those with more.
         wanted, made = wanted - made, made - wanted
-        yield f"{', '.join(sorted(wanted))} → {', '.join(sorted(made))}"
-    elif not set(made) <= set(wanted):
+    if not set(made) <= set(wanted):
         yield f"{', '.join(sorted(wanted))} → {', '.join(sorted(made))}"
     if any(r.loops for r in before) and not c.loops:
         yield "moved out of its loop"
