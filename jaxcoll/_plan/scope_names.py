@@ -50,7 +50,7 @@ def parse_pack(name: str) -> str:
     """Return the jaxcoll pack in a scope path, as reduction/pack; "" for none.
 
     Examples:
-      >>> pack_of("jit(f)/transpose(jvp(all_reduce_5f3a1c/pack3))/psum")
+      >>> parse_pack("jit(f)/transpose(jvp(all_reduce_5f3a1c/pack3))/psum")
       'all_reduce_5f3a1c/pack3'
     """
     match = _PACK.search(name)

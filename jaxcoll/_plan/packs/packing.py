@@ -30,7 +30,7 @@ def pad_size(size: int, replicas: int, lanes: int = LANES) -> int:
     """Return `size` plus the zeros that give each replica equally many rows of `lanes` elements.
 
     Examples:
-      >>> padded(1000, 4), padded(1000, 4, 1)
+      >>> pad_size(1000, 4), pad_size(1000, 4, 1)
       (1024, 1000)
     """
     return -(-size // (replicas * lanes)) * replicas * lanes
