@@ -73,8 +73,8 @@ def nnx_in_place():
 
     module = Module()
     optimizer = nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param)
-    values = []
+    history = []
     for _ in range(STEPS):
         value = step(module, optimizer, BATCH)
-        values.append(value)
-    return values
+        history.append(value)
+    return history

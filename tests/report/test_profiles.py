@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jaxlib import _hlo
 
@@ -485,6 +485,7 @@ def test_damaged_file_costs_one_line(content, tmp_path):
 
 
 @given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
+@example(398, 0)  # a name that is the number 26,000,000,000
 def test_damage_raises_only_value_errors(at, byte):
     for damaged in (WHOLE[:at] + bytes([byte]) + WHOLE[at + 1 :], WHOLE[:at]):
         with contextlib.suppress(ValueError):

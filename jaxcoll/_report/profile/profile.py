@@ -102,7 +102,7 @@ def modules_in(plane: Plane) -> Iterator[tuple[str, bytes]]:
         for stat in (dict(read_fields(value)) for number, value in fields if number == 5):
             kind = plane.strings.get(stat.get(1, 0), "").lower().replace("_", " ")
             if kind == "hlo proto" and (module := dict(read_fields(stat.get(6, b""))).get(1)):
-                yield text(dict(fields).get(2, b"")), bytes(module)
+                yield text(dict(fields).get(2, b"")), bytes(memoryview(module))
 
 
 def _read_program(name: str, module: bytes) -> Compiled | None:

@@ -111,7 +111,9 @@ def read_planes(profile: memoryview) -> list[Plane]:
 
 
 def text(value: Any) -> str:
-    return str(bytes(value), "utf8")
+    return str(
+        value, "utf8"
+    )  # a number, in a damaged file, is a TypeError; `bytes` would make as many
 
 
 def _head(line: memoryview) -> dict[int, Any]:
