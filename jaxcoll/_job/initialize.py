@@ -254,9 +254,8 @@ def _end(job: _Joined, seconds: int) -> None:
     its host, the coordinator is killed. Its clients would abort.
     """
     if getattr(sys, "last_value", None) is not None:  # its exception ends this process
-        shut_down(
-            find_connections(find_listeners())
-        )  # as the operating system does: others may be in a call
+        # As the operating system does: others may be in a call.
+        shut_down(find_connections(find_listeners()))
     _leave(job)
     proxy, coordinator = current_proxy(), job.coordinator
     if proxy is not None:

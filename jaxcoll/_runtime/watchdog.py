@@ -92,13 +92,10 @@ class Watchdog:
             return
         self.peers.store.lose()
         until = time.monotonic() + COORDINATOR_SECONDS
-        while self.is_current() and not self._ended and time.monotonic() < until:
+        while self.keys.is_current() and not self._ended and time.monotonic() < until:
             time.sleep(POLL_SECONDS)  # JAX first shuts a client down, and then forgets it
-        if not self._ended and not self.is_current():
+        if not self._ended and not self.keys.is_current():
             self._release()
-
-    def is_current(self) -> bool:
-        return self.keys.is_current()
 
     def _serve(self) -> None:
         """Handle messages and make heartbeats until this process ends."""
@@ -161,7 +158,7 @@ def watchdog() -> Watchdog | None:
     if keys is None:
         return None
     with _lock:
-        if _watchdog is None or not _watchdog.is_current():
+        if _watchdog is None or not _watchdog.keys.is_current():
             _watchdog = Watchdog(keys)
         return _watchdog
 
