@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import operator
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,7 +44,7 @@ from jaxcoll._runtime.dispatch import find_group, run
 from jaxcoll._runtime.executable import remember
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import make_check
-from jaxcoll._step.jitted_program import MISSED, JittedProgram
+from jaxcoll._step.jitted_program import MISSED, JittedProgram, allow_traces
 from jaxcoll._step.replicated_program import ReplicaMapping
 
 
@@ -191,10 +190,11 @@ def run_on_replicas(
     settings = (drop_deadline(options), context, as_one)
     program = replica_program(devices, function, *settings)
     with no_mesh():
-        if not options.timeout_seconds:
+        if program.call_quickly and not options.timeout_seconds:
             result = program.call_quickly(arguments)
             if result is not MISSED:
                 return result
+        allow_traces()
         refuse_tied(arguments, caller)
         placed = place_arguments(caller, arguments, devices)
         # A trace finds the deadlines and the claims inside, which are of this call too.
@@ -208,36 +208,14 @@ def run_on_replicas(
         if compares:
             return make_check(program.claims, make_line(devices, AXIS), (AXIS,))(result, call)
         if not call.timeout_seconds and find_group(devices) is None:
-            program.make_quick(arguments, placed)
+            program.call_quickly = program.quick_call(arguments, placed)
         return result
 
 
 class ReplicaProgram(JittedProgram):
     """A program that runs a function on every device; it takes placed arguments."""
 
-    # The trees of arguments in place, as passed and as placed, which is without `Mirrored`s
-    _trees: tuple[Any, Any] = (None, None)
-    _next: Callable[[Any], Any]
-    _shardings: Sequence[Any]
-
-    def call_quickly(self, arguments: tuple[Any, Any]) -> Any:
-        """Return the result of a call like the last one, or `MISSED`."""
-        passed, placed = self._trees
-        if passed is None:
-            return MISSED
-        leaves, tree = jax.tree.flatten(arguments)
-        # JAX would move the rows of a `PerReplica` that lies elsewhere, which is to be refused.
-        if tree != passed or [getattr(x, "sharding", None) for x in leaves] != self._shardings:
-            return MISSED
-        return self._next(placed.unflatten(leaves))
-
-    def make_quick(self, arguments: tuple[Any, Any], placed: tuple[Any, Any]) -> None:
-        """Make the next call quick, if this one had its arguments in place."""
-        leaves, tree = jax.tree.flatten(arguments)
-        others, placed_tree = jax.tree.flatten(placed)
-        if len(leaves) == len(others) and all(map(operator.is_, leaves, others)):
-            self._trees, self._next = (tree, placed_tree), self.quick_call(placed)
-            self._shardings = [x.sharding for x in leaves]
+    call_quickly: Callable[[Any], Any] | None = None  # with arguments like the last ones
 
 
 _MOST_PROGRAMS = 16  # cached for one function, with different devices, options or strategies

@@ -153,6 +153,10 @@ class Signature:
             self._batch_by_count[passed] = call.batch
         return call
 
+    def are_in_order(self, positional: int, kwargs: dict[str, Any]) -> bool:
+        """Arguments by keyword follow the positional ones as their parameters do."""
+        return self._names[positional:][: len(kwargs)] == (*kwargs,)
+
     def _explain_unnamed(self, call: Call) -> str:
         """Ask for the batch's names, with the line that probably gives them."""
         slots: list[Slot] = [*range(len(call.args)), *call.kwargs]

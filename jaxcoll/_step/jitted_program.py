@@ -1,16 +1,17 @@
-"""A jitted program whose calls, once its arguments are in place, cost what JAX's own calls cost.
+"""A jitted program whose calls, once its arguments are in place, cost little more than JAX's own.
 
 JAX looks up the types of all arguments in every call. Once a call had all of its arguments in
-place, the next one is therefore handed, as it is, to a jitted function with these shardings. For
-arguments of which the program was never traced, that function raises `UnlikeError` before anything
-ran; then they are checked, placed and traced.
+place, the next one with the same tree and shardings is therefore handed, as it is, to the jitted
+function. For types of which the program was never traced, that raises `UnlikeError` before anything
+ran; then the arguments are checked, placed and traced.
 """
 
 from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxcoll._collectives.same import Claims
 from jaxcoll._compat.running import is_tracing
 from jaxcoll._runtime.call import InnerDeadlines
 from jaxcoll._runtime.dispatch import has_queue
+from jaxcoll._step.placed_arguments import memory_key
 
 MISSED = object()
 """The result of a quick call whose arguments must be looked at; nothing was run."""
@@ -54,53 +56,80 @@ class JittedProgram:
             return program(*args, **kwargs)
 
         self.inner, self.claims = inner, claims
-        self._traced, self._donates = traced, bool(options.get("donate_argnums"))
-        self.add_options(**options)
+        self._donates = bool(options.get("donate_argnums"))
+        self._jit = functools.partial(jax.jit, traced, **options)
+        self.jitted = self._jit()
 
     def add_options(self, **options: Any) -> None:
         """Jit the program with more options; it keeps its traces."""
-        self._jit = functools.partial(getattr(self, "_jit", jax.jit), **options)
-        self.jitted = self._jit(self._traced)
-        # Each with its shardings: JAX remembers in it the types that it was called with
-        self._quick: dict[Any, Any] = {}
+        self.jitted = self._jit(**options)
 
-    def quick_call(self, placed: Sequence[Any]) -> Callable[[tuple[Any, ...]], Any]:
-        """Return a function that calls the program with arguments like `placed` ones, or `MISSED`.
+    def quick_call(
+        self, arguments: tuple[Any, ...], placed: tuple[Any, ...]
+    ) -> Callable[[tuple[Any, ...]], Any] | None:
+        """Make a function that calls the program with such arguments, or returns `MISSED`.
 
-        It is for calls within this process without a deadline.
+        It is for calls within this process without a deadline, and None if placing these arguments
+        moved any.
         """
-        shardings = tuple(map(_find_shardings, placed))
-        leaves, tree = jax.tree.flatten(shardings)
-        key = tree, *leaves
-        if key not in self._quick:
-            self._quick[key] = self._jit(self._traced, in_shardings=shardings)
-        return functools.partial(self._call_quickly, self._quick[key])
+        leaves, tree = jax.tree.flatten(arguments)
+        others, placed_tree = jax.tree.flatten(placed)
+        if len(leaves) != len(others) or not all(map(operator.is_, leaves, others)):
+            return None
+        shardings = [x.sharding for x in leaves]
+        on_one_device = leaves and len(shardings[0].device_set) == 1
+        return functools.partial(
+            self._call_quickly,
+            tree,
+            shardings,
+            None if placed_tree == tree else placed_tree.unflatten,
+            memory_key if on_one_device else id,
+        )
 
-    def _call_quickly(self, jitted: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _call_quickly(
+        self,
+        tree: Any,
+        shardings: list[Any],
+        unflatten: Callable[[Any], Any] | None,
+        key: Callable[[Any], int],
+        arguments: tuple[Any, ...],
+    ) -> Any:
         # A deadline would need another thread, and claims are compared for each new shape.
         if self.inner.shortest or self.claims.found or has_queue() or is_tracing():
             return MISSED
-        if self._donates and _has_shared(args):  # donated twice, it would end the process
+        leaves, given = jax.tree.flatten(arguments)
+        if given != tree or _find_shardings(leaves) != shardings:
             return MISSED
+        if self._donates and len({*map(key, leaves)}) < len(leaves):
+            return MISSED  # donated twice, it would end the process
         token = _quick_program.set(self)
         try:
-            return jitted(*args)
-        except jax.errors.JaxRuntimeError:  # of a program that ran
+            return self.jitted(*(unflatten(leaves) if unflatten else arguments))
+        except UnlikeError:
+            return MISSED
+        except RuntimeError as error:
+            if "Array has been deleted" in str(error):  # before anything ran
+                return MISSED  # a closer look says more
             raise
-        except (UnlikeError, TypeError, ValueError, RuntimeError):
-            return MISSED  # a closer look says what is wrong
         finally:
             _quick_program.reset(token)
 
 
-def _find_shardings(argument: Any) -> Any:
-    """Read the shardings of an argument: one for all of its arrays, or a tree of them."""
-    shardings = {x.sharding for x in jax.tree.leaves(argument)}
-    if len(shardings) > 1:
-        return jax.tree.map(lambda x: x.sharding, argument)
-    return next(iter(shardings), None)
+def allow_traces() -> None:
+    """Let this thread trace any program, even in a host callback of one that is called quickly.
+
+    On one device the caller's own thread may run the callback.
+    """
+    _quick_program.set(None)
 
 
-def _has_shared(args: tuple[Any, ...]) -> bool:
-    leaves = jax.tree.leaves(args)
-    return len({*map(id, leaves)}) < len(leaves)
+def _find_shardings(leaves: list[Any]) -> list[Any] | None:
+    """List the shardings of arrays.
+
+    JAX itself must not be left to place others: handed an array on a mesh of the same devices in
+    another order, it ends the process.
+    """
+    try:
+        return [x.sharding for x in leaves]
+    except (AttributeError, TypeError):  # not arrays
+        return None

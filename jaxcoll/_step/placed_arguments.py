@@ -72,15 +72,15 @@ class Arguments:
         each of them separately, which ends the process.
         """
         leaves = jax.tree.leaves((call.args, call.kwargs))
-        if len({*map(_memory_key, leaves)}) == len(leaves):
+        if len({*map(memory_key, leaves)}) == len(leaves):
             return call
         donated = {i % len(call.args) for i in self._donated}
         kept = [x for i, x in enumerate(call.args) if i not in donated]
-        seen = {*map(_memory_key, jax.tree.leaves((kept, call.kwargs)))}
+        seen = {*map(memory_key, jax.tree.leaves((kept, call.kwargs)))}
 
         def copy_if_shared(leaf: Any) -> Any:
-            shared = _memory_key(leaf) in seen and isinstance(leaf, jax.Array)
-            seen.add(_memory_key(leaf))
+            shared = memory_key(leaf) in seen and isinstance(leaf, jax.Array)
+            seen.add(memory_key(leaf))
             return leaf.copy() if shared else leaf
 
         args = [
@@ -126,7 +126,7 @@ class Arguments:
         return current if fits else self._whole
 
 
-def _memory_key(leaf: Any) -> int:
+def memory_key(leaf: Any) -> int:
     """Two arrays may share memory that `jax.device_put` made."""
     is_one = isinstance(leaf, jax.Array) and not leaf.is_deleted()
     numbers = is_one and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ from jaxcoll._runtime.executable import remember
 from jaxcoll._step.bound_step import bind_step
 from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import make_check
-from jaxcoll._step.jitted_program import MISSED, JittedProgram
+from jaxcoll._step.jitted_program import MISSED, JittedProgram, allow_traces
 from jaxcoll._step.placed_arguments import Arguments
 from jaxcoll._step.replicated_program import ReplicaMapping, call_step
 
@@ -158,16 +157,16 @@ class DataParallel:
             if result is not MISSED:
                 self._calls += 1
                 return result
+        allow_traces()
         program, call, check = self._prepare(args, kwargs)
         result = run(call)
         if check is not None:
             return check(result, call)
-        self._quick = None, ()
-        if not (call.kwargs or call.timeout_seconds or find_group(self._devices)):
-            leaves, tree = jax.tree.flatten((*args, *kwargs.values()))
-            placed, placed_tree = jax.tree.flatten(call.args)
-            if tree == placed_tree and all(map(operator.is_, leaves, placed)):
-                self._quick = program.quick_call(call.args), (*kwargs,)
+        # Only the names tell the order: one array may be passed for two parameters.
+        in_order = self.signature.are_in_order(len(args), kwargs)
+        alone = not call.timeout_seconds and find_group(self._devices) is None
+        quick = program.quick_call((*args, *kwargs.values()), tuple(call.args))
+        self._quick = (quick if alone and in_order and not call.kwargs else None), (*kwargs,)
         return result
 
     def prepare(

@@ -1,5 +1,8 @@
 """A call like the last is looked at once, and what would be refused or moved still is."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ from jaxcoll._step.placed_arguments import Arguments
 MESH = mesh_of(2)
 WHOLE = jax.NamedSharding(MESH, jax.P())
 ROWS = jax.NamedSharding(MESH, jax.P("data"))
+REVERSED = jax.sharding.Mesh(jax.devices()[1::-1], ("data",))
 
 
 def copies(x):
@@ -64,6 +68,8 @@ def test_arguments_in_place_are_not_looked_at(step, looks):
         (lambda w, x: ({**w, "a": 1.0}, x), None),
         (lambda w, x: ({**w, "a": jax.device_put(w["a"], jax.devices()[1])}, x), None),
         (lambda w, x: ({**w, "a": jax.device_put(w["a"], jax.devices()[3])}, x), None),
+        (lambda w, x: (w, jax.device_put(x, jax.NamedSharding(REVERSED, jax.P("data")))), None),
+        (lambda w, x: (jax.device_put(w, jax.NamedSharding(REVERSED, jax.P())), x), None),
         (lambda w, x: ({"a": w["a"], "b": w["a"]}, x), None),
         (lambda w, x: (w, copies(np.ones(3))), "3 rows, which do not divide"),
         (lambda w, x: (w, "x"), "is not an array or a number; got str"),
@@ -87,6 +93,75 @@ def test_calls_unlike_the_last_are_served(step, another, words):
     w["b"].delete()
     with pytest.raises(ValueError, match=r"float32\[2\] in the arguments is deleted"):
         step(w, x)
+
+
+def test_keywords_bind_by_name():
+    step = jc.data_parallel(lambda w, v, x: w - 2 * v + x.sum() * 0, mesh=mesh_of(1), batch_argnums="x", varying_outputs="concatenate")  # fmt: skip
+    whole = jax.NamedSharding(mesh_of(1), jax.P())
+    one, five = (jax.device_put(np.full(2, x, "f"), whole) for x in (1, 5))
+    for _ in range(3):
+        step(x=one, v=one, w=one)
+    assert step(x=one, v=one, w=five).tolist() == [3, 3]
+
+
+@dataclasses.dataclass
+class _Checked:
+    x: Any
+    y: Any
+
+    def __post_init__(self):
+        if isinstance(self.y, jax.Array) and not isinstance(self.y, jax.core.Tracer):
+            assert self.x.ndim == 2
+            if float(self.y.min()) < 0:
+                raise ValueError("below 0")
+        elif isinstance(self.y, jax.sharding.Sharding):
+            raise ValueError("not an array")
+
+
+jax.tree_util.register_dataclass(_Checked)
+
+
+def test_trees_that_check_their_arrays_are_served():
+    """Of the batch, which is in place in two ways; and of the result, whose error is the user's."""
+    runs = []
+
+    def train(w, batch):
+        jax.debug.callback(lambda: runs.append(1))
+        mean = jc.all_reduce("mean", batch.x.mean() + batch.y.mean(), "data")
+        return _Checked(jnp.zeros((1, 1)), w + mean)
+
+    step = jc.data_parallel(train, mesh=MESH, donate_argnums="w")
+    x = jax.device_put(np.ones((4, 2), "f"), jax.NamedSharding(MESH, jax.P("data", None)))
+    batch = _Checked(x, rows(np.ones(4)))
+    for _ in range(3):
+        assert float(step(copies(1), batch).y) == 3
+    jax.effects_barrier()
+    runs.clear()
+    with pytest.raises(ValueError, match="below 0"):
+        step(copies(-9), batch)
+    jax.effects_barrier()
+    assert len(runs) == 2, "once on each replica"
+
+
+def test_a_step_is_traced_in_its_own_callback():
+    inner = []
+
+    def host(w):
+        if w == 2 and not inner:
+            inner.append(step(np.float32(1), np.ones(6, "f")))
+        return w
+
+    def train(w, x):
+        w = jax.pure_callback(host, jax.ShapeDtypeStruct((), "float32"), w)
+        return jc.all_reduce("sum", w + x.sum(), "data")
+
+    mesh = mesh_of(1)
+    step = jc.data_parallel(train, mesh=mesh)
+    w, x = (jax.device_put(np.ones(s, "f"), jax.NamedSharding(mesh, p)) for s, p in (((), jax.P()), (4, jax.P("data"))))  # fmt: skip
+    for _ in range(3):
+        step(w, x)
+    assert float(step(jax.device_put(np.full((), 2, "f"), w.sharding), x)) == 6
+    assert float(inner[0]) == 7
 
 
 def test_same_claims_are_compared_for_shapes_that_were_traced_first():
@@ -123,6 +198,20 @@ def test_shared_arrays_are_donated_once():
     w = copies(np.ones(2))
     _, same = step(w, w, x)
     assert np.asarray(same)[:2].tolist() == [1, 1]
+
+
+def test_arrays_that_share_memory_are_donated_once():
+    mesh = mesh_of(1)
+    step = jc.data_parallel(lambda w, v, x: (w + x.sum(), v + 1), mesh=mesh, batch_argnums="x", donate_argnums=("w", "v"), varying_outputs="concatenate")  # fmt: skip
+    w, x = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
+    x = jax.device_put(np.ones(4, "f"), x)
+    for lies in (w, jax.devices()[0]):
+        for _ in range(3):
+            a = jax.device_put(np.ones(99, "f"), w)
+            step(a, a + 1, x)
+        a = jax.device_put(np.ones(99, "f"), w)
+        b = jax.device_put(jax.device_put(a, jax.devices()[0]), lies)
+        assert [float(y[0]) for y in step(a, b, x)] == [5, 2]
 
 
 def test_runs_in_place_are_not_looked_at(monkeypatch):
