@@ -72,15 +72,19 @@ class Arguments:
         each of them separately, which ends the process.
         """
         leaves = jax.tree.leaves((call.args, call.kwargs))
-        if len({*map(memory_key, leaves)}) == len(leaves):
+        # Where such an array is placed, its own memory becomes one of the parts.
+        alone = {(x.shape, x.dtype) for x in leaves if _on_one_device(x)}
+        memory = functools.partial(_find_memory, alone)
+        held = [*map(memory, leaves)]
+        if len(set().union(*held)) == sum(map(len, held)):
             return call
         donated = {i % len(call.args) for i in self._donated}
         kept = [x for i, x in enumerate(call.args) if i not in donated]
-        seen = {*map(memory_key, jax.tree.leaves((kept, call.kwargs)))}
+        seen = set().union(*map(memory, jax.tree.leaves((kept, call.kwargs))))
 
         def copy_if_shared(leaf: Any) -> Any:
-            shared = memory_key(leaf) in seen and isinstance(leaf, jax.Array)
-            seen.add(memory_key(leaf))
+            shared = isinstance(leaf, jax.Array) and not memory(leaf).isdisjoint(seen)
+            seen.update(memory(leaf))
             return leaf.copy() if shared else leaf
 
         args = [
@@ -126,9 +130,20 @@ class Arguments:
         return current if fits else self._whole
 
 
-def memory_key(leaf: Any) -> int:
-    """Two arrays may share memory that `jax.device_put` made."""
+def _on_one_device(leaf: Any) -> bool:
     is_one = isinstance(leaf, jax.Array) and not leaf.is_deleted()
     numbers = is_one and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
-    on_one_device = numbers and len(leaf.sharding.device_set) == 1 and leaf.is_fully_addressable
-    return leaf.unsafe_buffer_pointer() if on_one_device else id(leaf)
+    return numbers and len(leaf.sharding.device_set) == 1 and leaf.is_fully_addressable
+
+
+def memory_key(leaf: Any) -> int:
+    """Two arrays may share memory that `jax.device_put` made."""
+    return leaf.unsafe_buffer_pointer() if _on_one_device(leaf) else id(leaf)
+
+
+def _find_memory(alone: set[Any], leaf: Any) -> set[int]:
+    """Find the memory of an array, and of its parts where they are like an array on one device."""
+    if alone and isinstance(leaf, jax.Array) and not _on_one_device(leaf) and not leaf.is_deleted():
+        if (leaf.sharding.shard_shape(leaf.shape), leaf.dtype) in alone:
+            return {part.data.unsafe_buffer_pointer() for part in leaf.addressable_shards}
+    return {memory_key(leaf)}

@@ -216,6 +216,17 @@ def test_arrays_that_share_memory_are_donated_once():
         assert [float(y[0]) for y in step(a, b, x)] == [5, 2]
 
 
+@pytest.mark.parametrize("donated", [("w", "v"), "w", "v"])
+def test_a_part_that_is_another_argument_is_donated_once(donated):
+    """Weights, and the array on one device that they were made of; both orders."""
+    step = jc.data_parallel(lambda w, v, x: (w + x.sum(), v + 1), mesh=MESH, batch_argnums="x", donate_argnums=donated, varying_outputs="concatenate")  # fmt: skip
+    for in_order in (True, False):
+        one = jax.device_put(np.ones(99, "f"), jax.devices()[0])
+        many = jax.device_put(one, WHOLE)
+        w, v = (many, one) if in_order else (one, many)
+        assert [float(y[0]) for y in step(w, v, np.ones(4, "f"))] == [3, 2]
+
+
 def test_runs_in_place_are_not_looked_at(monkeypatch):
     from jaxcoll._distribute import replica_program
 
