@@ -340,7 +340,7 @@ def doctor():
 def mpi_collectives():
     """Calls over JAX's `mpi` collectives are right. Needs MPIwrapper's library in MPITRAMPOLINE_LIB.
 
-    The job then ends with MPI's abort, as in plain JAX (findings/jax_mpi_collectives_at_exit.sh).
+    The job then ends with an error of MPI, as in plain JAX, which clears up after MPI has ended.
     """
     script = """
     export JAX_COORDINATOR_ADDRESS=127.0.0.1:29521 JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi
