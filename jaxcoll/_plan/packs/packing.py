@@ -161,7 +161,7 @@ def plan_packs(
     alone = [
         i for i, leaf in enumerate(leaves) if leaf.travels and (leaf.solid or rule == UNPACKED)
     ]
-    runs = [[whole(leaves, i)] for i in alone]
+    runs = [[Segment(i, 0, leaves[i].size)] for i in alone]
     if rule != UNPACKED:
         runs += rule.runs(leaves)
         runs.sort(key=lambda run: rule.sort_key(leaves, run))
