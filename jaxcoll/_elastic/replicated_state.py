@@ -48,7 +48,7 @@ Together = Callable[..., Any]
 """A function of `(call, seconds, what)` that makes a `Call` with all members."""
 
 Offers = dict[str, dict[str, Any]]
-"""What each member of a generation says of itself when it begins, by name."""
+"""The first record of each member of a generation, by name."""
 
 
 class ReplicatedState:

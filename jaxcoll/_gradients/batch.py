@@ -1,4 +1,4 @@
-"""What the batch of a call is: the one rule of every function that splits a batch by rows."""
+"""The batch of a call: the one rule of every function that splits a batch by rows."""
 
 from __future__ import annotations
 

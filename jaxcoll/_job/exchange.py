@@ -1,4 +1,4 @@
-"""What the processes of a job tell one another, as JSON in its key-value store.
+"""Values that the processes of a job exchange, as JSON in its key-value store.
 
 `exchange` waits for a value of everybody, `agree` for the first one. The store is the job's, or
 a `CoordinatorClient` where the coordinator may die meanwhile.

@@ -60,7 +60,7 @@ class _Joined:
 
 
 report_hangs: Callable[[float], Any] | None = None
-"""What `hang_seconds` starts. The package sets it: a watch of programs stands above processes."""
+"""Started by `hang_seconds`. The package sets it: a watch of programs stands above processes."""
 
 _joined: _Joined | None = None
 _leaving = threading.Lock()

@@ -1,4 +1,4 @@
-"""Where this process's threads are, and what they wait for. Needs no JAX."""
+"""The stacks of this process's threads, and what they wait for. Needs no JAX."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LONGEST = 120  # characters of a call's source
 _MOST_PLACES = 8  # of a thread
 
 OURS = "jaxcoll-"
-"""How the names of jaxcoll's own threads begin."""
+"""The names of jaxcoll's own threads begin so."""
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""What the proof refuses, in words."""
+"""The texts of what the proof refuses."""
 
 CHOSEN = """\
 {kind} over {axis!r}{at} is in a {where} that replicas decide separately: the condition{line} \

@@ -31,7 +31,7 @@ _MEASURED = {"computing": PRODUCTS, "transfer": COLOURS[0], "waiting": COLOURS[1
 
 
 class Schedule(NamedTuple):
-    """What a picture of the compiled schedule shows; the fields are those of `Report`."""
+    """The values that a picture of the schedule shows; the fields are those of `Report`."""
 
     rows: Sequence[Row]
     matmuls: Sequence[Matmul]

@@ -1,1 +1,1 @@
-"""Which process of a program that hangs did not arrive, and where it is."""
+"""Reports of hangs: the process that did not arrive, and where it is."""

@@ -1,4 +1,4 @@
-"""Who is missing in a job that hangs: a pure function of one row of each process."""
+"""The verdict on a job that hangs: a pure function of one row of each process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAITS, ENDS = ("program", "barrier"), ("shutdown", "ended", "exit")
 
 @dataclasses.dataclass
 class Row:
-    """What one process says of itself, or its host of it if it is silent."""
+    """The state of one process, as it says itself, or its host if it is silent."""
 
     rank: int
     kind: str = "silent"  # a state of `jaxcoll._report.hang.report`
@@ -50,7 +50,7 @@ class Row:
 
 @dataclasses.dataclass
 class Verdict:
-    """Who waits for whom."""
+    """The processes that wait, and those they wait for."""
 
     kind: Literal["missing", "order", "inside"]
     waiting: list[int]

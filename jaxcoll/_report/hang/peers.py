@@ -1,4 +1,4 @@
-"""What the processes of a job tell one another about a hang, and what a host says of a silent one.
+"""Rows that the processes of a job exchange about a hang; a host speaks for a silent process.
 
 Processes of one host write files, which they read also if the coordinator is dead or stopped.
 Between hosts they use the job's key-value store.

@@ -1,4 +1,4 @@
-"""What one process of a job is doing, and its part in reporting a hang."""
+"""The row of one process of a job, and its part in reporting a hang."""
 
 from __future__ import annotations
 

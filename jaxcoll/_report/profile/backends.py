@@ -1,4 +1,4 @@
-"""What each backend writes into a profile: one description of TPUs, one of GPUs, one of CPUs.
+"""The parts of a profile by backend: one description of TPUs, one of GPUs, one of CPUs.
 
 A description says which events are executions of instructions, and which runs they belong to.
 Launches, copies in the background and lines that other tools derive are no executions.

@@ -17,7 +17,7 @@ WHOLE, START, DONE = 1, 2, 3
 
 
 class EventNames(NamedTuple):
-    """How events refer to a program."""
+    """The names by which events refer to a program."""
 
     # By name of an event: the position of its collective, and WHOLE, START or DONE
     collectives: dict[str, tuple[int, int]]

@@ -42,7 +42,7 @@ class Compiled(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """What a profile has of the devices of one process."""
+    """The part of a profile that is about the devices of one process."""
 
     backend: Backend = CPU
     executions: Mapping[Program, Executions] = {}
