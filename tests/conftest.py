@@ -4,6 +4,7 @@ import collections
 import gc
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -192,3 +193,17 @@ def launched(
 @pytest.fixture(autouse=True, scope="session")
 def _eight_devices() -> None:
     assert jax.device_count() == 8, "the tests need the eight devices that conftest asks for"
+
+
+@pytest.fixture
+def coordinator() -> Iterator[socket.socket]:
+    """The coordinator's end of this process's connection to it."""
+    from jaxcoll._job import liveness  # here: tests of imports come without jaxcoll
+
+    here, there = socket.socketpair()
+    connection = liveness.CoordinatorConnection(here.detach())
+    liveness.use_connection(connection)
+    yield there
+    liveness.use_connection(None)
+    connection.close()
+    there.close()

@@ -1,22 +1,8 @@
-"""What the coordinator tells of who has ended is heard, and told apart from silence."""
-
-import socket
+"""News of the coordinator of who has ended is heard, and told apart from silence."""
 
 import forks
-import pytest
 
 from jaxcoll._job import liveness
-
-
-@pytest.fixture
-def coordinator():
-    here, there = socket.socketpair()
-    connection = liveness.CoordinatorConnection(here.detach())
-    liveness.use_connection(connection)
-    yield there
-    liveness.use_connection(None)
-    connection.close()
-    there.close()
 
 
 def test_split_lines_are_joined(coordinator):

@@ -1,7 +1,6 @@
 """The table of peers: who is there, silent, or has ended, by records and the coordinator's news."""
 
 import dataclasses
-import socket
 import time
 
 import pytest
@@ -10,17 +9,6 @@ from jaxcoll._job import liveness
 from jaxcoll._job.key_value import CoordinatorClient, LocalKeys
 from jaxcoll._runtime import peers
 from jaxcoll._runtime.peers import Peers
-
-
-@pytest.fixture
-def coordinator():
-    here, there = socket.socketpair()
-    connection = liveness.CoordinatorConnection(here.detach())
-    liveness.use_connection(connection)
-    yield there
-    liveness.use_connection(None)
-    connection.close()
-    there.close()
 
 
 @pytest.fixture
