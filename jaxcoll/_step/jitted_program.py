@@ -124,7 +124,7 @@ def allow_traces() -> None:
 
 
 def _find_shardings(leaves: list[Any]) -> list[Any] | None:
-    """List the shardings of arrays; JAX is never left to place others, which may end the process."""
+    """List the shardings of arrays; JAX never places others, which may end the process."""
     try:
         return [x.sharding for x in leaves]
     except (AttributeError, TypeError):  # not arrays
