@@ -3,7 +3,8 @@
     python -m tests.hang.campaign [--only WORDS] [--processes 2,4] [--styles jit,pmap] [--times N]
 
 Prints one line for each run, and ends with the number of those that named nobody, or the wrong
-process, or that reported a hang where there was none.
+process, or that reported a hang where there was none; and with how late reports came: from the last
+line that the process that reports printed before its first report, and the limit, to that report.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -45,7 +47,7 @@ LOUD = (*LAST, *FIRST, *OTHERS, *NOBODY)
 
 
 def run(kind, style, processes, limit=LIMIT):
-    """Run a program, and return (what became of it, its output)."""
+    """Run a program, and return (what became of it, its output, how late its report came)."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     ends = ["--hang-exit"] * (kind in LOUD and kind != "slow once")
@@ -56,8 +58,22 @@ def run(kind, style, processes, limit=LIMIT):
     ) as job:
         if kind == "all stop":
             threading.Timer(3 * limit + 6, _go_on, (address,)).start()
-        output = job.communicate()[0]
-    return judge_output(kind, style, processes, output), output
+        lines = [(time.monotonic(), line) for line in job.stdout]
+    output = "".join(line for _, line in lines)
+    return judge_output(kind, style, processes, output), output, measure_delay(lines, limit)
+
+
+def measure_delay(lines, limit):
+    """Return the seconds from when a report was due until it came; None if there is none.
+
+    The process that reports printed its last line just before it began to wait.
+    """
+    reported = next(((at, line) for at, line in lines if "jaxcoll hang: process" in line), None)
+    if reported is None:
+        return None
+    rank = reported[1].partition("]")[0]
+    began = max(at for at, line in lines if at < reported[0] and line.startswith(rank))
+    return reported[0] - began - limit
 
 
 def judge_output(kind, style, processes, output):
@@ -100,23 +116,28 @@ def main():
     parser.add_argument("--show", action="store_true", help="print the reports")
     args = parser.parse_args()
     kinds = args.only.split(",") if args.only else QUIET if args.quiet else (*LOUD, *QUIET)
-    bad = turn = 0
+    bad, turn, delays = 0, 0, []
     for kind in kinds * args.times:
         for processes in map(int, args.processes.split(",")):
             turn += 1
             styles = args.styles.split(",") if args.styles else [STYLES[turn * 7 // 3 % 4]]
             for style in styles:
                 began = time.monotonic()
-                result, output = run(kind, style, processes)
+                result, output, delay = run(kind, style, processes)
+                delays += [delay] * (delay is not None)
                 bad += result not in ("right", "JAX ended it")
                 seconds = time.monotonic() - began
-                print(f"{kind:14} {style:10} {processes}  {result}  ({seconds:.0f} s)", flush=True)
+                late = f", {delay:.1f} s late" if delay is not None else ""
+                line = f"{kind:14} {style:10} {processes}  {result}  ({seconds:.0f} s{late})"
+                print(line, flush=True)
                 if args.show or result not in ("right", "JAX ended it"):
                     lines = output.splitlines()
                     print(
                         "\n".join("    " + x for x in lines if args.show or "hang" in x), flush=True
                     )
     print(f"{bad} not right")
+    if delays:
+        print(f"reports {statistics.median(delays):.1f} s late, at most {max(delays):.1f} s")
     return bad > 0
 
 

@@ -240,5 +240,5 @@ def test_bad_input_takes_one_line(tmp_path):
     ],
 )
 def test_real_hang_is_named(kind, style, processes):
-    result, output = campaign.run(kind, style, processes)
+    result, output, _ = campaign.run(kind, style, processes)
     assert result == "right", output
