@@ -1,5 +1,6 @@
 """Hang reports: who is named, when nobody is, and that a watched program is not changed."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -203,6 +204,32 @@ def test_watching_changes_nothing(tmp_path, end):
     assert watched.stderr == said
     assert measured.stderr.startswith(f"{said}\nNo program with collectives was compiled; ")
     assert watched.returncode == measured.returncode == plain.returncode
+
+
+SLOW_IMPORTS = """
+import atexit, sys, threading, time
+
+class Slowly:
+    def find_spec(name, *_):
+        if name in ("jaxcoll._report.profile.calls", "jaxcoll._report.hang.process"):
+            time.sleep(1.5)
+
+sys.meta_path.insert(0, Slowly)
+names = lambda: [thread.name for thread in threading.enumerate() if "jaxcoll" in thread.name]
+atexit.register(lambda: print(*names()))  # runs last
+"""
+
+
+def test_watch_ends_before_python(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORTS)
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM.format(end=""))
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "jaxcoll", "inspect", "--hang-seconds", "5", "--run", script]
+    run = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert (run.returncode, run.stdout) == (0, "3\n\n")
 
 
 BAD_INPUT = {

@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.02
 _LONGEST_BEAT = 0.5
 _MOST_FAILURES = 10  # in a row: a thread may change while it is looked at
 _LONGEST_PAUSE = 1.0  # of this thread on a loaded machine
-_END_SECONDS = 2.0
+_END_SECONDS = 10.0  # an import, or a request of the coordinator
 
 
 class HangWatch(threading.Thread):
@@ -95,8 +95,10 @@ class HangWatch(threading.Thread):
     def close(self) -> None:
         """End the thread."""
         self._over.set()
-        if self._calls is not None:
+        if self.ident is not None:
+            # A thread that returns from native code while Python shuts down ends the process.
             self.join(_END_SECONDS)
+        if self._calls is not None:
             self._calls.stop()  # it may have begun after Python's end did
         if self._here is not None:
             self._here.close()
