@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -30,8 +29,6 @@ class Claims:
 
     compares: bool = False  # the program reports every value to the host
     found: bool = False  # the program calls `jc.same`
-    # Shapes of the program's arguments for which replicas were compared
-    compared: set[Hashable] = dataclasses.field(default_factory=set)
     # By the value's place in the user's program and the replica's number
     reported: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
     _lock: Any = dataclasses.field(default_factory=threading.Lock)

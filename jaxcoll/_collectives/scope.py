@@ -28,22 +28,9 @@ DILOCO_AXIS = "jaxcoll_replica"
 """The axis that a step of `diloco` is mapped over; reductions over it are refused."""
 
 
-class _Hashed:
-    """A frozen value that caches its hash, which JAX needs at every operation of a trace."""
-
-    def __hash__(self) -> int:
-        cached = vars(self).get("_hash")
-        if cached is None:
-            values = (getattr(self, field.name) for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
-            cached = vars(self)["_hash"] = hash(tuple(values))
-        return cached
-
-
 @dataclasses.dataclass(frozen=True)
-class Scope(_Hashed):
+class Scope:
     """The settings of a program; its functions compare by value, so equal programs share traces."""
-
-    __hash__ = _Hashed.__hash__
 
     # Describes where a reduction runs, from its axes and their sizes
     world: Callable[[dict[str, int]], World]
@@ -57,6 +44,11 @@ class Scope(_Hashed):
     # The axes of a call that names none, outer first; (): there is no default
     axes: tuple[str, ...] = ()
     claims: Any = None  # a `Claims` that collects the calls of `jc.same`; None: they are unchecked
+
+    def __hash__(self) -> int:
+        # JAX asks at every operation of a trace, and a world lists all devices. Scopes that differ
+        # in other fields are rare enough to share a hash.
+        return hash((self.axes, self.options))
 
     def merge(self, options: CommunicationOptions | None) -> Scope:
         """Return this scope with a call's options, which override its defaults."""
@@ -90,10 +82,8 @@ class Scope(_Hashed):
 
 
 @dataclasses.dataclass(frozen=True)
-class Differentiation(_Hashed):
+class Differentiation:
     """The reduction that awaits the gradient of the loss being traced; compares by value."""
-
-    __hash__ = _Hashed.__hash__
 
     axes: tuple[str, ...]  # the axes of that reduction
     options: CommunicationOptions = CommunicationOptions()  # its options

@@ -42,7 +42,6 @@ from jaxcoll._plan.packs.leaves import check_not_empty, is_array, refuse_tied
 from jaxcoll._runtime.call import Call, InnerDeadlines
 from jaxcoll._runtime.dispatch import find_group, run
 from jaxcoll._runtime.executable import remember
-from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import make_check
 from jaxcoll._step.jitted_program import MISSED, JittedProgram, allow_traces
 from jaxcoll._step.replicated_program import ReplicaMapping
@@ -198,11 +197,9 @@ def run_on_replicas(
         refuse_tied(arguments, caller)
         placed = place_arguments(caller, arguments, devices)
         # A trace finds the deadlines and the claims inside, which are of this call too.
-        program.inner.trace_once(program.jitted, placed)
-        compares = claims_are_new(program.claims, placed)
-        if compares:
+        if compares := program.trace_once(*placed) and program.claims.found:
             program = replica_program(devices, function, *settings, True)
-            program.inner.trace_once(program.jitted, placed)
+            program.trace_once(*placed)
         call = Call(program.jitted, placed, devices, what, options, inner=program.inner)
         result = run(call)
         if compares:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 from jax.sharding import Mesh
 
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._mesh.mesh import no_mesh
-from jaxcoll._runtime.call import Call
+from jaxcoll._runtime.call import Call, describe_kind
 from jaxcoll._step.step import DataParallel
 
 
@@ -36,9 +35,7 @@ class Steps:
         """Prepare the call after so many finished steps."""
         with no_mesh():
             call, checked = self._step.prepare(state.latest, batches(step))
-            leaves, tree = jax.tree.flatten(call.args)
-            kind = tree, tuple(x.aval for x in leaves)
-            if kind not in self._checked:
+            if (kind := describe_kind(call.args)) not in self._checked:
                 state.check_result(call.program.trace(*call.args).out_info)
                 self._checked.add(kind)
         return Prepared(step + 1, call, checked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxcoll._hlo.collective import KINDS, Collective, count_bytes
 from jaxcoll._show.units import pluralize, some
@@ -66,10 +66,10 @@ def assert_collectives(
             "`assert_collectives` expects a report, as in `jc.assert_collectives(jc.inspect(step, "
             f"*args), max_count=1)`; got {type(report).__name__}."
         )
-    upper, allowed = check_limits(
-        max_count=max_count, max_wire_bytes=max_wire_bytes, max_operands=max_operands,
-        none_in_loops=none_in_loops, dtypes=dtypes, kinds=kinds,
-    )  # fmt: skip
+    upper, allowed = check_limits({
+        "max_count": max_count, "max_wire_bytes": max_wire_bytes, "max_operands": max_operands,
+        "none_in_loops": none_in_loops, "dtypes": dtypes, "kinds": kinds,
+    })  # fmt: skip
     if isinstance(report, Programs) and report.unread:
         raise AssertionError(f"a program could not be checked. {' '.join(report.unread)}")
     if isinstance(report, Programs) and not report.reports and not report.quiet:
@@ -85,37 +85,30 @@ def assert_collectives(
 
 
 def check_limits(
-    *,
-    max_count: int | None = None,
-    max_wire_bytes: int | None = None,
-    max_operands: int | None = None,
-    none_in_loops: bool = False,
-    dtypes: Iterable[str] | None = None,
-    kinds: Iterable[str] | None = None,
+    limits: Mapping[str, Any],
 ) -> tuple[dict[str, int | None], dict[str, set[str] | None]]:
     """Split limits into those on numbers and the allowed names; refuse invalid ones."""
-    upper = {
-        "max_count": max_count, "max_wire_bytes": max_wire_bytes, "max_operands": max_operands,
-    }  # fmt: skip
+    upper = {name: limits.get(name) for name in ("max_count", "max_wire_bytes", "max_operands")}
     for name, limit in upper.items():
         if limit is not None and (type(limit) is not int or limit < 0):
             raise ValueError(f"`{name}` must be None or an integer of at least 0; got {limit!r}.")
     allowed = {
         "dtypes": _check_names(
-            "dtypes", dtypes, _is_dtype, "element types of HLO such as f32, bf16"
+            limits, "dtypes", _is_dtype, "element types of HLO such as f32, bf16"
         ),
-        "kinds": _check_names("kinds", kinds, KINDS.__contains__, ", ".join(KINDS)),
+        "kinds": _check_names(limits, "kinds", KINDS.__contains__, ", ".join(KINDS)),
     }
-    if not none_in_loops and all(limit is None for limit in (*upper.values(), *allowed.values())):
+    values = *upper.values(), *allowed.values()
+    if not limits.get("none_in_loops") and all(limit is None for limit in values):
         names = ", ".join([*upper, "none_in_loops", *allowed])
         raise ValueError(f"`assert_collectives` needs a limit, one or more of {names}; got none.")
     return upper, allowed
 
 
 def _check_names(
-    name: str, value: Iterable[str] | None, is_valid: Callable[[str], bool], valid: str
+    limits: Mapping[str, Any], name: str, is_valid: Callable[[str], bool], valid: str
 ) -> set[str] | None:
-    if value is None:
+    if (value := limits.get(name)) is None:
         return None
     names = {value} if isinstance(value, str) else set(value)
     for invalid in (x for x in names if not isinstance(x, str) or not is_valid(x)):

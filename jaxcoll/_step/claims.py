@@ -17,18 +17,6 @@ from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.dispatch import run
 
 
-def are_new(claims: Claims, arguments: Any) -> bool:
-    """Claims of a program are compared once for arguments of these shapes."""
-    if not claims.found:
-        return False
-    leaves, treedef = jax.tree.flatten(arguments)
-    key = treedef, tuple((np.shape(x), str(jax.typeof(x).dtype)) for x in leaves)
-    if key in claims.compared:
-        return False
-    claims.compared.add(key)
-    return True
-
-
 def make_check(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any, Call], Any]:
     """Make a function that returns a call's result after it checked that all replicas agree.
 

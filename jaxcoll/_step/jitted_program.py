@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextvars
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 
 from jaxcoll._collectives.same import Claims
 from jaxcoll._compat.running import is_tracing
-from jaxcoll._runtime.call import InnerDeadlines
+from jaxcoll._runtime.call import InnerDeadlines, describe_kind
 from jaxcoll._runtime.dispatch import has_queue
 from jaxcoll._step.placed_arguments import memory_key
 
@@ -56,6 +56,7 @@ class JittedProgram:
             return program(*args, **kwargs)
 
         self.inner, self.claims = inner, claims
+        self._traced: set[Hashable] = set()  # kinds of arguments
         self._donates = bool(options.get("donate_argnums"))
         self._jit = functools.partial(jax.jit, traced, **options)
         self.jitted = self._jit()
@@ -63,6 +64,17 @@ class JittedProgram:
     def add_options(self, **options: Any) -> None:
         """Jit the program with more options; it keeps its traces."""
         self.jitted = self._jit(**options)
+
+    def trace_once(self, *args: Any, **kwargs: Any) -> bool:
+        """Trace the program once for such arguments, for its deadlines and claims.
+
+        JAX keeps the trace. Return whether the arguments are of a new kind.
+        """
+        kind = describe_kind((args, kwargs))
+        if is_new := kind not in self._traced:
+            self.jitted.trace(*args, **kwargs)
+            self._traced.add(kind)  # afterwards: a trace may fail
+        return is_new
 
     def quick_call(
         self, arguments: tuple[Any, ...], placed: tuple[Any, ...]

@@ -26,7 +26,6 @@ from jaxcoll._runtime import call as dispatched
 from jaxcoll._runtime.dispatch import find_group, run
 from jaxcoll._runtime.executable import remember
 from jaxcoll._step.bound_step import bind_step
-from jaxcoll._step.claims import are_new as claims_are_new
 from jaxcoll._step.claims import make_check
 from jaxcoll._step.jitted_program import MISSED, JittedProgram, allow_traces
 from jaxcoll._step.placed_arguments import Arguments
@@ -180,7 +179,7 @@ class DataParallel:
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         call = self._arguments.place(self._arguments.check(args, kwargs))
         program, check = self._program_for(call), None
-        if program.claims.found and claims_are_new(program.claims, (call.args, call.kwargs)):
+        if program.claims.found and program.trace_once(*call.args, **call.kwargs):
             program = self._jit(remember, call, Claims(compares=True))
             check = make_check(program.claims, self._fixed_mesh, self._axes)
         of_call = program.jitted, call.args, self._devices, name, self._options, call.kwargs

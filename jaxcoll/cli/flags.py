@@ -157,15 +157,6 @@ def minimum(least: int) -> Callable[[str], int]:
     return integer
 
 
-def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Raise a ValueError if a flag has a number below `least`."""
-    for name in names:
-        number = getattr(args, name)
-        if number is not None and number < least:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} must be at least {least}; got {number}.")
-
-
 def add_hang(parser: argparse.ArgumentParser) -> None:
     """Add `--hang-seconds` and `--hang-exit`."""
     text = "report who waits for whom, and where, when a process waits for others for S seconds"

@@ -133,7 +133,7 @@ def _run(args: argparse.Namespace) -> int:
     # Check everything that can be checked before the script runs.
     limits = dict(map(_limit, args.limit))
     if limits:
-        check_limits(**limits)
+        check_limits(limits)
     if args.profile and not args.measure:
         raise ValueError("--run with --profile needs --measure N: nothing else is recorded.")
     if args.profile:
@@ -204,7 +204,7 @@ def _say(text: str) -> None:
 def _limit(text: str) -> tuple[str, Any]:
     """Parse a --limit: its name and value, for `jc.assert_collectives`."""
     name, _, value = text.partition("=")
-    names = check_limits.__kwdefaults__ or {}
+    names = jc.assert_collectives.__kwdefaults__ or {}
     if name not in names:
         raise ValueError(f"--limit: {name} is not a limit; the limits are {', '.join(names)}.")
     example = {"none_in_loops": "", "dtypes": "=bf16,f32", "kinds": "=all-reduce"}.get(name, "=1")

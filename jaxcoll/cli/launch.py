@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jaxcoll._job.launch.subprocesses import check_system, signal_name
 from jaxcoll._job.launch.supervisor import Job, world
-from jaxcoll.cli.flags import add_hang, check_least, hang_command
+from jaxcoll.cli.flags import add_hang, hang_command, minimum
 
 EPILOG = """\
 The program calls `jc.initialize()` first. The processes use 127.0.0.1, and other machines cannot
@@ -44,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.usage = "jaxcoll launch [-n N] [flags] (script.py | -m module) [arguments ...]"
     add = parser.add_argument
-    add("-n", "--processes", type=int, default=2, metavar="N", help="processes (default: 2)")
+    text = "processes (default: 2)"
+    add("-n", "--processes", type=minimum(1), default=2, metavar="N", help=text)
     text = "simulated CPU devices, or GPUs, per process (default: 1)"
-    add("--devices-per-process", type=int, metavar="K", help=text)
+    add("--devices-per-process", type=minimum(1), default=1, metavar="K", help=text)
     text = "simulated CPU devices over Gloo (default), or this host's GPUs, K for each process"
     add("--platform", choices=["cpu", "gpu"], default="cpu", help=text)
     add("--logs", type=Path, metavar="DIR", help="also append each rank's output to DIR/RANK.log")
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "let the others continue when a process fails, for programs that can do without it"
     add("--keep-going", action="store_true", help=text)
     text = "restart after failures, N times in total (default: 0)"
-    add("--restarts", type=int, default=0, metavar="N", help=text)
+    add("--restarts", type=minimum(0), default=0, metavar="N", help=text)
     add_hang(parser)
     add("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module")
     text = "the program and its arguments"
@@ -82,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
             return True
 
         while True:
-            devices = args.platform, args.devices_per_process or 1
-            with world(args.processes, *devices, *output.logs[-1:]) as (variables, is_joined):
+            each = args.platform, args.devices_per_process
+            with world(args.processes, *each, *output.logs[-1:]) as (variables, is_joined):
                 job = Job(command, variables, output.show, args.keep_going, may_restart, signals)
                 job.run(max(0.0, until - time.monotonic()))
                 is_apart = args.processes > 1 and not is_joined()
@@ -115,10 +116,6 @@ def _status(args: argparse.Namespace, job: Job, output: _Output) -> int:
 
 def _command(args: argparse.Namespace) -> list[str]:
     """Check all flags and make the command of each process."""
-    if args.processes < 1:
-        raise ValueError(f"-n must be at least 1; got {args.processes}.")
-    check_least(args, 1, "devices_per_process")
-    check_least(args, 0, "restarts")
     if (limit := args.timeout_seconds) is not None and not 0 < limit < float("inf"):
         raise ValueError(f"--timeout-seconds must be a number above 0; got {limit}.")
     python = hang_command(args) or [sys.executable]

@@ -298,13 +298,10 @@ def children(pid):
 
 def test_bad_flags_are_refused(capsys):
     for flags, message in (
-        (["-n", "0", "x.py"], "-n must be at least 1; got 0"),
-        (["--devices-per-process", "0", "x.py"], "--devices-per-process must be at least 1; got 0"),
         (
             ["--timeout-seconds", "nan", "x.py"],
             "--timeout-seconds must be a number above 0; got nan",
         ),
-        (["--restarts", "-1", "x.py"], "--restarts must be at least 0; got -1"),
         (["no-such.py"], "there is no file no-such.py"),
         (["python", __file__], "leave 'python' out"),
         ([sys.executable, __file__], "out."),
@@ -315,6 +312,10 @@ def test_bad_flags_are_refused(capsys):
         text = capsys.readouterr().err
         assert text.startswith("jaxcoll launch: ")
         assert message in text
+    for flag, least in (("-n", 1), ("--devices-per-process", 1), ("--restarts", 0)):
+        with pytest.raises(SystemExit, match="2"):
+            main(["launch", flag, str(least - 1), "x.py"])
+        assert f": must be at least {least}; got {least - 1}\n" in capsys.readouterr().err
 
 
 def test_doctor_checks_this_machine(capsys):
