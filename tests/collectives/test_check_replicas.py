@@ -33,7 +33,7 @@ def reference(words):
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3, 5), (0, 3)])
-def test_the_digest_is_the_sum_it_says_it_is(shape):
+def test_digest_equals_its_formula(shape):
     """Of bits and not of values: of a negative zero, and of a NaN with a payload, too."""
     x = np.random.default_rng(0).standard_normal(shape).astype("f")
     words = x.reshape(-1).view(np.uint32)
@@ -45,7 +45,7 @@ DTYPES = ["bool", "int4", "uint4", "int8", "uint16", "int32", "float16", "bfloat
           "float8_e4m3fn", "complex64"]  # fmt: skip
 
 
-def test_every_element_of_every_dtype_counts():
+def test_every_element_counts():
     bits = np.arange(12).reshape(3, 4) % 2 == 1
     others = [np.where(np.arange(12).reshape(3, 4) == i, ~bits, bits) for i in range(12)]
     every = jax.jit(lambda xs: [jax.vmap(_digest)(xs.astype(jnp.dtype(d))) for d in DTYPES])
@@ -55,7 +55,7 @@ def test_every_element_of_every_dtype_counts():
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, M - 1), min_size=8, max_size=8), st.data())
-def test_swapped_or_changed_elements_are_seen(words, data):
+def test_swaps_and_changes_are_seen(words, data):
     x = np.array(words, np.uint32)
     i, j = data.draw(st.tuples(st.integers(0, 7), st.integers(0, 7)))
     swapped, changed = x.copy(), x.copy()
@@ -85,7 +85,7 @@ def differs(words):
 @pytest.mark.parametrize(
     ("runner", "n"), [*((runner, 3) for runner in RUNNERS), ("checked", 1), ("checked", 8)]
 )
-def test_who_differs_is_named_by_leaf_and_replica(runner, n):
+def test_differing_replica_is_named(runner, n):
     compare = program(runner, check, n)
     if runner == "unchecked":
         of_one = lambda block: check(jax.tree.map(lambda x: x[0], block))
@@ -118,13 +118,13 @@ def test_who_differs_is_named_by_leaf_and_replica(runner, n):
         ([1] * 11 + [2] * 9, "replicas 11, 12, 13, 14, 15, 16, 17, 18, … (9 in all) differ from the other 11"),
     ],
 )  # fmt: skip
-def test_majority_and_minority_are_told_apart(values, words):
+def test_majority_is_told_from_minority(values, words):
     found = run("vmap", check, len(values), np.array(values, "f"))
     with differs(re.escape(f"the value: {words}")):
         found.raise_if_differs()
 
 
-def test_many_leaves_are_not_all_listed():
+def test_long_lists_of_leaves_end():
     found = run("vmap", check, 2, [np.arange(2)] * 30)
     with differs("and 10 leaves more"):
         found.raise_if_differs()
@@ -137,7 +137,7 @@ def lying(n=8, wrong=3):
     return jax.make_array_from_single_device_arrays((4,), sharding, copies)
 
 
-def test_copies_of_global_arrays_are_compared_between_programs():
+def test_copies_of_arrays_are_compared():
     rows = jax.device_put(np.arange(8.0), NamedSharding(mesh_of(8), P("data")))
     twice = jax.device_put(np.arange(8.0), NamedSharding(jax.make_mesh((4, 2), ("a", "b")), P("a")))
     jc.check_replicas({"twice": twice, "w": jax.device_put(rows, NamedSharding(mesh_of(8), P()))}).raise_if_differs()  # fmt: skip
@@ -156,7 +156,7 @@ def halves(wrong):
     )
 
 
-def test_of_two_copies_none_is_the_majority():
+def test_two_copies_have_no_majority():
     found = jc.check_replicas(halves(jax.devices()[2])).divergent()
     assert found == {"": (("cpu:0", "cpu:1", "cpu:4", "cpu:5", "cpu:6", "cpu:7"), ("cpu:2",), ("cpu:3",))}  # fmt: skip
 
@@ -178,7 +178,7 @@ STACKED = {
 
 
 @pytest.mark.parametrize("kind", STACKED)
-def test_of_values_per_replica_the_rows_are_compared(kind):
+def test_rows_per_replica_are_compared(kind):
     found = jc.check_replicas(STACKED[kind]())
     assert len(found.paths) == 2
     (groups,) = found.divergent().values()
@@ -211,7 +211,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_what_there_is_one_copy_of_is_refused_and_never_called_fine(kind):
+def test_lone_copies_are_refused(kind):
     make, words = ALONE[kind]
     whole = jax.device_put(ROWS, NamedSharding(mesh_of(8), P()))
     words = (
@@ -223,7 +223,7 @@ def test_what_there_is_one_copy_of_is_refused_and_never_called_fine(kind):
         jc.check_replicas([make()] * 12)
 
 
-def test_shards_of_an_optimizer_are_no_copies_and_a_mesh_of_one_device_has_one_replica():
+def test_optimizer_shards_are_no_copies():
     optimizer = jc.sharded_optimizer(optax.adam(0.1), "data", assume_elementwise=True)
     state = optimizer.init({"w": ROWS})
     with pytest.raises(ValueError, match=r"(?s)leaf \[0\].mu.*in 8 parts.*Shards"):
@@ -232,20 +232,20 @@ def test_shards_of_an_optimizer_are_no_copies_and_a_mesh_of_one_device_has_one_r
     jc.check_replicas(one(ROWS, ROWS)).raise_if_differs()
 
 
-def test_without_an_axis_it_does_not_run_in_a_program():
+def test_programs_need_an_axis():
     with pytest.raises(ValueError, match=r"leaf \['w'\] is being traced.*Name the axis"):
         jax.jit(jc.check_replicas)({"w": ROWS})
     with pytest.raises(ValueError, match=r"leaf \['w'\] is being traced.*Name the axis"):
         jc.data_parallel(lambda w, x: jc.check_replicas({"w": w}))(ROWS, ROWS)
 
 
-def test_one_collective_of_eight_bytes_a_leaf():
+def test_one_small_collective_compares_all():
     text = lowered(check, 8, held(8)).as_text()
     assert text.count("stablehlo.all_") == 1
     assert "tensor<1x7x2xui32>" in text
 
 
-def test_every_hundredth_step_and_a_type_that_says_the_same_everywhere_is_not_believed():
+def test_types_are_not_believed():
     def every(step, w):
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(check, w))
         return jax.lax.cond(step % 100 == 0, check, lambda w: zeros, w)
@@ -267,7 +267,7 @@ def test_keys_and_empty_trees():
     assert vmapped(lambda x: check([]), np.ones(2)).divergent() == {}
 
 
-def test_what_is_no_array_is_refused():
+def test_foreign_leaves_are_refused():
     with pytest.raises(ValueError, match=r"`check_replicas`: leaf \['s'\]: expected an array, got str"):  # fmt: skip
         jc.check_replicas({"s": "text"})
     with pytest.raises(NameError, match="`check_replicas` over axis 'data'"):

@@ -99,7 +99,7 @@ def test_other_replica_counts_equal_reference(n, names):
 
 
 @EVERY
-def test_every_replica_ends_with_the_same_bits_within_n_eps_of_the_magnitudes(runner, n, names):
+def test_replicas_have_equal_accurate_bits(runner, n, names):
     """And a `vmap` inside reduces each row by itself."""
     value, matrix, each = found(runner, n, names)
     x = value["noise"].astype(np.float64)
@@ -119,7 +119,7 @@ def test_works_without_jit(name, runner):
     np.testing.assert_allclose(got["a"][0], rows(2, 4).mean(0), rtol=1e-6)
 
 
-def test_only_the_compilers_own_crosses_a_vmap_and_devices_at_once():
+def test_vmapped_axes_need_the_native():
     """An axis of an inner `vmap` can be reduced too where JAX can."""
     x = rows(4, 3, 5)
 
@@ -199,7 +199,7 @@ def test_one_replica_emits_no_collective():
     assert value[0] == x["a"].sum()
 
 
-def test_a_tree_without_leaves_is_itself():
+def test_empty_tree_is_itself():
     f = lambda x: [jc.all_reduce("sum", v, "data") for v in ({"a": None, "b": ()}, x)]
     assert run("vmap", f, 2, rows(2, 0))[0] == {"a": None, "b": ()}
     assert "stablehlo.all_reduce" not in lowered(f, 2, rows(2, 0)).as_text()

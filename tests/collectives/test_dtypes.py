@@ -40,7 +40,7 @@ def check_both(x):
     assert_trees_equal(*vmapped(f, x))
 
 
-def test_results_and_their_dtypes_are_those_of_lax():
+def test_dtypes_are_those_of_lax():
     check_both([np.abs(rows(4, 6)).astype(dtype) for dtype in (*FLOATS, *INTS, np.complex64)])
 
 
@@ -50,7 +50,7 @@ def test_64_bit_types_are_those_of_lax_too():
         check_both([np.arange(12).reshape(4, 3).astype(dtype) for dtype in dtypes])
 
 
-def test_a_mean_of_what_is_narrow_is_summed_in_a_wider_type():
+def test_narrow_means_are_summed_wider():
     """Eight times 100 is more than one of them holds."""
     floats = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
     x = [np.full((8, 3), 100.0).astype(d) for d in (*floats, np.int8, np.uint8, np.int16)]
@@ -60,7 +60,7 @@ def test_a_mean_of_what_is_narrow_is_summed_in_a_wider_type():
         np.testing.assert_array_equal(got[0].astype("f"), given[0].astype("f"))
 
 
-def test_a_float16_mean_travels_as_float16_and_is_as_good_as_its_type():
+def test_float16_mean_travels_narrow():
     x, mean = gaussian(8, 1000).astype(np.float16), lambda v: jc.all_reduce("mean", v, "data")
     assert "(tensor<1000xf16>) -> tensor<1000xf16>" in lowered(mean, 8, x).as_text()
     exact = x.astype("f8")
@@ -68,7 +68,7 @@ def test_a_float16_mean_travels_as_float16_and_is_as_good_as_its_type():
     assert np.all(np.abs(run("vmap", mean, 8, x)[0].astype("f8") - exact.mean(0)) <= bound)
 
 
-def test_numbers_and_numpy_leaves_are_arrays():
+def test_numbers_are_arrays():
     value = lambda x: {"x": x, "one": 1.0, "np": np.ones(2, "f")}
     got = run("vmap", lambda x: jc.all_reduce("sum", value(x), "data"), 4, rows(4, 2))
     assert got["one"][0] == 4
@@ -89,12 +89,12 @@ def test_numbers_and_numpy_leaves_are_arrays():
         (object(), "expected an array or a number, got object"),
     ],
 )
-def test_a_leaf_without_a_sum_is_refused_with_its_path(leaf, words):
+def test_leaves_without_sums_are_refused(leaf, words):
     with pytest.raises(ValueError, match=rf"cannot reduce leaf \['a'\]\[1\]: .*{words}"):
         run("vmap", lambda x: jc.all_reduce("sum", {"a": [x, leaf]}, "data"), 2, rows(2))
 
 
-def test_bfloat16_survives_a_mesh_that_is_only_partly_mapped():
+def test_bfloat16_survives_partial_mapping():
     """XLA's CPU compiler would abort the process: it must travel as float32 there."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     f = mapped(lambda v: jc.all_reduce("sum", v, "data"), mesh=mesh, axis_names={"data"})
@@ -104,7 +104,7 @@ def test_bfloat16_survives_a_mesh_that_is_only_partly_mapped():
 
 
 @pytest.mark.parametrize("name", ["auto", "halving_doubling", "ring-in-2"])
-def test_a_leaf_sharded_over_another_axis_keeps_its_shape(name):
+def test_sharded_leaf_keeps_its_shape(name):
     """With an Explicit second axis, flattening would gather it, and so would cutting shards."""
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     options = OPTIONS[name].replace(bytes_per_pack=1 << 20)
@@ -172,7 +172,7 @@ def moved(x):
     ("names", "runner"),
     [*((["float8_e8m0fnu", "int2"], r) for r in RUNNERS[:2]), (TINY, "checked"), (NARROW, "checked")],
 )  # fmt: skip
-def test_what_only_moves_arrives_as_it_was(names, runner):
+def test_moved_values_keep_their_bits(names, runner):
     given = {name: everything(name) for name in names}
     f = lambda tree: {name: moved(x) for name, x in tree.items()}
     found = run(runner, f, N, given)
@@ -187,7 +187,7 @@ def test_what_only_moves_arrives_as_it_was(names, runner):
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_what_is_reduced_is_the_sum_of_its_values(op):
+def test_narrow_sums_are_right(op):
     given = {}
     for name in (*NARROW, "int4", "uint4"):
         x = np.ones((N, 7), np.float32)
@@ -207,7 +207,7 @@ def test_what_is_reduced_is_the_sum_of_its_values(op):
 
 
 @pytest.mark.parametrize("options", [None, jc.CommunicationOptions(algorithm="ring")])
-def test_an_empty_array_that_all_replicas_hold_is_no_sum_to_count_again(options):
+def test_empty_invariant_arrays_are_taken(options):
     """Nothing is counted twice where there is nothing."""
     empty = {"bias": jnp.zeros((0, 3)), "none": None}
 
@@ -240,7 +240,7 @@ def tokens(dtype, weight):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_mean_that_fits_is_right_though_its_numerator_and_its_count_do_not_fit(dtype):
+def test_weighted_means_do_not_overflow(dtype):
     w = jnp.asarray([0.875], dtype)
 
     def f(x):
@@ -259,14 +259,14 @@ def test_a_mean_that_fits_is_right_though_its_numerator_and_its_count_do_not_fit
         np.testing.assert_allclose(grad.astype("f")[0], [1.5], **tolerance)
 
 
-def test_the_count_is_not_rounded_to_the_type_of_the_loss():
+def test_counts_are_not_rounded():
     """Of 257 tokens on each replica; as bfloat16 their count would be 256, or 1032 of all 1028."""
     f = jc.grad(lambda w, x: jc.WeightedLoss(w * 256, 257), "data")
     grad = run("checked", lambda x: f(jnp.bfloat16(1), x), N, jnp.ones(N))
     assert grad[0] == jnp.bfloat16(256 / 257) < 1
 
 
-def test_a_float16_that_is_clipped_may_have_a_norm_that_is_none():
+def test_clipping_survives_an_infinite_norm():
     """Its norm is 4e6, and a float16 ends at 65504."""
     optimizer = jc.sharded_optimizer(optax.sgd(1.0), "data", max_norm=1.0)
     params = {"w": jnp.zeros(4096, jnp.float16)}
@@ -281,7 +281,7 @@ def test_a_float16_that_is_clipped_may_have_a_norm_that_is_none():
 
 
 @pytest.mark.parametrize("runner", ["checked", "vmap"])
-def test_metrics_of_mixed_types_have_the_wider_one(runner):
+def test_mixed_metrics_have_wider_type(runner):
     with jax.enable_x64(True):
         pairs = [("float64", "float32"), ("float32", "float64"), ("complex64", "float64")]
         f = lambda x: [
@@ -321,7 +321,7 @@ for f in sums:
 """
 
 
-def test_a_complex_constant_is_summed_as_any_value():
+def test_complex_constants_are_summed():
     """XLA's CPU compiler aborts on it, and with it the process."""
     run = subprocess.run([sys.executable, "-c", COMPLEX_CONSTANTS], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]

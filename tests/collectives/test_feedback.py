@@ -74,7 +74,7 @@ def test_nothing_is_lost(runner, names):
             assert (np.abs(left).max() == 0) == (leaf == "b")
 
 
-def test_what_is_lost_is_that_of_the_codes_that_were_sent():
+def test_sent_codes_decide_the_residual():
     """Unoptimized, codes made once more for the residual differ where a number lies between two."""
     g = gaussian(N, 1 << 14)
     f = lambda g: {name: reduced(g, options=options) for name, options in OPTIONS.items()}
@@ -86,7 +86,7 @@ def test_what_is_lost_is_that_of_the_codes_that_were_sent():
 @pytest.mark.parametrize(
     ("dtype", "op"), [("bfloat16", "mean"), ("bfloat16", "sum"), ("float16", "sum")]
 )
-def test_what_a_narrow_type_cannot_hold_is_owed_too(dtype, op):
+def test_narrow_types_owe_their_rounding(dtype, op):
     g = jnp.asarray(gaussian(3, 40, 15)).astype(dtype)
 
     def f(g):
@@ -103,7 +103,7 @@ def test_what_a_narrow_type_cannot_hold_is_owed_too(dtype, op):
 
 
 @pytest.mark.parametrize(("name", "block", "top"), [("int8", 256, 127), ("int4", 64, 7)])
-def test_no_more_is_owed_than_half_a_step_of_each_rounding(name, block, top):
+def test_residual_is_bounded_by_steps(name, block, top):
     g = gaussian(N, 1 << 12)
     _, residual = vmapped(lambda g: reduced(g, options=OPTIONS[name]), g)
     owed = abs(flat(residual)[""]).reshape(N, -1, block)
@@ -130,7 +130,7 @@ def test_a_hierarchy_loses_nothing_either():
     assert np.linalg.norm(total + left - want) <= 1e-6 * np.linalg.norm(want)
 
 
-def test_a_step_that_is_not_finite_leaves_the_residual_as_it_was():
+def test_nonfinite_step_keeps_the_residual():
     def f(g, h):
         _, before = reduced(g)
         return before, [reduced(h, before)[1] for h in h]
@@ -159,7 +159,7 @@ def owing(g):
     return jax.tree.map(lambda x: x + each, jc.compression.residual(g, "data"))
 
 
-def test_a_metric_that_is_not_finite_keeps_no_gradient_back():
+def test_nonfinite_metric_keeps_no_gradient():
     def f(g):
         w = {"w": g, "b": g[:5]}  # the bias travels exactly, and shares a pack with the metric
         loss = lambda w: (jnp.sum(w["w"] * g) + jnp.sum(w["b"]), jc.Total(jnp.nan * g[0]))
@@ -179,7 +179,7 @@ def test_a_metric_that_is_not_finite_keeps_no_gradient_back():
     assert not np.asarray(after.parts[0]).reshape(2, -1)[:, :5].any()
 
 
-def test_a_weight_that_leaves_no_number_leaves_the_residual_as_it_was():
+def test_bad_weight_keeps_the_residual():
     """Of nothing, of no number, and one that makes a finite sum infinite."""
 
     def f(g, half):
@@ -198,14 +198,14 @@ def test_a_weight_that_leaves_no_number_leaves_the_residual_as_it_was():
         np.testing.assert_array_equal(before, after)
 
 
-def test_a_complex_leaf_that_is_not_finite_leaves_the_residual_as_it_was():
+def test_nonfinite_complex_keeps_the_residual():
     f = lambda c: reduced({"c": c, "w": jnp.arange(600.0) / 7})
     sums, residual = vmapped(f, np.array([1j, np.nan], np.complex64))
     assert np.isnan(sums["c"]).all()
     assert not any(part.any() for part in residual.parts)
 
 
-def test_a_single_replica_sends_what_it_was_left_owing():
+def test_single_replica_pays_its_residual():
     def f(g):
         total, after = reduced(g, owing(g), "mean")
         again, _ = reduced(g, after, "mean")
@@ -218,7 +218,7 @@ def test_a_single_replica_sends_what_it_was_left_owing():
     assert not after.any()
 
 
-def test_gradients_take_and_return_a_residual_through_data_parallel():
+def test_gradients_carry_a_residual():
     mesh, w, x = mesh_of(N), parameters(), gaussian(8 * N, 40)
     calls = jc.value_and_grad, jc.grad, functools.partial(jc.accumulate, num_microbatches=2)
     takes = [call(loss, "data", options=INT4, feedback=True) for call in calls]
@@ -237,7 +237,7 @@ def test_gradients_take_and_return_a_residual_through_data_parallel():
         assert np.abs(left["w"]).max() > 0
 
 
-def test_shards_beside_leaves_with_a_residual_travel_exactly():
+def test_shards_beside_residuals_travel_exactly():
     mesh, w, x = mesh_of(N), parameters(), gaussian(8 * N, 40)
     exactly = jc.CommunicationOptions(compression=None)
 
@@ -259,7 +259,7 @@ def test_shards_beside_leaves_with_a_residual_travel_exactly():
         jc.data_parallel(inherits, mesh=mesh, batch_argnums="x")(p, residual, x)
 
 
-def test_an_optax_chain_keeps_it_as_its_state():
+def test_optax_chain_carries_a_residual():
     mesh, w, x = mesh_of(N), parameters(), gaussian(8 * N, 40)
     link = jc.all_reduce_updates("data", options=INT4, feedback=True, mesh=mesh)
     tx = optax.chain(link, optax.sgd(1.0))
@@ -272,7 +272,7 @@ def test_an_optax_chain_keeps_it_as_its_state():
     np.testing.assert_allclose(-updates["w"] + left["w"] / N, exact["w"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_residual_of_another_tree_or_world_is_refused():
+def test_foreign_residuals_are_refused():
     g = gaussian(2, 600)
     of = lambda tree: jc.compression.residual(tree, "data")
     other, of_all = (jc.compression.residual(g[0], mesh=mesh_of(n)) for n in (3, 2))
@@ -289,7 +289,7 @@ def test_a_residual_of_another_tree_or_world_is_refused():
         refused(words, f, g)
 
 
-def test_a_leaf_that_some_replicas_hold_alike_has_no_residual():
+def test_replicated_leaf_has_no_residual():
     mesh, axes, g = grid(2, 2), ("node", "data"), gaussian(2, 600)
 
     def f(g, r):
@@ -301,7 +301,7 @@ def test_a_leaf_that_some_replicas_hold_alike_has_no_residual():
         )
 
 
-def test_feedback_without_a_state_and_where_there_is_none():
+def test_misplaced_feedback_is_refused():
     w, x = parameters(), gaussian(2, 4, 40)
     of = lambda tree: jc.compression.residual(tree, "data")
     synced = lambda w, x: loss(jc.sync_in_backward(w, "data"), x)
@@ -316,7 +316,7 @@ def test_feedback_without_a_state_and_where_there_is_none():
         jc.compression.residual(w, "model", mesh=mesh_of(2))
 
 
-def test_shapes_alone_are_enough_for_a_residual():
+def test_shapes_suffice_for_a_residual():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parameters())
     found = jc.compression.residual(shapes, mesh=mesh_of(2))
     assert [x.shape for x in found.parts] == [(2, 128), (20, 128)]

@@ -44,7 +44,7 @@ def everything(n):
 
 @pytest.mark.tensorflow("G20")
 @pytest.mark.parametrize(("runner", "n"), [*((r, 3) for r in RUNNERS), ("checked", 5)])
-def test_it_is_concatenation_in_replica_order_to_the_bit(runner, n):
+def test_gather_is_concatenation(runner, n):
     tree = everything(n)
     names = OPTIONS if runner in ("checked", "pmap") else ["auto"]
 
@@ -84,7 +84,7 @@ def test_gather_cotangent_is_own_slice(runner):
             np.testing.assert_array_equal(got[i], total[:, 3 * i : 3 * i + 3])
 
 
-def test_what_the_options_ask_is_in_the_program():
+def test_options_shape_the_gather():
     tree = [rows(4, 2), rows(4, 3), rows(4, 5)]
 
     def count(word, **asked):
@@ -107,7 +107,7 @@ def test_several_axes_count_the_outer_one_slowest():
         assert found.tolist() == [*range(16)]
 
 
-def test_on_two_levels_a_device_sends_no_more_than_its_own_outside_of_its_group():
+def test_levels_send_only_their_own():
     options, over = jc.CommunicationOptions(algorithm="ring/ring"), ("node", "data")
     f = jax.shard_map(lambda x: jc.all_gather(x, over, options=options),
                       mesh=grid(2, 4), in_specs=P(over), out_specs=P())  # fmt: skip
@@ -118,7 +118,7 @@ def test_on_two_levels_a_device_sends_no_more_than_its_own_outside_of_its_group(
     ]  # fmt: skip
 
 
-def test_what_is_the_same_everywhere_is_repeated():
+def test_invariant_values_are_repeated():
     gathered = mapped(lambda x: jc.all_gather(x, "data"), P(), mesh=3)(jnp.arange(2.0))
     assert gathered.tolist() == [0, 1, 0, 1, 0, 1]
     # One value behind three slices: its derivative is that of all of them together.
@@ -128,7 +128,7 @@ def test_what_is_the_same_everywhere_is_repeated():
 
 
 @pytest.mark.tensorflow("G16")
-def test_a_dimension_that_is_not_there_is_refused_by_name():
+def test_missing_dimension_is_refused():
     tree = {"a": rows(2, 3, 4), "b": rows(2, 3)}
     for value, axis, message in (
         (tree, 1, r"`all_gather`: leaf \['b'\] has shape \(3,\) and so no axis 1; expected one from -1 to 0"),
@@ -157,7 +157,7 @@ def test_a_dimension_that_is_not_there_is_refused_by_name():
           for source in (2, -1, 1.0, True, None)),
     ],
 )  # fmt: skip
-def test_what_cannot_be_gathered_or_sent_is_refused_by_name(call, error, words):
+def test_ungatherable_values_are_refused(call, error, words):
     refused(words, call, rows(2, 3), error=error)
 
 
@@ -190,7 +190,7 @@ def test_broadcast_sends_the_source(runner, name):
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @EVERY
-def test_prng_keys_travel_as_their_data(runner, impl):
+def test_prng_keys_travel(runner, impl):
     """In trees, along either dimension; what a key gives is drawn to show what came."""
     n = 3
 

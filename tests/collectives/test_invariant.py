@@ -24,7 +24,7 @@ def pre_summed(p, x):
     return jax.grad(lambda p: jnp.sum(p * x))(p)
 
 
-def test_a_gradient_that_autodiff_has_summed_is_refused_by_name():
+def test_summed_gradient_is_refused():
     def f(p, x):
         return jc.all_reduce("mean", {"layer": [pre_summed(p, x)]}, "data")
 
@@ -48,7 +48,7 @@ def test_a_gradient_that_autodiff_has_summed_is_refused_by_name():
     ],
     ids=["all_reduce", "reduce_scatter", "reduce_metrics", "grad"],
 )
-def test_every_refusal_names_the_axis_along_which_a_value_is_the_same(reduced):
+def test_every_refusal_names_the_axis(reduced):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     for split, same in ("ab", "ba"):
         words = rf"already the same on every replica along '{same}'(?: \(size 2\))?, so"
@@ -56,7 +56,7 @@ def test_every_refusal_names_the_axis_along_which_a_value_is_the_same(reduced):
             checked(lambda x: reduced(x, ("a", "b")), rows(2), in_specs=P(split), mesh=mesh)
 
 
-def test_a_word_says_whether_it_is_the_sum_already_or_what_every_replica_holds():
+def test_a_word_says_the_meaning():
     def f(p, x):
         reduce = lambda op, v, kind: jc.all_reduce(op, v, "data", invariant=kind)
         summed = [reduce(op, pre_summed(p, x), "summed") for op in ("sum", "mean")]
@@ -74,7 +74,7 @@ def mixed(x):
 
 
 @pytest.mark.parametrize("runner", ["step", *RUNNERS])
-def test_the_mean_of_equal_numbers_is_that_number(runner):
+def test_mean_of_equals_is_itself(runner):
     """In a checked `shard_map` one word says that they are equal on purpose."""
     settings = {"invariant": "replicated"} if runner == "checked" else {}
     f = lambda x: jc.all_reduce("mean", mixed(x), "data", **settings)
@@ -86,7 +86,7 @@ def test_the_mean_of_equal_numbers_is_that_number(runner):
     assert jax.tree.map(float, got) == {"lr": 0.5, "step": 3, "loss": x.mean()}
 
 
-def test_a_value_that_cannot_be_a_gradient_is_called_none():
+def test_integers_are_called_no_gradient():
     f = lambda x: jc.all_reduce("mean", {"loss": x, "step": jnp.int32(3)}, "data")
     with pytest.raises(AlreadyReducedError, match=r"leaf \['step'\].*\"replicated\"") as caught:
         checked(f, rows(8), in_specs=P("data"))
@@ -96,7 +96,7 @@ def test_a_value_that_cannot_be_a_gradient_is_called_none():
 @pytest.mark.parametrize(
     "how", [{}, {"invariant": "summed"}, {"options": jc.CommunicationOptions(algorithm="ring")}]
 )
-def test_a_sum_that_types_say_is_still_to_be_made_is_made_once(how):
+def test_unreduced_sums_are_made_once(how):
     """JAX's `unreduced`: also of gradients by parameters that are `reduced`, and differentiated."""
     x = rows(4, 3)
 
@@ -121,7 +121,7 @@ def test_a_sum_that_types_say_is_still_to_be_made_is_made_once(how):
     ("op", "invariant", "want"),
     [("sum", "summed", 6), ("mean", "summed", 0.75), ("sum", "replicated", 24), ("mean", "replicated", 3)],
 )  # fmt: skip
-def test_a_leaf_that_varies_over_one_axis_of_two(op, invariant, want):
+def test_partly_varying_leaf_is_summed(op, invariant, want):
     """Mesh 4 × 2; the leaf holds 2 and 4 along the second axis and is the same along the first."""
     mesh = grid(4, 2)
     f = lambda x: jc.all_reduce(op, x, ("node", "data"), invariant=invariant)
@@ -135,7 +135,7 @@ def test_a_leaf_that_varies_over_one_axis_of_two(op, invariant, want):
 @pytest.mark.parametrize(
     "asked", [{"bytes_per_pack": 1 << 20}, {"overlap": True, "bytes_per_pack": 64}]
 )
-def test_a_leaf_keeps_the_variance_of_other_axes(asked):
+def test_other_axes_keep_their_variance(asked):
     """Packed beside a leaf that varies over more axes, or sent after it, it must not catch its type."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     options = jc.CommunicationOptions(**asked)
@@ -148,7 +148,7 @@ def test_a_leaf_keeps_the_variance_of_other_axes(asked):
     np.testing.assert_array_equal(got[1], rows(8, 3).reshape(4, 2, 3).sum(0))
 
 
-def test_where_types_are_not_tracked_nothing_is_inferred():
+def test_untracked_types_infer_nothing():
     f = lambda x: jc.all_reduce("sum", jnp.ones(3), "data") + 0 * x
     for runner in ("pmap", "unchecked", "vmap"):
         got = run(runner, f, 8, rows(8, 3))
@@ -156,7 +156,7 @@ def test_where_types_are_not_tracked_nothing_is_inferred():
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_an_axis_out_of_scope_is_named_with_those_in_scope(runner):
+def test_unknown_axis_lists_known_ones(runner):
     for call, words in (
         (
             summed("dta"),
@@ -187,6 +187,6 @@ def summed(axis, **settings):
          "`invariant` must be one of 'error', 'summed', 'replic"),
     ],
 )  # fmt: skip
-def test_an_axis_name_of_the_wrong_form_and_an_unknown_meaning_are_refused(call, words):
+def test_malformed_axes_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -40,7 +40,7 @@ def both(op, options=None):
 
 
 @pytest.mark.parametrize(("runner", "n", "names"), CASES)
-def test_the_halves_together_are_an_all_reduce_of_any_tree(runner, n, names):
+def test_halves_make_an_all_reduce(runner, n, names):
     def f(v):
         found = [both("sum", OPTIONS[name])(v) for name in names]
         return found, jc.all_reduce("sum", v, "data")
@@ -50,7 +50,7 @@ def test_the_halves_together_are_an_all_reduce_of_any_tree(runner, n, names):
         assert_trees_equal(got, want)
 
 
-def test_means_have_the_types_of_all_reduce_and_float16_does_not_overflow():
+def test_means_have_all_reduce_types():
     value = {**tree(4), "bytes": rows(4, 3, dtype=np.int8), "huge": np.full((4, 5), 4e4, "f2")}
     f = lambda v: (both("mean")(v), jc.all_reduce("mean", v, "data"))
     got, want = run("checked", f, 4, value)
@@ -63,7 +63,7 @@ def test_means_have_the_types_of_all_reduce_and_float16_does_not_overflow():
     ("runner", "name"),
     [*((runner, "auto") for runner in RUNNERS), ("checked", "ring"), ("unchecked", "shuffle")],
 )
-def test_each_half_is_the_transpose_of_the_other(runner, name):
+def test_halves_are_transposes(runner, name):
     """y = gather(2 scatter(x)) · c with another x and c on each replica."""
     n, options = 3, OPTIONS[name]
 
@@ -81,7 +81,7 @@ def test_each_half_is_the_transpose_of_the_other(runner, name):
         np.testing.assert_allclose(got[i], 2 * np.asarray(c).sum(0) / n, rtol=1e-6)
 
 
-def test_each_replica_has_as_much_and_little_of_it_is_padding():
+def test_shards_are_equal_and_lean():
     n, value = 8, {"w": rows(8, 300, 40), "b": rows(8, 77), "h": rows(8, 9, dtype=np.float16)}
     shards = per_replica("checked", lambda v: jc.reduce_scatter("sum", v, "data"), n, value)
     assert isinstance(shards, jc.Shards)
@@ -101,7 +101,7 @@ def test_each_replica_has_as_much_and_little_of_it_is_padding():
     assert repr(again) == "ShardLayout(3 leaves in 2 packs, 8 shards each)"
 
 
-def test_rows_stay_reduce_scatters_and_nothing_else_is_sent():
+def test_rows_stay_reduce_scatters():
     value = {"w": rows(8, 64, 128), "b": rows(8, 10)}
     options = jc.CommunicationOptions(bytes_per_pack=1000)
     requested = lowered(both("mean", options), 8, value)
@@ -114,7 +114,7 @@ def test_rows_stay_reduce_scatters_and_nothing_else_is_sent():
     assert " all-reduce(" not in compiled
 
 
-def test_over_two_axes_the_parts_are_in_the_order_of_the_replicas():
+def test_two_axes_keep_replica_order():
     axes, x = ("node", "data"), rows(8, 2000)
     algorithms = ("native/native", "ring/halving_doubling", "shuffle/native")
 
@@ -131,7 +131,7 @@ def test_over_two_axes_the_parts_are_in_the_order_of_the_replicas():
         np.testing.assert_array_equal(np.asarray(parts).reshape(-1)[:2000], np.asarray(x).sum(0))
 
 
-def test_reproducible_sums_have_the_same_bits_by_every_algorithm_and_packing():
+def test_reproducible_halves_have_equal_bits():
     value = {"a": gaussian(8, 999), "b": rows(8, 5)}
     asked = [{}, {"bytes_per_pack": 64}, {"algorithm": "shuffle"}]
     options = [jc.CommunicationOptions(reproducible=True, **more) for more in asked]
@@ -145,7 +145,7 @@ def test_reproducible_sums_have_the_same_bits_by_every_algorithm_and_packing():
         assert_trees_equal(got, want)
 
 
-def test_the_plan_is_what_is_carried_out_and_half_of_an_all_reduce():
+def test_plan_costs_half_as_much():
     value = {"w": np.ones((64, 128), "f"), "b": np.ones(10, np.float16)}
     options = jc.CommunicationOptions(algorithm="rechd", bytes_per_pack=1 << 12)
     step = jc.data_parallel(
@@ -207,13 +207,13 @@ def bad(leaf, **asked):
          r"leaf \['w'\] is already the same .* count it 2 times.*reduced=True.*scatter=True"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_refused_by_its_path(call, words):
+def test_uncuttable_leaves_are_refused(call, words):
     with pytest.raises(ValueError, match=words) as caught:
         call()
     assert isinstance(caught.value, jc.errors.AlreadyReducedError) == ("already" in words)
 
 
-def test_a_leaf_sharded_over_an_axis_that_is_not_mapped_is_refused():
+def test_leaf_sharded_elsewhere_is_refused():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     x = jax.device_put(np.ones((2, 8), "f"), jax.NamedSharding(mesh, P("data", "model")))
     f = lambda v: jc.reduce_scatter("sum", v, "data").parts[0]

@@ -72,7 +72,7 @@ def differing(got, want):
     ],
     ids=str,
 )  # fmt: skip
-def test_every_element_is_summed_in_the_one_tree(request, runner, n, asked, narrow, as_users_do):
+def test_every_element_follows_one_tree(request, runner, n, asked, narrow, as_users_do):
     """Each reduction in the program is of products of its own, so that any may be fused with it."""
     if as_users_do:  # what is fused; the order of the sums can be seen without
         request.getfixturevalue("optimized")
@@ -95,7 +95,7 @@ def test_every_element_is_summed_in_the_one_tree(request, runner, n, asked, narr
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("n", [6, 8])
-def test_a_mean_that_goes_into_another_sum_keeps_its_bits(n):
+def test_mean_keeps_bits_in_sums(n):
     """A multiplication by 1/6 and an addition after it may otherwise become one rounding."""
     x, other = noise(n, 301), noise(n, 301, seed=1)[0]
 
@@ -120,7 +120,7 @@ AXES = [
 
 
 @pytest.mark.parametrize(("sizes", "algorithms"), AXES)
-def test_several_axes_are_counted_as_they_are_named(sizes, algorithms):
+def test_axes_count_as_named(sizes, algorithms):
     """The mesh has them in another order."""
     names = tuple(sizes)
     shape = [sizes[a] for a in sorted(sizes)]
@@ -135,7 +135,7 @@ def test_several_axes_are_counted_as_they_are_named(sizes, algorithms):
 
 
 @given(st.lists(st.sampled_from(sorted(DESCRIPTIONS)), min_size=1, max_size=3), st.tuples(*[st.integers(1, 5)] * 3))  # fmt: skip
-def test_what_is_called_reproducible_adds_in_that_tree(names, over):
+def test_reproducible_names_follow_the_tree(names, over):
     """Add names of replicas instead of numbers: trees within and between groups, and the flat one."""
     plan = stages("/".join(names), 0, over)
     if not sums_in_tree_order(plan):
@@ -159,7 +159,7 @@ def test_what_is_called_reproducible_adds_in_that_tree(names, over):
     assert flat.item() == joined(np.array(ranks, dtype=object).reshape(-1).tolist())
 
 
-def test_without_it_the_bits_depend_on_the_packing():
+def test_other_sums_depend_on_packing():
     """What this file's laws are worth: the ring's sums change when the leaves meet in one pack."""
     value = {k: noise(8, *shape, seed=i) for i, (k, shape) in enumerate(SHAPES.items())}
     asked = [jc.CommunicationOptions(nbytes, algorithm="ring") for nbytes in (1, 1 << 20)]
@@ -171,7 +171,7 @@ def test_without_it_the_bits_depend_on_the_packing():
     ("runner", "asked"),
     [("unchecked", "shuffle"), ("vmap", "one-pack"), ("pmap", "shuffled-pack")],
 )
-def test_the_cotangent_is_summed_in_the_same_tree(request, runner, asked):
+def test_cotangent_follows_the_same_tree(request, runner, asked):
     """A checked `shard_map` sums it itself, before jaxcoll sees it."""
     if runner == "unchecked":
         request.getfixturevalue("optimized")
@@ -188,7 +188,7 @@ def test_the_cotangent_is_summed_in_the_same_tree(request, runner, asked):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_gradients_have_the_same_bits_for_every_packing(request, runner):
+def test_gradients_ignore_the_packing(request, runner):
     """Each of an argument of its own, so that nothing is computed once for both."""
     if runner in ("checked", "pmap"):
         request.getfixturevalue("optimized")
@@ -204,7 +204,7 @@ def test_gradients_have_the_same_bits_for_every_packing(request, runner):
     assert not any(differing(packed, shuffled).values())
 
 
-def test_a_gather_is_as_exact_as_ever_and_so_is_its_derivative():
+def test_gather_and_derivative_stay_exact():
     x, ct = noise(8, 5), noise(8, 40)
     options = reproducible()
 
@@ -218,7 +218,7 @@ def test_a_gather_is_as_exact_as_ever_and_so_is_its_derivative():
     assert not any(differing({"": back}, {"": want}).values())
 
 
-def test_one_device_adds_in_the_same_tree():
+def test_one_device_follows_the_tree():
     x = noise(6, 33)
     got = jc.distribute.ReductionToOneDevice().reduce(
         "sum", each_row(6, x), "cpu:0", options=reproducible()
@@ -236,7 +236,7 @@ def test_one_device_adds_in_the_same_tree():
         ({"algorithm": "pscpu", "shards": 2}, "shuffle' with 2 owners", 6),
     ],
 )
-def test_an_algorithm_with_another_order_is_refused(asked, named, n):
+def test_other_orders_are_refused(asked, named, n):
     others = "'halving_doubling' or 'shuffle'" if n == 8 else "'shuffle'"
     words = f"`reproducible` asks for one order of summation, and '{named} has none over {n} repl"
     words = f"{words}.* or ask for {others}( with `shards` unset)?\\."
@@ -244,7 +244,7 @@ def test_an_algorithm_with_another_order_is_refused(asked, named, n):
     refused(words, f, rows(n, 3))
 
 
-def test_hierarchies_are_refused_where_groups_are_no_branches_of_the_tree():
+def test_misaligned_hierarchies_are_refused():
     for inner, outer in itertools.product(("shuffle", "halving_doubling"), repeat=2):
         options = reproducible(algorithm=f"{inner}/{outer}")
         choose(options, World(sizes=(2, 4)))
@@ -255,7 +255,7 @@ def test_hierarchies_are_refused_where_groups_are_no_branches_of_the_tree():
             choose(reproducible(algorithm=name), World(sizes=(2, 4), processes=2))
 
 
-def test_a_leaf_that_must_keep_its_shape_is_refused_by_its_path():
+def test_shaped_leaf_is_refused():
     auto = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
     f = lambda x: jc.all_reduce("sum", {"w": x}, "data", options=reproducible())

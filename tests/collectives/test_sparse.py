@@ -45,7 +45,7 @@ def test_slices_are_one_leaf():
     )
 
 
-def test_to_dense_drops_what_lies_outside_and_has_a_derivative():
+def test_to_dense_drops_outside_rows():
     values = jnp.array([1.0, 2.0, 4.0, 8.0])
     f = lambda v: IndexedSlices(v, jnp.array([-1, 2, 3, UNUSED]), (3,)).to_dense()
     assert f(values).tolist() == [0.0, 0.0, 2.0]
@@ -70,7 +70,7 @@ def test_padding_stands_for_nothing(kind, dtype):
     np.testing.assert_array_equal(added, sparse.to_dense())
 
 
-def test_without_padding_keeps_rows_where_no_shape_says_how_many_there_are():
+def test_unbounded_rows_are_kept():
     sparse = IndexedSlices([1.0, 2.0, 3.0], [7, -1, 10**6]).padded(9)
     assert sparse.without_padding().indices.tolist() == [7, 10**6]
 
@@ -94,12 +94,12 @@ def test_without_padding_keeps_rows_where_no_shape_says_how_many_there_are():
         (([1.0], [0], (5.0,)), r"`dense_shape` .*; got \(5.0,\)"),
     ],
 )  # fmt: skip
-def test_parts_that_do_not_fit_are_refused(arguments, message):
+def test_unfit_parts_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         IndexedSlices(*arguments)
 
 
-def test_calls_that_cannot_be_answered_say_why():
+def test_unanswerable_calls_say_why():
     sparse = IndexedSlices([1.0, 2.0], [0, 1])
     with pytest.raises(ValueError, match="`to_dense` needs to know how many rows there are"):
         sparse.to_dense()
@@ -184,7 +184,7 @@ def test_sparse_derivative_equals_dense(runner, op):
 @pytest.mark.parametrize(
     ("shape", "checked"), [((2, 4), True), ((3, 2), False), ((8, 1), True), ((1, 1), True)]
 )
-def test_replicas_along_several_axes_are_in_the_order_of_the_axes(shape, checked):
+def test_axes_order_the_rows(shape, checked):
     n = shape[0] * shape[1]
     both = ("node", "data")
     f = lambda i: jc.all_reduce("sum", IndexedSlices(i.astype(jnp.float32), i), both)
@@ -192,7 +192,7 @@ def test_replicas_along_several_axes_are_in_the_order_of_the_axes(shape, checked
     assert found.indices.tolist() == list(range(2 * n))
 
 
-def test_dtypes_are_those_of_the_dense_reduction():
+def test_sparse_dtypes_are_dense_ones():
     """And the mean of float16 neither overflows nor loses small numbers."""
     means = {"float16": "float16", "bfloat16": "bfloat16", "int8": "float32", "int32": "float32",
              "complex64": "complex64", "float8_e5m2": "float8_e5m2"}  # fmt: skip
@@ -213,7 +213,7 @@ def test_dtypes_are_those_of_the_dense_reduction():
         np.testing.assert_array_equal(np.asarray(mean[0], "c8").real, [0, 0.5, 1, 1.5, 2, 2.5])
 
 
-def test_it_is_never_made_dense_on_the_way():
+def test_rows_are_never_made_dense():
     value = {"e": IndexedSlices(rows(1, 4, 3)[0], indices(1, 4)[0], (9973, 3)), "w": rows(1, 5)[0]}
     f = lambda v, i, w: jc.all_reduce(
         "sum", {"e": IndexedSlices(v, i, (9973, 3)), "w": w}, "data",
@@ -232,7 +232,7 @@ def test_it_is_never_made_dense_on_the_way():
     assert plan.nbytes == 48 + 16 + 20
 
 
-def test_the_plan_shows_the_rows_and_is_the_one_carried_out():
+def test_plan_shows_the_rows():
     shapes = [
         IndexedSlices(jax.ShapeDtypeStruct((4, 3), jnp.float16), np.arange(4)),
         np.ones(2, "f"),
@@ -253,7 +253,7 @@ def test_the_plan_shows_the_rows_and_is_the_one_carried_out():
     assert jc.plan(shapes, axis_size=1).wire_bytes == 0
 
 
-def test_a_wrapped_step_may_return_it():
+def test_step_may_return_slices():
     step = jc.data_parallel(
         lambda i: jc.all_reduce("mean", IndexedSlices(i * 1.0, i, (16,)), "data")
     )
@@ -273,7 +273,7 @@ def invariantly(invariant, op="sum"):
     return run("checked", f, 4, rows(4, 2))
 
 
-def test_rows_that_are_the_same_everywhere_are_refused_until_it_is_said_what_they_are():
+def test_invariant_rows_need_a_word():
     with pytest.raises(
         jc.errors.AlreadyReducedError, match=r"over 'data' \(size 4\): leaf \['e'\] is alr"
     ):
@@ -286,7 +286,7 @@ def test_rows_that_are_the_same_everywhere_are_refused_until_it_is_said_what_the
         assert got.values[0].tolist() == [[want] * 3] * 2, "multiplied, not gathered"
 
 
-def test_bad_leaves_are_refused_by_name():
+def test_bad_leaves_are_refused():
     f = lambda value: lambda x: jc.all_reduce("sum", {"e": value(x), "x": x}, "data")
     x = rows(2, 3)
     for value, message in (

@@ -36,7 +36,7 @@ def entered(f):
 
 
 @pytest.mark.parametrize(("before", "most"), [(0, 63), (1, 60)], ids=["first", "second"])
-def test_a_bare_call_is_a_short_walk(before, most):
+def test_bare_call_is_short(before, most):
     all_reduce = jc.all_reduce  # the name's first use imports files
     jax.clear_caches()
     for _ in range(before + 1):

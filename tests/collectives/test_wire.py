@@ -58,7 +58,7 @@ def summed_as_planned(shape, value, **asked):
         ("nccl/xring", (3, 2)),
     ],
 )
-def test_no_algorithm_and_no_two_of_them_send_more_than_they_have_to(algorithm, shape):
+def test_algorithms_send_the_least(algorithm, shape):
     n, size = math.prod(shape), 10007
     plan = summed_as_planned(shape, np.zeros(size, "f"), algorithm=algorithm)
     assert plan.wire_bytes <= 1.01 * 2 * (n - 1) / n * 4 * size
@@ -67,14 +67,14 @@ def test_no_algorithm_and_no_two_of_them_send_more_than_they_have_to(algorithm, 
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
-def test_the_plan_knows_what_few_owners_cost(shards):
+def test_plan_prices_few_owners(shards):
     plan = summed_as_planned((6,), np.zeros(37, "f"), algorithm="pscpu", shards=shards)
     assert plan.wire_bytes == (shards - 1 + 5) * -(-37 // shards) * 4
     assert plan.steps == 10
 
 
 @pytest.mark.parametrize("algorithm", FLAT)
-def test_a_tree_is_counted_pack_by_pack(algorithm):
+def test_trees_are_counted_by_pack(algorithm):
     tree = {"a": np.zeros((3, 5), "f"), "b": np.zeros(1, "f"), "c": np.zeros(7, np.int32)}
     plan = summed_as_planned((5,), tree, algorithm=algorithm, bytes_per_pack=60)
     assert len(plan.packs) == 3
@@ -97,7 +97,7 @@ def reduced(algorithms, axes, x, **more):
     return [jc.all_reduce("sum", x, axes, options=options) for options in asked]
 
 
-def test_of_three_axes_the_last_part_of_a_name_takes_what_is_left():
+def test_last_part_takes_other_axes():
     algorithms, mesh = ["nccl/rechd", "ring/shuffle", "ring/native/ring"], grid(2, 2, 2)
     x, axes = rows(8, 11), mesh.axis_names
     for got in mapped(lambda v: reduced(algorithms, axes, v[0]), P(axes), mesh=mesh)(x):
@@ -109,7 +109,7 @@ def test_of_three_axes_the_last_part_of_a_name_takes_what_is_left():
         assert spans == ([(2,), (0, 1)] if algorithm.count("/") == 1 else [(2,), (1,), (0,)])
 
 
-def test_two_nested_vmaps_are_a_mesh_too():
+def test_nested_vmaps_are_a_mesh():
     x = rows(6, 7).reshape(2, 3, 7)
     f = lambda v: reduced(["nccl/xring", "halving_doubling/shuffle"], BOTH, v)
     for got in jax.jit(jax.vmap(jax.vmap(f, axis_name="data"), axis_name="node"))(x):
@@ -117,7 +117,7 @@ def test_two_nested_vmaps_are_a_mesh_too():
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_the_derivative_is_the_same_reduction(checked):
+def test_hierarchy_has_its_derivative(checked):
     def f(x, ct):
         dots = lambda v: [jnp.vdot(y, ct) for y in reduced(["nccl/xring", "pscpu/pscpu"], BOTH, v)]
         return [jax.grad(lambda v, k=k: dots(v)[k])(x) for k in range(2)]
@@ -129,7 +129,7 @@ def test_the_derivative_is_the_same_reduction(checked):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_leaf_that_varies_along_one_axis_only_needs_one_of_the_two():
+def test_invariant_axis_is_skipped():
     """Mesh 4 × 2; the leaf holds 2 and 4 along the inner axis, or 1 to 4 along the outer one."""
     options = jc.CommunicationOptions(algorithm="ring/halving_doubling")
     f = lambda x: jc.all_reduce("sum", x, BOTH, options=options, invariant="summed")
@@ -140,7 +140,7 @@ def test_a_leaf_that_varies_along_one_axis_only_needs_one_of_the_two():
         assert text.count('"stablehlo.collective_permute"') == permutes
 
 
-def test_shards_are_owned_by_workers_where_a_shuffle_is_between_them():
+def test_workers_own_shuffled_shards():
     x, mesh = rows(8, 13), grid(4, 2)
 
     def f(v):
@@ -154,14 +154,14 @@ def test_shards_are_owned_by_workers_where_a_shuffle_is_between_them():
         mapped(lambda v: reduced(["nccl/pscpu"], BOTH, v, shards=5), P(BOTH), mesh=mesh)(x)
 
 
-def test_a_single_axis_is_told_that_a_pair_is_needed():
+def test_pair_needs_two_axes():
     words = r"'native/ring' is hierarchical.*a tuple of 2 axes .* \(outer, inner\), and got 1"
     refused(words, lambda v: reduced(["nccl/xring"], "data", v), rows(2))
     assert vmapped(lambda v: reduced([None], "data", v), rows(2))[0].tolist() == [sum(rows(2))] * 2
 
 
 @pytest.mark.parametrize(("order", "checks"), [("acb", True), ("cba", True), ("bca", False)])
-def test_axes_in_another_order_than_the_meshs_are_the_same_sum(order, checks):
+def test_reordered_axes_give_equal_sums(order, checks):
     """JAX's ppermute counts replicas in the mesh's order, its axis_index in that of the names."""
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     asked = [jc.CommunicationOptions(algorithm=algorithm) for algorithm in ALL]

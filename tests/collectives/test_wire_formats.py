@@ -91,7 +91,7 @@ def found(runner):
 
 
 @EVERY
-def test_a_sum_is_rounded_twice_and_has_the_same_bits_everywhere(runner):
+def test_sums_round_twice_alike(runner):
     """Numbers that a format can hold arrive exactly, and every sum in its own type."""
     for name, value, got in found(runner):
         for leaf in jax.tree.leaves(got):
@@ -112,7 +112,7 @@ def every(v):
     return {k: jc.all_reduce("sum", v, "data", options=o) for k, o in OPTIONS.items()}
 
 
-def test_the_error_does_not_grow_with_the_replicas():
+def test_error_ignores_replica_count():
     errors = {}
     for n in (2, 32):
         x = gaussian(n, 1 << 14)
@@ -127,7 +127,7 @@ def test_the_error_does_not_grow_with_the_replicas():
     ("call", "asked"),
     [("all_reduce", {"compression": "int8"}), ("reduce_scatter", {"algorithm": "shuffle"})],
 )
-def test_what_a_vmap_does_not_map_is_summed_as_well(call, asked):
+def test_unmapped_values_are_summed(call, asked):
     """A gradient of zeros for an unused parameter, say; JAX's rule for all-to-all is wrong there."""
 
     def f(_):
@@ -139,7 +139,7 @@ def test_what_a_vmap_does_not_map_is_summed_as_well(call, asked):
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_every_size_over_every_number_of_replicas(n):
+def test_every_size_is_summed(n):
     """One replica rounds and sends nothing."""
     sizes = (0, 1, 63, 64, 255, 257, 1000)
     value = {str(size): gaussian(n, size) for size in sizes}
@@ -156,7 +156,7 @@ def test_every_size_over_every_number_of_replicas(n):
             assert error(got[str(size)][0], want) < (1e-6 if exact else few * ERROR[name])
 
 
-def test_what_is_not_finite_stays_so_within_its_block_on_every_replica():
+def test_nonfinite_stays_in_its_block():
     block = 256  # of all formats
     x = gaussian(N, 8 * block)
     bad = {0: np.nan, 1: np.inf, 2: -np.inf, 3: -np.nan, 4: 3e38}
@@ -172,7 +172,7 @@ def test_what_is_not_finite_stays_so_within_its_block_on_every_replica():
         assert len({row.tobytes() for row in got}) == 1
 
 
-def test_very_large_and_very_small_numbers():
+def test_extreme_numbers_survive():
     x = np.zeros((2, 4, 256), "f")
     x[0, 0] = 2e38 * np.linspace(-1, 1, 256)
     x[0, 1] = 1e-36
@@ -187,7 +187,7 @@ def test_very_large_and_very_small_numbers():
 
 
 @EVERY
-def test_rounding_is_the_identity_to_derivatives(runner):
+def test_derivatives_ignore_rounding(runner):
     x, ct = gaussian(3, 300), gaussian(3, 300, seed=1)
 
     def f(x, ct):
@@ -204,7 +204,7 @@ def test_rounding_is_the_identity_to_derivatives(runner):
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("bf16", 0.503), ("int8", 0.255), ("int4", 0.135)])
-def test_bytes_are_the_formulas_in_the_compiled_program(name, ratio):
+def test_bytes_follow_the_formulas(name, ratio):
     value = {"w": np.zeros((3, 64, 256), "f"), "v": np.zeros(8192, "f"), "b": np.zeros(12, "f")}
     _, collectives, plan = compiled_and_planned((N,), value, compression=name)
     sent = sum(c.wire_bytes for c in collectives)
@@ -219,7 +219,7 @@ def test_bytes_are_the_formulas_in_the_compiled_program(name, ratio):
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("name", "kind"), [("bf16", "u16"), ("int8", "u8"), ("int4", "u8")])
-def test_integers_travel_between_gpus_and_nothing_is_kept_in_float32_beside(name, kind):
+def test_gpus_keep_codes_only(name, kind):
     if not has_compiler("gpu"):
         pytest.skip("needs the compiler of a GPU plugin")
     value = jax.ShapeDtypeStruct((8, 1024, 1024), jnp.float32)
@@ -233,7 +233,7 @@ def test_integers_travel_between_gpus_and_nothing_is_kept_in_float32_beside(name
 
 
 @pytest.mark.parametrize("feedback", [False, True])
-def test_levels_of_int4_are_the_fitted_ones_to_the_bit(feedback):
+def test_int4_levels_are_fitted(feedback):
     codes = np.zeros((2, 34), np.uint8)
     codes[:, :16] = np.arange(16) | np.arange(16)[::-1] << 4
     codes[:, 32:] = [[0x80, 0x3F], [0x80, 0xBF]]  # a scale of 1, and one of a block of integers
@@ -244,7 +244,7 @@ def test_levels_of_int4_are_the_fitted_ones_to_the_bit(feedback):
         np.testing.assert_array_equal(row[32:48], levels[::-1])
 
 
-def test_a_hierarchy_codes_between_hosts_only():
+def test_hierarchy_codes_between_hosts():
     value = np.zeros((64, 256), "f")
     _, collectives, plan = compiled_and_planned(
         (2, 4), value, algorithm="native/shuffle", compression="int8"
@@ -256,7 +256,7 @@ def test_a_hierarchy_codes_between_hosts_only():
     assert "between groups only" in str(plan)
 
 
-def test_a_hierarchy_of_one_host_rounds_nothing():
+def test_one_host_rounds_nothing():
     x = gaussian(4, 600)
     options = jc.CommunicationOptions(algorithm="shuffle/native", compression="int8")
     axes = ("node", "data")
@@ -274,7 +274,7 @@ def test_a_hierarchy_of_one_host_rounds_nothing():
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", FORMATS)
-def test_reproducible_bits_do_not_depend_on_packing_and_order(name):
+def test_reproducible_codes_ignore_packing(name):
     value = {"a": gaussian(N, 700), "b": gaussian(N, 3000)}
     asked = ((0, "ab"), (1 << 20, "ba"))
 
@@ -290,7 +290,7 @@ def test_reproducible_bits_do_not_depend_on_packing_and_order(name):
     assert len({b"".join(got[k][0].tobytes() for k in "ab") for got in found}) == 1
 
 
-def test_metrics_and_the_loss_beside_gradients_are_not_rounded():
+def test_metrics_are_not_rounded():
     def loss(w, x):
         scores = x @ w
         return jnp.mean(scores), jc.Total(x[0, :64])
@@ -317,7 +317,7 @@ def test_metrics_and_the_loss_beside_gradients_are_not_rounded():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(asked, words):
+def test_impossible_formats_are_refused(asked, words):
     value = {"a": np.zeros(50_001, "f"), "b": np.zeros(600_000, "f")}
     size = (2, 2) if "/" in str(asked.get("algorithm")) else 4
     options = jc.CommunicationOptions(compression="int8", **asked)
@@ -336,7 +336,7 @@ def formats_of(value, world=GLOO, **asked):
     return {pack.format for pack in planned(value, world, **asked).packs}
 
 
-def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
+def test_gloo_alone_gets_bf16():
     value = {"w": np.zeros((1000, 3000), "f"), "b": np.zeros(3, "f"), "i": np.zeros(9, np.int32)}
     few = {**value, "w": np.zeros((100, 100), "f")}  # not worth an array
     auto = planned(value, compression="auto")
@@ -352,7 +352,7 @@ def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
 
 
 @pytest.mark.parametrize("name", [None, *FORMATS])
-def test_two_levels_by_themselves_are_those_that_can_be_asked_for(name):
+def test_automatic_levels_can_be_asked(name):
     tree = list(read_tree("resnet50", "float32").values())
     hosts = World("cpu", (2, 2), 4, hosts=2, inner=1)
     by_itself = planned(tree, hosts, compression=name)
@@ -363,7 +363,7 @@ def test_two_levels_by_themselves_are_those_that_can_be_asked_for(name):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_simulated_devices_get_few_packs_of_codes_each_of_which_compiles_its_own_kernels(name):
+def test_simulated_devices_get_few_packs(name):
     tree = list(read_tree("resnet50", "float32").values())
     plan = planned(tree, World("cpu", (4,)), compression=name)
     assert len({pack.size for pack in plan.packs if pack.format}) == 2
@@ -372,12 +372,12 @@ def test_simulated_devices_get_few_packs_of_codes_each_of_which_compiles_its_own
     assert "leaves over 2 MiB alone" in str(alone)
 
 
-def test_bf16_leaves_float16_as_it_is_which_is_no_longer_and_has_more_bits():
+def test_bf16_spares_float16():
     plan = planned({"half": np.zeros(700, "f2"), "w": np.zeros(700, "f")}, compression="bf16")
     assert sorted(p.shown_type for p in plan.packs) == ["float16", "float32 as bf16"]
 
 
-def test_bfloat16_leaves_travel_as_16_bits_over_gloo_unless_something_else_is_asked():
+def test_bfloat16_travels_narrow_over_gloo():
     value = {"w": np.zeros((100, 300), jnp.bfloat16), "b": np.zeros(3, jnp.bfloat16)}
     plan = planned(value)
     assert [p.shown_type for p in plan.packs] == ["bfloat16", "float32 as bf16"]
@@ -398,11 +398,11 @@ def test_bfloat16_leaves_travel_as_16_bits_over_gloo_unless_something_else_is_as
          "reduces only int32, which travel exactly"),
     ],
 )  # fmt: skip
-def test_what_is_sent_exactly_refuses_a_format(call, words):
+def test_exact_calls_refuse_formats(call, words):
     refused(words, lambda x: call(x, "data", options=OPTIONS["int8"]), np.zeros((2, 600), "f"))
 
 
-def test_defaults_of_a_step_do_not_round_what_is_not_a_gradient():
+def test_defaults_round_gradients_only():
     """A broadcast inside `data_parallel` with a format is exact, and integers are no error."""
 
     def step(w, x):

@@ -24,7 +24,7 @@ from jaxcoll.distribute import (
      (4, ["reduce-scatter", "all-reduce", "all-gather"]),
      (6, ["reduce-scatter", "all-reduce", "all-gather"])],
 )  # fmt: skip
-def test_two_halves_where_there_are_halves(programs, n, want):
+def test_halves_need_even_counts(programs, n, want):
     value = each_row(n, noise(n, 12))
     HierarchicalCopyAllReduce().reduce("sum", value, value)
     assert programs.kinds() == want
@@ -71,7 +71,7 @@ def test_call_packing_comes_first(programs):
         assert programs.sizes() == [5, 9]
 
 
-def test_an_algorithm_that_there_is_not_is_refused():
+def test_unknown_algorithms_are_refused():
     for bad in (
         "max",
         "",
@@ -102,7 +102,7 @@ def test_packing_numbers_are_checked(bad, name):
             kind(num_packs=bad)
 
 
-def test_they_are_one_family_and_say_what_they_are():
+def test_ops_show_their_arguments():
     assert repr(NcclAllReduce(num_packs=np.int64(2))) == "NcclAllReduce(num_packs=2)"
     assert repr(HierarchicalCopyAllReduce(8)) == "HierarchicalCopyAllReduce(num_packs=8)"
     assert repr(AllReduceCrossDeviceOps("ring", 0)) == (

@@ -79,7 +79,7 @@ def test_bad_destinations_are_refused():
      lambda: jax.device_put(1.0, jax.devices()[3])],
     ids=lambda spelling: spelling if isinstance(spelling, str) else type(spelling).__name__,
 )  # fmt: skip
-def test_every_way_to_say_a_device(spelling):
+def test_devices_have_many_spellings(spelling):
     if callable(spelling):
         spelling = spelling()
     value = PerReplica([1.0, 3.0])
@@ -88,7 +88,7 @@ def test_every_way_to_say_a_device(spelling):
         assert jc.MirroredStrategy([spelling]).devices == (jax.devices()[3],)
 
 
-def test_a_task_without_a_device_is_its_first_and_what_an_array_lies_on_are_its_devices():
+def test_task_means_its_first_device():
     value = PerReplica([1.0, 3.0])
     first = NcclAllReduce().reduce("sum", value, "/job:worker/task:0")
     assert first.devices() == {jax.devices()[0]}
@@ -118,7 +118,7 @@ def test_batch_reduce_refuses_malformed_pairs():
 # Laws
 
 
-def test_the_arithmetic_is_that_of_all_reduce():
+def test_ops_reduce_like_all_reduce():
     """To the bit: the same packs through `jc.all_reduce` under pmap."""
     value = each_row(5, tree(5))
     reduce = jax.pmap(lambda v: jc.all_reduce("mean", v, "i"), axis_name="i", devices=devices(5))
@@ -126,7 +126,7 @@ def test_the_arithmetic_is_that_of_all_reduce():
     assert_trees_equal(got[3], jax.tree.map(lambda a: a[3], reduce(value.tree)))
 
 
-def test_accumulation_fn_is_applied_to_the_components_and_mean_divides_it():
+def test_accumulation_fn_adds_components():
     ops = ReductionToOneDevice(accumulation_fn=lambda xs: functools.reduce(jnp.maximum, xs))
     value = PerReplica([1.0, 3.0, 2.0])
     check(ops.reduce("sum", value, value), 3.0, value)
@@ -140,7 +140,7 @@ def test_accumulation_fn_is_applied_to_the_components_and_mean_divides_it():
 
 @pytest.mark.tensorflow("L14")
 @SIMPLE
-def test_one_replica_in_place_returns_itself(ops):
+def test_lone_replica_returns_itself(ops):
     x, y = (jax.device_put(np.full(5, i, "f"), jax.devices()[i]) for i in (1, 2))
     one, rows = Mirrored.from_global({"x": x}), jc.IndexedSlices(y, jnp.arange(5))
     for op in ("sum", "mean"):
@@ -150,7 +150,7 @@ def test_one_replica_in_place_returns_itself(ops):
         assert pointers == [r.unsafe_buffer_pointer() for r in (x, y, x, y)]
 
 
-def test_broadcast_keeps_the_copies_that_are_in_place():
+def test_broadcast_keeps_placed_copies():
     x = jax.device_put(np.ones(5, "f"), jax.devices()[2])
     pointer = x.unsafe_buffer_pointer()
     result = NCCL.broadcast({"x": x}, on(devices(4)))
@@ -181,7 +181,7 @@ def test_a_shape_is_compiled_once(ops):
     assert results[2][0].tolist() == [[6.0] * 3] * 4
 
 
-def test_one_batch_is_one_program_whatever_the_destinations_and_the_order_of_devices():
+def test_one_batch_is_one_program():
     pairs = [
         (v, v)
         for k in range(6)
@@ -198,7 +198,7 @@ def test_one_batch_is_one_program_whatever_the_destinations_and_the_order_of_dev
         assert result[1].tolist() == [15.0] * value[0].size
 
 
-def test_reproducible_bits_do_not_depend_on_what_travels_together():
+def test_reproducible_batches_ignore_company():
     lines = [devices(8), [devices(8)[i] for i in (3, 1, 4, 0, 5, 7, 2, 6)]]
     rows = list(np.random.default_rng(0).normal(size=(8, 500)).astype("f"))
     values = [PerReplica(rows, devices=line) for line in lines]
@@ -210,7 +210,7 @@ def test_reproducible_bits_do_not_depend_on_what_travels_together():
 # Options
 
 
-def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
+def test_deadline_traces_once_and_here():
     traced = []
 
     def accumulation(xs):
@@ -228,7 +228,7 @@ def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
 # Bad input
 
 
-def test_an_op_and_options_that_are_none_are_refused():
+def test_bad_requests_are_refused():
     for op, options, words in (("max", None, "`reduce_op` must be a ReduceOp or one of the strings SUM"),
      ("sum", "ring", "`options` must be a CommunicationOptions, as in .*, or None; got"),
     ):  # fmt: skip
@@ -239,7 +239,7 @@ def test_an_op_and_options_that_are_none_are_refused():
             NCCL.batch_reduce(op, [(value, value)], options)
 
 
-def test_a_value_that_is_none_is_refused():
+def test_bad_values_are_refused():
     words = (
         r"`reduce` expects a PerReplica, a Mirrored, an array or a number; got .*"
         r"`PerReplica` takes a list with each replica's value"
@@ -258,7 +258,7 @@ def test_a_value_that_is_none_is_refused():
         NCCL.broadcast({"a": [1, "x"]}, "cpu:0")
 
 
-def test_reduce_to_device_and_accumulation_fn_are_checked():
+def test_one_device_arguments_are_checked():
     for arguments, message in (
         ((3,), "`reduce_to_device` must be a device, a device string or N"),
         (("cpu:9",), "`reduce_to_device` got 'cpu:9', but there is no such device"),

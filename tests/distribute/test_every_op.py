@@ -58,7 +58,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize(("make", "options", "want"), COUNTS.values(), ids=COUNTS)
-def test_the_options_of_a_call_are_in_its_program(programs, make, options, want):
+def test_options_shape_the_program(programs, make, options, want):
     value = PerReplica([[np.full((k + 3,), k, "f") for k in range(4)]] * 4)
     result = KINDS.get(make, make)(4).reduce("sum", value, value, options)
     assert [x.tolist() for x in result[3]] == [[4.0 * k] * (k + 3) for k in range(4)]
@@ -131,12 +131,12 @@ def test_deadline_bounds_a_call(kind, release):
     assert compiled.count == 0, "a deadline is no part of a program"
 
 
-def test_the_deadline_of_an_object_bounds_each_call_that_has_none_of_its_own(release):
+def test_objects_deadline_bounds_calls(release):
     check_bounded(calls_of(jc.distribute.CollectiveAllReduce(devices(8), 8, SHORT)), release)
 
 
 @pytest.mark.parametrize("where", ["strategy", "call"])
-def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(where, release):
+def test_strategys_deadline_bounds_calls(where, release):
     """Reductions, gathers, updates and runs alike."""
     s = jc.MultiWorkerMirroredStrategy(communication_options=SHORT if where == "strategy" else None)
     value = PerReplica.from_function(lambda i: np.ones(2, "f"))
@@ -175,7 +175,7 @@ def called_back(call):
     return lambda x: jax.pure_callback(lambda x: (call(), x)[1], jax.ShapeDtypeStruct((), "f"), x)
 
 
-def test_calls_of_several_threads_overlap_under_a_deadline_too():
+def test_threads_overlap_under_deadlines():
     run = called_back(threading.Barrier(2, timeout=15).wait)
     one, other = (jc.MirroredStrategy([name]) for name in ("cpu:0", "cpu:1"))
     calls = [lambda s=s: s.run(run, (2.0,), options=PATIENT)[0].item() for s in (one, other)]
@@ -183,7 +183,7 @@ def test_calls_of_several_threads_overlap_under_a_deadline_too():
 
 
 @pytest.mark.parametrize("inner", [CommunicationOptions(), PATIENT])
-def test_a_program_whose_call_is_bounded_may_make_calls_in_a_callback(inner):
+def test_bounded_programs_may_call_back(inner):
     outer, other = jc.MirroredStrategy(["cpu:0"]), jc.MirroredStrategy(["cpu:1", "cpu:2"])
     value, found = PerReplica([1.0, 2.0], devices=other.devices), []
     call = called_back(lambda: found.append(other.reduce("sum", value, None, inner).item()))

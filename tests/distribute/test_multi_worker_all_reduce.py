@@ -32,7 +32,7 @@ def copies(result):
 
 
 @pytest.mark.parametrize("alg", EIGHT)
-def test_what_is_asked_is_in_the_program(programs, alg):
+def test_specification_shapes_the_program(programs, alg):
     value = of_replicas(8, lambda d: np.full((16,), d, "f"))
     inside, _, between = alg.rpartition("/")
     shards = {"pscpu": 2 if inside else 8, "psgpu": 8}.get(between, 1)
@@ -133,7 +133,7 @@ def test_malformed_specs_are_refused():
 # Workers
 
 
-def test_workers_are_neighbours_or_lists_of_devices_in_any_order(programs):
+def test_workers_may_be_any_devices(programs):
     neighbours = repr(MultiWorkerAllReduce(names(2), 4, "nccl"))
     assert "worker_devices=[['cpu:0', 'cpu:1', 'cpu:2', 'cpu:3'], ['cpu:4'" in neighbours
     assert "all_reduce_spec='nccl', num_packs=0, agg_small_grads_max_bytes=0" in neighbours

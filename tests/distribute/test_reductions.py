@@ -176,7 +176,7 @@ value = st.builds(
 @example("hierarchical-packs8", 3, "sum", [(Value("rows", (("int32", ()),), 0), "own")] * 3)
 @example("nccl", 2, "mean", [(Value("rows", (("int32", (3,)), ("sparse", ())), 1), "turned")])
 @example("workers nccl/rechd", 6, "sum", [(Value("rows", (("float32", (7, 5)),), 2), "own")])
-def test_every_reduction_is_numpys_on_every_destination(kind, n, op, batch):
+def test_reductions_equal_numpy(kind, n, op, batch):
     """In the order of the batch, with the same bits everywhere, in the type and the structure."""
     adds_rows = kind != "one-add_n"  # a sum of one's own does not
     assume(adds_rows or not any(dtype == "sparse" for v, _ in batch for dtype, _ in v.leaves))

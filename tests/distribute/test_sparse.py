@@ -46,12 +46,12 @@ def test_broadcast_needs_no_dense_shape():
 
 
 @SIMPLE
-def test_the_mean_of_one_value_of_integers_is_a_float(ops):
+def test_integer_slices_have_float_means(ops):
     whole = IndexedSlices(np.array([3]), np.array([0]), (2,))
     assert ops.reduce("mean", whole, "cpu:0").values.dtype == np.float32
 
 
-def test_PerReplica_pads_to_the_longest_and_shows_what_it_has():
+def test_slices_pad_to_the_longest():
     value = PerReplica([{"e": B9[0], "w": 1.0}, {"e": B9[1], "w": 2.0}])
     assert repr(value) == (
         "PerReplica({'e': IndexedSlices(values=float32[2, 2], indices=int32[2], "
@@ -76,7 +76,7 @@ def test_replicas_that_disagree_are_refused():
 
 
 @SIMPLE
-def test_what_has_no_sum_is_refused_and_the_next_call_works(ops):
+def test_unsummable_slices_are_refused(ops):
     with pytest.raises(ValueError, match=r"`Mirrored` expects one shape .* has shape \(2, 2\)"):
         Mirrored(B9)  # copies are not padded
     flags = PerReplica([{"e": IndexedSlices([True], [0])}] * 2)

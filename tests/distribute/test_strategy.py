@@ -125,7 +125,7 @@ def test_local_results_have_replica_structure(s):
     assert s.experimental_local_results({"a": 1}) == ({"a": 1},), "plain values are themselves"
 
 
-def test_local_results_that_lie_elsewhere_are_counted_in_their_own_order_and_none_is_lost():
+def test_misplaced_results_are_counted():
     one, two, three, four = devices(4)
     values = {(two, one): [2.0, 1.0], (two, three): [1.0, 2.0], (four, one): [1.0, 2.0]}
     for places, want in values.items():
@@ -359,7 +359,7 @@ def test_axis_reduction_equals_numpy(s, op, axis, form, dtype, seed):
         np.testing.assert_array_equal(s.gather([value], axis)[0], np.concatenate(parts, axis))
 
 
-def test_a_tree_is_gathered_by_one_program(monkeypatch):
+def test_one_program_gathers_a_tree(monkeypatch):
     calls = []
     monkeypatch.setattr(along_axis, "run", lambda call: calls.append(call) or run(call))
     parts = {"even": [np.ones(2), np.zeros(2)], "uneven": [np.ones(1, "i4"), np.zeros(3, "i4")]}
@@ -373,7 +373,7 @@ def test_a_tree_is_gathered_by_one_program(monkeypatch):
     assert PAIR.gather({}, 0) == {}
 
 
-def test_a_batch_without_rows_has_sums_of_zero():
+def test_empty_batch_sums_to_zero():
     s = STRATEGIES["mirrored-3"]
     for dataset in ([np.zeros((0, 2), "f")], [np.zeros((3, 2, 0), "f")]):
         (batch,) = s.experimental_distribute_dataset(dataset)
@@ -382,14 +382,14 @@ def test_a_batch_without_rows_has_sums_of_zero():
         assert np.isnan(s.reduce("mean", batch, 0)).all()
 
 
-def test_reducing_along_an_axis_again_traces_nothing(monkeypatch):
+def test_repeated_reductions_trace_nothing(monkeypatch):
     matrix = of_replica(PAIR, lambda i: np.ones((2, 3), "i4"))
     want = PAIR.reduce("mean", matrix, 0)
     monkeypatch.setattr(jax, "eval_shape", None)
     np.testing.assert_array_equal(PAIR.reduce("mean", matrix, 0), want)
 
 
-def test_a_mean_along_an_axis_fits_where_its_sum_overflows():
+def test_mean_survives_an_overflowing_sum():
     s = STRATEGIES["mirrored-3"]
     half = s.reduce("mean", of_replica(s, lambda i: np.full(i + 1, 60000, "f2")), 0)
     assert (half.dtype, float(half)) == (np.float16, 60000)
@@ -448,7 +448,7 @@ def test_plain_value_has_no_sum():
             PAIR.reduce("mean", plain, axis=axis)
 
 
-def test_the_context_tells_who_and_where():
+def test_context_tells_its_place():
     seen = []
 
     def look():
@@ -463,7 +463,7 @@ def test_the_context_tells_who_and_where():
     assert get_replica_context() is None
 
 
-def test_an_inner_jit_does_not_carry_a_context_elsewhere():
+def test_inner_jit_keeps_its_context():
     counts = []
 
     @jax.jit
@@ -480,7 +480,7 @@ def test_an_inner_jit_does_not_carry_a_context_elsewhere():
     assert set(counts) == {2, 3, None}
 
 
-def test_options_of_the_strategy_of_run_and_of_the_call():
+def test_nearest_options_win():
     ring, native = (jc.CommunicationOptions(implementation=i) for i in ("ring", "auto"))
     x = of_replica(STRATEGIES["multi"], lambda i: np.ones(16, "f"))
 
@@ -503,7 +503,7 @@ def test_options_of_the_strategy_of_run_and_of_the_call():
         assert ("collective_permute" in text) == bool(rings)
 
 
-def test_experimental_hints_go_where_options_go():
+def test_hints_are_options():
     with pytest.warns(DeprecationWarning, match="use CommunicationOptions"):
         hints = jc.CollectiveHints(bytes_per_pack=50 << 20, timeout_seconds=120)
     value = PerReplica([1.0, 3.0])
@@ -516,7 +516,7 @@ def test_experimental_hints_go_where_options_go():
     assert local(PAIR, PAIR.run(inside, (value,))) == [4.0, 4.0]
 
 
-def test_what_is_in_place_is_not_copied():
+def test_placed_arguments_are_not_copied():
     from jaxcoll._distribute.replica_program import place_arguments
 
     rows = of_replica(PAIR, lambda i: np.full((4,), i, "f"))
@@ -528,7 +528,7 @@ def test_what_is_in_place_is_not_copied():
     assert local(PAIR, PAIR.run(lambda x: x.sum(), (elsewhere,))) == [4.0, 4.0]
 
 
-def test_a_mesh_that_the_user_has_set_is_no_hindrance():
+def test_ambient_mesh_is_no_hindrance():
     with jax.set_mesh(jax.make_mesh((4, 2), ("replica", "model"))):
         value = of_replica(PAIR, lambda i: np.full((2,), i, "f"))
         assert PAIR.reduce("sum", PAIR.run(lambda x: x * 2, (value,)), 0).item() == 4.0
@@ -542,7 +542,7 @@ def test_a_mesh_that_the_user_has_set_is_no_hindrance():
             assert ops.broadcast(1.0, value)[1].item() == 1.0
 
 
-def test_a_distributed_value_that_was_captured_is_refused():
+def test_captured_values_are_refused():
     """Inside, it would be all replicas' values, not the replica's own."""
     for captured in (PerReplica([1.0, 2.0]), Mirrored([1.0, 1.0])):
         for fn in (
@@ -586,7 +586,7 @@ def test_dataset_shares_are_consecutive(s):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("d"), P(None, "e"), P(("d", "e")), P()])
-def test_a_batch_that_is_sharded_already_is_split_all_the_same(kind, spec):
+def test_sharded_batch_is_split(kind, spec):
     mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(kind, kind))
     x = jax.device_put(np.arange(16.0).reshape(8, 2), NamedSharding(mesh, spec))
     for s in (PAIR, STRATEGIES["mirrored-3"]):
@@ -596,7 +596,7 @@ def test_a_batch_that_is_sharded_already_is_split_all_the_same(kind, spec):
     np.testing.assert_array_equal(on_one[:3], np.asarray(x)[:3])
 
 
-def test_rows_that_do_not_divide_are_uneven_and_what_has_none_is_refused_by_name():
+def test_uneven_rows_have_shares():
     x, s = np.arange(8.0, dtype="f").reshape(4, 2), STRATEGIES["mirrored-3"]
     (batch,) = s.experimental_distribute_dataset([{"x": x}])
     shares = "{0: float32[2, 2], 1: float32[1, 2], 2: float32[1, 2]}"
@@ -618,7 +618,7 @@ def test_rows_that_do_not_divide_are_uneven_and_what_has_none_is_refused_by_name
         PAIR.experimental_distribute_dataset(3)
 
 
-def test_a_function_made_anew_is_forgotten_with_what_it_closes_over():
+def test_forgotten_functions_free_memory():
     class Model:
         def __init__(self):
             self.weights = jnp.ones(3)
@@ -658,7 +658,7 @@ def test_a_function_made_anew_is_forgotten_with_what_it_closes_over():
         (r"extended.update` .* return it", lambda s, x: s.extended.update(x, lambda v: v)),
     ],
 )  # fmt: skip
-def test_strategy_calls_inside_a_replica_say_what_to_call_instead(message, call):
+def test_inner_calls_name_another(message, call):
     with pytest.raises(RuntimeError, match=message):
         PAIR.run(lambda x: call(PAIR, x), (1.0,))
 
@@ -671,7 +671,7 @@ def test_strategy_calls_inside_a_replica_say_what_to_call_instead(message, call)
         lambda ops, x: ops.broadcast(x, "cpu:0"),
     ],
 )
-def test_cross_device_ops_are_for_between_programs(call):
+def test_ops_refuse_traced_values(call):
     """Inside, a value is one replica's, so that there is nothing to reduce, gather or copy."""
     ops = jc.NcclAllReduce()
     for x in (np.ones(2), PerReplica([np.ones(2)] * 2)):
@@ -684,7 +684,7 @@ def test_cross_device_ops_are_for_between_programs(call):
         jax.jit(lambda x: ops.reduce("sum", 1.0, x))(PerReplica([1.0, 2.0]))
 
 
-def test_a_context_is_of_no_use_outside_its_function():
+def test_escaped_context_is_refused():
     kept = []
     PAIR.run(lambda: kept.append(get_replica_context()))
     (context,) = kept
@@ -700,7 +700,7 @@ def test_a_context_is_of_no_use_outside_its_function():
             use()
 
 
-def test_what_run_is_given_is_checked():
+def test_run_arguments_are_checked():
     for message, call in (
         ("expects a function, and its arguments in a tuple.*got int", lambda: PAIR.run(3)),
         ("got builtin_function_or_method and args PerReplica", lambda: PAIR.run(abs, PerReplica([1, 2]))),
@@ -723,7 +723,7 @@ SLICES = PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
 
 
 @pytest.mark.tensorflow("G16")
-def test_what_reduce_and_gather_are_given_is_checked():
+def test_reduce_and_gather_are_checked():
     for error, message, call in (
         *((ValueError, r"`reduce`: the value has shape \(2, 3\) and so no axis", lambda k=k: PAIR.reduce("sum", MATRIX, k))
           for k in (2, -3, (0, 2))),
@@ -773,7 +773,7 @@ def test_bad_strategy_arguments_are_refused():
 
 
 @pytest.mark.tensorflow("H37")
-def test_a_strategy_can_be_shown_and_copied():
+def test_strategy_shows_and_copies():
     ops = jc.distribute.CollectiveAllReduce(devices(2), 2)
     for immutable in (PAIR, ops, jc.distribute.ReductionToOneDevice("cpu:1")):
         assert copy.deepcopy({"s": immutable})["s"] is immutable
@@ -781,6 +781,6 @@ def test_a_strategy_can_be_shown_and_copied():
     assert repr(STRATEGIES["multi"]).startswith("MultiWorkerMirroredStrategy(devices=[cpu:0")
 
 
-def test_a_name_that_the_package_has_too_is_the_same_object():
+def test_shared_names_are_one_object():
     names = {name for name in vars(jc.distribute) if not name.startswith("_")} & set(dir(jc))
     assert all(getattr(jc.distribute, name) is getattr(jc, name) for name in names)

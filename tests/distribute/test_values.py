@@ -37,7 +37,7 @@ def pointers(tree):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
-def test_wrapping_and_unwrapping_what_pmap_returns_copies_nothing(n):
+def test_pmap_results_wrap_without_copies(n):
     def f(x):
         return {"w": x * 2, "b": x.sum()}
 
@@ -53,14 +53,14 @@ def test_wrapping_and_unwrapping_what_pmap_returns_copies_nothing(n):
     np.testing.assert_array_equal(back["w"], value.tree["w"] * 2)
 
 
-def test_wrapping_and_unwrapping_a_replicated_array_copies_nothing():
+def test_replicated_array_wraps_without_copies():
     x = jax.device_put(np.arange(3.0), NamedSharding(jax.make_mesh((2, 4), ("a", "b")), P()))
     value = jc.distribute.Mirrored.from_global([x])
     assert pointers(value.tree) == pointers(x)
     assert [pointers(value[i]) for i in range(8)] == [[[p]] for p in pointers(x)[0]]
 
 
-def test_an_array_of_another_mesh_is_taken_whatever_its_axes():
+def test_any_mesh_is_taken():
     """Explicit axes, another name, devices backwards: rows keep their devices."""
     mesh = Mesh(np.array(jax.devices()[5:2:-1]), ("x",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(np.arange(3.0), NamedSharding(mesh, P("x")))
@@ -70,7 +70,7 @@ def test_an_array_of_another_mesh_is_taken_whatever_its_axes():
     assert pointers(value.tree) == pointers(x)
 
 
-def test_leaves_of_several_meshes_of_the_same_devices_go_through_one_program():
+def test_several_meshes_share_a_program():
     rows = np.arange(8.0, dtype="f").reshape(4, 2)
     value = jc.PerReplica.from_global([
         jax.device_put(rows, NamedSharding(jax.make_mesh(shape, axes, devices=devices(4)), P(axes)))
@@ -81,7 +81,7 @@ def test_leaves_of_several_meshes_of_the_same_devices_go_through_one_program():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_indexing_gives_the_replicas_value_on_its_device(kind):
+def test_indexing_gives_the_replica(kind):
     value = kind.from_function(lambda i: {"w": np.full((2,), 5.0, "f"), "n": 3}, devices=devices(3))
     for i in range(3):
         assert value[i]["w"].devices() == {jax.devices()[i]}
@@ -93,7 +93,7 @@ def test_indexing_gives_the_replicas_value_on_its_device(kind):
             value[i]
 
 
-def test_arrays_that_lie_on_a_device_each_stay_there():
+def test_placed_arrays_stay():
     parts = [jax.device_put(np.full((4,), i, "f"), jax.devices()[i]) for i in (6, 1, 3)]
     assert [d.id for d in jc.PerReplica(parts).devices] == [6, 1, 3]
     same = [jax.device_put(np.ones((4,), "f"), jax.devices()[i]) for i in (6, 1)]
@@ -127,7 +127,7 @@ def test_prng_keys_can_be_held():
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "bfloat16", "float16", "complex64"])
-def test_every_dtype_is_kept_to_the_bit(dtype):
+def test_dtypes_keep_their_bits(dtype):
     rows = np.arange(6).reshape(3, 2).astype(jnp.dtype(dtype))
     value = jc.PerReplica(list(rows))
     assert value.tree.dtype == dtype
@@ -148,7 +148,7 @@ TAKES = [
 
 
 @pytest.mark.parametrize("take", TAKES)
-def test_a_python_integer_that_does_not_fit_is_refused_and_never_cut(take):
+def test_large_integers_are_refused(take):
     take(2**31 - 1)
     with pytest.raises(OverflowError, match="int32"):
         take(2**31)
@@ -199,7 +199,7 @@ def test_bad_replica_values_are_refused(kind, values, message):
         values(kind) if callable(values) else kind(values)
 
 
-def test_rows_of_unequal_shapes_are_uneven_parts_however_they_are_made():
+def test_unequal_rows_are_uneven():
     strategy = jc.MirroredStrategy(["cpu:0", "cpu:1"])
     parts = [{"w": np.ones(2, "f"), "n": 2}, {"w": np.full(1, 4, "f"), "n": 1}]
     made = jc.PerReplica(parts, devices=devices(2))
@@ -221,7 +221,7 @@ def test_rows_of_unequal_shapes_are_uneven_parts_however_they_are_made():
         jc.distribute.Mirrored([x["w"] for x in parts])
 
 
-def test_copies_that_differ_and_an_array_over_several_devices_are_refused():
+def test_unequal_copies_are_refused():
     differs = r"equal copies; leaf \['a'\] of replica 1 differs from that of replica 0. "
     with pytest.raises(ValueError, match=differs):
         jc.distribute.Mirrored([{"a": 1.0}, {"a": 2.0}])
@@ -240,7 +240,7 @@ def pair(order):
     return jc.PerReplica([1, 2], devices=jax.devices()[:2][::order]).tree
 
 
-def test_from_global_refuses_what_lies_differently():
+def test_from_global_refuses_other_layouts():
     for kind, tree, message in (
         (jc.PerReplica, lambda: {"w": half()}, r"expects leaf \['w'\] to have a leading replica dimension"),
         (jc.distribute.Mirrored, half, r"expects the value to be replicated over its devices; got shape \(4, 2\) over 8 devices"),
@@ -254,7 +254,7 @@ def test_from_global_refuses_what_lies_differently():
             kind.from_global(tree())
 
 
-def test_nothing_is_made_inside_a_program():
+def test_traced_values_are_refused():
     message = "is being traced, so it lies on no device"
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda x: jc.PerReplica([x, x]))(1.0)
@@ -264,7 +264,7 @@ def test_nothing_is_made_inside_a_program():
         jax.jit(lambda v: v[0])(jc.PerReplica([1.0, 2.0]))
 
 
-def test_what_lies_in_another_process_cannot_be_read_or_made_here(monkeypatch):
+def test_remote_values_are_refused(monkeypatch):
     value = jc.PerReplica([1.0, 2.0])
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with pytest.raises(ValueError, match="Replica 1 lies on cpu:1 of process 0, where process 1"):
@@ -283,7 +283,7 @@ def test_reading_one_shape_compiles_once():
 
 
 @pytest.mark.parametrize("bad", [slice(0, 2), "a", 1.0])
-def test_a_value_is_indexed_by_a_replica_id(bad):
+def test_index_is_a_replica_id(bad):
     with pytest.raises(TypeError, match="PerReplica is indexed by a replica id, an integer; got"):
         jc.PerReplica([1.0, 2.0, 3.0])[bad]
 

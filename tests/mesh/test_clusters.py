@@ -23,26 +23,26 @@ from jaxcoll._mesh.clusters import CHIPS, _usual, topology_named
         ("cpu:8", "cpu", 8, 1),
     ],
 )
-def test_a_name_says_what_there_is(name, platform, size, hosts):
+def test_name_says_what_exists(name, platform, size, hosts):
     found = topology_named(name)
     assert (found.platform, found.size, found.hosts) == (platform, size, hosts)
     assert topology_named(found) is found
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_every_cluster_that_a_message_may_name_exists(chip):
+def test_named_clusters_exist(chip):
     for known in _usual(chip):
         assert topology_named(known.name) == known
 
 
-def test_a_gpu_is_described_in_full_and_asked_for_by_its_hosts():
+def test_gpus_are_described_fully():
     text = CHIPS["h100"].description()
     assert "core_count: 132 " in text
     assert "cuda_compute_capability { major: 9 }" in text
     assert topology_named("h100:2x8").request()["topology"] == "2x1x8"
 
 
-def test_what_does_not_exist_is_refused_and_the_nearest_are_listed():
+def test_unknown_clusters_list_the_nearest():
     for name, words in (
         ("h100:16", r"a host has at most 8 GPUs of type h100\. Nearest: 'h100:2x8'"),
         ("h1000:8", r"There is no topology 'h1000:8'\. Nearest: 'h100:8'.*Chips that can be"),
@@ -62,7 +62,7 @@ def test_what_does_not_exist_is_refused_and_the_nearest_are_listed():
             topology_named(name)
 
 
-def test_a_plan_for_a_cluster_knows_its_platform_sizes_and_hosts():
+def test_plan_knows_its_cluster():
     def world(**where):
         return jc.plan([1.0], **where).world
 
@@ -73,7 +73,7 @@ def test_a_plan_for_a_cluster_knows_its_platform_sizes_and_hosts():
     assert world(topology="cpu:8").processes == 1
 
 
-def test_a_plan_for_a_cluster_refuses_what_does_not_fit():
+def test_unfit_clusters_are_refused():
     for where, words in (
         ({"axis_size": (4, 8)}, r"`axis_size` \(4, 8\) makes 32 replicas, but h100:2x8 .* has 16"),
         ({"axis_size": 0}, "`axis_size` must be a positive integer"),

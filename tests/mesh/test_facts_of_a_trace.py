@@ -65,7 +65,7 @@ def by_shard_map():
 
 
 @pytest.mark.parametrize("run", [by_data_parallel, by_strategy, by_shard_map])
-def test_a_trace_reads_no_environment_no_file_and_no_clock(run):
+def test_trace_reads_no_surroundings(run):
     run()
 
 
@@ -74,7 +74,7 @@ def test_the_guard_can_fail():
         os.environ.get("HOME")
 
 
-def test_scopes_of_equal_meshes_are_equal_so_that_programs_share_their_traces():
+def test_equal_scopes_share_traces():
     mesh, traces = mesh_of(4), []
     assert Scope(make_worlds(mesh)) == Scope(make_worlds(mesh))
     assert hash(Scope(make_worlds(mesh))) == hash(Scope(make_worlds(mesh)))

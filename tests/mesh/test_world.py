@@ -21,7 +21,7 @@ def grid(inner, **kind):
     )
 
 
-def test_cpu_devices_are_of_one_host_and_of_no_kind():
+def test_cpu_devices_share_a_host():
     mesh = jax.make_mesh((2, 4), ("hosts", "chips"))
     assert mesh_world(mesh, {"hosts": 2, "chips": 4}) == World("cpu", (2, 4))
 
@@ -35,13 +35,11 @@ def test_cpu_devices_are_of_one_host_and_of_no_kind():
         ({"platform": "cpu", "process_index": 5, "slice_index": 2}, 3),
     ],
 )
-def test_a_host_is_a_slice_where_jax_knows_slices_else_a_process_and_of_cpus_as_published(
-    device, host
-):
+def test_hosts_are_slices_or_processes(device, host):
     assert _host(SimpleNamespace(**device), (0, 0, 0, 3, 3, 3)) == host
 
 
-def test_a_world_of_accelerators_names_them_and_counts_its_hosts():
+def test_accelerators_count_their_hosts():
     mesh = grid(4, platform="cuda", device_kind="NVIDIA H100")
     both = mesh_world(mesh, {"outer": 2, "inner": 4})
     assert (both.platform, both.device_kind) == ("gpu", "NVIDIA H100")
@@ -64,13 +62,13 @@ def test_a_world_of_accelerators_names_them_and_counts_its_hosts():
     ],
     ids=str,
 )
-def test_inner_axes_are_those_that_stay_within_hosts(monkeypatch, hosts, axes, met, inner):
+def test_inner_axes_stay_within_hosts(monkeypatch, hosts, axes, met, inner):
     monkeypatch.setattr(world, "hosts_of_job", lambda: hosts)
     found = mesh_world(grid(2, platform="cpu", device_kind="cpu"), axes)
     assert (found.hosts, found.inner) == (met, inner)
 
 
-def test_a_mesh_that_processes_do_not_share_evenly_has_a_world():
+def test_uneven_mesh_has_a_world():
     worlds, found = world.Worlds("cpu", "", ((0, 0), (1, 1))), []
     mesh = jax.sharding.AbstractMesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 

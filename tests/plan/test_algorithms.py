@@ -50,7 +50,7 @@ def test_tensorflows_names_and_ours(given, means):
 
 
 @pytest.mark.parametrize("bad", ["tree", "", "/", "ring/", "/ring", "nccl//xring", "ring/tree"])
-def test_an_unknown_algorithm_is_named_with_those_there_are(bad):
+def test_unknown_algorithm_lists_known_ones(bad):
     with pytest.raises(
         ValueError,
         match="`algorithm` must be None or one of native, ring, halving_doubling, shuffle "
@@ -60,7 +60,7 @@ def test_an_unknown_algorithm_is_named_with_those_there_are(bad):
 
 
 @given(names, sizes, st.integers(0, 1000))
-def test_a_flat_algorithm_sends_two_shards_less_than_all_twice(name, n, size):
+def test_flat_algorithms_send_the_least(name, n, size):
     plan = stages(name, 0, (n,))
     padded = 2 * (n - 1) * -(-size // n)
     assert wire_bytes(plan, size, 1) == (padded if name != "native" else 2 * (size - size // n))
@@ -69,7 +69,7 @@ def test_a_flat_algorithm_sends_two_shards_less_than_all_twice(name, n, size):
 
 
 @given(names, names, sizes, sizes, st.integers(0, 50))
-def test_a_composition_sends_as_little_as_one_algorithm_over_all(inner, outer, k, g, shard):
+def test_compositions_send_the_least(inner, outer, k, g, shard):
     plan = stages(f"{inner}/{outer}", 0, (k, g))
     assert wire_bytes(plan, shard * k * g, 1) == 2 * (k * g - 1) * shard
     assert [s.axes for s in plan] == [axes for axes, n in (((1,), g), ((0,), k)) if n > 1]
@@ -88,13 +88,13 @@ def test_few_owners_send_more(n, owners, size):
     st.sampled_from([jc.compression.Int8(), jc.compression.Int4()]),
     st.integers(2, 9),
 )
-def test_coded_shards_are_padded_to_whole_blocks_and_no_further(size, coded, n):
+def test_coded_shards_pad_to_blocks(size, coded, n):
     padded = align(stages("native", 0, (n,), coded), size)
     assert 0 <= padded - size < n * coded.block
     assert padded % (n * coded.block) == 0
 
 
-def test_axes_where_nothing_is_summed_have_no_stage():
+def test_unsummed_axes_have_no_stage():
     assert stages("ring/shuffle", 3, (1, 1)) == ()
     assert [s.algorithm for s in stages("ring/shuffle", 3, (4, 1))] == ["shuffle"]
     assert [s.shards for s in stages("ring/shuffle", 3, (2, 4))] == [4, 2]
@@ -102,7 +102,7 @@ def test_axes_where_nothing_is_summed_have_no_stage():
     assert (flat.axes, flat.replicas) == ((0, 2), 6)
 
 
-def test_implementation_and_algorithm_may_not_contradict_each_other():
+def test_implementation_and_algorithm_agree():
     assert Options(implementation="ring", algorithm="xring").algorithm == "ring"
     assert Options(implementation="nccl", algorithm="nccl").algorithm == "native"
     assert Options(implementation="auto", algorithm="rechd").algorithm == "halving_doubling"
@@ -114,7 +114,7 @@ def test_implementation_and_algorithm_may_not_contradict_each_other():
         Options(implementation="nccl", algorithm="nccl/xring")
 
 
-def test_whoever_speaks_last_says_what_carries_the_reduction():
+def test_last_word_decides():
     ring = Options(implementation="ring", bytes_per_pack=7)
     assert ring.merge(Options(algorithm="rechd")) == Options(7, algorithm="rechd")
     assert Options(algorithm="rechd").merge(ring) == ring
@@ -122,7 +122,7 @@ def test_whoever_speaks_last_says_what_carries_the_reduction():
     assert ring.merge(Options(shards=2)).implementation is jc.CommunicationImplementation.RING
 
 
-def test_more_shards_than_owners_are_refused():
+def test_too_many_shards_are_refused():
     with pytest.raises(
         ValueError, match="`shards` is 3, but .* runs over 2 replicas.* at most 2, o"
     ):
@@ -132,7 +132,7 @@ def test_more_shards_than_owners_are_refused():
     assert choose(Options(algorithm="pscpu/nccl", shards=3), World("cpu", (2, 8))).parts == 3
 
 
-def test_gloo_is_spared_its_reduce_scatter():
+def test_gloo_is_spared_reduce_scatter():
     options = Options(algorithm="nccl/nccl")
     here, there = World("cpu", (2, 4)), World("cpu", (2, 4), processes=2)
     assert choose(options, here).algorithm == "native/native"
@@ -146,7 +146,7 @@ def test_gloo_is_spared_its_reduce_scatter():
     assert "Gloo's own reduce-scatter sends more than necessary" in plan.reasons[1]
 
 
-def test_the_plan_says_what_was_asked_and_what_it_costs():
+def test_plan_says_request_and_cost():
     options = Options(algorithm="nccl/rechd", shards=2)
     plan = jc.plan(np.zeros(640, "f"), axis_size=(4, 8), options=options)
     assert plan.algorithm == "native/halving_doubling"

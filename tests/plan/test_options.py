@@ -62,7 +62,7 @@ def test_strings_name_reduce_ops():
             jc.ReduceOp.of(bad)
 
 
-def test_a_frozen_value_is_a_key_and_survives_pickling_and_copying():
+def test_options_are_frozen_keys():
     a, b = Options(4, 1.0, "ring"), Options(4, 1, Implementation.RING)
     assert a == b == pickle.loads(pickle.dumps(a)) == copy.deepcopy(a)
     assert hash(a) == hash(b)
@@ -78,12 +78,12 @@ def test_a_frozen_value_is_a_key_and_survives_pickling_and_copying():
         del a.bytes_per_pack
 
 
-def test_a_traced_value_is_told_to_be_static():
+def test_traced_options_are_refused():
     with pytest.raises(ValueError, match="make this argument static"):
         jax.jit(lambda b: Options(bytes_per_pack=b).bytes_per_pack)(4)
 
 
-def test_usable_as_a_static_argument_and_inside_a_pytree():
+def test_options_are_static_values():
     traces = []
 
     def f(x, options):
@@ -100,7 +100,7 @@ def test_usable_as_a_static_argument_and_inside_a_pytree():
     )
 
 
-def test_merge_takes_what_the_override_has_set_defaults_included():
+def test_merge_takes_set_options():
     strategy = Options(bytes_per_pack=7, timeout_seconds=9, implementation="ring")
     assert strategy.merge(None) == strategy
     assert strategy.merge(Options()) == strategy
@@ -124,13 +124,13 @@ def test_replace_changes_and_unsets():
         Options().replace(bytes_per_pack=-3)
 
 
-def test_the_replace_of_the_standard_library_keeps_what_is_unset_or_refuses():
+def test_standard_replace_keeps_unset():
     with pytest.raises(TypeError):
         dataclasses.replace(Options(4), shards=2)
     assert Options(4).__replace__(shards=2) == Options(4, shards=2)
 
 
-def test_repr_shows_what_was_said_and_reads_back():
+def test_repr_reads_back():
     assert repr(Options()) == "CommunicationOptions()"
     text = repr(Options(4, 1.5, "nccl"))
     assert (
@@ -139,7 +139,7 @@ def test_repr_shows_what_was_said_and_reads_back():
     assert repr(UNSET) == "UNSET"
 
 
-def test_collective_hints_warn_and_give_options():
+def test_hints_warn_and_become_options():
     with pytest.warns(DeprecationWarning, match="use CommunicationOptions"):
         hints = jc.CollectiveHints(bytes_per_pack=50, timeout_seconds=1.0)
     assert hints == Options(bytes_per_pack=50, timeout_seconds=1.0)
@@ -157,14 +157,14 @@ def test_collective_hints_warn_and_give_options():
         jc.NcclAllReduce().reduce("sum", 1.0, "cpu:0", experimental_hints="ring")
 
 
-def test_options_of_another_type_are_refused():
+def test_foreign_options_are_refused():
     x = jnp.ones((2, 3))
     for bad in ({"bytes_per_pack": 3}, 5, "ring"):
         with pytest.raises(ValueError, match="`options` must be a CommunicationOptions, as in"):
             jax.vmap(lambda v, bad=bad: jc.all_reduce("sum", v, "d", options=bad), axis_name="d")(x)
 
 
-def test_a_compression_is_named_or_given_as_a_value():
+def test_compression_is_name_or_value():
     assert (
         Options(compression="INT8").compression
         == jc.compression.Int8()

@@ -43,7 +43,7 @@ def known(tree, options=None, world=H100):
     ],
     ids=["604MB", "13MB", "25MB", "9.7GB"],
 )
-def test_gpus_get_several_packs_and_small_ones_last(tree, fewest, most):
+def test_gpus_get_tapering_packs(tree, fewest, most):
     plan = known(tree)
     assert plan.overlap
     assert plan.chained
@@ -57,7 +57,7 @@ def test_gpus_get_several_packs_and_small_ones_last(tree, fewest, most):
     assert any("order: as the gradients" in reason for reason in plan.reasons)
 
 
-def test_where_gradients_appear_nothing_holds_them_up():
+def test_gradients_are_sent_as_ready():
     (leaves,) = layers(1, 1024)
     leaves |= {f"norm{k}": leaves["norm"] for k in range(3)}
     bare = plan_in(leaves, H100)
@@ -79,7 +79,7 @@ def test_where_gradients_appear_nothing_holds_them_up():
     assert not plan(jc.CommunicationOptions(overlap=False)).compiler_options()
 
 
-def test_what_is_tiny_or_not_asked_for_is_left_to_the_compiler():
+def test_tiny_trees_are_left_alone():
     assert not known(layers(1, 64)).overlap
     assert not known(layers(2, 512), jc.CommunicationOptions(overlap=False)).overlap
     assert not plan_in(layers(2, 512), H100).overlap  # its order is not known
@@ -92,7 +92,7 @@ def test_what_is_tiny_or_not_asked_for_is_left_to_the_compiler():
         assert any("xla_jf_crs_combiner_threshold_in_bytes" in r for r in asked.reasons)
 
 
-def test_two_mebibytes_are_the_most_that_is_left_to_the_compiler():
+def test_two_mebibytes_are_left_alone():
     def overlaps(elements, **where):
         leaf = jax.ShapeDtypeStruct((elements,), np.float32)
         return known({"a": leaf, "b": jax.ShapeDtypeStruct((1,), np.float32)}, **where).overlap
@@ -103,7 +103,7 @@ def test_two_mebibytes_are_the_most_that_is_left_to_the_compiler():
     assert not overlaps(1 << 20, world=one)
 
 
-def test_on_cpus_the_plan_says_that_nothing_is_computed_meanwhile():
+def test_cpu_plan_admits_no_overlap():
     plan = jc.plan(layers(2, 512), axis_size=8, options=ASKED)
     assert plan.overlap
     assert any("waits for each collective" in reason for reason in plan.reasons)
@@ -111,7 +111,7 @@ def test_on_cpus_the_plan_says_that_nothing_is_computed_meanwhile():
     assert any("waits for each collective" in reason for reason in within.reasons)
 
 
-def test_packs_that_are_kept_apart_are_predicted_to_start_one_by_one():
+def test_separate_packs_start_in_turn():
     together, apart = (
         jc.plan(layers(2, 512), topology="h100:8", options=jc.CommunicationOptions(overlap=overlap))
         for overlap in (False, True)

@@ -45,7 +45,7 @@ rules = st.one_of(
 
 
 @given(leaves, rules)
-def test_every_element_is_in_exactly_one_pack_in_order(leaves, rule):
+def test_every_element_is_packed_once(leaves, rule):
     covered = {i: 0 for i, x in enumerate(leaves) if x.travels}
     starts = []
     for p in plan_packs(leaves, rule):
@@ -62,7 +62,7 @@ def test_every_element_is_in_exactly_one_pack_in_order(leaves, rule):
 
 
 @given(leaves, rules)
-def test_a_pack_holds_one_dtype_and_one_kind_or_one_solid_leaf_and_is_a_frozen_value(leaves, rule):
+def test_a_pack_is_uniform(leaves, rule):
     packs, again = plan_packs(leaves, rule), plan_packs(tuple(leaves), rule)
     assert packs == again
     assert hash(packs) == hash(again)
@@ -75,7 +75,7 @@ def test_a_pack_holds_one_dtype_and_one_kind_or_one_solid_leaf_and_is_a_frozen_v
 
 
 @given(leaves, st.integers(1, 200))
-def test_a_pack_closes_before_it_would_exceed_its_bytes(leaves, limit):
+def test_packs_close_before_their_limit(leaves, limit):
     packs = plan_packs(leaves, BytesPerPack(limit))
     for p in packs:
         assert p.nbytes <= limit or len(p.segments) == 1
@@ -92,7 +92,7 @@ def test_a_pack_closes_before_it_would_exceed_its_bytes(leaves, limit):
 
 
 @given(leaves, st.integers(8, 200), st.integers(1, 8))
-def test_packs_in_ready_order_come_as_their_last_leaf_is_ready(leaves, limit, last):
+def test_ready_packs_come_in_order(leaves, limit, last):
     packs = plan_packs(leaves, ReadyOrder(limit, last, 0))
     done = [max(leaves[s.leaf].ready for s in p.segments) for p in packs]
     assert done == sorted(done)
@@ -101,7 +101,7 @@ def test_packs_in_ready_order_come_as_their_last_leaf_is_ready(leaves, limit, la
         assert p.nbytes <= max(limit, p.dtype.itemsize) or (whole and len(p.segments) == 1)
 
 
-def test_packs_in_ready_order_taper_and_spare_large_leaves_a_copy():
+def test_ready_packs_taper():
     matrices = [leaf((1000,), ready=9 - i) for i in range(10)]
     biases = [leaf((2,), ready=9 - i) for i in range(10)]
     packs = plan_packs([*matrices, *biases], ReadyOrder(4000, 400, 100))
@@ -113,7 +113,7 @@ def test_packs_in_ready_order_taper_and_spare_large_leaves_a_copy():
 
 @pytest.mark.tensorflow("L19")
 @given(leaves, st.integers(1, 20))
-def test_num_packs_gives_that_many_of_near_equal_size(leaves, count):
+def test_num_packs_are_near_equal(leaves, count):
     members = [x for x in leaves if x.travels and not x.solid]
     packs = [p for p in plan_packs(leaves, NumPacks(count)) if not leaves[p.segments[0].leaf].solid]
     groups = {(x.wire, x.over, x.kind) for x in members}
@@ -126,7 +126,7 @@ def test_num_packs_gives_that_many_of_near_equal_size(leaves, count):
 
 @settings(max_examples=60)
 @given(leaves, rules, st.integers(0, 2**32 - 1))
-def test_unpack_after_pack_is_the_identity_to_the_bit(leaves, rule, seed):
+def test_unpacking_inverts_packing(leaves, rule, seed):
     """NaN payloads, negative zeros and subnormals included: the bytes are random.
 
     But for the NaNs of bfloat16 and 8-bit floats: XLA's CPU compiler widens these types to copy
@@ -157,7 +157,7 @@ def test_unpack_after_pack_is_the_identity_to_the_bit(leaves, rule, seed):
         assert np.asarray(again).tobytes() == np.asarray(array).tobytes()
 
 
-def test_a_pack_of_one_whole_leaf_is_that_leaf():
+def test_whole_leaf_is_no_copy():
     x = jnp.ones((3, 4))
     packs = plan_packs([leaf((3, 4))], BytesPerPack(1))
     (packed,) = pack([x], packs, [leaf((3, 4))])
@@ -165,7 +165,7 @@ def test_a_pack_of_one_whole_leaf_is_that_leaf():
     assert unpack([packed], packs, [leaf((3, 4))])[0] is x
 
 
-def test_dtypes_share_num_packs_by_their_bytes():
+def test_dtypes_share_packs_by_bytes():
     packs = plan_packs([leaf((100,)), leaf((10,), np.int32)], NumPacks(4))
     assert [(p.dtype.name, p.size) for p in packs] == [
         ("float32", 34), ("float32", 33), ("float32", 33), ("int32", 10),
@@ -173,7 +173,7 @@ def test_dtypes_share_num_packs_by_their_bytes():
 
 
 @given(leaves, st.sampled_from([0, 8, 12, 44, 200]), st.integers(1, 5))
-def test_small_neighbours_travel_together_and_nothing_else_does(leaves, max_bytes, max_group):
+def test_small_neighbours_travel_together(leaves, max_bytes, max_group):
     packs = plan_packs(leaves, GroupSmall(max_bytes, max_group))
     travelling = [i for i, x in enumerate(leaves) if x.travels]
     assert [s.leaf for p in packs for s in p.segments] == travelling, "in order, each once"
@@ -198,7 +198,7 @@ def test_pack_limit_is_a_ceiling():
     assert [[s.leaf for s in p.segments] for p in packs] == [[0], [1, 3], [2]]
 
 
-def test_a_pack_too_long_for_offsets_of_32_bits_is_cut_by_static_slices():
+def test_huge_pack_has_static_slices():
     leaves = [leaf((1 << 30,), np.float16)] * 3
     packs = plan_packs(leaves, BytesPerPack(1 << 40))
     packed = [jax.ShapeDtypeStruct((3 << 30,), np.float16)]

@@ -29,7 +29,7 @@ def test_counts_packs_and_wire_bytes():
     assert [x.path for x in plan.leaves] == ["['b']", "['s']", "['w']"]
 
 
-def test_shows_itself_as_a_table_and_as_json():
+def test_shows_table_and_json():
     plan = jc.plan(TREE, axis_size=4, options=jc.CommunicationOptions(bytes_per_pack=100))
     text = str(plan)
     assert "all_reduce MEAN of 3 leaves, 444 bytes a replica, over 4 × cpu, one process" in text
@@ -46,7 +46,7 @@ def test_shows_itself_as_a_table_and_as_json():
     [{}, {"compression": "int8"}, {"reproducible": True}, {"bytes_per_pack": 500, "shards": 2}],
     ids=str,
 )
-def test_a_trace_carries_out_the_plan_shown(op, given):
+def test_trace_carries_out_the_plan(op, given):
     options = jc.CommunicationOptions(**given)
     dtypes = "float32 float16 bfloat16 float8_e4m3fn int32 int8 int4 complex64".split()
     shapes = {dtype: jax.ShapeDtypeStruct((4, 128), dtype) for dtype in dtypes}
@@ -103,7 +103,7 @@ def test_leaves_of_all_types_share_packs_as_they_do_in_a_step(given, op):
     assert (asked.reasons, asked.world) == (made.reasons, made.world)
 
 
-def test_says_what_the_backend_will_not_honour():
+def test_plan_admits_ignored_requests():
     plan = jc.plan(TREE, axis_size=4, options=jc.CommunicationOptions(implementation="nccl"))
     assert "NCCL was requested, but memory shared by the devices of this process" in str(plan)
 
@@ -174,7 +174,7 @@ def test_reads_the_mesh():
     ],
     ids=str,
 )
-def test_the_halves_keep_clear_of_gloos_own_reduce_scatter(world, asked, planned, steps):
+def test_halves_avoid_gloos_reduce_scatter(world, asked, planned, steps):
     options = jc.CommunicationOptions(algorithm=asked)
     leaf = Leaf("", (999,), np.dtype("f"), np.dtype("f"), world.sizes)
     packs = lay_out(jax.tree.structure(0), (leaf,), world.replicas).packs
@@ -185,7 +185,7 @@ def test_the_halves_keep_clear_of_gloos_own_reduce_scatter(world, asked, planned
         assert any("Gloo's own reduce-scatter sends more" in r for r in plan.reasons) == spared
 
 
-def test_usual_packs_of_shards_hold_16_mib_and_larger_leaves_than_2_mib_are_alone():
+def test_shards_pack_to_16_mib():
     sizes = [1 << 18] * 33 + [1 << 19, (1 << 19) + 1]
     single = np.dtype("f4")
     leaves = tuple(Leaf(f"[{i}]", (n,), single, single, (8,)) for i, n in enumerate(sizes))
@@ -195,7 +195,7 @@ def test_usual_packs_of_shards_hold_16_mib_and_larger_leaves_than_2_mib_are_alon
     ]  # fmt: skip
 
 
-def test_a_notebook_shows_the_text_and_nothing_of_a_tree_is_markup():
+def test_notebook_shows_escaped_text():
     plan = jc.plan({"<b>&": [np.zeros(k + 1, "f") for k in range(50)]}, axis_size=8)
     assert "… and 31 more" in str(plan)
     assert "more" not in plan.text()

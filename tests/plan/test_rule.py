@@ -41,7 +41,7 @@ def plan_of(sizes, world=GLOO, **options):
     st.lists(st.integers(0, 1 << 22), max_size=30),
     st.sampled_from([GLOO, TWO_HOSTS, World("gpu", (8,)), World("cpu", (2, 4), processes=2)]),
 )
-def test_every_element_travels_once_and_large_leaves_are_not_copied(sizes, world):
+def test_large_leaves_are_not_copied(sizes, world):
     plan = plan_of(sizes, world)
     assert sum(pack.size for pack in plan.packs) == sum(sizes)
     for pack in plan.packs:
@@ -52,13 +52,13 @@ def test_every_element_travels_once_and_large_leaves_are_not_copied(sizes, world
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu", "cpu"])
-def test_where_the_compiler_combines_nothing_is_packed(platform):
+def test_combining_compilers_get_no_packs(platform):
     plan = plan_of([256] * 200, World(platform, (8,), 1))
     assert (len(plan.packs), plan.algorithm, plan.temporary_bytes) == (200, "native", 0)
     assert "the compiler combines all-reduces itself" in plan.reasons[0]
 
 
-def test_many_small_leaves_between_processes_share_a_pack():
+def test_small_leaves_share_a_pack():
     plan = plan_of([256] * 200)
     assert len(plan.packs) == 1
     assert plan.reasons[0].startswith("packs: leaves over 2 MiB alone, others in packs of at most")
@@ -87,12 +87,12 @@ def test_many_small_leaves_between_processes_share_a_pack():
     ],
     ids=str,
 )  # fmt: skip
-def test_what_sums_packs_of_which_size(world, large, small, limit):
+def test_size_decides_the_algorithm(world, large, small, limit):
     choice = choose(NOTHING, world)
     assert (choice.algorithm, choice.small, choice.limit) == (large, small, limit)
 
 
-def test_a_pack_is_exchanged_up_to_the_limit_whoever_made_it():
+def test_packs_are_exchanged_by_size():
     plan = plan_of([FEW // 4, FEW // 4 + 1], bytes_per_pack=1 << 10)
     assert [pack.algorithm for pack in plan.packs] == ["halving_doubling", "native"]
     assert plan.algorithm == "halving_doubling and native"
@@ -104,7 +104,7 @@ def test_a_pack_is_exchanged_up_to_the_limit_whoever_made_it():
     [{"algorithm": "native"}, {"implementation": "ring"}, {"reproducible": True}, {"shards": 2}],
     ids=str,
 )
-def test_what_is_asked_for_is_not_chosen(asked):
+def test_requests_are_not_overruled(asked):
     choice = choose(jc.CommunicationOptions(**asked), GLOO)
     assert choice.limit == 0
     assert choice.algorithm == {"ring": "ring", True: "halving_doubling"}.get(
@@ -113,7 +113,7 @@ def test_what_is_asked_for_is_not_chosen(asked):
     assert packing_for(jc.CommunicationOptions(bytes_per_pack=5), GLOO) == BytesPerPack(5)
 
 
-def test_a_plan_of_two_levels_says_so():
+def test_plan_names_its_levels():
     words = "two levels: summed within each of the 2 hosts first"
     assert any(reason.startswith(words) for reason in plan_of([1 << 22], TWO_HOSTS).reasons)
     asked = plan_of([1 << 22], TWO_HOSTS, algorithm="native")
@@ -128,11 +128,11 @@ def test_rules_in_words():
     ]  # fmt: skip
 
 
-def test_an_empty_tree_and_one_replica_send_nothing():
+def test_nothing_is_sent_in_vain():
     assert plan_of([]).packs == plan_of([8], World("cpu", (1,))).packs == ()
 
 
-def test_what_is_stated_as_temporary_is_what_the_compiler_allots():
+def test_stated_memory_is_allotted():
     tree = [jax.ShapeDtypeStruct((1000,), F32)] * 20
     options = jc.CommunicationOptions(bytes_per_pack=1 << 20)
     reduce = functools.partial(jc.all_reduce, "sum", axis_name="data", options=options)

@@ -71,7 +71,7 @@ def leaves(tree):
 @pytest.mark.parametrize(
     ("axes", "kind"), [*zip(SHAPES, [AxisType.Explicit, AxisType.Auto] * 2, strict=True)]
 )
-def test_results_are_those_without_one_lie_on_it_and_can_be_used_around(axes, kind):
+def test_ambient_mesh_changes_no_result(axes, kind):
     mesh = mesh_of(axes, kind)
     is_taken = "data" in mesh.axis_names
     for name, entry in ENTRIES.items():
@@ -88,7 +88,7 @@ def test_results_are_those_without_one_lie_on_it_and_can_be_used_around(axes, ki
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_what_is_shown_is_of_the_mesh_around_the_call_and_each_mesh_has_its_program():
+def test_each_mesh_has_its_program():
     compiled = []
     for axes in ("data", "data model", None, "data", "other", "data model"):
         mesh = mesh_of(axes, AxisType.Explicit) if axes else None

@@ -66,7 +66,7 @@ WAYS = {
     ("way", "topology"),
     [*zip(WAYS, ["h100:128x8", "cpu:3", "h100:8", "v5p:8x8x8", "v5e:2x4"], strict=True)],
 )
-def test_a_step_is_written_once_for_here_and_for_any_cluster(way, topology):
+def test_step_fits_any_cluster(way, topology):
     size = topology_named(topology).size
     x = jax.ShapeDtypeStruct((2 * size, 8), jnp.float32)
     text = requested(WAYS[way], (W, x), topology)
@@ -75,7 +75,7 @@ def test_a_step_is_written_once_for_here_and_for_any_cluster(way, topology):
     assert "stablehlo.all_reduce" in text
 
 
-def test_a_mesh_of_set_mesh_grows_or_shrinks_to_the_cluster():
+def test_ambient_mesh_fits_the_cluster():
     mapped = lambda w, x: jax.shard_map(step, in_specs=(P(), P("data")), out_specs=P())(w, x)
     context = jax.jit(mapped)
     for topology in ("h100:4", "h100:8", "h100:2x8"):
@@ -87,7 +87,7 @@ def test_a_mesh_of_set_mesh_grows_or_shrinks_to_the_cluster():
     assert jax.sharding.get_abstract_mesh().empty
 
 
-def test_what_was_mapped_over_as_many_devices_of_this_machine_fits():
+def test_mesh_of_equal_size_fits():
     assert partitions(requested(mapped(LINE), topology="h100:8")) == 8
     total = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
     assert partitions(requested(total, (np.ones((8, 2)),), "v5e:2x4")) == 8
@@ -95,7 +95,7 @@ def test_what_was_mapped_over_as_many_devices_of_this_machine_fits():
     assert '[{"data"}, {}]' in requested(mapped(LINE), (W, placed), "h100:8").split("->")[0]
 
 
-def test_axes_of_a_mesh_are_hosts_and_what_each_has_or_as_told():
+def test_axes_become_hosts_and_devices():
     both = jc.data_parallel(
         lambda w, x: jc.all_reduce("mean", w + x.sum(), ("node", "data")),
         mesh=jax.make_mesh((4, 2), ("node", "data")),
@@ -113,7 +113,7 @@ def test_axes_of_a_mesh_are_hosts_and_what_each_has_or_as_told():
         assert partitions(requested(auto, (W, sharded), mesh=mesh)) == 16
 
 
-def test_reductions_are_planned_for_the_cluster_and_not_for_this_machine():
+def test_plans_are_the_clusters():
     seen = []
 
     def ring(w, x):
@@ -128,7 +128,7 @@ def test_reductions_are_planned_for_the_cluster_and_not_for_this_machine():
     assert seen[0] == plans[0].world
 
 
-def test_static_arguments_and_python_numbers_stay_what_they_are():
+def test_static_arguments_stay():
     def scaled(w, x, scale, kind):
         assert kind == "mean"
         return jc.all_reduce(kind, x.sum() * w * scale, "data")
@@ -161,12 +161,12 @@ def test_static_arguments_and_python_numbers_stay_what_they_are():
         (lambda w, x: jnp.dot(w, x), {}, "dot_general"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(fun, settings, words):
+def test_unfit_steps_are_refused(fun, settings, words):
     with pytest.raises((ValueError, TypeError), match=words):
         requested(fun, **settings)
 
 
-def test_a_program_that_calls_back_says_why_it_cannot_be_lowered():
+def test_callbacks_explain_the_failure():
     def noisy(w, x):
         jax.debug.print("{}", x.sum())
         return step(w, x)
@@ -201,7 +201,7 @@ CLUSTERS = ["cpu:8", "h100:8", "h100:2x8", "v5e:2x4", "v5p:2x2x4", "tpu7x:2x2x1"
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_the_text_is_the_one_that_jax_gets_from_that_compiler(name):
+def test_text_is_the_compilers_own(name):
     topology = topology_named(name)
     if not has_compiler(topology.platform):
         pytest.skip(f"the compiler for {name} is not installed")
@@ -217,7 +217,7 @@ def test_the_text_is_the_one_that_jax_gets_from_that_compiler(name):
     assert found.memory["argument"] > 0
 
 
-def test_options_reach_the_compiler_and_its_refusal_comes_back():
+def test_compiler_options_arrive():
     fun = jax.jit(lambda x: x * 2, compiler_options={"xla_jaxcoll_nonsense": 1})
     with pytest.raises(
         jax.errors.JaxRuntimeError, match="cpu:1 .*No such compile option: 'xla_jax"
@@ -225,7 +225,7 @@ def test_options_reach_the_compiler_and_its_refusal_comes_back():
         compile_for(fun, (X,), {}, "cpu:1")
 
 
-def test_another_environments_compiler_is_asked_with_everything_it_needs(tmp_path, monkeypatch):
+def test_other_compiler_gets_everything(tmp_path, monkeypatch):
     kept = tmp_path / "asked.json"
     copy = f'    pathlib.Path("{kept}").write_text((folder / "request.json").read_text())\n'
     stand_in(tmp_path, monkeypatch, ANSWER + copy)
@@ -236,7 +236,7 @@ def test_another_environments_compiler_is_asked_with_everything_it_needs(tmp_pat
     assert asked["compiler_options"] == plans_of(beside, W, X)[0].compiler_options("gpu")
 
 
-def test_what_is_not_installed_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+def test_missing_compiler_names_its_command(tmp_path, monkeypatch):
     stand_in(tmp_path, monkeypatch, '(folder / "answer.json").write_text(\'{"missing": {}}\')')
     for topology, wheel in (("h100:8", "cuda13-local"), ("v5e:2x4", "tpu")):
         with pytest.raises(ImportError, match=rf"python -m pip install 'jax\[{wheel}\]==\d"):
@@ -247,7 +247,7 @@ def test_what_is_not_installed_is_named_with_the_command_that_installs_it(tmp_pa
         compile_for(jc.data_parallel(step), (W, X), {}, "h100:8")
 
 
-def test_a_process_that_dies_leaves_its_last_words(tmp_path, monkeypatch):
+def test_dying_compiler_leaves_last_words(tmp_path, monkeypatch):
     stand_in(tmp_path, monkeypatch, 'sys.exit("Check failed: no such thing")')
     with pytest.raises(
         jax.errors.JaxRuntimeError, match=r"status 1 and no answer(.|\n)*Check failed"
@@ -256,7 +256,7 @@ def test_a_process_that_dies_leaves_its_last_words(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
+def test_hanging_compiler_is_ended(tmp_path, monkeypatch):
     stand_in(tmp_path, monkeypatch, f"""
         other = subprocess.Popen(["sleep", "600"])
         pathlib.Path({str(tmp_path)!r}, "pids").write_text(f"{{os.getpid()}} {{other.pid}}")

@@ -100,7 +100,7 @@ ENTRIES = {"data_parallel": by_data_parallel, "accumulate": by_accumulate}
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_what_could_be_the_batch_is_named_by_the_line_in_the_message(entry, name):
+def test_unclear_batch_offers_a_line(entry, name):
     fun, args, kwargs = UNCLEAR[name]
     with pytest.raises(ValueError, match="which arguments of .* are the batch") as error:
         ENTRIES[entry](fun)(W, *args, **kwargs)
@@ -124,18 +124,18 @@ CLEAR = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("name", CLEAR)
-def test_the_second_of_two_is_the_batch(entry, name):
+def test_second_argument_is_the_batch(entry, name):
     fun, args, kwargs = CLEAR[name]
     close(ENTRIES[entry](fun)(W, *args, **kwargs), WANT)
 
 
-def test_the_line_in_the_message_leaves_out_what_has_other_rows():
+def test_offered_line_omits_other_rows():
     step = jc.data_parallel(lambda w, x, key=None: jc.pmean(jnp.mean(w * x)))
     with pytest.raises(ValueError, match=r"batch_argnums='x'\)"):
         step(1.0, X, jax.random.PRNGKey(0))
 
 
-def test_the_test_of_steps_and_elastic_have_the_same_rule():
+def test_step_test_and_elastic_agree():
     def step(w, x, y=None, *, mesh):
         run = lambda w, x, y: lax.pmean(loss(w, x, y), "data")
         specs = P(), P("data"), P("data")
@@ -206,13 +206,13 @@ INNOCENT = {
 
 
 @pytest.mark.parametrize("name", INNOCENT)
-def test_one_row_on_a_replica_beside_more_is_taken(name):
+def test_uneven_leaves_are_taken(name):
     fun, batch = INNOCENT[name]
     want = jax.value_and_grad(fun)(jnp.float32(1.5), batch)
     close(by_data_parallel(fun)(jnp.float32(1.5), batch), want)
 
 
-def test_a_step_of_such_a_batch_may_change_a_module_among_its_arguments():
+def test_uneven_batch_may_change_modules():
     class Counter(nnx.Module):
         def __init__(self):
             self.calls = nnx.BatchStat(jnp.zeros(()))
@@ -248,7 +248,7 @@ WORDS = (
 
 
 @pytest.mark.parametrize("name", LOOSE)
-def test_shares_that_broadcast_where_the_whole_does_not_are_refused(name):
+def test_broadcasting_shares_are_refused(name):
     fun, x, y = LOOSE[name]
 
     @jax.numpy_rank_promotion("allow")
@@ -285,7 +285,7 @@ def by_pieces(fun, **settings):
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
 
-def test_microbatches_and_diloco_refuse_shares_that_broadcast():
+def test_broadcasting_pieces_are_refused():
     def add(w, batch):
         return jnp.mean(w * batch["x"] + batch["y"])
 
@@ -302,12 +302,12 @@ def test_microbatches_and_diloco_refuse_shares_that_broadcast():
         elastic.run([{"x": one, "y": two}], 1)
 
 
-def test_on_one_device_one_row_broadcasts_as_ever():
+def test_one_device_broadcasts():
     mesh = jax.make_mesh((1,), ("data",))
     step = jc.data_parallel(lambda b: jc.pmean(jnp.mean(b["x"] + b["y"])), mesh=mesh)
     assert step({"x": one[:1], "y": two}) == 2
 
 
-def test_a_plan_shows_only_what_the_program_does():
+def test_plan_shows_the_program_only():
     step = jc.data_parallel(lambda b: jc.psum(b["x"].sum() + b["y"].sum(), "data"))
     assert len(jc.inspect(step, {"x": one, "y": two}).plans) == 1

@@ -61,7 +61,7 @@ def test_compiles_once_per_shape(n, kind):
     assert (other.count, len(traces)) == (1, 2)
 
 
-def test_what_is_in_place_is_not_copied():
+def test_placed_arrays_are_not_copied():
     step = jc.data_parallel(lambda p, x: jax.tree.map(lambda a: a + 1, p))
     params = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec()))
     rows = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec("data")))
@@ -80,7 +80,7 @@ def test_what_is_in_place_is_not_copied():
 
 
 @pytest.mark.parametrize("place", ["host", "one device", "twice on one device", "replicated"])
-def test_an_array_that_is_passed_twice_may_be_donated(place):
+def test_shared_array_may_be_donated(place):
     """Weights and their average are one array before the first step."""
     x = np.arange(16, dtype="f").reshape(8, 2)
 
@@ -116,7 +116,7 @@ def test_donated_arguments_are_used_up():
     np.testing.assert_allclose(step(out, X), X[0] + 2 * X.mean(0), rtol=1e-5)
 
 
-def test_a_wrapped_step_looks_like_the_function():
+def test_step_looks_like_its_function():
     @jc.data_parallel(batch_argnums="x")
     def step(x):
         """Documented."""
@@ -125,7 +125,7 @@ def test_a_wrapped_step_looks_like_the_function():
     assert (step.__name__, step.__doc__, step.num_replicas) == ("step", "Documented.", 8)
 
 
-def test_options_are_the_default_of_the_reductions_inside():
+def test_options_are_defaults_inside():
     def step(x):
         inherited = jc.all_reduce("sum", x[0], "data")
         own = jc.CommunicationOptions(implementation="auto")
@@ -136,7 +136,7 @@ def test_options_are_the_default_of_the_reductions_inside():
     assert all("at most 7 bytes" in p.reasons[0] for p in plans_of(ring, X))
 
 
-def test_an_inner_jit_does_not_carry_options_into_another_program():
+def test_inner_jit_keeps_no_options():
     """The trace cache of a function jitted by the user must not outlive the scope."""
     inner = jax.jit(lambda x: jc.all_reduce("sum", x, "data"))
     programs = [
@@ -147,7 +147,7 @@ def test_an_inner_jit_does_not_carry_options_into_another_program():
     assert ["collective_permute" in t for t in texts] == [True, False]
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
+def test_indivisible_batch_is_refused():
     step, traces = counted()
     with pytest.raises(ValueError, match=r"batch\['x'\] has 21 rows, which do not divide over 8 "
                        r"replicas along 'data' \(21 = 8 × 2 \+ 5\).*WeightedLoss"):  # fmt: skip
@@ -158,7 +158,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
     step(PARAMS, {"x": X, "y": Y})
 
 
-def test_a_wrong_mesh_or_setting_is_refused_before_anything_is_traced():
+def test_settings_are_checked_before_tracing():
     for settings, words in (
         ({"mesh": jax.make_mesh((8,), ("data",)), "axis_name": "dta"},
          r"over axis 'dta': the mesh has no such axis. Its axes: 'data'"),
@@ -209,12 +209,12 @@ REFUSED = [  # a step, how it is wrapped, its arguments, and the words
 
 
 @pytest.mark.parametrize(("step", "settings", "args", "words"), REFUSED)
-def test_what_cannot_be_given_or_returned_is_refused_by_its_name(step, settings, args, words):
+def test_bad_leaves_are_named(step, settings, args, words):
     with pytest.raises(ValueError, match=words):
         jc.data_parallel(step, **settings)(*args)
 
 
-def test_a_step_past_its_deadline_names_itself_and_the_next_one_works():
+def test_deadline_names_the_step():
     ended = threading.Event()
 
     def spin(x):
@@ -234,7 +234,7 @@ def test_a_step_past_its_deadline_names_itself_and_the_next_one_works():
     np.testing.assert_allclose(patient(X), X.sum(), rtol=1e-4)
 
 
-def test_a_deadline_changes_nothing_about_the_callers_configuration():
+def test_deadline_keeps_the_configuration():
     """The thread that waits does not know the caller's x64; the program must."""
     step = jc.data_parallel(
         lambda x: jc.all_reduce("sum", x.sum(), "data"),
@@ -248,7 +248,7 @@ def test_a_deadline_changes_nothing_about_the_callers_configuration():
     assert again.count == 0
 
 
-def test_rows_come_back_in_the_order_of_the_batch_whatever_the_order_of_the_axes():
+def test_rows_keep_their_order():
     mesh = jax.make_mesh((2, 4), ("a", "b"))
     for axes in (("a", "b"), ("b", "a")):
         same = jc.data_parallel(
@@ -258,7 +258,7 @@ def test_rows_come_back_in_the_order_of_the_batch_whatever_the_order_of_the_axes
 
 
 @pytest.mark.parametrize("around", [jax.eval_shape, lambda f, *args: jax.make_jaxpr(f)(*args)])
-def test_who_asks_for_types_gets_the_line_that_has_them(around):
+def test_types_have_their_own_line(around):
     step = jc.data_parallel(lambda w, x: {"mean": jc.pmean((w * x).sum(), "data"), "w": w})
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((), (16, 5))]
     with pytest.raises(
@@ -275,7 +275,7 @@ def test_who_asks_for_types_gets_the_line_that_has_them(around):
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.grad, jax.vmap])
-def test_a_wrapped_step_inside_another_program_is_refused(around):
+def test_traced_step_is_refused(around):
     step = jc.data_parallel(lambda w, x: jc.all_reduce("sum", (w * x).sum(), "data"))
     words = r"`: w is being traced. A wrapped step is a program of"
     with pytest.raises(ValueError, match=words):
@@ -294,7 +294,7 @@ CLOSED_OVER = {
 
 
 @pytest.mark.parametrize("name", CLOSED_OVER)
-def test_a_step_may_close_over_what_another_program_traces(name):
+def test_step_may_close_over_tracers(name):
     def scaled(s):
         return jc.data_parallel(lambda w, x: CLOSED_OVER[name](s, w, x))(PARAMS["w"], X).sum()
 
@@ -315,12 +315,12 @@ def test_a_step_may_close_over_what_another_program_traces(name):
     ],
 )
 @pytest.mark.parametrize("batch_argnums", [None, -1, 1, "batch", ("batch",)])
-def test_a_batch_is_found_however_it_is_passed(call, batch_argnums):
+def test_batch_is_found_by_name(call, batch_argnums):
     step = jc.data_parallel(sums, batch_argnums=batch_argnums)
     np.testing.assert_allclose(call(step), 2 * X.sum(), rtol=1e-4)
 
 
-def test_a_batch_that_only_a_keyword_can_name_and_one_before_other_arguments():
+def test_keywords_may_name_the_batch():
     def step(p, *, batch, shift=0.0):
         return jc.all_reduce("sum", (p * batch).sum() + shift, "data")
 
@@ -350,7 +350,7 @@ def test_a_batch_that_only_a_keyword_can_name_and_one_before_other_arguments():
         jc.data_parallel(sums)(1.0, X, mode=jnp.tanh)
 
 
-def test_a_step_can_be_a_method():
+def test_steps_may_be_methods():
     class Trainer:
         def __init__(self, scale):
             self.scale, self.traces = scale, 0
@@ -415,7 +415,7 @@ class Doubling:
         return self.scale * sums(p, batch)
 
 
-def test_an_object_with_steps_can_be_copied_and_pickled_after_calls():
+def test_objects_copy_and_pickle_steps():
     made = Doubling()
     made.other = jc.data_parallel(lambda p, batch: p)
     np.testing.assert_allclose(made.step(1.0, X), 2 * X.sum(), rtol=1e-4)
@@ -430,7 +430,7 @@ def test_an_object_with_steps_can_be_copied_and_pickled_after_calls():
     np.testing.assert_allclose(made.step(1.0, X), 2 * X.sum(), rtol=1e-4)
 
 
-def test_a_method_that_is_replaced_is_not_called_again():
+def test_replaced_method_is_forgotten():
     """As in a notebook, whatever numbers the objects of former steps had."""
 
     class Trainer:
@@ -442,7 +442,7 @@ def test_a_method_that_is_replaced_is_not_called_again():
         assert trainer.step(1.0, X) == scale
 
 
-def test_what_is_put_together_does_not_depend_on_types():
+def test_concatenation_ignores_types():
     """Of an output that happens to be the same everywhere each replica still has its rows."""
 
     def step(p, x):
@@ -467,7 +467,7 @@ def test_what_is_put_together_does_not_depend_on_types():
     assert [x.shape for x in jax.tree.leaves(each)] == [(3, 5), (24, 2), (), (24, 2)]
 
 
-def test_shapes_alone_are_read_where_nothing_runs():
+def test_shapes_suffice_for_tracing():
     step = jc.data_parallel(
         lambda p, x: (jax.tree.map(lambda a: a + 1, p), sums(p["w"].sum(), x)), donate_argnums=0
     )
@@ -485,7 +485,7 @@ def test_shapes_alone_are_read_where_nothing_runs():
     assert len(lists) == 1
 
 
-def test_a_trace_without_values_is_that_of_the_call():
+def test_tracing_numbers_matches_calls():
     """Numbers are weakly typed, as they are when they are placed."""
     traces = []
 
@@ -500,7 +500,7 @@ def test_a_trace_without_values_is_that_of_the_call():
 
 
 @pytest.mark.parametrize("name", ["axis_name", "donate_argnums", "options"])
-def test_settings_of_a_wrapped_step_are_read_only(name):
+def test_settings_are_read_only(name):
     """A program that is compiled already would not follow."""
     step = jc.data_parallel(lambda w, x: w)
     assert getattr(step, name) in ("data", (), jc.CommunicationOptions())

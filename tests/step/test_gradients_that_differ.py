@@ -107,7 +107,7 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_a_parameter_that_differs_between_replicas_is_refused_by_its_path(name):
+def test_differing_parameter_is_refused(name):
     entry = ENTRIES[name]
     wrong = {"w": W["w"], "b": own(np.arange(N, dtype="f"))}
     with pytest.raises(
@@ -120,14 +120,14 @@ def test_a_parameter_that_differs_between_replicas_is_refused_by_its_path(name):
 
 
 @pytest.mark.parametrize("step", [trained, in_while])
-def test_a_parameter_that_comes_to_differ_in_a_loop_is_refused(step):
+def test_diverging_parameter_is_refused(step):
     with pytest.raises(
         ValueError, match=r"`jc.grad` over .replica.: leaf p.*\['b'\] must be the same"
     ):
         strategy().run(step, (W, own(X)))
 
 
-def test_what_is_the_same_by_proof_is_no_different():
+def test_proven_parameters_are_taken():
     """As after a broadcast, and after every step of training."""
 
     def step(p, x):

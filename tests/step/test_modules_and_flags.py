@@ -49,13 +49,13 @@ def own_state():
     return module, nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param)
 
 
-def test_an_update_in_place_that_is_not_returned_is_refused():
+def test_lost_update_is_refused():
     step = jc.data_parallel(update, batch_argnums="batch")
     with pytest.raises(ValueError, match=r"changes module\.\S+ in place \(and .* = nnx.split"):
         step(*own_state(), BATCH)
 
 
-def test_an_update_in_place_that_is_used_needs_no_return():
+def test_used_update_needs_no_return():
     """As of a loss after a step that is only tried."""
 
     def tried(module, optimizer, batch):
@@ -69,7 +69,7 @@ def test_an_update_in_place_that_is_used_needs_no_return():
     assert steps == 1
 
 
-def test_states_of_an_update_in_place_that_are_returned_are_kept():
+def test_returned_states_are_kept():
     """Objects that are returned are in programs/with_flax.py."""
 
     @jc.data_parallel(batch_argnums="batch")
@@ -91,14 +91,14 @@ def test_states_of_an_update_in_place_that_are_returned_are_kept():
     assert int(module.dropout.rngs.count[...]) == 2
 
 
-def test_a_module_that_only_predicts_is_taken_whole():
+def test_predicting_module_is_taken():
     module = Net()
     module.eval()
     predict = jc.data_parallel(lambda m, x: m(x), varying_outputs="concatenate")
     np.testing.assert_allclose(predict(module, X), module(X), rtol=1e-5)
 
 
-def test_dicts_may_be_changed_in_place():
+def test_dicts_may_change_in_place():
     @jc.data_parallel
     def step(state, batch):
         state["seen"] = state["seen"] + 1
@@ -114,7 +114,7 @@ class Notes:
     last: object
 
 
-def test_what_becomes_no_array_needs_no_return():
+def test_static_changes_need_no_return():
     @jc.data_parallel
     def step(notes, batch):
         notes.last = "seen"
@@ -123,7 +123,7 @@ def test_what_becomes_no_array_needs_no_return():
     assert step(Notes(2.0, 1.0), np.ones(8, "f")) == 2
 
 
-def test_modules_with_leaves_that_are_not_arrays_are_refused_by_their_name():
+def test_foreign_leaves_are_named():
     module = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0))
     step = jc.data_parallel(lambda m, batch: jc.value_and_grad(loss, "data")(m, batch))
     with pytest.raises(ValueError, match=r"m\.activation is not an array .* `eqx.partition"):
@@ -135,7 +135,7 @@ def test_modules_with_leaves_that_are_not_arrays_are_refused_by_their_name():
         step(Net(), BATCH)
 
 
-def test_a_flag_is_refused_by_its_name_and_may_be_bound():
+def test_flags_are_named_and_bound():
     def step(w, batch, train):
         return jc.all_reduce("mean", (w * batch).sum() if train else w, "data")
 
@@ -148,7 +148,7 @@ def test_a_flag_is_refused_by_its_name_and_may_be_bound():
     np.testing.assert_allclose(bound(1.0, X), X.sum() / 8, rtol=1e-5)
 
 
-def test_a_flag_of_the_loss_is_pythons_own():
+def test_flags_of_losses_are_pythons():
     def own(w, batch, train=False, mode="sum"):
         return jnp.mean(batch @ w) * (2 if train else 1) * (3 if mode == "mean" else 1)
 
@@ -182,12 +182,12 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_layer_at_two_paths_is_refused(entry):
+def test_tied_layers_are_refused(entry):
     with pytest.raises(ValueError, match=BOTH):
         ENTRIES[entry](Tied())
 
 
-def test_a_tied_module_trains_as_its_state_and_equal_arrays_are_no_tie():
+def test_tied_state_trains():
     graph, state = nnx.split(Tied())
     of_state = lambda state, batch: loss(nnx.merge(graph, state), batch)
     value, grads = jc.data_parallel(jc.value_and_grad(of_state, "data"))(state, BATCH)
@@ -210,7 +210,7 @@ def test_a_tied_module_trains_as_its_state_and_equal_arrays_are_no_tie():
     )
 
 
-def test_fp8_state_of_flax_is_not_averaged():
+def test_fp8_state_is_not_averaged():
     state = {
         "params": {"w": np.ones(3, "f")},
         "_overwrite_with_gradient": {"amax": np.ones(4, "f")},

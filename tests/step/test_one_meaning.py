@@ -38,7 +38,7 @@ def typed(w, x):
     return jax.grad(lambda w: lax.pmean(loss(w, x), "data"))(w)
 
 
-def test_the_gradient_of_an_averaged_loss_is_a_replicas_own_and_three_ways_lead_to_that_of_the_mean():
+def test_averaged_loss_is_refused():
     line = typed.__code__.co_firstlineno + 1
     refused(typed, rf"the output of the step differs .*gradient taken at \S+{__file__[-20:]}:{line}: .*"
             r"`lax.pmean\(grads, 'data'\)`.*`jc.value_and_grad` .*`jc.mean_loss\(loss\)`.*check_vma=True")  # fmt: skip
@@ -54,7 +54,7 @@ def test_the_gradient_of_an_averaged_loss_is_a_replicas_own_and_three_ways_lead_
         np.testing.assert_allclose(got, WANT, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_a_kernel_that_differentiates_a_summed_log_density_takes_mean_loss_in_the_sums_place():
+def test_log_density_takes_mean_loss():
     density = lambda w, x: -jnp.sum((x @ w) ** 2) / 100
 
     def kernel(density, w):  # such as Hamiltonian Monte Carlo in a library
@@ -76,7 +76,7 @@ def test_a_kernel_that_differentiates_a_summed_log_density_takes_mean_loss_in_th
     close(jc.data_parallel(step)(W, X), kernel(lambda w: density(w, X), W))
 
 
-def test_the_names_of_a_users_scopes_mean_nothing():
+def test_scope_names_mean_nothing():
     named = jax.named_scope("transpose_all_reduce")
     for step in (
         named(lambda w, x: lax.pmean(jax.grad(loss)(w, x), "data")),
@@ -112,7 +112,7 @@ REPEATED = {  # of the gradient's mean g, the parameters w, and the rows x
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_a_sum_of_what_is_summed_already_warns_with_both_lines(name):
+def test_repeated_sum_names_both_lines(name):
     step = jc.data_parallel(lambda w, x: REPEATED[name](mean_gradient(w, x), w, x))
     with pytest.warns(jc.errors.RepeatedSumWarning, match=rf"sum over 'data' \(.*{HERE}\) of float32.* is 8 "
                       rf"times a value .*from (the reduction at .*{HERE}|a reduced value)") as heard:  # fmt: skip
@@ -120,13 +120,13 @@ def test_a_sum_of_what_is_summed_already_warns_with_both_lines(name):
     assert heard[0].filename == __file__
 
 
-def test_a_sum_over_two_axes_of_what_is_summed_along_one_of_them_warns():
+def test_partly_repeated_sum_warns():
     step = lambda w, x: lax.psum(lax.pmean(loss(w, x), "node"), ("node", "data"))
     with pytest.warns(jc.errors.RepeatedSumWarning, match="over 'node' .* is 2 times"):
         jc.data_parallel(step, mesh=grid(2, 4), axis_name=("node", "data")).trace(W, X)
 
 
-def test_what_a_repeated_sum_warns_of_is_what_it_returns():
+def test_warned_sum_is_returned():
     twice = jc.data_parallel(lambda w, x: lax.psum(mean_gradient(w, x), "data"))
     with pytest.warns(jc.errors.RepeatedSumWarning):
         np.testing.assert_allclose(twice(W, X), 8 * WANT, rtol=1e-5)
@@ -163,7 +163,7 @@ ONCE = {
 
 @pytest.mark.parametrize("name", [*AGAIN, *ONCE])
 @pytest.mark.usefixtures("types_may_mix")
-def test_every_sum_of_what_is_summed_warns_or_is_an_error_of_types_and_no_other_does(name):
+def test_every_repeated_sum_is_heard(name):
     repeats = AGAIN.get(name) or ONCE[name]
     step = lambda w, x: repeats(mean_gradient(w, x), w)
     expected = (
@@ -178,7 +178,7 @@ def test_every_sum_of_what_is_summed_warns_or_is_an_error_of_types_and_no_other_
             )
 
 
-def test_a_sum_in_a_loop_is_judged_by_what_it_is_after_every_turn():
+def test_loop_carries_are_judged_late():
     def total(x):
         """Sum a carry that is the same at first, and a replica's own from the second turn on."""
         turn = lambda total, row: (jc.all_reduce("sum", total, "data") / 8 + row, None)
@@ -187,7 +187,7 @@ def test_a_sum_in_a_loop_is_judged_by_what_it_is_after_every_turn():
     np.testing.assert_allclose(jc.data_parallel(total)(X), X[:, 0].sum() / 8, rtol=1e-5)
 
 
-def test_counts_sums_of_parameters_and_means_of_means_are_silent():
+def test_means_of_means_are_silent():
     def synced(w, x):
         return loss(w, x - lax.pmean(x.mean(0), "data")[None])
 
@@ -230,7 +230,7 @@ PLACES = {  # where a function of w stands, chosen by a number
     ("place", "exchange"),
     [*(("branch", name) for name in EXCHANGES), ("loop", "pmean"), ("loop", "jc.grad")],
 )
-def test_an_exchange_where_replicas_choose_for_themselves_is_refused_by_its_line(place, exchange):
+def test_chosen_exchange_is_refused(place, exchange):
     """It would hang, or over processes mix what does not belong together."""
     f = EXCHANGES[exchange]
     step = lambda w, x, by: PLACES[place](lambda w: f(w, x), w, by(x))
@@ -243,7 +243,7 @@ def test_an_exchange_where_replicas_choose_for_themselves_is_refused_by_its_line
         np.testing.assert_allclose(together(W, X), alone(W, X), rtol=1e-6)
 
 
-def test_losses_with_choices_of_their_own_have_the_mean_of_their_gradients():
+def test_choosing_losses_have_mean_gradients():
     own = lambda w, x: lax.cond(x[0, 0] > 0, lambda: w, lambda: 3 * w).sum() * jnp.mean(x)
     for f in (own, jax.checkpoint(own), lambda w, x: lax.cond(x[0, 0] > 0, loss, own, w, x)):
         want = np.mean([jax.grad(f)(W, x) for x in X.reshape(8, 2, 5)], axis=0)
@@ -254,7 +254,7 @@ CHOSEN = lambda w, x: lax.cond(x[0, 0] > 0, lambda: w, lambda: 3 * w)
 
 
 @pytest.mark.usefixtures("types_may_mix")
-def test_what_each_replica_chooses_for_itself_is_not_taken_for_a_parameter():
+def test_chosen_values_are_no_parameters():
     for taken in (
         jc.sharded_optimizer(optax.adam(0.1), "data").init,
         lambda w: jc.grad(loss)(w, X),
@@ -283,7 +283,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("names", STEPS)
-def test_a_batch_of_more_than_two_parameters_is_asked_for_with_a_line_to_paste(names):
+def test_several_batches_offer_a_line(names):
     step, y = STEPS[names], X.sum(1)
     with pytest.raises(
         ValueError, match=rf"which arguments of \S+\(\*?{names}\) are the batch"
@@ -297,7 +297,7 @@ def test_a_batch_of_more_than_two_parameters_is_asked_for_with_a_line_to_paste(n
         np.testing.assert_allclose(got, (X @ W - y).mean(), rtol=1e-4)
 
 
-def test_arguments_are_named_wherever_they_have_a_position():
+def test_arguments_are_named_by_position():
     def step(w, count, x, *, y=None):
         return w + 0 * jc.pmean(x.mean()), count + 1
 
@@ -310,7 +310,7 @@ def test_arguments_are_named_wherever_they_have_a_position():
         jc.data_parallel(step, batch_argnums="x", donate_argnums="v")(W, 0, X)
 
 
-def test_one_row_for_each_replica_is_rows_like_any_other():
+def test_one_row_is_rows():
     """As of local training, or of an expert each."""
     step = lambda w, x: (w[0] - jax.grad(loss)(w[0], x))[None]
     settings = {"batch_argnums": (0, 1), "varying_outputs": "concatenate"}
@@ -319,7 +319,7 @@ def test_one_row_for_each_replica_is_rows_like_any_other():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_inside_a_step_the_axis_need_not_be_named():
+def test_axis_need_not_be_named():
     def step(w, x):
         value, grads = jc.value_and_grad(loss)(w, x)
         parts = jc.reduce_scatter("mean", jax.grad(loss)(w, x))
@@ -343,7 +343,7 @@ def test_inside_a_step_the_axis_need_not_be_named():
             mapped(entry, P("data"), P("data"), 8, check_vma=False).trace(X)
 
 
-def test_psum_and_pmean_are_those_of_lax_with_options():
+def test_psum_and_pmean_match_lax():
     tree = lambda x: {"x": x, "more": [1, 2.5, True, None, x.astype(int)], "none": ()}
     ring = jc.CommunicationOptions(implementation="ring")
     for ours, theirs in ((jc.psum, lax.psum), (jc.pmean, lax.pmean)):
@@ -382,7 +382,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_what_nothing_shows_to_be_the_same_may_be_marked(name):
+def test_equal_values_may_be_marked(name):
     step, want = SAME[name]
     refused(lambda w, x: step(w, x, lambda y: y), "differs between|jc.same")
     marked = jc.data_parallel(lambda w, x: step(w, x, jc.same))
@@ -390,7 +390,7 @@ def test_what_nothing_shows_to_be_the_same_may_be_marked(name):
         np.testing.assert_allclose(marked(W, X), want, rtol=1e-5)
 
 
-def test_a_wrong_mark_is_found_on_the_first_call_of_each_shape():
+def test_wrong_marks_are_found():
     step = jc.data_parallel(lambda x: jc.same({"rate": x.sum()}))
     for rows in (X, X[:8]):
         with pytest.raises(jc.errors.ReplicaDivergenceError, match=rf"\['rate'\] \(.*{HERE}\)"):
@@ -401,7 +401,7 @@ def test_a_wrong_mark_is_found_on_the_first_call_of_each_shape():
 
 
 @pytest.mark.usefixtures("types_may_mix")
-def test_a_line_search_on_the_mean_loss_trains_as_on_one_device():
+def test_line_search_follows_mean_loss():
     tx = optax.lbfgs(memory_size=3)
 
     def step_by(f):
@@ -426,7 +426,7 @@ def test_a_line_search_on_the_mean_loss_trains_as_on_one_device():
         refused(averaged, "replicas decide separately", b, own, x, batch_argnums="x")
 
 
-def test_the_mean_loss_has_derivatives_in_both_modes():
+def test_mean_loss_has_both_modes():
     def step(w, x):
         f = jc.mean_loss(loss)
         value, slope = jax.jvp(lambda w: f(w, x), (w,), (jnp.ones(5),))
@@ -439,7 +439,7 @@ def test_the_mean_loss_has_derivatives_in_both_modes():
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_the_mean_loss_has_derivatives_of_any_order(check_vma):
+def test_mean_loss_has_any_order(check_vma):
     def bent(w, x):
         return jnp.mean(jnp.sin(x @ w))
 
@@ -453,7 +453,7 @@ def test_the_mean_loss_has_derivatives_of_any_order(check_vma):
     close(step(W, X), derivatives(bent)(W, X))
 
 
-def test_a_gradient_of_the_mean_loss_has_a_derivative_in_what_is_synced():
+def test_mean_loss_differentiates_synced_values():
     def mixed(f, synced=lambda k: k):
         return lambda w, k, x: jax.grad(lambda k: jnp.sum(jax.grad(f)(w, synced(k), x)))(k)
 
@@ -484,14 +484,14 @@ MEANS = {
 
 
 @pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS)
-def test_the_mean_loss_is_differentiated_by_whatever_is_the_same(mean):
+def test_captured_parameters_are_differentiated(mean):
     value, grad = jc.data_parallel(jax.value_and_grad(mean))(W, X)
     close((value, grad), (loss(W, X), WANT))
     refused(jax.grad(mean, 1), "the same on every replica")
 
 
 @pytest.mark.parametrize("how", MEANS)
-def test_the_mean_loss_is_differentiated_by_arguments_where_types_are_checked(how):
+def test_typed_steps_need_arguments(how):
     step = jc.data_parallel(jax.value_and_grad(MEANS[how]), check_vma=True)
     words = "pass it as an argument" if "captured" in how else "already the same"
     if "captured" in how or how == "a mean of its own":
@@ -503,13 +503,13 @@ def test_the_mean_loss_is_differentiated_by_arguments_where_types_are_checked(ho
         close(jc.data_parallel(MEANS[how], check_vma=True)(W, X), loss(W, X))
 
 
-def test_modes_that_debug_work_as_they_do_without_us():
+def test_debugging_modes_work():
     nan = lambda x: lax.pmean(jnp.log(x - 100).mean(), "data")
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         jc.data_parallel(nan)(X)
 
 
-def test_an_axis_that_is_left_to_the_compiler_has_no_name_in_a_step():
+def test_automatic_axis_has_no_name():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with pytest.raises(NameError) as caught:
         jc.data_parallel(lambda w, x: lax.psum(w, "model"), mesh=mesh)(W, X)

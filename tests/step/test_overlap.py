@@ -42,14 +42,14 @@ def test_requested_packs_are_compiled_packs(nbytes):
     assert all(len(c.operands) == 1 for c in report.collectives)
 
 
-def test_a_program_that_did_not_ask_is_compiled_as_ever():
+def test_unasked_programs_stay():
     options = jc.CommunicationOptions(bytes_per_pack=1024)
     report = jc.inspect(jc.data_parallel(step, options=options), PARAMS, X)
     assert report.count == 1
     assert report.plans[0].compiler_options() == {}
 
 
-def test_a_jit_of_ones_own_takes_the_options_of_the_plan():
+def test_own_jit_takes_plan_options():
     options = jc.CommunicationOptions(overlap=True, bytes_per_pack=1024)
     plan = jc.plan(PARAMS, axis_size=8, options=options)
     assert plan.compiler_options("gpu") == {}
@@ -60,7 +60,7 @@ def test_a_jit_of_ones_own_takes_the_options_of_the_plan():
     assert report.count == len(plan.packs) == 6
 
 
-def test_a_step_gets_the_options_that_its_plans_need_and_is_traced_once():
+def test_steps_get_their_plans_options():
     traces = []
 
     def step(params, x):
@@ -99,7 +99,7 @@ def test_a_step_gets_the_options_that_its_plans_need_and_is_traced_once():
     }
 
 
-def test_an_option_that_the_compiler_does_not_know_is_said_and_left_out():
+def test_unknown_options_are_dropped():
     with pytest.warns(RuntimeWarning, match="does not know xla_no_such_option"):
         assert drop_unknown_options({"xla_no_such_option": 1}, jax.devices()[0]) == {}
     with warnings.catch_warnings():

@@ -43,7 +43,7 @@ def step():
     return jc.data_parallel(train, mesh=MESH)
 
 
-def test_arguments_in_place_are_not_looked_at(step, looks):
+def test_placed_calls_are_not_checked(step, looks):
     w, x = {"a": np.float32(0), "b": np.zeros(3, "f")}, np.ones(4, "f")
     for _ in range(4):
         w = step(w, x)
@@ -75,7 +75,7 @@ def test_arguments_in_place_are_not_looked_at(step, looks):
         (lambda w, x: (w, "x"), "is not an array or a number; got str"),
     ],
 )
-def test_calls_unlike_the_last_are_served(step, another, words):
+def test_unlike_calls_are_served(step, another, words):
     w, x = {"a": copies(1), "b": copies([1, 2])}, rows(np.ones(4))
     for _ in range(3):
         step(w, x)
@@ -121,7 +121,7 @@ class _Checked:
 jax.tree_util.register_dataclass(_Checked)
 
 
-def test_trees_that_check_their_arrays_are_served():
+def test_checking_trees_are_served():
     """Of the batch, which is in place in two ways; and of the result, whose error is the user's."""
     runs = []
 
@@ -143,7 +143,7 @@ def test_trees_that_check_their_arrays_are_served():
     assert len(runs) == 2, "once on each replica"
 
 
-def test_a_step_is_traced_in_its_own_callback():
+def test_callbacks_may_trace_their_step():
     asked, inner = [], []
 
     def host(w):
@@ -166,7 +166,7 @@ def test_a_step_is_traced_in_its_own_callback():
     assert float(inner[0]) == 7
 
 
-def test_same_claims_are_compared_for_shapes_that_were_traced_first():
+def test_same_claims_outlive_traces():
     step = jc.data_parallel(lambda w, x: jc.same(w + x.sum(), "data"), mesh=MESH)
     w, equal = copies(1), rows(np.ones(4))
     for x in (equal, equal, rows(np.ones(2))):
@@ -176,7 +176,7 @@ def test_same_claims_are_compared_for_shapes_that_were_traced_first():
         step(w, rows(np.arange(6.0)))
 
 
-def test_deadlines_of_later_traces_bound_quick_calls():
+def test_later_deadlines_bound_quick_calls():
     limit = jc.CommunicationOptions(timeout_seconds=60)
 
     def train(w, x):
@@ -208,7 +208,7 @@ class LookedError(Exception):
 
 @pytest.mark.parametrize("donated", [("w", "v"), "w", "v"])
 @pytest.mark.parametrize("lies", [None, WHOLE], ids=["one device", "mesh"])
-def test_arrays_that_share_memory_are_copied(donated, lies, monkeypatch):
+def test_shared_memory_is_copied(donated, lies, monkeypatch):
     """An array on one device, and what was made of it there or on a mesh; both orders."""
     copy_shared = Arguments._copy_shared
 
@@ -226,7 +226,7 @@ def test_arrays_that_share_memory_are_copied(donated, lies, monkeypatch):
         assert len({part.unsafe_buffer_pointer() for part in parts}) == len(parts)
 
 
-def test_runs_in_place_are_not_looked_at(monkeypatch):
+def test_placed_runs_are_not_checked(monkeypatch):
     from jaxcoll._distribute import replica_program
 
     looks, close = [], replica_program.place_arguments
