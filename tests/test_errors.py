@@ -135,7 +135,7 @@ def test_warning_names_users_line():
     assert {warning.filename for warning in caught} == {__file__}
 
 
-def test_lone_process_of_launcher_is_warned():
+def test_launchers_lone_process_is_warned():
     for environment, warning in (
         ({}, None),
         ({"SLURM_NTASKS": "1", "WORLD_SIZE": "many"}, None),

@@ -65,7 +65,7 @@ def check_same(got, want):
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(tree=TREES, step=st.integers(0, 1 << 40))
-def test_trees_come_back_bit_by_bit(tmp_path, tree, step):
+def test_trees_come_back_whole(tmp_path, tree, step):
     path = tmp_path / "deep" / "last.npz"
     jc.save_checkpoint(path, tree, step=step)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
@@ -218,7 +218,7 @@ def full(*args, **kwargs):
 
 
 @pytest.mark.parametrize("where", ["write_array", "fsync"])
-def test_full_disk_keeps_the_old_file(tmp_path, monkeypatch, where):
+def test_full_disk_keeps_old_file(tmp_path, monkeypatch, where):
     path = tmp_path / "last.npz"
     jc.save_checkpoint(path, {"w": np.ones(3)}, step=1)
     monkeypatch.setattr(os if where == "fsync" else np.lib.format, where, full)
@@ -268,7 +268,7 @@ def test_broken_files_are_refused(tmp_path):
         jc.restore_checkpoint(tmp_path / "none.npz", like)
 
 
-def test_links_stay_and_devices_are_refused(
+def test_links_stay_devices_are_refused(
     tmp_path,
 ):
     (tmp_path / "disk").mkdir()
@@ -339,7 +339,7 @@ def test_users_files_survive(names, writers):
         assert left <= {"last.npz", ".last.npz-lock", "0.log", "1.log", "coordinator.log"}
 
 
-def test_partial_file_takes_a_free_name(tmp_path, monkeypatch):
+def test_partial_file_takes_free_name(tmp_path, monkeypatch):
     taken = tmp_path / ".last.npz-0123456789abcdef"
     taken.write_bytes(b"a user's")
     monkeypatch.setattr("secrets.token_hex", lambda n: "0123456789abcdef")

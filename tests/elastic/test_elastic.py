@@ -129,7 +129,7 @@ def test_host_state_is_restored(tmp_path):
     assert (found["w"].tolist(), int(found["n"])) == ([1.0] * 3, 2)
 
 
-def test_newer_checkpoint_is_kept_and_logged(tmp_path, caplog):
+def test_newer_checkpoint_is_kept(tmp_path, caplog):
     path = tmp_path / "last.npz"
 
     def another_writes(finished, loss):
@@ -143,7 +143,7 @@ def test_newer_checkpoint_is_kept_and_logged(tmp_path, caplog):
     assert values == [stays.format(4), stays.format(5)]
 
 
-def test_last_unwritten_checkpoint_is_an_error(tmp_path, monkeypatch, caplog):
+def test_last_unwritten_checkpoint_is_error(tmp_path, monkeypatch, caplog):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -153,7 +153,7 @@ def test_last_unwritten_checkpoint_is_an_error(tmp_path, monkeypatch, caplog):
     assert ["after step 2 could not be written" in r.getMessage() for r in caplog.records] == [True]
 
 
-def test_mistake_in_the_step_is_raised():
+def test_mistake_in_step_is_raised():
     bad = jc.data_parallel(lambda state, x: 1 / 0, batch_argnums=1)
     with pytest.raises(ZeroDivisionError):
         jc.Elastic(bad, START).run(rows, 1)
@@ -325,7 +325,7 @@ def test_endless_lateness_saves_the_state(tmp_path, monkeypatch):
     assert jc.restore_checkpoint(path, START)[1] == 1
 
 
-def test_too_few_workers_save_the_state(tmp_path):
+def test_too_few_workers_save_state(tmp_path):
     path = tmp_path / "last.npz"
     words = r"Too few workers are left: 1 \(rank 0\); `min_workers` is 2: .*The state after step 0 is saved in"
     with pytest.raises(jc.errors.PeerLostError, match=words):
@@ -333,7 +333,7 @@ def test_too_few_workers_save_the_state(tmp_path):
     assert jc.restore_checkpoint(path, START)[1] == 0
 
 
-def test_failure_after_a_deadline_is_lateness(monkeypatch, memberships):
+def test_failure_after_deadline_is_lateness(monkeypatch, memberships):
     left = [5]
 
     def fails(call):

@@ -72,7 +72,7 @@ def test_deadline_bounds_the_exchange(entry):
 
 
 @STEPS
-def test_claim_of_equal_values_is_compared(entry):
+def test_claimed_equal_values_are_compared(entry):
     def step(w, x):
         g = jc.same(x.mean())
         return w + g, g
@@ -93,7 +93,7 @@ def test_varying_state_is_refused(entry):
             entry(step)
 
 
-def test_copies_that_drift_apart_end_elastic(tmp_path):
+def test_drifting_copies_end_elastic(tmp_path):
     def step(w, x):
         drift = jnp.where(w > 1, jax.lax.axis_index("data").astype("f"), 0)  # none at first
         return w + 1 + jc.same(drift), jc.pmean(x.mean())
@@ -108,7 +108,7 @@ def test_copies_that_drift_apart_end_elastic(tmp_path):
     assert jc.restore_checkpoint(tmp_path / "last.npz", np.float32(0))[1] == 2
 
 
-def test_change_says_what_a_callback_raised():
+def test_change_says_what_callback_raised():
     attempts = []
 
     def look_up(x):

@@ -107,7 +107,7 @@ def test_end_is_the_last_record():
     assert json.loads(keys_of(one).try_get("jaxcoll/watch/state/0"))["ended"]
 
 
-def test_survivors_agree_on_step_and_members():
+def test_survivors_agree_on_the_rest():
     membership = members_of_a_run(4)
     first = each(membership, lambda c: c.enter(0))
     assert [d.ranks for d in first] == [(0, 1, 2, 3)] * 4
@@ -152,7 +152,7 @@ def test_newcomers_are_given_the_state():
     ended([*membership, again, late])
 
 
-def test_newcomer_without_state_moves_nobody_back():
+def test_stateless_newcomer_moves_nobody_back():
     membership, _ = with_a_spare_taken_in()
     membership[0].request_regroup("it failed before the state was given")
     third = at_once(
@@ -176,7 +176,7 @@ def test_ended_workers_are_not_awaited():
 
 
 @pytest.mark.slow
-def test_silent_spare_is_not_taken_in(monkeypatch):
+def test_silent_spare_is_left_out(monkeypatch):
     monkeypatch.setattr(peers, "coordinator_connection", lambda: "would show ends")
     membership = members_of_a_run(3, most=2)
     spare = threading.Thread(target=lambda: membership[2].enter(0), daemon=True)
@@ -197,7 +197,7 @@ def test_silent_spare_is_not_taken_in(monkeypatch):
     ended(membership)
 
 
-def test_end_after_a_gather_is_no_loss(working, monkeypatch):
+def test_end_after_gather_loses_none(working, monkeypatch):
     here, gone = working(2)
     look, looks = here._keys.all, []
 
@@ -227,7 +227,7 @@ def make_call(one, digest, collective):
         return error
 
 
-def test_program_new_to_one_is_new_to_all(working):
+def test_program_is_new_to_all(working):
     membership, meet = working(3), threading.Barrier(3)
     for _ in range(2):
         each(membership, lambda one: make_call(one, "known", meet.wait))
@@ -246,7 +246,7 @@ def test_program_new_to_one_is_new_to_all(working):
     assert next_ones[0].mismatch == str(found[0])
 
 
-def test_newcomer_with_another_program_ends_alone():
+def test_newcomers_other_program_ends_alone():
     membership, second = with_a_spare_taken_in()
     staying, newcomer = membership[0], membership[2]
     assert tuple(map(parse_rank, second.joined)) == (2,)
@@ -263,7 +263,7 @@ def test_newcomer_with_another_program_ends_alone():
     ended(membership)
 
 
-def test_new_generation_ends_the_wait_for_an_agreement(working):
+def test_new_generation_ends_agreements_wait(working):
     early, other = working(2)
     found = []
     caller = threading.Thread(
@@ -333,7 +333,7 @@ def test_first_able_writer_writes(working, having, fails):
         assert steps == (10 + having[0] if having else 0)
 
 
-def test_next_writer_follows_a_dead_one(working):
+def test_next_writer_follows_dead_one(working):
     membership = working(3)
     membership[0].close()  # before it had written
     found, wrote = writes(membership[1:], (0, 1, 2), ())

@@ -135,7 +135,7 @@ def test_survivors_keep_their_residuals():
     assert residuals.norm([one.r]) == one.state.residual_norm > 0
 
 
-def test_return_to_the_start_loses_nothing():
+def test_return_to_start_loses_nothing():
     workers = [Worker(rank, sum_of(6.0), step=5) for rank in range(2)]
     settled(workers, 5, number=0)
     one, _ = workers

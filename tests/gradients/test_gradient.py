@@ -222,7 +222,7 @@ def test_autodiff_adds_no_reduction(call, name, count):
 
 
 @pytest.mark.parametrize("runner", ["pmap", "unchecked", "checked"])
-def test_averaged_loss_has_the_means_gradient(runner):
+def test_averaged_loss_has_means_gradient(runner):
     averaged = lambda *args: jax.lax.pmean(mean_loss(*args), "data")
     f = lambda batch: jc.value_and_grad(averaged, "data")(PARAMS, batch)
     if runner == "checked":  # where types show that it is reduced
@@ -419,7 +419,7 @@ def test_packs_chain_in_ready_order():
     assert text.count("optimization_barrier") == text.count("stablehlo.all_reduce") - 1 > 3
 
 
-def test_bare_reduction_goes_last_to_first():
+def test_bare_reduction_begins_last():
     def step(x):
         return jc.all_reduce("mean", {"a": x, "b": x, "c": x}, "data", options=OVERLAP)
 

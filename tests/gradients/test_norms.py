@@ -80,7 +80,7 @@ def test_leaves_beside_shards_count_once():
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_one_bad_element_is_known_everywhere(runner):
+def test_bad_element_is_known_everywhere(runner):
     def tree(bad):
         half = np.array([1, 1, bad, 1], np.float16)
         return {"a": np.ones((4, 3), "f"), "b": half, "n": np.ones(4, int)}

@@ -330,7 +330,7 @@ def test_many_leaves_keep_their_order():
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_traffic_is_two_gathers_one_scatter(ahead):
+def test_traffic_is_gathers_and_scatter(ahead):
     """Less the gathers of the last layers, which the backward pass finds still there.
 
     A frozen leaf, which has no gradient, is gathered and not scattered.

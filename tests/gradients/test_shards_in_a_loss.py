@@ -234,7 +234,7 @@ def test_sharded_gradients_are_reduced_once(name):
         wrapped(in_shards(), X, MASK)
 
 
-def test_wrong_uses_of_shards_are_refused():
+def test_wrong_shard_uses_are_refused():
     shards, mine = in_shards(), functools.partial(jc.data_parallel, batch_argnums=1)
     scattered = jc.value_and_grad(gathering(mean), "data", scatter=True)
     for message, step, args in (

@@ -295,7 +295,7 @@ def test_leaves_without_gradient_are_refused():
     assert run("vmap", lambda x: (sync(None), sync({"a": None})) and x, 2, jnp.ones(2)).tolist()
 
 
-def test_sums_and_unmapped_axes_are_refused():
+def test_sums_unmapped_axes_are_refused():
     with pytest.raises(NameError, match="`sync_in_backward` over axis 'model': no such axis"):
         jc.sync_in_backward(jnp.ones(2), "model")
     loss = lambda w, x: jnp.mean(sync(w, reduce_op="sum") * x)

@@ -47,7 +47,7 @@ def test_operands_typed_in_place():
     assert found.groups == ((0, 1, 2, 3),)
 
 
-def test_nameless_collective_is_named_by_slices():
+def test_slices_name_nameless_collective():
     for ends, names in [
         ({"a": "jit(f)/pack0/psum", "b": "jit(f)/pack1/psum"}, "(jit(f)/pack0/psum:jit(f)/pack1/psum)"),
         ({"a": "jit(f)/pack0/psum", "b": "jit(f)/pack0/psum"}, "jit(f)/pack0/psum"),
@@ -68,7 +68,7 @@ def test_nameless_collective_is_named_by_slices():
         assert only(module(ADD, entry(start, done, *unnamed, *views))).op_name == names
 
 
-def test_nameless_collective_takes_no_neighbours_name():
+def test_nameless_collective_borrows_no_name():
     end = "replica_groups={}, to_apply=%add"
     first, second = f"%a = f32[4] all-reduce(%x), {end}", f"%b = f32[4] all-reduce(%a), {end}"
     named = f'{second}, metadata={{op_name="jit(f)/pack1/psum"}}'
@@ -79,7 +79,7 @@ def test_nameless_collective_takes_no_neighbours_name():
     assert only(module(ADD, entry(first, whole, part))).op_name == "", "nor that of what is beside"
 
 
-def test_lowered_text_takes_the_device_count():
+def test_lowered_text_takes_device_count():
     mark = "channel_id=1, use_global_device_ids=true, to_apply=%add"
     text = module(
         ADD, entry(f"ROOT %ar = f32[16,4]{{1,0}} all-reduce(%x), replica_groups={{}}, {mark}"),
@@ -172,7 +172,7 @@ def test_chain_is_one_asynchronous_collective():
     assert "chain_id='0'" in note
 
 
-def test_scattering_fusion_is_a_reduce_scatter():
+def test_scattering_fusion_is_reduce_scatter():
     for emitter, kind, wire_bytes in [
         ("AllReduceScatterFusion", "reduce-scatter", 7 * 32),
         ("SingleInputAllReduceScatterFusion", "reduce-scatter", 7 * 32),
@@ -194,7 +194,7 @@ def test_scattering_fusion_is_a_reduce_scatter():
 
 
 @pytest.mark.parametrize("quote", ["", '"'])
-def test_send_to_targets_is_a_permute(quote):
+def test_send_to_targets_is_permute(quote):
     pairs = f"frontend_attributes={{_xla_send_recv_source_target_pairs={quote}{{{{0,1}},{{1,2}}}}{quote}}}"
     found = only(
         module(
@@ -255,7 +255,7 @@ def test_layouts_read_alike():
         assert [*map(plain, found)] == [*map(plain, expected)]
 
 
-def test_start_that_calls_its_sum_counts_once():
+def test_start_calling_sum_counts_once():
     """XLA's canonical text has `calls=` for `to_apply=`."""
     add = "calls=\n{\n  %a = f32[] parameter(0)\n  ROOT %s = f32[] add(%a, %a)\n}"
     groups = "f32[4,4] reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}"
@@ -267,7 +267,7 @@ def test_start_that_calls_its_sum_counts_once():
     assert only(text).is_async
 
 
-def test_start_that_wraps_twice_counts_once():
+def test_start_wrapping_twice_counts_once():
     thread = 'execution_thread="sparsecore"'
     inner = f"called_computations={{\n{INNER}, {thread}\n}}"
     wrapped = f"ROOT %k = f32[16,4]{{1,0}} custom-call(%p), {inner}"

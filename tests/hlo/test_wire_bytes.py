@@ -46,7 +46,7 @@ def test_unknown_element_types_are_refused():
             count_bytes(dtype, 1)
 
 
-def test_every_operand_and_every_trip_counts():
+def test_operands_and_trips_all_count():
     pair = collective("all-reduce", 4, Operand("f32", (8,)), Operand("bf16", (4,)), trips=3)
     assert pair.nbytes == 40
     assert wire_bytes([pair]) == 3 * (2 * 3 * 2 * 4 + 2 * 3 * 1 * 2)
@@ -65,7 +65,7 @@ def test_largest_branch_counts():
     assert wire_bytes([*nested, sends(2, outer_1)]) == 11
 
 
-def test_cut_all_to_all_sends_whole_shares():
+def test_cut_exchange_sends_whole_shares():
     eight = tuple(range(8))
     cut = Collective("all-to-all", "a", (Operand("f32", (13,)),) * 8, 8, (eight,), "main")
     assert cut.wire_bytes == 7 * 13 * 4

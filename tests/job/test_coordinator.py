@@ -133,7 +133,7 @@ def test_refusal_reaches_silent_connections():
     started.close()
 
 
-def test_port_stays_taken_until_service_is_loaded(monkeypatch):
+def test_port_is_taken_until_service(monkeypatch):
     was_open = []
 
     def loaded():
@@ -152,7 +152,7 @@ def test_port_stays_taken_until_service_is_loaded(monkeypatch):
 
 
 @pytest.mark.slow
-def test_early_death_of_coordinator_ends_wait():
+def test_coordinators_early_death_ends_wait():
     started = start_coordinator("127.0.0.1:0", 2)
     threading.Timer(0.3, started.process.kill).start()
     began = time.monotonic()

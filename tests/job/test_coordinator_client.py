@@ -26,7 +26,7 @@ def stopped():
     continued.set()
 
 
-def test_request_to_stopped_coordinator_times_out(client, stopped):
+def test_stopped_coordinators_request_times_out(client, stopped):
     with pytest.raises(
         StoreUnreachableError, match="is stopped or cut off: it did not answer within 0.05 s"
     ):

@@ -59,7 +59,7 @@ def test_first_to_give_up_decides(job, monkeypatch):
     assert [job(process, hosts_of_job) for process in range(4)] == [unknown] * 4
 
 
-def test_first_use_waits_for_unpublished_hosts(job, monkeypatch):
+def test_first_use_awaits_unpublished_hosts(job, monkeypatch):
     keys = Keys(0, 2)
     monkeypatch.setenv(HOST, "a")
     monkeypatch.setattr(hosts, "store", lambda: keys)
@@ -72,7 +72,7 @@ def test_first_use_waits_for_unpublished_hosts(job, monkeypatch):
         assert found.result(10) == (0, 0)
 
 
-def test_host_is_name_boot_and_network(monkeypatch, tmp_path):
+def test_host_is_name_boot_network(monkeypatch, tmp_path):
     monkeypatch.delenv(HOST, raising=False)
     here = _place()
     assert here == _place()

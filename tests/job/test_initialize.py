@@ -69,7 +69,7 @@ def test_other_jobs_process_is_refused(coordinator):
     assert "This is Slurm step 7.0; process 1 of a job without a name" in str(late.value)
 
 
-def test_process_0_is_found_on_any_host(coordinator):
+def test_process_0_is_found_anywhere(coordinator):
     address = coordinator(2).address
     with socket.create_server(("127.0.0.1", 0)) as other, socket.socket() as nothing:
         nothing.bind(("127.0.0.1", 0))
@@ -150,7 +150,7 @@ def test_unneeded_coordinator_ends(coordinator):
     assert started.process.wait(20) == 0
 
 
-def test_news_right_after_go_is_kept():
+def test_news_after_go_is_kept():
     with socket.create_server(("127.0.0.1", 0)) as coordinator:
         address = f"127.0.0.1:{coordinator.getsockname()[1]}"
         arrived = []

@@ -121,7 +121,7 @@ def test_launcher_names_the_job():
         assert read_member(environment).job == job
 
 
-def test_slurm_task_0_may_be_anywhere():
+def test_slurm_task_0_is_anywhere():
     part = {**SLURM, "SLURM_STEP_NODELIST": "x[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
     for way in ({"SLURM_DISTRIBUTION": "arbitrary"}, {"SLURM_HET_SIZE": "2"}):
         zero = read_member({**part, **way, "SLURMD_NODENAME": "x2", "SLURM_PROCID": "0"})

@@ -102,7 +102,7 @@ def test_reused_number_is_left_alone(end, how):
 
 @settings(max_examples=50)
 @given(st.lists(st.text("ab é\n\r", max_size=5), max_size=8), st.booleans())
-def test_output_is_cut_at_line_ends(chunks, slowly):
+def test_output_is_cut_between_lines(chunks, slowly):
     text, shown = "".join(chunks), []
     reader, writer = os.pipe()
     thread = _Reader(os.fdopen(reader, "rb"), shown.append)

@@ -62,7 +62,7 @@ def run(around, *arguments):
 
 
 @pytest.mark.processes
-def test_process_0_of_a_pod_ends_last():
+def test_pods_process_0_ends_last():
     if os.geteuid() or subprocess.run([*POD, "true"], capture_output=True).returncode:
         pytest.skip("no PID namespace can be made here")
     statuses, ((_, said), _) = run(POD)

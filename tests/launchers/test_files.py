@@ -52,7 +52,7 @@ def test_scripts_parse(script):
     assert script.read_text().startswith("#!/bin/bash\n")
 
 
-def test_batch_script_has_task_per_gpu(stubs):
+def test_batch_script_has_gpu_tasks(stubs):
     text = (FILES / "slurm.sbatch").read_text()
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.M))
     nodes, tasks = int(asked["nodes"]), int(asked["ntasks-per-node"])

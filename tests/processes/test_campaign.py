@@ -25,7 +25,7 @@ IN_CI = (
 
 
 @pytest.mark.parametrize("name", IN_CI)
-def test_fault_ends_as_its_row_says(name, tmp_path):
+def test_fault_ends_as_row_says(name, tmp_path):
     (fault,) = [f for f in FAULTS if f.name == name]
     ran = Ran(fault, tmp_path, started=forks.running)
     wrong = ran.wrong()
@@ -36,7 +36,7 @@ def test_fault_ends_as_its_row_says(name, tmp_path):
     assert not next_step > fault.within + STEP + 30
 
 
-def test_page_shows_rows_of_the_campaign():
+def test_page_shows_campaigns_rows():
     page = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text("utf8")
     shown = re.search(r"\| fault .*\n\| ---.*\n((?:\|.*\n)+)", page)[1].splitlines()
     rows = {(fault.name, str(fault.processes)) for fault in FAULTS}
@@ -45,7 +45,7 @@ def test_page_shows_rows_of_the_campaign():
 
 
 @pytest.mark.parametrize("listened", [True, False])
-def test_relay_outlives_the_coordinator_for_listeners(listened):
+def test_relay_outlives_coordinator_for_listeners(listened):
     coordinator = socket.create_server(("127.0.0.1", 0))
     one = coordinator_proxy.CoordinatorProxy(f"127.0.0.1:{coordinator.getsockname()[1]}", 100.0)
     client = socket.socket(socket.AF_UNIX)

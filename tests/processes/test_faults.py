@@ -34,7 +34,7 @@ def four():
     return faulty("departs losses", 4, ends=(0, 1))
 
 
-def test_processes_out_of_step_go_on(pair):
+def test_unsteady_processes_go_on(pair):
     both = pair["out_of_step"]
     differences = {
         "shape": r"process 0: argument args[0]: float32[2,5]\nprocess 1: argument args[0]: float32[2,6]",
@@ -78,7 +78,7 @@ def test_lookalike_calls_are_refused(pair):
         )
 
 
-def test_departure_from_known_order_is_stopped(four):
+def test_departure_from_order_is_stopped(four):
     for rank, result in enumerate(four["departs"]):
         call = 1004 if rank % 2 else 14
         assert result["departs"]["sum"] == 2  # the first of the calls
@@ -92,7 +92,7 @@ def test_departure_from_known_order_is_stopped(four):
 
 
 @pytest.mark.tensorflow("F25", "F26", "F28", "G4", "G29")
-def test_late_process_and_collective_are_named(pair):
+def test_late_process_collective_are_named(pair):
     first, second = pair["late"]
     assert second["late"]["sum"] == first["afterwards"]["sum"] == 2
     late = first["late"]
@@ -108,7 +108,7 @@ def test_late_process_and_collective_are_named(pair):
 
 
 @pytest.mark.tensorflow("K23")
-def test_survivors_name_the_dead_and_go_on(four):
+def test_survivors_name_dead_go_on(four):
     result = four["losses"]
     for rank in (0, 1, 3):
         for fault in ("killed", "again"):

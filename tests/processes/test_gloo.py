@@ -64,7 +64,7 @@ def test_process_without_devices_may_call(three):
     assert checked == [{}, {}]
 
 
-def test_failed_process_is_named_to_others(pair):
+def test_others_learn_failed_process(pair):
     failed, waited = (found["failing"] for found in pair)
     assert "no such host" in failed["error"]
     assert waited["ranks"] == [0]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 JOB = Path(__file__).with_name("cut_job.py")
 
 
-def test_side_of_the_coordinator_goes_on(tmp_path):
+def test_coordinators_side_goes_on(tmp_path):
     logs, saved = [tmp_path / f"{rank}.log" for rank in range(2)], tmp_path / "last.npz"
     with hosts(2) as two, killed_on_exit() as running:
         for rank, log in enumerate(logs):

@@ -57,7 +57,7 @@ def test_lost_workers_come_back(workers, tmp_path):
     assert "Process 0 was restarted with 2 CPU devices, but had 1 when" in refused["message"]
 
 
-def test_only_the_dead_residual_is_lost(workers, tmp_path):
+def test_only_dead_residual_is_lost(workers, tmp_path):
     three, _ = workers(3, "owing")
     assert [result["workers"] for result in three] == [[0, 1, 2]] * 3
     assert len({result["bits"] for result in three}) == 1

@@ -28,7 +28,7 @@ AXIS = "data"
 
 
 @pytest.mark.parametrize("first", range(0, 36, 6))
-def test_random_programs_never_refute_the_proof(first):
+def test_random_programs_never_refute_proof(first):
     tally = collections.Counter()
     for seed in range(first, first + 6):
         tally += tried(seed)

@@ -34,7 +34,7 @@ def compiler(tmp_path, monkeypatch):
 @pytest.mark.parametrize("fun", [step, lambda mesh: step, lambda mesh: jax.shard_map(
     step.__wrapped__, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())],
     ids=["a step", "a builder", "a builder of a shard_map"])  # fmt: skip
-def test_report_and_plans_are_the_clusters(fun):
+def test_report_and_plans_are_clusters(fun):
     report = jc.inspect(fun, TREE, X, topology="h100:8")
     assert report.where == "h100:8 (8 × NVIDIA H100 80GB HBM3, one host)"
     (plan,) = report.plans

@@ -158,7 +158,7 @@ def test_loop_count_is_proven():
         assert wire_bytes(collectives) == sum(c.turns * c.wire_bytes for c in collectives)
 
 
-def test_damaged_loop_has_no_other_count():
+def test_damaged_loop_keeps_count():
     lines = text("v6e-0.12.0.1-loop").splitlines()
     for k in range(len(lines)):
         with contextlib.suppress(ValueError):

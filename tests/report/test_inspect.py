@@ -206,7 +206,7 @@ def test_counts_match_independent_count(name, monkeypatch):
     assert max(map(len, str(report).splitlines())) <= 120
 
 
-def test_every_leaf_is_in_a_pack():
+def test_every_leaf_has_a_pack():
     report = jc.inspect(step_with(bytes_per_pack=64), PARAMS, S(8, 4))
     (row,), (plan,) = report.rows, report.plans
     assert row.changes == (f"merged {len(plan.packs)}",)
@@ -220,7 +220,7 @@ def test_plans_have_distinct_names():
     assert plans[0].name == plans[1].name != plans[2].name
 
 
-def test_loop_is_named_with_its_turns():
+def test_loop_is_named_with_turns():
     function, arguments, *_ = PROGRAMS["scan and after"]
     report = jc.inspect(function, *arguments)
     assert [len(c.loops) for c in report.collectives] == [1, 0]
@@ -242,7 +242,7 @@ def test_shardings_alone_request_nothing():
     assert [row.changes for row in report.rows] == [("added by the compiler",)]
 
 
-def test_the_line_that_asks_is_known():
+def test_asking_line_is_known():
     def ask(x):
         return lax.psum(x, "d")
 
@@ -250,7 +250,7 @@ def test_the_line_that_asks_is_known():
     assert source.startswith(__file__)
 
 
-def test_nothing_runs_and_traces_are_new():
+def test_nothing_runs_traces_are_new():
     seen = []
 
     @jax.jit
@@ -337,7 +337,7 @@ class TestLimits:
             jc.assert_collectives(report, **limits)
         assert str(caught.value).endswith(f"\n\n{report}")
 
-    def test_unknown_loop_keeps_no_total_limit(self):
+    def test_unknown_loop_limits_no_total(self):
         text = (GOLDEN / "v6e-0.12.0.1-loop.hlo").read_text()
         report = jc.inspect(text.replace("direction=LT", "direction=EQ"))
         for limit in ("max_count", "max_wire_bytes"):
@@ -388,7 +388,7 @@ def test_mesh_argument_gets_all_devices():
 
 
 @pytest.mark.parametrize("donated", [(), (0,)])
-def test_memory_is_the_sum_of_buffers(donated):
+def test_memory_is_sum_of_buffers(donated):
     program = jax.jit(lambda x: x * 2, donate_argnums=donated)
     report = jc.inspect(program, S(1000))
     assert report.memory_bytes == 4000 * (2 - len(donated))

@@ -59,7 +59,7 @@ def late_by(lateness, *, transfer=3.0, runs=20, seed=0):
     st.floats(2.0, 100.0),
     st.integers(0, 99),
 )
-def test_only_the_late_rank_is_named(lateness, who, ms, seed):
+def test_only_late_rank_is_named(lateness, who, ms, seed):
     who %= len(lateness)
     lateness[who] = ms
     measured = compare([row()], late_by(lateness, seed=seed))
@@ -105,7 +105,7 @@ def test_small_lateness_names_nobody():
     assert (alone.late, alone.times[0].last, alone.runs) == ((), None, 20)
 
 
-def test_permutes_of_a_pack_compare_together():
+def test_packs_permutes_compare_together():
     rows = [row("collective-permute", f"p{k}") for k in range(3)]
     rows += [row(), row("collective-permute", "other", source="train.py:9")]
     assert fold_rows(rows) == [[0, 1, 2], [3], [4]]
@@ -129,7 +129,7 @@ def test_table_names_the_last_rank(kind, width):
     assert ("waiting, by rank: 20." in text) == (width == 80)
 
 
-def test_loop_turns_compare_one_by_one():
+def test_loop_turns_compare_singly():
     # Each is late to one of two turns: both wait, though their sums are equal.
     ranks = {0: rank([[[3 * MS, 9 * MS]]] * 6), 1: rank([[[9 * MS, 3 * MS]]] * 6)}
     (times,) = compare([row(trips=2)], ranks).times
@@ -144,7 +144,7 @@ def test_loop_turns_compare_one_by_one():
     st.integers(0, 99),
     st.booleans(),
 )
-def test_runs_match_by_number_or_rhythm(clock, early, late, seed, agree):
+def test_runs_match_number_or_rhythm(clock, early, late, seed, agree):
     starts = np.cumsum(np.random.default_rng(seed).integers(10 * MS, 30 * MS, 20)).tolist()
     numbers = [[[(k + 1) * MS]] for k in range(20)]
     ranks = {

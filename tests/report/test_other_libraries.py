@@ -127,7 +127,7 @@ def test_donated_arguments_still_have_shapes(name):
     assert jc.inspect(function, *gone).requested is not None
 
 
-def test_modules_are_refused_with_a_hint():
+def test_modules_are_refused_with_hint():
     words = "got Transformed; its functions are `.apply` and `.init`"
     with pytest.raises(ValueError, match=words):
         jc.inspect(HAIKU, {}, X)

@@ -282,7 +282,7 @@ def test_all_reduce_costs_its_plan(groups, sizes, over):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_law_hosts_and_bytes_cost_more(kind):
+def test_law_hosts_bytes_cost_more(kind):
     pairs = {"near": ((0, 1),), "far": ((0, 8),)}
     assert 0 < seconds(kind, pairs["near"]) < seconds(kind, pairs["far"])
     assert seconds(kind, INNER) < seconds(kind, INNER, size=1 << 26)
@@ -296,7 +296,7 @@ def test_halves_cost_equal_bytes():
 
 
 @pytest.mark.parametrize("size", [256, 1 << 26])
-def test_two_halves_cost_one_call_more(size):
+def test_halves_cost_one_call_more(size):
     rates = dataclasses.replace(TWO_HOSTS, native=())  # what was measured is of all-reduces alone
     halves = (("reduce-scatter", size), ("all-gather", size // 16))
     found = sum(seconds(kind, ALL, each, rates) for kind, each in halves)

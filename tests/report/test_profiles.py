@@ -189,7 +189,7 @@ class TestOnEveryBackend:
         assert (found.runs, found.step_seconds, notes) == (12, pytest.approx(20e-3), ())
         assert found.times[0].transfer == pytest.approx(4e-3)
 
-    def test_parts_of_runs_are_not_measured(self, write):
+    def test_parts_of_runs_are_unmeasured(self, write):
         half = [e for e in steps(*TURNS, runs=2) if 7 * MS < e.start < 25 * MS]
         found, notes = times_in(write(half, number=7), hlo(WHILE, before=LOOP))
         assert found is None
@@ -203,7 +203,7 @@ class TestOnEveryBackend:
 
     @pytest.mark.parametrize("runs", [1, 2, 12])
     @pytest.mark.parametrize("names", [(), ("all-reduce.1",)], ids=["alone", "with another"])
-    def test_first_collective_belongs_to_its_run(self, write, runs, names):
+    def test_first_collective_belongs_to_run(self, write, runs, names):
         first = PLAIN.replace(".1", ".9").replace("dot.9", "x")
         text = hlo(PLAIN if names else "").replace("  %dot.1 =", f"{first}\n  %dot.1 =")
         ops = [
@@ -251,7 +251,7 @@ class TestOfTpus:
         assert sorted(row.transfer for row in found.times) == pytest.approx([2e-3, 3e-3])
         assert (found.exposed_seconds, notes) == (pytest.approx(5e-3), ())
 
-    def test_chain_lasts_from_start_to_end(self):
+    def test_chain_lasts_start_to_end(self):
         ends = {"begin": "AsyncCollectiveStart", "go_on": "", "finish": "AsyncCollectiveDone"}
         before = "".join(
             f"""
@@ -271,7 +271,7 @@ class TestOfTpus:
         assert row.transfer == pytest.approx(8e-3)
         assert found.exposed_seconds == pytest.approx(4.001e-3)
 
-    def test_wait_in_a_done_is_exposed(self):
+    def test_wait_in_done_is_exposed(self):
         ops = ("all-reduce-start.1", 0, 0.000004), ("dot.1", 0.1, 2), ("all-reduce-done.1", 2, 6)
         background = [(MS + 20 * MS * k, 5 * MS + 20 * MS * k) for k in range(12)]
         profile = tpu(steps(*ops), number=7, background=background)

@@ -18,7 +18,7 @@ def surprises(order, marks):
 
 
 @given(RUNS)
-def test_loop_surprises_in_first_rounds_only(runs):
+def test_loop_surprises_first_rounds_only(runs):
     marks = "".join(mark * length for mark, length in runs)
     order = CallOrder()
     assert surprises(order, marks * 25) <= 3 * len(marks)

@@ -85,7 +85,7 @@ def test_harmless_flags_are_not_compared(monkeypatch, other):
     assert lines() == before
 
 
-def test_flags_in_a_file_are_read(monkeypatch, tmp_path):
+def test_flags_in_file_are_read(monkeypatch, tmp_path):
     (tmp_path / "flags").write_text("--xla_cpu_max_isa=AVX\n--xla_cpu_enable_fast_math=true\n")
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
     assert lines()[0] == "XLA_FLAGS --xla_cpu_enable_fast_math=true --xla_cpu_max_isa=AVX"

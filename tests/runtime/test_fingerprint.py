@@ -82,7 +82,7 @@ def test_length_is_a_difference():
     assert difference == "process 0: (nothing more)\nprocess 1: b"
 
 
-def test_settings_are_compared_in_every_call():
+def test_every_call_compares_settings():
     program, x = jax.jit(lambda x: x + 1), jnp.arange(3)
 
     def mark(settings):
@@ -92,7 +92,7 @@ def test_settings_are_compared_in_every_call():
     assert len({mark("leaf a"), mark("leaf b"), mark("leaf a")}) == 2
 
 
-def test_lone_process_of_several_is_warned(monkeypatch):
+def test_lone_process_is_warned(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     dispatch._warn_where_alone.cache_clear()
     assert watchdog() is None

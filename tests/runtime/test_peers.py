@@ -36,7 +36,7 @@ def judge(seen, *names):
     return [seen.has_left(name, "run") for name in names]
 
 
-def test_end_of_predecessor_is_not_its_own(coordinator, start):
+def test_predecessors_end_is_its_own(coordinator, start):
     seen, old, other = start(0), start(1), start(2)
     assert judge(seen, old.name, other.name) == [False, False]
     coordinator.sendall(b'{"ended": 1}\n')
@@ -48,7 +48,7 @@ def test_end_of_predecessor_is_not_its_own(coordinator, start):
     assert peers.parse_rank(old.name) == peers.parse_rank(new.name) == 1
 
 
-def test_process_leaves_one_run_of_two(coordinator, start):
+def test_process_leaves_one_run(coordinator, start):
     seen, other = start(0), start(1)
     other.runs = {"another"}
     other.publish()
@@ -56,7 +56,7 @@ def test_process_leaves_one_run_of_two(coordinator, start):
     assert not seen.has_left(other.name, "another")
 
 
-def test_silence_is_an_end_only_where_nobody_reports_it(coordinator, start, monkeypatch):
+def test_unreported_silence_is_an_end(coordinator, start, monkeypatch):
     monkeypatch.setattr(peers, "SILENT_WORKER_SECONDS", 0.0)
     seen, reported, unreported = start(0), start(1), start(2, reported=False)
     names = reported.name, unreported.name

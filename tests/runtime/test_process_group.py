@@ -57,7 +57,7 @@ def call(one, digest, compiled=dict):
     one.run(Call(dict, (), (), "a call"), Program(compiled, f"`{digest}`", digest=digest))
 
 
-def test_call_without_the_ended_is_given_up(three):
+def test_call_without_ended_gives_up(three):
     (peers, one), *_ = three
     given_up = []
     waiting = Waiting(given_up)
@@ -86,7 +86,7 @@ def test_call_without_the_ended_is_given_up(three):
     assert not one._waiting
 
 
-def test_dead_process_fails_the_next_call(three):
+def test_dead_process_fails_next_call(three):
     (peers, one), *_ = three
     peers.ended = {2: {}}
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_only_the_absent_are_blamed(three):
     assert asked == [[2]]
 
 
-def test_call_after_a_failure_is_agreed(three, monkeypatch):
+def test_call_after_failure_is_agreed(three, monkeypatch):
     (_, one), *_ = three
     agreed = []
     monkeypatch.setattr(Agreement, "reach", lambda self: agreed.append(self.position) or {})
@@ -142,7 +142,7 @@ def test_call_after_a_failure_is_agreed(three, monkeypatch):
     assert agreed == [1, 4], "others may wait in call 3 for this process"
 
 
-def test_expected_call_waits_for_earlier_ones(monkeypatch):
+def test_expected_call_awaits_earlier_ones(monkeypatch):
     monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
     peers, places = Wired(LocalKeys(processes=3, process=1), {}), [3, 3, 4]
 

@@ -90,7 +90,7 @@ def test_heartbeat_needs_no_message(meet):
     thread.join()
 
 
-def test_few_reads_time_out_in_a_row(meet, monkeypatch):
+def test_few_reads_time_out_running(meet, monkeypatch):
     monkeypatch.setattr(watchdog, "OWN_RING", 3)
     keys, rows = LocalKeys(), [0]
     read = keys.get
@@ -125,7 +125,7 @@ def test_successor_gets_no_old_messages(meet):
     assert asking.peers.find_state(1) == "here"
 
 
-def test_nonsense_in_the_inbox_is_harmless(meet):
+def test_nonsense_in_inbox_is_harmless(meet):
     keys, found = LocalKeys(processes=2), Recorder()
     one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
     other.watched["a run"] = found

@@ -61,7 +61,7 @@ def test_each_epoch_has_its_order():
     assert order(10, 7, 1).tolist() == [3, 9, 1, 6, 2, 5, 4, 8, 0, 7]
 
 
-def test_memory_maps_are_read_by_rows(tmp_path):
+def test_memory_maps_are_read_rowwise(tmp_path):
     np.save(tmp_path / "x.npy", SOURCE["x"])
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     for batch in jc.batches({"x": mapped, "id": SOURCE["id"]}, 16, seed=0):

@@ -41,7 +41,7 @@ def test_steps_equal_the_simulation(every, compression):
     assert int(state.steps) == 60
 
 
-def test_exchange_every_step_is_data_parallel():
+def test_always_exchanging_is_data_parallel():
     sgd = optax.sgd(0.1)
 
     @jc.data_parallel(mesh=mesh_of(4))

@@ -242,7 +242,7 @@ def test_elementwise_optimizers_are_taken(what):
     assert optimizer.init(PARAMS)
 
 
-def test_mixing_at_some_sizes_is_found():
+def test_mixing_by_size_is_found():
     tx = optax.scale_by_factored_rms(min_dim_size_to_factor=500)
     own = optax.GradientTransformation(  # where nothing is factored it is elementwise
         lambda p: (),
@@ -309,7 +309,7 @@ def test_extra_arguments_must_agree():
         jc.data_parallel(functools.partial(step, False))(p, x)
 
 
-def test_mixing_by_extra_argument_is_refused():
+def test_mixing_by_argument_is_refused():
     def update(g, s, p=None, *, value=None, **_):
         largest = jnp.maximum(optax.tree.norm(g), 1e-9)
         return jax.tree.map(lambda x: x if value is None else x * value / largest, g), s
