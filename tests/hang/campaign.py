@@ -79,6 +79,8 @@ def measure_delay(lines, limit):
 def judge_output(kind, style, processes, output):
     """Return "right", or what is wrong with a report."""
     reports = re.findall(r"jaxcoll hang:.* and a report: (.*)", output)
+    if "no longer reported" in output:
+        return "the watch failed"
     if kind in QUIET:
         return "false alarm" if reports else "right" if "ended" in output else "failed"
     if not reports:

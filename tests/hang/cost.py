@@ -1,28 +1,43 @@
 """What it costs to watch for hangs: CPU time of a loop of short steps, with and without.
 
-    python -m tests.hang.cost [TIMES]
+    python -m tests.hang.cost [TURNS]
 
-Two processes call a program of about 200 µs, 60,000 times, and sum over the processes now and then.
-Runs it watched, unwatched and unwatched again, TIMES (3) times in turn, and prints the ratios of the
-medians of their CPU times.
+Process 0 of two, on a core of its own, calls a program of some 200 µs, and sums over the processes
+now and then. In each turn (300) it runs a block of calls watched and two unwatched, in changing
+order, so that a machine whose speed drifts slows all three alike. Prints the geometric mean of the
+ratios of CPU times, user and system, with its 95 % interval; of the two unwatched blocks as well,
+where it should be 1.
 """
 
+import itertools
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 
-STEPS = 60_000
+STEPS = 500  # of a block
 VARIABLES = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "JAX_PLATFORMS": "cpu"}
+ORDERS = [*itertools.permutations(("watched", "plain", "again"))]
 
 
-def loop():
+def loop(turns):
+    rank = int(os.environ["JAXCOLL_RANK"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     import jax
 
     import jaxcoll as jc
+    from jaxcoll._report.hang.process import HangProcess
 
     jc.initialize()
+    is_watched, beat = True, HangProcess.beat
+
+    def beat_if_watched(self, now):
+        return is_watched and beat(self, now)
+
+    HangProcess.beat = beat_if_watched  # before the program makes devices: nothing looked yet
     import jax.numpy as jnp
     import numpy as np
 
@@ -31,38 +46,55 @@ def loop():
     rows = jax.NamedSharding(mesh, jax.P("data"))
     shared = jax.make_array_from_process_local_data(rows, np.ones((1, 4), "f"))
     total = jax.jit(lambda x: x.sum())
-    x = step(jnp.ones((160, 160)))
-    total(shared).block_until_ready()
+    x = step(jnp.ones((200, 200)))
+
+    def block(name):
+        nonlocal is_watched, x
+        is_watched = name == "watched"
+        if hasattr(sys, "monitoring"):
+            tool = next(tool for tool in range(6) if sys.monitoring.get_tool(tool) == "jaxcoll")
+            sys.monitoring.set_events(tool, sys.monitoring.events.CALL * is_watched)
+        total(shared).block_until_ready()
+        before = time.process_time()
+        for _ in range(STEPS * (rank == 0)):
+            x = step(x)
+            x.block_until_ready()
+        return time.process_time() - before
+
     time.sleep(3)  # until the watch has imported what it needs
-    before = os.times()
-    for k in range(STEPS):
-        x = step(x)
-        x.block_until_ready()
-        if k % 500 == 0:
-            total(shared).block_until_ready()
-    after = os.times()
-    print("CPU", after.user + after.system - before.user - before.system, flush=True)
+    for name in ORDERS[0]:
+        block(name)
+    for turn in range(turns):
+        seconds = {name: block(name) for name in ORDERS[turn % len(ORDERS)]}
+        if rank == 0:
+            print("CPU", *(seconds[name] for name in ORDERS[0]), flush=True)
 
 
-def seconds(*flags):
-    command = [sys.executable, "-m", "jaxcoll", "launch", *flags, __file__, "loop"]
-    done = subprocess.run(command, env={**os.environ, **VARIABLES}, capture_output=True, text=True)
-    times = [float(line.split()[-1]) for line in done.stdout.splitlines() if " CPU " in line]
-    assert len(times) == 2, done.stdout + done.stderr
-    return sum(times)
+def show_ratio(above, below):
+    """Show the geometric mean of the paired ratios, and two standard errors."""
+    logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
+    error = statistics.stdev(logs) / len(logs) ** 0.5
+    return f"{math.exp(statistics.mean(logs)):.4f} ± {2 * error:.4f}"
 
 
-def main():
-    rows = [
-        (seconds("--hang-seconds", "60"), seconds(), seconds())
-        for _ in range(int(sys.argv[1]) if sys.argv[1:] else 3)
-    ]
-    watched, plain, again = map(statistics.median, zip(*rows, strict=True))
-    each = 1e6 * plain / 2 / STEPS
+def main(turns):
+    command = [sys.executable, "-m", "jaxcoll", "launch", "-n", "2", "--hang-seconds", "60"]
+    done = subprocess.run(
+        [*command, __file__, "loop", str(turns)], env={**os.environ, **VARIABLES},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    lines = [line.split()[2:] for line in done.stdout.splitlines() if " CPU " in line]
+    assert len(lines) == turns, done.stdout + done.stderr
+    watched, plain, again = zip(*(map(float, line) for line in lines), strict=True)
+    each = 1e6 * statistics.median(plain) / STEPS
     print(
-        f"watched ÷ unwatched {watched / plain:.3f}; again {again / plain:.3f}; {each:.0f} µs a step"
+        f"watched ÷ unwatched {show_ratio(watched, plain)}; unwatched ÷ unwatched "
+        f"{show_ratio(again, plain)}; {each:.0f} µs of CPU a step"
     )
 
 
 if __name__ == "__main__":
-    loop() if sys.argv[1:] == ["loop"] else main()
+    if sys.argv[1:2] == ["loop"]:
+        loop(int(sys.argv[2]))
+    else:
+        main(int(sys.argv[1]) if sys.argv[1:] else 300)

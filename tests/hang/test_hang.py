@@ -26,7 +26,7 @@ STEP, PAIR = {"step": 4, "f": 4}, {"pair": 2}
 
 def row(rank, kind="program", seconds=LIMIT, **more):
     program = "step" if kind == "program" else None
-    defaults = {"program": program, "programs": STEP, "devices": 4, "platform": "cpu"}
+    defaults = {"program": program, "programs": STEP, "devices": 4}
     return Row(rank, kind, seconds, **{**defaults, **more})
 
 
@@ -58,6 +58,9 @@ JUDGED = [
     ({r: row(r, "compile", 99.0) for r in range(3)}, None),
     ({r: row(r, cpu=0.9) for r in range(3)}, None),  # a program that computes for long
     (job(row(2, "unknown", 0.0), cpu=0.9), None),
+    (job(row(2, seconds=1.0), cpu=0.2), None),  # a loop of calls, as seen before Python 3.12
+    (job(row(2, "python"), cpu=0.2), None),
+    ({0: row(0, cpu=0.9), 1: row(1, "shutdown")}, ("missing", [0])),
     ({r: row(r, seconds=1.0) for r in range(3)}, None),
     (job(row(2, seconds=1.0)), None),  # it came late
     (job(row(2, "compile")), None),  # what the others have compiled
@@ -139,14 +142,19 @@ def test_wait_survives_signal_checks(monkeypatch, wakes, most, calls, since):
     assert [t.since[0] for t in waiting] == [since]
 
 
-def test_compilation_is_no_computing(monkeypatch):
+# The CPU seconds of looks that are 5 s apart, for how long it has stood where it is, its share.
+@pytest.mark.parametrize(
+    ("used", "seconds", "share"),
+    [([0.0, 4.0, 4.0], 5.0, 0.0), ([0.0, 4.0, 8.0], 0.0, 0.8), ([4.0], 0.0, 0.0)],
+    ids=["compiled before", "calls in a loop", "first look"],
+)
+def test_share_is_of_where_it_stands(monkeypatch, used, seconds, share):
     calls = counting.Calls(Shield())
-    here, shares = HangProcess(LIMIT, 0.5, calls, calls._shield), []
+    here, looks = HangProcess(LIMIT, 0.5, calls, calls._shield), iter(used)
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)
-    for now, used in ((0.0, 0.0), (5.0, 4.0), (10.0, 4.0)):
-        monkeypatch.setattr(time, "process_time", lambda used=used: used)
-        shares.append(here._compute_share(now, max(now - 5.0, 0.0)))
-    assert shares[-1] == 0.0
+    monkeypatch.setattr(time, "process_time", lambda: next(looks))
+    shares = [here._compute_share(5.0 * k, seconds) for k in range(len(used))]
+    assert shares[-1] == share
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from Python 3.12 on")

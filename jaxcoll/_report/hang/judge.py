@@ -25,13 +25,12 @@ class Row:
     seconds: float = 0.0  # since when
     program: str | None = None
     where: list[list[Any]] = dataclasses.field(default_factory=list)  # see Thread.show_places
-    cpu: float = 0.0  # cores in use
+    cpu: float = 0.0  # cores in use of late; 0 if that does not show whether it computes
     ended: str | None = None  # its program has ended, with this error if any
     calls: dict[str, int] | None = None  # of each program with collectives; None: not known
     order: list[str] = dataclasses.field(default_factory=list)  # the newest of those calls
     programs: dict[str, int] = dataclasses.field(default_factory=dict)  # with their devices
     devices: int = 0
-    platform: str = ""
     pid: int | None = None
     threads: list[int] = dataclasses.field(default_factory=list)  # the watcher, and the main one
     host: str = ""
@@ -40,12 +39,16 @@ class Row:
 
     @property
     def is_busy(self) -> bool:
-        return self.cpu >= BUSY and self.platform == "cpu"  # other devices compute unseen
+        return self.cpu >= BUSY
 
     @property
     def waited(self) -> float:
         """For how many seconds it has waited for others."""
         return self.seconds if self.kind in (*WAITS, "shutdown") else 0.0
+
+    def has_waited(self, seconds: float) -> bool:
+        """True if it has waited for so long, and not computed."""
+        return self.waited >= seconds and not self.is_busy
 
 
 @dataclasses.dataclass
@@ -68,9 +71,6 @@ def judge(rows: Mapping[int, Row], limit: float) -> Verdict | None:
         return None
     waiting = _find_waiting(rows, limit)
     missing = [r for r, row in rows.items() if r not in waiting and row.kind != "unknown"]
-    if not missing:  # those that compute are late, unless all do
-        missing = [r for r in waiting if rows[r].is_busy]
-        waiting = [r for r in waiting if r not in missing]
     if not waiting:
         return None
     seconds = max(rows[r].seconds for r in waiting)
@@ -95,7 +95,8 @@ def judge(rows: Mapping[int, Row], limit: float) -> Verdict | None:
 
 
 def _find_waiting(rows: Mapping[int, Row], limit: float) -> list[int]:
-    waiting = [r for r, row in rows.items() if row.kind in WAITS and row.seconds >= SHARE * limit]
+    # One that computes does not wait, also where its calls in a loop look like one long call.
+    waiting = [r for r, row in rows.items() if row.kind in WAITS and row.has_waited(SHARE * limit)]
     ended = [r for r, row in rows.items() if row.kind in ENDS]
     soon = any(row.kind == "program" and not row.is_busy for row in rows.values())
     # They wait at the end, and no other process will soon report a hang.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
-import dataclasses
 import faulthandler
 import json
 import linecache
@@ -66,7 +65,7 @@ class HangPeers:
     def tell(self, row: Row) -> bool:
         """Leave a row, in case that this process falls silent; True if somebody has a question."""
         before, self._file = self._file, self.folder / f"row-{self._question}-{self.rank}"
-        self._write(self._file.name, dataclasses.asdict(row))
+        self._write(self._file.name, vars(row))
         if before not in (self._file, Path()):
             before.unlink(missing_ok=True)
         numbers = [number for number, _ in self._files().values()]
@@ -77,7 +76,7 @@ class HangPeers:
         asked = max(number for number, _ in self._files().values())
         self._question = max(asked, self._question + 1)
         self.tell(row)
-        packed = zlib.compress(json.dumps(dataclasses.asdict(row)).encode())
+        packed = zlib.compress(json.dumps(vars(row)).encode())
         self._post("set", self._question, base64.b85encode(packed).decode())
         while True:
             rows = self._read_answers()

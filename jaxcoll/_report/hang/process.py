@@ -15,7 +15,7 @@ from collections import deque
 import jax
 
 from jaxcoll._compat.coordination import store
-from jaxcoll._compat.settings import has_backend
+from jaxcoll._compat.settings import has_backend, read_option
 from jaxcoll._job.stacks import Stacks, Thread, classify, has_main_ended, is_user, name_program
 from jaxcoll._report.hang.judge import SHARE, Row, judge
 from jaxcoll._report.hang.peers import ANSWER_SECONDS, HangPeers
@@ -46,7 +46,7 @@ class HangProcess:
         self._stacks, self._calls, self._shield = Stacks(), calls, shield
         self._compilations = Compilations(shield, calls, only_new=False)
         self._used: deque[tuple[float, float]] = deque(maxlen=2 + int(limit / beat))
-        self._devices, self._platform = 0, ""
+        self._devices, self._shows_computing = 0, False
         self._patience, self._waited = limit, 0.0
         self._told: list[int] | None = None  # who was missing in the last report
 
@@ -62,7 +62,7 @@ class HangProcess:
             self._go_on()
         self._waited = row.waited
         is_asked = self.peers.tell(row)
-        if is_asked or row.waited >= self._patience:
+        if is_asked or row.has_waited(self._patience):
             return self._take_part(self.peers, row, now)
         return False
 
@@ -89,11 +89,11 @@ class HangProcess:
         """Answer the question, and report if this is the first of the processes that wait."""
         peers.write_stacks()
         least, began = SHARE * self._limit, time.monotonic()
-        until = began + ANSWER_SECONDS + 2 * self._beat if row.waited >= least else 0.0
+        until = began + ANSWER_SECONDS + 2 * self._beat if row.has_waited(least) else 0.0
         rows = peers.answer(row, until)
         if row.waited:
             self._patience *= 2
-        waiting = [rank for rank, answer in rows.items() if answer.waited >= least]
+        waiting = [rank for rank, answer in rows.items() if answer.has_waited(least)]
         if peers.rank != min(waiting, default=-1):
             return False
         if self._measure(now + time.monotonic() - began).seconds < row.waited:
@@ -120,7 +120,7 @@ class HangProcess:
         """Look at all threads, and say where this process is."""
         # Some waits wake up five times a second, to look for signals, or more often if others have
         # the GIL. Without counts of calls, only CPU time tells them from a loop of programs.
-        is_known = self._calls.are_all or self._platform == "cpu"
+        is_known = self._calls.are_all or self._shows_computing
         threads = self._stacks.look(now, self._calls.by_thread, wakes=_WAKES * is_known)
         thread, kind, program = self._choose(threads, now)
         seconds, ended = now - thread.since[0], None
@@ -128,7 +128,10 @@ class HangProcess:
             ended = _show_error()
             kind = kind if kind in ("shutdown", "exit") else "ended"
         elif has_backend():
-            self._devices, self._platform = jax.device_count(), jax.default_backend()
+            # Other devices compute unseen, and a process that waits in MPI computes too.
+            over_mpi = read_option("cpu_collectives_implementation") == "mpi"
+            self._shows_computing = jax.default_backend() == "cpu" and not over_mpi
+            self._devices = jax.device_count()
         where = thread.show_places(now) or threads[0].show_places(now)
         if kind == "python":  # another thread may be the one that runs programs
             others = [t for t in threads if t is not thread and now - t.since[0] > self._limit / 3]
@@ -140,9 +143,9 @@ class HangProcess:
             program = possible[-1] if order or len(possible) == 1 else None
         return Row(
             self.peers.rank if self.peers else 0, kind, round(seconds, 1), program, where,
-            self._compute_share(now, seconds), ended,
+            self._shows_computing * self._compute_share(now, seconds), ended,
             dict(self._calls.counts) if self._calls.are_all else None, order, programs,
-            self._devices, self._platform, os.getpid(),
+            self._devices, os.getpid(),
             [threading.get_native_id(), threading.main_thread().ident or 0],
             socket.gethostname(), time.time(),
         )  # fmt: skip
@@ -163,10 +166,14 @@ class HangProcess:
         return best[1]
 
     def _compute_share(self, now: float, seconds: float) -> float:
-        """Compute how many cores this process has used since it stands where it is."""
+        """Compute how many cores this process has used of late, where it stands."""
         self._used.append((now, time.process_time() - time.thread_time()))
-        # Not what it computed before: the compilation of the program that it waits in.
-        since = [used for used in self._used if used[0] >= now - seconds]
+        # Not what it computed before: the compilation of the program that it waits in, or that
+        # program until its first collective. One that calls programs in a loop has just called
+        # one, and has computed since the last look.
+        latest = self._used[max(len(self._used) - 2, 0)][0]
+        begin = min(now - min(seconds, self._limit / 3), latest)
+        since = [used for used in self._used if used[0] >= begin]
         (t0, cpu0), (t1, cpu1) = since[0], since[-1]
         return round((cpu1 - cpu0) / max(t1 - t0, 1e-9), 3)
 
