@@ -79,9 +79,9 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unfinished: deque[None] = deque()  # one for each call that has not returned
-        # A function, because a bound method would keep this worker alive.
-        args = self._calls, self._unfinished
-        threading.Thread(target=_work, args=args, name=name, daemon=True).start()
+        if _end not in _at_exit:
+            call_at_exit(_end)
+        _Thread(name, self._calls, self._unfinished).start()
 
     def __del__(self) -> None:
         self.close()
@@ -101,6 +101,14 @@ class Worker:
         self._calls.put(None)
 
 
+class _Thread(threading.Thread):
+    """A worker's thread, which does not keep the worker alive."""
+
+    def __init__(self, name: str, calls: queue.SimpleQueue[Any], unfinished: deque[None]) -> None:
+        super().__init__(target=_work, args=(calls, unfinished), name=name, daemon=True)
+        self.unfinished = unfinished
+
+
 def _work(calls: queue.SimpleQueue[Any], unfinished: deque[None]) -> None:
     while (item := calls.get()) is not None:
         task, call, checks = item
@@ -110,10 +118,11 @@ def _work(calls: queue.SimpleQueue[Any], unfinished: deque[None]) -> None:
                 result = call()
         except BaseException as raised:
             error = raised
-        unfinished.pop()
-        # Last, because a caller that wakes up earlier competes for the interpreter lock.
+        # Late, because a caller that wakes up earlier competes for the interpreter lock.
         task.end(result, error)
         del item, task, call, error, result  # a step's arguments and results are large
+        # Last, because arrays are freed in native code, where Python's end would find the thread.
+        unfinished.pop()
 
 
 _abandoned: list[Worker | threading.Thread] = []
@@ -147,9 +156,7 @@ def abandon_and_watch_exit(thread: Worker | threading.Thread) -> None:
 
     Also replace `sys.exit`: functions that run at exit have no other way to learn the status.
     """
-    if sys.exit is not _exit:
-        call_at_exit(_end)
-        sys.exit = _exit
+    sys.exit = _exit
     _abandoned[:] = [each for each in _abandoned if each is not thread and each.is_alive()]
     _abandoned.append(thread)
 
@@ -167,7 +174,7 @@ def _exit(status: Any = None, /) -> NoReturn:
 
 
 def _end() -> None:
-    """Exit through `os._exit` if abandoned threads are still blocked.
+    """Wait for threads in a call; exit through `os._exit` if abandoned ones are still blocked.
 
     A thread that returns from native code while Python shuts down, or later, kills the process
     with a signal. Threads in a collective over Gloo return in time, because its connections were
@@ -176,11 +183,11 @@ def _end() -> None:
     `sys.exit` or an uncaught exception, and takes a plain `raise SystemExit` for 0.)
     """
     until = time.monotonic() + ABANDONED_SECONDS
-    while any_blocked():
+    while any(isinstance(t, _Thread) and t.unfinished for t in threading.enumerate()):
         if time.monotonic() > until:
             break
         time.sleep(0.01)
-    else:
+    if not any_blocked():
         return
     cancel_at_exit(_end)
     atexit._run_exitfuncs()

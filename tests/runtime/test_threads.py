@@ -1,6 +1,8 @@
 """A call that blocks is abandoned, and the thread that makes it takes the next one after it."""
 
 import gc
+import subprocess
+import sys
 import threading
 
 import jax
@@ -20,9 +22,9 @@ def test_worker_keeps_order_until_closed():
     with pytest.raises(ZeroDivisionError):
         raises.result()
     assert [task.result() for task in tasks] == made == [*range(5)]
-    assert not worker.is_alive()
     (thread,) = [t for t in threading.enumerate() if t.name == "in order"] or [None]
     assert thread is None or thread.join(5) is None
+    assert not worker.is_alive()
 
 
 def test_thread_ends_with_its_worker():
@@ -66,6 +68,9 @@ def test_abandoned_call_delays_the_next():
     release.set()
     assert second.wait(5)
     assert second.result() == 2
+    worker.close()
+    (thread,) = [t for t in threading.enumerate() if t.name == "blocked"] or [None]
+    assert thread is None or thread.join(5) is None
     assert not any_blocked()
 
 
@@ -102,3 +107,30 @@ def test_timed_call_has_four_ends():
         call_with_timeout(release.wait, 60, die)
     assert len([thread for thread in _threads._abandoned if thread.is_alive()]) == 2
     release.set()
+
+
+ENDS = """
+import time
+from jaxcoll._job.threads import Worker
+
+class Large:
+    def __del__(self):
+        time.sleep(0.3)
+        print("freed", flush=True)
+
+task = Worker("ends").submit({call})
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "then"),
+    [
+        ("lambda: time.sleep(0.1) or Large()", "task.abandon(KeyError())"),
+        ("lambda large=Large(): None", "task.wait()"),
+    ],
+)
+def test_python_ends_after_freeing(call, then):
+    code = ENDS.format(call=call, then=then)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "freed\n", "")
