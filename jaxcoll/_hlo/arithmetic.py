@@ -15,14 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxcoll._hlo.calls import Bodies, Call, Item, find_containing
+from jaxcoll._hlo.chains import Chains
 from jaxcoll._hlo.collective import Collective, Matmul, Meanwhile, Operand
-from jaxcoll._hlo.hlo_text import (
-    PRODUCTS,
-    Chains,
-    Computation,
-    Instruction,
-    Module,
-)
+from jaxcoll._hlo.hlo_text import PRODUCTS, Computation, Instruction, Module
 
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
 _CONTRACTED_IN_CONFIG = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # a GPU library's

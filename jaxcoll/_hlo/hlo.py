@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 from jaxcoll._hlo.arithmetic import Arithmetic
 from jaxcoll._hlo.calls import Call, Item, flatten_calls
+from jaxcoll._hlo.chains import Chains, check_chains, find_chains
 from jaxcoll._hlo.collective import KINDS, Collective, Loop, Matmul
 from jaxcoll._hlo.hlo_text import (
-    Chains,
     Computation,
     Instruction,
     Module,
-    find_chains,
     parse_module,
     sends,
 )
@@ -73,7 +72,7 @@ def read_hlo(text: str, devices: int = 1) -> Program:
         collectives=tuple(e for e in events if isinstance(e, Collective)),
         matmuls=tuple(e for e in events if isinstance(e, Matmul)),
         loops=tuple(e for e in events if isinstance(e, Loop)),
-        unread=tuple(dict.fromkeys([*reader.unread, *_check_chains(chains), *arithmetic.unread])),
+        unread=tuple(dict.fromkeys([*reader.unread, *check_chains(chains), *arithmetic.unread])),
         unbounded=tuple(dict.fromkeys(arithmetic.unbounded)),
         notes=tuple(dict.fromkeys(arithmetic.notes)),
     )
@@ -185,17 +184,6 @@ class _Reader:
                         seen.add(other)
                         waiting.append(other)
         return Source()
-
-
-def _check_chains(chains: Chains) -> Iterator[str]:
-    """Yield a note on each chain that no fusion starts."""
-    parts = [part for collectives in chains.values() for part in collectives.values()]
-    started = {number for number, part in parts if part == "Start"}
-    for number in dict.fromkeys(number for number, _ in parts if number not in started):
-        yield (
-            f"a transfer in several fusions (chain_id={number!r}) has no start, which is not "
-            "counted: the text looks truncated."
-        )
 
 
 def _find_op_name(inside: Computation, instruction: Instruction, operands: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxcoll._hlo.collective import KINDS, Operand
@@ -41,8 +41,6 @@ _CALLED = re.compile(
     r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation|"
     r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-_CHAIN = re.compile(r'\bchain_id="?(\w+)')
-_CHAIN_PART = re.compile(r'\bcustom_call_target="AsyncCollective(Start|Done)"')
 
 _SENDS = re.compile(r"all-|collective-|reduce-scatter|ragged-all|send(?:-|$)")
 _IDLE = re.compile(
@@ -311,36 +309,6 @@ def _is_idle(opcode: str) -> bool:
 def sends(opcode: str) -> bool:
     """True for instructions that send to other devices, of known and of unknown kinds."""
     return bool(_SENDS.match(opcode)) or opcode in KINDS
-
-
-Chains = Mapping[str, Mapping[str, tuple[str, str]]]
-"""By computation and name of its collectives: the number of a chain, and the part in it."""
-
-
-def find_chains(module: Module) -> Chains:
-    """Find the collectives of chains, with "Start", "Done" or "" for the part.
-
-    A TPU v5e starts a transfer in one fusion, continues it in others beside products, and ends it
-    in another; each has the collective in its text.
-    """
-    chains: dict[str, dict[str, tuple[str, str]]] = {}
-    for name, inside in module.computations.items():
-        for site in inside.sites:
-            line_end = inside.text.find("\n", site.start)
-            if sends(site.opcode) and inside.text.find("chain_id", site.start, line_end) > 0:
-                collective = inside.parse(site)
-                if number := _CHAIN.search(collective.attributes):
-                    part = _find_part(inside, collective.name)
-                    chains.setdefault(name, {})[collective.name] = number[1], part
-    return chains
-
-
-def _find_part(inside: Computation, collective: str) -> str:
-    for site in inside.sites:
-        if site.opcode == "custom-call" and collective in inside.parse(site).operand_names:
-            if part := _CHAIN_PART.search(inside.parse(site).attributes):
-                return part[1]
-    return ""
 
 
 def parse_instruction(text: str, start: int = 0) -> Instruction:

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jaxcoll._hlo.chains import find_chains
 from jaxcoll._hlo.collective import Collective
-from jaxcoll._hlo.hlo_text import Instruction, Module, find_chains, parse_module
+from jaxcoll._hlo.hlo_text import Instruction, Module, parse_module
 
 _STRUCTURE = ("while", "conditional", "call")
 """Instructions whose computations' instructions are executed, and have events, by themselves."""
