@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 import logging
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,18 +26,22 @@ from jaxcoll._elastic.checkpoint import (
     restore_checkpoint,
     save_newest,
 )
-from jaxcoll._elastic.generation import Generation, RegroupError, describe
+from jaxcoll._elastic.comparison import (
+    check_agreed,
+    check_copies,
+    describe_difference,
+    describe_structure,
+    digest_state,
+    make_divergence_error,
+    make_structure_error,
+    view_bytes,
+)
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import whole_shapes
 from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array
-from jaxcoll._runtime.agreement import group_divergent
-from jaxcoll._runtime.fingerprint import digest_bytes
-from jaxcoll._runtime.peers import parse_rank
-from jaxcoll._show.units import pluralize
 from jaxcoll._step.data_parallel import data_parallel
-from jaxcoll.errors import ProgramMismatchError, ReplicaDivergenceError
 
 _LOG = logging.getLogger("jaxcoll")
 
@@ -151,7 +152,7 @@ class ReplicatedState:
         state, has = self.copy_to_host(step if step in self._held else self.finished), "nothing"
         if step in self._held:
             has = "sum" if step in self._begun else "rows"
-        return state, {"structure": _structure(self.select_types(state)), "residuals": has}
+        return state, {"structure": describe_structure(self.select_types(state)), "residuals": has}
 
     def settle(
         self, state: Any, offers: Offers, membership: Membership, mesh: Mesh, together: Together
@@ -163,12 +164,12 @@ class ReplicatedState:
         generation = membership.generation
         start = not generation.number
         structures = {name: offer["structure"] for name, offer in offers.items()}
-        check_agreed(structures, membership, _structure_error, start)
+        check_agreed(structures, membership, make_structure_error, start)
         alike = self.select_alike(state)
         if generation.sends_state:
             alike = _broadcast(alike, membership, mesh, together)
-        digests = membership.gather("digest", _digests(self.select_compared(alike)))
-        check_agreed(digests, membership, _divergence_error, start)
+        digests = membership.gather("digest", digest_state(self.select_compared(alike)))
+        check_agreed(digests, membership, make_divergence_error, start)
         held = {name: offer["residuals"] for name, offer in offers.items()}
         placed = self.place_state(state, alike, held, membership, mesh)
         self.finished, self._held = generation.step, {generation.step: placed}
@@ -231,9 +232,9 @@ class ReplicatedState:
         Cost: about a second per gigabyte.
         """
         state = self.select_compared(self.latest)
-        digests = membership.gather(f"digest/{self.finished}", _digests(state))
+        digests = membership.gather(f"digest/{self.finished}", digest_state(state))
         check_copies(state)
-        check_agreed(digests, membership, _divergence_error)
+        check_agreed(digests, membership, make_divergence_error)
 
     def add_up(self, membership: Membership, together: Together) -> None:
         """Sum residuals over all workers for a checkpoint. All members must call this."""
@@ -253,11 +254,12 @@ class ReplicatedState:
                 "The step of `Elastic` must return the pair (state, metrics), as in "
                 f"`return state, loss`; this one returns {got}."
             )
-        before, after = (_structure(tree) for tree in (self.latest, out[0]))
-        if before != after:
+        trees = {"argument": self.latest, "returned": out[0]}
+        structures = {name: describe_structure(tree) for name, tree in trees.items()}
+        if structures["argument"] != structures["returned"]:
             raise ValueError(
                 "The step of `Elastic` must return a state with the structure, shapes and dtypes "
-                f"of its argument. {_difference(before, after, 'argument', 'returned')}."
+                f"of its argument. {describe_difference(structures)}."
             )
 
 
@@ -283,113 +285,10 @@ def _sums_at_start(state: Any) -> list[Shards]:
     return sums
 
 
-def _structure(tree: Any) -> str:
-    leaves, _ = flatten_with_paths(tree)
-    return "\n".join(f"state{path}: {x.dtype}{list(x.shape)}" for path, x in leaves)
-
-
-def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
-    sides = itertools.zip_longest(one.splitlines(), other.splitlines(), fillvalue="(nothing more)")
-    mine, theirs = next((a, b) for a, b in sides if a != b)
-    return f"{of_one}: {mine}; {of_other}: {theirs}"
-
-
-def check_agreed(
-    values: dict[str, str],
-    membership: Membership,
-    error: Callable[[dict[str, str]], Exception],
-    start: bool = False,
-    what: str = "state",
-) -> None:
-    """Check that the values of all members are equal.
-
-    Raises:
-      RegroupError: this worker is in a majority that agrees, and continues without the others.
-      Exception: `error(values)`: this worker is in the minority, or there is no majority; at the
-        `start` there never is.
-    """
-    if len(set(values.values())) == 1:
-        return
-    generation = membership.generation
-    agreeing = () if start else find_majority(values, generation)
-    if membership.name not in agreeing:
-        raise error(values)
-    differing = [name for name in generation.members if name not in agreeing]
-    membership.request_regroup(f"the {what} of {describe(differing)} differs from the others'")
-    raise RegroupError
-
-
-def find_majority(values: dict[str, str], generation: Generation) -> tuple[str, ...]:
-    """Find the members that have the value of more than half of them; () if there is none.
-
-    Newcomers have no vote, because the others agreed before they came.
-    """
-    staying = [name for name in generation.members if name not in generation.joined]
-    value, count = Counter(values[name] for name in staying).most_common(1)[0]
-    if 2 * count <= len(staying):
-        return ()
-    return tuple(name for name in generation.members if values[name] == value)
-
-
-def _structure_error(values: dict[str, str]) -> ProgramMismatchError:
-    (first, mine), *others = sorted(values.items(), key=lambda item: parse_rank(item[0]))
-    name, structure = next(item for item in others if item[1] != mine)
-    sides = _difference(
-        mine, structure, f"worker {parse_rank(first)}", f"worker {parse_rank(name)}"
-    )
-    return ProgramMismatchError(f"Workers have states of different structures. {sides}.")
-
-
-def _digests(tree: Any) -> str:
-    leaves, _ = flatten_with_paths(tree)
-    digests = {f"state{path}": digest_bytes(_bytes(x)) for path, x in leaves}
-    return json.dumps(digests, sort_keys=True)
-
-
-def check_copies(tree: Any) -> None:
-    """Refuse arrays of which this process's devices hold different copies."""
-    divergent = {}
-    for path, x in flatten_with_paths(tree)[0]:
-        groups: dict[Any, list[str]] = {}
-        for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
-            groups.setdefault(_bytes(shard.data).tobytes(), []).append(str(shard.device.id))
-        if len(groups) > 1:
-            largest_first = sorted(groups.values(), key=len, reverse=True)
-            divergent[f"state{path}"] = tuple(map(tuple, largest_first))
-    if divergent:
-        first, groups = next(iter(divergent.items()))
-        raise ReplicaDivergenceError(
-            f"Copies of the state differ on the devices of worker {jax.process_index()}. The first "
-            f"is {first}: devices {' | '.join(', '.join(group) for group in groups)}. Every step "
-            "must compute the same on all replicas; check its `jc.same`.",
-            divergent=divergent,
-        )
-
-
-def _bytes(x: Any) -> np.ndarray:
-    """View an array as bytes; of one with several copies here, the first."""
-    first = x.addressable_data(0) if isinstance(x, jax.Array) else x
-    return np.ascontiguousarray(first).reshape(-1).view(np.uint8)
-
-
-def _divergence_error(digests: dict[str, str]) -> ReplicaDivergenceError:
-    by_rank = {parse_rank(name): json.loads(text) for name, text in digests.items()}
-    leaves = group_divergent({str(rank): by_rank[rank] for rank in sorted(by_rank)})
-    first, groups = next(iter(leaves.items()))
-    return ReplicaDivergenceError(
-        f"Workers have different values in {pluralize(len(leaves), 'leaf', 'leaves')} of the "
-        f"state. The first is {first}: workers "
-        f"{' | '.join(', '.join(group) for group in groups)}. Give all workers the same initial "
-        "state, made from one seed or read from one file. After that every step must compute the "
-        "same on all workers, whatever their numbers.",
-        divergent=leaves,
-    )
-
-
 def _broadcast(state: Any, membership: Membership, mesh: Mesh, together: Together) -> Any:
     """Send the state of the worker that has it to all: as bytes, so that NaNs keep their bits."""
     leaves, structure = jax.tree.flatten(state)
-    parts = [_bytes(x) for x in leaves]
+    parts = [view_bytes(x) for x in leaves]
     mine = np.concatenate([np.zeros(0, np.uint8), *parts])
     axis, generation = mesh.axis_names[0], membership.generation
     here = len(mesh.local_devices)

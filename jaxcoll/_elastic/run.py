@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from jax.sharding import Mesh
 
 from jaxcoll._compat.coordination import StoreUnreachableError
+from jaxcoll._elastic.comparison import check_agreed
 from jaxcoll._elastic.connections import Connections, may_be_broken
 from jaxcoll._elastic.generation import (
     Generation,
@@ -23,7 +24,7 @@ from jaxcoll._elastic.generation import (
     parse_rank,
 )
 from jaxcoll._elastic.membership import Membership
-from jaxcoll._elastic.replicated_state import ReplicatedState, check_agreed
+from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.steps import Steps
 from jaxcoll._job import gloo_sockets
 from jaxcoll._job.threads import Task, Worker

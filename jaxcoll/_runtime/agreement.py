@@ -215,7 +215,7 @@ class Agreement:
         text = _MISMATCH.format(
             position=self.position,
             done=f"process {ran[0]} is already running its own" if ran else "nothing was run",
-            sides=find_difference(dict(sorted(sides.items()))),
+            sides=find_difference({f"process {p}": sides[p] for p in sorted(sides)}),
         )
         return {"error": text, "is_run": bool(ran)}
 

@@ -99,11 +99,11 @@ def unpack_lines(text: str) -> list[str]:
     return json.loads(zlib.decompress(base64.b85decode(text)))
 
 
-def find_difference(sides: Mapping[int, Sequence[str]]) -> str:
-    """Find the first line in which two processes differ, and write it of both."""
+def find_difference(sides: Mapping[str, Sequence[str]]) -> str:
+    """Find the first line in which two named texts differ, and write it of both."""
     pairs = itertools.zip_longest(*sides.values(), fillvalue="(nothing more)")
     lines = next((pair for pair in pairs if len(set(pair)) > 1), ("(no difference)",) * len(sides))
-    return "\n".join(f"process {p}: {line}" for p, line in zip(sides, lines, strict=True))
+    return "\n".join(f"{name}: {line}" for name, line in zip(sides, lines, strict=True))
 
 
 def environment(device: jax.Device) -> tuple[str, ...]:

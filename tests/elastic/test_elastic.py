@@ -10,7 +10,7 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._elastic import replicated_state
+from jaxcoll._elastic import comparison
 from jaxcoll._elastic.generation import Generation, RegroupError
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.rows import convert_batches
@@ -223,7 +223,7 @@ class Present:
         state.settle(state.offer(0)[0], offers, self, mesh, None)
 
     def gather(self, what, value):
-        return {f"{n}.a": replicated_state._digests(s.latest) for n, s in self.states.items()}
+        return {f"{n}.a": comparison.digest_state(s.latest) for n, s in self.states.items()}
 
     def request_regroup(self, why):
         self.asked = why

@@ -78,7 +78,7 @@ def test_unreadable_program_hides_no_error():
 
 
 def test_length_is_a_difference():
-    difference = find_difference({0: ("a",), 1: ("a", "b")})
+    difference = find_difference({"process 0": ("a",), "process 1": ("a", "b")})
     assert difference == "process 0: (nothing more)\nprocess 1: b"
 
 
