@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,9 +25,9 @@ from jaxcoll._elastic.generation import (
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.steps import Steps
+from jaxcoll._elastic.writers import Checkpoints
 from jaxcoll._job import gloo_sockets
-from jaxcoll._job.threads import Task, Worker
-from jaxcoll._job.timing import LAST_LOCK_SECONDS, LOCK_SECONDS
+from jaxcoll._job.timing import LAST_LOCK_SECONDS
 from jaxcoll._mesh.mesh import make_line
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.dispatch import run
@@ -92,12 +91,7 @@ class Run:
         self._failing: Exception | None = None  # this worker's error in the present attempt
         self._began = 0.0
         self._changes: list[tuple[float, WorldChange]] = []  # still without durations
-        self._writers: tuple[str, ...] = ()
-        self._every = 0  # steps between two checkpoints, if there are writers
-        self._own_every = job.every if job.file else 0
-        # Writes checkpoints during the next steps, because one may take longer than a step
-        self._saver = Worker("jaxcoll-checkpoint")
-        self._saving: Task | None = None
+        self._checkpoints = Checkpoints(membership, job.state, job.file, job.every, job.startup)
         self._is_saved = False  # the last state, or others have a later one
 
     def run(self) -> Any:
@@ -138,8 +132,7 @@ class Run:
                     self._failed, self._failing = self._failing, None
         finally:
             self._date_changes()
-            self._finish_saving()
-            self._saver.close()
+            self._checkpoints.close()
         return self._state.latest
 
     @property
@@ -150,27 +143,16 @@ class Run:
         """Wait until all workers agree on the last state and one has written it, if to a file."""
         self._membership.gather("finished", "")
         self._compare()
-        writer, failure = self._write(self._state.finished)
-        if writer or not self._writers:
+        writer, failure = self._checkpoints.save_last(self._state.finished)
+        if writer or not self._checkpoints.writers:
             self._membership.finish()
         if failure:
             raise failure
 
-    def _choose_writers(self, every_of: Mapping[str, int]) -> None:
-        self._writers, self._every = choose_writers(self._generation.members, every_of)
-
     def _compare(self) -> None:
         self._state.compare(self._membership)
-        if self._writers:
+        if self._checkpoints.writers:
             self._state.add_up(self._membership, self._together)
-
-    def _write(self, step: int) -> tuple[str, OSError | None]:
-        def write() -> None:
-            if self._job.file:  # only writers have one; the others wait for them
-                self._finish_saving()
-                self._state.save(self._job.file, step, LAST_LOCK_SECONDS)
-
-        return write_once(self._membership, self._writers, write)
 
     def _date_changes(self) -> None:
         for began, change in self._changes:
@@ -187,10 +169,10 @@ class Run:
         state, offer = self._state.offer(self._generation.step)
         offer["listening"] = gloo_sockets.find_listeners()
         offer["source"] = f"{self._source or 'a function'}, {self._steps} steps"
-        offer["every"] = self._own_every
+        offer["every"] = self._checkpoints.own_every
         offers = membership.gather("start", offer)
         sources = {name: offer["source"] for name, offer in offers.items()}
-        self._choose_writers({name: offer["every"] for name, offer in offers.items()})
+        self._checkpoints.choose({name: offer["every"] for name, offer in offers.items()})
         connections.begin(offer["listening"] for offer in offers.values())
         ranks, devices = self._job.workers, connections.devices
         ours = [d for rank in ranks for d in devices if d.process_index == rank]
@@ -271,9 +253,10 @@ class Run:
 
     def _give_up(self, error: Exception) -> NoReturn:
         # Workers that cannot train still save together, even with a dropped one.
-        self._choose_writers(self._membership.gather("every", self._own_every))
+        every_of = self._membership.gather("every", self._checkpoints.own_every)
+        self._checkpoints.choose(every_of)
         step = self._generation.step
-        writer, failure = self._write(step)
+        writer, failure = self._checkpoints.save_last(step)
         self._is_saved = True
         if writer and self._job.file:
             saved = f"The state after step {step} is saved in {self._job.file}."
@@ -359,21 +342,9 @@ class Run:
         return f"{what} failed on worker {name}: {lines[-1][:200]}"  # where a callback's error is
 
     def _save_if_due(self, before: int, finished: int) -> None:
-        is_due = self._writers and finished // self._every > before // self._every
-        if finished == self._steps or not is_due:
-            return  # the last state is saved by `_end`
-        self._compare()
-        if self._membership.name != self._writers[0] or self._job.file is None:
-            return
-        if self._saving is not None and not self._saving.is_done():
-            _LOG.warning("No checkpoint after step %d: the last is still being written.", finished)
-            return
-        write = self._state.prepare_save(self._job.file, finished, LOCK_SECONDS)
-        self._saving = self._saver.submit(functools.partial(_call_or_warn, write))
-
-    def _finish_saving(self) -> None:
-        if self._saving is not None:
-            self._saving.wait(self._job.startup)
+        if finished < self._steps and self._checkpoints.are_due(before, finished):
+            self._compare()
+            self._checkpoints.save(finished)  # `_end` saves the last state
 
 
 def _batches_error(sources: dict[str, str]) -> ProgramMismatchError:
@@ -384,46 +355,3 @@ def _batches_error(sources: dict[str, str]) -> ProgramMismatchError:
         "batches, and each worker takes its rows of them. To return only a worker's own rows, pass "
         "a function of three arguments: `lambda step, worker, workers: rows`."
     )
-
-
-def _call_or_warn(write: Callable[[], object]) -> None:
-    """Write a checkpoint, or log the error: a later one may succeed, and the last one must."""
-    try:
-        write()
-    except Exception as error:
-        _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
-
-
-def choose_writers(
-    members: Sequence[str], every_of: Mapping[str, int]
-) -> tuple[tuple[str, ...], int]:
-    """Choose who writes checkpoints, and how often; 0 stands for a worker without a file.
-
-    Returns:
-      The members that have a file, in the order in which they try to write; and the first one's
-      number of steps between two checkpoints.
-    """
-    names = tuple(name for name in members if every_of[name])
-    return names, every_of[names[0]] if names else 0
-
-
-def write_once(
-    membership: Membership, writers: Sequence[str], write: Callable[[], object]
-) -> tuple[str, OSError | None]:
-    """Let the first writer that can write the state; return its name and this worker's error.
-
-    Guarantee: when this returns, on any member, the state is written, or nobody could write it and
-    the name is "". If the writer dies, the others notice as with any loss, and call this again in
-    the next generation.
-    """
-    failure = None
-    for name in writers:
-        if name == membership.name:
-            try:
-                write()
-            except OSError as error:
-                failure = error
-        reason = "" if failure is None else repr(failure)
-        if not membership.gather(f"written/{name}", reason)[name]:
-            return name, failure
-    return "", failure

@@ -14,7 +14,7 @@ from jaxcoll._elastic import membership as memberships
 from jaxcoll._elastic.generation import RegroupError
 from jaxcoll._elastic.member_group import find_ejected
 from jaxcoll._elastic.membership import KEPT_STEPS, Membership
-from jaxcoll._elastic.run import choose_writers, write_once
+from jaxcoll._elastic.writers import choose_writers, write_once
 from jaxcoll._job import key_value, timing
 from jaxcoll._job.key_value import LocalKeys
 from jaxcoll._job.threads import Task
