@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcoll import _compat
 from jaxcoll._collectives.algorithms import table as algorithms
@@ -28,7 +27,7 @@ from jaxcoll._compat import marks
 from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.choose import packing_for, resolve_algorithm
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, check_options
-from jaxcoll._plan.packs.leaves import Leaf, flatten_with_paths, where
+from jaxcoll._plan.packs.leaves import flatten_with_paths, make_leaf, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.plan import CollectivePlan
 
@@ -148,9 +147,8 @@ def _rows(
     over = tuple(axes.values())
     leaves = []
     for path, array in zip(paths, arrays, strict=True):
-        dtype, kind = np.dtype(array.dtype), _compat.varying_axes(array)
-        solid = _compat.must_keep_shape(array)
-        leaves.append(Leaf(path, array.shape, dtype, dtype, over, kind, solid))
+        kind, solid = _compat.varying_axes(array), _compat.must_keep_shape(array)
+        leaves.append(make_leaf(path, array, over, kind=kind, solid=solid))
     # The option `shards` is for sums only.
     world = scope.world(axes)
     options = scope.exactly.options.replace(shards=UNSET)

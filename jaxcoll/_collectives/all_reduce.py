@@ -32,6 +32,7 @@ from jaxcoll._plan.packs.leaves import (
     Leaf,
     Whole,
     check_reducible,
+    choose_wire,
     dtype_or_none,
     flatten_with_paths,
     is_whole,
@@ -239,7 +240,8 @@ class AllReduce:
         """Describe a leaf for the plan, with the axes along which its copies are equal left out."""
         array, indices = (x.values, x.indices.dtype) if isinstance(x, Whole) else (x, None)
         solid = bool(automatic) or _compat.is_partially_sharded(array)
-        leaf = make_leaf(path, array, self.op, world, options, indices=indices, solid=solid)
+        leaf = make_leaf(path, array, world.sizes, indices=indices, solid=solid)
+        leaf = choose_wire(leaf, self.op, world, options)
         wire = leaf.wire if indices is None else wire_dtype(leaf.dtype, self.op, world)
         if wire.name == "bfloat16" and world.platform == "cpu" and automatic:
             wire = np.dtype(np.float32)  # XLA's CPU compiler aborts on a 16-bit sum here

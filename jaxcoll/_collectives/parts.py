@@ -18,11 +18,12 @@ from jaxcoll._plan.packs.leaves import (
     Whole,
     dtype_or_none,
     flatten_with_paths,
+    make_leaf,
     no_array,
     where,
 )
 from jaxcoll._plan.packs.packing import LANES, Pack, pad_size
-from jaxcoll._plan.packs.shard_layout import ShardedLeaf, ShardLayout, first_difference
+from jaxcoll._plan.packs.shard_layout import ShardLayout, first_difference
 
 
 def describe_tree(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
@@ -33,17 +34,16 @@ def describe_tree(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any,
         if (obstacle := _obstacle(leaf)) is not None:
             raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
         dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype_or_none(leaf)))
-        leaves.append(make_sharded_leaf(name, np.shape(leaf), dtype, leaf, axes))
+        shape = jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+        leaves.append(describe_part(name, shape, leaf, axes))
     return treedef, tuple(leaves)
 
 
-def make_sharded_leaf(
-    name: str, shape: tuple[int, ...], dtype: np.dtype, x: Any, axes: Mapping[str, int]
-) -> ShardedLeaf:
+def describe_part(name: str, shape: jax.ShapeDtypeStruct, x: Any, axes: Mapping[str, int]) -> Leaf:
     """Describe what is cut over `axes`: leaves of one type that vary alike may share a pack."""
     varying = _compat.varying_axes(x) if isinstance(x, jax.Array) else frozenset()
-    kind = (dtype.name, *sorted(varying - set(axes)))
-    return ShardedLeaf(name, shape, dtype, dtype, tuple(axes.values()), kind)
+    kind = (shape.dtype.name, *sorted(varying - set(axes)))
+    return make_leaf(name, shape, tuple(axes.values()), kind=kind, in_shards=True)
 
 
 def _is_node(x: Any) -> bool:

@@ -22,6 +22,7 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import (
     Leaf,
     check_reducible,
+    choose_wire,
     dtype_or_none,
     flatten_with_paths,
     is_array,
@@ -123,7 +124,8 @@ def _leaf(
     dtype = dtype_or_none(leaf)
     check_reducible(path + ".values" * (indices is not None), dtype)
     shape = jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype))
-    return make_leaf(path, shape, reduce_op, world, options, indices=indices)
+    leaf = make_leaf(path, shape, world.sizes, indices=indices)
+    return choose_wire(leaf, reduce_op, world, options)
 
 
 def _world(

@@ -14,7 +14,7 @@ from jaxcoll import _compat
 from jaxcoll._collectives.algorithms import table as algorithms
 from jaxcoll._collectives.all_gather import rows_of_all
 from jaxcoll._collectives.all_reduce import AllReduce
-from jaxcoll._collectives.parts import make_sharded_leaf
+from jaxcoll._collectives.parts import describe_part
 from jaxcoll._collectives.pipeline import carry_out, make_summand, pack, scale_sum, unpack
 from jaxcoll._collectives.reduce_scatter import make_recipe, set_wire_types
 from jaxcoll._collectives.scope import Scope, count
@@ -151,7 +151,8 @@ class Traffic:
             dtype = np.dtype(x.dtype)
             if self.gather_dtype is not None and jax.dtypes.issubdtype(dtype, np.floating):
                 dtype = np.dtype(self.gather_dtype)
-            leaf = make_sharded_leaf(name, x.shape[1:], dtype, x, axes)
+            shape = jax.ShapeDtypeStruct(x.shape[1:], dtype)
+            leaf = describe_part(name, shape, x, axes)
             leaves.append(dataclasses.replace(leaf, wire=exact_dtype(dtype)))
         return leaves
 

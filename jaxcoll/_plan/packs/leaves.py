@@ -37,6 +37,7 @@ class Leaf:
     # Its position in the order in which leaves become ready; None: not known
     ready: int | None = None
     format: WireFormat | None = None  # its wire format; None: it travels exactly
+    in_shards: bool = False  # its elements are cut, so a pack carries it even on one replica
 
     @functools.cached_property
     def size(self) -> int:
@@ -45,8 +46,9 @@ class Leaf:
 
     @property
     def travels(self) -> bool:
-        """True if a pack carries it: it has elements, and is summed over some axis."""
-        return self.size > 0 and math.prod(self.over) > 1 and self.indices is None
+        """True if a pack carries it: it has elements, and is cut, or summed over some axis."""
+        moves = self.in_shards or math.prod(self.over) > 1
+        return self.size > 0 and moves and self.indices is None
 
     @property
     def gathers(self) -> int:
@@ -170,27 +172,27 @@ def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
 
 
-def make_leaf(
-    path: str,
-    array: Any,  # an array, or only its shape and dtype
-    reduce_op: ReduceOp,
-    world: World,
-    options: CommunicationOptions,
-    *,
-    indices: Any = None,  # the dtype of the indices of sparse rows
-    solid: bool = False,
-) -> Leaf:
-    """Describe an array that an all-reduce sums over all replicas, for `jc.plan` and for a trace.
+def make_leaf(path: str, array: Any, over: tuple[int, ...], **more: Any) -> Leaf:
+    """Describe an array, or its shape and dtype, that travels unchanged."""
+    dtype = np.dtype(array.dtype)
+    return Leaf(path, tuple(array.shape), dtype, dtype, over, **more)
 
-    A trace then leaves out the axes along which copies are equal, and adds the arithmetic.
+
+def choose_wire(
+    leaf: Leaf, reduce_op: ReduceOp, world: World, options: CommunicationOptions
+) -> Leaf:
+    """Choose how a leaf travels that an all-reduce sums over all replicas.
+
+    `jc.plan` and a trace call this. A trace then leaves out the axes along which copies are equal,
+    and adds the arithmetic.
     """
-    dtype, shape = np.dtype(array.dtype), tuple(array.shape)
+    dtype, shape = leaf.dtype, leaf.shape
     # Leaves with another result dtype are of another kind, which has separate packs.
-    leaf = Leaf(path, shape, dtype, dtype, world.sizes, kind=dtype.name, solid=solid)
-    if indices is not None:
-        return dataclasses.replace(leaf, indices=np.dtype(indices))
+    leaf = dataclasses.replace(leaf, kind=dtype.name)
+    if leaf.indices is not None:
+        return leaf
     exactly = dataclasses.replace(leaf, wire=wire_dtype(dtype, reduce_op, world))
-    if solid or (options.compression is None and dtype.name != "bfloat16"):
+    if leaf.solid or (options.compression is None and dtype.name != "bfloat16"):
         return exactly
     format = find_format(options.compression)
     auto = options.compression == "auto" and dtype.name == "float32"

@@ -36,15 +36,6 @@ DEFAULT_PACKING = BytesPerPack(16 << 20, 2 << 20)
 a program fits the one inside."""
 
 
-class ShardedLeaf(Leaf):
-    """A leaf that is in a pack even on a single replica."""
-
-    @property
-    def travels(self) -> bool:
-        """True if a pack carries it: it has elements."""
-        return self.size > 0
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShardLayout:
     """The position of every element of a tree in the shards of n replicas: a hashable value.
@@ -100,7 +91,7 @@ def lay_out_summands(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -
 def lay_out(
     treedef: Hashable, leaves: tuple[Leaf, ...], replicas: int, bytes_per_pack: int = 0
 ) -> ShardLayout:
-    """Return the layout over `replicas` of a tree, from its `ShardedLeaf`s before they are cut.
+    """Return the layout over `replicas` of a tree, from its leaves before they are cut.
 
     A pack has at most `bytes_per_pack`, unless it is one larger leaf; 0: 16 MiB, and leaves of
     more than 2 MiB alone.
@@ -162,7 +153,9 @@ def plan_half(
     shared = {"over": world.sizes, "kind": (), "algorithm": half_algorithm(options, world)}
     return CollectivePlan(
         reduce_op=reduce_op,
-        leaves=tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves),
+        leaves=tuple(
+            dataclasses.replace(x, over=world.sizes, kind=(), in_shards=False) for x in leaves
+        ),
         packs=tuple(
             dataclasses.replace(p, dtype=leaves[p.segments[0].leaf].wire, **shared) for p in packs
         ),
