@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxcoll._collectives.shards import Shards
+from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import host_array, make_spec
 from jaxcoll._plan.packs.packing import LANES, pad_size
 from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout
@@ -53,6 +54,21 @@ def abstract(layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] 
         jax.ShapeDtypeStruct((*stack, n * layout.rows(p), LANES), p.dtype) for p in layout.packs
     ]
     return Shards(tuple(shapes), layout, axes)
+
+
+def make_shards(
+    leaves: Sequence[Any],
+    layout: ShardLayout,
+    mesh: Mesh | AbstractMesh,
+    axes: tuple[str, ...],
+    stack: tuple[int, ...] = (),
+) -> Shards:
+    """Split whole leaves, as `cut`; if these are shapes, or the mesh is abstract, make shapes."""
+    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    if shapes or isinstance(mesh, AbstractMesh):
+        return abstract(layout, axes, stack)
+    with no_mesh():
+        return cut(leaves, layout, mesh, axes, stack)
 
 
 def part_shapes(shards: Shards) -> Shards:

@@ -14,7 +14,7 @@ from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.settings import boundary
 from jaxcoll._mesh.mesh import axis_names, check_any_mesh, no_mesh
 from jaxcoll._mesh.placement import make_spec
-from jaxcoll._mesh.shard_arrays import abstract, cut, join_shards, read
+from jaxcoll._mesh.shard_arrays import join_shards, make_shards, read
 from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.options import CommunicationOptions, check_options
 from jaxcoll._plan.packs.leaves import where
@@ -85,12 +85,9 @@ def shard(
     leaves = tuple(dataclasses.replace(x, shape=x.shape[len(stack) :]) for x in leaves)
     layout = lay_out(treedef, leaves, count(sizes), check_options(options).bytes_per_pack)
     values = treedef.flatten_up_to(tree)
-    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in values) and init is None
-    if isinstance(over, AbstractMesh) or shapes:
-        return abstract(layout, axes, stack)
+    if init is None or isinstance(over, AbstractMesh):
+        return make_shards(values, layout, over, axes, stack)
     with no_mesh():
-        if init is None:
-            return cut(values, layout, over, axes, stack)
         sharding = NamedSharding(over, make_spec(axes, stack))
         # One program for each pack, from which the compiler drops the other packs
         part = jax.jit(

@@ -19,7 +19,7 @@ from jaxcoll._collectives.shards import Shards, is_shards, shards_in
 from jaxcoll._gradients.norms import clip_shards
 from jaxcoll._mesh.mesh import ambient_mesh, axis_names, check_any_mesh, no_mesh
 from jaxcoll._mesh.placement import make_specs, place
-from jaxcoll._mesh.shard_arrays import abstract, cut, part_shapes, whole_shapes
+from jaxcoll._mesh.shard_arrays import abstract, cut, make_shards, part_shapes, whole_shapes
 from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import flatten_with_paths, where
@@ -99,15 +99,8 @@ def sharded_optimizer(
         treedef, leaves = describe_tree(_PROBE, {"probe": 2}, CALLER)
         parts = part_shapes(abstract(lay_out(treedef, leaves, 2), ("probe",)))
         check_elementwise(tx, _PROBE, parts)
-    return ShardedOptimizer(
-        tx,
-        axis_name,
-        mesh,
-        ReduceOp.of(reduce_op),
-        max_norm,
-        check_options(options),
-        assume_elementwise,
-    )
+    op, options = ReduceOp.of(reduce_op), check_options(options)
+    return ShardedOptimizer(tx, axis_name, mesh, op, max_norm, options, assume_elementwise)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -185,11 +178,7 @@ class ShardedOptimizer:
         layout, leaves = self._layout(params)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             return all_parts(params, layout, self._axes)
-        shapes, mesh = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves), self.mesh
-        if isinstance(mesh, AbstractMesh) or shapes:
-            return abstract(layout, self._axes)
-        with no_mesh():
-            return cut(leaves, layout, mesh, self._axes)
+        return make_shards(leaves, layout, self.mesh, self._axes)
 
     def update(
         self, grads: Any, state: Any, params: Any = None, *, reduced: bool = False, **extra: Any
