@@ -29,72 +29,81 @@ def find_origins(requested: Sequence[Collective], compiled: Sequence[Collective]
     its name. Collectives of the same kind and groups are matched first, and within these,
     collectives in loops to collectives in loops.
     """
-    by_name: dict[str, list[int]] = defaultdict(list)
-    for i, r in enumerate(requested):
-        by_name[r.op_name].append(i)
-    unmatched = [_size(r) for r in requested]  # elements not matched yet
-    pools: list[list[_Pool]] = [[] for _ in requested]  # those that contain each
+    pools, origins = _Pools(requested), [Origin() for _ in compiled]
+    for is_alike, minds_loops in ((True, True), (True, False), (False, True), (False, False)):
+        for k, c in enumerate(compiled):
+            if origins[k].requested or not requested:
+                continue
+            groups = _members(c) if is_alike else None
+            in_loop = bool(c.loops) if minds_loops else None
+            pool = pools.find(c.op_name, c.kind, groups, in_loop)
+            chosen, is_certain = pool.choose(c)
+            if chosen:
+                origins[k] = Origin(tuple(sorted(chosen)), "name" if is_certain else "order")
+                pools.take(chosen, _size(c))
+    # An unmatched collective whose name is already matched is a copy.
+    for k, c in enumerate(compiled):
+        if not origins[k].requested:
+            copied, size = pools.find_copied(c.op_name, c.kind)
+            if copied and size >= _size(c):
+                origins[k] = Origin(copied, "name", repeats=True)
+    return origins
 
-    @functools.cache
-    def find_named(op_name: str) -> list[int]:
+
+class _Pools:
+    """The requested collectives in pools by what a compiled one shares with them."""
+
+    def __init__(self, requested: Sequence[Collective]) -> None:
+        self._requested = requested
+        self._unmatched = [_size(r) for r in requested]  # elements not matched yet
+        self._containing: list[list[_Pool]] = [[] for _ in requested]  # the pools with each
+        self._by_name: dict[str, list[int]] = defaultdict(list)
+        for i, r in enumerate(requested):
+            self._by_name[r.op_name].append(i)
+        # A program has thousands of collectives of one name: every search is made once.
+        self._find_named = functools.cache(self._search_names)
+        self.find = functools.cache(self._make)
+        self.find_copied = functools.cache(self._search_copied)
+
+    def _search_names(self, op_name: str) -> list[int]:
         """Find the requested collectives that share a name with a compiled one."""
         found: set[int] = set()
         for name in dict.fromkeys(names(op_name)):
             parts = name.split("/")
             # Compiled names begin with the callers' scopes: any suffix may be the requested name.
             for start in range(len(parts)):
-                found.update(by_name.get("/".join(parts[start:]), ()))
+                found.update(self._by_name.get("/".join(parts[start:]), ()))
         return sorted(found)
 
-    @functools.cache
-    def find_pool(
-        op_name: str, kind: str, groups: frozenset[tuple[int, ...]] | None, in_loop: bool | None
-    ) -> _Pool:
+    def _make(
+        self, op_name: str, kind: str, groups: frozenset[tuple[int, ...]] | None,
+        in_loop: bool | None,
+    ) -> _Pool:  # fmt: skip
         """Collect what remains of a kind and groups, or without groups of all other kinds."""
         fits = [
             i
-            for i in find_named(op_name)
-            for r in [requested[i]]
+            for i in self._find_named(op_name)
+            for r in [self._requested[i]]
             if (r.kind != kind if groups is None else r.kind == kind and _members(r) == groups)
             and (in_loop is None or bool(r.loops) == in_loop)
         ]
-        pool = _Pool(fits, requested, unmatched)
+        pool = _Pool(fits, self._requested, self._unmatched)
         for i in fits:
-            pools[i].append(pool)
+            self._containing[i].append(pool)
         return pool
 
-    origins = [Origin() for _ in compiled]
-    for is_alike, minds_loops in ((True, True), (True, False), (False, True), (False, False)):
-        for k, c in enumerate(compiled):
-            if origins[k].requested or not requested:
-                continue
-            groups, in_loop = (
-                _members(c) if is_alike else None,
-                bool(c.loops) if minds_loops else None,
-            )
-            chosen, is_certain = find_pool(c.op_name, c.kind, groups, in_loop).choose(c)
-            if chosen:
-                origins[k] = Origin(tuple(sorted(chosen)), "name" if is_certain else "order")
-            needed = _size(c)
-            for i in chosen:
-                before = unmatched[i]
-                unmatched[i] -= min(before, needed)
-                needed -= before - unmatched[i]
-                for pool in pools[i]:
-                    pool.update(i, before)
+    def _search_copied(self, op_name: str, kind: str) -> tuple[tuple[int, ...], int]:
+        copied = [i for i in self._find_named(op_name) if self._requested[i].kind == kind]
+        return tuple(copied), sum(_size(self._requested[i]) for i in copied)
 
-    @functools.cache
-    def find_copied(op_name: str, kind: str) -> tuple[tuple[int, ...], int]:
-        found = tuple(i for i in find_named(op_name) if requested[i].kind == kind)
-        return found, sum(_size(requested[i]) for i in found)
-
-    # An unmatched collective whose name is already matched is a copy.
-    for k, c in enumerate(compiled):
-        if not origins[k].requested:
-            copied, size = find_copied(c.op_name, c.kind)
-            if copied and size >= _size(c):
-                origins[k] = Origin(copied, "name", repeats=True)
-    return origins
+    def take(self, chosen: Sequence[int], needed: int) -> None:
+        """Match so many elements of the `chosen`, one after another."""
+        for i in chosen:
+            before = self._unmatched[i]
+            self._unmatched[i] -= min(before, needed)
+            needed -= before - self._unmatched[i]
+            for pool in self._containing[i]:
+                pool.update(i, before)
 
 
 class _Pool:
