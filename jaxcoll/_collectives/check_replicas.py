@@ -169,7 +169,6 @@ def _leaves(n: int) -> str:
 
 
 def _describe_groups(groups: Sequence[Sequence[str]]) -> str:
-    """Say which replicas differ from which."""
     largest, *others = groups
     if len(largest) == 1:
         return f"all {len(groups)} hold different values"

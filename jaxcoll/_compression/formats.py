@@ -147,7 +147,6 @@ class Int4(WireFormat):
         return _append_scales(packed, scales | even.astype(jnp.uint32) << 15)
 
     def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
-        """Decode the result of `encode` to float32 blocks."""
         packed, scales = _split_scales(codes)
         factors = _widen(scales & np.uint32(0x7FFF))[..., None]
         halves = [
@@ -209,7 +208,6 @@ class Int8(WireFormat):
         return _append_scales(_round(blocks * steps, 0xFF).astype(jnp.uint8), scales)
 
     def decode(self, codes: jax.Array, feedback: bool) -> jax.Array:
-        """Decode the result of `encode` to float32 blocks."""
         numbers, scales = _split_scales(codes)
         values = lax.bitcast_convert_type(numbers, jnp.int8).astype(jnp.float32)
         return values * _widen(scales)[..., None]

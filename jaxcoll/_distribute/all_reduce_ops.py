@@ -79,7 +79,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self._program = functools.lru_cache(maxsize=256)(self._program_for)
 
     def _mesh_and_routes(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
-        """Choose the mesh that an all-reduce over `devices` runs on, and its arrays' routes."""
         devices = self._group if set(devices) == set(self._group) else devices
         mesh, algorithm = make_line(devices, AXIS), self._algorithm
         if algorithm == HIERARCHICAL_COPY:

@@ -121,7 +121,6 @@ def describe(tree: Any) -> str:
 
 
 def _check_structures(name: str, values: Mapping[int, Any]) -> None:
-    """Refuse replicas whose trees have different structures."""
     structures = {i: jax.tree.structure(value) for i, value in values.items()}
     first = min(structures)
     for i, structure in structures.items():
@@ -188,7 +187,6 @@ def _arrays(name: str, replica: int, value: Any) -> list[np.ndarray | jax.Array]
 
 
 def _pad(value: Any, lengths: Sequence[int]) -> Any:
-    """Pad each IndexedSlices of a tree to its length in `lengths`."""
     remaining = iter(lengths)
     return jax.tree.map(
         lambda leaf: leaf.padded(next(remaining)) if is_sparse(leaf) else leaf,

@@ -347,7 +347,6 @@ class Membership:
         return f"{self._root}/{number}/{what}"
 
     def receive_alarm(self, alarm: dict[str, Any]) -> None:
-        """Handle a member's request for a new generation."""
         self.beat()
 
     def beat(self) -> None:

@@ -114,7 +114,6 @@ class Computation:
         return self._parse(self._starts[name])
 
     def parse(self, site: Site) -> Instruction:
-        """Parse the instruction at a site."""
         return self._parse(site.start)
 
     @property
@@ -125,7 +124,6 @@ class Computation:
 
     @property
     def names(self) -> Iterable[str]:
-        """The names of the instructions, in order."""
         return self._starts
 
     def ends(self) -> Iterator[tuple[Site, str, str]]:
@@ -139,7 +137,6 @@ class Computation:
 
     @property
     def count(self) -> int:
-        """The number of instructions."""
         return len(self.idle)
 
     @functools.cached_property
@@ -182,7 +179,6 @@ class Computation:
         return text
 
     def operands(self, instruction: Instruction) -> tuple[Operand, ...]:
-        """List the arrays that an instruction takes."""
         operands: list[Operand] = []
         for piece in split(_COMMENT.sub("", instruction.operands)):
             # Some compilers print each operand with its type, others only its name.

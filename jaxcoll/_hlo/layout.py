@@ -28,7 +28,6 @@ _NEAR = 40  # more characters than an attribute's name has
 
 
 def find_header_end(text: str, start: int) -> int:
-    """Find the line break after a module's header."""
     end = text.find("\n", start)
     while end >= 0:
         bare = re.sub(_STRING, "", text[start:end]).rstrip()

@@ -64,7 +64,6 @@ class StackFrames:
         self._source = functools.cache(lambda number: find_source(self._frames(number)))
 
     def source(self, attributes: str) -> Source:
-        """Find the lines of Python that an instruction's attributes refer to."""
         if frame := _FRAME.search(attributes):
             return self._source(frame[1])
         file = _FILE.search(attributes)

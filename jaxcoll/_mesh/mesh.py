@@ -19,7 +19,6 @@ AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
 def check_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
-    """Check that there are devices, and none of them twice."""
     result = tuple(devices)
     if not result:
         raise ValueError(f"`{caller}` got no devices; it needs at least one.")
@@ -36,7 +35,6 @@ def check_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]
 
 
 def local_positions(devices: Sequence[jax.Device]) -> list[int]:
-    """Find the positions in `devices` of this process's devices."""
     return [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
 
 

@@ -191,7 +191,6 @@ def half_algorithm(options: CommunicationOptions, world: World) -> str:
 
 
 def _default_algorithm(options: CommunicationOptions, world: World) -> str:
-    """Return the algorithm of options that name none."""
     if options.implementation is CommunicationImplementation.RING:
         return "ring"
     if options.implementation is CommunicationImplementation.NCCL or not options.reproducible:

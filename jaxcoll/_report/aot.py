@@ -213,7 +213,6 @@ def topology_worlds(topology: Topology) -> Worlds:
 
 
 def lower_for(traced: jax.stages.Traced, topology: Topology) -> jax.stages.Lowered:
-    """Lower the requested program for all devices of `topology`."""
     platform = "cuda" if topology.platform == "gpu" else topology.platform
     try:
         with no_mesh():

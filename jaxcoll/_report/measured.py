@@ -96,7 +96,6 @@ class Measured:
         return f"{headline}: {takes}, {exposed} of it exposed communication ({share})"
 
     def sentences(self, rows: Sequence[Row]) -> list[str]:
-        """Describe each late rank in a sentence."""
         return [
             f"rank {last.rank} arrives late: last at {rows[k].compiled.kind} #{k} in "
             f"{percent(last.share, 1)} of {self.runs} runs, by {milliseconds(last.seconds)} "

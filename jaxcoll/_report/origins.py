@@ -151,7 +151,6 @@ class _Pool:
         return (members[k] for k in range(self._first, len(members)) if unmatched[members[k]])
 
     def _take(self, size: int, most: int) -> list[int]:
-        """Take the first members with `size` elements."""
         heap, taken = self._by_size[size], []
         while heap and len(taken) < most:
             i = heapq.heappop(heap)

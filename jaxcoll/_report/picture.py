@@ -176,7 +176,6 @@ def _draw_hidden(axes: Axes, schedule: Schedule) -> None:
 
 
 def _break_label(label: str) -> str:
-    """Break a long label into two lines."""
     if "\n" in label or len(label) <= 12:
         return label
     end = "packs " if "pack" in label else "-"

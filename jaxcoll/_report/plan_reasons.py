@@ -26,7 +26,6 @@ def explain(plan: CollectivePlan) -> tuple[str, ...]:
 
 
 def _explain_reduction(plan: CollectivePlan) -> Iterator[str]:
-    """Yield a sentence for each decision about an all-reduce."""
     leaves, packs, world, options = plan.leaves, plan.packs, plan.world, plan.options
     if not plan.overlap or not isinstance(plan.packing, ReadyOrder):
         yield f"packs: {plan.packing}{_why_packed(plan)}"

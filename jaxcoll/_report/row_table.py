@@ -181,7 +181,6 @@ def describe_overlap(meanwhile: Meanwhile | None) -> str:
 
 
 def strip_folders(source: str) -> str:
-    """Strip the folders from file:line; in a notebook, the cell and the line."""
     file, _, line = source.rpartition(":")
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     cell_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
@@ -191,7 +190,6 @@ def strip_folders(source: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Write consecutive numbers as first-last."""
     # Consecutive numbers all differ from their positions by the same amount.
     grouped = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = ([n for _, n in run] for _, run in grouped)

@@ -187,7 +187,6 @@ class Peers:
         return changed or self.is_silent(name) or self.has_left(name, run)
 
     def describe_silence(self, process: int) -> str:
-        """Describe the state of a silent process for messages."""
         here = "it is dead, stopped or cut off"
         if coordinator_connection() is not None:
             here = "it is stopped, cut off, or in native code that holds the interpreter lock"

@@ -261,7 +261,6 @@ class DiLoCo:
 
 
 def check_state(state: Any, here: int) -> None:
-    """Refuse a state that does not fit the replicas of this process."""
     if not isinstance(state, DiLoCoState):
         raise ValueError(
             f"`diloco` expects the state that `init` returned; got {describe_type(state)}."

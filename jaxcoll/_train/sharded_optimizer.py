@@ -372,7 +372,6 @@ def _check_all_in_shards(params: Any) -> None:
 
 
 def _check_gradients_in_shards(grads: Any, params: Any) -> None:
-    """Refuse gradients that are not in the shards of the parameters."""
     _check_all_in_shards(params)
     if jax.tree.structure(grads) == jax.tree.structure(params):
         return

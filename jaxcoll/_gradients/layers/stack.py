@@ -92,7 +92,6 @@ def make_stack(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
 
 
 def _leaf_range(shards: Shards, k: int) -> str:
-    """Name the first and the last leaf of a pack."""
     segments = shards.layout.packs[k].segments
     ends = [shards.layout.leaves[s.leaf].path for s in (segments[0], segments[-1])]
     return " … ".join(dict.fromkeys(ends))

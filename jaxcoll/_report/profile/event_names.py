@@ -57,7 +57,6 @@ def event_names(
 
 
 def _find_callers(module: Module) -> dict[str, list[tuple[str, Instruction]]]:
-    """Map each computation that may send to the computations and the instructions that call it."""
     callers: dict[str, list[tuple[str, Instruction]]] = defaultdict(list)
     for name, inside in module.computations.items():
         for site in map(inside.parse, inside.sites):
