@@ -83,6 +83,7 @@ def _reduce_like_lax(
     axes = scope_here().choose_axes(axis_name, caller)
     n = count(resolve_axes(axes, caller))
     leaves, treedef = jax.tree.flatten(value)
+    # A Python number is the same on all replicas: its sum is known, and nothing is sent for it.
     is_number = [isinstance(x, bool | int | float | complex) for x in leaves]
     rest = treedef.unflatten(
         [None if number else x for x, number in zip(leaves, is_number, strict=True)]

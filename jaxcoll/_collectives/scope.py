@@ -147,6 +147,7 @@ def resolve_axes(axis_name: Any, caller: str) -> dict[str, int]:
         if name in axes:
             raise ValueError(f"`{caller}` got an axis twice in `axis_name`: {axis_name!r}.")
         try:
+            # Local steps do not communicate: to users this axis does not exist.
             if name == DILOCO_AXIS:
                 raise NameError(name)
             axes[name] = lax.axis_size(name)

@@ -100,6 +100,9 @@ def find_wrapped_names(module: bytes) -> dict[str, str]:
     """
     if b"async-start" not in module:
         return {}
+    # The fields of xla/service/hlo.proto: a module's computations are 3; a computation's
+    # instructions 2, its id 5, its root's id 6; an instruction's name 1, opcode 2, id 35, and the
+    # ids of the computations that it calls 38.
     computations = [value for number, value in read_fields(module) if number == 3]
     called: dict[int, str] = {}
     for computation in computations:
@@ -107,6 +110,7 @@ def find_wrapped_names(module: bytes) -> dict[str, str]:
             for number, value in read_fields(computation):
                 if number == 2 and (start := dict(read_fields(value))).get(2) == b"async-start":
                     ids = start.get(38, b"")
+                    # Repeated numbers may be packed into one string, or not.
                     first = ids if isinstance(ids, int) else _varint(ids, 0)[0]
                     called[first] = str(start[1], "utf8")
     wrapped = {}

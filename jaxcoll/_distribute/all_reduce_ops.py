@@ -214,6 +214,7 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
                     f"{len(jax.local_devices())} of them here. Pass group_size={len(worker)}, or "
                     f"this process's devices and group_size={len(every)}."
                 )
+            # In the order of processes, each of which passes the parts of its own devices.
             self._group = tuple(sorted(every, key=lambda device: (device.process_index, device.id)))
         self._options, self._packing = check_options(options), None
         self._arguments = {"devices": list(map(str, worker)), "group_size": int(group_size)}

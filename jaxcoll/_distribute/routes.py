@@ -81,6 +81,7 @@ def parse_routes(spec: Any, packing: PackingRule | None, world: World) -> tuple[
         refuse("all_reduce_spec", expected, spec)
     routes = []
     for item in tuples:
+        # A short tuple leaves out the limit (-1: any size), or also the number of shards (1).
         name, shards, limit = item[0], *(*item[1:], *(1, -1)[len(item) - 1 :])
         try:
             options = CommunicationOptions(algorithm=name, shards=shards)
@@ -144,6 +145,7 @@ class GroupSmall(PackingRule):
         group_of = {i: k for k, members in enumerate(alike(leaves)) for i in members}
 
         def key_of_run(i: int) -> Hashable:
+            # A leaf that is too large for a group is a run of its own.
             return group_of.get(i), i if leaves[i].nbytes > self.max_bytes else None
 
         travelling = (i for i, leaf in enumerate(leaves) if leaf.travels)

@@ -149,6 +149,7 @@ class Signature:
         places = self._needed[-1:] if self._batch is None else self._batch
         batch = dict.fromkeys(self._slot(place, slots, call) for place in places)
         call = call._replace(batch=tuple(batch))
+        # Arguments with defaults are judged by their values, so in each call.
         if passed is not None and (self._batch is not None or not others):
             self._batch_by_count[passed] = call.batch
         return call

@@ -71,6 +71,7 @@ def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
                 f"`{caller}` expects the {name} of a WeightedLoss to be a scalar, the sum over "
                 f"this replica's share; got shape {shape}."
             )
+    # It counts rows: a loss with another gradient would not be their mean.
     weight = jnp.asarray(out.weight)
     return out.total, lax.stop_gradient(weight.astype(accumulation_dtype(weight.dtype)))
 

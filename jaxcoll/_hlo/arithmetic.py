@@ -270,6 +270,8 @@ def _count_convolution(
         for names, array in zip(labels.groups(), arrays, strict=True)
     )
     fields = dict(_FIELD.findall(window[1])) if window else {}
+    # For each image and output feature, and below for each pair of places, a sum over the kernel's
+    # input features (fewer than the image's if these are in groups).
     total = 2 * weights["i"] * outputs["b"] * outputs["f"]
     for k, dim in enumerate(sorted(filter(str.isdigit, inputs))):
         stride, pad, dilated, spread = (

@@ -139,6 +139,7 @@ def _count_leaving(kind: str, operand: Operand, n: int) -> int:
         return 0
     match kind:
         case "all-reduce":
+            # All parts but its own to their owners; then the sum of its own, as often.
             return 2 * count_bytes(operand.dtype, operand.size - operand.size // n)
         case "reduce-scatter" | "all-to-all":
             return (n - 1) * count_bytes(operand.dtype, -(-operand.size // n))

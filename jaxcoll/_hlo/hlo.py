@@ -193,6 +193,8 @@ def _find_op_name(inside: Computation, instruction: Instruction, operands: int) 
         return _find_users_names(inside, instruction.name)
     if operands < 2 or len(names(op_name)) > 1:
         return op_name
+    # A combined collective keeps the name of one of those that it combines. The elements of its
+    # result have the names of all.
     parts: dict[int, str] = {}
     for user in _skip_ends(inside, instruction.name):
         if user.opcode == "get-tuple-element" and (index := _INDEX.search(user.attributes)):

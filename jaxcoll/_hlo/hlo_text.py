@@ -232,6 +232,8 @@ def parse_module(text: str, devices: int = 1) -> Module:
         for count, default in (("replica_count", 1), ("num_partitions", devices))
     )
     module, useful = Module(title[1], replicas, partitions), set()
+    # One pattern reads the usual layout at the speed of a search. A computation of another layout
+    # is first written in the usual one, which is slower.
     while (odd := _read_lines(module, text, at, useful)) is not None:
         laid_out, at = lay_out(text, odd)
         for name, written, parent in laid_out:
@@ -260,10 +262,12 @@ def _read_lines(module: Module, text: str, start: int, useful: set[str]) -> int 
     for line in _LINE.finditer(text, start):
         opcode = line[1]
         if opcode:
+            # It stands in no computation, or goes on with the line before: another layout.
             if not name or (idle and text[line.start() - 1] in _OPEN):
                 return head if name else line.start()
             if opcode == "fusion":
                 callee = _NAME.match(text, text.find(" calls=", line.end()) + 7)
+                # A compiler prints what a fusion calls before it. If not, the fusion may be of use.
                 if not callee or callee[1] in useful or callee[1] not in module.computations:
                     computation.sites.append(Site(len(idle), opcode, line.start() + 1))
             elif _is_site(opcode):

@@ -40,6 +40,7 @@ def _prove_turns(module: Module, loop: Instruction, caller: Computation) -> int 
         return None
     counter, limit = (_find_value(name, condition) for name in test.operand_names)
     direction = _DIRECTION.findall(test.settings)[0]
+    # A compiler may write `limit > i` for `i < limit`, and `1 + i` for `i + 1`.
     if isinstance(limit, _Element):
         counter, limit, direction = limit, counter, _MIRRORED.get(direction, "")
     if not isinstance(counter, _Element) or not isinstance(limit, int):
@@ -75,6 +76,7 @@ def _count_steps(first: int, step: int, limit: int, direction: str) -> int | Non
         first, step, limit = -first, -step, -limit
     elif direction not in ("LT", "LE"):
         return None
+    # The last step may pass the limit, so the number of steps is rounded up.
     way = limit - first + (direction in ("LE", "GE"))
     return 0 if way <= 0 else -(-way // step) if step > 0 else None
 

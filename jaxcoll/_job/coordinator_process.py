@@ -194,6 +194,7 @@ class _Coordinator:
         if not self._arrived:
             _reply(self._settings["replies"], {"arrived": rank})
         self._arrived[rank] = hello
+        # Nobody can start without the least patient process, so all learn when it gives up.
         self._deadline = min(self._deadline, time.monotonic() + hello["patience"])
         return ""
 
@@ -287,6 +288,7 @@ def _hello(line: bytes) -> dict[str, Any] | None:
     fields = message(line)
     if any(type(fields.get(name)) is not kind for name, kind in kinds.items()):
         return None
+    # Anything may connect: these numbers become sizes and waits, and the names are printed.
     counts = 0 <= fields["process_id"] < fields["num_processes"] <= _MOST_PROCESSES
     named = all(len(name) <= 300 and name.isprintable() for name in (fields["who"], fields["job"]))
     if not (counts and named and 0 < fields["patience"] <= LONGEST_SECONDS):

@@ -195,6 +195,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"`SlurmClusterResolver`: Slurm lists {len(hosts)} hosts ({env[names[0]]}), but "
                 f"the tasks of {len(counts)} ({env[names[2]]})."
             )
+        # Slurm numbers tasks host by host, and `jobs` take them in that order, as in TensorFlow.
         tasks = [
             f"{host}:{port_base + k}"
             for host, count in zip(hosts, counts, strict=True)
@@ -265,6 +266,7 @@ def member_in_cluster(resolver: ClusterResolver, source: str) -> Member | None:
     addresses = [address for job in cluster.values() for address in job]
     if twice := sorted({a for a in addresses if addresses.count(a) > 1}):
         raise ValueError(f"{source}: two tasks have the address {', '.join(twice)}.")
+    # Process 0 is the chief, or else the first worker; the coordinator listens at its address.
     ordered = [*cluster.get("chief", ()), *cluster.get("worker", ())]
     rank = index + (0 if kind == "chief" else len(cluster.get("chief", ())))
     return Member(ordered[0], len(ordered), rank, None, source)

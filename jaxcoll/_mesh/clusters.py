@@ -161,6 +161,7 @@ def _laid_out(name: str, shape: tuple[int, ...]) -> Topology | str:
         return f"at most {chip.most_chips:,} {name} chips are connected"
     if total > 1 and (shape[0] % 2 or shape[1] % 2):
         return "a host has 2 x 2 chips, so the first two numbers must be even"
+    # Each host has 4 chips; there are single chips, too.
     hosts = max(1, total // 4)
     return Topology(text, name, "tpu", chip.kind, shape, hosts, total * chip.per_chip)
 

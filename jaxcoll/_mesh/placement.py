@@ -225,6 +225,8 @@ def check_concrete(args: Any, kwargs: Any, name_of: Callable[[int | str], str]) 
     """Refuse arguments of a step that are being traced or are not arrays, naming the first."""
     refuse_tied({**{name_of(i): x for i, x in enumerate(args)}, **kwargs}, "data_parallel")
     leaves = jax.tree.leaves((args, kwargs))
+    # A large model has thousands of leaves, of two or three types: one of each is looked at, and
+    # all leaves only if a type is wrong, or is one of host arrays, whose elements may be objects.
     kinds = {type(x): x for x in leaves}
     invalid = {kind for kind, leaf in kinds.items() if not _may_be_placed(leaf)}
     of_host = any(issubclass(kind, np.ndarray | np.generic) for kind in kinds)

@@ -65,6 +65,7 @@ class Worlds:
             shape = dict(mesh.shape) if set(axes) <= set(mesh.axis_names) else {}
             partly = bool(shape) and set(mesh.manual_axes) != set(shape)
             size = math.prod(shape.values())
+            # A mesh without devices: each process has as many as the others, one after another.
             owners = np.arange(size) * min(len(self.host_of), size) // size
         sizes = tuple(axes.values())
         if len(self.host_of) == 1:

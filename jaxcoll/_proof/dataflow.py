@@ -32,6 +32,7 @@ class Dataflow:
 
     def outputs(self, program: Any, inputs: Sequence[int]) -> list[int]:
         jaxpr: Jaxpr = open_jaxpr(program)
+        # The program is kept beside its facts: while it lives, no other one gets its `id`.
         key = id(jaxpr), tuple(inputs)
         if key not in self._read:
             facts: dict[Any, int] = {var: self.constant(var) for var in jaxpr.constvars}

@@ -165,6 +165,8 @@ class _Proof(Dataflow):
             if named := self._axes_in(eqn.params):
                 return self._exchange(eqn, ins, named, jaxpr)
             if name == "new_ref":
+                # A reference has a bit, which its copies carry; what is written through any of them
+                # is noted at this bit.
                 ref, held = self._refs.get(id(eqn), (self._first_ref << len(self._refs), 0))
                 self._refs[id(eqn)] = ref, held | union(ins)
                 return [ref]
@@ -220,6 +222,7 @@ class _Proof(Dataflow):
         name = eqn.primitive.name
         if (
             any(word in name for word in primitives.FROM_ELSEWHERE)
+            # Named axes, which are effects, too, are found by the parameters below.
             or any("NamedAxis" not in type(e).__name__ for e in eqn.effects)
             or any(map(is_ref, eqn.invars))
             or self._axes_in(eqn.params)

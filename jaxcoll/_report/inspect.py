@@ -119,6 +119,7 @@ def _repeatable_call(
             "arrays as its arguments, without a topology."
         )
     fun, args, kwargs = make_lowerable(fun, args, kwargs, "inspect")
+    # Whether the arguments survive a call shows after the first one.
     donates = True
 
     def copy(x: Any) -> Any:

@@ -311,6 +311,8 @@ def _lanes(
     if not recorded:
         return ()
     _, at = sorted(recorded)[len(recorded) // 2]
+    # A run ends at about the same time on all ranks, and the clocks of hosts differ by a constant:
+    # the median leaves out the runs in which one rank was late.
     ahead = [
         median(r["ends"][run[i]] - first["ends"][run[0]] for run in runs)
         for i, r in enumerate(by_rank)
@@ -324,6 +326,8 @@ def _lanes(
             if fold < 0:
                 spans.append(("computing", start, end))
             else:
+                # An event lasts from a rank's arrival to the end, which is that of all: first it
+                # waits.
                 joined = start + float(shares[fold][at, i]) * (end - start)
                 spans += [("waiting", start, joined), ("transfer", joined, end)]
         lanes.append(tuple(spans))

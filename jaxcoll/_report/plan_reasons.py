@@ -27,6 +27,7 @@ def explain(plan: CollectivePlan) -> tuple[str, ...]:
 
 def _explain_reduction(plan: CollectivePlan) -> Iterator[str]:
     leaves, packs, world, options = plan.leaves, plan.packs, plan.world, plan.options
+    # Packs in the order of readiness are explained below, with what they overlap.
     if not plan.overlap or not isinstance(plan.packing, ReadyOrder):
         yield f"packs: {plan.packing}{_why_packed(plan)}"
     algorithm = planner.resolve_algorithm(options, world)

@@ -137,7 +137,9 @@ def read_rank(
         except ValueError as error:
             unread.append(f"not read: {shorten(program.text.partition(',')[0], 80)}: {error}")
             continue
+        # A program with an instruction that cannot be read may communicate, too.
         if report.rows or report.unread:
+            # A step that is compiled again, to the same text, runs under another number.
             others = candidates[key].numbers if key in candidates else frozenset()
             numbers = others | {n for n in [program.number] if n is not None}
             candidates[key] = Candidate(report, program, numbers)

@@ -98,6 +98,7 @@ def table(rows: Sequence[Row], measured: Measured | None = None) -> Table:
             filter(None, [_last(of_row), together * is_split, describe_carried(rows[k])])
         )
 
+    # A model of many layers has many equal rows: they share a line, which says how many.
     equal: dict[tuple[str, ...], list[int]] = {}
     for k in range(len(rows)):
         equal.setdefault((*cells(k, 1), below(k)), []).append(k)

@@ -90,7 +90,9 @@ class Agreement:
             store.set(f"{self.folder}/values/{me}", json.dumps(first.replicated))
         if self.value is not None:
             store.set(f"{self.folder}/values/{me}", json.dumps(self.value))
+        # After the values: whoever has read all digests finds all values.
         store.set(f"{self.folder}/digests/{me}", json.dumps([self.program.digest, whole, rows]))
+        # One process judges and the others read its verdict, so they agree on the error, too.
         if me == self.processes[0]:
             verdict = self._judge()
             store.set(f"{self.folder}/verdict", json.dumps(verdict))

@@ -46,6 +46,8 @@ class Table:
             lines.append("  ".join(padded).rstrip())
             if moved and cells is not self.columns:
                 text = "; ".join(f"{self.columns[k]}: {cells[k]}" for k in sorted(moved))
+                # On a narrow terminal, lines that are cut off say more than words broken every few
+                # letters.
                 room = max((width or 0) - len(indent), 20)
                 lines += [indent + line for line in fold(text, room).split("\n")]
             lines += [indent + last] if last else []
@@ -57,6 +59,7 @@ class Table:
         numbers = [n for n, k in enumerate(columns) if self.align[k] == ">" and n]
         last = max(numbers, default=0)
         end = sum(widths[k] for k in columns[: last + 1]) + 2 * last
+        # Two spaces, and one character that shows that a text begins there.
         return end + 3 * (last + 1 < len(columns)) if numbers else 0
 
 

@@ -159,6 +159,9 @@ class Outputs:
     def __init__(self, axes: tuple[str, ...], rule: Any) -> None:
         """Make groups for arrays that are replicated or are rows along `axes`, as in `rule`."""
         self._rule, self._axes = rule, axes
+        # `shard_map` asks for the specs of results before it traces the step, and only the trace
+        # tells which results are Shards: along some of the axes, in any order, of stacked layers or
+        # not.
         several = [c for k in range(len(axes)) for c in itertools.permutations(axes, k + 1)]
         shards = [make_spec(c, stack) for c in several for stack in ((), (1,))]
         self.specs = [*dict.fromkeys([PartitionSpec(), PartitionSpec(axes), *shards])]
@@ -246,6 +249,7 @@ class Outputs:
         used = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
         used |= {id(x) for x in jaxpr.outvars[:first]}
         pairs = zip(self._changed, jaxpr.outvars[first:], strict=True)
+        # A new value that is also returned, or goes into something that may be, is not lost.
         lost = [name for name, x in pairs if id(x) not in used]
         if lost:
             others = f" (and {len(lost) - 1} more)" if lost[1:] else ""

@@ -297,6 +297,7 @@ def _step_of_row(
         raise ValueError(f"`diloco`: a step returns (params, opt_state, metrics); got {got}.")
     *state, metrics = jax.tree.map(jnp.asarray, result)
     trees = arguments, state
+    # A state of other types would be traced anew in the next step, and would not fit the sum.
     before, after = ({f"{k} {x.dtype}{list(x.shape)}" for k, x in _name_leaves(*t)} for t in trees)
     if before != after:
         old, new = (min(types, default="nothing") for types in (before - after, after - before))

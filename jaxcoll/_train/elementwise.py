@@ -214,6 +214,8 @@ class _Reader:
         if body is not None and not body.constvars:
             return self.outputs(body, operands)
         if name == "cond":
+            # Which branch runs may depend on the number of a step. A result that is computed in the
+            # same way by all branches does not.
             by, *operands = operands
             outs = [
                 self.outputs(open_jaxpr(x), operands, getattr(x, "consts", ()))
@@ -227,11 +229,14 @@ class _Reader:
             ]
         owner = _find_owner(operands)
         if name in _IDENTITIES or _keeps_dtype(eqn):
+            # A number is the same at all places; an array keeps its places only in its own shape.
             if owner is None or get_shape(eqn.invars[0]) == get_shape(eqn.outvars[0]):
                 return operands[: len(eqn.outvars)]
         params = str(sorted((k, str(v)) for k, v in eqn.params.items() if k not in _TYPES_ONLY))
         results = []
         for k, var in enumerate(eqn.outvars):
+            # A sum or a reversal of a leaf reads other places than the one it writes: in a pack
+            # these hold other leaves.
             if any(map(is_ref, eqn.invars)) or (
                 isinstance(owner, int) and name not in _ELEMENTWISE
             ):

@@ -55,6 +55,7 @@ def parse_sizes(text: str) -> dict[str, int]:
             "--sizes: expected SIZE, FIRST:LAST or FIRST:LAST:FACTOR, in increasing order and with "
             f"an integer factor of at least 2, as in 1KiB:256MiB; got {text!r}."
         )
+    # In floating point the logarithm of 1000 to the base 10 is less than 3.
     count = math.floor(math.log(high / low, factor) + 1e-9) + 1
     return {spell_size(size): size for size in (low * factor**k for k in range(count))}
 

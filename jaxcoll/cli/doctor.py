@@ -131,6 +131,7 @@ def machine_findings(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("warn", "deadlines", "not over MPI: steps run in the calling thread", fix)
     (own, all_cores), several = facts["cores"], facts["processes"] > 1
     fix = "Computing and communicating need more: `mpirun --bind-to none`, `srun --cpus-per-task=8`"
+    # A machine with one core is not the launcher's mistake.
     is_bound = several and own == 1 < (all_cores or 1)
     yield _finding(is_bound, "warn", "cores", f"may use {own} of {all_cores}", f"{fix}.")
     is_slow = is_cpu and facts["processes"] > 1 and not facts["keeps_memory"]

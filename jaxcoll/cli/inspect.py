@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
         targets = args.target, args.against
         names = tuple(map(_short, targets))
+        # Two versions of a script may differ in their folder alone.
         names = targets if names[0] == names[1] else names
         print(side_by_side(dict(zip(names, (report, other), strict=True))))
     else:

@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         output = _Output(_logs(args.logs, args.processes, at_end))
         signals = at_end.enter_context(_note_signals())
         until = time.monotonic() + (args.timeout_seconds or float("inf"))
+        # One supply for both kinds: of a single process that rejoins, and of the whole job.
         restarts = (f"restart {k} of {args.restarts}" for k in range(1, args.restarts + 1))
 
         def may_restart(rank: int, status: int) -> bool:

@@ -84,6 +84,8 @@ def trace_forward(
     results, carried = len(layer.program.jaxpr.outvars), len(arrays[0])
     no_carry = find_independent(program.program, range(carried))
     residuals = range(results, len(no_carry))
+    # Casts and transposes of parameters depend on no carry: saved, they would keep one copy of
+    # every layer's gathered parameters until the backward pass.
     recompute = cut_program(
         program.program,
         range(carried, len(program.program.jaxpr.invars)),

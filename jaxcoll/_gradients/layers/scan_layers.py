@@ -189,6 +189,7 @@ def _differentiable(
         _, *flags = ([x.perturbed and is_floating(x.value) for x in arrays] for arrays in inputs)
         wanted = tuple([i for i, flag in enumerate(group) if flag] for group in flags)
         avals: Any = schedule.program.program.in_avals[len(carry) : len(carry) + len(stack)]
+        # The trace reads their shapes alone. Gathered, parameters exist one layer at a time.
         params = [_compat.zeros_like_aval(aval, aval.dtype) for aval in avals]
         residuals = trace_forward(
             schedule.program,

@@ -187,6 +187,8 @@ def _axes_of_rows(
     if not array.size:
         return ()
     varying = _compat.varying_axes(array)
+    # Rows of one replica differ from those of others. What is the same on all is whole: a gather
+    # would put it n times behind itself.
     same = [a for a in over if a in typed and a not in varying and axes[a] > 1]
     if same:
         raise AlreadyReducedError(

@@ -124,6 +124,7 @@ def _results(
     n = len(outcomes)
     failures = [(*of[0], rank) for rank, of in enumerate(outcomes) if of and of[0]]
     if failures:
+        # The earliest: the other ranks may have failed because it was gone.
         _, message, lines, rank = min(failures, key=lambda failure: failure[0])
         # Format it here: only the caller's Python has the source lines of a notebook's cells.
         frames = "".join(traceback.StackSummary.from_list(lines).format())

@@ -101,6 +101,7 @@ def _read_tpu(plane: Plane, device: int, found: Found) -> None:
     starts, ends, keys = modules.start[order], modules.end[order], modules.name[order]
     for events in (events for line in lines["XLA Ops"] for events in plane.events(line)):
         run = np.searchsorted(starts, events.start, "right").astype(np.int32) - 1
+        # An instruction before the first program has the run -1, which reads the appended element.
         inside = (run >= 0) & (events.start <= np.append(ends, 0)[run])
         of_module = np.append(keys, 0)[run]
         for key in np.unique(of_module[inside]).tolist():
@@ -175,6 +176,7 @@ def _find_runs(
     for k in np.unique(part[says != ABSENT]).tolist():
         texts = [plane.strings.get(key, "") for key in says[part == k].tolist()]
         numbers = {int(match[1]) for text in texts if (match := _RUN.search(text))}
+        # None: it did not communicate. Two: a mark is missing, and either would be a guess.
         if len(numbers) == 1:
             events.stats["run_id"][part == k] = number = numbers.pop()
             events.stats["device_ordinal"][part == k] = devices[number]
@@ -203,6 +205,7 @@ def find_backend(planes: Sequence[Plane]) -> Backend:
     for backend in (TPU, GPU):
         if any(backend.planes.fullmatch(plane.name) for plane in planes):
             return backend
+    # Older versions of JAX record neither: what ran in which run is then counted, as on GPUs.
     known = [{*p.names.values(), *p.strings.values()} for p in planes if p.name == "/host:CPU"]
     return CPU if any({"run_id", "Rendezvous"} & names for names in known) else OLD_CPU
 

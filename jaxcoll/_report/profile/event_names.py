@@ -46,6 +46,8 @@ def event_names(
         for part, role in chains.get(c.name, {c.computation: WHOLE}).items():
             if role:
                 names |= dict.fromkeys(_find_sites(part, callers), (k, role))
+    # Two events of an asynchronous pair: its time is from the begin of the first to the end of the
+    # second.
     for inside in module.computations.values():
         for site, name, start in inside.ends():
             if start in names and site.opcode.endswith("-done"):

@@ -72,12 +72,16 @@ def match_programs(
             if c.report.name == program[0]
         }
         whole = {k: left for k, left in alike.items() if not left}
+        # Several have all their collectives under these names: the other instructions may tell them
+        # apart.
         if len(whole) > 1:
             own = [k for k in whole if candidates[k].fits(names, recorded[program[0]])]
             whole = {k: whole[k] for k in own} or whole
         numbers = {k: candidates[k].numbers for k in alike}
         parts = {k: left for k, left in alike.items() if not numbers[k] or program[1] in numbers[k]}
         missing[program] = whole or parts
+    # One number that no candidate has is a number of the process that compiled the program. Others
+    # of the name may be such numbers, too, and equal a wrong candidate's by chance.
     unsure = {
         module
         for (module, number), keys in missing.items()

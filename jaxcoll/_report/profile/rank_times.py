@@ -97,6 +97,7 @@ def _events(
     _, at, device, run, start, end = executions
     events = _Events(run, device, row[at], role.astype(np.int8)[at], computes[at], start, end)
     if backend.runs_kernels:
+        # Kernels do not name their run: it is counted, in the order of time, on each device.
         in_time = np.argsort(start, kind="stable")
         events = events.select(in_time)
         order = np.array([names.order.get(name, -1) for name in executions.names], int)[at[in_time]]
@@ -161,6 +162,7 @@ def _count_runs(events: _Events, order: np.ndarray, regular: Mapping[int, int]) 
     else:
         marks = sent
         gaps = np.append(0, events.start[sent[1:]] - events.end[sent[:-1]])
+        # Every `each`-th gap is one between runs: of these sets of gaps, the longest in total.
         begins = np.arange(len(sent)) % each == np.argmax(
             [gaps[k::each].sum() for k in range(each)]
         )
@@ -168,6 +170,8 @@ def _count_runs(events: _Events, order: np.ndarray, regular: Mapping[int, int]) 
     number = np.append(0, 1 + np.cumsum(begins))
     runs = number[after]
     ahead = np.append(order[marks].max(), order[marks])[after[sent]] - order[sent]
+    # The instruction before it in time is far ahead of it in the program, so it is of the next run,
+    # and started before the first instruction that waits for nothing.
     runs[sent] += ahead > np.ptp(order[marks]) / 2
     if len(np.unique(order[sent])) > 1:  # the last of a run's collectives tells the run of others
         falls = _falls(order[sent])
@@ -252,6 +256,7 @@ def _transfers(events: _Events, backend: Backend) -> _Events:
         part.select(np.lexsort((part.start, part.row, part.device, part.run)))
         for part in map(sends.select, (begins, ends))
     )
+    # Run, device and row in one number: the n-th start of such a number belongs to its n-th end.
     keys = [x.run.astype(int) << 40 | x.device.astype(int) << 20 | x.row for x in (begun, done)]
     _, place = np.unique(np.concatenate(keys), return_inverse=True)
     first, second = np.split(place, [len(begun.row)])
@@ -307,6 +312,8 @@ def _lane(
     start = int(own.start[0])
     gap = int(of_device.end.max() - start) // _PIECES
     computing = of_device.select(of_device.computes)
+    # Events of several streams overlap: one that began earlier may end later. Gaps that nobody
+    # would see are closed, as a step has thousands of events.
     until = np.maximum.accumulate(computing.end)
     begins = np.append(True, computing.start[1:] > until[:-1] + gap)[: len(until)]
     ends = np.append(begins[1:], True)[: len(until)]

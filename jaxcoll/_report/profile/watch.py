@@ -176,6 +176,7 @@ def read_folder(folder: Path) -> Programs:
     for rank, (profile, programs) in enumerate(contents):
         compiled = [assume_devices(program, devices) for program in programs]
         of_rank, ranks[rank] = read_rank(compiled, profile, _MOST_SAVED)
+        # A program that several processes ran is reported as the first of them has it.
         reports = of_rank | reports
     if not reports and contents:
         unread.append(

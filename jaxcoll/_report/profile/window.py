@@ -93,6 +93,7 @@ class Window(threading.Thread):
             self.note = "not measured: the coordinator does not answer."
 
     def _seconds(self, keys: Store | None) -> float | None:
+        # Rank 0 chooses the length for all, so that their profiles have many runs in common.
         if keys is not None and keys.process:
             if self._until(lambda: keys.try_get(self._key) is not None):
                 return float(keys.get(self._key, 1.0))

@@ -161,6 +161,7 @@ def _columns(
         rows, at, end = rows[going], at[going], end[going]
         tag, at = _varints(words, at)
         value, begin = _varints(words, at)
+        # Protocol buffers: 0 is a varint, 1 has eight bytes, 2 a length and contents, 5 four bytes.
         kind = tag & 7
         is_message = kind == 2
         fixed = (kind == 1) * 8 + (kind == 5) * 4
