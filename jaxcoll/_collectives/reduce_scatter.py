@@ -125,6 +125,7 @@ def scatter_tree(
     scope.record(plan)
     parts = _scatter(arrays, plan, layout, recipes, axes)
     parts = tuple(marks.part_of_sum(part, tuple(axes)) for part in parts)
+    # Without types, only the proof of the whole program can find a sum of what was summed before.
     if reduce_op is ReduceOp.SUM and not repeats and not _compat.types_tracked():
         summed = [{leaves[s.leaf].path: arrays[s.leaf] for s in p.segments} for p in layout.packs]
         over = tuple(axes), "reduce_scatter", "summands"
@@ -168,6 +169,7 @@ def plan_scatter(
     """Return the plan of a `reduce_scatter`, the layout of its result, and each leaf's recipe."""
     recipes = [make_recipe(leaf, reduce_op, axes, world) for leaf in leaves]
     if layout is None:
+        # Shards hold results, whose types may be others: the mean of integers is a float.
         results = zip(leaves, map(_result_dtype, recipes), strict=True)
         ends = tuple(dataclasses.replace(leaf, dtype=end, wire=end) for leaf, end in results)
         layout = lay_out(treedef, ends, count(axes), options.bytes_per_pack)

@@ -149,6 +149,7 @@ def depend_on_all(arrays: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]
 def _select_as_if_needed(x: jax.Array, *after: jax.Array) -> jax.Array:
     never = jnp.zeros((), bool)
     for y in after:
+        # One element of each is enough: an array exists as a whole.
         one = (lax.real(y) if jnp.iscomplexobj(y) else y)[(0,) * y.ndim]
         bits = lax.bitcast_convert_type(lax.convert_element_type(one, "float32"), "uint32")
         never |= _is_never(bits)

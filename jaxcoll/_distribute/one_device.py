@@ -86,7 +86,10 @@ class ReductionToOneDevice(CrossDeviceOps):
         if value._rows:
             parts = [value._part(d) for d in value.devices]
         else:
+            # A value that is the same everywhere counts once for each replica, as in all
+            # reductions.
             parts = [copy_near(value, (device,))] * len(value.devices)
+        # Of all options only the order of the sum matters: what travels is the values themselves.
         options = CommunicationOptions(reproducible=batch.options.reproducible)
         program = one_device_program(
             device, batch.reduce_op, self._accumulation_fn, value._rows, options

@@ -115,6 +115,7 @@ def exchange_facts(
     """
     if len(facts) < len(devices):
         options = CommunicationOptions(timeout_seconds=timeout_seconds)
+        # As pairs: JSON would turn the numbers of a mapping into strings.
         text, value = settings or what, list(facts.items())
         call = Call(None, (), devices, f"`{what}`", options, settings=text, value=value)
         facts = {i: fact for pairs in run(call).values() for i, fact in pairs}

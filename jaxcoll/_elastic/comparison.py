@@ -89,6 +89,7 @@ def check_copies(tree: Any) -> None:
     for path, x in flatten_with_paths(tree)[0]:
         groups: dict[Any, list[str]] = {}
         for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
+            # As bytes: a NaN is unequal to itself, and 0 equals −0.
             groups.setdefault(view_bytes(shard.data).tobytes(), []).append(str(shard.device.id))
         if len(groups) > 1:
             largest_first = sorted(groups.values(), key=len, reverse=True)

@@ -242,6 +242,7 @@ class ReplicatedState:
             add = self._adder = self._adder or residuals.make_adder(rows)
             with no_mesh():
                 call, _ = add.prepare([x.parts for x in rows])
+            # Equal residuals, such as zeros, are no sign of equal batches.
             call = dataclasses.replace(call, rows=False)
             sums = together(call, membership.startup, "adding residuals")
             self._added = {self.finished: list(map(residuals.fetch_sums, sums, rows))}

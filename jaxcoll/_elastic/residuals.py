@@ -45,6 +45,7 @@ def sum_replicas(residual: Shards) -> Shards:
     """Sum this worker's replicas into one replica's residual, in host memory."""
     rows = own_rows(residual)
     parts = [x.reshape(rows.layout.replicas, -1, LANES) for x in rows.parts]
+    # In float64: a residual is what rounding has lost, and is not to be lost to it again.
     return _like([x.sum(0, dtype=np.float64).astype(x.dtype) for x in parts], residual)
 
 
@@ -64,6 +65,7 @@ def divide(total: Shards, workers: int, replicas: int) -> Shards:
     """Divide a sum equally among `workers`, and return this one's rows; zeros for 0 workers."""
     if not workers:
         return _like([np.zeros((replicas * len(x), LANES), x.dtype) for x in total.parts], total)
+    # Only the sum of all replicas counts: it is what the next reduction adds.
     n = np.float32(workers * replicas)
     return _like([np.tile(x / n, (replicas, 1)) for x in total.parts], total)
 

@@ -99,8 +99,12 @@ class Rounds(Steps):
     def prepare(self, step: int, state: ReplicatedState, batches: Callable[[int], Any]) -> Prepared:
         assert isinstance(state, RoundsState)
         now, metrics = state.ahead.get(step, (state.latest, None))
+        # The steps of a round, or those that are left of it: after a change of the world, `ahead`
+        # has the others. At `step`, where the last round ended, the next one begins.
         while now.steps == step or now.steps % self._train.every:
             self._membership.check()
+            # The last step of a round is reported after the exchange, without which it does not
+            # count.
             if now.steps > step:
                 self._report(int(now.steps), metrics)
             now, metrics = self._train.local(now, batches(int(now.steps)))

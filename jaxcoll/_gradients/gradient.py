@@ -182,6 +182,7 @@ class Differentiator:
         same = {k: x for (k, x), cut in zip(leaves.items(), sharded, strict=True) if not cut}
         value = check_same(value, same, axes, self.caller)
         weighted = extras.weight is not None
+        # A weighted mean is a sum of totals, divided below by the sum of the weights.
         op = ReduceOp.SUM if weighted else self.reduce_op
         parts = metrics.make_parts(extras.aux, axes, self.caller)
         local = _Local(value if self.with_value else None, extras.weight, parts, grads)

@@ -138,6 +138,8 @@ def all_finite(
     # Ask the other replicas if they hold other elements, or may: types do not always tell.
     varying = (_compat.varying_axes(x) for x in leaves)
     if any(a in over or not _compat.tracks_variance(a) for over in varying for a in axes):
+        # Where replicas hold the same elements, the count is too large, but zero only if it should
+        # be.
         bad = _sum_over_replicas(bad, axes, scope, repeats=True)
     return bad == 0
 
@@ -167,6 +169,7 @@ def _pair_with_axes(
         over = tuple(a for a in axes if a in varying or a in assumed)
         arrays.append((x, over))
     if any(in_shards):
+        # That whole leaves are the same on all replicas is marked on a leaf that the norm reads.
         whole = {name: x for (name, x), (_, over) in zip(leaves, arrays, strict=True) if not over}
         first, over = arrays[0]
         arrays[0] = check_same(first, whole, axes, caller), over

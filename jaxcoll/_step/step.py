@@ -150,6 +150,7 @@ class DataParallel:
             return step._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Most calls are like the one before, with nothing to place, to check or to agree on.
         call_quickly, names = self._quick
         if call_quickly is not None and names == (*kwargs,):
             result = call_quickly((*args, *kwargs.values()))
@@ -163,6 +164,7 @@ class DataParallel:
             return check(result, call)
         # Only the names tell the order: one array may be passed for two parameters.
         in_order = self.signature.are_in_order(len(args), kwargs)
+        # A deadline needs another thread, and several processes agree on each call.
         alone = not call.timeout_seconds and find_group(self._devices) is None
         quick = program.quick_call((*args, *kwargs.values()), tuple(call.args))
         self._quick = (quick if alone and in_order and not call.kwargs else None), (*kwargs,)
@@ -179,6 +181,8 @@ class DataParallel:
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         call = self._arguments.place(self._arguments.check(args, kwargs))
         program, check = self._program_for(call), None
+        # `jc.same` is compared in the first call of each shape, by a program that only this call
+        # runs.
         if program.claims.found and program.trace_once(*call.args, **call.kwargs):
             program = self._jit(remember, call, Claims(compares=True))
             check = make_check(program.claims, self._fixed_mesh, self._axes)

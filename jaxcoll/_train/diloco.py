@@ -139,6 +139,8 @@ class DiLoCo:
     @functools.cached_property
     def sum(self) -> DataParallel:
         def mean_difference(params: Any, shared: Any, steps: Any) -> Any:
+            # Differences, not parameters: where these travel in few bits, rounding is relative to
+            # them.
             return all_reduce("mean", jax.tree.map(lambda x, y: y - x[0], params, shared))
 
         return data_parallel(

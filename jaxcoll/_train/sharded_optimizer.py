@@ -167,6 +167,8 @@ class ShardedOptimizer:
         if isinstance(mesh, AbstractMesh):
             return state
         with no_mesh():
+            # Compiled with its results in place: a state that is made first, and cut then, would
+            # have to fit on one device.
             over = jax.tree.map(functools.partial(NamedSharding, mesh), make_specs(state))
             return jax.jit(self._tx.init, out_shardings=over)(params)
 
