@@ -99,6 +99,7 @@ class Membership:
         request = {"why": why, "late": late, "by": self.name, "mismatch": self.mismatch}
         first = agree(self._keys, self._key(self.generation.number + 1, "request"), request)
         self._is_over = True
+        # Many members may ask at once: the one whose request counts wakes all.
         if first == request:
             self._peers.alarm(self._root, map(parse_rank, self.generation.members), {})
         return first["late"]

@@ -30,6 +30,8 @@ def find_origins(requested: Sequence[Collective], compiled: Sequence[Collective]
     collectives in loops to collectives in loops.
     """
     pools, origins = _Pools(requested), [Origin() for _ in compiled]
+    # From the surest match to the least sure one: what a later search could take by mistake has
+    # been taken by then.
     for is_alike, minds_loops in ((True, True), (True, False), (False, True), (False, False)):
         for k, c in enumerate(compiled):
             if origins[k].requested or not requested:

@@ -120,6 +120,7 @@ class Agreement:
             digests = self.peers.store.all(f"{self.folder}/digests")
             entries = {int(p): json.loads(text) for p, text in digests.items()}
             differing = [p for p in sorted(entries) if entries[p][0] != self.program.digest]
+            # Those that have run this program as an expected one do not come to agree on it.
             late = [p for p in self.processes if p not in entries and p not in self._alike]
             if differing:
                 replies = self.peers.ask(self.group, self.position, late) if late else {}
@@ -202,6 +203,7 @@ class Agreement:
         return min(ran.keys() - self._alike, default=None)
 
     def _is_lost(self, process: int, now: float) -> bool:
+        # While the coordinator reports who has ended, a silent process may only hold its lock.
         state = self.peers.find_state(process)
         silent = now - self._silent_since.setdefault(process, now) >= SILENT_CALLER_SECONDS
         no_reports = coordinator_connection() is None

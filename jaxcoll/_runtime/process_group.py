@@ -173,6 +173,7 @@ class ProcessGroup:
         """Turn a transport's error into a PeerLostError if a process is lost, or return it."""
         if self.failure:  # others noticed first, and shut down the transport
             return self.failure
+        # A callback of the program may fail, too, while all processes are well.
         if not _TRANSPORT.search(str(error)):
             return error
         try:

@@ -109,6 +109,7 @@ def price_collective(kind: str, nbytes: int, group: Group, rates: Rates) -> Cost
             return _price_native(nbytes, rates, group)
         case "reduce-scatter" | "all-gather":
             whole = nbytes * (n if kind == "all-gather" else 1)
+            # Half of the way of an all-reduce, there but not back, and a whole call.
             added = 0.0 if kind == "all-gather" else (n - 1) / n * whole * rates.reduce
             latency = (_latency(rates, group) + rates.call) / 2
             return Cost(latency, whole * _per_byte(rates, group) / 2, added)
@@ -123,6 +124,7 @@ def price_collective(kind: str, nbytes: int, group: Group, rates: Rates) -> Cost
 
 def _group(stage: Stage, sizes: tuple[int, ...], rates: Rates) -> Group:
     """Spread the replicas of a stage over islands, which have consecutive ranks."""
+    # Neighbours along an axis are as many ranks apart as the axes inside it have devices.
     stride = math.prod(sizes[max(stage.axes) + 1 :])
     p = min(max(rates.per_island // stride, 1), stage.replicas)
     return Group(stage.replicas, p, -(-stage.replicas // p))
@@ -142,6 +144,7 @@ def _price_stage(stage: Stage, nbytes: float, last: bool, rates: Rates, group: G
     exchanges = steps([stage])
     # The parts of an all-to-all travel at once; their latency is that of halving and doubling.
     waits = 2 * (n - 1).bit_length() if exchanges == 2 else exchanges
+    # To each other owner its shard; then, as an owner, the sum of the own shard to all others.
     sent = (stage.shards - 1 + n - 1) * nbytes / stage.shards
     far = sent * _share_between(stage.algorithm, group)
     bandwidth = far * rates.between.per_byte + (sent - far) * rates.within.per_byte
@@ -177,6 +180,7 @@ def _price_native(nbytes: float, rates: Rates, group: Group) -> Cost:
         added = (group.n - 1) / group.n * nbytes * rates.reduce
         return Cost(_latency(rates, group), nbytes * _per_byte(rates, group), added)
     measured = Group(curve.replicas, curve.replicas // curve.islands, curve.islands)
+    # What was measured, and what the model says that this group's steps take longer.
     latency = curve.latency + _latency(rates, group) - _latency(rates, measured)
     rest = curve.seconds(nbytes) - curve.latency
     # Bytes scale by the slopes of the model; if only one of the two groups has several islands, by
