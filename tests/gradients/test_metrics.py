@@ -135,7 +135,7 @@ WAYS = {
 @pytest.mark.parametrize("n", [3, 8])
 def test_integers_are_counted_exactly(way, n):
     """As `jnp.sum` of all rows counts, above the integers of a float32, below 0, and modulo 2^32."""
-    for x in (
+    given = [
         np.full((n, 4), (1 << 24) + 1, np.int32),
         np.arange(-n * 4, 0, dtype=np.int32).reshape(n, 4) * 12_345_677,
         np.full((n, 4), (1 << 30) + 7, np.uint32),
@@ -143,8 +143,9 @@ def test_integers_are_counted_exactly(way, n):
         np.full((n, 4), 30_000, np.int16),
         np.full((n, 4), -128, np.int8),
         np.ones((n, 4), bool),
-    ):
-        total = run("vmap", WAYS[way], n, x)
+    ]
+    totals = run("vmap", lambda xs: [WAYS[way](x) for x in xs], n, given)
+    for total, x in zip(totals, given, strict=True):
         wide = np.int32 if x.itemsize < 4 else x.dtype
         with np.errstate(over="ignore"):
             assert np.asarray(total).tolist() == [x.sum(dtype=wide).item()] * n
