@@ -71,7 +71,7 @@ def equals_the_reference(got, value, op, n):
         )
 
 
-@pytest.mark.tensorflow("G1", "G2", "G5", "G8", "G32")
+@pytest.mark.tensorflow("G1", "G2", "G5", "G8", "G19", "G26", "G32")
 @EVERY
 def test_tree_equals_reference(runner, n, names):
     value, _, each = found(runner, n, names)
@@ -87,15 +87,6 @@ def test_float16_mean_does_not_overflow(runner, n, names):
     for _, got in found(runner, n, names)[2]:
         np.testing.assert_allclose(got["mean"]["large"].astype("f"), 60000, rtol=1e-3)
         assert np.all(np.isinf(got["sum"]["large"]))
-
-
-@pytest.mark.tensorflow("G19", "G26")
-@pytest.mark.parametrize(("n", "names"), [(1, tuple(OPTIONS)), (6, BRIEF[2:])])
-def test_other_replica_counts_equal_reference(n, names):
-    value = tree(n)
-    f = lambda x: {k: jc.all_reduce("sum", x, "data", options=OPTIONS[k]) for k in names}
-    for got in run("checked", f, n, value).values():
-        equals_the_reference(got, value, "sum", n)
 
 
 @EVERY

@@ -42,9 +42,6 @@ def check_both(x):
 
 def test_dtypes_are_those_of_lax():
     check_both([np.abs(rows(4, 6)).astype(dtype) for dtype in (*FLOATS, *INTS, np.complex64)])
-
-
-def test_64_bit_types_are_those_of_lax_too():
     dtypes = (np.float64, np.int64, np.int32, np.complex128)
     with jax.enable_x64(True):
         check_both([np.arange(12).reshape(4, 3).astype(dtype) for dtype in dtypes])

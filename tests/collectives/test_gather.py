@@ -1,7 +1,5 @@
 """all_gather and broadcast inside a program: joined to the bit, and differentiated."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,14 +95,6 @@ def test_options_shape_the_gather():
     assert count("all_gather", implementation="ring") == 0
     assert count("collective_permute", implementation="ring") == 3 * 3
     assert count("collective_permute", implementation="ring", bytes_per_pack=1000) == 3
-
-
-def test_several_axes_count_the_outer_one_slowest():
-    for algorithm in (None, "ring", "native/ring", "ring/native"):
-        options = jc.CommunicationOptions(algorithm=algorithm)
-        gather = functools.partial(jc.all_gather, axis_name=("node", "data"), options=options)
-        found = mapped(gather, P(("node", "data")), mesh=grid(2, 4))(np.arange(16.0))
-        assert found.tolist() == [*range(16)]
 
 
 def test_levels_send_only_their_own():

@@ -43,12 +43,16 @@ def test_shows_table_and_json():
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize(
     "given",
-    [{}, {"compression": "int8"}, {"reproducible": True}, {"bytes_per_pack": 500, "shards": 2}],
+    [
+        {}, {"reproducible": True}, {"bytes_per_pack": 500, "shards": 2},
+        {"bytes_per_pack": 1 << 20, "algorithm": "ring"},
+        *({"compression": name} for name in ("bf16", "int8", "int4")),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_trace_carries_out_the_plan(op, given):
     options = jc.CommunicationOptions(**given)
-    dtypes = "float32 float16 bfloat16 float8_e4m3fn int32 int8 int4 complex64".split()
+    dtypes = "float32 float16 bfloat16 float8_e4m3fn int32 int8 uint8 int4 complex64".split()
     shapes = {dtype: jax.ShapeDtypeStruct((4, 128), dtype) for dtype in dtypes}
     shapes |= {"empty": jax.ShapeDtypeStruct((0, 3), "float32"), "one": 1.0, "none": None}
 
@@ -66,7 +70,8 @@ def test_trace_carries_out_the_plan(op, given):
     facts = "dtype over segments algorithm format".split()
     for pack, shown in zip(made.packs, plan.packs, strict=True):
         assert [getattr(pack, name) for name in facts] == [getattr(shown, name) for name in facts]
-    assert (made.name, made.reasons, made.wire_bytes) == (plan.name, plan.reasons, plan.wire_bytes)
+    facts = "name reasons wire_bytes world".split()
+    assert [getattr(made, name) for name in facts] == [getattr(plan, name) for name in facts]
 
 
 def test_its_prediction_is_in_milliseconds():
@@ -75,32 +80,6 @@ def test_its_prediction_is_in_milliseconds():
     parts = (cost.seconds, cost.latency, cost.bandwidth, cost.reduction, cost.copy)
     shown = re.findall(r"([\d.e+-]+) (?:ms|latency|bandwidth|sums|copies)", plan.prediction)
     assert [float(figure) for figure in shown] == pytest.approx([1e3 * x for x in parts], rel=0.01)
-
-
-@pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"bytes_per_pack": 1 << 20},
-        {"bytes_per_pack": 1 << 20, "algorithm": "ring"},
-        {"compression": "bf16"},
-        {"compression": "int4"},
-    ],
-)
-def test_leaves_of_all_types_share_packs_as_they_do_in_a_step(given, op):
-    types = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "int8", "uint8")
-    tree = {name: jax.ShapeDtypeStruct((65,), name) for name in types}
-    options = jc.CommunicationOptions(**given)
-    rows = {name: jax.ShapeDtypeStruct((8, 65), name) for name in types}
-    step = jc.data_parallel(
-        lambda x: jc.all_reduce(op, {k: v[0] for k, v in x.items()}, "data"), options=options
-    )
-    (made,) = plans_of(step, rows)
-    asked = jc.plan(tree, options=options, reduce_op=op)
-    carried = [[segment.leaf for segment in pack.segments] for pack in made.packs]
-    assert [[segment.leaf for segment in pack.segments] for pack in asked.packs] == carried
-    assert asked.wire_bytes == made.wire_bytes
-    assert (asked.reasons, asked.world) == (made.reasons, made.world)
 
 
 def test_plan_admits_ignored_requests():
