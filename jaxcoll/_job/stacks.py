@@ -44,6 +44,7 @@ class Thread:
     is_main: bool
     frames: list[FrameType]
     since: list[float]  # of the thread itself, which may wake up, and then of each frame
+    cpu: float = 0.0  # seconds that it has used since the last look
 
     def show_places(self, now: float) -> list[list[Any]]:
         """Show its innermost frames in the user's files."""
@@ -72,7 +73,9 @@ class Stacks:
     """Looks at the threads of this process, and remembers since when each stands where it is."""
 
     def __init__(self) -> None:
+        self.cpu = 0.0  # seconds that all threads with Python frames have used
         self._before: dict[int, tuple[list[Any], list[float], tuple[int, int]]] = {}
+        self._spent: dict[int, float] = {}  # those of each thread
         self._at = 0.0
 
     def look(self, now: float, calls: Mapping[int, int], *, wakes: int) -> list[Thread]:
@@ -91,6 +94,10 @@ class Stacks:
         for ident in dict.fromkeys([main, *frames]):
             assert ident is not None
             thread, chain = named.get(ident), [*_walk(frames.get(ident))]
+            native = getattr(thread, "native_id", None)
+            spent = _read_cpu(native)
+            cpu = max(0.0, spent - self._spent.get(ident, 0.0))  # another may have its number
+            self._spent[ident], self.cpu = spent, self.cpu + cpu
             if thread is not None and _is_idle(thread.name, chain):
                 continue
             keys: list[Any] = [(id(f), f.f_code, f.f_lasti) for f in reversed(chain)]
@@ -98,12 +105,12 @@ class Stacks:
             pairs = zip(old, keys, strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             # A frame that calls again from the same line looks alike.
-            marks = calls.get(ident, 0), _count_wakes(getattr(thread, "native_id", None))
+            marks = calls.get(ident, 0), _count_wakes(native)
             stands = same == len(keys) == len(old) and marks[0] == made
             stands = stands and marks[1] - woke <= most_wakes
             times = [*times[:same], *[now] * (len(keys) - same), times[-1] if stands else now]
             self._before[ident] = keys, times, marks
-            threads.append(Thread(ident == main, chain, times[::-1]))
+            threads.append(Thread(ident == main, chain, times[::-1], cpu))
         return threads
 
 
@@ -117,6 +124,15 @@ def _is_idle(name: str, chain: Sequence[FrameType]) -> bool:
     """Tell jaxcoll's own threads, unless they run the user's step."""
     at_rest = not chain or chain[0].f_code.co_name == "_work"
     return name.startswith(OURS) and (at_rest or not name.endswith(_STEPS))
+
+
+def _read_cpu(thread: int | None) -> float:
+    """Read the processor seconds that a thread has used; 0 if that is not known."""
+    try:
+        # So Linux numbers a thread's clock. `pthread_getcpuclockid` must not ask for an ended one.
+        return time.clock_gettime((~thread << 3) | 6) if thread else 0.0
+    except (OSError, AttributeError):
+        return 0.0
 
 
 def _count_wakes(thread: int | None) -> int:

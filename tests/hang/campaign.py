@@ -27,7 +27,7 @@ LIMIT = 4.0
 
 # What a report must say of the process that is missing: its place in program.py, or words.
 LAST = {
-    "sleep": "in sleep:", "loop": "in spin:", "lock": "lock.acquire(", "queue": "queue.Queue().get(",
+    "sleep": "in sleep:", "all work": "in sleep:", "loop": "in spin:", "lock": "lock.acquire(", "queue": "queue.Queue().get(",
     "subprocess": "subprocess.run(", "socket": "sockets[0].recv(1)", "input": "input()",
     "GIL held": "ctypes.PyDLL(None).sleep(", "GIL busy": "sum(range(", "stopped": "is stopped",
     "raised": "ValueError at program.py", "future": ".result()", "thread": "in join:",

@@ -190,6 +190,12 @@ def sleep():
     time.sleep(SECONDS)
 
 
+def work():
+    while True:
+        sum(range(200_000))
+        time.sleep(0.01)
+
+
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -197,7 +203,7 @@ def stop():
 commands, typed = os.pipe()
 sockets, locks = socket.socketpair(), 2 * [threading.Lock()]
 FAULTS = {
-    "sleep": sleep, "slow once": sleep, "loop": spin, "stopped": stop, "raised": fail,
+    "sleep": sleep, "slow once": sleep, "all work": sleep, "loop": spin, "stopped": stop, "raised": fail,
     "thread": join, "poll": poll, "file lock": lock_file, "left": sys.exit,
     "lock": lambda: [lock.acquire(timeout=SECONDS) for lock in locks],
     "queue": lambda: queue.Queue().get(timeout=SECONDS),
@@ -237,6 +243,8 @@ def main():
     state, w = TrainState(params), params
     sys.stdin = os.fdopen(commands)
     time.sleep(2)  # as if it loaded data
+    if KIND == "all work":  # in another thread
+        threading.Thread(target=work, daemon=True).start()
     p = jax.pmap(pmap_body, axis_name="data")
     w_of_pmap = jnp.zeros((1, 64))
     late = {"jit": 1, "shard_map": 5, "pmap": 100, "flax": 3}[STYLE]

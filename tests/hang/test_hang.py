@@ -157,6 +157,27 @@ def test_share_is_of_where_it_stands(monkeypatch, used, seconds, share):
     assert shares[-1] == share
 
 
+def test_other_threads_compute_for_themselves():
+    jax.devices()
+    calls = counting.Calls(Shield())
+    here, over = HangProcess(LIMIT, 0.5, calls, calls._shield), threading.Event()
+
+    def work():
+        while not over.is_set():
+            pass
+
+    thread = threading.Thread(target=work, name="user")
+    thread.start()
+    here._measure(0.0)
+    until = time.process_time() + 0.4
+    while time.process_time() < until:
+        time.sleep(0.01)
+    row = here._measure(1.0)
+    over.set()
+    thread.join()
+    assert row.cpu < 0.2
+
+
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from Python 3.12 on")
 @pytest.mark.parametrize("fails", [False, True])
 def test_counting_never_raises(monkeypatch, fails):

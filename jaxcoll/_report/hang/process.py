@@ -46,6 +46,7 @@ class HangProcess:
         self._stacks, self._calls, self._shield = Stacks(), calls, shield
         self._compilations = Compilations(shield, calls, only_new=False)
         self._used: deque[tuple[float, float]] = deque(maxlen=2 + int(limit / beat))
+        self._waits_cpu = 0.0  # seconds that the threads used which may wait
         self._devices, self._shows_computing = 0, False
         self._patience, self._waited = limit, 0.0
         self._told: list[int] | None = None  # who was missing in the last report
@@ -124,6 +125,7 @@ class HangProcess:
         threads = self._stacks.look(now, self._calls.by_thread, wakes=_WAKES * is_known)
         thread, kind, program = self._choose(threads, now)
         seconds, ended = now - thread.since[0], None
+        self._waits_cpu += thread.cpu
         if has_main_ended(threads):
             ended = _show_error()
             kind = kind if kind in ("shutdown", "exit") else "ended"
@@ -167,7 +169,9 @@ class HangProcess:
 
     def _compute_share(self, now: float, seconds: float) -> float:
         """Compute how many cores this process has used of late, where it stands."""
-        self._used.append((now, time.process_time() - time.thread_time()))
+        # A program computes in its caller's thread or in native ones. The program's other threads
+        # of Python, which may load data, do not show whether it waits.
+        self._used.append((now, time.process_time() - self._stacks.cpu + self._waits_cpu))
         # Not what it computed before: the compilation of the program that it waits in, or that
         # program until its first collective. One that calls programs in a loop has just called
         # one, and has computed since the last look.
