@@ -249,6 +249,7 @@ class CrossDeviceOps(abc.ABC):
         whole = distribute_value(caller, name, value, self._group, wanted[0])._make_global()
         devices = whole.devices
         if not all(map(is_reducible, {leaf.dtype for leaf in jax.tree.leaves(whole.tree)})):
+            # Paths are only made for the message: a batch may have thousands of leaves.
             for path, leaf in flatten_with_paths(whole.tree)[0]:
                 check_reducible(number + path, leaf.dtype)
         if not span_processes(devices):

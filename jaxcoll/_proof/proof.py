@@ -288,6 +288,7 @@ class _Proof(Dataflow):
         reduced = named * _REDUCED if name == "reduce_scatter" else 0
         if reduced and whole and not marks.is_our_reduction(eqn):
             self._note_sums(eqn, ins, jaxpr)
+        # All others give each replica something of its own: a part of a sum, another's array.
         return [union(ins) & clear | named | reduced] * len(eqn.outvars)
 
     def _note_sums(self, eqn: JaxprEqn, ins: Sequence[int], jaxpr: Jaxpr) -> None:
@@ -366,6 +367,8 @@ class _Proof(Dataflow):
             atoms = eqn.invars[-len(facts) :]  # jaxcoll's marks have the reduced values last
             outs = eqn.outvars if len(eqn.outvars) == len(facts) else eqn.outvars * len(facts)
             for fact, atom, out in zip(facts, atoms, outs, strict=True):
+                # Along an axis of this sum, a reduction was there before, and nothing differs
+                # since.
                 bits = again & ~fact & fact // _REDUCED
                 if not bits or marks.is_backward(eqn):
                     continue

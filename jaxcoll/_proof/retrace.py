@@ -94,6 +94,8 @@ def lift_captured(program: Traced) -> tuple[Traced, list[Any]]:
     """Make the captured tracers additional inputs of the program, and list them."""
     jaxpr = program.program.jaxpr
     pairs = [*zip(jaxpr.constvars, program.program.consts, strict=True)]
+    # A tracer belongs to the trace around this one. The backward pass, which is traced later, may
+    # run under another.
     captured = {var: const for var, const in pairs if isinstance(const, Tracer)}
     held = {var: const for var, const in pairs if var not in captured}
     jaxpr = jaxpr.replace(

@@ -171,6 +171,8 @@ class Outputs:
     ) -> list[list[Any]]:
         """Call the step; return its result's leaves in a list for each spec, and changed arrays."""
         named = {**dict(zip(names, args, strict=True)), **kwargs}
+        # A module that is changed in place keeps tracers, which the trace would leak: its changes
+        # come back as results, and are checked by `_check_changes`.
         before = _find_in_mutable(named)
         result = step(*args, **kwargs)
         changed = {
