@@ -238,7 +238,6 @@ def digest_arguments(call: Call) -> FirstValues:
                 replicated[name] = digest_bytes(_bytes(shards[0].data))
         elif call.rows:
             parts = [_bytes(shard.data) for shard in shards]
-            # Rows that are all equal, such as a mask of ones, may be the same in all processes.
             if any(np.any(x != x[:1]) for x in parts):
                 rows[name] = digest_bytes(b"".join(x.tobytes() for x in parts))
     return FirstValues(replicated, rows)
