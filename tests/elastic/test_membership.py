@@ -176,6 +176,16 @@ def test_ended_workers_are_not_awaited():
 
 
 @pytest.mark.slow
+def test_newcomer_is_not_its_predecessor(monkeypatch):
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 60)  # it comes between two heartbeats
+    members = members_of_a_run(2)
+    for one in members:
+        one._peers.ended = {1: {}}
+    each(members, lambda one: one.enter(0))
+    assert [one._peers.ended for one in members] == [{}, {}]
+    ended(members)
+
+
 def test_silent_spare_is_left_out(monkeypatch):
     monkeypatch.setattr(peers, "coordinator_connection", lambda: "would show ends")
     membership = members_of_a_run(3, most=2)
