@@ -109,6 +109,7 @@ def digest(x: jax.Array) -> jax.Array:
         return jnp.zeros((WORDS,), jnp.uint32)
     word = _words(x)
     position = _positions(word.shape)
+    # An odd factor, so that all positions stay different; a constant, so that zeros count.
     mixed = _mix(word ^ (position * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15)))
     weighted = mixed * (position + position + jnp.uint32(1))
     zero = jnp.uint32(0)

@@ -36,6 +36,7 @@ def is_in_place(tree: Any, sharding: NamedSharding) -> bool:
     leaves = jax.tree.leaves(tree)
     return (
         all(isinstance(x, jax.Array) for x in {type(x): x for x in leaves}.values())
+        # `count` compares by identity first, in C.
         and [x.sharding for x in leaves].count(sharding) == len(leaves)
         and not any(map(_is_deleted, leaves))
     )

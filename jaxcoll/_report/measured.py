@@ -119,7 +119,7 @@ def fold_rows(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measured | None:
-    """Compare the times that `rank_times.times_of` returned per rank; None without a common run."""
+    """Compare the times that `time_runs` returned for each rank; None without a common run."""
     names = sorted(ranks)
     by_rank = [ranks[name] for name in names]
     runs = _common_runs(by_rank)
@@ -141,6 +141,7 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
         meetings = _find_meetings([rows[k].compiled.groups for k in positions], names, by_rank)
         for meeting in meetings:
             met = ([run[i] for i in meeting] for run in turns)
+            # A run in which a rank lacks iterations may be drawn, but its times do not count.
             shortest = [sum(map(min, zip(*durations, strict=False))) for durations in met]
             least[:, meeting] = np.array(shortest, float)[:, None]
         waiting = total - least
@@ -148,6 +149,7 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
         if not any(is_whole):
             continue
         total, waiting = total[is_whole] / 1e9, waiting[is_whole] / 1e9
+        # Groups that do not meet transfer beside each other: the slowest of them counts.
         transfer = float(np.median(least[is_whole], 0).max()) / 1e9
         found = [
             _find_last([names[i] for i in meeting], total[:, meeting], step or 0.0)

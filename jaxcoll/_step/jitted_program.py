@@ -86,6 +86,7 @@ class JittedProgram:
         """
         leaves, tree = jax.tree.flatten(arguments)
         others, placed_tree = jax.tree.flatten(placed)
+        # An argument that had to be placed would have to be placed in a quick call, too.
         if len(leaves) != len(others) or not all(map(operator.is_, leaves, others)):
             return None
         shardings = [x.sharding for x in leaves]

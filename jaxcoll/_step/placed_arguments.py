@@ -61,7 +61,7 @@ class Arguments:
         return call
 
     def place(self, call: Call) -> Call:
-        """Make every leaf of `tree` a global array with `sharding`; itself if all already are."""
+        """Split the batch over the replicas by rows, and replicate all other arguments."""
         call = self._copy_shared(call) if self._donated else call
         return call.map(lambda x: place(x, self._rows), self._replicate)
 
