@@ -71,6 +71,7 @@ class Residual(Shards):
                 raise ValueError(
                     _WRONG_SHAPE.format(caller=caller, axes=self.axes, expected=expected, got=got)
                 )
+            # A pack of a residual is one whole leaf, and padding.
             leaf = layout.leaves[pack.segments[0].leaf]
             owed[prefix + leaf.path] = part.reshape(-1)[: leaf.size].reshape(leaf.shape)
         return Feedback(self, owed, prefix)

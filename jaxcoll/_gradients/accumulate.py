@@ -136,6 +136,7 @@ def _differentiate_pieces(
         added = [t + x.astype(t.dtype) for t, x in zip(totals, outputs, strict=False)]
         return added, outputs[len(summed) :]
 
+    # Totals are as wide as sums need, and are rounded once, after the last microbatch.
     zeros = [_compat.zeros_like_aval(aval, accumulation_dtype(aval.dtype)) for aval in summed]
     totals, stacked = lax.scan(step, zeros, pieces)
     (value, weight, grads), aux = program.result([*totals, *stacked])
@@ -144,6 +145,7 @@ def _differentiate_pieces(
 
     def average(total: jax.Array, like: Any) -> jax.Array:
         total = total / parts if parts > 1 else total
+        # As `scale_down` does for a share in one piece; the mean over replicas takes it back.
         if taken_off and like.dtype == np.float16:
             total = total * np.float32(2.0**-taken_off)
         return total.astype(like.dtype)
