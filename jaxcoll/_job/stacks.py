@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import BuiltinMethodType, FrameType, MethodType
 from typing import Any
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -166,6 +167,27 @@ def read_call(frame: FrameType) -> tuple[str, str, Any]:
     return " ".join(text.split()), name, function
 
 
+def _read_function(frame: FrameType) -> tuple[str, Any]:
+    """Read the name and object of the function that a frame calls in the end."""
+    _, name, function = read_call(frame)
+    function = unwrap(function)
+    if type(function).__name__ == "nb_bound_method":  # it has no name
+        is_array = type(function.__self__).__name__ == "ArrayImpl"
+        name = "block_until_ready" if is_array else name  # an array's other methods end at once
+    return name, function
+
+
+def unwrap(function: Any) -> Any:
+    """Find the function that a `partial` or a method calls."""
+    while (kind := type(function)) in (functools.partial, MethodType):
+        args = function.args if kind is functools.partial else ()
+        function = function.func if kind is functools.partial else function.__func__
+        in_c = type(function) is BuiltinMethodType
+        if args and in_c and type(function.__self__) is contextvars.Context:
+            function = args[0]  # Context.run, as in asyncio.to_thread
+    return function
+
+
 def _object(node: ast.AST, frame: FrameType) -> Any:
     match node:
         case ast.Name(id=name):
@@ -216,30 +238,31 @@ def classify(thread: Thread, jitted: type) -> tuple[str, str | None]:
         for file, frame in zip(files, chain, strict=True)
         if any(part in file for part in _JAX)
     }
-    innermost = read_call(chain[0])[1]
-    if innermost in _OF_COORDINATOR:
+    if read_call(chain[0])[1] in _OF_COORDINATOR:
         return "barrier", None
     if ("distributed.py", "shutdown") in in_jax:
         return "shutdown", None
     if any(file in _COMPILING or "lower" in name for file, name in in_jax):
         return "compile", None
-    _, name, function = read_call(chain[min(user, len(chain) - 1)])
-    if type(function) is jitted:
-        name = getattr(function, "__name__", None)
-        return "program", name and clean_name(name)
+    # Where an executor or a library makes the call, no frame of the user's has it.
+    called = [_read_function(frame) for frame in (chain[min(user, len(chain) - 1)], chain[0])]
+    for name, function in called:
+        if type(function) is jitted:
+            name = getattr(function, "__name__", None)
+            return "program", name and clean_name(name)
     for frame in chain[:user]:
         if frame.f_code.co_name == "__call__" and frame.f_code.co_filename.endswith("pxla.py"):
             name = getattr(look_up(frame, "self"), "name", None)
             return "program", name and name_program(name)
-    is_waiting = name in _WAITING or innermost in _WAITING
+    is_waiting = any(name in _WAITING for name, _ in called)
     inside = any(part in file for file in files[:user] for part in (*_JAX, _JAXCOLL))
     return ("program" if is_waiting or inside else "python"), None
 
 
 @functools.lru_cache(maxsize=4096)
 def name_program(module: str) -> str:
-    """Name the function whose compiled module has this name, such as jit_step."""
-    return clean_name(re.sub(r"^(jit|pmap)_", "", module))
+    """Name the function whose module has this name, such as jit_step, or JAX's own, jit(step)."""
+    return clean_name(re.sub(r"^(jit|pmap)[_(]", "", module))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("program.py")
-STYLES = "jit", "shard_map", "pmap", "flax"
+STYLES = "jit", "shard_map", "pmap", "flax", "executor"
 LIMIT = 4.0
 
 # What a report must say of the process that is missing: its place in program.py, or words.
@@ -93,7 +93,7 @@ def judge_output(kind, style, processes, output):
         **{k: (everybody[:-1], v) for k, v in OTHERS.items()},
         **{k: (missing, v) for k, v in NOBODY.items()},
     }[kind]
-    if kind == "callback" and style in ("jit", "flax"):
+    if kind == "callback" and style in ("jit", "flax", "executor"):
         want = [0]
     if missing != want:
         return f"wrong: {missing}" if missing else "nobody named"
@@ -122,7 +122,7 @@ def main():
     for kind in kinds * args.times:
         for processes in map(int, args.processes.split(",")):
             turn += 1
-            styles = args.styles.split(",") if args.styles else [STYLES[turn * 7 // 3 % 4]]
+            styles = args.styles.split(",") if args.styles else [STYLES[turn % len(STYLES)]]
             for style in styles:
                 began = time.monotonic()
                 result, output, delay = run(kind, style, processes)

@@ -45,7 +45,7 @@ def slow(w):
 
 def on_host(w):
     # Without an axis, the first device calls.
-    if RANK == (0 if STYLE in ("jit", "flax") else BAD):
+    if RANK == (0 if STYLE in ("jit", "flax", "executor") else BAD):
         sleep()
     return np.float32(0)
 
@@ -245,9 +245,10 @@ def main():
     time.sleep(2)  # as if it loaded data
     if KIND == "all work":  # in another thread
         threading.Thread(target=work, daemon=True).start()
+    pool = concurrent.futures.ThreadPoolExecutor()
     p = jax.pmap(pmap_body, axis_name="data")
     w_of_pmap = jnp.zeros((1, 64))
-    late = {"jit": 1, "shard_map": 5, "pmap": 100, "flax": 3}[STYLE]
+    late = {"jit": 1, "shard_map": 5, "pmap": 100, "flax": 3, "executor": 1}[STYLE]
     steps = STEPS - (RANK == BAD and KIND == "fewer") + (RANK == BAD and KIND == "more")
     for step in range(steps):
         interfere(step)
@@ -268,6 +269,9 @@ def main():
             w, value = jit_step(w, x)
         elif STYLE == "shard_map":
             w, value = shard_step(w, x)
+        elif STYLE == "executor":
+            w, value = pool.submit(jit_step, w, x).result()
+            asyncio.run(asyncio.to_thread(value.block_until_ready))
         elif STYLE == "pmap":
             w_of_pmap, value = p(w_of_pmap, here)
         else:

@@ -1,5 +1,7 @@
 """Hang reports: who is named, when nobody is, and that a watched program is not changed."""
 
+import contextvars
+import functools
 import os
 import subprocess
 import sys
@@ -9,11 +11,12 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hang import campaign
 
 from jaxcoll._job import stacks
-from jaxcoll._job.stacks import Stacks, read_call
+from jaxcoll._job.stacks import Stacks, name_program, read_call
 from jaxcoll._report.hang.judge import Row, judge
 from jaxcoll._report.hang.process import HangProcess
 from jaxcoll._report.hang.report import show_report
@@ -88,6 +91,22 @@ def test_report_is_worded():
         "  process 2 has been in no program for 11.0 s, after 1 call of `step` (pid 5 on h):",
         "    load.py:3 in __next__: self.queue.get()  (11.0 s)",
     ]
+
+
+def test_old_rows_count_nothing():
+    there = [["load.py", 3, "main", "step(w, x)", 0.0]]
+    absent = row(2, "stopped", 0.0, where=there, pid=5, host="h", silence=12.0, **calls("step"))
+    rows = job(absent, **calls(*8 * ["step"]))
+    assert [*show_report(judge(rows, LIMIT), rows, "")] == [
+        "processes 0 and 1 of 3 have waited 10.0 s for process 2.",
+        "  processes 0 and 1: in `step`",
+        "  process 2 is stopped, as by SIGSTOP (pid 5 on h; last seen 12.0 s ago):",
+        "    load.py:3 in main: step(w, x)",
+    ]
+
+
+def test_program_has_one_name():
+    assert {*map(name_program, ("jit__step", "jit(_step)", "pmap__step"))} == {"step"}
 
 
 def test_unknown_processes_are_named():
@@ -206,6 +225,23 @@ def test_counting_never_raises(monkeypatch, fails):
     assert sys.monitoring.get_tool(tools[0]) is None
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from Python 3.12 on")
+def test_executor_calls_are_counted(monkeypatch):
+    def call(function, *args):
+        return function(*args)
+
+    monkeypatch.setattr(counting, "has_backend", lambda: False)
+    log, step = counting.Calls(Shield()), jax.jit(lambda x: 2 * x)
+    in_context = functools.partial(contextvars.copy_context().run, step)
+    log.start()
+    try:
+        for function in (jnp.sin, step, jnp.cos, in_context, np.abs, functools.partial(step)):
+            call(function, 1.0)
+    finally:
+        log.stop()
+    assert log.counts["lambda"] == 3
+
+
 PROGRAM = """
 import os, sys
 os.environ["JAX_NUM_CPU_DEVICES"] = "3"
@@ -290,7 +326,7 @@ def test_bad_input_takes_one_line(tmp_path):
         ("raised", "shard_map", 2),
         ("poll", "shard_map", 2),  # the other waits in block_until_ready
         ("order", "jit", 2),
-        ("slow once", "jit", 2),
+        ("slow once", "executor", 2),
         ("all load", "jit", 2),
         ("one debugs", "shard_map", 2),
     ],

@@ -119,7 +119,8 @@ def _compare_calls(verdict: Verdict, rows: Mapping[int, Row], names: Collection[
         if all(rows[r].kind in (*ENDS, "dead") for r in missing):
             verdict.kind = "order"
         return
-    if not missing or not all(r in counts for r in [*missing, first]):
+    # A process that was seen last some time ago may have made more calls since.
+    if not missing or not all(r in counts and rows[r].silence is None for r in [*missing, first]):
         return
     at = min(ends[r] for r in missing) - begins[first]
     if 0 <= at < len(order[first]):  # the first call that a missing process did not make

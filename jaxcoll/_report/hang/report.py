@@ -77,12 +77,13 @@ def _show_missing(row: Row, program: str | None) -> Iterator[str]:
     seen = f"; last seen {row.silence:.1f} s ago" if row.silence is not None else ""
     if not seen and row.seconds:
         state += f" for {row.seconds:.1f} s"
-    if not seen and row.calls and program in row.calls:
+    if not seen and row.calls and program in row.calls and row.kind != "callback":
         state += f", after {pluralize(row.calls[program], 'call')} of `{program}`"
     where = f" (pid {row.pid} on {row.host}{seen})" if row.pid else ""
     yield f"  process {row.rank} {state}{where}{':' if row.where else ''}"
+    is_now = not seen or row.kind == "locked"
     for file, line, function, call, seconds in row.where[:_MOST_PLACES]:
-        yield f"    {file}:{line} in {function}: {call}  ({seconds:.1f} s)"
+        yield f"    {file}:{line} in {function}: {call}" + f"  ({seconds:.1f} s)" * is_now
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import sys
 import threading
 import types
@@ -16,7 +15,7 @@ import jax
 
 from jaxcoll._compat.running import is_tracing
 from jaxcoll._compat.settings import has_backend
-from jaxcoll._job.stacks import clean_name, look_up, name_program
+from jaxcoll._job.stacks import clean_name, look_up, name_program, unwrap
 from jaxcoll._report.profile.shield import Shield
 
 _TOOLS = (4, 3)
@@ -24,12 +23,17 @@ _TOOLS = (4, 3)
 _MOST_ENDED = 1000  # functions that are remembered one by one
 _MOST = 1 << 14  # calls whose order is remembered
 
+_NAMED = types.FunctionType, types.BuiltinFunctionType, type
+_MOST_OTHERS = 1000  # calls by one place before a first call of a jitted function
+
 JITTED: Any = type(jax.jit(lambda: None))
 _monitoring: Any = getattr(sys, "monitoring", None)
 
 _counting: tuple[Calls, ...] = ()
 """All that count now: they share one callback, and a tool id of the first one."""
 _tool = 0
+_others: dict[tuple[int, int], int] = {}
+"""The calls of other functions by places that may call any; far below 0 once one was jitted."""
 
 
 class _Thread:
@@ -53,8 +57,8 @@ class _Function:
 class Calls:
     """Counts calls of jitted functions by Python code, from Python 3.12 on; before 3.12, none.
 
-    It misses calls by C code, such as `map(step, batches)`, and calls from a line that first called
-    another function. Cost: 1 µs for each call.
+    It misses calls by C code, such as `map(step, batches)`, and calls from a place that has called
+    a thousand other functions. Cost: 1 µs for each call.
     """
 
     def __init__(self, shield: Shield) -> None:
@@ -163,13 +167,15 @@ class Calls:
 
 def _count_everywhere(code: types.CodeType, at: int, function: Any, first: Any) -> Any:
     # Not `isinstance`, which would run a property `__class__` of the program's object.
-    while (kind := type(function)) is not JITTED:
-        if kind is functools.partial:
-            function = function.func
-        elif kind is types.MethodType:
-            function = function.__func__
-        else:
+    if type(function := unwrap(function)) is not JITTED:
+        # A place that names its function calls no other. One that has it in a variable, as an
+        # executor has, may call a jitted one yet.
+        if type(function) in _NAMED and function.__name__ in code.co_names:
             return _monitoring.DISABLE
+        place = id(code), at
+        _others[place] = others = _others.get(place, 0) + 1
+        return _monitoring.DISABLE if others >= _MOST_OTHERS else None
+    _others[id(code), at] = -sys.maxsize  # this place is never left out
     if not is_tracing():
         for calls in _counting:
             calls._count(function, code)
