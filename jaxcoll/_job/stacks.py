@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import BuiltinMethodType, FrameType, MethodType
+from types import BuiltinMethodType, CodeType, FrameType, MethodType
 from typing import Any
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -33,6 +33,8 @@ _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd")
 _TAKES_LOCALS = {"locals", "vars", "eval", "exec", "dir", "f_locals"}
 _LONGEST = 120  # characters of a call's source
 _MOST_PLACES = 8  # of a thread
+
+CallsOfThreads = Mapping[int, tuple[int, CodeType | None]]
 
 OURS = "jaxcoll-"
 """The names of jaxcoll's own threads begin so."""
@@ -79,12 +81,12 @@ class Stacks:
         self._spent: dict[int, float] = {}  # those of each thread
         self._at = 0.0
 
-    def look(self, now: float, calls: Mapping[int, int], *, wakes: int) -> list[Thread]:
+    def look(self, now: float, calls: CallsOfThreads, *, wakes: int) -> list[Thread]:
         """List the threads that run the user's code or programs, the main thread first.
 
         Args:
           now: the time in seconds.
-          calls: the calls of programs so far, by thread.
+          calls: the number of calls of programs so far, and the code of the last, by thread.
           wakes: how often in a second a thread that waits may wake up.
         """
         frames, threads, main = sys._current_frames(), [], threading.main_thread().ident
@@ -105,10 +107,13 @@ class Stacks:
             old, times, (made, woke) = before.get(ident, ([], [now], (0, 0)))
             pairs = zip(old, keys, strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            # A frame that calls again from the same line looks alike.
-            marks = calls.get(ident, 0), _count_wakes(native)
-            stands = same == len(keys) == len(old) and marks[0] == made
-            stands = stands and marks[1] - woke <= most_wakes
+            number, caller = calls.get(ident, (0, None))
+            if number != made:  # a frame that is at the same place again looks alike
+                codes = [code for _, code, _ in keys]
+                moved = codes.index(caller) if caller in codes else len(keys) - 1
+                same = min(same, max(moved, 0))
+            marks = number, _count_wakes(native)
+            stands = same == len(keys) == len(old) and marks[1] - woke <= most_wakes
             times = [*times[:same], *[now] * (len(keys) - same), times[-1] if stands else now]
             self._before[ident] = keys, times, marks
             threads.append(Thread(ident == main, chain, times[::-1], cpu))

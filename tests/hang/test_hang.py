@@ -154,8 +154,8 @@ def test_wait_survives_signal_checks(monkeypatch, wakes, most, calls, since):
     times = iter([0.0, 1.0])
     monkeypatch.setattr(stacks, "time", SimpleNamespace(monotonic=lambda: next(times)))
     looked = Stacks()
-    looked.look(0.0, {thread.ident: 7}, wakes=most)
-    threads = looked.look(1.0, {thread.ident: calls}, wakes=most)
+    looked.look(0.0, {thread.ident: (7, None)}, wakes=most)
+    threads = looked.look(1.0, {thread.ident: (calls, None)}, wakes=most)
     waiting = [t for t in threads if any(f.f_locals.get("self") is over for f in t.frames)]
     over.set()
     assert [t.since[0] for t in waiting] == [since]
@@ -195,6 +195,28 @@ def test_other_threads_compute_for_themselves():
     over.set()
     thread.join()
     assert row.cpu < 0.2
+
+
+def test_place_is_new_after_calls():
+    def epoch():
+        load()
+
+    def load():
+        over.wait()
+
+    over, looked, since = threading.Event(), Stacks(), {}
+    thread = threading.Thread(target=epoch, name="user")
+    thread.start()
+    time.sleep(0.1)
+    for now, calls in ((0.0, (7, None)), (1.0, (8, epoch.__code__)), (2.0, (9, None))):
+        threads = looked.look(now, {thread.ident: calls}, wakes=0)
+        since |= {f.f_code: s for t in threads for f, s in zip(t.frames, t.since[1:], strict=True)}
+    innermost = threads[-1].since[1]
+    over.set()
+    thread.join()
+    run = threading.Thread.run.__code__
+    assert (since[run], since[epoch.__code__], since[load.__code__]) == (0.0, 1.0, 1.0)
+    assert innermost == 2.0
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from Python 3.12 on")

@@ -41,6 +41,7 @@ class _Thread:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.code: types.CodeType | None = None  # that made the last call
         self.function: _Function | None = None
 
 
@@ -79,12 +80,13 @@ class Calls:
     @property
     def number(self) -> int:
         """The number of all calls."""
-        return sum(self.by_thread.values())
+        return sum(calls for calls, _ in self.by_thread.values())
 
     @property
-    def by_thread(self) -> dict[int, int]:
-        """The number of calls of each thread, by its `ident`."""
-        return {ident: thread.calls for ident, thread in dict(self._threads).items()}
+    def by_thread(self) -> dict[int, tuple[int, types.CodeType | None]]:
+        """The number of calls of each thread, by its `ident`, and the code of the last one."""
+        threads = dict(self._threads).items()
+        return {ident: (thread.calls, thread.code) for ident, thread in threads}
 
     def start(self) -> None:
         """Start counting, unless other tools use the ids of `sys.monitoring`."""
@@ -147,7 +149,7 @@ class Calls:
         self.counts[found.in_order] += 1
         self.order.append(found.in_order)
         thread = self._threads[threading.get_ident()]
-        thread.calls += 1
+        thread.calls, thread.code = thread.calls + 1, code
         thread.function = found
 
     def _add(self, function: Any, code: types.CodeType) -> _Function:
