@@ -2,6 +2,7 @@
 
 import contextvars
 import functools
+import io
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hang import campaign
 
 from jaxcoll._job import stacks
 from jaxcoll._job.stacks import Stacks, name_program, read_call
+from jaxcoll._report.hang import monitor
 from jaxcoll._report.hang.judge import Row, judge
 from jaxcoll._report.hang.process import HangProcess
 from jaxcoll._report.hang.report import show_report
@@ -262,6 +264,22 @@ def test_executor_calls_are_counted(monkeypatch):
     finally:
         log.stop()
     assert log.counts["lambda"] == 3
+
+
+def test_end_keeps_what_was_printed(monkeypatch, tmp_path):
+    ends, stuck, over, path = [], io.StringIO(), threading.Event(), tmp_path / "out"
+    with path.open("w") as out:
+        out.write("loss 0.1")
+        stuck.flush = over.wait
+        monkeypatch.setattr(monitor, "_FLUSH_SECONDS", 0.1)
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", stuck)
+        monkeypatch.setattr(os, "_exit", lambda status: ends.append((status, path.read_text())))
+        watch = monitor.HangWatch(LIMIT, end=True)
+        watch._exit()
+        watch.close()
+    over.set()
+    assert ends == [(124, "loss 0.1")]
 
 
 PROGRAM = """

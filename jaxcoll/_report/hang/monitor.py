@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 from typing import Any
@@ -24,6 +25,7 @@ _POLL_SECONDS = 0.02
 _LONGEST_BEAT = 0.5
 _MOST_FAILURES = 10  # in a row: a thread may change while it is looked at
 _LONGEST_PAUSE = 1.0  # of this thread on a loaded machine
+_FLUSH_SECONDS = 2.0
 _END_SECONDS = 10.0  # an import, or a request of the coordinator
 
 
@@ -74,13 +76,23 @@ class HangWatch(threading.Thread):
         while failures < _MOST_FAILURES and not self._over.is_set():
             reported = look(now)
             if reported is True and self._end:
-                os._exit(EXIT_STATUS)
+                self._exit()
             failures = failures + 1 if reported is failed else 0
             self._over.wait(beat)
             # While the process was suspended, it did not wait.
             passed = time.monotonic() - before
             before += passed
             now += min(passed, 2 * beat + _LONGEST_PAUSE)
+
+    def _exit(self) -> None:
+        """End the process, but not what it has printed."""
+        streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+        # A stream may block: its reader may hang as well, or its lock be another thread's.
+        for stream in streams:
+            flusher = threading.Thread(target=self._shield(stream.flush), daemon=True)
+            flusher.start()
+            flusher.join(_FLUSH_SECONDS)
+        os._exit(EXIT_STATUS)
 
     def explain_silence(self) -> None:
         """Say so if nothing was watched."""
