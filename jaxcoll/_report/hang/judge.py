@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-BUSY = 0.05
-"""A process that uses more of a core than this computes."""
+BUSY = 0.03
+"""A process that uses more of a core than this computes; in waits it is 0.01 at most."""
 SHARE = 0.7  # of the limit after which a process that waits counts, once another asks
 _PATIENCE = 6
 """A process may compile for so many limits while the others wait."""

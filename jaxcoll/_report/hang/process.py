@@ -176,7 +176,7 @@ class HangProcess:
         # program until its first collective. One that calls programs in a loop has just called
         # one, and has computed since the last look.
         latest = self._used[max(len(self._used) - 2, 0)][0]
-        begin = min(now - min(seconds, self._limit / 3), latest)
+        begin = min(now - min(seconds, self._limit / 2), latest)
         since = [used for used in self._used if used[0] >= begin]
         (t0, cpu0), (t1, cpu1) = since[0], since[-1]
         return round((cpu1 - cpu0) / max(t1 - t0, 1e-9), 3)
