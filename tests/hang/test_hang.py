@@ -111,6 +111,13 @@ def test_program_has_one_name():
     assert {*map(name_program, ("jit__step", "jit(_step)", "pmap__step"))} == {"step"}
 
 
+def test_computing_is_said_if_it_is_known():
+    for cpu, state in ((0.9, "computes"), (0.0, "is in a program")):
+        rows = job(row(2, seconds=1.0, cpu=cpu), seconds=3 * LIMIT)
+        lines = list(show_report(judge(rows, LIMIT), rows, ""))
+        assert lines[-1] == f"  process 2 {state} for 1.0 s"
+
+
 def test_unknown_processes_are_named():
     rows = {r: row(r, kind, 10.0) for r, kind in enumerate(("silent", "unknown", "program"))}
     lines = list(show_report(judge(rows, LIMIT), rows, ""))
@@ -166,8 +173,14 @@ def test_wait_survives_signal_checks(monkeypatch, wakes, most, calls, since):
 # The CPU seconds of looks that are 5 s apart, for how long it has stood where it is, its share.
 @pytest.mark.parametrize(
     ("used", "seconds", "share"),
-    [([0.0, 4.0, 4.0], 5.0, 0.0), ([0.0, 4.0, 8.0], 0.0, 0.8), ([4.0], 0.0, 0.0)],
-    ids=["compiled before", "calls in a loop", "first look"],
+    [
+        ([0.0, 4.0, 4.0], 5.0, 0.0),
+        ([0.0, 4.0, 8.0], 0.0, 0.8),
+        ([4.0], 0.0, 0.0),
+        ([0.0, 8.0, 8.0, 8.0], 15.0, 0.0),
+        ([0.0, 1.0, 2.0, 3.0], 15.0, 0.2),
+    ],
+    ids=["compiled before", "calls in a loop", "first look", "computed first", "still computes"],
 )
 def test_share_is_of_where_it_stands(monkeypatch, used, seconds, share):
     calls = counting.Calls(Shield())
@@ -176,6 +189,25 @@ def test_share_is_of_where_it_stands(monkeypatch, used, seconds, share):
     monkeypatch.setattr(time, "process_time", lambda: next(looks))
     shares = [here._compute_share(5.0 * k, seconds) for k in range(len(used))]
     assert shares[-1] == share
+
+
+@pytest.mark.parametrize(
+    ("programs", "order", "named"),
+    [
+        ({}, ["f"], None),
+        ({"f": 4, "g": 4}, ["f", "g", "h"], "g"),
+        ({"f": 4}, [], "f"),
+        (STEP, [], None),
+    ],
+)
+def test_wait_is_in_newest_program_called(monkeypatch, programs, order, named):
+    calls = counting.Calls(Shield())
+    calls._began = True
+    calls.order.extend(order)
+    here = HangProcess(LIMIT, 0.5, calls, calls._shield)
+    here._compilations.modules = {f"jit_{name}": devices for name, devices in programs.items()}
+    monkeypatch.setattr(here, "_choose", lambda threads, now: (threads[0], "program", None))
+    assert here._measure(0.0).program == named
 
 
 def test_other_threads_compute_for_themselves():

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-BUSY = 0.03
-"""A process that uses more of a core than this computes; in waits it is 0.01 at most."""
+_BUSY = 0.03  # of a core: a process that uses more computes; in waits it is 0.01 at most
 SHARE = 0.7  # of the limit after which a process that waits counts, once another asks
 _PATIENCE = 6
 """A process may compile for so many limits while the others wait."""
@@ -25,7 +24,7 @@ class Row:
     seconds: float = 0.0  # since when
     program: str | None = None
     where: list[list[Any]] = dataclasses.field(default_factory=list)  # see Thread.show_places
-    cpu: float = 0.0  # cores in use of late; 0 if that does not show whether it computes
+    cpu: float = 0.0  # cores in use within the limit; 0 if that does not show whether it computes
     ended: str | None = None  # its program has ended, with this error if any
     calls: dict[str, int] | None = None  # of each program with collectives; None: not known
     order: list[str] = dataclasses.field(default_factory=list)  # the newest of those calls
@@ -39,7 +38,7 @@ class Row:
 
     @property
     def is_busy(self) -> bool:
-        return self.cpu >= BUSY
+        return self.cpu >= _BUSY
 
     @property
     def waited(self) -> float:

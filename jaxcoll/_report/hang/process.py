@@ -90,7 +90,7 @@ class HangProcess:
         """Answer the question, and report if this is the first of the processes that wait."""
         peers.write_stacks()
         least, began = SHARE * self._limit, time.monotonic()
-        until = began + ANSWER_SECONDS + 2 * self._beat if row.has_waited(least) else 0.0
+        until = began + ANSWER_SECONDS + self._beat if row.has_waited(least) else 0.0
         rows = peers.answer(row, until)
         if row.waited:
             self._patience *= 2
@@ -141,8 +141,8 @@ class HangProcess:
         order = [*self._calls.order][-_CALLS:] if self._calls.are_all else []
         programs = {name_program(m): n for m, n in self._compilations.modules.items()}
         if kind == "program" and program is None:
-            possible = [name for name in order if name in programs] or [*programs]
-            program = possible[-1] if order or len(possible) == 1 else None
+            possible = [name for name in order if name in programs][-1:] or [*programs]
+            program = possible[0] if len(possible) == 1 else None
         return Row(
             self.peers.rank if self.peers else 0, kind, round(seconds, 1), program, where,
             self._shows_computing * self._compute_share(now, seconds), ended,
@@ -168,15 +168,15 @@ class HangProcess:
         return best[1]
 
     def _compute_share(self, now: float, seconds: float) -> float:
-        """Compute how many cores this process has used of late, where it stands."""
+        """Compute how many cores this process has used where it stands, within the limit."""
         # A program computes in its caller's thread or in native ones. The program's other threads
         # of Python, which may load data, do not show whether it waits.
         self._used.append((now, time.process_time() - self._stacks.cpu + self._waits_cpu))
-        # Not what it computed before: the compilation of the program that it waits in, or that
-        # program until its first collective. One that calls programs in a loop has just called
-        # one, and has computed since the last look.
+        # Not what it computed before it came to where it stands, such as the compilation of the
+        # program that it waits in. One that calls programs in a loop stands nowhere: it has
+        # computed since the last look.
         latest = self._used[max(len(self._used) - 2, 0)][0]
-        begin = min(now - min(seconds, self._limit / 2), latest)
+        begin = min(now - min(seconds, self._limit), latest)
         since = [used for used in self._used if used[0] >= begin]
         (t0, cpu0), (t1, cpu1) = since[0], since[-1]
         return round((cpu1 - cpu0) / max(t1 - t0, 1e-9), 3)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxcoll._report.hang.judge import BUSY, Row, Verdict
+from jaxcoll._report.hang.judge import Row, Verdict
 from jaxcoll._show.units import pluralize
 
 _STATES = {
@@ -22,7 +22,7 @@ _STATES = {
     "callback": "is in a host callback",
     "python": "has been in no program",
     "shutdown": "waits in jax.distributed.shutdown",
-    "program": "computes",
+    "program": "is in a program",
     "barrier": "waits at a barrier of the coordination service",
     "exit": "is in a function of atexit",
     "ended": "waits at its end",
@@ -70,7 +70,9 @@ def show_report(verdict: Verdict, rows: Mapping[int, Row], collective: str) -> I
 
 
 def _show_missing(row: Row, program: str | None) -> Iterator[str]:
-    state = _STATES[row.kind].format("computes" if row.cpu >= BUSY else "waits")
+    state = _STATES[row.kind].format("computes" if row.is_busy else "waits")
+    if row.kind == "program" and row.is_busy:
+        state = "computes"
     if row.ended is not None:
         ended = f"has ended its program{' with ' * bool(row.ended)}{row.ended}"
         state = f"{ended}, and {state}" if row.kind != "ended" else ended

@@ -64,7 +64,7 @@ class Calls:
 
     def __init__(self, shield: Shield) -> None:
         self.order: deque[str] = deque(maxlen=_MOST)  # names of functions, as modules have them
-        self.counts: Counter[str] = Counter()  # by those names
+        self.counts: defaultdict[str, int] = defaultdict(int)  # by those names
         self.unknown: set[Any] = set()  # programs of which nobody knows who calls them
         self._functions: dict[int, _Function] = {}
         self._ended: deque[_Function] = deque()
