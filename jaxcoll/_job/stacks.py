@@ -154,22 +154,25 @@ def read_call(frame: FrameType) -> tuple[str, str, Any]:
 
     The object is None unless names and attributes lead to it: nothing of the user's is run.
     """
+    text, node = _parse_call(frame)
+    node = node.func if isinstance(node, ast.Call) else node
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return " ".join(text.split()), name, _object(node, frame) if node else None
+
+
+def _parse_call(frame: FrameType) -> tuple[str, ast.AST | None]:
     positions = frame.f_code.co_positions()
     row, last, left, right = next(itertools.islice(positions, frame.f_lasti // 2, None))
     file = frame.f_code.co_filename
     if row is None or last is None or left is None or right is None:
-        return linecache.getline(file, frame.f_lineno or 0).strip(), "", None
+        return linecache.getline(file, frame.f_lineno or 0).strip(), None
     lines = [linecache.getline(file, n, frame.f_globals).encode() for n in range(row, last + 1)]
     lines[-1] = lines[-1][:right]
     lines[0] = lines[0][left:]
     text = b"".join(lines).decode(errors="replace").strip()
-    name, function = "", None
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-        node = ast.parse(text, mode="eval").body
-        node = node.func if isinstance(node, ast.Call) else node
-        name = getattr(node, "attr", getattr(node, "id", ""))
-        function = _object(node, frame)
-    return " ".join(text.split()), name, function
+        return text, ast.parse(text, mode="eval").body
+    return text, None
 
 
 def _read_function(frame: FrameType) -> tuple[str, Any]:
@@ -180,6 +183,14 @@ def _read_function(frame: FrameType) -> tuple[str, Any]:
         is_array = type(function.__self__).__name__ == "ArrayImpl"
         name = "block_until_ready" if is_array else name  # an array's other methods end at once
     return name, function
+
+
+def _read_barrier(frame: FrameType) -> str | None:
+    """Read the id of the barrier that a frame waits at, if it is a constant or in a variable."""
+    _, call = _parse_call(frame)
+    first = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    key = first.value if isinstance(first, ast.Constant) else first and _object(first, frame)
+    return key if type(key) is str else None
 
 
 def unwrap(function: Any) -> Any:
@@ -243,8 +254,8 @@ def classify(thread: Thread, jitted: type) -> tuple[str, str | None]:
         for file, frame in zip(files, chain, strict=True)
         if any(part in file for part in _JAX)
     }
-    if read_call(chain[0])[1] in _OF_COORDINATOR:
-        return "barrier", None
+    if (name := read_call(chain[0])[1]) in _OF_COORDINATOR:
+        return "barrier", _read_barrier(chain[0]) if name == "wait_at_barrier" else None
     if ("distributed.py", "shutdown") in in_jax:
         return "shutdown", None
     if any(file in _COMPILING or "lower" in name for file, name in in_jax):

@@ -17,7 +17,7 @@ import pytest
 from hang import campaign
 
 from jaxcoll._job import stacks
-from jaxcoll._job.stacks import Stacks, name_program, read_call
+from jaxcoll._job.stacks import Stacks, Thread, classify, name_program, read_call
 from jaxcoll._report.hang import monitor
 from jaxcoll._report.hang.judge import Row, judge
 from jaxcoll._report.hang.process import HangProcess
@@ -105,6 +105,44 @@ def test_old_rows_count_nothing():
         "  process 2 is stopped, as by SIGSTOP (pid 5 on h; last seen 12.0 s ago):",
         "    load.py:3 in main: step(w, x)",
     ]
+
+
+def test_barriers_are_told_apart():
+    def wait_at_barrier(key, timeout_in_ms):
+        released.wait(timeout_in_ms)
+
+    def save(key):
+        client.wait_at_barrier(  # as orbax calls it
+            key, timeout_in_ms=60
+        )
+
+    released, client = threading.Event(), SimpleNamespace(wait_at_barrier=wait_at_barrier)
+    thread = threading.Thread(target=save, args=("saved",), name="user")
+    thread.start()
+    time.sleep(0.1)
+    at = next(
+        f for t in Stacks().look(0.0, {}, wakes=0) for f in t.frames if f.f_code is save.__code__
+    )
+    kind, name = classify(Thread(False, [at], [0.0, 0.0]), counting.JITTED)
+    released.set()
+    thread.join()
+    assert (kind, name) == ("barrier", "saved")
+    for names, first, second in (
+        (("saved", "loaded"), ", in different barriers.", "  process 0: in barrier `saved`"),
+        (
+            ("saved", "saved"),
+            " inside barrier `saved`, which all have called.",
+            "  processes 0 and 1: in barrier `saved`",
+        ),
+        (
+            (None, None),
+            " for one another.",
+            "  processes 0 and 1: waits at a barrier of the coordination service",
+        ),
+    ):
+        rows = {r: row(r, kind, program=name) for r, name in enumerate(names)}
+        lines = [*show_report(judge(rows, LIMIT), rows, "")]
+        assert lines[:2] == [f"processes 0 and 1 of 2 have waited 10.0 s{first}", second]
 
 
 def test_program_has_one_name():

@@ -35,12 +35,14 @@ def show_report(verdict: Verdict, rows: Mapping[int, Row], collective: str) -> I
     have = "have" if len(verdict.waiting) > 1 else "has"
     waited = f"{_list(verdict.waiting)} of {len(rows)} {have} waited {verdict.seconds:.1f} s"
     missing = f" for {_list(verdict.missing)}" if verdict.missing else ""
+    at_barriers = all(rows[r].kind == "barrier" for r in verdict.waiting)
+    where = _quote(verdict.program, at_barriers)
     yield (
         waited
         + {
             "missing": f"{missing}.",
-            "order": ", in different programs.",
-            "inside": f" inside `{verdict.program}`, which all have called.",
+            "order": f", in different {'barriers' if at_barriers else 'programs'}.",
+            "inside": f" inside {where}, which all have called." if where else " for one another.",
         }[verdict.kind]
     )
     if verdict.first is not None:
@@ -58,10 +60,11 @@ def show_report(verdict: Verdict, rows: Mapping[int, Row], collective: str) -> I
         if verdict.call is not None and kind == "program":
             nth, name = f"call {verdict.call} of ", verdict.program
         state = "waits in JAX" if kind == "program" else _STATES[kind]
-        yield f"  {_list(some)}: {f'in {nth}`{name}`' if name else state}"
+        name = _quote(name, kind == "barrier")
+        yield f"  {_list(some)}: {f'in {nth}{name}' if name else state}"
         if place:
             yield "    {}:{} in {}: {}".format(*place)
-        if collective and name == verdict.program:
+        if collective and name == where:
             yield f"    {collective}"
     for r in verdict.missing:
         yield from _show_missing(rows[r], verdict.program)
@@ -86,6 +89,10 @@ def _show_missing(row: Row, program: str | None) -> Iterator[str]:
     is_now = not seen or row.kind == "locked"
     for file, line, function, call, seconds in row.where[:_MOST_PLACES]:
         yield f"    {file}:{line} in {function}: {call}" + f"  ({seconds:.1f} s)" * is_now
+
+
+def _quote(name: str | None, is_barrier: bool) -> str:
+    return f"{'barrier ' * is_barrier}`{name}`" if name else ""
 
 
 def _list(ranks: Sequence[int]) -> str:
