@@ -46,18 +46,24 @@ QUIET = ("none", "all slow", "all load", "all evaluate", "all compile", "all sto
 LOUD = (*LAST, *FIRST, *OTHERS, *NOBODY)
 
 
-def run(kind, style, processes, limit=LIMIT):
-    """Run a program, and return (what became of it, its output, how late its report came)."""
+def words_of_launch(kind, style, processes, limit=LIMIT):
+    """Return what follows `jaxcoll launch`; the last word is the address of the job."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     ends = ["--hang-exit"] * (kind in LOUD and kind != "slow once")
     flags = ["-n", processes, "--hang-seconds", limit, *ends, "--timeout-seconds", 60]
-    command = [sys.executable, "-m", "jaxcoll", "launch", *flags, PROGRAM, kind, style, address]
+    return [*flags, PROGRAM, kind, style, address]
+
+
+def run(kind, style, processes, limit=LIMIT):
+    """Run a program, and return (what became of it, its output, how late its report came)."""
+    words = words_of_launch(kind, style, processes, limit)
+    command = [*map(str, [sys.executable, "-m", "jaxcoll", "launch", *words])]
     with subprocess.Popen(
-        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as job:
         if kind == "all stop":
-            threading.Timer(3 * limit + 6, _go_on, (address,)).start()
+            threading.Timer(3 * limit + 6, _go_on, (words[-1],)).start()
         lines = [(time.monotonic(), line) for line in job.stdout]
     output = "".join(line for _, line in lines)
     return judge_output(kind, style, processes, output), output, measure_delay(lines, limit)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import forks
 import pytest
 
 from jaxcoll._job.coordinator import start_coordinator
@@ -61,6 +62,18 @@ def run(around, *arguments):
     return [process.returncode for process in started], outputs
 
 
+def run_forks(folder, code, places):
+    """Run `python -c code` once for each place; return the statuses, and what each printed."""
+    logs = [folder / f"{rank}.log" for rank in range(len(places))]
+    with forks.running() as running:
+        for log, place in zip(logs, places, strict=True):
+            own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **place}
+            with log.open("wb") as out:
+                running.start(["python", "-c", code], own, stdout=out)
+        statuses = [process.wait(240) for process in running.processes]
+    return statuses, [log.read_text() for log in logs]
+
+
 @pytest.mark.processes
 def test_pods_process_0_ends_last():
     if os.geteuid() or subprocess.run([*POD, "true"], capture_output=True).returncode:
@@ -100,28 +113,22 @@ except jc.errors.PeerLostError as lost:
 
 
 @pytest.mark.processes
-def test_separate_coordinator_outlives_process_0():
+def test_separate_coordinator_outlives_process_0(tmp_path):
     address = free_address()
     command = [sys.executable, "-m", "jaxcoll", "coordinator", address, "-n", "2"]
     serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert serving.stdout.readline() == f"JAXCOLL_COORDINATOR={address} serves 2 processes\n"
-    place = {"JAXCOLL_COORDINATOR": address, "PMI_SIZE": "2", "JAX_NUM_CPU_DEVICES": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SERVED], env={**os.environ, **place, "PMI_RANK": str(rank)},
-            stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [-signal.SIGKILL, 0]
-    assert outputs[1].endswith("lost 0\n")
+    place = {"JAXCOLL_COORDINATOR": address, "PMI_SIZE": "2"}
+    places = [{**place, "PMI_RANK": str(rank)} for rank in range(2)]
+    statuses, (_, printed) = run_forks(tmp_path, SERVED, places)
+    assert statuses == [-signal.SIGKILL, 0]
+    assert "lost 0\n" in printed
     assert serving.wait(60) == 0
     serving.stdout.close()
 
 
 LOADED = """
-import multiprocessing, sys
+import multiprocessing
 import jaxcoll as jc
 
 jc.initialize(initialization_timeout_seconds=90)
@@ -135,22 +142,22 @@ if __name__ == "__main__":
     import jax
     import numpy as np
 
-    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
-        rows = np.array(pool.map(load, range(1, 4)), "f").sum(keepdims=True)
-    print(jc.data_parallel(lambda x: jc.psum(x.sum()))(rows))
+    for start in ("spawn", "forkserver"):
+        with multiprocessing.get_context(start).Pool(1) as pool:
+            rows = np.array(pool.map(load, range(1, 4)), "f").sum(keepdims=True)
+        print(jc.data_parallel(lambda x: jc.psum(x.sum()))(rows))
 """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("start", ["spawn", "forkserver"])
-def test_loader_processes_do_not_join(start, tmp_path):
+def test_loader_processes_do_not_join(tmp_path):
     (tmp_path / "train.py").write_text(LOADED)
     done = subprocess.run(
-        [sys.executable, "-m", "jaxcoll", "launch", "-n", "2", tmp_path / "train.py", start],
+        [sys.executable, "-m", "jaxcoll", "launch", "-n", "2", tmp_path / "train.py"],
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] 28.0", "[1] 28.0"]
+    assert sorted(done.stdout.splitlines()) == ["[0] 28.0"] * 2 + ["[1] 28.0"] * 2
 
 
 FOUND = """
@@ -176,18 +183,12 @@ else:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("late", [True, False])
-def test_detected_clusters_have_deadlines(late):
+def test_detected_clusters_have_deadlines(late, tmp_path):
     place = {"AT": free_address(), "TIMEOUT": "2" if late else "90"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", FOUND], env={**os.environ, **place, "NUMBER": str(rank)},
-            stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(1 if late else 2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert outputs == (["late 1\n"] if late else ["2 True\n"] * 2)
-    assert {process.returncode for process in started} == {0}
+    places = [{**place, "NUMBER": str(rank)} for rank in range(1 if late else 2)]
+    statuses, printed = run_forks(tmp_path, FOUND, places)
+    assert set(statuses) == {0}, printed
+    assert all(("late 1\n" if late else "2 True\n") in text for text in printed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

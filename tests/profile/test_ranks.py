@@ -1,5 +1,6 @@
 """`jaxcoll inspect --run` over several processes: one table, and the rank that comes late."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -15,20 +16,17 @@ pytestmark = pytest.mark.processes
 JOB = Path(__file__).parents[2] / "benchmarks/ranks/late_job.py"
 
 
-def inspect(folder, n, *words, measure=20, **variables):
+def inspect(launch, folder, n, *words, measure=20):
     """Run the job in n processes, and return what it printed and the report."""
     own = ["-m", "jaxcoll", "inspect", "--json", folder / "report.json"]
     own += ["--measure", measure] if measure else []
-    done = forks.with_jaxcoll().run(
-        forks.COMMAND, "jaxcoll", "launch", "-n", n, *own, "--run", JOB, *words,
-        cwd=folder, timeout=200, **variables,
-    )  # fmt: skip
+    done = launch("-n", n, *own, "--run", JOB, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads((folder / "report.json").read_text())
 
 
-def test_only_late_rank_is_named(tmp_path):
-    done, report = inspect(tmp_path, 4, "--form", "shift", "--late", 3, "--ms", 100)
+def test_only_late_rank_is_named(launched, tmp_path):
+    done, report = inspect(launched, tmp_path, 4, "--form", "shift", "--late", 3, "--ms", 100)
     assert len(report["late"]) == 1, (report["late"], done.stderr)
     assert report["late"][0].startswith("jit_step: rank 3 arrives late: last at ")
     (measured,) = (program["measured"] for program in report["programs"])
@@ -51,10 +49,13 @@ def test_cached_ranks_are_compared(tmp_path):
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    words = ["--late", 1, "--ms", 100]
-    inspect(tmp_path, 2, "--seconds", 0.01, measure=0, **cached)
+    launch = functools.partial(
+        forks.with_jaxcoll().run, forks.COMMAND, "jaxcoll", "launch", cwd=tmp_path, timeout=200,
+        **cached,
+    )  # fmt: skip
+    inspect(launch, tmp_path, 2, "--seconds", 0.01, measure=0)
     assert list((tmp_path / "cache").iterdir())
-    _, report = inspect(tmp_path, 2, *words, **cached)
+    _, report = inspect(launch, tmp_path, 2, "--late", 1, "--ms", 100)
     assert [text.split(":")[1] for text in report["late"]] == [" rank 1 arrives late"]
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import forks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -495,8 +496,8 @@ def test_damage_raises_only_value_errors(at, byte):
 def test_command_ends_with_2(tmp_path):
     (tmp_path / "good.xplane.pb").write_bytes(WHOLE)
     (tmp_path / "bad.xplane.pb").write_bytes(WHOLE[:-9])
-    command = [sys.executable, "-m", "jaxcoll", "inspect", "--profile", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = ("jaxcoll", "inspect", "--profile", tmp_path)
+    done = forks.with_commands().run(forks.COMMAND, *words, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "bad.xplane.pb: this is not a JAX profile" in done.stderr
     assert "measured in 12 runs" in done.stdout
