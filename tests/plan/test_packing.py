@@ -109,6 +109,8 @@ def test_ready_packs_taper():
     tapering = [3000, 2248, 1688, 1264, 948, 712, 532, 400, 400, 400, 400, 8 + 10 * 8]
     assert [p.nbytes for p in packs] == [4000] * 7 + tapering
     assert [s.leaf for s in packs[-1].segments if s.leaf >= 10] == [19 - i for i in range(10)]
+    packs = plan_packs([*matrices, *biases], ReadyOrder(4000, 5 * 8, 100))
+    assert [s.leaf for s in packs[-1].segments if s.leaf > 14] == [19 - i for i in range(5)]
 
 
 @pytest.mark.tensorflow("L19")

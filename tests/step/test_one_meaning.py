@@ -431,10 +431,12 @@ def test_mean_loss_has_both_modes():
         f = jc.mean_loss(loss)
         value, slope = jax.jvp(lambda w: f(w, x), (w,), (jnp.ones(5),))
         weighted = jc.mean_loss(lambda w, x: jc.WeightedLoss(jnp.sum(x @ w), x.shape[0]))
-        return value, slope, jax.value_and_grad(f)(w, x), jax.grad(weighted)(w, x)
+        values = f(w, x), weighted(w, x)
+        return values, value, slope, jax.value_and_grad(f)(w, x), jax.grad(weighted)(w, x)
 
-    value, slope, pair, weighted = jc.data_parallel(step)(W, X)
-    close((value, slope, pair), (loss(W, X), WANT.sum(), (loss(W, X), WANT)))
+    values, value, slope, pair, weighted = jc.data_parallel(step)(W, X)
+    close((values, value, slope), ((loss(W, X), (X @ W).mean()), loss(W, X), WANT.sum()))
+    close(pair, (loss(W, X), WANT))
     np.testing.assert_allclose(weighted, X.mean(0), rtol=1e-4, atol=1e-6)
 
 
