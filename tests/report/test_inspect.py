@@ -14,7 +14,6 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import jaxcoll as jc
 from jaxcoll._report import inspect as _inspect
@@ -278,6 +277,8 @@ def test_the_picture(tmp_path):
     "program", ["cpu-0.12.0.1-kinds", "gpu-0.12.0.1-packs", "v6e-0.12.0.1-layers"]
 )
 def test_picture_words_do_not_overlap(program):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second
+
     golden = GOLDEN / f"{program}.hlo"
     figure = jc.inspect(golden.read_text()).plot()
     renderer = FigureCanvasAgg(figure).get_renderer()

@@ -54,13 +54,17 @@ class Plain:
         return self.total(x)
 
 
-MLP = eqx.nn.MLP(6, 3, 8, 1, key=jax.random.key(0))
 LINEN = nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(3)])
 HAIKU = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 3])(x)))
 jitted = jax.jit(lambda w, x: (x * w).sum())
 mapped = jax.pmap(lambda w, x: jax.lax.psum(x * w, "i"), "i", in_axes=(None, 0))
 step = jc.data_parallel(lambda w, x: jc.all_reduce("sum", (x * w).sum(), "data"))
 of_mlp = eqx.filter_jit(lambda m, x: jax.vmap(m)(x).sum())
+
+
+@functools.cache
+def mlp():
+    return eqx.nn.MLP(6, 3, 8, 1, key=jax.random.key(0))
 
 
 def of_linen():
@@ -71,10 +75,10 @@ CALLS = {  # name: a function, and what it is called with
     "nnx.jit": lambda: (nnx.jit(lambda m, x: m(x).sum()), Net(), X),
     "nnx.jit of a method": lambda: (Net().total, X),
     "nnx module": lambda: (Net(), X),
-    "filter_jit": lambda: (of_mlp, MLP, X),
-    "filter_jit of a method": lambda: (Summed(MLP).total, X),
+    "filter_jit": lambda: (of_mlp, mlp(), X),
+    "filter_jit of a method": lambda: (Summed(mlp()).total, X),
     "filter_pmap": lambda: (eqx.filter_pmap(lambda x: x * 2), X[:8]),
-    "equinox module": lambda: (MLP, X[0]),
+    "equinox module": lambda: (mlp(), X[0]),
     "linen": lambda: (LINEN.apply, of_linen(), X),
     "jax.jit of linen": lambda: (jax.jit(LINEN.apply), of_linen(), X),
     "haiku": lambda: (HAIKU.apply, HAIKU.init(jax.random.key(0), X), X),

@@ -22,17 +22,25 @@ X = np.random.default_rng(11).standard_normal((8, 4, 5)).astype("f")
 
 KEY = jax.random.key(0)
 DENSE = nn.Dense(3)
-GRAPH, STATE = nnx.split(nnx.Linear(5, 3, rngs=nnx.Rngs(0)))
-MODELS = {
-    "linen": DENSE.init(KEY, X[0]),
-    "equinox": [eqx.nn.Linear(5, 4, key=KEY), eqx.nn.Linear(4, 3, use_bias=False, key=KEY)],
-    "nnx": STATE,
-}
+
+
+@functools.cache
+def linear():
+    return nnx.split(nnx.Linear(5, 3, rngs=nnx.Rngs(0)))
+
+
+@functools.cache
+def models():
+    return {
+        "linen": DENSE.init(KEY, X[0]),
+        "equinox": [eqx.nn.Linear(5, 4, key=KEY), eqx.nn.Linear(4, 3, use_bias=False, key=KEY)],
+        "nnx": linear()[1],
+    }
 
 
 def apply(model, x):
     if isinstance(model, nnx.State):
-        return nnx.merge(GRAPH, model)(x)
+        return nnx.merge(linear()[0], model)(x)
     if isinstance(model, dict):
         return DENSE.apply(model, x)
     return jax.vmap(lambda row: functools.reduce(lambda h, layer: jnp.tanh(layer(h)), model, row))(
@@ -66,13 +74,13 @@ def test_linked_chain_equals_one_device(runner):
         return jax.tree.map(vary, model) if runner == "checked" else model
 
     step = of_each(functools.partial(updated, chain(jc.all_reduce_updates("data")), mine=mine))
-    got = jax.tree.map(lambda p: p[0], run(runner, functools.partial(step, MODELS), 8, X))
+    got = jax.tree.map(lambda p: p[0], run(runner, functools.partial(step, models()), 8, X))
     one = jax.jit(of_each(functools.partial(updated, chain())))
-    close(got, one(MODELS, X.reshape(-1, 5)), rtol=1e-4)
+    close(got, one(models(), X.reshape(-1, 5)), rtol=1e-4)
 
 
 def test_summed_gradients_are_refused():
-    model, rows = MODELS["linen"], X.reshape(-1, 5)
+    model, rows = models()["linen"], X.reshape(-1, 5)
 
     def step(model, x, **settings):
         tx = jc.all_reduce_updates("data", **settings)
