@@ -155,16 +155,16 @@ def _run(args: argparse.Namespace) -> int:
         watches.append(watch)
 
     script = Script(args.run)  # raises if there is none, before anything is watched
-    if with_programs:
-        OnImport("jax", shield(start))
+    awaited = OnImport("jax", shield(start)) if with_programs else None
     hangs = report_hangs(args.hang_seconds, end=args.hang_exit) if args.hang_seconds else None
     status = script.run()
     if os.getpid() != process:
         return status  # this is a fork that the script made
     if hangs is not None and not status:
         hangs.explain_silence()
-    if not with_programs:
+    if awaited is None:
         return status
+    awaited.stop()  # what is imported from here on is for the report
     ended = shield(_finish)(args, watches, limits, status, shield)
     if ended is None:  # it failed, and no limit is known to be kept
         _say(shield.notes[-1])

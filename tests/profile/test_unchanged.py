@@ -124,6 +124,7 @@ PROGRAMS = {
         sys.excepthook = hook
         raise ValueError(3)""",
     "exit": "sys.exit(7)",
+    "no JAX": "print(3)",
     "settings": """
         print(jax.config.jax_enable_x64, jnp.ones(3).dtype, jax.device_count(), __file__, sys.argv)
         print(sorted(set(sys.modules) & {"jax", "numpy", "flax", "optax", "matplotlib"}))""",
@@ -132,7 +133,8 @@ BEFORE = "import os\nos.environ.update(JAX_ENABLE_X64='1', JAX_NUM_CPU_DEVICES='
 
 
 def source(case):
-    return (BEFORE if case == "settings" else "") + HEAD + inspect.cleandoc("\n" + PROGRAMS[case])
+    head = {"settings": BEFORE + HEAD, "no JAX": ""}.get(case, HEAD)
+    return head + inspect.cleandoc("\n" + PROGRAMS[case])
 
 
 def run(folder, *words, alone=True):
@@ -151,7 +153,7 @@ def run(folder, *words, alone=True):
     return done.returncode, re.sub("0x[0-9a-f]+", "", done.stdout), done.stderr.splitlines()
 
 
-ALONE = {"settings", "an error", "an error's last words", "exit"}
+ALONE = {"settings", "an error", "an error's last words", "exit", "no JAX"}
 
 
 @pytest.mark.parametrize("case", PROGRAMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.util
 import os
 import sys
@@ -100,6 +101,11 @@ class OnImport(MetaPathFinder):
             then()
         else:
             sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Call nothing any more."""
+        with contextlib.suppress(ValueError):  # it has been called
+            sys.meta_path.remove(self)
 
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         """Find the module as if this were not here, and have its loader call `then`."""
