@@ -146,6 +146,22 @@ def test_barriers_are_told_apart():
         assert lines[:2] == [f"processes 0 and 1 of 2 have waited 10.0 s{first}", second]
 
 
+def test_shared_names_compare_no_calls():
+    programs = {"programs": {"step": 3, "mean": 3}, "devices": 3}
+    one, two = calls("step", "mean", "mean", "step"), calls("step", "mean")
+    rows = {
+        0: row(0, **one, **programs, mixed=["mean"]),  # its own mean, too
+        1: row(1, "program", **calls("step", "mean", "step"), **programs),
+        2: row(2, "python", 11.0, **two, **programs),
+    }
+    verdict = judge(rows, LIMIT)
+    assert (verdict.kind, verdict.missing, verdict.call, verdict.calls) == ("missing", [2], 2, {})
+    rows[2].order, rows[2].calls = one["order"], one["calls"]
+    for waiting in (0, 1):
+        rows[waiting].program = "mean"
+    assert judge(rows, LIMIT).kind == "missing", "nobody knows which mean it has called"
+
+
 def test_program_has_one_name():
     assert {*map(name_program, ("jit__step", "jit(_step)", "pmap__step"))} == {"step"}
 

@@ -35,6 +35,8 @@ class Row:
     host: str = ""
     at: float = 0.0  # seconds since 1970
     silence: float | None = None  # seconds since it was last seen, if it does not answer
+    mixed: list[str] = dataclasses.field(default_factory=list)
+    """The names of programs with collectives that programs without have as well."""
 
     @property
     def is_busy(self) -> bool:
@@ -104,6 +106,9 @@ def _find_waiting(rows: Mapping[int, Row], limit: float) -> list[int]:
 
 def _compare_calls(verdict: Verdict, rows: Mapping[int, Row], names: Collection[str]) -> None:
     """Say which call the missing processes did not make, or which is the first that differs."""
+    # All may call `mean` of a global array, and one process that of an array of its own.
+    mixed = {name for row in rows.values() for name in row.mixed}
+    names = {*names} - mixed
     counts = {r: row.calls for r, row in rows.items() if row.calls}
     order = {r: [n for n in rows[r].order if n in names] for r in counts}
     ends = {r: sum(counts[r].get(name, 0) for name in names) for r in counts}
@@ -126,6 +131,6 @@ def _compare_calls(verdict: Verdict, rows: Mapping[int, Row], names: Collection[
         name = verdict.program = order[first][at]
         verdict.call = counts[first][name] - order[first][at + 1 :].count(name)
         return
-    has_called = bool(counts[first].get(verdict.program or ""))
+    has_called = verdict.program in {*counts[first]} - mixed
     if has_called and all(rows[r].kind in ("python", *ENDS) for r in missing):
         verdict.kind = "inside"  # they have called it too

@@ -140,16 +140,17 @@ class HangProcess:
             where[2:2] = [place for t in others for place in t.show_places(now)[:1]]
         order = [*self._calls.order][-_CALLS:] if self._calls.are_all else []
         programs = {name_program(m): n for m, n in self._compilations.modules.items()}
+        mixed = sorted({*map(name_program, self._compilations.quiet_modules)} & programs.keys())
         if kind == "program" and program is None:
             possible = [name for name in order if name in programs][-1:] or [*programs]
-            program = possible[0] if len(possible) == 1 else None
+            program = possible[0] if len(possible) == 1 and possible[0] not in mixed else None
         return Row(
             self.peers.rank if self.peers else 0, kind, round(seconds, 1), program, where,
             self._shows_computing * self._compute_share(now, seconds), ended,
             dict(self._calls.counts) if self._calls.are_all else None, order, programs,
             self._devices, os.getpid(),
             [threading.get_native_id(), threading.main_thread().ident or 0],
-            socket.gethostname(), time.time(),
+            socket.gethostname(), time.time(), mixed=mixed,
         )  # fmt: skip
 
     def _choose(self, threads: list[Thread], now: float) -> tuple[Thread, str, str | None]:

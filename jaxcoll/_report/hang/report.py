@@ -82,7 +82,8 @@ def _show_missing(row: Row, program: str | None) -> Iterator[str]:
     seen = f"; last seen {row.silence:.1f} s ago" if row.silence is not None else ""
     if not seen and row.seconds:
         state += f" for {row.seconds:.1f} s"
-    if not seen and row.calls and program in row.calls and row.kind != "callback":
+    are_known = row.kind != "callback" and program not in row.mixed and not seen
+    if are_known and row.calls and program in row.calls:
         state += f", after {pluralize(row.calls[program], 'call')} of `{program}`"
     where = f" (pid {row.pid} on {row.host}{seen})" if row.pid else ""
     yield f"  process {row.rank} {state}{where}{':' if row.where else ''}"

@@ -40,6 +40,7 @@ class Compilations:
         self.at = time.monotonic()  # of the last compilation
         self.calls = calls
         self.modules: dict[str, int] = {}  # programs with collectives, and their devices
+        self.quiet_modules: set[str] = set()  # the names of the others
         self._texts: dict[Any, tuple[bytes, int, dict[str, str], bool, str]] = {}
         self._from_cache = False
         self._seen = {_key(executable) for executable in live_executables() if only_new}
@@ -126,6 +127,7 @@ class Compilations:
             self.modules[module.name] = max(devices, default=1)
         else:
             self.quiet += 1
+            self.quiet_modules.add(module.name)
         self._seen.add(key)
 
 
