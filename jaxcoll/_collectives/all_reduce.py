@@ -190,9 +190,8 @@ class AllReduce:
         if feedback is not None:
             summands = feedback.add_to(summands, leaves, count(self.axes))
         carried = _carry_packs(plan, summands, feedback)
-        on_cpus_along = names if world.platform == "cpu" else ()
         results = [result for result, _ in carried]
-        reduced: list[Any] = unpack(results, plan.packs, leaves, on_cpus_along)
+        reduced: list[Any] = unpack(results, plan.packs, leaves, world.platform == "cpu")
         for k, (x, array, leaf) in enumerate(zip(checked, summands, leaves, strict=True)):
             recipe = cast(Recipe, leaf.kind)
             if isinstance(x, Whole):
@@ -207,7 +206,7 @@ class AllReduce:
         result = jax.tree_util.tree_unflatten(treedef, jax.tree.unflatten(structure, arrays))
         if feedback is None:
             return result
-        return result, feedback.next(plan, carried, reduced, on_cpus_along)
+        return result, feedback.next(plan, carried, reduced)
 
     def _check(self, path: str, leaf: Any, typed: bool) -> jax.Array | Whole:
         """Return the array to sum, or raise an error that names its path."""

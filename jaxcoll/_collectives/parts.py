@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -118,10 +118,10 @@ def join_blocks(blocks: jax.Array, pack: Pack) -> jax.Array:
 
 
 def unpack_leaves(
-    wholes: Sequence[jax.Array], layout: ShardLayout, on_cpus_along: Collection[str] = ()
+    wholes: Sequence[jax.Array], layout: ShardLayout, on_cpus: bool = False
 ) -> list[jax.Array]:
     """Return the leaves from packs that `join_blocks` returned; see `unpack`."""
-    arrays = unpack(wholes, layout.packs, layout.leaves, on_cpus_along)
+    arrays = unpack(wholes, layout.packs, layout.leaves, on_cpus)
     return [
         jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
         for array, leaf in zip(arrays, layout.leaves, strict=True)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -85,20 +85,20 @@ def unpack(
     packed: Iterable[jax.Array],
     packs: Sequence[Pack],
     leaves: Sequence[Leaf | jax.Array],
-    on_cpus_along: Collection[str] = (),
+    on_cpus: bool = False,
 ) -> list[jax.Array | None]:
     """Return the leaves, in their order and shapes; None for those that no pack carries.
 
     Slices with static offsets fuse best. But XLA's CPU compiler makes a kernel for each of them, in
     some 6 ms; it makes one kernel for all slices of one shape if it does not know their offsets.
-    With `on_cpus_along`, mapped axes, the offsets therefore depend on the index of one of these.
+    With `on_cpus`, a call that it does not look into therefore returns them.
     """
     pieces: dict[int, list[jax.Array]] = {}
     for array, pack in zip(packed, packs, strict=True):
         if pack.is_leaf(leaves):
             pieces[pack.segments[0].leaf] = [array]
             continue
-        for s, piece in zip(pack.segments, _cut(array, pack, on_cpus_along), strict=True):
+        for s, piece in zip(pack.segments, _cut(array, pack, on_cpus), strict=True):
             pieces.setdefault(s.leaf, []).append(piece)
     result: list[jax.Array | None] = []
     for i, leaf in enumerate(leaves):
@@ -110,30 +110,26 @@ def unpack(
     return result
 
 
-def _cut(array: jax.Array, pack: Pack, axes: Collection[str]) -> list[jax.Array]:
+def _cut(array: jax.Array, pack: Pack, on_cpus: bool) -> list[jax.Array]:
     """Cut a pack into its pieces, in order."""
     pieces_of_size = Counter(s.size for s in pack.segments)
-    zero = None
-    fits = array.size <= np.iinfo(np.int32).max  # offsets are int32
-    mapped = (a for a in axes if fits and lax.axis_size(a) > 1 and not _compat.is_vmapped(a))
-    for axis in itertools.islice(mapped, 1):
-        # The sign bit of an axis index is zero, but no compiler knows that.
-        index = _compat.cast_invariant(lax.axis_index(axis), (axis,))
-        zero = lax.shift_right_logical(index, np.int32(31))
-    pieces, offset = [], 0
-    for s, length in zip(pack.segments, pack.lengths, strict=True):
-        if zero is None or pieces_of_size[s.size] == 1:
-            pieces.append(array[offset : offset + s.size])
-        else:
-            # The compiler passes a constant of two numbers to the kernel; it would inline one.
-            start = lax.dynamic_index_in_dim(
-                np.array([offset, -1], np.int32), zero, keepdims=False, allow_negative_indices=False
-            )
-            pieces.append(
-                lax.dynamic_slice(array, (start,), (s.size,), allow_negative_indices=False)
-            )
-        offset += length
-    return pieces
+    starts = list(itertools.accumulate(pack.lengths, initial=0))
+    parts = [(start, s.size) for start, s in zip(starts, pack.segments, strict=False)]
+    alike = tuple(start for start, size in parts if pieces_of_size[size] > 1)
+    unknown: dict[int, jax.Array] = {}
+    if on_cpus and alike and array.size <= np.iinfo(np.int32).max:
+        given = _compat.forbid_fusion(_return_numbers, numbers=alike)()
+        unknown = dict(zip(alike, given, strict=True))
+    return [
+        lax.dynamic_slice(array, (unknown[start],), (size,), allow_negative_indices=False)
+        if start in unknown
+        else array[start : start + size]
+        for start, size in parts
+    ]
+
+
+def _return_numbers(*, numbers: tuple[int, ...]) -> list[jax.Array]:
+    return [jnp.int32(number) for number in numbers]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -252,7 +252,7 @@ def _make_gather(
     def gather(parts: list[jax.Array]) -> list[jax.Array]:
         wholes = carry_out(plan, parts, carry, enter=enter, leave=leave)
         wholes = _compat.depend_on_all(wholes) if world.over_gloo else wholes
-        return unpack_leaves(wholes, layout, tuple(axes) if world.platform == "cpu" else ())
+        return unpack_leaves(wholes, layout, world.platform == "cpu")
 
     def scatter(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
         recipes = [make_recipe(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -150,7 +150,6 @@ class Feedback:
         plan: CollectivePlan,
         carried: Sequence[tuple[jax.Array, Any]],
         results: Sequence[jax.Array],
-        on_cpus_along: Collection[str],  # as in `unpack`
     ) -> Residual:
         """Return the next residual; it does not change if a reduced leaf with one is not finite."""
         # Leaves without a residual, such as the loss and metrics, do not matter: a step may apply
@@ -164,7 +163,7 @@ class Feedback:
             if lost is not None
         ]
         packs, errors = [pack for pack, _ in coded], [lost for _, lost in coded]
-        errors = unpack(errors, packs, plan.leaves, on_cpus_along)
+        errors = unpack(errors, packs, plan.leaves, plan.world.platform == "cpu")
         paths = [leaf.path for leaf in plan.leaves]
         error_of, parts = dict(zip(paths, errors, strict=True)), []
         layout = self.residual.layout
