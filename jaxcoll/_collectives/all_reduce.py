@@ -284,7 +284,7 @@ def _carry_packs(
             error = feedback.rounding_error(plan, pack, total, result, coded, coding)
         # Round a quotient by itself: fused with a sum that follows, both would be rounded at once.
         divided = plan.options.reproducible and (recipe.divisor or recipe.times > 1)
-        return (_compat.round_as_stored(result) if divided else result), error
+        return (_compat.store(result) if divided else result), error
 
     packed = pack(summands, plan.packs, plan.leaves, plan.elements)
     return carry_out(plan, packed, carry, enter=enter, leave=leave)

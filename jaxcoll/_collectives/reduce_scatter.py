@@ -151,7 +151,7 @@ def _scatter(
     def leave(pack: Pack, total: jax.Array) -> jax.Array:
         recipe = recipes[pack.segments[0].leaf]
         part = scale_sum(total, recipe)
-        return _compat.round_as_stored(part) if plan.reproducible and recipe.divisor else part
+        return _compat.store(part) if plan.reproducible and recipe.divisor else part
 
     packed = pack(arrays, layout.packs, layout.leaves)
     return tuple(carry_out(plan, packed, carry, enter=enter, leave=leave))

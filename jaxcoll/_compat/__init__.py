@@ -21,6 +21,6 @@ from jaxcoll._compat.primitives import depend_on_all as depend_on_all
 from jaxcoll._compat.primitives import forbid_fusion as forbid_fusion
 from jaxcoll._compat.primitives import make_arrays as make_arrays
 from jaxcoll._compat.primitives import order_after as order_after
-from jaxcoll._compat.primitives import round_as_stored as round_as_stored
+from jaxcoll._compat.primitives import store as store
 from jaxcoll._compat.primitives import terms_of_sum as terms_of_sum
 from jaxcoll._compat.primitives import trace_once as trace_once

@@ -161,20 +161,22 @@ _depend_on_p = make_first_primitive(
 )
 
 
-def round_as_stored(x: Any, *, backward: bool = False) -> Any:
-    """Give `x` the bits that it has when it is stored in memory, in every program.
+def store(x: Any, *, only_cotangent: bool = False) -> Any:
+    """Give `x` and its cotangent the bits that they have in memory, in every program.
 
     A compiler that fuses `a * b + c` into one loop may round it once instead of twice; this depends
-    on the surrounding program. It cannot fuse arithmetic across this primitive, which adds no pass
-    over memory. `lax.optimization_barrier` is not enough: XLA's CPU compiler of 2026 drops it
-    before fusion. With `backward`, this is applied to the cotangent instead of `x`.
+    on the surrounding program. It cannot fuse arithmetic across this primitive. XLA's CPU compiler
+    does write `x` to memory, once, and so compiles what makes it into none of its uses; elsewhere
+    this adds no pass over memory. `lax.optimization_barrier` is not enough: XLA's CPU compiler of
+    2026 drops it before fusion.
     """
-    stored = jnp.issubdtype(x.dtype, jnp.inexact) and x.size
-    return _round_as_stored_p.bind(x, backward=backward) if stored else x
+    return _store_p.bind(x, only_cotangent=only_cotangent) if x.size else x
 
 
 def _flip_no_bits(x: jax.Array) -> jax.Array:
     """Change the bits of `x` by a number that is zero, which no compiler can prove."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
     if jnp.iscomplexobj(x):
         return lax.complex(_flip_no_bits(lax.real(x)), _flip_no_bits(lax.imag(x)))
     bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
@@ -188,13 +190,6 @@ def _is_never(bits: jax.Array) -> jax.Array:
     seven = lax.full_like(bits, 7)
     rest = bits % seven
     return rest * rest * rest % seven == lax.full_like(seven, 3)
-
-
-_round_as_stored_p = make_identity_primitive(
-    "round_as_stored",
-    mlir.lower_fun(lambda x, backward: x if backward else _flip_no_bits(x), multiple_results=False),
-    lambda cotangent, backward: [round_as_stored(cotangent, backward=not backward)],
-)
 
 
 def trace_once(fun: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:
@@ -231,3 +226,16 @@ def _jit(function: Callable[..., Any], names: tuple[str, ...]) -> Any:
             return function(*arrays, **parameters)
 
     return jax.jit(call, static_argnames=names)
+
+
+def _lower_store(on_cpus: bool) -> Any:
+    forward = forbid_fusion(lambda x: x) if on_cpus else _flip_no_bits
+    return mlir.lower_fun(
+        lambda x, only_cotangent: x if only_cotangent else forward(x), multiple_results=False
+    )
+
+
+_store_p = make_identity_primitive(
+    "store", _lower_store(on_cpus=False), lambda cotangent, only_cotangent: [store(cotangent)]
+)
+mlir.register_lowering(_store_p, _lower_store(on_cpus=True), platform="cpu")

@@ -177,20 +177,27 @@ def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
     )
 
 
-def steps(stages: Sequence[Stage]) -> int:
+def steps(stages: Sequence[Stage], in_halves: bool = False) -> int:
     """Return the number of collectives requested for one array, one after another.
 
+    With `in_halves`, something else comes between the reduce-scatter and the all-gather.
+
     Examples:
-      >>> [steps(stages(name, 0, (6,))) for name in DESCRIPTIONS]
-      [1, 10, 6, 2]
+      >>> [steps(stages(name, 0, (8,))) for name in DESCRIPTIONS]
+      [1, 14, 5, 2]
+      >>> [steps(stages(name, 0, (8,)), in_halves=True) for name in DESCRIPTIONS]
+      [2, 14, 6, 2]
     """
-    return sum(_STEPS[stage.algorithm](stage, stage is stages[-1]) for stage in stages)
+    last = len(stages) if in_halves else len(stages) - 1
+    return sum(_STEPS[stage.algorithm](stage, k == last) for k, stage in enumerate(stages))
 
 
 _STEPS: dict[str, Callable[[Stage, bool], int]] = {
     "native": lambda stage, is_last: 1 if is_last else 2,
     "ring": lambda stage, is_last: 2 * (stage.replicas - 1),
-    "halving_doubling": lambda stage, is_last: 2 * (stage.replicas - 1).bit_length(),
+    "halving_doubling": lambda stage, is_last: (
+        2 * (stage.replicas - 1).bit_length() - (is_last and _is_power_of_two(stage.replicas))
+    ),
     "shuffle": lambda s, is_last: 2 if s.shards == s.replicas else 2 * (s.replicas - 1),
 }
 """Numbers of collectives in one stage of a composition; the last stage all-reduces."""

@@ -54,7 +54,7 @@ native+int8@16MiB,native+int8@64MiB`."""
 
 EXCHANGED, MOST_PROCESSES = 512 * KiB, 8
 """Largest pack that jaxcoll's exchanges sum on one host: `EXCHANGED` bytes for each process, up to
-`MOST_PROCESSES`. They save at least a quarter of Gloo's time, the price of a dozen more kernels:
+`MOST_PROCESSES`. They save at least a quarter of Gloo's time, the price of five to ten kernels:
 `bench --processes N --sizes 512KiB:8MiB --algorithms native,halving_doubling`, N = 2, 4 and 8."""
 
 BETWEEN_HOSTS = 8

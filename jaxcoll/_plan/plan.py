@@ -84,11 +84,9 @@ class CollectivePlan:
     @property
     def steps(self) -> int:
         """Number of collectives requested; the compiler may combine native ones."""
-        of_packs = sum(steps(self.stages(pack)) for pack in self.packs)
         if self.collective != "all_reduce":
-            # A native all-reduce in the last stage is one step, but its two halves are two.
-            last = [self.stages(pack)[-1:] for pack in self.packs]
-            return (of_packs + sum(s.algorithm == "native" for at in last for s in at)) // 2
+            return sum(steps(self.stages(pack), in_halves=True) for pack in self.packs) // 2
+        of_packs = sum(steps(self.stages(pack)) for pack in self.packs)
         return of_packs + 2 * len(self.gathers)
 
     def stages(self, pack: Pack) -> tuple[Stage, ...]:

@@ -63,7 +63,8 @@ def test_algorithms_send_the_least(algorithm, shape):
     plan = summed_as_planned(shape, np.zeros(size, "f"), algorithm=algorithm)
     assert plan.wire_bytes <= 1.01 * 2 * (n - 1) / n * 4 * size
     if algorithm == "halving_doubling":
-        assert plan.steps == 2 * math.ceil(math.log2(n)), "the fewest"
+        in_pairs = n.bit_count() == 1  # the last pair to halve swaps all of what it sums, once
+        assert plan.steps == 2 * math.ceil(math.log2(n)) - in_pairs, "the fewest"
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
@@ -133,7 +134,10 @@ def test_invariant_axis_is_skipped():
     """Mesh 4 × 2; the leaf holds 2 and 4 along the inner axis, or 1 to 4 along the outer one."""
     options = jc.CommunicationOptions(algorithm="ring/halving_doubling")
     f = lambda x: jc.all_reduce("sum", x, BOTH, options=options, invariant="summed")
-    for axis, x, permutes in (("data", [2.0, 4.0], 2 * 1), ("node", [1.0, 2.0, 3.0, 4.0], 2 * 2)):
+    for axis, x, permutes in (
+        ("data", [2.0, 4.0], 2 * 1),
+        ("node", [1.0, 2.0, 3.0, 4.0], 2 * 2 - 1),
+    ):
         program = mapped(f, P(axis), mesh=grid(4, 2))
         assert program(np.array(x)).tolist() == [sum(x)]
         text = program.lower(np.array(x)).as_text()

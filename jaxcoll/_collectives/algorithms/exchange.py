@@ -85,5 +85,5 @@ def copies(array: jax.Array, n: int) -> list[jax.Array]:
     if n == 1:
         return [array]
     left = 1 << (n - 1).bit_length() - 1
-    halves = [(_compat.round_as_stored(array, backward=True), m) for m in (left, n - left)]
+    halves = [(_compat.store(array, only_cotangent=True), m) for m in (left, n - left)]
     return [copy for half, m in halves for copy in copies(half, m)]

@@ -27,44 +27,86 @@ from jaxcoll import _compat
 from jaxcoll._collectives.algorithms.exchange import pass_on, rotate, swap
 
 
+def all_reduce(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sum (n, k) rows over the replicas; for a power of two in one step less than the two halves.
+
+    The last pair to halve would send each other half of what it still sums, and then at once the
+    sums of these halves. So both send the whole, and both add: the same bytes in one step.
+    """
+    bits = _bits(len(shards))
+    if bits is None:
+        return all_gather(reduce_scatter(shards, axes), len(shards), axes)
+    *others, last = bits
+    shards = _compat.store(shards)
+    for bit in others:
+        shards = _halve(shards, axes, bit)
+    lower, upper = _both(shards, axes, last)
+    shards = lower + upper
+    for bit in reversed(others):
+        shards = _double(shards, axes, bit)
+    return _compat.store(shards)
+
+
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return row `rank` of the sum of (n, k) rows in ⌈log2 n⌉ steps; sends (n-1)/n of the bytes."""
-    rank, bits = lax.axis_index(axes), _bits(len(shards))
+    bits = _bits(len(shards))
     if bits is None:
         # Rotate so that row i is for the replica i further, and all slices are static.
-        shards = rotate(shards, rank)
+        shards = rotate(shards, lax.axis_index(axes))
         for many, few in _halvings(len(shards)):
             received = pass_on(shards[few:many], axes, few)
             kept = many - few
             shards = jnp.concatenate([shards[:kept] + received, shards[kept:few]])
         return shards[0]
-    # After the step of `bit`, a replica's shards are sums over its block of 2·bit replicas. Which
-    # of a pair adds does not matter, as a + b = b + a to the bit: all shards have the same tree.
+    shards = _compat.store(shards)
     for bit in bits:
-        halves = shards.reshape(-1, 2, shards.shape[-1])
-        mine = rank // bit % 2
-        received = swap(_half(halves, 1 - mine), axes, bit)
-        # Store this half, too: the partner's was stored to be sent, and both must be rounded alike.
-        shards = _compat.round_as_stored(_half(halves, mine)) + received
+        shards = _halve(shards, axes, bit)
     return shards[0]
 
 
 def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
     """Return all shards, (count, k), in ⌈log2 n⌉ steps; sends (n-1)/n of their bytes."""
-    shards, rank, bits = shard[None], lax.axis_index(axes), _bits(count)
+    shards, bits = shard[None], _bits(count)
     if bits is None:
         for many, few in reversed(_halvings(count)):
             shards = jnp.concatenate([shards, pass_on(shards[: many - few], axes, -few)])
-        return rotate(shards, -rank)
+        return rotate(shards, -lax.axis_index(axes))
     for bit in reversed(bits):
-        received = swap(shards, axes, bit)
-        # A branch copies each half once; `jnp.where` would read both halves for each.
-        own = _compat.round_as_stored(shards, backward=True)
-        both = lax.cond(
-            rank // bit % 2 == 0, _pairs, lambda own, other: _pairs(other, own), own, received
-        )
-        shards = both.reshape(-1, shards.shape[-1])
-    return shards
+        shards = _double(shards, axes, bit)
+    return _compat.store(shards)
+
+
+def _halve(shards: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
+    """Sum the half of the shards that this replica keeps over a pair.
+
+    Then they are sums over a block of 2·bit replicas. Which of a pair adds does not matter, as
+    a + b = b + a to the bit: all shards have the same tree. What is added here was stored, as what
+    the partner sent was, and both were rounded alike.
+    """
+    halves = shards.reshape(-1, 2, shards.shape[-1])
+    mine = _bit_of_rank(axes, bit)
+    total = _half(halves, mine) + swap(_half(halves, 1 - mine), axes, bit)
+    # XLA adds 16-bit floats in float32 on CPUs, and within a kernel it would not round in between.
+    return _compat.store(total) if total.dtype.itemsize < 4 else total
+
+
+def _double(shards: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
+    """Return the shards of a pair, in order."""
+    return jnp.stack(_both(shards, axes, bit), axis=1).reshape(-1, shards.shape[-1])
+
+
+def _both(mine: jax.Array, axes: tuple[str, ...], bit: int) -> tuple[jax.Array, jax.Array]:
+    """Swap an array within a pair, and return both, the lower rank's first.
+
+    The order matters to a sum, too: that of two NaNs has the bits of the first.
+    """
+    theirs, is_lower = swap(mine, axes, bit), _bit_of_rank(axes, bit) == 0
+    return jnp.where(is_lower, mine, theirs), jnp.where(is_lower, theirs, mine)
+
+
+def _bit_of_rank(axes: tuple[str, ...], bit: int) -> jax.Array:
+    # `//` and `%` of signed numbers would be kernels of their own.
+    return lax.axis_index(axes) >> (bit.bit_length() - 1) & 1
 
 
 def _bits(n: int) -> Sequence[int] | None:
@@ -74,11 +116,9 @@ def _bits(n: int) -> Sequence[int] | None:
 
 
 def _half(halves: jax.Array, which: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(halves, which, axis=1, keepdims=False)
-
-
-def _pairs(first: jax.Array, second: jax.Array) -> jax.Array:
-    return jnp.stack([first, second], axis=1)
+    return lax.dynamic_index_in_dim(
+        halves, which, axis=1, keepdims=False, allow_negative_indices=False
+    )
 
 
 def _halvings(n: int) -> list[tuple[int, int]]:

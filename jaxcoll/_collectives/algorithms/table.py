@@ -117,9 +117,14 @@ def _sum_stages(
     algorithm = ALGORITHMS[stage.algorithm]
     length = -(-flat.size // stage.shards)
     padded = jnp.pad(flat, (0, stage.shards * length - flat.size))
-    shard = algorithm.reduce_scatter(padded.reshape(stage.shards, length), over)
-    total, coded = _sum_stages(shard, outer, axes, coding)
-    return algorithm.all_gather(total, stage.shards, over).reshape(-1)[: flat.size], coded
+    shards, coded = padded.reshape(stage.shards, length), None
+    if stage.algorithm == "halving_doubling" and not outer:
+        total = halving_doubling.all_reduce(shards, over)
+    else:
+        shard = algorithm.reduce_scatter(shards, over)
+        shard, coded = _sum_stages(shard, outer, axes, coding)
+        total = algorithm.all_gather(shard, stage.shards, over)
+    return total.reshape(-1)[: flat.size], coded
 
 
 def reduce_scatter(blocks: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:

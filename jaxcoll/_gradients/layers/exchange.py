@@ -115,7 +115,7 @@ class Traffic:
                 scale_sum(total.astype(recipe.dtype), recipe)
                 for total, recipe in zip(summed, recipes, strict=True)
             ]
-            rows = [_compat.round_as_stored(x) for x in rows] if plan.reproducible else rows
+            rows = [_compat.store(x) for x in rows] if plan.reproducible else rows
             # Replicas along the other axes, such as other hosts, hold the same rows: 1/n of a leaf.
             if not others:
                 return rows

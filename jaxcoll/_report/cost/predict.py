@@ -141,7 +141,7 @@ def _price_stage(stage: Stage, nbytes: float, last: bool, rates: Rates, group: G
         latency = _latency(rates, group) + rates.call
         return Cost(latency, nbytes * _per_byte(rates, group), added)
     link = rates.between if group.k > 1 else rates.within
-    exchanges = steps([stage])
+    exchanges = steps([stage], in_halves=not last)
     # The parts of an all-to-all travel at once; their latency is that of halving and doubling.
     waits = 2 * (n - 1).bit_length() if exchanges == 2 else exchanges
     # To each other owner its shard; then, as an owner, the sum of the own shard to all others.
