@@ -48,6 +48,7 @@ class Thread:
     frames: list[FrameType]
     since: list[float]  # of the thread itself, which may wake up, and then of each frame
     cpu: float = 0.0  # seconds that it has used since the last look
+    name: str = ""
 
     def show_places(self, now: float) -> list[list[Any]]:
         """Show its innermost frames in the user's files."""
@@ -116,7 +117,8 @@ class Stacks:
             stands = same == len(keys) == len(old) and marks[1] - woke <= most_wakes
             times = [*times[:same], *[now] * (len(keys) - same), times[-1] if stands else now]
             self._before[ident] = keys, times, marks
-            threads.append(Thread(ident == main, chain, times[::-1], cpu))
+            name = thread.name if thread is not None else ""
+            threads.append(Thread(ident == main, chain, times[::-1], cpu, name))
         return threads
 
 

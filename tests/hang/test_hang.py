@@ -19,7 +19,7 @@ from hang import campaign
 
 from jaxcoll._job import stacks
 from jaxcoll._job.stacks import Stacks, Thread, classify, name_program, read_call
-from jaxcoll._report.hang import monitor
+from jaxcoll._report.hang import monitor, process
 from jaxcoll._report.hang.judge import Row, judge
 from jaxcoll._report.hang.process import HangProcess
 from jaxcoll._report.hang.report import show_report
@@ -284,6 +284,21 @@ def test_other_threads_compute_for_themselves():
     over.set()
     thread.join()
     assert row.cpu < 0.2
+
+
+def test_other_threads_have_names(monkeypatch):
+    jax.devices()
+    monkeypatch.setattr(process, "has_main_ended", lambda threads: False)  # pytest's may have
+    calls = counting.Calls(Shield())
+    here, over = HangProcess(LIMIT, 0.5, calls, calls._shield), threading.Event()
+    thread = threading.Thread(target=lambda: over.wait(), name="trainer_0")
+    thread.start()
+    time.sleep(0.1)
+    here._measure(0.0)
+    where = here._measure(LIMIT).where
+    over.set()
+    thread.join()
+    assert ("<lambda> (thread trainer_0)", "over.wait()", LIMIT) in [(*p[2:4], p[4]) for p in where]
 
 
 def test_place_is_new_after_calls():

@@ -137,7 +137,11 @@ class HangProcess:
         where = thread.show_places(now) or threads[0].show_places(now)
         if kind == "python":  # another thread may be the one that runs programs
             others = [t for t in threads if t is not thread and now - t.since[0] > self._limit / 3]
-            where[2:2] = [place for t in others for place in t.show_places(now)[:1]]
+            where[2:2] = [
+                [*place[:2], f"{place[2]} (thread {t.name})", *place[3:]]
+                for t in others
+                for place in t.show_places(now)[:1]
+            ]
         order = [*self._calls.order][-_CALLS:] if self._calls.are_all else []
         programs = {name_program(m): n for m, n in self._compilations.modules.items()}
         mixed = sorted({*map(name_program, self._compilations.quiet_modules)} & programs.keys())
