@@ -315,13 +315,13 @@ def test_place_is_new_after_calls():
     time.sleep(0.1)
     for now, calls in ((0.0, (7, None)), (1.0, (8, epoch.__code__)), (2.0, (9, None))):
         threads = looked.look(now, {thread.ident: calls}, wakes=0)
-        since |= {f.f_code: s for t in threads for f, s in zip(t.frames, t.since[1:], strict=True)}
-    innermost = threads[-1].since[1]
+        here = next(t for t in threads if any(f.f_code is epoch.__code__ for f in t.frames))
+        since |= zip([f.f_code for f in here.frames], here.since[1:], strict=True)
     over.set()
     thread.join()
     run = threading.Thread.run.__code__
     assert (since[run], since[epoch.__code__], since[load.__code__]) == (0.0, 1.0, 1.0)
-    assert innermost == 2.0
+    assert here.since[1] == 2.0
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from Python 3.12 on")
