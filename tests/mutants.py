@@ -152,7 +152,7 @@ def recorded(python, copy, at_once):
     for folder in TESTS:
         record = f"lines-{Path(folder).name}-{digest}"
         if not any(copy.glob(f"{record}-*")):
-            flags = ("-p", "mutants", "-n", str(at_once))
+            flags = ("-p", "mutants", "-n", str(max(2, at_once)))
             status, output = run_tests(
                 python, copy, [folder], *flags, RECORD_LINES=str(copy / record)
             )
