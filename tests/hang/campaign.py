@@ -31,7 +31,7 @@ LAST = {
     "subprocess": "subprocess.run(", "socket": "sockets[0].recv(1)", "input": "input()",
     "GIL held": "ctypes.PyDLL(None).sleep(", "GIL busy": "sum(range(", "stopped": "is stopped",
     "raised": "ValueError at program.py", "future": ".result()", "thread": "in join:",
-    "poll": "in <lambda>: time.sleep(SECONDS)", "event loop": "asyncio.run(",
+    "poll": ")): time.sleep(SECONDS)", "event loop": "asyncio.run(",
     "file lock": "in lock_file:", "signal": "signal.pause()", "loader": "in __next__:",
     "in a library": "sorted([1, 2]", "left": "has ended its program",
     "exit": "time.sleep(SECONDS)", "fewer": "has ended its program", "callback": "in sleep:",

@@ -309,19 +309,18 @@ def test_place_is_new_after_calls():
     def load():
         over.wait()
 
-    over, looked, since = threading.Event(), Stacks(), {}
+    over, looked, since = threading.Event(), Stacks(), []
     thread = threading.Thread(target=epoch, name="user")
     thread.start()
     time.sleep(0.1)
     for now, calls in ((0.0, (7, None)), (1.0, (8, epoch.__code__)), (2.0, (9, None))):
-        threads = looked.look(now, {thread.ident: calls}, wakes=0)
-        here = next(t for t in threads if any(f.f_code is epoch.__code__ for f in t.frames))
-        since |= zip([f.f_code for f in here.frames], here.since[1:], strict=True)
+        for t in looked.look(now, {thread.ident: calls}, wakes=0):
+            times = dict(zip([f.f_code for f in t.frames], t.since[1:], strict=True))
+            if load.__code__ in times:
+                since += [times[threading.Thread.run.__code__], times[epoch.__code__], t.since[1]]
     over.set()
     thread.join()
-    run = threading.Thread.run.__code__
-    assert (since[run], since[epoch.__code__], since[load.__code__]) == (0.0, 1.0, 1.0)
-    assert here.since[1] == 2.0
+    assert since == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 2.0]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="calls are counted from Python 3.12 on")
