@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxcoll._elastic.generation import Generation, RegroupError, describe
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._plan.packs.leaves import flatten_with_paths
 from jaxcoll._runtime.agreement import group_divergent
-from jaxcoll._runtime.fingerprint import digest_bytes, find_difference
+from jaxcoll._runtime.fingerprint import digest_bytes, find_difference, view_bytes
 from jaxcoll._runtime.peers import parse_rank
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import ProgramMismatchError, ReplicaDivergenceError
@@ -89,7 +88,6 @@ def check_copies(tree: Any) -> None:
     for path, x in flatten_with_paths(tree)[0]:
         groups: dict[Any, list[str]] = {}
         for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
-            # As bytes: a NaN is unequal to itself, and 0 equals −0.
             groups.setdefault(view_bytes(shard.data).tobytes(), []).append(str(shard.device.id))
         if len(groups) > 1:
             largest_first = sorted(groups.values(), key=len, reverse=True)
@@ -102,12 +100,6 @@ def check_copies(tree: Any) -> None:
             "must compute the same on all replicas; check its `jc.same`.",
             divergent=divergent,
         )
-
-
-def view_bytes(x: Any) -> np.ndarray:
-    """View an array as bytes; of one with several copies here, the first."""
-    first = x.addressable_data(0) if isinstance(x, jax.Array) else x
-    return np.ascontiguousarray(first).reshape(-1).view(np.uint8)
 
 
 def make_divergence_error(digests: dict[str, str]) -> ReplicaDivergenceError:

@@ -34,13 +34,13 @@ from jaxcoll._elastic.comparison import (
     digest_state,
     make_divergence_error,
     make_structure_error,
-    view_bytes,
 )
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import whole_shapes
 from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array
+from jaxcoll._runtime.fingerprint import view_bytes
 from jaxcoll._step.data_parallel import data_parallel
 
 _LOG = logging.getLogger("jaxcoll")
@@ -289,7 +289,7 @@ def _sums_at_start(state: Any) -> list[Shards]:
 def _broadcast(state: Any, membership: Membership, mesh: Mesh, together: Together) -> Any:
     """Send the state of the worker that has it to all: as bytes, so that NaNs keep their bits."""
     leaves, structure = jax.tree.flatten(state)
-    parts = [view_bytes(x) for x in leaves]
+    parts = [view_bytes(x).reshape(-1) for x in leaves]
     mine = np.concatenate([np.zeros(0, np.uint8), *parts])
     axis, generation = mesh.axis_names[0], membership.generation
     here = len(mesh.local_devices)

@@ -235,17 +235,20 @@ def digest_arguments(call: Call) -> FirstValues:
         name, shards = argument_name(path, call.name_of), leaf.addressable_shards
         if leaf.is_fully_replicated:
             if call.compares and shards:
-                replicated[name] = digest_bytes(_bytes(shards[0].data))
+                replicated[name] = digest_bytes(view_bytes(shards[0].data))
         elif call.rows:
-            parts = [_bytes(shard.data) for shard in shards]
+            parts = [view_bytes(shard.data) for shard in shards]
             if any(np.any(x != x[:1]) for x in parts):
                 rows[name] = digest_bytes(b"".join(x.tobytes() for x in parts))
     return FirstValues(replicated, rows)
 
 
-def _bytes(x: jax.Array) -> np.ndarray:
-    # Rows of bytes, uint8[size, itemsize]: NaNs and zeros are compared bit by bit.
-    flat = np.ascontiguousarray(np.asarray(reveal_key(x))).reshape(-1)
+def view_bytes(x: Any) -> np.ndarray:
+    """View an array as rows of bytes, uint8[size, itemsize]; of several copies here, the first."""
+    # NaNs and zeros are compared bit by bit.
+    x = reveal_key(x)
+    first = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    flat = np.ascontiguousarray(first).reshape(-1)
     return flat.view(np.uint8).reshape(flat.size, -1) if flat.size else np.zeros((0, 1), np.uint8)
 
 
