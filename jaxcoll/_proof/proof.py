@@ -29,10 +29,11 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxcoll._compat import marks, settings
+from jaxcoll._plan.checks import describe_type
 from jaxcoll._proof import primitives, refusals
 from jaxcoll._proof.dataflow import Dataflow, union
 from jaxcoll._proof.repeated_sums import RepeatedSum, is_divided
-from jaxcoll._proof.subjaxprs import equations, is_ref, open_jaxpr, programs, show_line, show_type
+from jaxcoll._proof.subjaxprs import equations, is_ref, open_jaxpr, programs, show_line
 from jaxcoll._proof.walk import find_line, find_nested_line
 
 # A set of axes is an integer with the lowest of each axis's five bits, as in `_Proof.bit`. So
@@ -300,14 +301,14 @@ class _Proof(Dataflow):
             if getattr(x.aval, "dtype", None) == "bfloat16":
                 at = show_line(settings.users_line(eqn))
                 fields = {"name": eqn.primitive.name, "axis": self._axis(named), "at": at}
-                raise ValueError(refusals.NARROW.format(like=show_type(x.aval), **fields))
+                raise ValueError(refusals.NARROW.format(like=describe_type(x.aval), **fields))
 
     def _check_parts(self, eqn: JaxprEqn, ins: Sequence[int], named: int) -> None:
         for x, fact in zip(eqn.invars, ins, strict=True):
             if moved := fact // _MOVED & named & self._checked:
                 axis = self._axis(moved)
                 at = show_line(settings.users_line(eqn))
-                like = show_type(x.aval)
+                like = describe_type(x.aval)
                 raise ValueError(refusals.PARTS_SUMMED.format(axis=axis, at=at, like=like))
 
     def _combine(self, eqn: JaxprEqn, fact: int) -> int:
@@ -375,4 +376,5 @@ class _Proof(Dataflow):
                 axis = self._axis(bits)
                 if not is_divided(out, jaxpr, self.sizes[axis]):
                     maker = find_line(jaxpr, atom, {*primitives.EQUALIZING, marks.SAME})
-                    yield RepeatedSum(axis, show_type(atom.aval), settings.users_line(eqn), maker)
+                    like, line = describe_type(atom.aval), settings.users_line(eqn)
+                    yield RepeatedSum(axis, like, line, maker)

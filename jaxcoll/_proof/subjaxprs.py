@@ -83,8 +83,3 @@ def show_line(line: str) -> str:
 
 def get_shape(atom: Any) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
-
-
-def show_type(array: Any) -> str:
-    """Format the type of an array or an abstract value for a message: float32[3, 5]."""
-    return f"{array.dtype.name}{[*array.shape]}"
