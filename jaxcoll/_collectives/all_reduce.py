@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -252,8 +253,8 @@ class AllReduce:
             raise already_reduced("all_reduce", path, array, self.axes, missing, **advice)
         # Each of m copies counts, m times the value in all; a MEAN over n replicas then divides the
         # value by n/m. Copies of the replicas' sum count once, and a MEAN divides them by n.
-        times = 1 if self.invariant == "summed" else count(missing)
-        divisor = count(self.axes) // times if self.op is ReduceOp.MEAN else None
+        times = 1 if self.invariant == "summed" else math.prod(missing.values())
+        divisor = math.prod(self.axes.values()) // times if self.op is ReduceOp.MEAN else None
         over = tuple(a for a, n in self.axes.items() if n > 1 and a not in missing)
         varying = _compat.varying_axes(array) if typed else frozenset()
         return dataclasses.replace(

@@ -35,7 +35,7 @@ def entered(f):
     return codes
 
 
-@pytest.mark.parametrize(("before", "most"), [(0, 64), (1, 61)], ids=["first", "second"])
+@pytest.mark.parametrize(("before", "most"), [(0, 63), (1, 60)], ids=["first", "second"])
 def test_bare_call_is_short(before, most):
     all_reduce = jc.all_reduce  # the name's first use imports files
     jax.clear_caches()
