@@ -42,10 +42,16 @@ KiB, MiB = 1 << 10, 1 << 20
 
 # Constants, each with the command that measures it; `bench` is `python -m benchmarks.all_reduce`.
 
-PACKED = BytesPerPack(16 * MiB, alone=2 * MiB)
-"""Packs over Gloo, and packs of codes on accelerators. A leaf of more than 2 MiB takes longer to
-copy into a pack and out of it than Gloo takes to start: `bench --processes N --tree resnet50
---algorithms native@all,native@16MiB,native@2MiB,per-leaf`, N = 2, 4 and 8."""
+PACKED = BytesPerPack(64 * MiB, alone=4 * MiB)
+"""Packs over Gloo. A leaf of more than 4 MiB takes longer to copy into a pack and out of it than
+Gloo takes for another array: `bench --processes N --tree resnet50 --algorithms
+native@all,native@16MiB,native@4MiB,per-leaf`, N = 2, 4 and 8."""
+# Where threads share cores, an array over Gloo costs milliseconds whatever its size: Gloo's thread
+# polls a connection for as long as another thread holds it.
+
+SHARDED = BytesPerPack(16 * MiB, alone=2 * MiB)
+"""Packs of shards, the same in every world, so that a layout made outside a program fits the one
+inside; and packs of codes on accelerators."""
 
 CODES = BytesPerPack(64 * MiB)
 """Packs of codes between simulated devices, where copies cost nothing and each new pack size
@@ -145,7 +151,7 @@ def packing_for(
         return PACKED
     if not any(leaf.format for leaf in leaves):
         return UNPACKED
-    return CODES if world.platform == "cpu" else PACKED
+    return CODES if world.platform == "cpu" else SHARDED
 
 
 def wants_order(options: CommunicationOptions, world: World) -> bool:

@@ -112,7 +112,8 @@ def _why_packed(plan: CollectivePlan) -> str:
     options, world, packing = plan.options, plan.world, plan.packing
     if plan.overlap and not options.bytes_per_pack:
         return ", each sent as soon as its gradients are ready"
-    if packing not in (UNPACKED, planner.PACKED, planner.CODES) or options.bytes_per_pack:
+    automatic = UNPACKED, planner.PACKED, planner.SHARDED, planner.CODES
+    if packing not in automatic or options.bytes_per_pack:
         return ", as requested"
     if packing != UNPACKED and world.over_gloo:
         return ": over Gloo every array takes long to start, and a large one even longer to copy"

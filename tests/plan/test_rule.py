@@ -61,7 +61,7 @@ def test_combining_compilers_get_no_packs(platform):
 def test_small_leaves_share_a_pack():
     plan = plan_of([256] * 200)
     assert len(plan.packs) == 1
-    assert plan.reasons[0].startswith("packs: leaves over 2 MiB alone, others in packs of at most")
+    assert plan.reasons[0].startswith("packs: leaves over 4 MiB alone, others in packs of at most")
 
 
 @pytest.mark.parametrize(

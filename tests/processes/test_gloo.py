@@ -26,7 +26,7 @@ def test_training_equals_one_device(pair):
     assert len({r["bits"] for r in trained}) == 1
     for r in trained:
         assert r["world"] == "2 × cpu, 2 processes"
-        assert "leaves over 2 MiB alone" in r["reason"]
+        assert "leaves over 4 MiB alone" in r["reason"]
         assert r["packs"] == 1
         assert r["scatters"] == 0, "the compiler's own over Gloo is reported to go wrong"
         assert r["rows"] == [[1, 128]]

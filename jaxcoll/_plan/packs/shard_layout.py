@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxcoll._compression.format import find_format
 from jaxcoll._plan.checks import describe_type
-from jaxcoll._plan.choose import half_algorithm
+from jaxcoll._plan.choose import SHARDED, half_algorithm
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import (
@@ -30,10 +30,6 @@ from jaxcoll._plan.packs.packing import (
 from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import pluralize
-
-DEFAULT_PACKING = BytesPerPack(16 << 20, 2 << 20)
-"""The rule for packs without options. It is the same in every world, so that a layout made outside
-a program fits the one inside."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -96,7 +92,7 @@ def lay_out(
     A pack has at most `bytes_per_pack`, unless it is one larger leaf; 0: 16 MiB, and leaves of
     more than 2 MiB alone.
     """
-    rule = BytesPerPack(bytes_per_pack) if bytes_per_pack else DEFAULT_PACKING
+    rule = BytesPerPack(bytes_per_pack) if bytes_per_pack else SHARDED
     return ShardLayout(treedef, leaves, plan_packs(leaves, rule), replicas)
 
 
