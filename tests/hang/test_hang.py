@@ -139,7 +139,7 @@ def test_barriers_are_told_apart():
         (
             (None, None),
             " for one another.",
-            "  processes 0 and 1: waits at a barrier of the coordination service",
+            "  processes 0 and 1: at a barrier of the coordination service",
         ),
     ):
         rows = {r: row(r, kind, program=name) for r, name in enumerate(names)}

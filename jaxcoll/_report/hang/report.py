@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -59,7 +60,7 @@ def show_report(verdict: Verdict, rows: Mapping[int, Row], collective: str) -> I
         nth = ""
         if verdict.call is not None and kind == "program":
             nth, name = f"call {verdict.call} of ", verdict.program
-        state = "waits in JAX" if kind == "program" else _STATES[kind]
+        state = "in JAX" if kind == "program" else re.sub(r"^(is|waits) ", "", _STATES[kind])
         name = _quote(name, kind == "barrier")
         yield f"  {_list(some)}: {f'in {nth}{name}' if name else state}"
         if place:
