@@ -97,6 +97,13 @@ def test_report_is_worded():
     ]
 
 
+def test_seconds_are_not_of_the_error():
+    rows = job(row(2, "ended", 6.0, ended="ValueError at a.py:1: loss is nan", pid=5, host="h"))
+    *_, last = show_report(judge(rows, LIMIT), rows, "")
+    error = "has ended its program with ValueError at a.py:1: loss is nan"
+    assert last == f"  process 2 {error}, and waits at its end for 6.0 s (pid 5 on h)"
+
+
 def test_old_rows_count_nothing():
     there = [["load.py", 3, "main", "step(w, x)", 0.0]]
     absent = row(2, "stopped", 0.0, where=there, pid=5, host="h", silence=12.0, **calls("step"))

@@ -78,8 +78,7 @@ def _show_missing(row: Row, program: str | None) -> Iterator[str]:
     if row.kind == "program" and row.is_busy:
         state = "computes"
     if row.ended is not None:
-        ended = f"has ended its program{' with ' * bool(row.ended)}{row.ended}"
-        state = f"{ended}, and {state}" if row.kind != "ended" else ended
+        state = f"has ended its program{' with ' * bool(row.ended)}{row.ended}, and {state}"
     seen = f"; last seen {row.silence:.1f} s ago" if row.silence is not None else ""
     if not seen and row.seconds:
         state += f" for {row.seconds:.1f} s"
