@@ -19,7 +19,8 @@ import pytest
 from hang import campaign
 
 from jaxcoll._job import stacks
-from jaxcoll._job.stacks import Stacks, Thread, classify, name_program, read_call
+from jaxcoll._job.frames import read_call
+from jaxcoll._job.stacks import Stacks, Thread, classify, name_program
 from jaxcoll._report.hang import monitor, process
 from jaxcoll._report.hang.judge import Row, judge
 from jaxcoll._report.hang.process import HangProcess

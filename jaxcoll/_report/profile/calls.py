@@ -15,7 +15,8 @@ import jax
 
 from jaxcoll._compat.running import is_tracing
 from jaxcoll._compat.settings import has_backend
-from jaxcoll._job.stacks import clean_name, look_up, name_program, unwrap
+from jaxcoll._job.frames import look_up, unwrap
+from jaxcoll._job.stacks import clean_name, name_program
 from jaxcoll._report.profile.shield import Shield
 
 _TOOLS = (4, 3)
