@@ -5,9 +5,6 @@ They compute nothing in the forward pass and leave nothing in a compiled program
 
 from __future__ import annotations
 
-import dis
-import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -167,49 +164,3 @@ batching.primitive_batchers[_through_p] = lambda xs, dims, **params: (
 )
 ad.primitive_jvps[_through_p] = _through_jvp
 ad.primitive_transposes[_through_p] = _through_transpose
-
-
-def is_backward(eqn: Any) -> bool:
-    """Return True if an equation was made by transposing a derivative.
-
-    Equations of an inner program may lack this mark. A user's scope may have any name, so the name
-    "transpose" is not enough.
-    """
-    return any(
-        type(scope).__name__ == "Transform" and scope.name == "transpose" for scope in _scopes(eqn)
-    )
-
-
-def is_our_reduction(eqn: Any) -> bool:
-    return any(re.fullmatch(r"[a-z_]+_[0-9a-f]{6}/pack\d+", x.name) for x in _scopes(eqn))
-
-
-def only_raises(eqn: Any) -> bool:
-    code = getattr(getattr(eqn.params.get("callback"), "callback_func", None), "__code__", None)
-    ends = [] if code is None else [x.opname for x in dis.get_instructions(code)]
-    return bool(ends) and not any(name.startswith(("RETURN", "YIELD")) for name in ends)
-
-
-def is_lowered_to_functions(eqn: Any) -> bool:
-    """Return True if an equation is compiled to functions of its operands alone.
-
-    XLA may run a custom call without side effects once, or never; so it is one of these functions.
-    Not so what reads the device's number, calls the host, or communicates.
-    """
-    types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
-    call = functools.partial(eqn.primitive.bind, **eqn.params)
-    try:
-        text = jax.jit(call).lower(*types).as_text()
-    except Exception:  # it cannot be lowered by itself, or not for the devices here
-        return False
-    return not _NO_FUNCTION.search(text)
-
-
-_NO_FUNCTION = re.compile(
-    r"stablehlo\.(all_|collective|cross|infeed|partition_id|recv|reduce_sc|replica_id|rng\b|send)"
-    r"|custom_call @\w*callback|has_side_effect = true"
-)
-
-
-def _scopes(eqn: Any) -> tuple[Any, ...]:
-    return tuple(eqn.source_info.name_stack.stack)

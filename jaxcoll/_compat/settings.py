@@ -26,6 +26,9 @@ _NUMERICS = (
     *("jax_memory_fitting_effort", "jax_disable_most_optimizations"),
 )
 
+LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]jaxcoll[/\\]_\w+[/\\.]")
+"""Files that are not the user's: installed packages, and the rooms of this one."""
+
 
 def numerics() -> dict[str, Any]:
     """Read by name the settings that change numerical results, if this JAX has them."""
@@ -65,23 +68,10 @@ def checks_of_thread() -> Callable[[], contextlib.ExitStack] | None:
     return enter
 
 
-def frames(eqn: Any) -> tuple[Any, ...]:
-    """List the stack frames in which an equation was traced, innermost first."""
-    return tuple(getattr(eqn.source_info.traceback, "frames", ()))
-
-
-def users_line(eqn: Any) -> str:
-    """Find the innermost line outside of libraries that traced an equation, as file:line."""
-    for frame in frames(eqn):
-        if not _LIBRARIES.search(frame.file_name):
-            return f"{frame.file_name}:{frame.line_num}"
-    return ""
-
-
 def line_here() -> str:
     """Find the innermost running line outside of libraries, as file:line."""
     frame: Any = sys._getframe()
-    while frame is not None and _LIBRARIES.search(frame.f_code.co_filename):
+    while frame is not None and LIBRARIES.search(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
@@ -93,23 +83,6 @@ def warn(message: str, category: type[Warning] = UserWarning, line: str = "") ->
         warnings.warn_explicit(message, category, file, int(number))
     else:
         warnings.warn(message, category, stacklevel=2)
-
-
-def line_of_gradient(eqn: Any) -> str:
-    """Find the user's line that called `jax.grad` for an equation, or "" if there is none.
-
-    The innermost line of an equation in a backward pass is a line of the loss.
-    """
-    in_grad = False
-    for frame in frames(eqn):
-        in_grad |= bool(_GRADIENT.search(frame.file_name)) and "grad" in frame.function_name
-        if in_grad and not _LIBRARIES.search(frame.file_name):
-            return f"{frame.file_name}:{frame.line_num}"
-    return ""
-
-
-_GRADIENT = re.compile(r"[/\\]jax[/\\]_src[/\\]api\.py$")
-_LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]jaxcoll[/\\]_\w+[/\\.]")
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

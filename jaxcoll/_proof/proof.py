@@ -28,7 +28,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxcoll._compat import marks, settings
+from jaxcoll._compat import eqns, marks
 from jaxcoll._plan.checks import describe_type
 from jaxcoll._proof import primitives, refusals
 from jaxcoll._proof.dataflow import Dataflow, union
@@ -54,13 +54,13 @@ class Proven:
 
     def gradient_line(self, k: int) -> str:
         """Find the user's line that took a gradient that output `k` depends on; "" if none."""
-        return find_nested_line(self.jaxpr, self.jaxpr.outvars[k], settings.line_of_gradient)
+        return find_nested_line(self.jaxpr, self.jaxpr.outvars[k], eqns.line_of_gradient)
 
     def callback_line(self, k: int) -> str:
         """Find the user's line of a host callback that output `k` depends on; "" if none."""
 
         def line(eqn: JaxprEqn) -> str:
-            return settings.users_line(eqn) if "callback" in eqn.primitive.name else ""
+            return eqns.users_line(eqn) if "callback" in eqn.primitive.name else ""
 
         return find_nested_line(self.jaxpr, self.jaxpr.outvars[k], line)
 
@@ -232,7 +232,7 @@ class _Proof(Dataflow):
         if name in primitives.FUNCTIONS or name in primitives.SILENT or programs(eqn):
             return True
         if id(eqn) not in self._functions:
-            self._functions[id(eqn)] = marks.is_lowered_to_functions(eqn)
+            self._functions[id(eqn)] = eqns.is_lowered_to_functions(eqn)
         return self._functions[id(eqn)]
 
     def _mark(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
@@ -281,13 +281,13 @@ class _Proof(Dataflow):
             gathers = name.startswith("all_gather")
             if not gathers:
                 self._check_parts(eqn, ins, named)
-            if name in primitives.SUMS and not marks.is_our_reduction(eqn):
+            if name in primitives.SUMS and not eqns.is_our_reduction(eqn):
                 self._note_sums(eqn, ins, jaxpr)
             # A sum of what was the same before is no reduction: it may be a count.
             sums = 0 if gathers else named
             return [(fact | (fact & sums) * _REDUCED) & clear for fact in ins]
         reduced = named * _REDUCED if name == "reduce_scatter" else 0
-        if reduced and whole and not marks.is_our_reduction(eqn):
+        if reduced and whole and not eqns.is_our_reduction(eqn):
             self._note_sums(eqn, ins, jaxpr)
         # All others give each replica something of its own: a part of a sum, another's array.
         return [union(ins) & clear | named | reduced] * len(eqn.outvars)
@@ -299,7 +299,7 @@ class _Proof(Dataflow):
     def _check_width(self, eqn: JaxprEqn, named: int) -> None:
         for x in eqn.invars:
             if getattr(x.aval, "dtype", None) == "bfloat16":
-                at = show_line(settings.users_line(eqn))
+                at = show_line(eqns.users_line(eqn))
                 fields = {"name": eqn.primitive.name, "axis": self._axis(named), "at": at}
                 raise ValueError(refusals.NARROW.format(like=describe_type(x.aval), **fields))
 
@@ -307,7 +307,7 @@ class _Proof(Dataflow):
         for x, fact in zip(eqn.invars, ins, strict=True):
             if moved := fact // _MOVED & named & self._checked:
                 axis = self._axis(moved)
-                at = show_line(settings.users_line(eqn))
+                at = show_line(eqns.users_line(eqn))
                 like = describe_type(x.aval)
                 raise ValueError(refusals.PARTS_SUMMED.format(axis=axis, at=at, like=like))
 
@@ -324,7 +324,7 @@ class _Proof(Dataflow):
     def _check_local(self, fact: int, eqn: JaxprEqn) -> None:
         """Refuse a combination of a shard with a number that comes from one shard."""
         if both := fact // _PART & fact // _LOCAL & self._checked:
-            at = show_line(settings.users_line(eqn))
+            at = show_line(eqns.users_line(eqn))
             raise ValueError(refusals.LOCAL_NORM.format(axis=self._axis(both), at=at))
 
     def check_choice(
@@ -334,7 +334,7 @@ class _Proof(Dataflow):
         self._write(union(ins), by)  # only some replicas may change a reference there
         if not by & self._checked:
             return
-        where, line = "branch", settings.users_line(eqn)
+        where, line = "branch", eqns.users_line(eqn)
         if eqn.primitive.name == "while":
             condition = open_jaxpr(bodies[-1])
             where, line = "loop", find_line(condition, condition.outvars[0])
@@ -346,15 +346,15 @@ class _Proof(Dataflow):
             if named := self._axes_in(inner.params) & by & self._checked:
                 fields = {"axis": self._axis(named), "where": where}
                 fields["advice"] = self._advise(nested).format(**fields)
-                fields |= {"at": show_line(settings.users_line(inner)), "line": show_line(line)}
+                fields |= {"at": show_line(eqns.users_line(inner)), "line": show_line(line)}
                 raise ValueError(refusals.CHOSEN.format(kind=f"`{name}`", **fields))
 
     def _advise(self, nested: Sequence[JaxprEqn]) -> str:
         """Choose the way out of a branch or loop with these equations."""
-        if any(map(marks.is_backward, self._around)):
+        if any(map(eqns.is_backward, self._around)):
             return refusals.SOLVER
-        gradient = next(filter(None, map(settings.line_of_gradient, nested)), "")
-        if not gradient and not any(map(marks.is_backward, nested)):
+        gradient = next(filter(None, map(eqns.line_of_gradient, nested)), "")
+        if not gradient and not any(map(eqns.is_backward, nested)):
             return refusals.MOVE_OUT
         return refusals.MOVE_OUT + refusals.OWN_GRADIENT.replace("{gradient}", show_line(gradient))
 
@@ -371,10 +371,10 @@ class _Proof(Dataflow):
                 # Along an axis of this sum, a reduction was there before, and nothing differs
                 # since.
                 bits = again & ~fact & fact // _REDUCED
-                if not bits or marks.is_backward(eqn):
+                if not bits or eqns.is_backward(eqn):
                     continue
                 axis = self._axis(bits)
                 if not is_divided(out, jaxpr, self.sizes[axis]):
                     maker = find_line(jaxpr, atom, {*primitives.EQUALIZING, marks.SAME})
-                    like, line = describe_type(atom.aval), settings.users_line(eqn)
+                    like, line = describe_type(atom.aval), eqns.users_line(eqn)
                     yield RepeatedSum(axis, like, line, maker)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxcoll._compat import marks
+from jaxcoll._compat import eqns
 
 _CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
@@ -68,7 +68,7 @@ def equations(program: Any) -> Iterator[JaxprEqn]:
 def ends_in_error(program: Any) -> bool:
     """True if a program always calls a host function that only raises."""
     bodies = filter(None, map(find_callee, open_jaxpr(program).eqns))
-    return any(map(marks.only_raises, open_jaxpr(program).eqns)) or any(map(ends_in_error, bodies))
+    return any(map(eqns.only_raises, open_jaxpr(program).eqns)) or any(map(ends_in_error, bodies))
 
 
 def is_ref(atom: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll._compat import settings
+from jaxcoll._compat import eqns
 from jaxcoll._proof.subjaxprs import equations, find_callee, programs
 
 
@@ -32,8 +32,8 @@ def walk_back(jaxpr: Jaxpr, atom: Any) -> Iterator[JaxprEqn]:
 
 def find_line(jaxpr: Jaxpr, atom: Any, names: set[str] | None = None) -> str:
     """Find the user's line of the nearest equation that a value depends on, among `names`."""
-    eqns = (e for e in walk_back(jaxpr, atom) if names is None or e.primitive.name in names)
-    return next(filter(None, map(settings.users_line, eqns)), "")
+    behind = (e for e in walk_back(jaxpr, atom) if names is None or e.primitive.name in names)
+    return next(filter(None, map(eqns.users_line, behind)), "")
 
 
 def find_nested_line(jaxpr: Jaxpr, atom: Any, line: Callable[[JaxprEqn], str]) -> str:
