@@ -51,9 +51,10 @@ def loop(turns):
     def block(name):
         nonlocal is_watched, x
         is_watched = name == "watched"
-        if hasattr(sys, "monitoring"):
-            tool = next(tool for tool in range(6) if sys.monitoring.get_tool(tool) == "jaxcoll")
-            sys.monitoring.set_events(tool, sys.monitoring.events.CALL * is_watched)
+        if tool is not None:
+            # Events stay on: Python would instrument all code anew, also that of the watch.
+            register = sys.monitoring.register_callback
+            register(tool, sys.monitoring.events.CALL, callback if is_watched else None)
         total(shared).block_until_ready()
         before = time.process_time()
         for _ in range(STEPS * (rank == 0)):
@@ -62,6 +63,10 @@ def loop(turns):
         return time.process_time() - before
 
     time.sleep(3)  # until the watch has imported what it needs
+    tool = callback = None
+    if hasattr(sys, "monitoring"):
+        tool = next(tool for tool in range(6) if sys.monitoring.get_tool(tool) == "jaxcoll")
+        callback = sys.monitoring.register_callback(tool, sys.monitoring.events.CALL, None)
     for name in ORDERS[0]:
         block(name)
     for turn in range(turns):
