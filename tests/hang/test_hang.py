@@ -54,6 +54,8 @@ JUDGED = [
     (job(row(2, "shutdown", 9.0, ended="")), ("missing", [2])),
     (job(row(2, "unknown", 0.0)), ("missing", [])),  # nobody can say whether it is there
     (job(row(2, program="other")), ("order", [])),
+    (job(row(2, program=None)), ("inside", [])),  # it may be the same
+    (job(row(2, "barrier")), ("order", [])),
     (job(row(2, seconds=1.0), seconds=3 * LIMIT), ("missing", [2])),
     (job(row(2), row(3, cpu=0.9)), ("missing", [3])),  # it computes, the others do not
     ({0: row(0, "python", 99.0), 1: row(1, "shutdown"), 2: row(2, "shutdown")}, ("missing", [0])),

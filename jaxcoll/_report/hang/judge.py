@@ -86,11 +86,16 @@ def judge(rows: Mapping[int, Row], limit: float) -> Verdict | None:
     verdict = Verdict("missing", waiting, missing, seconds, program)
     _compare_calls(verdict, rows, {name for name, n in devices.items() if n == everybody})
     if verdict.kind == "missing" and not missing:
-        places = {r: rows[r].program or rows[r].kind for r in waiting}
-        if len(set(places.values())) > 1:
-            verdict.kind, verdict.calls = "order", places
+        places = {(rows[r].kind, rows[r].program) for r in waiting}
+        # Two that wait alike, of which the program of only one is known, may be in the same.
+        unnamed = {place for place in places if place[1] is None}
+        known = places if len({kind for kind, _ in places}) > 1 else places - unnamed
+        if len(known) > 1:
+            verdict.kind = "order"
+            verdict.calls = {r: rows[r].program or rows[r].kind for r in waiting}
         elif not any(row.kind == "unknown" for row in rows.values()):
             verdict.kind = "inside"
+            verdict.program = None if unnamed else verdict.program
     compiling = missing and all(rows[r].kind == "compile" for r in missing)
     return None if compiling and seconds < _PATIENCE * limit else verdict
 
