@@ -24,3 +24,4 @@ from jaxcoll._compat.primitives import order_after as order_after
 from jaxcoll._compat.primitives import store as store
 from jaxcoll._compat.primitives import terms_of_sum as terms_of_sum
 from jaxcoll._compat.primitives import trace_once as trace_once
+from jaxcoll._compat.primitives import unify_nans as unify_nans

@@ -192,6 +192,22 @@ def _is_never(bits: jax.Array) -> jax.Array:
     return rest * rest * rest % seven == lax.full_like(seven, 3)
 
 
+def unify_nans(x: Any) -> Any:
+    """Give all NaNs in `x` the same bits: compilers choose which of two NaNs their sum is."""
+    return _unify_nans_p.bind(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _choose_one_nan(x: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(x):
+        return lax.complex(_choose_one_nan(lax.real(x)), _choose_one_nan(lax.imag(x)))
+    return lax.select(jnp.isnan(x), lax.full_like(x, jnp.nan), x)
+
+
+_unify_nans_p = make_identity_primitive(
+    "unify_nans", mlir.lower_fun(_choose_one_nan, multiple_results=False)
+)
+
+
 def trace_once(fun: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:
     """Trace `fun(*args)`: its program, and a function that calls it without another trace."""
     jitted = jax.jit(fun)

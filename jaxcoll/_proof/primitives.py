@@ -8,7 +8,7 @@ from jaxcoll._compat import marks
 SUMS = {"psum", "psum_invariant"}
 EQUALIZING = {*SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced"}
 ABORTING = {*SUMS, "pmax", "pmin", "reduce_scatter"}
-FIRST = {_compat.CAST_INVARIANT, "pvary", "pcast", "store", "reshard", "depend_on"}
+FIRST = {_compat.CAST_INVARIANT, "pvary", "pcast", "store", "unify_nans", "reshard", "depend_on"}
 """The result has the facts of the first operand, whatever the parameters are."""
 SAME_PLACE = {"optimization_barrier", marks.THROUGH}
 """Result k has the facts of operand k."""

@@ -98,6 +98,19 @@ def reduced(algorithms, axes, x, **more):
     return [jc.all_reduce("sum", x, axes, options=options) for options in asked]
 
 
+@pytest.mark.usefixtures("optimized")
+def test_sums_of_nans_are_one():
+    """Each replica's NaN has bits of its own, and a sum of two has those of either."""
+    mesh = grid(2, 4)
+    nans = (
+        np.repeat(np.arange(0x7FC00001, 0x7FC00009, dtype=np.uint32), 16).view("f").reshape(8, 16)
+    )
+    axes = mesh.axis_names
+    for got in mapped(lambda v: reduced(FLAT, axes, v[0]), P(axes), mesh=mesh)(nans):
+        bits = held(got).view(np.uint32)
+        assert (bits == bits[0]).all()
+
+
 def test_last_part_takes_other_axes():
     algorithms, mesh = ["nccl/rechd", "ring/shuffle", "ring/native/ring"], grid(2, 2, 2)
     x, axes = rows(8, 11), mesh.axis_names
