@@ -42,7 +42,7 @@ def show_report(verdict: Verdict, rows: Mapping[int, Row], collective: str) -> I
         waited
         + {
             "missing": f"{missing}.",
-            "order": f", in different {'barriers' if at_barriers else 'programs'}.",
+            "order": ", in different barriers." if at_barriers else ", in different programs.",
             "inside": f" inside {where}, which all have called." if where else " for one another.",
         }[verdict.kind]
     )
