@@ -122,8 +122,8 @@ def inspecting(*, measure: int = 0) -> Iterator[Programs]:
     Yields:
       A `Programs`, which is empty until the block ends. Print it, or let a notebook show it.
 
-    Cost: 0.1 ms for each compilation; nothing for a run (0.5 µs from Python 3.12 on, which counts
-    calls); a few per cent of a step under the profiler.
+    Cost: 0.1 ms for each compilation; nothing for a run (2 to 10 µs from Python 3.12 on, which
+    counts calls); a few per cent of a step under the profiler.
 
     Raises:
       ValueError: `measure` is below 0.
