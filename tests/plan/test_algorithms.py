@@ -155,7 +155,7 @@ def test_plan_says_request_and_cost():
     assert plan.steps == 2 * (2 + 3)
     assert plan.wire_bytes == 2 * 31 * 20 * 4
     text = str(plan)
-    assert "over 4 × 8 × cpu, one process: 2 arrays, 12 steps, 4,960 wire bytes a device" in text
+    assert "over 4 × 8 × cpu, one process: 2 arrays, 10 steps, 4,960 wire bytes a device" in text
     assert "the compiler's own collectives, then, from group to group, halving and doubling" in text
     assert "each pack is cut into 2, reduced side by side, as requested" in text
     data = json.loads(plan.to_json())
