@@ -159,7 +159,7 @@ def test_plan_says_request_and_cost():
     assert "the compiler's own collectives, then, from group to group, halving and doubling" in text
     assert "each pack is cut into 2, reduced side by side, as requested" in text
     data = json.loads(plan.to_json())
-    assert (data["axis_sizes"], data["steps"]) == ([4, 8], 12)
+    assert (data["axis_sizes"], data["steps"]) == ([4, 8], 10)
     owners = jc.plan(np.zeros(64, "f"), axis_size=4, options=Options(algorithm="pscpu", shards=2))
     assert "2 for each pack, each with an owner, as requested" in str(owners)
     assert (len(owners.packs), owners.owners) == (1, 2)
