@@ -58,7 +58,7 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
             kept = many - few
             shards = jnp.concatenate([shards[:kept] + received, shards[kept:few]])
         return shards[0]
-    shards = _reverse_bits(_compat.store(shards))
+    shards = _compat.store(shards)
     for bit in bits:
         shards = _halve(shards, axes, bit)
     return shards[0]
@@ -73,7 +73,7 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
         return rotate(shards, -lax.axis_index(axes))
     for bit in reversed(bits):
         shards = _double(shards, axes, bit)
-    return _compat.store(_reverse_bits(shards))
+    return _compat.store(shards)
 
 
 def _halve(shards: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
@@ -83,7 +83,9 @@ def _halve(shards: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
     a + b = b + a to the bit: all shards have the same tree. What is added here was stored, as what
     the partner sent was, and both were rounded alike.
     """
-    halves = shards.reshape(2, -1, shards.shape[-1])
+    # Even and odd rows: with halves that lie together, every second run of one compiled program had
+    # wrong sums (scan_layers with these steps, simulated devices of JAX 0.12).
+    halves = shards.reshape(-1, 2, shards.shape[-1])
     mine = _bit_of_rank(axes, bit)
     total = _half(halves, mine) + swap(_half(halves, 1 - mine), axes, bit)
     # XLA adds 16-bit floats in float32 on CPUs, and within a kernel it would not round in between.
@@ -93,7 +95,7 @@ def _halve(shards: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
 def _double(shards: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
     theirs, is_lower = swap(shards, axes, bit), _bit_of_rank(axes, bit) == 0
     pair = jnp.where(is_lower, shards, theirs), jnp.where(is_lower, theirs, shards)
-    return jnp.concatenate(pair)
+    return jnp.stack(pair, axis=1).reshape(-1, shards.shape[-1])
 
 
 def _bit_of_rank(axes: tuple[str, ...], bit: int) -> jax.Array:
@@ -107,15 +109,10 @@ def _bits(n: int) -> Sequence[int] | None:
     return [1 << k for k in range(exponent)] if n == 1 << exponent else None
 
 
-def _reverse_bits(shards: jax.Array) -> jax.Array:
-    """Move row 0b110 to 0b011 and so on, so that pairs split their rows in the middle."""
-    bits = len(shards).bit_length() - 1
-    by_bit = shards.reshape(*[2] * bits, -1)
-    return by_bit.transpose(*reversed(range(bits)), bits).reshape(shards.shape)
-
-
 def _half(halves: jax.Array, which: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(halves, which, keepdims=False, allow_negative_indices=False)
+    return lax.dynamic_index_in_dim(
+        halves, which, axis=1, keepdims=False, allow_negative_indices=False
+    )
 
 
 def _halvings(n: int) -> list[tuple[int, int]]:
