@@ -1,4 +1,4 @@
-"""What an equation shows of its origin: the user's lines, its scopes, and what it is lowered to."""
+"""The origin of an equation: the user's lines, its scopes, and its lowering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members of a generation compare of their states, and who ends if these differ."""
+"""Comparison of the states of a generation's members; it decides who ends if they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a frame calls, read from its source and variables. Needs no JAX, and runs nothing."""
+"""Reader of the call that a frame is in: source and variables. Needs no JAX, runs nothing."""
 
 from __future__ import annotations
 

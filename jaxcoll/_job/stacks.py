@@ -89,6 +89,7 @@ class Stacks:
         frames, threads, main = sys._current_frames(), [], threading.main_thread().ident
         named = {thread.ident: thread for thread in list(threading.enumerate())}
         before, self._before = self._before, {}
+        spent_before, self._spent = self._spent, {}
         at = time.monotonic()  # `now` stands still while the process is suspended
         most_wakes, self._at = wakes * (at - self._at + 0.05), at
         for ident in dict.fromkeys([main, *frames]):
@@ -96,7 +97,7 @@ class Stacks:
             thread, chain = named.get(ident), [*_walk(frames.get(ident))]
             native = getattr(thread, "native_id", None)
             spent = _read_cpu(native)
-            cpu = max(0.0, spent - self._spent.get(ident, 0.0))  # another may have its number
+            cpu = max(0.0, spent - spent_before.get(ident, 0.0))  # another may have its number
             self._spent[ident], self.cpu = spent, self.cpu + cpu
             if thread is not None and _is_idle(thread.name, chain):
                 continue
