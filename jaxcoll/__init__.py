@@ -17,10 +17,6 @@ if _TYPE_CHECKING:
     from jaxcoll._collectives.same import same as same
     from jaxcoll._collectives.shards import Shards as Shards
     from jaxcoll._collectives.sparse import IndexedSlices as IndexedSlices
-    from jaxcoll._distribute.check_replicas import check_replicas as check_replicas
-    from jaxcoll._elastic.checkpoint import restore_checkpoint as restore_checkpoint
-    from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
-    from jaxcoll._elastic.trainer import Elastic as Elastic
     from jaxcoll._gradients.accumulate import accumulate as accumulate
     from jaxcoll._gradients.layers.scan_layers import scan_layers as scan_layers
     from jaxcoll._gradients.loss import WeightedLoss as WeightedLoss
@@ -45,6 +41,9 @@ if _TYPE_CHECKING:
     from jaxcoll._step.data_parallel import data_parallel as data_parallel
     from jaxcoll._train.batches import batches as batches
     from jaxcoll._train.diloco import diloco as diloco
+    from jaxcoll._train.elastic.checkpoint import restore_checkpoint as restore_checkpoint
+    from jaxcoll._train.elastic.checkpoint import save_checkpoint as save_checkpoint
+    from jaxcoll._train.elastic.trainer import Elastic as Elastic
     from jaxcoll._train.optax_link import all_reduce_updates as all_reduce_updates
     from jaxcoll._train.shard import shard as shard
     from jaxcoll._train.shard import unshard as unshard
@@ -58,6 +57,7 @@ if _TYPE_CHECKING:
     from jaxcoll.distribute import NcclAllReduce as NcclAllReduce
     from jaxcoll.distribute import PerReplica as PerReplica
     from jaxcoll.distribute import get_replica_context as get_replica_context
+    from jaxcoll.distribute._check_replicas import check_replicas as check_replicas
 
 __version__ = "0.3.0"
 
@@ -78,9 +78,9 @@ _LATER = {
         "_gradients.norms": "all_finite global_norm",
         "_job.initialize": "initialize",
         "_job.launch.function": "launch",
-        "_distribute.check_replicas": "check_replicas",
-        "_elastic.checkpoint": "restore_checkpoint save_checkpoint",
-        "_elastic.trainer": "Elastic",
+        "distribute._check_replicas": "check_replicas",
+        "_train.elastic.checkpoint": "restore_checkpoint save_checkpoint",
+        "_train.elastic.trainer": "Elastic",
         "_report.inspect": "inspect",
         "_report.show_plan": "plan",
         "_report.limits": "assert_collectives",
@@ -116,7 +116,7 @@ def __getattr__(name: str) -> _Any:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message, name=name, obj=sys.modules[__name__])
     _import_module("jaxcoll._compat.settings")  # removes our frames from tracebacks
-    _import_module("jaxcoll._mesh.world")  # sets the scope of calls outside `data_parallel`
+    _import_module("jaxcoll._step.mesh.world")  # sets the scope of calls outside `data_parallel`
     module = _import_module(_LATER[name])
     if name == "initialize":
         vars(module)["report_hangs"] = _report_hangs

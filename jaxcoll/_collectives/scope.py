@@ -112,7 +112,7 @@ _default_scope: list[Scope] = []
 
 
 def set_default_scope(scope: Scope) -> None:
-    """Set the scope outside every jaxcoll program; `_mesh.world`, which can see devices, does."""
+    """Set the scope outside every jaxcoll program; `mesh.world`, which can see devices, does."""
     _default_scope[:] = [scope]
 
 

@@ -15,11 +15,11 @@ from jaxcoll import _compat
 from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares, slots
 from jaxcoll._gradients.gradient import Differentiator
 from jaxcoll._gradients.loss import Differentiate, Differentiated, Extras
+from jaxcoll._gradients.proof.retrace import trace_call
 from jaxcoll._gradients.value_and_grad import make_gradient
 from jaxcoll._plan.checks import positive
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import accumulation_dtype, no_array
-from jaxcoll._proof.retrace import trace_call
 
 
 def accumulate(

@@ -32,13 +32,13 @@ from jaxcoll._gradients.loss import (
     value_and_local_grad,
     value_and_weight,
 )
+from jaxcoll._gradients.proof.proof import same_outputs
+from jaxcoll._gradients.proof.retrace import Traced, places
+from jaxcoll._gradients.proof.subjaxprs import equations
 from jaxcoll._plan.checks import describe_type
 from jaxcoll._plan.choose import wants_order
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import flatten_with_paths, where
-from jaxcoll._proof.proof import same_outputs
-from jaxcoll._proof.retrace import Traced, places
-from jaxcoll._proof.subjaxprs import equations
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import AlreadyReducedError
 

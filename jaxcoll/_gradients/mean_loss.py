@@ -26,12 +26,12 @@ from jaxcoll._collectives.scope import (
 )
 from jaxcoll._gradients.gradient import Differentiator, positional_names
 from jaxcoll._gradients.loss import WeightedLoss, value_and_weight
+from jaxcoll._gradients.proof.retrace import Traced, lift_captured, trace
 from jaxcoll._gradients.sync_in_backward import reduce_backward
 from jaxcoll._gradients.value_and_grad import make_gradient
 from jaxcoll._plan.checks import describe_type
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
-from jaxcoll._proof.retrace import Traced, lift_captured, trace
 
 CALLER = "jc.mean_loss"
 

@@ -11,9 +11,9 @@ from typing import Any
 from jaxcoll._collectives.scope import Differentiation, Scope, loss_axes, resolve_axes, scope_here
 from jaxcoll._gradients.gradient import Differentiator
 from jaxcoll._gradients.loss import Differentiated, check_differentiable
+from jaxcoll._gradients.proof.retrace import trace_call
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import check_not_empty, refuse_tied
-from jaxcoll._proof.retrace import trace_call
 
 
 def value_and_grad(

@@ -21,20 +21,20 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxcoll._collectives.scope import Scope, entered
 from jaxcoll._compat.compiler import compiler_options, has_compiler
 from jaxcoll._job.launch.subprocesses import killed_on_exit
-from jaxcoll._mesh.clusters import (
+from jaxcoll._plan.packs.leaves import abstract_shape
+from jaxcoll._plan.plan import CollectivePlan
+from jaxcoll._report.cost.rates import find_rates
+from jaxcoll._report.lowering import Texts, find_stage, jit_arrays, print_requested, unwrap
+from jaxcoll._report.shown_plan import Plan
+from jaxcoll._step.mesh.clusters import (
     Topology,
     abstract_mesh,
     fit_mesh,
     topology_named,
     topology_world,
 )
-from jaxcoll._mesh.mesh import axis_names, bind_mesh, has_axes, no_mesh, takes_mesh
-from jaxcoll._mesh.world import Worlds, platform_and_kind
-from jaxcoll._plan.packs.leaves import abstract_shape
-from jaxcoll._plan.plan import CollectivePlan
-from jaxcoll._report.cost.rates import find_rates
-from jaxcoll._report.lowering import Texts, find_stage, jit_arrays, print_requested, unwrap
-from jaxcoll._report.shown_plan import Plan
+from jaxcoll._step.mesh.mesh import axis_names, bind_mesh, has_axes, no_mesh, takes_mesh
+from jaxcoll._step.mesh.world import Worlds, platform_and_kind
 from jaxcoll.errors import DeadlineExceededError
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ import jax
 
 from jaxcoll._collectives.scope import entered, scope_here
 from jaxcoll._compat.compiler import memory_by_name
-from jaxcoll._mesh.mesh import bind_mesh, make_line, takes_mesh
-from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._report.cost.rates import Rates, find_rates
 from jaxcoll._report.shown_plan import Plan
+from jaxcoll._step.mesh.mesh import bind_mesh, make_line, takes_mesh
+from jaxcoll._step.mesh.world import mesh_world
 
 Stage = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
 

@@ -13,9 +13,6 @@ from jaxcoll._collectives.parts import describe_tree
 from jaxcoll._collectives.reduce_scatter import plan_scatter
 from jaxcoll._collectives.sparse import check_slices, is_sparse
 from jaxcoll._compression.format import check_any_coded
-from jaxcoll._mesh.clusters import topology_named, topology_world
-from jaxcoll._mesh.mesh import axis_names, check_mesh
-from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan.checks import is_integer
 from jaxcoll._plan.choose import make_plan
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
@@ -33,6 +30,9 @@ from jaxcoll._plan.packs.shard_layout import Half, lay_out, plan_half
 from jaxcoll._plan.world import World
 from jaxcoll._report.cost.predict import predict
 from jaxcoll._report.shown_plan import Plan
+from jaxcoll._step.mesh.clusters import topology_named, topology_world
+from jaxcoll._step.mesh.mesh import axis_names, check_mesh
+from jaxcoll._step.mesh.world import mesh_world
 
 
 def plan(

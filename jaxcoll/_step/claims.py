@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._collectives.check_replicas import ReplicaCheck
 from jaxcoll._collectives.same import REPORTED, Claims
-from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.dispatch import run
+from jaxcoll._step.mesh.mesh import no_mesh
 
 
 def make_check(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any, Call], Any]:

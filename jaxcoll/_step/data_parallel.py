@@ -8,8 +8,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxcoll._gradients.batch import slots
-from jaxcoll._mesh.mesh import check_mesh
 from jaxcoll._plan.options import CommunicationOptions, check_options
+from jaxcoll._step.mesh.mesh import check_mesh
 from jaxcoll._step.replicated_program import VaryingOutputs, check_rule
 from jaxcoll._step.step import DataParallel
 

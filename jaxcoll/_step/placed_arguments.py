@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._collectives.shards import is_shards, shards_in
 from jaxcoll._gradients.batch import Call, Signature
-from jaxcoll._mesh.mesh import axis_names, choose_mapped_axes
-from jaxcoll._mesh.placement import (
+from jaxcoll._step.mesh.mesh import axis_names, choose_mapped_axes
+from jaxcoll._step.mesh.placement import (
     abstract_shape,
     check_concrete,
     check_rows,

@@ -22,10 +22,10 @@ from jaxcoll import _compat
 from jaxcoll._collectives.scope import Scope, entered, show_axes
 from jaxcoll._collectives.shards import broadcast_prefix, is_shards
 from jaxcoll._compat import settings
-from jaxcoll._mesh.mesh import choose_mapped_axes
-from jaxcoll._mesh.placement import make_spec
-from jaxcoll._proof.proof import Proven, prove
-from jaxcoll._proof.subjaxprs import show_line
+from jaxcoll._gradients.proof.proof import Proven, prove
+from jaxcoll._gradients.proof.subjaxprs import show_line
+from jaxcoll._step.mesh.mesh import choose_mapped_axes
+from jaxcoll._step.mesh.placement import make_spec
 from jaxcoll.errors import RepeatedSumWarning
 
 VaryingOutputs = Literal["error", "concatenate"]

@@ -17,9 +17,6 @@ from jaxcoll._collectives.scope import Scope
 from jaxcoll._collectives.shards import Shards
 from jaxcoll._compat.settings import boundary, drop_unknown_options
 from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares
-from jaxcoll._mesh.mesh import ambient_mesh, axis_names, check_mesh, equal_shares, no_mesh
-from jaxcoll._mesh.placement import make_specs
-from jaxcoll._mesh.world import Worlds, make_worlds
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._runtime import call as dispatched
@@ -28,6 +25,9 @@ from jaxcoll._runtime.executable import remember
 from jaxcoll._step.bound_step import bind_step
 from jaxcoll._step.claims import make_check
 from jaxcoll._step.jitted_program import MISSED, JittedProgram, allow_traces
+from jaxcoll._step.mesh.mesh import ambient_mesh, axis_names, check_mesh, equal_shares, no_mesh
+from jaxcoll._step.mesh.placement import make_specs
+from jaxcoll._step.mesh.world import Worlds, make_worlds
 from jaxcoll._step.placed_arguments import Arguments
 from jaxcoll._step.replicated_program import ReplicaMapping, call_step
 

@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._compat.coordination import store
 from jaxcoll._job.exchange import agree
-from jaxcoll._mesh.mesh import axis_names, check_mesh, no_mesh
-from jaxcoll._mesh.placement import place
 from jaxcoll._plan.checks import is_integer, positive
 from jaxcoll._show.units import pluralize, some
+from jaxcoll._step.mesh.mesh import axis_names, check_mesh, no_mesh
+from jaxcoll._step.mesh.placement import place
 from jaxcoll.errors import ProgramMismatchError
 
 _counter = itertools.count()  # numbers the `Batches` that are split over processes

@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 
 from jaxcoll._collectives.all_reduce import all_reduce
 from jaxcoll._gradients.batch import Call, check_shares
-from jaxcoll._mesh.mesh import axis_names, check_mesh, no_mesh
-from jaxcoll._mesh.replica_rows import ReplicaRows
 from jaxcoll._plan.checks import describe_type, positive, refuse
 from jaxcoll._plan.options import CommunicationOptions, check_options
 from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array, refuse_tied
 from jaxcoll._step.data_parallel import data_parallel
+from jaxcoll._step.mesh.mesh import axis_names, check_mesh, no_mesh
+from jaxcoll._step.mesh.replica_rows import ReplicaRows
 from jaxcoll._step.step import DataParallel
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from jaxcoll._gradients.proof.subjaxprs import find_callee, get_shape, is_ref, open_jaxpr
 from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array, is_key
-from jaxcoll._proof.subjaxprs import find_callee, get_shape, is_ref, open_jaxpr
 
 _REFUSED = "`sharded_optimizer` expects an elementwise optimizer"
 _ADVICE = (

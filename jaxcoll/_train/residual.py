@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxcoll import _compat
 from jaxcoll._collectives.residual import Residual, layout_like, zeros
 from jaxcoll._collectives.shards import Shards
-from jaxcoll._mesh.mesh import axis_names, check_any_mesh, no_mesh
-from jaxcoll._mesh.placement import place_shards
-from jaxcoll._mesh.shard_arrays import abstract
+from jaxcoll._step.mesh.mesh import axis_names, check_any_mesh, no_mesh
+from jaxcoll._step.mesh.placement import place_shards
+from jaxcoll._step.mesh.shard_arrays import abstract
 
 _CALLER = "residual"
 

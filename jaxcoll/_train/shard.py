@@ -12,14 +12,14 @@ from jaxcoll._collectives.parts import all_parts, describe_tree
 from jaxcoll._collectives.scope import count
 from jaxcoll._collectives.shards import Shards, is_shards
 from jaxcoll._compat.settings import boundary
-from jaxcoll._mesh.mesh import axis_names, check_any_mesh, no_mesh
-from jaxcoll._mesh.placement import make_spec
-from jaxcoll._mesh.shard_arrays import join_shards, make_shards, read
+from jaxcoll._gradients.proof.retrace import trace
 from jaxcoll._plan.checks import check_value_first
 from jaxcoll._plan.options import CommunicationOptions, check_options
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.shard_layout import lay_out
-from jaxcoll._proof.retrace import trace
+from jaxcoll._step.mesh.mesh import axis_names, check_any_mesh, no_mesh
+from jaxcoll._step.mesh.placement import make_spec
+from jaxcoll._step.mesh.shard_arrays import join_shards, make_shards, read
 
 _CALLER = "shard"
 

@@ -17,13 +17,13 @@ from jaxcoll._collectives.reduce_scatter import gather_shards, local_part, scatt
 from jaxcoll._collectives.scope import count, resolve_axes, scope_here
 from jaxcoll._collectives.shards import Shards, is_shards, shards_in
 from jaxcoll._gradients.norms import clip_shards
-from jaxcoll._mesh.mesh import ambient_mesh, axis_names, check_any_mesh, no_mesh
-from jaxcoll._mesh.placement import make_specs, place
-from jaxcoll._mesh.shard_arrays import abstract, cut, make_shards, part_shapes, whole_shapes
 from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 from jaxcoll._plan.packs.shard_layout import ShardLayout, lay_out
+from jaxcoll._step.mesh.mesh import ambient_mesh, axis_names, check_any_mesh, no_mesh
+from jaxcoll._step.mesh.placement import make_specs, place
+from jaxcoll._step.mesh.shard_arrays import abstract, cut, make_shards, part_shapes, whole_shapes
 from jaxcoll._train.elementwise import check_elementwise
 from jaxcoll._train.shard import unshard
 

@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 
 from jaxcoll._collectives.shards import is_shards
 from jaxcoll._gradients.batch import Signature, slots
-from jaxcoll._mesh.mesh import bind_mesh, check_mesh, takes_mesh
-from jaxcoll._mesh.shard_arrays import cut, join_shards
+from jaxcoll._gradients.proof.subjaxprs import equations
 from jaxcoll._plan.packs.leaves import flatten_with_paths, is_array, is_key, refuse_tied, reveal_key
 from jaxcoll._plan.packs.shard_layout import lay_out_over
-from jaxcoll._proof.subjaxprs import equations
 from jaxcoll._show.units import pluralize
+from jaxcoll._step.mesh.mesh import bind_mesh, check_mesh, takes_mesh
+from jaxcoll._step.mesh.shard_arrays import cut, join_shards
 from jaxcoll._step.step import DataParallel
 
 _ORDERS, _ROUNDINGS = 3, 12  # runs with reordered rows; most runs with perturbed arguments

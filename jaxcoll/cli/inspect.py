@@ -260,7 +260,7 @@ def _program(
     module: str, name: str, topology: str | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Import module:name and return its program with its arguments and keyword arguments."""
-    from jaxcoll._mesh.mesh import takes_mesh
+    from jaxcoll._step.mesh.mesh import takes_mesh
 
     path = Path(module)
     is_file = path.suffix == ".py"
@@ -295,8 +295,8 @@ def _program(
 
 
 def _mesh(topology: str | None) -> Mesh | AbstractMesh:
-    from jaxcoll._mesh.clusters import abstract_mesh, topology_named
-    from jaxcoll._mesh.mesh import check_mesh
+    from jaxcoll._step.mesh.clusters import abstract_mesh, topology_named
+    from jaxcoll._step.mesh.mesh import check_mesh
 
     if topology is None:
         return check_mesh(None, "data", "jaxcoll inspect")

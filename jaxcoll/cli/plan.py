@@ -6,10 +6,10 @@ import argparse
 import shutil
 import sys
 
-from jaxcoll._mesh.clusters import topology_named, topology_world
 from jaxcoll._plan.world import World
 from jaxcoll._report.show_plan import plan_in
 from jaxcoll._report.shown_plan import MOST_ROWS
+from jaxcoll._step.mesh.clusters import topology_named, topology_world
 from jaxcoll.cli import flags
 
 EPILOG = """\

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from jaxcoll._distribute import all_reduce_ops
 from jaxcoll._hlo.hlo import read_hlo
+from jaxcoll.distribute import _all_reduce_ops as all_reduce_ops
 
 
 class Programs(list):

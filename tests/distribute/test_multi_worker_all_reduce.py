@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from cases import of_replicas
 
-from jaxcoll._distribute.routes import parse_routes
 from jaxcoll._plan.world import World
 from jaxcoll.distribute import Mirrored, MultiWorkerAllReduce, PerReplica
+from jaxcoll.distribute._routes import parse_routes
 
 EIGHT = (
     "nccl", "xring", "pscpu", "psgpu", "nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu"

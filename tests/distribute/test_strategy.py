@@ -17,9 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
-from jaxcoll._distribute import along_axis
 from jaxcoll._runtime.dispatch import run
 from jaxcoll.distribute import Mirrored, PerReplica, get_replica_context
+from jaxcoll.distribute import _along_axis as along_axis
 
 NAMES = [f"cpu:{i}" for i in range(8)]
 STRATEGIES = {
@@ -487,7 +487,7 @@ def test_nearest_options_win():
     def step(x):
         return all_reduce("sum", x), all_reduce("mean", x, options=native)
 
-    from jaxcoll._distribute.replica_program import replica_program
+    from jaxcoll.distribute._replica_program import replica_program
 
     for s, options, rings in (
         (STRATEGIES["multi-ring"], jc.CommunicationOptions(), 1),
@@ -517,7 +517,7 @@ def test_hints_are_options():
 
 
 def test_placed_arguments_are_not_copied():
-    from jaxcoll._distribute.replica_program import place_arguments
+    from jaxcoll.distribute._replica_program import place_arguments
 
     rows = of_replica(PAIR, lambda i: np.full((4,), i, "f"))
     copies = Mirrored([np.ones(4, "f")] * 2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxcoll._elastic.membership import Membership
+from jaxcoll._train.elastic.membership import Membership
 
 
 @pytest.fixture

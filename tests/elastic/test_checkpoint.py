@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jaxcoll as jc
-from jaxcoll._elastic import checkpoint
-from jaxcoll._elastic.checkpoint import Stamp, read_stamp, save_newest
 from jaxcoll._job.coordinator_proxy import CoordinatorProxy
 from jaxcoll._job.socket_folder import make_socket_folder
+from jaxcoll._train.elastic import checkpoint
+from jaxcoll._train.elastic.checkpoint import Stamp, read_stamp, save_newest
 from jaxcoll.cli import launch
 
 ADDED = [
@@ -405,7 +405,7 @@ def test_unreadable_checkpoint_stays(tmp_path, monkeypatch):
 def test_killed_holder_frees_the_lock(tmp_path):
     path = tmp_path / "last.npz"
     holds = (
-        "import sys, time; from pathlib import Path; from jaxcoll._elastic import checkpoint\n"
+        "import sys, time; from pathlib import Path; from jaxcoll._train.elastic import checkpoint\n"
         "with checkpoint._lock_beside(Path(sys.argv[1]), 1.0): Path('held').touch(); time.sleep(600)"
     )
     files = [tmp_path / name for name in ("out", "err")]

@@ -10,14 +10,14 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._elastic import comparison
-from jaxcoll._elastic.generation import Generation, RegroupError
-from jaxcoll._elastic.replicated_state import ReplicatedState
-from jaxcoll._elastic.rows import convert_batches
 from jaxcoll._job.key_value import LocalKeys
 from jaxcoll._job.specs import Member
 from jaxcoll._job.startup import reach
 from jaxcoll._runtime.dispatch import run
+from jaxcoll._train.elastic import comparison
+from jaxcoll._train.elastic.generation import Generation, RegroupError
+from jaxcoll._train.elastic.replicated_state import ReplicatedState
+from jaxcoll._train.elastic.rows import convert_batches
 
 
 @jc.data_parallel(batch_argnums=1)
@@ -285,7 +285,7 @@ def test_minority_ends(number, states, joined, compared, begun):
 
 
 def test_unrecoverable_job_is_refused(monkeypatch):
-    monkeypatch.setattr("jaxcoll._elastic.trainer.store", lambda: LocalKeys())
+    monkeypatch.setattr("jaxcoll._train.elastic.trainer.store", lambda: LocalKeys())
     with pytest.raises(
         ValueError, match="`Elastic` needs a job that survives the loss of a process"
     ):
@@ -296,7 +296,7 @@ def test_second_failure_is_an_error(monkeypatch):
     def fails(call):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("jaxcoll._elastic.run.run", fails)
+    monkeypatch.setattr("jaxcoll._train.elastic.run.run", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         jc.Elastic(step, START).run(rows, 1)
 
@@ -311,8 +311,8 @@ def test_endless_lateness_saves_the_state(tmp_path, monkeypatch):
         seconds = call.timeout_seconds
         raise jc.errors.DeadlineExceededError(f"{call.name} did not finish within {seconds:g} s.")
 
-    monkeypatch.setattr("jaxcoll._elastic.run.MOST_ATTEMPTS", 4)
-    monkeypatch.setattr("jaxcoll._elastic.run.run", late)
+    monkeypatch.setattr("jaxcoll._train.elastic.run.MOST_ATTEMPTS", 4)
+    monkeypatch.setattr("jaxcoll._train.elastic.run.run", late)
     path = tmp_path / "last.npz"
     words = (
         r"Workers 0 began the step after step 1 4 times in a row and never finished it.*The last "
@@ -344,7 +344,7 @@ def test_failure_after_deadline_is_lateness(monkeypatch, memberships):
             raise RuntimeError("Connection closed by peer")
         return run(call)
 
-    monkeypatch.setattr("jaxcoll._elastic.run.run", fails)
+    monkeypatch.setattr("jaxcoll._train.elastic.run.run", fails)
     trainer = jc.Elastic(step, START)
     trainer.run(rows, 3)
     assert (trainer.finished, left) == (3, [0])

@@ -46,7 +46,7 @@ LOCAL = pytest.mark.parametrize("entry", [diloco, elastic_diloco])
 
 @pytest.fixture(autouse=True)
 def _few_attempts(monkeypatch):
-    monkeypatch.setattr("jaxcoll._elastic.run.MOST_ATTEMPTS", 2)
+    monkeypatch.setattr("jaxcoll._train.elastic.run.MOST_ATTEMPTS", 2)
 
 
 @STEPS

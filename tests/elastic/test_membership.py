@@ -10,11 +10,6 @@ from at_once import at_once
 
 import jaxcoll as jc
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._elastic import membership as memberships
-from jaxcoll._elastic.generation import RegroupError
-from jaxcoll._elastic.member_group import find_ejected
-from jaxcoll._elastic.membership import KEPT_STEPS, Membership
-from jaxcoll._elastic.writers import choose_writers, write_once
 from jaxcoll._job import key_value, timing
 from jaxcoll._job.key_value import LocalKeys
 from jaxcoll._job.threads import Task
@@ -24,6 +19,11 @@ from jaxcoll._runtime.executable import Program
 from jaxcoll._runtime.fingerprint import pack_lines
 from jaxcoll._runtime.peers import parse_rank
 from jaxcoll._runtime.watchdog import Watchdog
+from jaxcoll._train.elastic import membership as memberships
+from jaxcoll._train.elastic.generation import RegroupError
+from jaxcoll._train.elastic.member_group import find_ejected
+from jaxcoll._train.elastic.membership import KEPT_STEPS, Membership
+from jaxcoll._train.elastic.writers import choose_writers, write_once
 from jaxcoll.errors import ProgramMismatchError
 
 

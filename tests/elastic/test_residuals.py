@@ -9,9 +9,9 @@ import pytest
 from cases import mesh_of
 
 import jaxcoll as jc
-from jaxcoll._elastic import residuals
-from jaxcoll._elastic.generation import Generation
-from jaxcoll._elastic.replicated_state import ReplicatedState
+from jaxcoll._train.elastic import residuals
+from jaxcoll._train.elastic.generation import Generation
+from jaxcoll._train.elastic.replicated_state import ReplicatedState
 
 INT4 = jc.CommunicationOptions(compression="int4")
 LIKE = np.zeros(600, "f")

@@ -17,8 +17,8 @@ import transformer
 from cases import plans_of
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._report.aot import lay_out_step
+from jaxcoll._step.mesh.clusters import topology_named
 
 pytestmark = pytest.mark.product
 EXAMPLES = Path(gpt.__file__).parent

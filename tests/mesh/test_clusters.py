@@ -3,7 +3,7 @@
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._mesh.clusters import CHIPS, _usual, topology_named
+from jaxcoll._step.mesh.clusters import CHIPS, _usual, topology_named
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from cases import mapped, mesh_of
 
 import jaxcoll as jc
 from jaxcoll._collectives.scope import Scope, entered
-from jaxcoll._mesh.world import make_worlds
+from jaxcoll._step.mesh.world import make_worlds
 
 ROWS = np.ones((8, 4), "f")
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxcoll._mesh import world
-from jaxcoll._mesh.world import _host, mesh_world
 from jaxcoll._plan.world import World
+from jaxcoll._step.mesh import world
+from jaxcoll._step.mesh.world import _host, mesh_world
 
 
 def grid(inner, **kind):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._mesh.clusters import topology_named, topology_world
 from jaxcoll._plan.choose import make_plan
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._report.show_plan import plan_in
 from jaxcoll._report.shown_plan import Plan
+from jaxcoll._step.mesh.clusters import topology_named, topology_world
 
 H100 = topology_world(topology_named("h100:8"))
 ASKED = jc.CommunicationOptions(overlap=True)

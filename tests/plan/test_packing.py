@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcoll._collectives.pipeline import pack, unpack
-from jaxcoll._distribute.routes import GroupSmall, NumPacks
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, ReadyOrder, plan_packs
+from jaxcoll.distribute._routes import GroupSmall, NumPacks
 
 DTYPES = [
     np.dtype(d)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxcoll as jc
-from jaxcoll._distribute.routes import GroupSmall, NumPacks
 from jaxcoll._plan.choose import (
     BETWEEN_HOSTS,
     EXCHANGED,
@@ -24,6 +23,7 @@ from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack
 from jaxcoll._plan.world import World
 from jaxcoll._report.shown_plan import Plan
+from jaxcoll.distribute._routes import GroupSmall, NumPacks
 
 F32 = np.dtype(np.float32)
 GLOO = World("cpu", (4,), processes=4)

@@ -45,7 +45,7 @@ import numpy as np  # noqa: E402
 from jaxlib import _jax  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
-from jaxcoll._elastic import replicated_state  # noqa: E402
+from jaxcoll._train.elastic import replicated_state  # noqa: E402
 
 EXPIRES = {"at": 0.0}
 """When the deadline of what this process waits for, or waited for last, passes."""

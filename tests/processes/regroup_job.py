@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import jaxcoll as jc
-from jaxcoll._elastic.membership import Membership
-from jaxcoll._elastic.residuals import own_rows
+from jaxcoll._train.elastic.membership import Membership
+from jaxcoll._train.elastic.residuals import own_rows
 
 WHAT, FOLDER, AGAIN = sys.argv[1], Path(sys.argv[2]), "JAXCOLL_REJOIN" in os.environ
 RANK = int(os.environ["JAXCOLL_RANK"])

@@ -16,7 +16,7 @@ from jax.experimental import sparse
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
-from jaxcoll._proof.proof import prove
+from jaxcoll._gradients.proof.proof import prove
 
 SIZE = 4  # of every value, a vector
 

@@ -20,8 +20,8 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from proof.random_programs import by_host, tried
 
 import jaxcoll as jc
-from jaxcoll._proof import primitives as tables
-from jaxcoll._proof.proof import prove
+from jaxcoll._gradients.proof import primitives as tables
+from jaxcoll._gradients.proof.proof import prove
 
 P = jax.sharding.PartitionSpec
 AXIS = "data"

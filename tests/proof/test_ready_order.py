@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxcoll._proof.retrace import places, trace, trace_call
+from jaxcoll._gradients.proof.retrace import places, trace, trace_call
 
 WIDTH, LAYERS = 4, 3
 PARAMS = {f"w{i}": jnp.ones((WIDTH, WIDTH), jnp.bfloat16) for i in range(LAYERS)}

@@ -48,7 +48,7 @@ def waits(monkeypatch):
         found.append(call.timeout_seconds)
         return result
 
-    monkeypatch.setattr("jaxcoll._distribute.replica_program.run", run)
+    monkeypatch.setattr("jaxcoll.distribute._replica_program.run", run)
     monkeypatch.setattr("jaxcoll._step.step.run", run)
     return found
 

@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 import jaxcoll as jc
 from jaxcoll._compat import compiler
 from jaxcoll._compat.compiler import has_compiler
-from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._report import aot as service
 from jaxcoll._report.aot import compile_for, lay_out_step, lower_for, trace_for
+from jaxcoll._step.mesh.clusters import topology_named
 
 P = PartitionSpec
 W, X = np.ones((8, 8), "f"), jax.ShapeDtypeStruct((64, 8), jnp.float32)

@@ -12,8 +12,8 @@ from cases import close, mapped
 import jaxcoll as jc
 from jaxcoll._compat import compiler
 from jaxcoll._compat.settings import drop_unknown_options
-from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._report.aot import lay_out_step
+from jaxcoll._step.mesh.clusters import topology_named
 
 PARAMS = [np.full((16, 16), 0.1, np.float32) for _ in range(6)]
 X = np.ones((8, 16), np.float32)

@@ -227,7 +227,7 @@ def test_shared_memory_is_copied(donated, lies, monkeypatch):
 
 
 def test_placed_runs_are_not_checked(monkeypatch):
-    from jaxcoll._distribute import replica_program
+    from jaxcoll.distribute import _replica_program as replica_program
 
     looks, close = [], replica_program.place_arguments
     monkeypatch.setattr(replica_program, "place_arguments", lambda *a: looks.append(a) or close(*a))

@@ -16,9 +16,15 @@ from jaxcoll import _compat
 from jaxcoll._collectives.scope import count, require_array
 from jaxcoll._gradients.layers.exchange import Arrays
 from jaxcoll._gradients.layers.stack import CALLER, Stack
+from jaxcoll._gradients.proof.retrace import (
+    Traced,
+    cut_program,
+    find_independent,
+    lift_captured,
+    trace,
+)
 from jaxcoll._plan.checks import describe_type
 from jaxcoll._plan.packs.leaves import flatten_with_paths, where
-from jaxcoll._proof.retrace import Traced, cut_program, find_independent, lift_captured, trace
 
 _CARRY = """\
 `scan_layers` expects `layer` to return a carry like the one it was given; {what}. {fix}"""

@@ -14,7 +14,7 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._gradients.layers.exchange import Arrays, Exchange
 from jaxcoll._gradients.layers.layer_program import Residuals
-from jaxcoll._proof.retrace import Traced
+from jaxcoll._gradients.proof.retrace import Traced
 
 
 @dataclasses.dataclass(frozen=True)

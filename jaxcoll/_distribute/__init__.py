@@ -1,1 +1,0 @@
-"""The names of tf.distribute: values per replica, cross-device ops, strategies."""
