@@ -21,9 +21,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "report" / "golden"), str(HERE.pare
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
-from hlo_programs import PROGRAMS, build
+from hlo_programs import PROGRAMS
 from jaxlib import _hlo
 
+from jaxcoll._compat.running import read_field, read_fields
 from jaxcoll._hlo.hlo import read_hlo
 
 KINDS = (
@@ -40,26 +41,11 @@ MOST = 100_000  # turns of a loop that are followed
 INSTRUCTIONS = {1: "name", 2: "opcode", 28: "target", 43: "config", 63: "direction"}
 
 
-def varint(message, at):
-    value = shift = 0
-    while True:
-        byte = message[at]
-        value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
-        if byte < 128:
-            return value, at
-
-
 def fields(message):
     """The fields of a protobuf message by their numbers."""
-    found, at = {}, 0
-    while at < len(message):
-        key, at = varint(message, at)
-        if key % 8 == 0:
-            value, at = varint(message, at)
-        else:
-            length, at = varint(message, at) if key % 8 == 2 else ({1: 8, 5: 4}[key % 8], at)
-            value, at = message[at : at + length], at + length
-        found.setdefault(key // 8, []).append(value)
+    found = {}
+    for number, value in read_fields(message):
+        found.setdefault(number, []).append(value)
     return found
 
 
@@ -67,13 +53,11 @@ def numbers(values):
     """Repeated integers, packed or not."""
     found = []
     for value in values:
-        if isinstance(value, int):
-            found.append(value)
-            continue
-        at = 0
-        while at < len(value):
-            number, at = varint(value, at)
-            found.append(number)
+        packed = [] if isinstance(value, int) else bytes(value)
+        found += [value] if isinstance(value, int) else []
+        while packed:  # read as if each was a field of its own
+            _, number, end = read_field(b"\x08" + packed, 0)
+            found, packed = [*found, number], packed[end - 1 :]
     return found
 
 
@@ -328,7 +312,7 @@ def compare(name, text, proto=None):
 
 def compile_text(name, line):
     """The text and the proto of a program for a line of devices."""
-    program, arguments = build(name, line)
+    program, arguments = PROGRAMS[name](line)
     compiled = program.lower(*arguments).compile()
     (module,) = compiled.runtime_executable().hlo_modules()
     return compiled.as_text(), module.as_serialized_hlo_module_proto()

@@ -1,7 +1,7 @@
 """Programs as people write them, for eight devices: what compare_hlo.py compiles and compares.
 
-Each entry of `PROGRAMS` makes a function and its arguments, as shapes with shardings, for a line of
-eight devices.
+Each entry of `PROGRAMS` makes a jitted function and its arguments, as shapes with shardings, for a
+line of eight devices.
 """
 
 from __future__ import annotations
@@ -22,49 +22,40 @@ import jaxcoll as jc
 P = PartitionSpec
 F32, BF16 = jnp.float32, jnp.bfloat16
 AROUND = [(i, (i + 1) % 8) for i in range(8)]
-PROGRAMS: dict[str, Callable[[np.ndarray], tuple[Callable, tuple]]] = {}
+PROGRAMS: dict[str, Callable[[np.ndarray], tuple[Any, tuple]]] = {}
 
 
 def mapped(shapes, in_specs, out_specs, axes="d", **options):
     """Register a function of `shard_map` over a line, or over a grid of 2 by 4 for two axes."""
 
-    def register(function):
-        def make(line):
-            grid = line.reshape((2, 4) if len(axes) > 1 else 8)
-            mesh = Mesh(grid, tuple(axes))
-            program = jax.shard_map(
-                function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
-            )
-            return program, _arguments(mesh, shapes, in_specs)
+    def over(function):
+        def program(mesh):
+            how = {"in_specs": in_specs, "out_specs": out_specs, **options}
+            return jax.jit(jax.shard_map(function, mesh=mesh, **how))
 
-        PROGRAMS[function.__name__] = make
-        return function
+        return register(function.__name__, program, shapes, in_specs, axes) or function
 
-    return register
+    return over
 
 
-def sharded(shapes, specs, axes="d", out=None):
+def sharded(name, function, shapes, specs, out, axes="d"):
     """Register a function of `jit` whose arguments are sharded."""
 
-    def register(function):
-        def make(line):
-            grid = line.reshape((2, 4) if len(axes) > 1 else 8)
-            mesh = Mesh(grid, tuple(axes))
-            shardings = None if out is None else jax.tree.map(lambda s: NamedSharding(mesh, s), out)
-            options = {} if out is None else {"out_shardings": shardings}
-            return functools.partial(function, mesh), _arguments(mesh, shapes, specs), options
+    def program(mesh):
+        return jax.jit(function, out_shardings=NamedSharding(mesh, out))
 
-        PROGRAMS[function.__name__] = make
-        return function
-
-    return register
+    register(name, program, shapes, specs, axes)
 
 
-def _arguments(mesh, shapes, specs):
-    return tuple(
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for (shape, dtype), spec in zip(shapes, specs, strict=True)
-    )
+def register(name, program, shapes, specs, axes):
+    def build(line):
+        mesh = Mesh(line.reshape((2, 4) if len(axes) > 1 else 8), tuple(axes))
+        return program(mesh), tuple(
+            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+            for (shape, dtype), spec in zip(shapes, specs, strict=True)
+        )
+
+    PROGRAMS[name] = build
 
 
 def mlp(w, x):
@@ -83,63 +74,22 @@ def gradient_step(loss, w, x):
 
 
 LAYERS = [((4, 512, 512), BF16), ((512, 512), BF16)]
-
-
-@sharded(LAYERS, (P(), P("d")), out=P())
-def data_parallel_unrolled(mesh, w, x):
-    return gradient_step(mlp, w, x)
-
-
-@sharded(LAYERS, (P(), P("d")), out=P())
-def data_parallel_scanned(mesh, w, x):
-    return gradient_step(scanned_mlp, w, x)
-
-
-@sharded(LAYERS, (P(None, "d"), P("d")), out=P(None, "d"))
-def fsdp_unrolled(mesh, w, x):
-    return gradient_step(mlp, w, x)
-
-
-@sharded(LAYERS, (P(None, "d"), P("d")), out=P(None, "d"))
-def fsdp_scanned(mesh, w, x):
-    return gradient_step(scanned_mlp, w, x)
-
-
-@sharded(LAYERS, (P(None, "a", "b"), P("a", "b")), axes="ab", out=P(None, "a", "b"))
-def fsdp_and_tensor_parallel(mesh, w, x):
-    return gradient_step(mlp, w, x)
-
-
-@sharded(LAYERS, (P(None, "a", "b"), P("a", "b")), axes="ab", out=P(None, "a", "b"))
-def fsdp_and_tensor_parallel_scanned(mesh, w, x):
-    return gradient_step(scanned_mlp, w, x)
-
-
-@sharded(
-    [((256, 1024), BF16), ((1024, 256), BF16), ((512, 256), BF16)],
-    (P(None, "d"), P("d"), P()),
-    out=P(),
-)
-def tensor_parallel(mesh, up, down, x):
-    return jnp.tanh(x @ up) @ down
-
-
-@sharded(
-    [((256, 1024), BF16), ((1024, 256), BF16), ((1024, 256), BF16)],
-    (P(None, "d"), P("d"), P("d")),
-    out=P("d"),
-)
-def sequence_parallel(mesh, up, down, x):
-    return jnp.tanh(x @ up) @ down
-
-
-@sharded(
-    [((4096, 1024), BF16), ((1024, 4096), BF16), ((8192, 1024), BF16)],
-    (P("d"), P(None, "d"), P("d")),
-    out=P(None, "d"),
-)
-def windowed_products(mesh, w, up, x):
-    return (x @ up) @ w
+for way, loss in (("unrolled", mlp), ("scanned", scanned_mlp)):
+    for name, w, x, axes in (
+        ("data_parallel", P(), P("d"), "d"),
+        ("fsdp", P(None, "d"), P("d"), "d"),
+        ("fsdp_and_tensor_parallel", P(None, "a", "b"), P("a", "b"), "ab"),
+    ):
+        step = functools.partial(gradient_step, loss)
+        sharded(f"{name}_{way}", step, LAYERS, (w, x), w, axes)
+for name, shapes, specs, out in (
+    ("tensor_parallel", (256, 1024, 512), (P(None, "d"), P("d"), P()), P()),
+    ("sequence_parallel", (256, 1024, 1024), (P(None, "d"), P("d"), P("d")), P("d")),
+    ("windowed_products", (1024, 4096, 8192), (P(None, "d"), P("d"), P("d")), P(None, "d")),
+):
+    n, hidden, rows = shapes
+    sizes = [((n, hidden), BF16), ((hidden, n), BF16), ((rows, n), BF16)]
+    sharded(name, lambda up, down, x: jnp.tanh(x @ up) @ down, sizes, specs, out)
 
 
 @mapped([((8 * 512, 512), BF16), ((512, 512), BF16)], (P("d"), P("d")), P("d"))
@@ -201,34 +151,24 @@ def ring_attention_unrolled(q, k, v):
     return state[0] / state[1]
 
 
-@mapped(ROWS, (P("d"),) * 3, P("d"))
-def ring_attention_scanned(q, k, v):
+def attend_in_turns(q, k, v):
     def turn(carry, _):
         k, v, state = carry
-        arriving = lax.ppermute((k, v), "d", AROUND)
-        return (*arriving, attend(q, k, v, state)), None
+        return (*lax.ppermute((k, v), "d", AROUND), attend(q, k, v, state)), None
 
     (_, _, state), _ = lax.scan(turn, (k, v, zeros(q)), None, length=8)
     return state[0] / state[1]
 
 
+mapped(ROWS, (P("d"),) * 3, P("d"))(attend_in_turns)
+
+
 @mapped(ROWS, (P("d"),) * 3, P("d"))
 def ring_attention_gradients(q, k, v):
-    def loss(q, k, v):
-        def turn(carry, _):
-            k, v, state = carry
-            return (*lax.ppermute((k, v), "d", AROUND), attend(q, k, v, state)), None
-
-        (_, _, state), _ = lax.scan(turn, (k, v, zeros(q)), None, length=8)
-        return jnp.sum(state[0] / state[1])
-
-    return jax.grad(loss)(q, k, v)
+    return jax.grad(lambda q: jnp.sum(attend_in_turns(q, k, v)))(q)
 
 
-STAGES = [((8, 256, 256), BF16), ((6, 64, 256), BF16)]
-
-
-@mapped(STAGES, (P("d"), P()), P(), check_vma=False)
+@mapped([((8, 256, 256), BF16), ((6, 64, 256), BF16)], (P("d"), P()), P(), check_vma=False)
 def pipeline_scanned(w, batches):
     def tick(x, batch):
         x = jnp.tanh(jnp.where(lax.axis_index("d") == 0, batch, x) @ w[0])
@@ -236,16 +176,6 @@ def pipeline_scanned(w, batches):
 
     _, out = lax.scan(tick, jnp.zeros_like(batches[0]), batches)
     return lax.psum(out, "d")
-
-
-@mapped(STAGES, (P("d"), P()), P(), check_vma=False)
-def pipeline_unrolled(w, batches):
-    x, out = jnp.zeros_like(batches[0]), []
-    for batch in batches:
-        x = jnp.tanh(jnp.where(lax.axis_index("d") == 0, batch, x) @ w[0])
-        out.append(x)
-        x = lax.ppermute(x, "d", AROUND[:-1])
-    return lax.psum(jnp.stack(out), "d")
 
 
 @mapped([((8, 64, 256), F32), ((256, 256), F32)], (P("d"), P()), P(), check_vma=False)
@@ -279,19 +209,6 @@ def nested_loops(x):
         return lax.ppermute(x, "d", AROUND), None
 
     return lax.scan(outer, x, None, length=4)[0]
-
-
-@mapped([((8, 64), F32)], (P("d"),), P("d"), check_vma=False)
-def branches(x):
-    return lax.switch(
-        jnp.int32(lax.psum(jnp.sum(x), "d")) % 3,
-        [
-            lambda x: lax.psum(x, "d"),
-            lambda x: lax.psum(x * 2.0, "d") + lax.psum(jnp.sin(x), "d"),
-            lambda x: x,
-        ],
-        x,
-    )
 
 
 @mapped([((8 * 512, 256), F32)], (P(("a", "b")),), P(), axes="ab", check_vma=False)
@@ -332,18 +249,61 @@ def jaxcoll_scan_layers(x, w):
     return jax.grad(loss)(w)
 
 
-@mapped(
-    [((8 * 64, 256), F32), ((256, 256), F32), ((256,), F32)],
-    (P("d"), P(), P()),
-    (P(), P()),
-    check_vma=False,
-)
-def jaxcoll_packs(x, w, b):
-    g = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p[0] + p[1][None])))((w, b))
-    return jc.all_reduce("mean", g, "d", options=jc.CommunicationOptions(bytes_per_pack=1 << 17))
+# Those of the golden texts, which golden/make.py compiles for other machines, too.
+@mapped([((64, 16), F32)], (P("d"),), P("d"))
+def kinds(x):
+    gathered = lax.all_gather(x, "d", tiled=True)
+    scattered = lax.psum_scatter(gathered * 2.0, "d", tiled=True)
+    exchanged = lax.all_to_all(scattered, "d", 0, 0, tiled=True)
+    return lax.ppermute(exchanged, "d", AROUND)
 
 
-def build(name: str, line: np.ndarray) -> tuple[Any, tuple]:
-    """Return the jitted program and its arguments."""
-    function, arguments, *options = PROGRAMS[name](line)
-    return jax.jit(function, **(options[0] if options else {})), arguments
+@mapped([((8, 256), F32)], (P("d"),), P())
+def loop(x):
+    def turn(x, _):
+        return lax.pcast(jnp.tanh(lax.psum(x, "d")), "d", to="varying"), None
+
+    return lax.psum(lax.scan(turn, x, None, length=5)[0], "d")
+
+
+@mapped([((8, 64), F32)], (P("d"),), P())
+def branches(x):
+    some = lax.psum(jnp.sum(x), "d") > 0
+    return lax.cond(
+        some,
+        lambda x: lax.psum(x, "d"),
+        lambda x: lax.psum(x * 2.0, "d") + lax.psum(jnp.sin(x), "d"),
+        x,
+    )
+
+
+@mapped([((8, 32), F32)], (P(("a", "b")),), (P("b"), P("a"), P()), axes="ab")
+def mesh(x):
+    return lax.psum(x, "a"), lax.psum(x * 2.0, "b"), lax.psum(x * 3.0, ("a", "b"))
+
+
+@mapped([((8, 100), F32), ((8, 3, 5), F32), ((8, 7), jnp.int32)], (P("d"),) * 3, P())
+def variadic(x, y, z):
+    return lax.psum((x, y, z), "d")
+
+
+@mapped([((8 * 4096, 512), F32), ((2048, 2048), F32)], (P("d"), P()), (P("d"), P()))
+def overlapped(x, w):
+    x = lax.psum_scatter(x, "d", tiled=True)
+    w = jnp.tanh(w @ w)
+    return lax.ppermute(x, "d", AROUND), jnp.tanh(w @ w)
+
+
+@mapped([((8 * 2048, 2048), F32), ((2048, 2048), F32)], (P("d"), P()), P())
+def layers(x, w):
+    sums = []
+    for _ in range(2):
+        x = jnp.tanh(x @ w)
+        sums.append(lax.psum(x, "d"))
+    return sums
+
+
+@mapped([((8, 200), F32)] * 3 + [((8, 7), F32)], (P("d"),) * 4, P())
+def packs(*tree):
+    options = jc.CommunicationOptions(bytes_per_pack=1024)
+    return jc.all_reduce("sum", tree, "d", options=options)

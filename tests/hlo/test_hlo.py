@@ -34,15 +34,11 @@ def only(text):
 
 
 def test_operands_typed_in_place():
-    text = module(
-        ADD,
-        entry(
-            "ROOT %ar = (f32[2,3]{1,0}, bf16[7]{0}) all-reduce(f32[2,3]{1,0} %p, "
-            "/*index=1*/bf16[7]{0:T(8,128)(2,1)} %q), replica_groups={}, to_apply=%add"
-        ),
-        counts="replica_count=4",
+    line = (
+        "ROOT %ar = (f32[2,3]{1,0}, bf16[7]{0}) all-reduce(f32[2,3]{1,0} %p, "
+        "/*index=1*/bf16[7]{0:T(8,128)(2,1)} %q), replica_groups={}, to_apply=%add"
     )
-    found = only(text)
+    found = only(module(ADD, entry(line), counts="replica_count=4"))
     assert found.operands == (Operand("f32", (2, 3)), Operand("bf16", (7,)))
     assert found.groups == ((0, 1, 2, 3),)
 
@@ -80,55 +76,33 @@ def test_nameless_collective_borrows_no_name():
 
 
 def test_lowered_text_takes_device_count():
-    mark = "channel_id=1, use_global_device_ids=true, to_apply=%add"
-    text = module(
-        ADD, entry(f"ROOT %ar = f32[16,4]{{1,0}} all-reduce(%x), replica_groups={{}}, {mark}"),
-        counts="x=1",
-    )  # fmt: skip
-    (found,) = read_hlo(text, devices=8).collectives
-    assert found.groups == (tuple(range(8)),)
-
-
-def test_names_without_percent_signs():
-    text = module(
-        "add {\n  a = f32[] parameter(0)\n  b = f32[] parameter(1)\n  ROOT s = f32[] add(a, b)\n}",
-        "ENTRY main {\n  x.1 = f32[8]{0} parameter(0)\n"
-        "  ROOT ar = f32[8]{0} all-reduce(x.1), channel_id=1, replica_groups=[4,2]<=[8], "
-        "use_global_device_ids=true, to_apply=add\n}",
-    )
-    assert (only(text).operands, only(text).group_size) == ((Operand("f32", (8,)),), 2)
+    line = "replica_groups={}, channel_id=1, use_global_device_ids=true, to_apply=%add"
+    text = module(ADD, entry(f"ROOT %ar = f32[16,4] all-reduce(%x), {line}"), counts="x=1")
+    assert [c.groups for c in read_hlo(text, devices=8).collectives] == [(tuple(range(8)),)]
 
 
 def test_a_wrapped_asynchronous_computation():
-    wrapped = (
-        "%wrapped (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
-        "  ROOT %exchange = f32[16,4]{1,0} all-to-all(%p), channel_id=2, "
-        "replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}\n}"
+    wrapped = fusion(
+        "wrapped", "%p = f32[16,4]{1,0} parameter(0)",
+        "ROOT %exchange = f32[16,4]{1,0} all-to-all(%p), channel_id=2, "
+        "replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}",
+    )  # fmt: skip
+    lines = (
+        "%start = ((f32[16,4]), f32[16,4], s32[]) async-start(%x), calls=%wrapped",
+        "%going = ((f32[16,4]), f32[16,4], s32[]) async-update(%start), calls=%wrapped",
+        "ROOT %done = f32[16,4]{1,0} async-done(%start), calls=%wrapped",
     )
-    done = "f32[16,4]{1,0} async-done(%start), calls=%wrapped"
-    text = module(
-        wrapped,
-        entry(
-            "%start = ((f32[16,4]{1,0}), f32[16,4]{1,0}, s32[]) async-start(%x), calls=%wrapped",
-            "%going = ((f32[16,4]{1,0}), f32[16,4]{1,0}, s32[]) async-update(%start), "
-            "calls=%wrapped",
-            f"ROOT %done = {done}",
-        ),
-    )
-    found = only(text)
+    found = only(module(wrapped, entry(*lines)))
     assert (found.kind, found.is_async, found.group_size) == ("all-to-all", True, 4)
 
 
 def test_start_made_synchronous():
-    text = module(
-        entry(
-            "%s = f32[16,4]{1,0} all-reduce-start(%x), replica_groups={{0,1}}, channel_id=1, "
-            'use_global_device_ids=true, backend_config={"collective_backend_config":'
-            '{"is_sync":true}}',
-            "ROOT %d = f32[16,4]{1,0} all-reduce-done(%s)",
-        )
+    lines = (
+        "%s = f32[16,4]{1,0} all-reduce-start(%x), replica_groups={{0,1}}, channel_id=1, "
+        'use_global_device_ids=true, backend_config={"collective_backend_config":{"is_sync":true}}',
+        "ROOT %d = f32[16,4]{1,0} all-reduce-done(%s)",
     )
-    assert not only(text).is_async
+    assert not only(module(entry(*lines))).is_async
 
 
 def fusion(name, *lines):
@@ -174,7 +148,6 @@ def test_chain_is_one_asynchronous_collective():
 
 def test_scattering_fusion_is_reduce_scatter():
     for emitter, kind, wire_bytes in [
-        ("AllReduceScatterFusion", "reduce-scatter", 7 * 32),
         ("SingleInputAllReduceScatterFusion", "reduce-scatter", 7 * 32),
         ("RotatedPincerEmitter", "all-reduce", 14 * 32),
     ]:
@@ -196,18 +169,15 @@ def test_scattering_fusion_is_reduce_scatter():
 @pytest.mark.parametrize("quote", ["", '"'])
 def test_send_to_targets_is_permute(quote):
     pairs = f"frontend_attributes={{_xla_send_recv_source_target_pairs={quote}{{{{0,1}},{{1,2}}}}{quote}}}"
-    found = only(
-        module(
-            entry(
-                "%t = token[] after-all()",
-                f"%r = (f32[16,4], u32[], token[]) recv(%t), channel_id=1, {pairs}",
-                f"%s = (f32[16,4], u32[], token[]) send(%x, %t), channel_id=1, {pairs}",
-                "%m = f32[16,16] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
-                "%d = token[] send-done(%s), channel_id=1",
-                "%e = (f32[16,4], token[]) recv-done(%r), channel_id=1",
-            )
-        )
+    lines = (
+        "%t = token[] after-all()",
+        f"%r = (f32[16,4], u32[], token[]) recv(%t), channel_id=1, {pairs}",
+        f"%s = (f32[16,4], u32[], token[]) send(%x, %t), channel_id=1, {pairs}",
+        "%m = f32[16,16] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+        "%d = token[] send-done(%s), channel_id=1",
+        "%e = (f32[16,4], token[]) recv-done(%r), channel_id=1",
     )
+    found = only(module(entry(*lines)))
     assert (found.kind, found.groups, found.nbytes) == ("collective-permute", ((0, 1), (1, 2)), 256)
     assert (found.is_async, found.meanwhile.matmuls) == (True, 1)
 
@@ -222,37 +192,31 @@ def test_operand_is_a_tuple_element():
     assert only(module(entry(*lines))).operands == (Operand("f32", (16, 4)), Operand("f16", (8,)))
 
 
-JSON = '{\n  "steps": [\n    {"name": "a = b, }{"}\n  ],\n%x = f32[] add(%b)\n}'
-LAYOUTS = {
-    "line breaks in a value": lambda t: t.replace("NOTE", JSON),
+LAYOUTS = {  # beside those of compare_hlo.py
     "a brace on its own line in a value": lambda t: t.replace("NOTE", "{\n}"),
-    "no indentation": lambda t: re.sub(r"(?m)^ +", "", t),
-    "operands on lines of their own": lambda t: t.replace(", ", ",\n"),
     "one line": lambda t: t.replace("\n", " ").replace("devices=8 ", "devices=8\n"),
     "comments": lambda t: "// a\n" + t.replace("(%x)", "(/* ) */ %x // }\n)"),
-    "carriage returns": lambda t: t.replace("\n", "\r\n"),
     "computations in place": lambda t: t.replace("to_apply=%inner", "to_apply=\n" + INNER),
     "a list of computations": lambda t: t.replace("to_apply=%inner", f"called_computations={{{INNER}}}"),
 }  # fmt: skip
 INNER = f"{{\n  %x = f32[16,4]{{1,0}} parameter(0)\n  ROOT {AR}, frontend_attributes={{v=NOTE}}\n}}"
 
 
-def test_layouts_read_alike():
-    for name in LAYOUTS:
-        call = "%c = f32[16,4]{1,0} call(%x), to_apply=%inner, frontend_attributes={v=NOTE}"
-        text = module(
-            f"%inner (x: f32[16,4]) -> f32[16,4] {INNER}",
-            entry(call, "ROOT " + AR.replace("%ar", "%last").replace("%x", "%c")),
-            counts="num_partitions=8, devices=8",
-        )
-        expected = read_hlo(text.replace("NOTE", "1")).collectives
-        found = read_hlo(LAYOUTS[name](text).replace("NOTE", "1")).collectives
-        assert len(found) == 2
-
-        def plain(c):
-            return (c.kind, c.name, c.operands, c.groups, c.trips, c.wire_bytes)
-
-        assert [*map(plain, found)] == [*map(plain, expected)]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_read_alike(name):
+    call = "%c = f32[16,4]{1,0} call(%x), to_apply=%inner, frontend_attributes={v=NOTE}"
+    last = "ROOT " + AR.replace("%ar", "%last").replace("%x", "%c")
+    inner = f"%inner (x: f32[16,4]) -> f32[16,4] {INNER}"
+    text = module(inner, entry(call, last), counts="num_partitions=8, devices=8")
+    expected, found = (
+        [
+            (c.kind, c.name, c.operands, c.groups, c.trips, c.wire_bytes)
+            for c in read_hlo(written.replace("NOTE", "1")).collectives
+        ]
+        for written in (text, LAYOUTS[name](text))
+    )
+    assert len(found) == 2
+    assert found == expected
 
 
 def test_start_calling_sum_counts_once():
@@ -287,35 +251,20 @@ def test_unknown_nested_computation_is_refused():
         read_hlo(text)
 
 
-def test_nested_loops_calls_and_fusions():
-    text = module(
-        "%inner (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
-        "  ROOT %ar = f32[16,4]{1,0} all-reduce(%p), replica_groups={{0,1}}\n}",
-        "%fused (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
-        "  ROOT %c = f32[16,4]{1,0} call(%p), to_apply=%inner\n}",
-        "%body (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
-        "  ROOT %f = f32[16,4]{1,0} fusion(%p), kind=kCustom, calls=%fused\n}",
-        "%more (p: f32[16,4]) -> pred[] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
-        "  %ag = f32[32,4]{1,0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}\n"
-        "  ROOT %yes = pred[] constant(true)\n}",
-        "%outer (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
-        "  ROOT %w = f32[16,4]{1,0} while(%p), condition=%more, body=%body, "
-        'backend_config="{\\"known_trip_count\\":{\\"n\\":\\"3\\"}}"\n}',
-        "%always (p: f32[16,4]) -> pred[] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
-        "  ROOT %yes = pred[] constant(true)\n}",
-        entry(
-            "%w = f32[16,4]{1,0} while(%x), condition=%always, body=%outer, "
-            'backend_config={"known_trip_count":{"n":"10"}}',
-            "ROOT %again = f32[16,4]{1,0} call(%w), to_apply=%fused",
-        ),
-        counts="replica_count=2",
+def test_condition_runs_once_more():
+    line = "%{0} = f32[32,4] all-gather(%p), replica_groups={{{{0,1}}}}, dimensions={{0}}"
+    parts = [
+        fusion(name, "%p = f32[16,4] parameter(0)", line.format(name), "ROOT %y = pred[] constant(true)")
+        for name in ("more", "body")
+    ]  # fmt: skip
+    loop = (
+        'condition=%more, body=%body, backend_config="{\\"known_trip_count\\":{\\"n\\":\\"3\\"}}"'
     )
-    found = [(c.kind, c.computation, c.trips) for c in read_hlo(text).collectives]
-    assert found == [
-        ("all-gather", "more", 40),  # the condition is asked once more than the loop turns
-        ("all-reduce", "inner", 30),
-        ("all-reduce", "inner", 1),
-    ]
+    outer = fusion("outer", "%p = f32[16,4] parameter(0)", f"ROOT %w = f32[16,4] while(%p), {loop}")
+    many = loop.replace("body=%body", "body=%outer").replace("3", "10").replace("%more", "%always")
+    always = fusion("always", "ROOT %yes = pred[] constant(true)")
+    text = module(*parts, outer, always, entry(f"ROOT %w = f32[16,4] while(%x), {many}"))
+    assert {c.name: c.trips for c in read_hlo(text).collectives} == {"more": 40, "body": 30}
 
 
 def test_look_alikes_are_no_collectives():

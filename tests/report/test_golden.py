@@ -1,4 +1,8 @@
-"""Texts that compilers have printed (golden/make.py), of several versions and backends."""
+"""Texts that compilers have printed (golden/make.py), of several versions and backends.
+
+hlo/test_compare_hlo.py counts those that XLA's own parser reads: here are the others, and what no
+proto says.
+"""
 
 import contextlib
 from pathlib import Path
@@ -30,43 +34,16 @@ def outline(collectives):
     return [(c.kind, len(c.operands), c.nbytes, c.trips) for c in collectives]
 
 
-VARIADIC = [("all-reduce", 2, 460, 1), ("all-reduce", 1, 28, 1)]
-KINDS = [
-    ("all-gather", 1, 512, 1),
-    ("reduce-scatter", 1, 4096, 1),
-    ("all-to-all", 1, 512, 1),
-    ("collective-permute", 1, 512, 1),
-]
-IN_EIGHT_PARTS = [*KINDS[:2], ("all-to-all", 8, 512, 1), KINDS[3]]
 LOOP = [("all-reduce", 1, 1024, 5), ("all-reduce", 1, 1024, 1)]
-BRANCHES = [("all-reduce", 1, 4, 1), ("all-reduce", 2, 512, 1), ("all-reduce", 1, 256, 1)]
 ADDED_FIRST = [("all-reduce", 1, 4, 1), ("all-reduce", 1, 256, 1), ("all-reduce", 1, 256, 1)]
 
 
 def test_counts_and_bytes():
     for name, expected, nbytes in [
-        ("cpu-0.10.2-kinds", IN_EIGHT_PARTS, 8128),
-        ("cpu-0.12.0.1-kinds", IN_EIGHT_PARTS, 8128),
-        ("gpu-0.12.0.1-kinds", KINDS, 8128),
-        # No reduce-scatter of this shape on a v6e: it sums everything and keeps a slice.
-        ("v6e-0.12.0.1-kinds", [KINDS[0], ("all-reduce", 1, 4096, 1), *KINDS[2:]], 11712),
-        ("cpu-0.10.2-loop", LOOP, 10752),
-        ("cpu-0.12.0.1-loop", LOOP, 10752),
         ("gpu-0.12.0.1-loop", LOOP, 10752),
-        ("v6e-0.12.0.1-loop", LOOP, 10752),
-        ("cpu-0.10.2-branches", BRANCHES, 8 + 896),
-        ("cpu-0.12.0.1-branches", BRANCHES, 8 + 896),
         ("gpu-0.12.0.1-branches", ADDED_FIRST, 8 + 448),
-        ("v6e-0.12.0.1-branches", ADDED_FIRST, 8 + 448),
-        ("cpu-0.10.2-variadic", VARIADIC, 872),
-        ("cpu-0.12.0.1-variadic", VARIADIC, 872),
         # XLA's GPU compiler copies the two f32 operands into one before it sums them.
-        ("gpu-0.12.0.1-variadic", [("all-reduce", 1, 460, 1), VARIADIC[1]], 864),
-        (
-            "gpu-0.12.0.1-overlapped",
-            [("reduce-scatter", 1, 8 << 20, 1), ("collective-permute", 1, 1 << 20, 1)],
-            (7 << 20) + (1 << 20),
-        ),
+        ("gpu-0.12.0.1-variadic", [("all-reduce", 1, 460, 1), ("all-reduce", 1, 28, 1)], 864),
         ("v6e-0.12.0.1-layers", [("all-reduce", 1, 16 << 20, 1)] * 2, 2 * (28 << 20)),
     ]:
         collectives = compiled(name)
@@ -166,14 +143,8 @@ def test_damaged_loop_keeps_count():
             assert {c.trips for c in found} <= {None, 1, 5}
 
 
-def test_what_was_requested():
+def test_requested_branches_are_known():
     for version in ["0.10.2", "0.12.0.1"]:
         always, *some = requested(f"{version}-branches")
         assert [always.branches, *(c.branches[0][1] for c in some)] == [(), 0, 0, 1]
         assert wire_bytes([always, *some]) == 8 + 896
-        assert outline(requested(f"{version}-kinds")) == KINDS
-        assert outline(requested(f"{version}-loop")) == LOOP
-        three = [("all-reduce", 1, nbytes, 1) for nbytes in (400, 60, 28)]
-        assert outline(requested(f"{version}-variadic")) == three
-        assert {c.groups for c in requested(f"{version}-mesh")} == MESH.keys()
-        assert requested(f"{version}-kinds")[3].groups == AROUND

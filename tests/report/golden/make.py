@@ -18,13 +18,11 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import jaxcoll as jc
+sys.path.append(str(Path(__file__).parents[2] / "hlo"))
+from hlo_programs import PROGRAMS
 
 H100 = """
 gpu_device_info {
@@ -41,76 +39,7 @@ runtime_version { major: 12 minor: 8 } device_description_str: "NVIDIA H100"
 """
 
 
-def varying(x):
-    return lax.pcast(x, "d", to="varying")
-
-
-def kinds(x):
-    gathered = lax.all_gather(x, "d", tiled=True)
-    scattered = lax.psum_scatter(gathered * 2.0, "d", tiled=True)
-    exchanged = lax.all_to_all(scattered, "d", 0, 0, tiled=True)
-    return lax.ppermute(exchanged, "d", [(i, (i + 1) % 8) for i in range(8)])
-
-
-def loop(x):
-    x, _ = lax.scan(lambda c, _: (varying(jnp.tanh(lax.psum(c, "d"))), None), x, None, length=5)
-    return lax.psum(x, "d")
-
-
-def branches(x):
-    some = lax.psum(jnp.sum(x), "d") > 0
-    return lax.cond(
-        some,
-        lambda x: lax.psum(x, "d"),
-        lambda x: lax.psum(x * 2.0, "d") + lax.psum(jnp.sin(x), "d"),
-        x,
-    )
-
-
-def mesh(x):
-    return lax.psum(x, "a"), lax.psum(x * 2.0, "b"), lax.psum(x * 3.0, ("a", "b"))
-
-
-def variadic(x, y, z):
-    return lax.psum((x, y, z), "d")
-
-
-def overlapped(x, w):
-    x = lax.psum_scatter(x, "d", tiled=True)
-    w = jnp.tanh(w @ w)
-    return lax.ppermute(x, "d", [(i, (i + 1) % 8) for i in range(8)]), jnp.tanh(w @ w)
-
-
-def layers(x, w):
-    sums = []
-    for _ in range(2):
-        x = jnp.tanh(x @ w)
-        sums.append(lax.psum(x, "d"))
-    return sums
-
-
-def packs(*tree):
-    options = jc.CommunicationOptions(bytes_per_pack=1024)
-    return jc.all_reduce("sum", tree, "d", options=options)
-
-
-P = PartitionSpec
-F32, I32 = jnp.float32, jnp.int32
-PROGRAMS = {  # name: (function, shapes, in_specs, out_specs)
-    "kinds": (kinds, [((64, 16), F32)], (P("d"),), P("d")),
-    "loop": (loop, [((8, 256), F32)], (P("d"),), P()),
-    "branches": (branches, [((8, 64), F32)], (P("d"),), P()),
-    "mesh": (mesh, [((8, 32), F32)], (P(("a", "b")),), (P("b"), P("a"), P())),
-    "variadic": (variadic, [((8, 100), F32), ((8, 3, 5), F32), ((8, 7), I32)], (P("d"),) * 3, P()),
-    "overlapped": (
-        overlapped,
-        [((8 * 4096, 512), F32), ((2048, 2048), F32)],
-        (P("d"), P()),
-        (P("d"), P()),
-    ),
-    "layers": (layers, [((8 * 2048, 2048), F32), ((2048, 2048), F32)], (P("d"), P()), P()),
-    "packs": (packs, [((8, 200), F32)] * 3 + [((8, 7), F32)], (P("d"),) * 4, P()),
-}
+GOLDEN = "kinds loop branches mesh variadic overlapped layers packs".split()
 ONLY = {"overlapped": "gpu", "layers": "v6e"}
 OPTIONS = {  # what makes v6e start its sums early
     "xla_jf_crs_combiner_threshold_in_bytes": 1,
@@ -136,19 +65,11 @@ def trimmed(text):
 
 
 def main(where, *chosen):
-    line = np.array(devices(where), dtype=object)
-    here = Path(__file__).parent
+    line, here = np.array(devices(where), dtype=object), Path(__file__).parent
     backend = where.partition(":")[0]
-    for name, (function, shapes, in_specs, out_specs) in PROGRAMS.items():
-        if ONLY.get(name, backend) != backend or name not in (chosen or PROGRAMS):
-            continue
-        grid = Mesh(line.reshape(2, 4), ("a", "b")) if name == "mesh" else Mesh(line, ("d",))
-        arguments = [
-            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(grid, spec))
-            for (shape, dtype), spec in zip(shapes, in_specs, strict=True)
-        ]
-        mapped = jax.shard_map(function, mesh=grid, in_specs=in_specs, out_specs=out_specs)
-        lowered = jax.jit(mapped).lower(*arguments)
+    for name in chosen or [x for x in GOLDEN if ONLY.get(x, backend) == backend]:
+        program, arguments = PROGRAMS[name](line)
+        lowered = program.lower(*arguments)
         compiled = lowered.compile(OPTIONS if backend == "v6e" and name != "packs" else None)
         file = here / f"{backend}-{jax.__version__}-{name}.hlo"
         file.write_text(trimmed(compiled.as_text()))
