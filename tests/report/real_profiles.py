@@ -30,16 +30,9 @@ from jaxcoll._report.profile.profile import modules_in, read_profile
 from jaxcoll._report.profile.rank_times import _events
 from jaxcoll._report.profile.watch import read_folder
 from jaxcoll._report.profile.xspace import read_planes
-from tests.report.xplanes import Plane, programs, task
+from tests.report.xplanes import ADD, Plane, programs, task
 
 RENDEZVOUS = re.compile(r"RunId: (-?\d+)")
-ADD = """
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}
-"""
 
 
 def plain(executions, collectives):

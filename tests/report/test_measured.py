@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from jaxcoll._hlo.collective import Collective, Operand
 from jaxcoll._report.measured import compare, fold_rows
-from jaxcoll._report.profile.profile import Compiled, Profile, read_profile
+from jaxcoll._report.profile.profile import Compiled, Profile
 from jaxcoll._report.programs import Programs, programs_from, read_rank
 from jaxcoll._report.row_table import table
 from jaxcoll._report.rows import Row
 from jaxcoll._show.units import WIDTH
-from tests.report.xplanes import Execution, cpu
+from tests.report.xplanes import MS, REDUCE, Execution, cpu, hlo, programs_in, steps, times_in
 
-MS = 1_000_000
 GRADIENT = (Operand("f32", (1000,)),)
 
 
@@ -180,50 +179,45 @@ def test_profile_knows_unknown_turns():
 
 @pytest.mark.parametrize("runs", [1, 2, 3])
 def test_three_runs_have_a_step(runs):
-    executions = [("psum.7", run, 10 * run, 10 * run + 3) for run in range(runs)]
-    reports, rows = read_rank([Compiled(HLO, 7)], profiled(*executions), 9)
-    programs = programs_from(reports, {0: rows}, 0)
-    measured = programs.reports[0].measured
-    assert (measured.step_seconds is None) == (runs < 3)
+    programs = programs_in(cpu(steps(("all-reduce.1", 0, 3), runs=runs, devices=1, step=10 * MS)))
+    assert (programs.reports[0].measured.step_seconds is None) == (runs < 3)
     said = [
         "a step takes 10 ms under the profiler, 3 ms of it",
         "too few to tell the time of a step",
     ]
     assert [text in str(programs) for text in said] == [runs == 3, runs < 3]
-    assert re.search(
-        r" 0 %  10 ms     30 %\n" if runs == 3 else r" 0 %     –     3 ms\n", str(programs)
-    )
+    exposed = r" 0 %  10 ms     30 %\n" if runs == 3 else r" 0 %     –     3 ms\n"
+    assert re.search(exposed, str(programs))
 
 
 @pytest.mark.parametrize("width", [60, 80, WIDTH])
 def test_narrow_table_keeps_all_figures(width):
-    kinds = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
-    head, entry = HLO.split("  ROOT %psum.7")
-    lines = [f"  %c{k} = f32[100]{{0}} {kind}(%x), " + (
-        "source_target_pairs={{0,1}}" if k == 3 else
-        "replica_groups={{0,1}}, " + ("to_apply=%add" if k in (0, 2) else "dimensions={0}"))
-        for k, kind in enumerate(kinds)]  # fmt: skip
-    text = head + "\n".join(lines) + "\n  ROOT %psum.7" + entry
-    executions = [(name, run, 10 * run + k, 10 * run + k + 1) for run in range(9)
-              for k, name in enumerate(["c0", "c1", "c2", "c3", "psum.7"])]  # fmt: skip
-    reports, rows = read_rank([Compiled(text, 7)], profiled(*executions), 9)
-    printed = programs_from(reports, {0: rows}, 0).text(width)
+    pairs, halves = "source_target_pairs={{0,1}}", REDUCE.partition(", to_apply")[0]
+    given = {
+        "all-reduce": REDUCE,
+        "all-gather": f"{halves}, dimensions={{0}}",
+        "reduce-scatter": f"{REDUCE}, dimensions={{0}}",
+        "collective-permute": f"channel_id=1, {pairs}",
+    }
+    lines = [f"  %c{k} = f32[1000]{{0}} {kind}(%x), {how}" for k, (kind, how) in enumerate(given.items())]  # fmt: skip
+    events = steps(*((f"c{k}", k, k + 1) for k in range(4)), ("dot.2", 4, 5), runs=9, step=10 * MS)
+    printed = programs_in(cpu(events), hlo("\n".join(lines))).text(width)
     assert max(map(len, printed.splitlines())) <= width
     first = printed.split("\n\n")[0]
     words = " ".join(first.split())
-    for figure in ("1 collective-permute", "wire bytes", "step", "exposed", "10 ms", "50 %"):
+    for figure in ("1 collective-permute", "wire bytes", "step", "exposed", "10 ms", "40 %"):
         assert figure in words, first
     assert "…" not in first
 
 
 def test_nameless_function_shows_its_line():
-    text = HLO.replace("jit_f,", "jit__unnamed_function,").replace(
+    text = hlo().replace("jit_step,", "jit__unnamed_function,").replace(
         "to_apply=%add", 'to_apply=%add, metadata={source_file="a/train.py" source_line=7}'
-    )
-    reports, rows = read_rank([Compiled(text)], Profile(), 9)
-    (report,) = programs_from(reports, {0: rows}, 0).reports
+    )  # fmt: skip
+    programs = programs_in(b"", text)
+    (report,) = programs.reports
     assert (report.name, report.title) == ("jit__unnamed_function", "jit at train.py:7")
-    assert "\njit at train.py:7  " in str(programs_from(reports, {0: rows}, 0))
+    assert "\njit at train.py:7  " in str(programs)
 
 
 def test_lanes_share_one_clock():
@@ -240,75 +234,36 @@ def test_lanes_share_one_clock():
     assert first[1][2] - first[1][1] == pytest.approx(20e-3, abs=1e-3)
 
 
-HLO = """HloModule jit_f, is_scheduled=true, num_partitions=2
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}
-
-ENTRY %main (x: f32[100]) -> f32[100] {
-  %x = f32[100]{0} parameter(0)
-  ROOT %psum.7 = f32[100]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
-}
-"""
-
-
-def profiled(*executions):
-    """A profile of (instruction, run, start, end) in milliseconds, and perhaps a device."""
-    named = [Execution(*device or [0], run, name, start * MS, end * MS) for name, run, start, end, *device in executions]  # fmt: skip
-    return read_profile(cpu(named, module="jit_f", first=0))
-
-
-def times(*executions):
-    """Times of executions."""
-    _, rows = read_rank([Compiled(HLO, 7)], profiled(*executions), 9)
-    (row,) = rows["programs"].values()
-    return row["times"]
-
-
 def test_containers_hide_nothing():
-    own = times(
-        ("while.9", 1, 0, 100), ("dot", 1, 0, 4), ("psum.7", 1, 2, 10), ("fusion", 1, 8, 9),
-        ("psum.7", 1, 2, 6, 1),
-    )  # fmt: skip
-    assert own["exposed"] == [(5 + 4) / 2 * MS]  # the devices' mean
-    assert own["times"] == [[[4 * MS]]]  # on the device that waited least
-
-
-def test_cut_run_is_left_out():
-    events = [("dot", 1, 0, 1)]
-    for run in (2, 3, 4):
-        events += [
-            ("dot", run, 10 * run, 10 * run + 1),
-            ("psum.7", run, 10 * run + 2, 10 * run + 5),
-        ]
-    assert times(*events)["runs"] == [2, 3, 4]
-    assert times(*events)["step"] == 10 * MS
-    assert times(("dot", 1, 0, 1)) is None
+    events = [
+        ("while.9", 0, 100), ("dot.1", 0, 4), ("all-reduce.1", 2, 10), ("fusion", 8, 9),
+        ("all-reduce.1", 2, 6, 1),
+    ]  # fmt: skip
+    profile = [Execution(*device or [0], 1, name, a * MS, b * MS) for name, a, b, *device in events]
+    found, _ = times_in(cpu(profile))
+    assert found.exposed_seconds == pytest.approx((5 + 4) / 2 / 1e3)  # the devices' mean
+    assert found.times[0].transfer == pytest.approx(4e-3)  # on the device that waited least
 
 
 def test_unshared_programs_are_noted():
-    reports, rows = read_rank([Compiled(HLO, calls=3)], Profile(), 9)
-    _, other = read_rank([Compiled(HLO.replace("jit_f", "jit_g"))], Profile(), 9)
+    reports, rows = read_rank([Compiled(hlo(), calls=3)], Profile(), 9)
+    _, other = read_rank([Compiled(hlo().replace("jit_step", "jit_g"))], Profile(), 9)
     rows["notes"].append("not measured: x")
     programs = programs_from(reports, {0: rows, 1: other, 2: rows}, 2)
     assert "rank 1: compiled other programs: jit_g." in programs.notes
     assert "ranks 0, 2: not measured: x" in programs.notes
-    assert re.search(r"jit_f +3 +1 all-reduce, 400 B", str(programs))
+    assert re.search(r"jit_step +3 +1 all-reduce, 4\.00 kB", str(programs))
     key = next(iter(reports))
     for number, apart in enumerate((rows, other)):
-        apart["programs"] = {key: {"name": "jit_f", "times": rank([[[MS]]] * 9, first=99 * number)}}
-        apart["programs"][key]["times"]["ends"] = [99 * 10**12 * number + k for k in range(9)]
+        times = rank([[[MS]]] * 9, first=99 * number)
+        times["ends"] = [99 * 10**12 * number + k for k in range(9)]
+        apart["programs"] = {key: {"name": "jit_step", "times": times}}
     (note,) = programs_from(reports, {0: rows, 3: other}, 0).notes[1:]
-    assert note == "jit_f: not measured: the profiles of ranks 0, 3 share no run."
+    assert note == "jit_step: not measured: the profiles of ranks 0, 3 share no run."
     assert "No program with collectives was compiled; 3 programs" in str(Programs(quiet=3))
 
 
 def test_process_without_devices_is_noted():
-    _, rows = read_rank([Compiled(HLO, 7, runs_here=False)], Profile(is_there=True), 9)
-    assert rows["notes"] == [
-        "jit_f: this process has none of its devices, and does no part of it. If it should, make "
-        "the mesh from all of `jax.devices()`."
-    ]
+    _, rows = read_rank([Compiled(hlo(), 7, runs_here=False)], Profile(is_there=True), 9)
+    (note,) = rows["notes"]
+    assert note.startswith("jit_step: this process has none of its devices, and does no part of it")

@@ -11,8 +11,55 @@ from typing import NamedTuple
 
 from jaxlib import _hlo
 
-BEGAN = 1_700_000_000 * 10**9
-FINGERPRINT = 9646411105960254074
+from jaxcoll._report.profile.profile import Compiled, read_profile
+from jaxcoll._report.programs import programs_from, read_rank
+
+BEGAN, MS = 1_700_000_000 * 10**9, 10**6
+ADD = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+"""
+REDUCE = "channel_id=1, replica_groups={}, use_global_device_ids=true, to_apply=%add"
+PLAIN = "  %all-reduce.1 = f32[1000]{0} all-reduce(%dot.1), " + REDUCE
+
+
+def hlo(body=PLAIN, *, devices=2, before="", groups="{}"):
+    """A program of two products, and what is between them."""
+    return f"""HloModule jit_step, is_scheduled=true, num_partitions={devices}
+{ADD}{before}
+ENTRY %main (x: f32[1000]) -> f32[1000] {{
+  %x = f32[1000]{{0}} parameter(0)
+  %dot.1 = f32[1000]{{0}} multiply(%x, %x)
+{body.replace("replica_groups={}", f"replica_groups={groups}")}
+  ROOT %dot.2 = f32[1000]{{0}} multiply(%dot.1, %dot.1)
+}}
+"""
+
+
+def steps(*ops, runs=12, devices=2, step=20 * MS):
+    """Runs of some (name, start, end) in milliseconds."""
+    return [
+        Execution(device, run, name, *(MS + step * run + round(MS * t) for t in times))
+        for run in range(runs)
+        for device in range(devices)
+        for name, *times in ops
+    ]
+
+
+def programs_in(profile, text=None, number=7, **compiled):
+    """The report of a program that one process runs, measured."""
+    program = Compiled(text or hlo(), number, **compiled)
+    reports, rows = read_rank([program], read_profile(profile), 99)
+    return programs_from(reports, {0: rows}, 0)
+
+
+def times_in(profile, text=None, number=7, **compiled):
+    """The measured times of a program that one process runs, and the notes on it."""
+    found = programs_in(profile, text, number, **compiled)
+    return found.reports[0].measured, found.notes
 
 
 def varint(number):
@@ -65,7 +112,7 @@ class Plane:
         return key + field(6 if isinstance(value, bytes) else 4, value)
 
 
-def programs(*modules, number=FINGERPRINT):
+def programs(*modules, number=7):
     """The plane with the programs of a profile: HLO texts, or protos as they are."""
     plane = Plane("/host:metadata")
     for k, module in enumerate(modules):
@@ -93,14 +140,12 @@ class Execution(NamedTuple):
     end: int
 
 
-def tpu(executions, *, module="jit_step", number=FINGERPRINT, background=()):
+def tpu(executions, *, module="jit_step", number=7, background=()):
     """Planes of TPUs. `run_id` counts each device's programs, and begins anywhere."""
     planes = b""
     for device in sorted({e.device for e in executions}):
-        plane, own = (
-            Plane(f"/device:TPU:{device}", device_type_string="TPU v6 Lite"),
-            [e for e in executions if e.device == device],
-        )
+        plane = Plane(f"/device:TPU:{device}", device_type_string="TPU v6 Lite")
+        own = [e for e in executions if e.device == device]
         runs = sorted({e.run for e in own})
         spans = [[e for e in own if e.run == run] for run in runs]
         of = number if callable(number) else lambda _: number
@@ -131,25 +176,14 @@ def gpu(executions, *, launches=True, kernels=1, bare=(), module="jit_step", num
             several = kernels if sends else 1
             for n in range(several):
                 start, end = (e.start + (e.end - e.start) * m // several for m in (n, n + 1))
-                name = (
-                    f"ncclDevKernel_{re.sub('[^a-z]', '', e.name)}_{n}(Args)"
-                    if sends
-                    else f"{e.name}.kd"
-                )
+                kind = re.sub("[^a-z]", "", e.name)
+                name = f"ncclDevKernel_{kind}_{n}(Args)" if sends else f"{e.name}.kd"
                 own = {} if (e.run, e.name) in bare else {"tf_op": "XlaModule:", **says}
-                streams[14 if sends else 13].append(
-                    plane.event(name, start, end, correlation_id=k, **own)
-                )
-                launched.append(
-                    host.event(
-                        "cuLaunchKernelExC",
-                        max(0, e.start - 20_000),
-                        max(8000, e.start - 12_000),
-                        device_id=47645,
-                        correlation_id=k,
-                        **says,
-                    )
-                )
+                kernel = plane.event(name, start, end, correlation_id=k, **own)
+                streams[14 if sends else 13].append(kernel)
+                times = max(0, e.start - 20_000), max(8000, e.start - 12_000)
+                ids = {"device_id": 47645, "correlation_id": k}
+                launched.append(host.event("cuLaunchKernelExC", *times, **ids, **says))
         for stream, events in streams.items():
             plane.line(stream, f"Stream #{stream}(Kernel)", events)
         planes += plane.bytes()
