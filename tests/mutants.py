@@ -3,7 +3,7 @@
     python tests/mutants.py --count 20 --seed 1            # points of all these rooms
     python tests/mutants.py --only _plan/packs/packing.py  # as many points of one file
 
-Works on copies of the repository in .pytest_cache, which keep what they compiled. First the tests of
+Works on a copy of the repository in .pytest_cache, which keeps what it compiled. First the tests of
 these rooms run once, to record which lines each executes. A change is tried on the tests that
 execute its line, the quickest first. One that survives needs a test, or changes nothing.
 """
@@ -20,11 +20,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
+COPY = ROOT / ".pytest_cache" / "mutants" / "copy"
 ROOMS = ("_plan", "_collectives", "_gradients")
 TESTS = ("tests/plan", "tests/collectives", "tests/gradients")
 SWAPS = {
@@ -116,22 +115,12 @@ def mutated(source, number):
     return text.decode(), node.lineno, type(what).__name__
 
 
-def copied(number):
-    """A copy of what tests need, at a place that stays."""
-    copy = ROOT / ".pytest_cache" / "mutants" / str(number)
-    for name in ("jaxcoll", "tests", "docs", "benchmarks"):
-        shutil.rmtree(copy / name, ignore_errors=True)
-        shutil.copytree(ROOT / name, copy / name)
-    shutil.copy(ROOT / "pyproject.toml", copy)
-    return copy
-
-
-def run_tests(python, copy, tests, *flags, seconds=None, **variables):
+def run_tests(tests, *flags, seconds=None, **variables):
     """The exit status and what was printed; None: they took longer."""
+    own = {**os.environ, "PYTHONPATH": str(COPY), **variables}
     with subprocess.Popen(
-        [*python.split(), "-m", "pytest", "-q", *flags, *tests], cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy), **variables}, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [sys.executable, "-m", "pytest", "-q", "-n", "2", *flags, *tests], cwd=COPY, env=own,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as run:  # fmt: skip
         try:
             output, _ = run.communicate(timeout=seconds)
@@ -141,24 +130,22 @@ def run_tests(python, copy, tests, *flags, seconds=None, **variables):
     return run.returncode, output
 
 
-def recorded(python, copy, at_once):
+def recorded():
     """Which tests execute each line, the quickest first, and the seconds of each.
 
     What was recorded stays, as long as neither the package nor the tests change.
     """
-    sources = sorted([*copy.glob("jaxcoll/**/*.py"), *copy.glob("tests/**/*.py")])
+    sources = sorted([*COPY.glob("jaxcoll/**/*.py"), *COPY.glob("tests/**/*.py")])
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     tests, seconds = collections.defaultdict(set), collections.Counter()
     for folder in TESTS:
         record = f"lines-{Path(folder).name}-{digest}"
-        if not any(copy.glob(f"{record}-*")):
-            flags = ("-p", "mutants", "-n", str(max(2, at_once)))
-            status, output = run_tests(
-                python, copy, [folder], *flags, RECORD_LINES=str(copy / record)
-            )
+        if not any(COPY.glob(f"{record}-*")):
+            record_to = {"RECORD_LINES": str(COPY / record)}
+            status, output = run_tests([folder], "-p", "mutants", **record_to)
             if status:
                 sys.exit(f"Without any change the tests fail:\n{output}")
-        for path in copy.glob(f"{record}-gw*"):
+        for path in COPY.glob(f"{record}-gw*"):
             kept = json.loads(path.read_text())
             seconds.update(kept["seconds"])
             for line, names in kept["tests"].items():
@@ -170,52 +157,35 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--from", type=int, default=0, dest="first", help="leave out so many points"
-    )
     parser.add_argument("--only", default="", help="paths under jaxcoll/ that contain this")
-    parser.add_argument("--at-once", type=int, default=2, help="copies that are tried")
-    parser.add_argument("--python", default=sys.executable, help="runs the tests; 3.12 or newer")
     args = parser.parse_args()
-    package = ROOT / "jaxcoll"
-    files = [p for room in ROOMS for p in sorted((package / room).rglob("*.py"))]
-    sources = {
-        str(p.relative_to(package)): p.read_text("utf8") for p in files if args.only in str(p)
-    }
+    for name in ("jaxcoll", "tests", "docs", "benchmarks"):
+        shutil.rmtree(COPY / name, ignore_errors=True)
+        shutil.copytree(ROOT / name, COPY / name)
+    shutil.copy(ROOT / "pyproject.toml", COPY)
+    files = [p for room in ROOMS for p in sorted((COPY / "jaxcoll" / room).rglob("*.py"))]
     everything = [
         (path, number)
-        for path, source in sources.items()
-        for number in range(len(list(points(ast.parse(source)))))
+        for path in files
+        if args.only in str(path)
+        for number in range(len(list(points(ast.parse(path.read_text("utf8"))))))
     ]
-    chosen = random.Random(args.seed).sample(everything, min(args.count, len(everything)))[
-        args.first :
-    ]
-    copies = SimpleQueue()
-    for number in range(args.at_once):
-        copies.put(copied(number))
-    first = copies.get()
-    tests, seconds = recorded(args.python, first, args.at_once)
-    copies.put(first)
-
-    def is_noticed(point):
-        path, number = point
-        text, line, what = mutated(sources[path], number)
-        names = tests.get(f"{path}:{line}") or sorted(seconds, key=seconds.get)
-        limit = 60 + 5 * sum(seconds[name] for name in names)
-        copy = copies.get()
-        changed = copy / "jaxcoll" / path
-        changed.write_text(text, "utf8")
-        status, _ = run_tests(args.python, copy, names, "-x", seconds=limit)
-        changed.write_text(sources[path], "utf8")
-        copies.put(copy)
+    tests, seconds = recorded()
+    chosen = random.Random(args.seed).sample(everything, min(args.count, len(everything)))
+    survived = 0
+    for path, number in chosen:
+        source = path.read_text("utf8")
+        text, line, what = mutated(source, number)
+        place = f"{path.relative_to(COPY / 'jaxcoll')}:{line}"
+        names = tests.get(place) or sorted(seconds, key=seconds.get)
+        path.write_text(text, "utf8")
+        status, _ = run_tests(names, "-x", seconds=60 + 5 * sum(map(seconds.get, names)))
+        path.write_text(source, "utf8")
         outcome = {0: "SURVIVED", None: "hangs   "}.get(status, "noticed ")
-        print(f"{outcome} {path}:{line}: {what} ({len(names)} tests)", flush=True)
-        return status != 0
-
-    with ThreadPoolExecutor(args.at_once) as pool:
-        noticed = sum(pool.map(is_noticed, chosen))
-    print(f"{noticed} of {len(chosen)} were noticed")
-    return int(noticed < len(chosen))
+        print(f"{outcome} {place}: {what} ({len(names)} tests)", flush=True)
+        survived += status == 0
+    print(f"{len(chosen) - survived} of {len(chosen)} were noticed")
+    return int(survived > 0)
 
 
 if __name__ == "__main__":

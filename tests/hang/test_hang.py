@@ -79,6 +79,29 @@ JUDGED = [
 ]
 
 
+@pytest.fixture
+def over():
+    """Threads of a test wait for it."""
+    over = threading.Event()
+    yield over
+    over.set()
+
+
+def started(target, *args, name="user"):
+    thread = threading.Thread(target=target, args=args, name=name)
+    thread.start()
+    time.sleep(0.1)
+    return thread
+
+
+def frame_of(function, looked):
+    return next(f for t in looked for f in t.frames if f.f_code is function.__code__)
+
+
+def said(rows, collective=""):
+    return [*show_report(judge(rows, LIMIT), rows, collective)]
+
+
 def test_rows_name_who_is_missing():
     for rows, expected in JUDGED:
         verdict = judge(rows, LIMIT)
@@ -88,9 +111,9 @@ def test_rows_name_who_is_missing():
 def test_report_is_worded():
     here = [["train.py", 7, "main", "step(w, x)", 10.0]]
     there = [["load.py", 3, "__next__", "self.queue.get()", 11.0]]
-    absent = row(2, "python", 11.0, where=there, pid=5, host="h", **calls("step"))
-    rows = job(absent, where=here, **calls("step", "step"))
-    assert list(show_report(judge(rows, LIMIT), rows, "Its collective.")) == [
+    of = {"pid": 5, "host": "h"}
+    absent = row(2, "python", 11.0, where=there, **of, **calls("step"))
+    assert said(job(absent, where=here, **calls("step", "step")), "Its collective.") == [
         "processes 0 and 1 of 3 have waited 10.0 s for process 2.",
         "  processes 0 and 1: in call 2 of `step`",
         "    train.py:7 in main: step(w, x)",
@@ -98,63 +121,51 @@ def test_report_is_worded():
         "  process 2 has been in no program for 11.0 s, after 1 call of `step` (pid 5 on h):",
         "    load.py:3 in __next__: self.queue.get()  (11.0 s)",
     ]
-
-
-def test_seconds_are_not_of_the_error():
-    rows = job(row(2, "ended", 6.0, ended="ValueError at a.py:1: loss is nan", pid=5, host="h"))
-    *_, last = show_report(judge(rows, LIMIT), rows, "")
-    error = "has ended its program with ValueError at a.py:1: loss is nan"
-    assert last == f"  process 2 {error}, and waits at its end for 6.0 s (pid 5 on h)"
-
-
-def test_old_rows_count_nothing():
     there = [["load.py", 3, "main", "step(w, x)", 0.0]]
-    absent = row(2, "stopped", 0.0, where=there, pid=5, host="h", silence=12.0, **calls("step"))
-    rows = job(absent, **calls(*8 * ["step"]))
-    assert [*show_report(judge(rows, LIMIT), rows, "")] == [
+    absent = row(2, "stopped", 0.0, where=there, silence=12.0, **of, **calls("step"))
+    assert said(job(absent, **calls(*8 * ["step"]))) == [  # an old row counts no calls
         "processes 0 and 1 of 3 have waited 10.0 s for process 2.",
         "  processes 0 and 1: in `step`",
         "  process 2 is stopped, as by SIGSTOP (pid 5 on h; last seen 12.0 s ago):",
         "    load.py:3 in main: step(w, x)",
     ]
+    ended = row(2, "ended", 6.0, ended="ValueError at a.py:1: loss is nan", **of)
+    error = "has ended its program with ValueError at a.py:1: loss is nan"
+    assert said(job(ended))[-1] == (
+        f"  process 2 {error}, and waits at its end for 6.0 s (pid 5 on h)"
+    )
+    for cpu, state in ((0.9, "computes"), (0.0, "is in a program")):
+        lines = said(job(row(2, seconds=1.0, cpu=cpu), seconds=3 * LIMIT))
+        assert lines[-1] == f"  process 2 {state} for 1.0 s"
+    rows = {r: row(r, kind, 10.0) for r, kind in enumerate(("silent", "unknown", "program"))}
+    lines = said(rows)
+    assert lines[0] == "process 2 of 3 has waited 10.0 s for process 0."
+    assert lines[-1] == "  nothing can be known of process 1: the coordinator does not answer"
+    del rows[0]
+    assert said(rows)[0] == "process 2 of 2 has waited 10.0 s."
 
 
-def test_barriers_are_told_apart():
+def test_barriers_are_told_apart(over):
     def wait_at_barrier(key, timeout_in_ms):
-        released.wait(timeout_in_ms)
+        over.wait(timeout_in_ms)
 
     def save(key):
         client.wait_at_barrier(  # as orbax calls it
             key, timeout_in_ms=60
         )
 
-    released, client = threading.Event(), SimpleNamespace(wait_at_barrier=wait_at_barrier)
-    thread = threading.Thread(target=save, args=("saved",), name="user")
-    thread.start()
-    time.sleep(0.1)
-    at = next(
-        f for t in Stacks().look(0.0, {}, wakes=0) for f in t.frames if f.f_code is save.__code__
-    )
-    kind, name = classify(Thread(False, [at], [0.0, 0.0]), counting.JITTED)
-    released.set()
-    thread.join()
-    assert (kind, name) == ("barrier", "saved")
+    client = SimpleNamespace(wait_at_barrier=wait_at_barrier)
+    started(save, "saved")
+    at = frame_of(save, Stacks().look(0.0, {}, wakes=0))
+    assert classify(Thread(False, [at], [0.0, 0.0]), counting.JITTED) == ("barrier", "saved")
+    waited = "processes 0 and 1 of 2 have waited 10.0 s"
     for names, first, second in (
-        (("saved", "loaded"), ", in different barriers.", "  process 0: in barrier `saved`"),
-        (
-            ("saved", "saved"),
-            " inside barrier `saved`, which all have called.",
-            "  processes 0 and 1: in barrier `saved`",
-        ),
-        (
-            (None, None),
-            " for one another.",
-            "  processes 0 and 1: at a barrier of the coordination service",
-        ),
-    ):
-        rows = {r: row(r, kind, program=name) for r, name in enumerate(names)}
-        lines = [*show_report(judge(rows, LIMIT), rows, "")]
-        assert lines[:2] == [f"processes 0 and 1 of 2 have waited 10.0 s{first}", second]
+        (("saved", "loaded"), ", in different barriers.", "process 0: in barrier `saved`"),
+        (("saved", "saved"), " inside barrier `saved`, which all have called.", "processes 0 and 1: in barrier `saved`"),
+        ((None, None), " for one another.", "processes 0 and 1: at a barrier of the coordination service"),
+    ):  # fmt: skip
+        rows = {r: row(r, "barrier", program=name) for r, name in enumerate(names)}
+        assert said(rows)[:2] == [f"{waited}{first}", f"  {second}"]
 
 
 def test_shared_names_compare_no_calls():
@@ -177,27 +188,11 @@ def test_program_has_one_name():
     assert {*map(name_program, ("jit__step", "jit(_step)", "pmap__step"))} == {"step"}
 
 
-def test_computing_is_said_if_it_is_known():
-    for cpu, state in ((0.9, "computes"), (0.0, "is in a program")):
-        rows = job(row(2, seconds=1.0, cpu=cpu), seconds=3 * LIMIT)
-        lines = list(show_report(judge(rows, LIMIT), rows, ""))
-        assert lines[-1] == f"  process 2 {state} for 1.0 s"
-
-
-def test_unknown_processes_are_named():
-    rows = {r: row(r, kind, 10.0) for r, kind in enumerate(("silent", "unknown", "program"))}
-    lines = list(show_report(judge(rows, LIMIT), rows, ""))
-    assert lines[0] == "process 2 of 3 has waited 10.0 s for process 0."
-    assert lines[-1] == "  nothing can be known of process 1: the coordinator does not answer"
-    del rows[0]
-    assert next(show_report(judge(rows, LIMIT), rows, "")) == "process 2 of 2 has waited 10.0 s."
-
-
-def test_reading_frames_runs_nothing():
+def test_reading_frames_runs_nothing(over):
     class Trap:
         @property
         def step(self):
-            return threading.Event()
+            return over
 
         def __getattr__(self, name):
             raise AssertionError(name)
@@ -206,23 +201,17 @@ def test_reading_frames_runs_nothing():
         trap.step.wait(0.5) or time.sleep(0)
 
     trap = Trap()
-    thread = threading.Thread(target=wait, name="user")
-    thread.start()
-    time.sleep(0.1)
-    frames = [f for t in Stacks().look(0.0, {}, wakes=0) for f in t.frames]
-    frame = next(f for f in frames if f.f_code is wait.__code__)
+    started(wait)
+    frame = frame_of(wait, Stacks().look(0.0, {}, wakes=0))
     assert read_call(frame) == ("trap.step.wait(0.5)", "wait", None)
-    thread.join()
 
 
 @pytest.mark.parametrize(
     ("wakes", "most", "calls", "since"),
     [(5, 20, 7, 0.0), (100, 20, 7, 1.0), (5, 20, 8, 1.0), (5, 0, 7, 1.0), (0, 0, 7, 0.0)],
 )
-def test_wait_survives_signal_checks(monkeypatch, wakes, most, calls, since):
-    over, looks = threading.Event(), iter([0, wakes])
-    thread = threading.Thread(target=over.wait, name="user")
-    thread.start()
+def test_wait_survives_signal_checks(monkeypatch, over, wakes, most, calls, since):
+    looks, thread = iter([0, wakes]), started(over.wait)
     monkeypatch.setattr(
         stacks, "_count_wakes", lambda i: next(looks) if i == thread.native_id else 0
     )
@@ -232,7 +221,6 @@ def test_wait_survives_signal_checks(monkeypatch, wakes, most, calls, since):
     looked.look(0.0, {thread.ident: (7, None)}, wakes=most)
     threads = looked.look(1.0, {thread.ident: (calls, None)}, wakes=most)
     waiting = [t for t in threads if any(f.f_locals.get("self") is over for f in t.frames)]
-    over.set()
     assert [t.since[0] for t in waiting] == [since]
 
 
@@ -248,88 +236,72 @@ def test_wait_survives_signal_checks(monkeypatch, wakes, most, calls, since):
     ],
     ids=["compiled before", "calls in a loop", "first look", "computed first", "still computes"],
 )
-def test_share_is_of_where_it_stands(monkeypatch, used, seconds, share):
-    calls = counting.Calls(Shield())
-    here, looks = HangProcess(LIMIT, 0.5, calls, calls._shield), iter(used)
+def test_share_is_of_where_it_stands(monkeypatch, here, used, seconds, share):
+    looks = iter(used)
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)
     monkeypatch.setattr(time, "process_time", lambda: next(looks))
     shares = [here._compute_share(5.0 * k, seconds) for k in range(len(used))]
     assert shares[-1] == share
 
 
-@pytest.mark.parametrize(
-    ("programs", "order", "named"),
-    [
+@pytest.fixture
+def here(monkeypatch):
+    """This process as the watcher sees it, without counts of calls."""
+    jax.devices()
+    monkeypatch.setattr(process, "has_main_ended", lambda threads: False)  # pytest's may have
+    calls = counting.Calls(Shield())
+    return HangProcess(LIMIT, 0.5, calls, calls._shield)
+
+
+def test_wait_is_in_newest_program_called(monkeypatch, here):
+    here._calls._began = True
+    monkeypatch.setattr(here, "_choose", lambda threads, now: (threads[0], "program", None))
+    for programs, order, named in [
         ({}, ["f"], None),
         ({"f": 4, "g": 4}, ["f", "g", "h"], "g"),
         ({"f": 4}, [], "f"),
         (STEP, [], None),
-    ],
-)
-def test_wait_is_in_newest_program_called(monkeypatch, programs, order, named):
-    calls = counting.Calls(Shield())
-    calls._began = True
-    calls.order.extend(order)
-    here = HangProcess(LIMIT, 0.5, calls, calls._shield)
-    here._compilations.modules = {f"jit_{name}": devices for name, devices in programs.items()}
-    monkeypatch.setattr(here, "_choose", lambda threads, now: (threads[0], "program", None))
-    assert here._measure(0.0).program == named
+    ]:
+        here._calls.order.clear()
+        here._calls.order.extend(order)
+        here._compilations.modules = {f"jit_{name}": devices for name, devices in programs.items()}
+        assert here._measure(0.0).program == named
 
 
-def test_other_threads_compute_for_themselves():
-    jax.devices()
-    calls = counting.Calls(Shield())
-    here, over = HangProcess(LIMIT, 0.5, calls, calls._shield), threading.Event()
-
+def test_other_threads_compute_for_themselves(here, over):
     def work():
         while not over.is_set():
             pass
 
-    thread = threading.Thread(target=work, name="user")
-    thread.start()
+    started(work)
     here._measure(0.0)
     until = time.process_time() + 0.4
     while time.process_time() < until:
         time.sleep(0.01)
-    row = here._measure(1.0)
-    over.set()
-    thread.join()
-    assert row.cpu < 0.2
+    assert here._measure(1.0).cpu < 0.2
 
 
-def test_other_threads_have_names(monkeypatch):
-    jax.devices()
-    monkeypatch.setattr(process, "has_main_ended", lambda threads: False)  # pytest's may have
-    calls = counting.Calls(Shield())
-    here, over = HangProcess(LIMIT, 0.5, calls, calls._shield), threading.Event()
-    thread = threading.Thread(target=lambda: over.wait(), name="trainer_0")
-    thread.start()
+def test_other_threads_have_names(here, over):
+    started(lambda: over.wait(), name="trainer_0")
     with ThreadPoolExecutor(1, thread_name_prefix=stacks.OURS) as watcher:
         here._measure(0.0)
         where = watcher.submit(here._measure, LIMIT).result().where
-    over.set()
-    thread.join()
     assert "<lambda> (thread trainer_0)" in [function for _, _, function, *_ in where]
 
 
-def test_place_is_new_after_calls():
+def test_place_is_new_after_calls(over):
     def epoch():
         load()
 
     def load():
         over.wait()
 
-    over, looked, since = threading.Event(), Stacks(), []
-    thread = threading.Thread(target=epoch, name="user")
-    thread.start()
-    time.sleep(0.1)
+    looked, since, thread = Stacks(), [], started(epoch)
     for now, calls in ((0.0, (7, None)), (1.0, (8, epoch.__code__)), (2.0, (9, None))):
         for t in looked.look(now, {thread.ident: calls}, wakes=0):
             times = dict(zip([f.f_code for f in t.frames], t.since[1:], strict=True))
             if load.__code__ in times:
                 since += [times[threading.Thread.run.__code__], times[epoch.__code__], t.since[1]]
-    over.set()
-    thread.join()
     assert since == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 2.0]
 
 
@@ -378,8 +350,8 @@ def test_executor_calls_are_counted(monkeypatch):
     assert log.counts["lambda"] == 3
 
 
-def test_end_keeps_what_was_printed(monkeypatch, tmp_path):
-    ends, stuck, over, path = [], io.StringIO(), threading.Event(), tmp_path / "out"
+def test_end_keeps_what_was_printed(monkeypatch, tmp_path, over):
+    ends, stuck, path = [], io.StringIO(), tmp_path / "out"
     with path.open("w") as out:
         out.write("loss 0.1")
         stuck.flush = over.wait
@@ -390,7 +362,6 @@ def test_end_keeps_what_was_printed(monkeypatch, tmp_path):
         watch = monitor.HangWatch(LIMIT, end=True)
         watch._exit()
         watch.close()
-    over.set()
     assert ends == [(124, "loss 0.1")]
 
 
