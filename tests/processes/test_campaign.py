@@ -46,40 +46,40 @@ def test_page_shows_campaigns_rows():
 
 @pytest.mark.parametrize("listened", [True, False])
 def test_relay_outlives_coordinator_for_listeners(listened):
-    coordinator = socket.create_server(("127.0.0.1", 0))
-    one = coordinator_proxy.CoordinatorProxy(f"127.0.0.1:{coordinator.getsockname()[1]}", 100.0)
-    client = socket.socket(socket.AF_UNIX)
-    kind, _, name = one.address.partition(":")
-    client.connect("\0" * (kind == "unix-abstract") + name)
-    far, _ = coordinator.accept()
-    client.sendall(b"ping")
-    assert far.recv(10) == b"ping"
-    far.sendall(b"pong")
-    assert client.recv(10) == b"pong"
     heard = threading.Event()
-    if listened:
-        one.callbacks.append(heard.set)
-    coordinator.close()
-    far.close()
-    client.settimeout(2.0)
-    if listened:
-        assert heard.wait(5)
-        client.settimeout(0.3)
-        with pytest.raises(TimeoutError):
-            client.recv(1)
-    else:
-        assert client.recv(1) == b""
-    client.close()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as coordinator,
+        socket.socket(socket.AF_UNIX) as client,
+    ):
+        one = coordinator_proxy.CoordinatorProxy(f"127.0.0.1:{coordinator.getsockname()[1]}", 100.0)
+        kind, _, name = one.address.partition(":")
+        client.connect("\0" * (kind == "unix-abstract") + name)
+        far, _ = coordinator.accept()
+        for here, there in ((client, far), (far, client)):
+            here.sendall(b"ping")
+            assert there.recv(10) == b"ping"
+        one.callbacks += [heard.set] * listened
+        coordinator.close()
+        far.close()
+        if listened:
+            assert heard.wait(5)
+            check_silent(client)
+        else:
+            client.settimeout(2.0)
+            assert client.recv(1) == b""
+
+
+def check_silent(client):
+    client.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        client.recv(1)
 
 
 def test_relay_closes_nothing_by_itself():
     one = coordinator_proxy.CoordinatorProxy("127.0.0.1:1", 100.0)
     (client, near), (far, coordinator) = socket.socketpair(), socket.socketpair()
-    coordinator.close()
-    client.sendall(b"ping")
-    one._copy_out(near, far)  # JAX would end the process if its connection broke here
-    client.settimeout(0.1)
-    with pytest.raises(TimeoutError):
-        client.recv(1)
-    for end in (client, near, far):
-        end.close()
+    with client, near, far:
+        coordinator.close()
+        client.sendall(b"ping")
+        one._copy_out(near, far)  # JAX would end the process if its connection broke here
+        check_silent(client)
