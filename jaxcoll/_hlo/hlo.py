@@ -79,8 +79,6 @@ def read_hlo(text: str, devices: int = 1) -> Program:
 
 
 class _Reader:
-    """Reads the sites of each computation once."""
-
     def __init__(self, module: Module, chains: Chains) -> None:
         self._module, self._chains = module, chains
         self._frames = StackFrames(module.tables)

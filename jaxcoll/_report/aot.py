@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._collectives.scope import Scope, entered
+from jaxcoll._collectives.scope import Scope
 from jaxcoll._compat.compiler import compiler_options, has_compiler
 from jaxcoll._job.launch.subprocesses import killed_on_exit
 from jaxcoll._plan.packs.leaves import abstract_shape
 from jaxcoll._plan.plan import CollectivePlan
 from jaxcoll._report.cost.rates import find_rates
-from jaxcoll._report.lowering import Texts, find_stage, jit_arrays, print_requested, unwrap
+from jaxcoll._report.lowering import Texts, jit_arrays, print_requested, trace, unwrap
 from jaxcoll._report.shown_plan import Plan
 from jaxcoll._step.mesh.clusters import (
     Topology,
@@ -174,16 +174,13 @@ def trace_for(
         functools.partial(_abstract_argument, mesh=over), (args, kwargs)
     )
     # Without `trace`, it is a plain function or was jitted by another library.
-    program: Any = fun
     if not hasattr(fun, "trace"):
-        program, shapes, keywords = jit_arrays(fun, shapes, keywords)
-    scope = Scope(topology_worlds(topology), record=record)
+        fun, shapes, keywords = jit_arrays(fun, shapes, keywords)
     with contextlib.ExitStack() as around:
         if over is not None:  # leave the current mesh, which may have another size
             around.enter_context(no_mesh())
             around.enter_context(jax.sharding.use_abstract_mesh(over))
-        around.enter_context(entered(scope))
-        traced = find_stage(program.trace(*shapes, **keywords))
+        traced = trace(fun, shapes, keywords, Scope(topology_worlds(topology), record=record))
     assert isinstance(traced, jax.stages.Traced)
     return traced
 

@@ -76,7 +76,7 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
             )
         return make_report(fun)
     if topology is None:
-        texts = compile_texts(fun, args, kwargs, "inspect")
+        texts = compile_texts(fun, args, kwargs)
     elif callable(fun) and find_stage(fun) is None:
         others = {name: value for name, value in kwargs.items() if name != "mesh"}
         texts = compile_for(fun, args, others, topology, mesh=kwargs.get("mesh"))
@@ -90,7 +90,6 @@ def inspect(fun: Any, *args: Any, topology: Any = None, measure: int = 0, **kwar
 
 
 def _check_no_arguments(fun: Callable[..., Any]) -> None:
-    """Refuse a call without arguments of a function that needs some, beside a `mesh`."""
     try:
         parameters = signatures.signature(fun).parameters.values()
     except (TypeError, ValueError):
@@ -118,18 +117,14 @@ def _repeatable_call(
             "`inspect` with `measure` runs a function on the local devices: pass the function and "
             "arrays as its arguments, without a topology."
         )
-    fun, args, kwargs = make_lowerable(fun, args, kwargs, "inspect")
-    # Whether the arguments survive a call shows after the first one.
-    donates = True
-
-    def copy(x: Any) -> Any:
-        return x.copy() if isinstance(x, jax.Array) else x
+    fun, args, kwargs = make_lowerable(fun, args, kwargs)
+    donates = True  # whether the arguments survive a call shows after the first one
 
     def call() -> Any:
         nonlocal donates
-        passed = (args, kwargs)
+        passed = args, kwargs
         if donates:
-            passed = jax.tree.map(copy, passed)
+            passed = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, passed)
         results = fun(*passed[0], **passed[1])
         donates = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(passed))
         return results

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxcoll._hlo.collective import KINDS, Collective, count_bytes
@@ -13,6 +13,9 @@ from jaxcoll._show.units import pluralize, some
 if TYPE_CHECKING:
     from jaxcoll._report.programs import Programs
     from jaxcoll._report.report import Report
+
+_NUMBERS = ("max_count", "max_wire_bytes", "max_operands")
+_NAMES = {"dtypes": "element types of HLO such as f32, bf16", "kinds": ", ".join(KINDS)}
 
 
 def assert_collectives(
@@ -66,9 +69,9 @@ def assert_collectives(
             "`assert_collectives` expects a report, as in `jc.assert_collectives(jc.inspect(step, "
             f"*args), max_count=1)`; got {type(report).__name__}."
         )
-    upper, allowed = check_limits({
+    given = check_limits({
         "max_count": max_count, "max_wire_bytes": max_wire_bytes, "max_operands": max_operands,
-        "none_in_loops": none_in_loops, "dtypes": dtypes, "kinds": kinds,
+        "none_in_loops": none_in_loops or None, "dtypes": dtypes, "kinds": kinds,
     })  # fmt: skip
     if isinstance(report, Programs) and report.unread:
         raise AssertionError(f"a program could not be checked. {' '.join(report.unread)}")
@@ -78,79 +81,61 @@ def assert_collectives(
             "filled when its block ends, with the programs that were first compiled inside it."
         )
     for one in report.reports if isinstance(report, Programs) else [report]:
-        if complaints := list(_complaints(one, upper, none_in_loops, allowed)):
+        if complaints := list(_complaints(one, given)):
             lines = [f"{one.title} exceeds its limits.", *complaints, "", str(one)]
             raise AssertionError("\n".join(lines))
     return report
 
 
-def check_limits(
-    limits: Mapping[str, Any],
-) -> tuple[dict[str, int | None], dict[str, set[str] | None]]:
-    """Split limits into those on numbers and the allowed names; refuse invalid ones."""
-    upper = {name: limits.get(name) for name in ("max_count", "max_wire_bytes", "max_operands")}
-    for name, limit in upper.items():
-        if limit is not None and (type(limit) is not int or limit < 0):
+def check_limits(limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep the limits that are given, allowed names as sets; refuse invalid ones."""
+    given: dict[str, Any] = {}
+    for name, limit in limits.items():
+        if limit is None:
+            continue
+        if name in _NUMBERS and (type(limit) is not int or limit < 0):
             raise ValueError(f"`{name}` must be None or an integer of at least 0; got {limit!r}.")
-    allowed = {
-        "dtypes": _check_names(
-            limits, "dtypes", _is_dtype, "element types of HLO such as f32, bf16"
-        ),
-        "kinds": _check_names(limits, "kinds", KINDS.__contains__, ", ".join(KINDS)),
-    }
-    values = *upper.values(), *allowed.values()
-    if not limits.get("none_in_loops") and all(limit is None for limit in values):
-        names = ", ".join([*upper, "none_in_loops", *allowed])
+        if name in _NAMES:
+            limit = {limit} if isinstance(limit, str) else set(limit)
+            for invalid in (x for x in limit if not _is_name(name, x)):
+                raise ValueError(f"`{name}` may name {_NAMES[name]}; got {invalid!r}.")
+        given[name] = limit
+    if not given:
+        names = ", ".join([*_NUMBERS, "none_in_loops", *_NAMES])
         raise ValueError(f"`assert_collectives` needs a limit, one or more of {names}; got none.")
-    return upper, allowed
+    return given
 
 
-def _check_names(
-    limits: Mapping[str, Any], name: str, is_valid: Callable[[str], bool], valid: str
-) -> set[str] | None:
-    if (value := limits.get(name)) is None:
-        return None
-    names = {value} if isinstance(value, str) else set(value)
-    for invalid in (x for x in names if not isinstance(x, str) or not is_valid(x)):
-        raise ValueError(f"`{name}` may name {valid}; got {invalid!r}.")
-    return names
-
-
-def _is_dtype(name: str) -> bool:
+def _is_name(limit: str, name: Any) -> bool:
+    if limit == "kinds" or not isinstance(name, str):
+        return name in KINDS
     with contextlib.suppress(ValueError):
         return count_bytes(name, 1) > 0
     return False
 
 
-def _complaints(
-    report: Report,
-    upper: Mapping[str, int | None],
-    none_in_loops: bool,
-    allowed: Mapping[str, set[str] | None],
-) -> Iterator[str]:
-    """Yield each limit that is not known to be kept, with the value found."""
+def _complaints(report: Report, given: Mapping[str, Any]) -> Iterator[str]:
     for name, total in (("max_count", report.runs), ("max_wire_bytes", report.wire_bytes)):
-        limit = upper[name]
-        if limit is not None and (total > limit or report.unbounded):
+        if name in given and (total > given[name] or report.unbounded):
             least = "at least " if report.uncounted else ""
-            yield f"{name}={limit:,}, found {least}{total:,} in one run."
-    # Limits on single collectives, each with a function that lists how a collective exceeds it
-    limits: list[tuple[str, Callable[[Collective], Iterable[str]]]] = []
-    if (most := upper["max_operands"]) is not None:
-        limits.append((
-            f"max_operands={most}",
-            lambda c: [pluralize(len(c.operands), "operand")] * (len(c.operands) > most),
-        ))  # fmt: skip
-    if none_in_loops:
-        limits.append(("none_in_loops=True", lambda c: [f"loop {name}" for name in c.loops[-1:]]))
-    if (dtypes := allowed["dtypes"]) is not None:
-        limits.append((f"dtypes={sorted(dtypes)}", lambda c: {*c.dtypes} - dtypes))
-    if (kinds := allowed["kinds"]) is not None:
-        limits.append((f"kinds={sorted(kinds)}", lambda c: {c.kind} - kinds))
-    for limit, excess_of in limits:
-        excess = {k: sorted(excess_of(c)) for k, c in enumerate(report.collectives)}
-        if rows := [f"#{k}" for k in excess if excess[k]]:
-            values = ", ".join(dict.fromkeys(itertools.chain(*excess.values())))
-            yield f"{limit}, found {values} in {', '.join(some(rows, 8))}."
+            yield f"{name}={given[name]:,}, found {least}{total:,} in one run."
+    for name in ("max_operands", "none_in_loops", "dtypes", "kinds"):
+        if name in given:
+            limit = given[name]
+            excess = {k: _excess(name, limit, c) for k, c in enumerate(report.collectives)}
+            if rows := [f"#{k}" for k in excess if excess[k]]:
+                values = ", ".join(dict.fromkeys(itertools.chain(*excess.values())))
+                shown = sorted(limit) if name in _NAMES else limit
+                yield f"{name}={shown}, found {values} in {', '.join(some(rows, 8))}."
     # What could not be read may exceed any limit.
     yield from (f"not counted: {note}" for note in report.unread)
+
+
+def _excess(name: str, limit: Any, c: Collective) -> list[str]:
+    match name:
+        case "max_operands":
+            return [pluralize(len(c.operands), "operand")] * (len(c.operands) > limit)
+        case "none_in_loops":
+            return [f"loop {loop}" for loop in c.loops[-1:]]
+        case _:
+            return sorted({*c.dtypes} - limit if name == "dtypes" else {c.kind} - limit)

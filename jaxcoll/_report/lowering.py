@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll._collectives.scope import entered, scope_here
+from jaxcoll._collectives.scope import Scope, entered, scope_here
 from jaxcoll._compat.compiler import memory_by_name
 from jaxcoll._plan.packs.leaves import is_array
 from jaxcoll._plan.plan import CollectivePlan
@@ -40,9 +40,7 @@ class Texts:
     memory: Mapping[str, int] | None = None
 
 
-def compile_texts(
-    program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str
-) -> Texts:
+def compile_texts(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Texts:
     """Trace, lower and compile a program, as far as that is not done yet.
 
     It is a function, a result of `jax.jit`, `jax.pmap` or another library's `jit`, a
@@ -52,19 +50,15 @@ def compile_texts(
     Raises:
       ValueError: it is none of these, or there are arguments for a traced program.
     """
-    stage = find_stage(program)
-    if stage is not None:
-        if args or kwargs:
-            raise ValueError(
-                f"`{caller}` got arguments with a program that was already traced with its own; "
-                "pass the function and its arguments, or the program alone."
-            )
-        return _compile_stage(stage)
-    plans: list[CollectivePlan] = []
-    return _compile_stage(_trace(program, args, kwargs, plans.append, caller), plans)
-
-
-def _compile_stage(stage: Stage, plans: Sequence[CollectivePlan] = ()) -> Texts:
+    stage, plans = find_stage(program), list[CollectivePlan]()
+    if stage is None:
+        scope = dataclasses.replace(scope_here(), record=plans.append)
+        stage = trace(program, args, kwargs, scope)
+    elif args or kwargs:
+        raise ValueError(
+            "`inspect` got arguments with a program that was already traced with its own; "
+            "pass the function and its arguments, or the program alone."
+        )
     lowered = stage.lower() if isinstance(stage, jax.stages.Traced) else stage
     compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
     memory, mesh = compiled.memory_analysis(), make_line(jax.devices(), "data")
@@ -84,32 +78,29 @@ def print_requested(lowered: jax.stages.Lowered) -> str:
     return program.as_hlo_module().to_string()
 
 
-def _trace(
-    program: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    record: Callable[[CollectivePlan], None],
-    caller: str,
-) -> Stage:
-    """Trace the program anew, and call `record` with the plan of each reduction."""
-    program, args, kwargs = make_lowerable(program, args, kwargs, caller)
+def trace(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], scope: Scope) -> Stage:
+    """Trace the program anew, in a scope that records the plan of each reduction.
+
+    Raises:
+      ValueError: it is not a function, or what its method `lower` returns holds no program.
+    """
+    program, args, kwargs = make_lowerable(program, args, kwargs)
     if hasattr(program, "trace_recorded"):  # a `data_parallel` step
-        return program.trace_recorded(record, *args, **kwargs)
+        return program.trace_recorded(scope.record, *args, **kwargs)
     # The new scope is part of the key of JAX's caches, so no older trace is used.
-    with entered(dataclasses.replace(scope_here(), record=record)):
+    with entered(scope):
         # equinox's functions have no `trace`, only `lower`.
         result = getattr(program, "trace", program.lower)(*args, **kwargs)
-    stage = find_stage(result)
-    if stage is None:
+    if (stage := find_stage(result)) is None:
         raise ValueError(
-            f"`{caller}`: {type(program).__name__} has a method to lower it, but the result, "
+            f"`inspect`: {type(program).__name__} has a method to lower it, but the result, "
             f"{type(result).__name__}, holds no JAX program. Pass the function that it wraps."
         )
     return stage
 
 
 def make_lowerable(
-    program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str
+    program: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Jit a plain function, and prepare its arguments.
 
@@ -122,12 +113,12 @@ def make_lowerable(
         program = bind_mesh(program, make_line(jax.devices(), "data"))
     program, args, kwargs = unwrap(program, args, kwargs)
     if not callable(program):
-        functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]
-        hint = f"; its functions are {' and '.join(f'`.{name}`' for name in functions)}"
+        names = [f"`.{x}`" for x in ("apply", "init") if callable(getattr(program, x, None))]
+        hint = f"; its functions are {' and '.join(names)}" if names else ""
         raise ValueError(
-            f"`{caller}` expects a function and its arguments, a `data_parallel` step, a result of "
-            f"`.trace`, `.lower` or `.compile`, or HLO text; got "
-            f"{type(program).__name__}{hint if functions else ''}."
+            "`inspect` expects a function and its arguments, a `data_parallel` step, a result of "
+            "`.trace`, `.lower` or `.compile`, or HLO text; got "
+            f"{type(program).__name__}{hint}."
         )
     is_ready: bool = hasattr(program, "lower")
     return (program, args, kwargs) if is_ready else jit_arrays(program, args, kwargs)

@@ -68,7 +68,6 @@ class _Pools:
         self.find_copied = functools.cache(self._search_copied)
 
     def _search_names(self, op_name: str) -> list[int]:
-        """Find the requested collectives that share a name with a compiled one."""
         found: set[int] = set()
         for name in dict.fromkeys(names(op_name)):
             parts = name.split("/")
@@ -183,7 +182,6 @@ class _Pool:
         return parts[:1], len(parts) == 1
 
     def _find_neighbours(self, total: int) -> list[int]:
-        """Find neighbours with `total` elements, which compilers combine."""
         if min(self._looks, default=total + 1) > total:
             return []
         # All sizes are above 0, so a sliding window finds every range that adds up to `total`.

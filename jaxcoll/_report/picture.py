@@ -56,7 +56,6 @@ def draw_schedule(title: str, lines: Sequence[str], schedule: Schedule) -> Figur
 
 
 def _group_lanes(rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
-    """Group positions in `rows` by kind and by the packs they carry, if these are known."""
     by_label: dict[str, list[int]] = {}
     several = len({row.compiled.kind for row in rows}) > 1
     for k, row in enumerate(rows):

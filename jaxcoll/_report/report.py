@@ -229,7 +229,6 @@ class Report(Shown):
 
 
 def _heading(report: Report) -> list[str]:
-    """Say each figure of the whole program in a sentence; the first is the headline."""
     headline = f"{report.title}, {report.where or pluralize(report.devices, 'device')}: "
     if report.requested is not None:
         headline += f"requested {totals(report.requested)}; compiled: "

@@ -30,10 +30,6 @@ def _show_origin(row: Row, n: int) -> str:
     return str(len(row.requested)) + "?" * (row.matched_by == "order") if row.requested else "–"
 
 
-def _changes(row: Row, n: int) -> str:
-    return ", ".join(row.changes) or ("as requested" if row.requested else "")
-
-
 COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ("kind", "<", lambda row, n: f"{n} × " * (n > 1) + row.compiled.kind),
     ("from", ">", _show_origin),
@@ -42,16 +38,11 @@ COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ("runs", ">", lambda row, n: "?" if row.compiled.trips is None else f"{row.compiled.trips:,}"),
     ("wire bytes", ">", lambda row, n: least(row.compiled) + size(n * row.wire_bytes)),
     ("overlapped by", "<", lambda row, n: describe_overlap(row.compiled.meanwhile)),
-    ("changes", "<", _changes),
+    ("changes", "<", lambda row, n: ", ".join(row.changes) or "as requested" * bool(row.requested)),
 )
 """The name, the alignment and the cells of each column."""
 
 _SENT = ("kind", "dtype", "bytes", "runs", "wire bytes")
-
-
-def _transfer(times: Times) -> str:
-    shared = f" for {len(times.rows)}" if len(times.rows) > 1 else ""
-    return f"{milliseconds(times.transfer)}{shared}"
 
 
 def _waiting(times: Times) -> str:
@@ -69,7 +60,11 @@ def _last(times: Times | None) -> str:
 
 
 MEASURED_COLUMNS: tuple[tuple[str, str, Callable[[Times], str]], ...] = (
-    ("transfer", ">", _transfer),
+    (
+        "transfer",
+        ">",
+        lambda t: milliseconds(t.transfer) + f" for {len(t.rows)}" * (len(t.rows) > 1),
+    ),
     ("busbw", ">", lambda times: f"{scale(round(times.busbw))}B/s"),
     ("waiting, by rank", ">", _waiting),
 )

@@ -101,7 +101,6 @@ def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _leaves_by_pack(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the scope name of each pack, and the paths of its leaves."""
     for plan in plans:
         for k, pack in enumerate(plan.packs):
             yield f"{plan.name}/pack{k}", [plan.leaves[part.leaf].path for part in pack.segments]
@@ -113,7 +112,6 @@ def _leaves_by_pack(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:
 def _changes(
     before: Sequence[Collective], c: Collective, is_split: bool, repeats: bool
 ) -> Iterator[str]:
-    """Yield descriptions of how the requested collectives `before` became `c`."""
     if repeats:
         yield "repeated"
     elif len(before) > 1:

@@ -95,33 +95,19 @@ class Plan(Shown, CollectivePlan):
         """Return the plan as plain numbers and strings; bytes and elements are one replica's."""
         cost = self.predicted
         return {
-            "format": "jaxcoll plan",
-            "version": 2,
-            "collective": self.collective,
-            "reduce_op": self.reduce_op.name,
-            "algorithm": self.algorithm,
-            "reproducible": self.reproducible,
-            "overlap": self.overlap,
-            "in_backward": self.in_backward,
-            "platform": self.world.platform,
-            "replicas": self.world.replicas,
-            "axis_sizes": list(self.world.sizes),
-            "processes": self.world.processes,
-            "leaves": len(self.leaves),
-            "bytes": self.nbytes,
-            "steps": self.steps,
-            "wire_bytes_per_device": self.wire_bytes,
-            "temporary_bytes": self.temporary_bytes,
-            "predicted_seconds": cost and cost.seconds,
-            "predicted_from": cost and cost.source,
-            "reasons": list(self.reasons),
+            "format": "jaxcoll plan", "version": 2, "collective": self.collective,
+            "reduce_op": self.reduce_op.name, "algorithm": self.algorithm,
+            "reproducible": self.reproducible, "overlap": self.overlap,
+            "in_backward": self.in_backward, "platform": self.world.platform,
+            "replicas": self.world.replicas, "axis_sizes": list(self.world.sizes),
+            "processes": self.world.processes, "leaves": len(self.leaves), "bytes": self.nbytes,
+            "steps": self.steps, "wire_bytes_per_device": self.wire_bytes,
+            "temporary_bytes": self.temporary_bytes, "predicted_seconds": cost and cost.seconds,
+            "predicted_from": cost and cost.source, "reasons": list(self.reasons),
             "packs": [
                 {
-                    "dtype": pack.dtype.name,
-                    "format": str(pack.format or ""),
-                    "algorithm": pack.algorithm,
-                    "elements": pack.size,
-                    "bytes": pack.nbytes,
+                    "dtype": pack.dtype.name, "format": str(pack.format or ""),
+                    "algorithm": pack.algorithm, "elements": pack.size, "bytes": pack.nbytes,
                     "leaves": [
                         {"path": self.leaves[s.leaf].path, "start": s.start, "elements": s.size}
                         for s in pack.segments
@@ -131,22 +117,19 @@ class Plan(Shown, CollectivePlan):
             ],
             "gathers": [
                 {
-                    "path": leaf.path,
-                    "dtype": leaf.dtype.name,
-                    "indices": str(leaf.indices),
-                    "rows": leaf.shape[0],
-                    "bytes": leaf.gathers,
+                    "path": leaf.path, "dtype": leaf.dtype.name, "indices": str(leaf.indices),
+                    "rows": leaf.shape[0], "bytes": leaf.gathers,
                 }
                 for leaf in self.gathers
             ],
-        }
+        }  # fmt: skip
 
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
         """Return the table's cells: pack or "rows", dtype, algorithm, leaves, bytes, carries."""
         packs = [
-            (str(k), p.shown_type, p.algorithm, str(len(p.segments)), f"{p.nbytes:,}", carries)
+            (str(k), p.shown_type, p.algorithm, str(len(p.segments)), f"{p.nbytes:,}", carried)
             for k, p in enumerate(self.packs)
-            for carries in [self.carried(k)]
+            for carried in [self.carried(k)]
         ]
         rows = [
             ("rows", leaf.dtype.name, "native", "1", f"{leaf.gathers:,}", leaf.path or THE_VALUE)

@@ -181,7 +181,9 @@ def measure(
     lines = []
     for a in algorithms:
         report = jc.inspect(compiled[a].as_text())
-        errors = (_measure_error(x, exact) for x in compiled[a](arrays))
+        errors = [
+            _deviation(np.asarray(x.addressable_data(0), float), exact) for x in compiled[a](arrays)
+        ]
         algbw = nbytes / float(np.median(seconds[a])) / 1e9
         lines.append({
             "workload": name, "algorithm": a, "bytes": nbytes, "leaves": len(leaves),
@@ -199,11 +201,9 @@ def measure(
     return lines
 
 
-def _measure_error(x: jax.Array, exact: np.ndarray) -> float:
-    """Return the norm of a result's deviation from the exact one, relative to the exact norm."""
-    exact = np.resize(exact, x.shape)
-    norm = np.linalg.norm(np.asarray(x.addressable_data(0), float) - exact)
-    return float(norm / np.linalg.norm(exact)) if x.size else 0.0
+def _deviation(value: Any, exact: np.ndarray) -> float:
+    x, exact = np.asarray(value, float), np.resize(exact, value.shape)
+    return float(np.linalg.norm(x - exact) / np.linalg.norm(exact)) if x.size else 0.0
 
 
 def _gather_slowest(values: Any) -> np.ndarray:
@@ -219,14 +219,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "one array of each size: 1MiB, 1KiB:256MiB (each doubled), 1KiB:1GiB:4 (times 4)"
     add("--sizes", metavar="RANGE", help=text)
-    add(
-        "--algorithms",
-        default="auto",
-        metavar="LIST",
-        help="comma-separated: auto, native, ring, halving_doubling, shuffle, or two of them as "
+    text = (
+        "comma-separated: auto, native, ring, halving_doubling, shuffle, or two of them as "
         "inner/outer; add +bf16, +int8 or +int4 for the wire format, @4MiB or @all for the largest "
-        "pack (default: auto)",
+        "pack (default: auto)"
     )
+    add("--algorithms", default="auto", metavar="LIST", help=text)
     flags.add_devices(parser)
     text = "start N CPU processes on this machine, over Gloo, with --devices each (default: 1)"
     add("--processes", type=flags.minimum(2), metavar="N", help=text)
@@ -249,12 +247,10 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--sizes: {name} is not a whole number of {dtype} elements.")
         workloads.append((name, [jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype)]))
     work = functools.partial(_measure_all, workloads, [BASELINE, BASELINE + AGAIN, *names], args)
-    if args.processes:
-        if args.platform not in (None, "cpu"):
-            raise ValueError("--processes starts CPU processes; leave --platform out.")
-        lines = jc.launch(work, args.processes, devices_per_process=args.devices or 1)[0]
-    else:
-        lines = work()
+    if args.processes and args.platform not in (None, "cpu"):
+        raise ValueError("--processes starts CPU processes; leave --platform out.")
+    devices = args.devices or 1
+    lines = jc.launch(work, n, devices_per_process=devices)[0] if (n := args.processes) else work()
     if jax.process_index() == 0:
         flags.write_json(args.json, lines, as_lines=True)
         if args.json != "-":
@@ -267,7 +263,6 @@ def _measure_all(
     names: Sequence[str],
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Return the lines of every workload, the same in each process of the job."""
     mesh = make_mesh(flags.choose_devices(args.platform, args.devices))
     lines = []
     for name, leaves in workloads:
@@ -283,20 +278,13 @@ def format_lines(lines: Sequence[Mapping[str, Any]]) -> str:
                "error", "build s", "÷")  # fmt: skip
     rows = [
         [
-            line["workload"],
-            line["algorithm"],
-            f"{line['seconds']['median'] * 1e3:.3g}",
-            str(Estimate(**line["ratio"])),
-            f"{line['busbw']:.3g}",
-            f"{scale(line['wire_bytes'])}B",
-            str(line["operands"]),
-            f"{scale(line['temporary_bytes'])}B",
-            f"{line['error']:.1e}",
-            f"{line['compile_seconds']:.2f}",
-            f"{line['compile_ratio']:.2f}",
+            x["workload"], x["algorithm"], f"{x['seconds']['median'] * 1e3:.3g}",
+            str(Estimate(**x["ratio"])), f"{x['busbw']:.3g}", f"{scale(x['wire_bytes'])}B",
+            str(x["operands"]), f"{scale(x['temporary_bytes'])}B", f"{x['error']:.1e}",
+            f"{x['compile_seconds']:.2f}", f"{x['compile_ratio']:.2f}",
         ]
-        for line in lines
-    ]
+        for x in lines
+    ]  # fmt: skip
     first = lines[0]
     head = (
         f"{first['reduce_op']} over {first['devices']} devices ({first['device']}) of "

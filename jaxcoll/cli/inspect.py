@@ -130,7 +130,6 @@ def _check_output(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run a script, and show its collectives and their times."""
     # Check everything that can be checked before the script runs.
     limits = dict(map(_limit, args.limit))
     if limits:
@@ -203,7 +202,6 @@ def _say(text: str) -> None:
 
 
 def _limit(text: str) -> tuple[str, Any]:
-    """Parse a --limit: its name and value, for `jc.assert_collectives`."""
     name, _, value = text.partition("=")
     names = jc.assert_collectives.__kwdefaults__ or {}
     if name not in names:
@@ -229,7 +227,6 @@ def _width(stream: TextIO) -> int:
 
 
 def _short(target: str) -> str:
-    """Cut off a target's folders or packages."""
     module, colon, name = target.rpartition(":")
     if Path(target).is_file() or not colon:
         return PurePath(target).name
@@ -259,7 +256,6 @@ def _report(target: str, args: argparse.Namespace) -> Report:
 def _program(
     module: str, name: str, topology: str | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Import module:name and return its program with its arguments and keyword arguments."""
     from jaxcoll._step.mesh.mesh import takes_mesh
 
     path = Path(module)

@@ -98,7 +98,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace, job: Job, output: _Output) -> int:
-    """Print what went wrong and return the exit status."""
     others = "" if args.keep_going else "; the others were ended"
     for rank in job.failed if args.keep_going else job.failed[:1]:
         output.complain(f"process {rank} of {args.processes} {_how(job.statuses[rank])}{others}.")
@@ -116,7 +115,6 @@ def _status(args: argparse.Namespace, job: Job, output: _Output) -> int:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """Check all flags and make the command of each process."""
     if (limit := args.timeout_seconds) is not None and not 0 < limit < float("inf"):
         raise ValueError(f"--timeout-seconds must be a number above 0; got {limit}.")
     python = hang_command(args) or [sys.executable]
@@ -188,7 +186,6 @@ class _Output:
 
 
 def _logs(folder: Path | None, processes: int, at_end: contextlib.ExitStack) -> list[FileIO]:
-    """Open a log file for each rank and one for the coordinator; none without a folder."""
     if folder is None:
         return []
     paths = [folder / f"{name}.log" for name in (*range(processes), "coordinator")]

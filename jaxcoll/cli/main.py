@@ -7,7 +7,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jaxcoll
@@ -63,14 +63,11 @@ def _complain(command: str, message: str, status: int) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that suggests the nearest flag when one is unknown."""
-
     def parse_known_args(self, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         known, unknown = super().parse_known_args(*given)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1)
-            nearest = f"; nearest: {close[0]}" if close else ""
+            nearest = _nearest(unknown[0].partition("=")[0], flags)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
         return known, unknown
 
@@ -85,10 +82,13 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
         if name in words[:1]:
             _module(name).add_arguments(command)
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        close = difflib.get_close_matches(words[0], COMMANDS, 1)
-        nearest = f"; nearest: {close[0]}" if close else ""
+        nearest = _nearest(words[0], COMMANDS)
         whole.error(f"no command {words[0]!r}{nearest}; there are {', '.join(COMMANDS)}")
     return whole
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    return "".join(f"; nearest: {x}" for x in difflib.get_close_matches(word, list(known), 1))
 
 
 def _module(command: str) -> Any:

@@ -11,7 +11,7 @@ from jaxcoll.cli import demo
 from jaxcoll.cli.main import main
 
 pytestmark = pytest.mark.product
-BYTES = 153_132  # 38,282 parameters and the loss, in float32
+BYTES = 134_956  # 33,738 parameters and the loss, in float32
 
 
 def figure(printed, words):
@@ -30,9 +30,9 @@ def test_run_meets_its_bars(monkeypatch, capsys):
     assert figure(printed, "test accuracy") >= 0.8
     assert 0 < figure(printed, "one device's parameters:") <= 1e-4
     assert "8 devices in 1 process, 60 steps of 256 images" in printed
-    assert f"9 leaves, {BYTES:,} bytes a replica" in printed
-    assert "['hidden']['kernel']" in printed
-    assert "requested 9 all-reduces, 153.1 kB; compiled: 1 all-reduce" in printed
+    assert f"7 leaves, {BYTES:,} bytes a replica" in printed
+    assert "['first']['kernel']" in printed
+    assert "requested 7 all-reduces, 135.0 kB; compiled: 1 all-reduce" in printed
     monkeypatch.setattr(demo, "STEPS", 2)
     assert main(["demo", "--steps", "2", "--platform", "auto", "--devices", "2"]) == 1
     monkeypatch.setattr(demo, "STEPS", 600)

@@ -237,7 +237,6 @@ def find_rates(world: World) -> Rates | None:
 
 
 def _curves(chip: Accelerator) -> list[Curve]:
-    """Convert the measured curves, and estimate one for a ring."""
     curves = [
         Curve(tuple((size, us * MICRO) for size, us in points), replicas, hosts)
         for replicas, hosts, points in chip.curves

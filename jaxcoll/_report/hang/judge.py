@@ -110,7 +110,6 @@ def _find_waiting(rows: Mapping[int, Row], limit: float) -> list[int]:
 
 
 def _compare_calls(verdict: Verdict, rows: Mapping[int, Row], names: Collection[str]) -> None:
-    """Say which call the missing processes did not make, or which is the first that differs."""
     # All may call `mean` of a global array, and one process that of an array of its own.
     mixed = {name for row in rows.values() for name in row.mixed}
     names = {*names} - mixed

@@ -192,6 +192,5 @@ def _read(file: Path) -> Row:
 
 
 def _look_up_process(pid: int | None) -> tuple[str, float]:
-    """Look up the state of a process of this host, and the processor seconds that it has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

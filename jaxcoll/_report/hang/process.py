@@ -187,7 +187,6 @@ class HangProcess:
         return round((cpu1 - cpu0) / max(t1 - t0, 1e-9), 3)
 
     def _describe(self, program: str | None) -> str:
-        """Describe the first collective of the newest program of that name."""
         from jaxcoll._runtime.fingerprint import describe_first
 
         text = self._compilations.find_text(lambda module: name_program(module) == program)
@@ -195,7 +194,6 @@ class HangProcess:
 
 
 def _show_error() -> str:
-    """Show the uncaught exception that ended the program, and its line."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return ""

@@ -213,7 +213,6 @@ def find_backend(planes: Sequence[Plane]) -> Backend:
 def _add_named(
     plane: Plane, events: Events, found: Found, device: np.ndarray | int, run: np.ndarray
 ) -> None:
-    """Add the events that have a program and an instruction."""
     module, number, instruction = (events.stats[stat] for stat in _STATS)
     known = (module != ABSENT) & (instruction != ABSENT)
     number = np.where(number == ABSENT, 0, number)

@@ -187,7 +187,6 @@ def _count_everywhere(code: types.CodeType, at: int, function: Any, first: Any) 
 
 
 def _name_compiled(code: types.CodeType) -> str:
-    """Name a program that was compiled ahead of time, which its caller knows."""
     frame = sys._getframe()
     while frame.f_code is not code and frame.f_back is not None:
         frame = frame.f_back

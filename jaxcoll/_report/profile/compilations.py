@@ -137,7 +137,6 @@ def _key(executable: Any) -> Any:
 
 
 def _is_module_named(module: str, name: str) -> bool:
-    """True if a module is that of a function which JAX names as in "jit(step)"."""
     return module.rstrip("_") == re.sub(r"[^\w.\-]", "_", name).rstrip("_")
 
 

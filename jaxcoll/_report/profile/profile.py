@@ -106,7 +106,6 @@ def modules_in(plane: Plane) -> Iterator[tuple[str, bytes]]:
 
 
 def _read_program(name: str, module: bytes) -> Compiled | None:
-    """Read a program, unless it does not communicate."""
     hlo = decode_text(module)
     if not sends(hlo):
         return None

@@ -110,7 +110,6 @@ def _events(
 
 
 def _measure_length(runs: Sequence[_Events], backend: Backend) -> float | None:
-    """Measure how long the devices were busy with one run, if the profile says where runs end."""
     return median(int(run.end.max() - run.start[0]) for run in runs) if backend.has_ends else None
 
 

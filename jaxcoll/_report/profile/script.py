@@ -132,7 +132,6 @@ def _status(code: Any) -> int:
 
 
 def _find_spec(module: str) -> ModuleSpec:
-    """Find the import specification of a module, or of a package's `__main__`."""
     try:
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:
