@@ -2,6 +2,7 @@
 
 import re
 import threading
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +30,26 @@ def step(state, x):
 START = {"w": np.float32(0.0)}
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "last.npz"
+
+
 def rows(at, rank, world):
     return np.full(8, at, np.float32)
 
 
-def test_run_resumes_like_a_loop(tmp_path):
+def saved_step(path):
+    return jc.restore_checkpoint(path, START)[1]
+
+
+def test_run_resumes_like_a_loop(path):
     reported = []
-    path = tmp_path / "last.npz"
-    first = jc.Elastic(
-        step, START, checkpoint=path, every=2, report=lambda n, loss: reported.append(n)
-    )
-    first.run(rows, 5)
-    assert reported == [1, 2, 3, 4, 5]
-    assert jc.restore_checkpoint(path, START)[1] == 5
+    report = lambda finished, loss: reported.append(finished)
+    jc.Elastic(step, START, checkpoint=path, every=2, report=report).run(rows, 5)
+    assert (reported, saved_step(path)) == ([1, 2, 3, 4, 5], 5)
     second = jc.Elastic(step, START, checkpoint=path)
-    state = second.run(rows, 9)
-    want = START
+    state, want = second.run(rows, 9), START
     for at in range(9):
         want, _ = step(want, rows(at, 0, 1))
     assert float(state["w"]) == float(want["w"])
@@ -88,37 +93,32 @@ def test_paired_rows_stay_together(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["batches", "report", "interrupt"])
-def test_errors_save_first(where, tmp_path):
+def test_errors_save_first(where, path):
     kind = KeyboardInterrupt if where == "interrupt" else ZeroDivisionError
 
-    def fail(at):
-        if at == 3:
+    def fail(at, here):
+        if at == 3 and (where == "report") == here:
             raise kind
 
-    report = (lambda finished, loss: fail(finished)) if where == "report" else None
-    give = lambda at, rank, world: (fail(at) if report is None else None) or rows(at, rank, world)
-    path = tmp_path / "last.npz"
+    report = lambda finished, loss: fail(finished, True)
+    give = lambda at, rank, world: fail(at, False) or rows(at, rank, world)
     with pytest.raises(kind) as caught:
         jc.Elastic(step, START, checkpoint=path, report=report).run(give, 9)
-    assert jc.restore_checkpoint(path, START)[1] == 3
+    assert saved_step(path) == 3
     assert f"The state after step 3 is saved in {path}." in caught.value.__notes__
 
 
-def test_fewer_steps_change_nothing(tmp_path):
-    path = tmp_path / "last.npz"
+def test_fewer_steps_change_nothing(path):
     state = jc.Elastic(step, START, checkpoint=path).run(rows, 5)
-    before = path.read_bytes()
     again = jc.Elastic(step, START, checkpoint=path).run(rows, 3)
-    assert again["w"].tolist() == state["w"].tolist()
-    assert jc.restore_checkpoint(path, START)[1] == 5
+    assert (again["w"].tolist(), saved_step(path)) == (state["w"].tolist(), 5)
     jc.save_checkpoint(path, state, step=7)  # a later one, which somebody else has written
     jc.Elastic(step, START, checkpoint=path).run(rows, 3)
-    assert jc.restore_checkpoint(path, START)[1] == 7
-    assert before
+    assert saved_step(path) == 7
 
 
-def test_host_state_is_restored(tmp_path):
-    path, start = tmp_path / "last.npz", {"w": np.zeros(3), "n": 0, "lr": 0.5}
+def test_host_state_is_restored(path):
+    start = {"w": np.zeros(3), "n": 0, "lr": 0.5}
 
     @jc.data_parallel(batch_argnums=1)
     def count(s, x):
@@ -129,27 +129,21 @@ def test_host_state_is_restored(tmp_path):
     assert (found["w"].tolist(), int(found["n"])) == ([1.0] * 3, 2)
 
 
-def test_newer_checkpoint_is_kept(tmp_path, caplog):
-    path = tmp_path / "last.npz"
-
+def test_newer_checkpoint_is_kept(path, caplog):
     def another_writes(finished, loss):
         if finished == 3:
             jc.save_checkpoint(path, START, step=50)
 
     jc.Elastic(step, START, checkpoint=path, every=4, report=another_writes).run(rows, 5)
-    assert jc.restore_checkpoint(path, START)[1] == 50
-    values = [record.getMessage() for record in caplog.records]
+    assert saved_step(path) == 50
     stays = f"Kept {path}, which holds the state after step 50; this one, after {{}}, is older."
-    assert values == [stays.format(4), stays.format(5)]
+    assert [r.getMessage() for r in caplog.records] == [stays.format(k) for k in (4, 5)]
 
 
-def test_last_unwritten_checkpoint_is_error(tmp_path, monkeypatch, caplog):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
+def test_last_unwritten_checkpoint_is_error(path, monkeypatch, caplog):
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
-        jc.Elastic(step, START, checkpoint=tmp_path / "last.npz", every=2).run(rows, 3)
+        jc.Elastic(step, START, checkpoint=path, every=2).run(rows, 3)
     assert ["after step 2 could not be written" in r.getMessage() for r in caplog.records] == [True]
 
 
@@ -198,9 +192,8 @@ def test_bad_settings_are_refused(settings, words):
 
 @pytest.mark.parametrize("batches", [[1.0, 2.0], [[1, 2], [3, 4]], lambda step: 3])
 def test_batches_without_rows_are_refused(batches):
-    with pytest.raises(
-        ValueError, match=r"is a number \([13]\.?0?\), which has no rows .* `np.asarray`"
-    ):
+    words = r"is a number \([13]\.?0?\), which has no rows .* `np.asarray`"
+    with pytest.raises(ValueError, match=words):
         jc.Elastic(step, START).run(batches, 2)
     with pytest.raises(ValueError, match="the function returned None for step 0"):
         jc.Elastic(step, START).run(lambda step, worker, workers: None, 2)
@@ -212,9 +205,7 @@ class Present:
     name = "0.a"
 
     def __init__(self, **states):
-        self.states = {
-            name.replace("w", ""): ReplicatedState(state) for name, state in states.items()
-        }
+        self.states = {name[1:]: ReplicatedState(state) for name, state in states.items()}
         self.asked = ""
 
     def settle(self, state, mesh):
@@ -235,12 +226,9 @@ class Present:
         self.generation = Generation(number, members, 0, joined=joined)
         state = self.states[name[0]]
         mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
-        for found in (
-            lambda: state.compare(self),
-            lambda: self.settle(state, mesh),
-        ):
+        for settle in (lambda: state.compare(self), lambda: self.settle(state, mesh)):
             try:
-                found()
+                settle()
                 yield None
             except Exception as error:
                 yield error
@@ -286,22 +274,19 @@ def test_minority_ends(number, states, joined, compared, begun):
 
 def test_unrecoverable_job_is_refused(monkeypatch):
     monkeypatch.setattr("jaxcoll._train.elastic.trainer.store", lambda: LocalKeys())
-    with pytest.raises(
-        ValueError, match="`Elastic` needs a job that survives the loss of a process"
-    ):
+    with pytest.raises(ValueError, match="needs a job that survives the loss of a process"):
         jc.Elastic(step, START).run(rows, 1)
 
 
 def test_second_failure_is_an_error(monkeypatch):
-    def fails(call):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr("jaxcoll._train.elastic.run.run", fails)
+    failing = Mock(side_effect=RuntimeError("out of memory"))
+    monkeypatch.setattr("jaxcoll._train.elastic.run.run", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         jc.Elastic(step, START).run(rows, 1)
+    assert failing.call_count == 2
 
 
-def test_endless_lateness_saves_the_state(tmp_path, monkeypatch):
+def test_endless_lateness_saves_the_state(path, monkeypatch):
     begun = []
 
     def late(call):
@@ -313,7 +298,6 @@ def test_endless_lateness_saves_the_state(tmp_path, monkeypatch):
 
     monkeypatch.setattr("jaxcoll._train.elastic.run.MOST_ATTEMPTS", 4)
     monkeypatch.setattr("jaxcoll._train.elastic.run.run", late)
-    path = tmp_path / "last.npz"
     words = (
         r"Workers 0 began the step after step 1 4 times in a row and never finished it.*The last "
         r"time, step 1 did not finish within 60 s\. A larger `timeout_seconds` waits longer\. The "
@@ -322,15 +306,14 @@ def test_endless_lateness_saves_the_state(tmp_path, monkeypatch):
     with pytest.raises(jc.errors.DeadlineExceededError, match=words):
         jc.Elastic(step, START, checkpoint=path).run(rows, 9)
     assert len(begun) == 4
-    assert jc.restore_checkpoint(path, START)[1] == 1
+    assert saved_step(path) == 1
 
 
-def test_too_few_workers_save_state(tmp_path):
-    path = tmp_path / "last.npz"
+def test_too_few_workers_save_state(path):
     words = r"Too few workers are left: 1 \(rank 0\); `min_workers` is 2: .*The state after step 0 is saved in"
     with pytest.raises(jc.errors.PeerLostError, match=words):
         jc.Elastic(step, START, min_workers=2, checkpoint=path).run(rows, 9)
-    assert jc.restore_checkpoint(path, START)[1] == 0
+    assert saved_step(path) == 0
 
 
 def test_failure_after_deadline_is_lateness(monkeypatch, memberships):
@@ -351,8 +334,7 @@ def test_failure_after_deadline_is_lateness(monkeypatch, memberships):
 
 
 @pytest.mark.parametrize(("by_others", "step_saved"), [(0, 3), (7, 7)])
-def test_dead_coordinator_saves_the_state(tmp_path, memberships, by_others, step_saved):
-    path = tmp_path / "last.npz"
+def test_dead_coordinator_saves_the_state(path, memberships, by_others, step_saved):
 
     def die(finished, loss):
         if finished == 3:
@@ -363,17 +345,14 @@ def test_dead_coordinator_saves_the_state(tmp_path, memberships, by_others, step
     words = f"The coordinator died, .* The state after step {step_saved} is saved in"
     with pytest.raises(jc.errors.PeerLostError, match=words):
         jc.Elastic(step, START, checkpoint=path, report=die).run(rows, 9)
-    assert jc.restore_checkpoint(path, START)[1] == step_saved
+    assert saved_step(path) == step_saved
 
 
 def test_coordinator_dead_before_the_run(monkeypatch):
-    def dead(self, key, value):
-        raise StoreUnreachableError("it is dead")
-
-    monkeypatch.setattr(LocalKeys, "set", dead)
+    monkeypatch.setattr(LocalKeys, "set", Mock(side_effect=StoreUnreachableError("it is dead")))
     before = set(threading.enumerate())
     with pytest.raises(
-        jc.errors.PeerLostError, match="The coordinator died, is stopped, or is cut off"
+        jc.errors.PeerLostError, match="The coordinator died, is stopped, or is cut"
     ):
         jc.Elastic(step, START).run(rows, 1)
     for thread in set(threading.enumerate()) - before:

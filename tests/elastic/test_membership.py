@@ -46,15 +46,28 @@ def keys_of(membership):
     return membership._keys.keys
 
 
+def wait_for(condition):
+    until = time.monotonic() + 10
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert condition()
+
+
+def in_thread(call):
+    """A thread that makes a call, and where its result will be."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    return thread, found
+
+
 def with_a_spare_taken_in():
     """Three, of whom two work and the second is lost; and what the first and the spare agree on."""
-    membership, found = members_of_a_run(3, most=2), []
-    spare = threading.Thread(target=lambda: found.append(membership[2].enter(0)))
-    spare.start()
+    membership = members_of_a_run(3, most=2)
+    spare, found = in_thread(lambda: membership[2].enter(0))
     first = each(membership[:2], lambda c: c.enter(0))
     assert first[0].ranks == (0, 1)
-    while not membership[0]._waiting():
-        time.sleep(0.01)
+    wait_for(membership[0]._waiting)
     membership[1].close()
     second = membership[0].regroup(9, (8, 9))
     spare.join(10)
@@ -113,9 +126,7 @@ def test_survivors_agree_on_the_rest():
     assert [d.ranks for d in first] == [(0, 1, 2, 3)] * 4
     membership[1].close()
     membership[0].request_regroup("somebody died")
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not membership[3].woken.is_set():
-        time.sleep(0.01)
+    assert membership[3].woken.wait(5)
     with pytest.raises(RegroupError):
         membership[3].check()
     held = {0: (6, 7), 2: (5, 6), 3: (6, 7)}
@@ -134,15 +145,11 @@ def test_newcomers_are_given_the_state():
     third = membership[0].regroup(11, (10, 11))
     assert third.ranks == (0,)
     again = worker(dataclasses.replace(keys_of(membership[0]), process=1), most=2)
-    found = {}
-    joins = threading.Thread(target=lambda: found.update(again=again.enter(0)))
-    joins.start()
-    while not membership[0].joins_at(step := int(time.monotonic() * 1000)):
-        time.sleep(0.01)
-    assert step
+    joins, found = in_thread(lambda: again.enter(0))
+    wait_for(lambda: membership[0].joins_at(int(time.monotonic() * 1000)))
     fourth = membership[0].regroup(20, (19, 20))
     joins.join(10)
-    assert found["again"] == fourth
+    assert found == [fourth]
     assert (fourth.ranks, fourth.step, fourth.sends_state) == ((0, 1), 20, True)
     assert fourth.why == "a worker joined"
     each((membership[0], again), lambda c: c.gather("finished", ""))
@@ -168,9 +175,8 @@ def test_ended_workers_are_not_awaited():
     each(first, lambda c: c.enter(0))
     ended(first)
     again = worker(dataclasses.replace(keys_of(first[0]), process=1))
-    with pytest.raises(
-        jc.errors.PeerLostError, match=r"\(workers 0, 1\), so worker 1 has no run to join"
-    ):
+    words = r"\(workers 0, 1\), so worker 1 has no run to join"
+    with pytest.raises(jc.errors.PeerLostError, match=words):
         again.enter(0)
     ended([again])
 
@@ -189,11 +195,9 @@ def test_newcomer_is_not_its_predecessor(monkeypatch):
 def test_silent_spare_is_left_out(monkeypatch):
     monkeypatch.setattr(peers, "coordinator_connection", lambda: "would show ends")
     membership = members_of_a_run(3, most=2)
-    spare = threading.Thread(target=lambda: membership[2].enter(0), daemon=True)
-    spare.start()
+    spare, _ = in_thread(lambda: membership[2].enter(0))
     each(membership[:2], lambda c: c.enter(0))
-    while not membership[0]._waiting():
-        time.sleep(0.01)
+    wait_for(membership[0]._waiting)
     says, membership[2]._peers.publish = membership[2]._peers.publish, lambda: None
     time.sleep(2 * timing.HEARTBEAT_SECONDS)
     membership[0]._peers._seen.clear()  # it has not seen the spare's heart beat
@@ -242,10 +246,8 @@ def test_program_is_new_to_all(working):
     for _ in range(2):
         each(membership, lambda one: make_call(one, "known", meet.wait))
     # Two expect this program, so they are in its collective when the third brings another.
-    found = each(
-        membership,
-        lambda one: make_call(one, "new" if one is membership[2] else "known", meet.wait),
-    )
+    calls = dict.fromkeys(membership, "known") | {membership[2]: "new"}
+    found = each(membership, lambda one: make_call(one, calls[one], meet.wait))
     meet.abort()
     assert [type(error) for error in found] == [ProgramMismatchError] * 3
     assert {"process 0: known", "process 2: new"} <= {*str(found[2]).splitlines()}
@@ -275,20 +277,12 @@ def test_newcomers_other_program_ends_alone():
 
 def test_new_generation_ends_agreements_wait(working):
     early, other = working(2)
-    found = []
-    caller = threading.Thread(
-        target=lambda: found.append(at_once(lambda: make_call(early, "a", dict)))
-    )
-    caller.start()
-    while not early.group.position:
-        time.sleep(0.01)
+    caller, found = in_thread(lambda: at_once(lambda: make_call(early, "a", dict)))
+    wait_for(lambda: early.group.position)
     other.request_regroup("somebody died")
     caller.join(10)
     assert [type(error) for (error,) in found] == [RegroupError]
-    until = time.monotonic() + 5
-    while early.group.worker.is_alive() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not early.group.worker.is_alive(), "its thread waits on"
+    wait_for(lambda: not early.group.worker.is_alive())  # its thread waits no more
 
 
 @pytest.mark.parametrize(
@@ -364,10 +358,8 @@ def test_agreements_on_joins_are_bounded(working):
 def test_late_starters_are_named():
     membership = members_of_a_run(1, startup=0.2)
     membership[0]._keys.processes = 3
-    with pytest.raises(
-        jc.errors.DeadlineExceededError,
-        match=r"Workers 1, 2 of 3 did not start training within 0.2 s",
-    ) as e:
+    words = "Workers 1, 2 of 3 did not start training within 0.2 s"
+    with pytest.raises(jc.errors.DeadlineExceededError, match=words) as e:
         membership[0].meet()
     assert e.value.ranks == (1, 2)
     ended(membership)
