@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from pathlib import Path
 
 import jax
@@ -26,6 +25,7 @@ import numpy as np
 from jaxcoll._job.coordinator import start_coordinator
 from jaxcoll._job.launch.subprocesses import killed_on_exit
 from jaxcoll._job.launch.supervisor import world_variables
+from jaxcoll._train.elastic.checkpoint import read_stamp
 
 from .campaign_faults import DEADLINE, FAULTS, LATE, TIMEOUT
 
@@ -40,20 +40,17 @@ class Became:
     """What became of one process, from what it printed."""
 
     def __init__(self, status, log):
-        lines = [(word, json.loads(result)) for word, result in _LINES.findall(log)]
         self.status, self.log = status, log
-        self.hits = [result["at"] for word, result in lines if word == "FAULT"]
-        self.training = any(word == "TRAINING" for word, _ in lines)
-        self.changes = [c for word, result in lines if word == "CHANGES" for c in result["changes"]]
+        said = {"FAULT": [], "TRAINING": [], "CHANGES": [], "ENDED": []}
+        for word, result in _LINES.findall(log):
+            said[word].append(json.loads(result))
+        self.hits = [result["at"] for result in said["FAULT"]]
+        self.training = bool(said["TRAINING"])
+        self.changes = [change for result in said["CHANGES"] for change in result["changes"]]
         self.result = {"outcome": "silent", "at": 0.0, "message": "", "expired": 0.0}
-        for word, result in lines:
-            if word == "ENDED":
-                self.result |= result
+        self.result |= dict(pair for result in said["ENDED"] for pair in result.items())
         self.outcome, self.at = self.result["outcome"], self.result["at"]
-
-    @property
-    def words(self):
-        return self.result["message"] + "".join(c["why"] for c in self.changes)
+        self.words = self.result["message"] + "".join(c["why"] for c in self.changes)
 
 
 # Gloo's own words may stand before it, but not in it.
@@ -95,10 +92,7 @@ class Ran:
         self.orphans |= _living(self.folder)
         self.hits += [at for b in self.became for at in b.hits]
         file = self.folder / "last.npz"
-        self.last = None
-        if file.exists():
-            with zipfile.ZipFile(file) as archive:
-                self.last = json.loads(archive.read("about.json"))["step"]
+        self.last = read_stamp(file).step if file.exists() else None
 
     def _start(self, rank, *more):
         devices = self.fault.spec.get("devices", 1)
@@ -119,16 +113,12 @@ class Ran:
         while time.monotonic() < until:
             if acts and began is None:
                 seen = self._look()
-                if any(b.hits for b in seen) or (
-                    not self.fault.faults and all(b.training for b in seen)
-                ):
-                    began = time.monotonic()
+                is_training = not self.fault.faults and all(b.training for b in seen)
+                began = time.monotonic() if is_training or any(b.hits for b in seen) else None
             while acts and began is not None and time.monotonic() - began >= acts[0][0]:
                 self._act(*acts.pop(0)[1:])
-            if not acts and all(
-                p.poll() is not None or rank in self.fault.stuck
-                for rank, p in enumerate(self._processes)
-            ):
+            alive = {rank for rank, p in enumerate(self._processes) if p.poll() is None}
+            if not acts and alive <= self.fault.stuck:
                 return
             time.sleep(0.03)
 
@@ -196,13 +186,12 @@ class Ran:
 
     def late(self):
         """What took longer than the row says, in words."""
-        knew, went_on = self.times()
-        result = [f"known after {knew:.1f} s, not {self.fault.within:g}"] * (
-            knew > self.fault.within
-        )
-        return result + [f"the next step after {went_on:.1f} s"] * (
-            went_on > self.fault.within + STEP
-        )
+        (knew, went_on), within = self.times(), self.fault.within
+        found = {
+            f"known after {knew:.1f} s, not {within:g}": knew > within,
+            f"the next step after {went_on:.1f} s": went_on > within + STEP,
+        }
+        return [words for words, is_late in found.items() if is_late]
 
 
 def _living(folder, but=(), patience=3.0):

@@ -1,6 +1,5 @@
 """Copies of a command that form one world on this host, run to their end; what each printed."""
 
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -37,10 +36,3 @@ def launch(command, processes, *, timeout, env=None, ends=None):
     each = [f"process {r} printed:\n{text[-3000:]}" for r, text in enumerate(texts)]
     assert set(statuses) == {0}, "\n".join([f"they ended with {statuses}", *each])
     return texts
-
-
-def results(command, processes, **how):
-    """The result of each, which it printed as JSON behind "RESULT"."""
-    logs = launch(command, processes, **how)
-    lines = (next(x for x in log.splitlines() if x.startswith("RESULT ")) for log in logs)
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]

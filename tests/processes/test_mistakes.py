@@ -42,6 +42,12 @@ def test_mistakes_over_processes_are_named(launch):
                 call()
             assert all(text in str(caught.value) for text in words), caught.value
 
+        every = jax.NamedSharding(over(0, 1, 2, 3), jax.P("data"))
+        parts = jax.make_array_from_callback((4,), every, lambda at: np.zeros(1, "f"))
+        words = r"state\['w'\] is sharded over processes, so no other"
+        with pytest.raises(ValueError, match=words):
+            jc.Elastic(step_of(1), {"w": parts})
+
     launch(run, 2, devices_per_process=2)
 
 

@@ -8,16 +8,15 @@ which is measured twice. Prints the ratios of what a call takes to what it takes
 of the twin; and that of the compiled program, called by itself.
 """
 
-import os
+import functools
 import sys
 import time
-from pathlib import Path
 
+import cloudpickle
 import jax
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll._job.launch.subprocesses import RANK
 from jaxcoll._runtime import dispatch
 from jaxcoll.cli.bench import interleave, ratio
 
@@ -70,17 +69,13 @@ def measured(kib, rounds):
     )
 
 
+def measure_all(sizes, rounds):
+    return [measured(kib, rounds) for kib in sizes]
+
+
 if __name__ == "__main__":
     given = [int(word) for word in sys.argv[1:]]
     rounds, processes = [*given, *(50, 2)[len(given) :]][:2]
-    if RANK in os.environ:
-        jc.initialize()
-        print(
-            "\n".join(f"COST {measured(kib, rounds)}" for kib in given[2:] or (4, 64, 1024, 4096))
-        )
-    else:
-        sys.path.append(str(Path(__file__).parents[1]))
-        from processes.ranks import launch
-
-        first, *_ = launch([sys.executable, __file__, *sys.argv[1:]], processes, timeout=600)
-        print("\n".join(line[5:] for line in first.splitlines() if line[:5] == "COST "))
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    measure = functools.partial(measure_all, given[2:] or (4, 64, 1024, 4096), rounds)
+    print(*jc.launch(measure, processes)[0], sep="\n")
