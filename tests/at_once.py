@@ -4,7 +4,7 @@ import threading
 
 
 def at_once(*calls):
-    """What each call returns, or the exception that it raises."""
+    """What each call returns, or the exception that it raises; a failed assertion is raised here."""
     results = [None] * len(calls)
 
     def go(i):
@@ -18,4 +18,7 @@ def at_once(*calls):
         thread.start()
     for thread in threads:
         thread.join(20)
+    for failed in results:
+        if isinstance(failed, AssertionError):
+            raise failed
     return results

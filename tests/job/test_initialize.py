@@ -1,5 +1,7 @@
 """Entering a job: who arrives, who does not, and what each is told."""
 
+import contextlib
+import dataclasses
 import ipaddress
 import json
 import os
@@ -7,6 +9,7 @@ import socket
 import threading
 import time
 import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -14,13 +17,16 @@ import pytest
 from at_once import at_once
 
 import jaxcoll as jc
+from jaxcoll._job import coordinator_process, initialize
 from jaxcoll._job.coordinator import listen_at, start_coordinator
-from jaxcoll._job.coordinator_process import LONGEST, _Coordinator
+from jaxcoll._job.coordinator_process import LONGEST
 from jaxcoll._job.liveness import CoordinatorConnection
-from jaxcoll._job.specs import Member
+from jaxcoll._job.specs import Member, host_and_port
 from jaxcoll._job.startup import arrive
+from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 TIMES = {"heartbeat_timeout_seconds": 1, "shutdown_timeout_seconds": 1}
+NO_COORDINATOR = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 
 
 @pytest.fixture
@@ -36,6 +42,35 @@ def coordinator():
         each.close()
 
 
+def address_of(server):
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def answering(reply, after=0.0):
+    """The address of a server that replies so to its first connection, and then hangs up."""
+
+    def answer():
+        connection, _ = server.accept()
+        server.close()
+        with connection:
+            connection.recv(LONGEST)
+            time.sleep(after)
+            connection.sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield address_of(server)
+        thread.join()
+
+
+def check_refused(kind, words, address, rank=1, n=2, seconds=20, **more):
+    with pytest.raises(kind, match=words) as caught:
+        arrive(Member(address, n, rank, **more), seconds)
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("present", "expected", "kind", "message"),
     [
@@ -45,58 +80,38 @@ def coordinator():
 )  # fmt: skip
 def test_contradictions_are_told_to_all(coordinator, present, expected, kind, message):
     address = coordinator(expected).address
-    members = [Member(address, n, rank) for rank, n in present]
-    errors = at_once(*(lambda m=m: arrive(m, 60.0) for m in members))
-    for error in errors:
-        with pytest.raises(kind, match=message):
-            raise error
+    at_once(*(lambda m=m: check_refused(kind, message, address, *m, 60) for m in present))
 
 
 def test_other_jobs_process_is_refused(coordinator):
-    address = coordinator(2).address
-    first, missing = Member(address, 2, 0, job="Slurm step 7.0"), []
-    waiting = threading.Thread(target=lambda: missing.extend(at_once(lambda: arrive(first, 3.0))))
-    waiting.start()
-    time.sleep(0.5)
-    for job in ("Slurm step 8.0", ""):
-        with pytest.raises(
-            ValueError, match=f"serves Slurm step 7.0, and process 1 of {job or 'a job without'}"
-        ):
-            arrive(Member(address, 2, 1, job=job), 20)
-    waiting.join(20)
-    with pytest.raises(jc.errors.DeadlineExceededError, match="process 1 of 2 did not.*") as late:
-        raise missing[0]
-    assert "This is Slurm step 7.0; process 1 of a job without a name" in str(late.value)
+    address, words = coordinator(2).address, "process 1 of 2 did not.*This is Slurm step 7.0; process 1 of a job without a name"  # fmt: skip
+    first = {"rank": 0, "seconds": 3, "job": "Slurm step 7.0"}
+
+    def others():
+        time.sleep(0.5)
+        for job in ("Slurm step 8.0", ""):
+            words = f"serves Slurm step 7.0, and process 1 of {job or 'a job without'}"
+            check_refused(ValueError, words, address, job=job)
+
+    at_once(lambda: check_refused(DeadlineExceededError, words, address, **first), others)
 
 
 def test_process_0_is_found_anywhere(coordinator):
     address = coordinator(2).address
-    with socket.create_server(("127.0.0.1", 0)) as other, socket.socket() as nothing:
+    with answering(NO_COORDINATOR) as other, socket.socket() as nothing:
         nothing.bind(("127.0.0.1", 0))
-        elsewhere = [f"127.0.0.1:{each.getsockname()[1]}" for each in (other, nothing)]
-
-        def answer():
-            connection, _ = other.accept()
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            connection.close()
-            other.close()
-
-        member = Member(elsewhere[0], 2, 1, elsewhere=(elsewhere[1], address))
-        arrived, zero, _ = at_once(
-            lambda: arrive(member, 20), lambda: arrive(Member(address, 2, 0), 20), answer
-        )
-    assert arrived.getpeername() == zero.getpeername()
-    arrived.close()
-    zero.close()
+        member = Member(other, 2, 1, elsewhere=(address_of(nothing), address))
+        both = at_once(lambda: arrive(member, 20), lambda: arrive(Member(address, 2, 0), 20))
+    assert len({one.getpeername() for one in both}) == 1
+    for one in both:
+        one.close()
 
 
 def test_process_0_hears_refusal_last(monkeypatch):
     recipients = []
-    monkeypatch.setattr(
-        "jaxcoll._job.coordinator_process._send", lambda _, to: recipients.extend(to)
-    )
+    monkeypatch.setattr(coordinator_process, "_send", lambda _, to: recipients.extend(to))
     monkeypatch.setattr("os._exit", lambda _: None)
-    refusing = object.__new__(_Coordinator)
+    refusing = object.__new__(coordinator_process._Coordinator)
     refusing._members = {"zero": 0, "one": 1}
     refusing._received = dict.fromkeys(("zero", "one", "no line yet"), b"")
     refusing._listener = types.SimpleNamespace(fileno=lambda: -1)
@@ -104,44 +119,23 @@ def test_process_0_hears_refusal_last(monkeypatch):
     assert recipients == ["one", "no line yet", "zero"]
 
 
-def test_late_reply_is_awaited():
-    with socket.create_server(("127.0.0.1", 0)) as slow:
-
-        def answer():
-            connection, _ = slow.accept()
-            with connection:
-                connection.recv(LONGEST)
-                time.sleep(1.2)
-                connection.sendall(b'{"error": "process 1 is late", "kind": "deadline"}\n')
-
-        member = Member(f"127.0.0.1:{slow.getsockname()[1]}", 2, 0)
-        error, _ = at_once(lambda: arrive(member, 0.5), answer)
-    with pytest.raises(jc.errors.DeadlineExceededError, match="of 2: process 1 is late"):
-        raise error
-
-
 @pytest.mark.tensorflow("G41")
 def test_early_death_is_named(coordinator):
-    address = coordinator(3).address
-    host, port = address.split(":")
+    address, start = coordinator(3).address, time.monotonic()
     hello = {"process_id": 2, "num_processes": 3, "patience": 60.0, "who": "there:1", "job": ""}
-    with socket.create_connection((host, int(port))) as dying:
+    with socket.create_connection(host_and_port(address)) as dying:
         dying.sendall(json.dumps(hello).encode() + b"\n")
         threading.Timer(0.2, lambda: dying.shutdown(socket.SHUT_RDWR)).start()
-        start = time.monotonic()
-        with pytest.raises(
-            jc.errors.PeerLostError, match=r"process 2 \(there:1\) ended before all 3 had arrived"
-        ) as caught:
-            arrive(Member(address, 3, 0), 30)
-    assert caught.value.ranks == (2,)
+        words = r"process 2 \(there:1\) ended before all 3 had arrived"
+        assert check_refused(PeerLostError, words, address, 0, 3, 30).ranks == (2,)
     assert time.monotonic() - start < 10
 
 
 def test_unneeded_coordinator_ends(coordinator):
     started = coordinator(2)
     arrived = at_once(*(lambda r=r: arrive(Member(started.address, 2, r), 20) for r in range(2)))
-    with pytest.raises(ValueError, match="is not a coordinator that waits for processes: another"):
-        arrive(Member(started.address, 2, 1), 20)  # the job has begun
+    words = "is not a coordinator that waits for processes: another"
+    check_refused(ValueError, words, started.address)  # the job has begun
     os.close(os.dup(started.lifeline))
     arrived[0].close()
     assert started.process.poll() is None
@@ -151,71 +145,42 @@ def test_unneeded_coordinator_ends(coordinator):
 
 
 def test_news_after_go_is_kept():
-    with socket.create_server(("127.0.0.1", 0)) as coordinator:
-        address = f"127.0.0.1:{coordinator.getsockname()[1]}"
-        arrived = []
-        thread = threading.Thread(target=lambda: arrived.append(arrive(Member(address, 2, 1), 5)))
-        thread.start()
-        connection, _ = coordinator.accept()
-        with connection:
-            connection.recv(1000)
-            connection.sendall(b'{"go": true}\n{"ended": 0}\n')
-            thread.join()
-            connection = CoordinatorConnection(arrived[0].detach())
-            assert connection.news() == {0: {"ended": 0, "stage": None}}
-            connection.close()
+    with answering(b'{"go": true}\n{"ended": 0}\n') as address:
+        connection = CoordinatorConnection(arrive(Member(address, 2, 1), 5).detach())
+    assert connection.news() == {0: {"ended": 0, "stage": None}}
+    connection.close()
 
 
 def test_unreachable_coordinators_are_explained(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        address = f"127.0.0.1:{port}"
-        with pytest.raises(
-            jc.errors.DeadlineExceededError,
-            match=rf"could not reach the coordinator at {address} within 0.2 s \(Conn.*Is process 0",
-        ):
-            arrive(Member(address, 2, 1), 0.2)
-        taken.listen()
-
-        def answer():
-            connection, _ = taken.accept()
-            connection.recv(100)
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            connection.close()
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(ValueError, match=f"whatever answers at {address} is not a coordinator"):
-            arrive(Member(address, 2, 1), 5)
-        thread.join()
-        with pytest.raises(
-            OSError,
-            match=f"The coordinator cannot listen at {address}.*: Address already in use. Choose a free",
-        ):
-            listen_at(address, Member(address, 2, 0), **TIMES)
-    with pytest.raises(
-        ValueError,
-        match=r"'no-such-host.invalid:1' cannot be resolved here .*came from the arguments",
-    ):
-        arrive(Member("no-such-host.invalid:1", 2, 1), 5)
+    late = b'{"error": "process 1 is late", "kind": "deadline"}\n'
+    with answering(late, after=1.2) as slow:
+        check_refused(DeadlineExceededError, "of 2: process 1 is late", slow, seconds=0.5)
+    with answering(NO_COORDINATOR) as other:
+        words = f"whatever answers at {other} is not a coordinator"
+        check_refused(ValueError, words, other, seconds=5)
+    nowhere = "no-such-host.invalid:1"
+    words = f"'{nowhere}' cannot be resolved here .*came from the arguments"
+    check_refused(ValueError, words, nowhere, seconds=5)
     monkeypatch.setattr("jaxcoll._job.startup.ARRIVAL_REPLY_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(
-            jc.errors.DeadlineExceededError, match=f"{address} did not answer in time"
-        ):
-            arrive(Member(address, 2, 1), 0.2)
-    with pytest.raises(
-        ValueError, match="'no-such-host.invalid', where the coordinator should listen, has no addr"
-    ):
-        listen_at("no-such-host.invalid:1", Member("no-such-host.invalid:1", 2, 0), **TIMES)
+        words = f"{address_of(silent)} did not answer in time"
+        check_refused(DeadlineExceededError, words, address_of(silent), seconds=0.2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = address_of(taken)
+        words = rf"could not reach the coordinator at {address} within 0.2 s \(Conn.*Is process 0"
+        check_refused(DeadlineExceededError, words, address, seconds=0.2)
+        taken.listen()
+        for kind, at, words in (
+            (OSError, address, f"The coordinator cannot listen at {address}.*: Address already in use. Choose a free"),
+            (ValueError, nowhere, "'no-such-host.invalid', where the coordinator should listen, has no addr"),
+        ):  # fmt: skip
+            with pytest.raises(kind, match=words):
+                listen_at(at, Member(at, 2, 0), **TIMES)
 
 
 def test_missing_address_is_refused(monkeypatch):
-    def unknown(*_, **__):
-        raise ValueError("coordinator_address should be defined.")
-
+    unknown = mock.Mock(side_effect=ValueError("coordinator_address should be defined."))
     monkeypatch.setattr(jax.distributed, "initialize", unknown)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
@@ -250,14 +215,17 @@ def test_unlaunched_process_is_alone():
     assert not jax.distributed.is_initialized()
 
 
-def test_arguments_and_variables_combine(monkeypatch):
-    members = []
-    monkeypatch.setattr("jaxcoll._job.initialize._check_unused", lambda: None)
-    monkeypatch.setattr("jaxcoll._job.initialize._keep_memory", lambda: None)
-    monkeypatch.setattr(
-        "jaxcoll._job.initialize.arrive",
-        lambda member, timeout: members.append(member) or out_of_time(member, timeout),
-    )
+@pytest.fixture
+def arrivals(monkeypatch):
+    """The members that come to a coordinator, where time is up at once."""
+    monkeypatch.setattr(initialize, "_check_unused", lambda: None)
+    monkeypatch.setattr(initialize, "_keep_memory", lambda: None)
+    late = mock.Mock(side_effect=DeadlineExceededError("time is up"))
+    monkeypatch.setattr(initialize, "arrive", late)
+    return late
+
+
+def test_arguments_and_variables_combine(arrivals, monkeypatch):
     numbers = {"num_processes": np.int64(3), "process_id": np.int32(2)}
     for arguments, variables in (
         ({**numbers, "local_device_ids": np.int64(1)}, {}),
@@ -265,12 +233,31 @@ def test_arguments_and_variables_combine(monkeypatch):
     ):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(jc.errors.DeadlineExceededError):
+        with pytest.raises(DeadlineExceededError):
             jc.initialize("127.0.0.1:1", **arguments)
-    assert [(m.coordinator_address, m.num_processes, m.process_id) for m in members] == [
-        ("127.0.0.1:1", 3, 2)
-    ] * 2
-    assert [m.local_device_ids for m in members] == [(1,)] * 2
+        (member, _), _ = arrivals.call_args
+        assert dataclasses.replace(member, source="") == Member("127.0.0.1:1", 3, 2, (1,), "")
+
+
+def test_loopback_name_is_explained(arrivals, monkeypatch):
+    loopback = ipaddress.ip_address("127.0.0.1")
+    monkeypatch.setattr("jaxcoll._job.coordinator._resolve", lambda *_: loopback)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(DeadlineExceededError) as caught:
+        jc.initialize(f"node1:{port}", 2, 0)
+    assert f"'node1:{port}' resolves to 127.0.0.1:{port} on" in caught.value.__notes__[0]
+
+
+def test_second_call_makes_no_devices(monkeypatch):
+    here = types.SimpleNamespace(member=Member("127.0.0.1:1", 2, 0))
+    monkeypatch.setattr(initialize, "_joined", here)
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("jax.process_count", lambda: pytest.fail("it makes devices"))
+    jc.initialize("127.0.0.1:1", 2, 0)
+    words = "this is already process 0 of 2, and cannot also become"
+    with pytest.raises(RuntimeError, match=words):
+        jc.initialize("127.0.0.1:1", 2, 1)
 
 
 TWO_JOBS = {"ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1", "w2:1"]}
@@ -346,32 +333,3 @@ def test_tasks_per_node_override_slurm(per_node):
         **env, "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"
     })  # fmt: skip
     assert step.member().job == "Slurm step 7.2"
-
-
-def test_loopback_name_is_explained(monkeypatch):
-    monkeypatch.setattr(
-        "jaxcoll._job.coordinator._resolve", lambda *_: ipaddress.ip_address("127.0.0.1")
-    )
-    monkeypatch.setattr("jaxcoll._job.initialize._check_unused", lambda: None)
-    monkeypatch.setattr("jaxcoll._job.initialize.arrive", out_of_time)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(jc.errors.DeadlineExceededError) as caught:
-        jc.initialize(f"node1:{port}", 2, 0)
-    assert f"'node1:{port}' resolves to 127.0.0.1:{port} on" in caught.value.__notes__[0]
-
-
-def test_second_call_makes_no_devices(monkeypatch):
-    here = types.SimpleNamespace(member=Member("127.0.0.1:1", 2, 0))
-    monkeypatch.setattr("jaxcoll._job.initialize._joined", here)
-    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("jax.process_count", lambda: pytest.fail("it makes devices"))
-    jc.initialize("127.0.0.1:1", 2, 0)
-    with pytest.raises(
-        RuntimeError, match="this is already process 0 of 2, and cannot also become"
-    ):
-        jc.initialize("127.0.0.1:1", 2, 1)
-
-
-def out_of_time(member, timeout):
-    raise jc.errors.DeadlineExceededError("time is up")

@@ -27,12 +27,17 @@ class Recorder:
 
 @pytest.fixture
 def meet(monkeypatch):
-    """Starts watchdogs over some keys, and ends them after the test."""
+    """Starts the watchdog of a process over some keys, which ends after the test."""
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.05)
     met = []
 
-    def start(keys):
-        met.append(Watchdog(keys))
+    def start(keys, process=0, *, listens=True):
+        met.append(
+            Watchdog(dataclasses.replace(keys, process=process) if keys.processes > 1 else keys)
+        )
+        peers, until = met[-1].peers, time.monotonic() + 5
+        while listens and peers.find_state(process) != "here" and time.monotonic() < until:
+            time.sleep(0.01)
         return met[-1]
 
     yield start
@@ -41,17 +46,9 @@ def meet(monkeypatch):
         assert not each._thread.is_alive()
 
 
-def here(one):
-    """Wait until this watchdog listens."""
-    until = time.monotonic() + 5
-    while one.peers.find_state(one.peers.process) != "here" and time.monotonic() < until:
-        time.sleep(0.01)
-    return one
-
-
 def test_question_is_answered_at_once(meet):
     keys = LocalKeys(processes=3)
-    one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
+    one, other = meet(keys), meet(keys, 1)
     group = other.group((0, 1))
     assert other.group((0, 1)) is group
     assert one.peers.ask(group.name, 1, [1])[1]["name"] == "nothing"
@@ -61,7 +58,7 @@ def test_question_is_answered_at_once(meet):
 
 def test_alarm_reaches_its_addressee_only(meet):
     keys, found, others = LocalKeys(processes=2), Recorder(), Recorder()
-    one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
+    one, other = meet(keys), meet(keys, 1)
     other.watched |= {"a run": found, "another": others}
     one.watched["a run"] = others
     one.peers.alarm("unknown", [0, 1], {"lost": [7]})
@@ -73,7 +70,7 @@ def test_alarm_reaches_its_addressee_only(meet):
 
 def test_heartbeat_needs_no_message(meet):
     keys, quiet = LocalKeys(processes=2), Recorder()
-    one = here(meet(dataclasses.replace(keys, process=0)))
+    one = meet(keys)
     one.watched["quiet"] = quiet
     assert quiet.beaten.wait(5)
     ringing = threading.Event()
@@ -104,7 +101,7 @@ def test_few_reads_time_out_running(meet, monkeypatch):
             raise
 
     keys.get = get
-    meet(keys)
+    meet(keys, listens=False)
     until = time.monotonic() + 10
     while len(rows) < 20 and time.monotonic() < until:
         time.sleep(0.01)
@@ -114,10 +111,10 @@ def test_few_reads_time_out_running(meet, monkeypatch):
 
 def test_successor_gets_no_old_messages(meet):
     keys, found = LocalKeys(processes=2), Recorder()
-    asking = here(meet(dataclasses.replace(keys, process=0)))
+    asking = meet(keys)
     Watchdog(dataclasses.replace(keys, process=1)).end()
     asking.peers.alarm("a run", [1], {"lost": [1]})  # while process 1 is not there
-    again = here(meet(dataclasses.replace(keys, process=1)))
+    again = meet(keys, 1)
     again.watched["a run"] = found
     asking.peers.alarm("a run", [1], {"lost": [2]})
     assert found.heard.wait(5)
@@ -127,7 +124,7 @@ def test_successor_gets_no_old_messages(meet):
 
 def test_nonsense_in_inbox_is_harmless(meet):
     keys, found = LocalKeys(processes=2), Recorder()
-    one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
+    one, other = meet(keys), meet(keys, 1)
     other.watched["a run"] = found
     for number, text in enumerate(
         ("[", "[1]", "{}", '{"to": []}', '{"to": "a run", "ask": 1}', '{"to": "x", "alarm": 5}')
