@@ -14,9 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jaxcoll
 from jaxcoll._job.launch.subprocesses import OF_A_LAUNCH
@@ -96,18 +94,16 @@ class Python:
       flags: of the interpreter.
     """
 
-    def __init__(self, modules: tuple[str, ...], variables: dict[str, str], *flags: str) -> None:
+    def __init__(self, modules, variables, *flags):
         self.variables, self._began = variables, 0
-        self._ended: dict[int, int] = {}
+        self._ended = {}
         self._server = subprocess.Popen(
             [sys.executable, *flags, "-c", SERVER, *modules],
             cwd=os.sep, env=variables, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         atexit.register(self._server.communicate)  # without more requests it ends
 
-    def run(
-        self, code: str, *words: object, cwd: Path, timeout: float = 240, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, code, *words, cwd, timeout=240, **variables):
         """As `python -c code` in a folder, where `sys.argv` is `words`."""
         with tempfile.TemporaryDirectory() as folder:
             streams = [Path(folder) / name for name in ("out", "err")]
@@ -121,9 +117,7 @@ class Python:
             out, err = (path.read_text("utf8", "replace") for path in streams)
         return subprocess.CompletedProcess([str(word) for word in words], status, out, err)
 
-    def start(
-        self, code: str, words: object, variables: dict[str, str], out: Path, err: Path, cwd: Path
-    ) -> "Child":
+    def start(self, code, words, variables, out, err, cwd):
         """The same, which goes on by itself; what it prints is added to files."""
         asked = [code, [str(word) for word in words], str(cwd), variables, str(out), str(err)]
         self._server.stdin.write(json.dumps(asked).encode() + b"\n")
@@ -132,7 +126,7 @@ class Python:
             self._read(None)
         return Child(self, self._began)
 
-    def status(self, pid: int, seconds: float | None) -> int | None:
+    def status(self, pid, seconds):
         """How a fork has ended; None: it has not, so many seconds from now."""
         until = None if seconds is None else time.monotonic() + seconds
         while pid not in self._ended:
@@ -141,7 +135,7 @@ class Python:
                 return None
         return self._ended[pid]
 
-    def _read(self, seconds: float | None) -> bool:
+    def _read(self, seconds):
         if not select.select([self._server.stdout], [], [], seconds)[0]:
             return False
         match self._server.stdout.readline().split():
@@ -157,13 +151,13 @@ class Python:
 class Child:
     """One fork, like a `subprocess.Popen`."""
 
-    def __init__(self, python: Python, pid: int) -> None:
+    def __init__(self, python, pid):
         self._python, self.pid = python, pid
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self._python.status(self.pid, 0)
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         status = self._python.status(self.pid, timeout)
         if status is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
@@ -176,16 +170,12 @@ class Running:
     def __init__(self):
         self.processes = []
 
-    def start(
-        self, command: list[str], env: dict[str, str], *, stdout: Any, cwd: Path = Path(), **_: Any
-    ) -> Child:
+    def start(self, command, env, *, stdout, cwd=Path(), **_):
         """Start one more; `env` is added to the environment, and both streams to this file."""
         log = Path(stdout.name).absolute()
         return self._fork(command, env, log, log, cwd)
 
-    def _fork(
-        self, command: list[str], env: dict[str, str], out: Path, err: Path, cwd: Path
-    ) -> Child:
+    def _fork(self, command, env, out, err, cwd):
         _, *words = map(str, command)
         code, python = SCRIPT, with_jaxcoll
         if words[0] == "-c":
@@ -201,7 +191,7 @@ class Running:
 class OfAJob(Running):
     """Forks in the place of a job's own processes: each stream is a pipe."""
 
-    def start(self, command: list[str], env: dict[str, str], **_: Any) -> Child:
+    def start(self, command, env, **_):
         with tempfile.TemporaryDirectory() as folder:
             pipes = [Path(folder, name) for name in ("out", "err")]
             for pipe in pipes:
@@ -210,14 +200,14 @@ class OfAJob(Running):
             child.stdout, child.stderr = (pipe.open("rb") for pipe in pipes)  # as soon as it has
         return child
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         for child in self.processes:
             if child.poll() is None:
                 os.killpg(child.pid, number)
 
 
 @contextlib.contextmanager
-def running(kind: type[Running] = Running) -> Iterator[Running]:
+def running(kind=Running):
     """Start processes in here: at the end all are killed, with those that they started."""
     started = kind()
     try:
@@ -230,12 +220,12 @@ def running(kind: type[Running] = Running) -> Iterator[Running]:
 
 
 @functools.cache
-def with_jaxcoll() -> Python:
+def with_jaxcoll():
     """What has imported jaxcoll."""
     return Python(("jaxcoll",), dict(os.environ))
 
 
-def with_commands() -> Python:
+def with_commands():
     """What has imported the commands, and what the demo needs; a warning ends it."""
     python = _with_commands()
     python.variables = {**os.environ, **_OWN}  # a test may have changed its own
@@ -250,14 +240,14 @@ _OWN = {
 
 
 @functools.cache
-def _with_commands() -> Python:
+def _with_commands():
     commands = (f"jaxcoll.cli.{name}" for name in ("main", *COMMANDS))
     modules = ("jaxcoll", *commands, "matplotlib", "optax", "sklearn.datasets",
                "sklearn.model_selection")  # fmt: skip
     return Python(modules, {**os.environ, **_OWN}, "-W", "error")
 
 
-def gone(pids: Iterable[int | str]) -> bool:
+def gone(pids):
     """Return True once none of these processes is left; False after 20 s.
 
     A zombie has ended: only whoever inherited it has not looked yet.
@@ -270,7 +260,7 @@ def gone(pids: Iterable[int | str]) -> bool:
     return True
 
 
-def _lives(pid: int | str) -> bool:
+def _lives(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

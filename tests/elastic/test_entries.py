@@ -19,25 +19,25 @@ def call(step, options=None):
 
 
 def strategy(step, options=None):
-    strategy = jc.MirroredStrategy(["cpu:0", "cpu:1"])
     rows = jc.PerReplica([ROWS[:8], ROWS[8:]])
-    return strategy.run(step, (np.float32(0), rows), options=options)
+    return jc.MirroredStrategy(["cpu:0", "cpu:1"]).run(step, (np.float32(0), rows), options=options)
 
 
-def elastic(step, options=None, **settings):
-    train = jc.Elastic(jc.data_parallel(step, options=options), np.float32(0), **settings)
-    return train.run(lambda step, worker, workers: ROWS, 2)
+def train(step, state, **settings):
+    return jc.Elastic(step, state, **settings).run(lambda step, worker, workers: ROWS, 2)
 
 
-def diloco(local, options=None):
-    train = jc.diloco(local, every=1, options=options)
-    return train(train.init(np.zeros(1 << 20, "f"), ()), ROWS)
+def elastic(step, options=None):
+    return train(jc.data_parallel(step, options=options), np.float32(0))
+
+
+def diloco(local, options=None, loop=lambda step, state: step(state, ROWS)):
+    step = jc.diloco(local, every=1, options=options)
+    return loop(step, step.init(np.zeros(1 << 20, "f"), ()))
 
 
 def elastic_diloco(local, options=None):
-    train = jc.diloco(local, every=1, options=options)
-    state = train.init(np.zeros(1 << 20, "f"), ())
-    return jc.Elastic(train, state).run(lambda step, worker, workers: ROWS, 2)
+    return diloco(local, options, train)
 
 
 STEPS = pytest.mark.parametrize("entry", [call, strategy, elastic])
@@ -99,13 +99,12 @@ def test_drifting_copies_end_elastic(tmp_path):
         return w + 1 + jc.same(drift), jc.pmean(x.mean())
 
     words = r"differ on the devices of worker 0. The first is state: devices 0 \| 1 \| 2"
-    train = jc.Elastic(
-        jc.data_parallel(step), np.float32(0), checkpoint=tmp_path / "last.npz", every=2
-    )
+    path = tmp_path / "last.npz"
+    train = jc.Elastic(jc.data_parallel(step), np.float32(0), checkpoint=path, every=2)
     with pytest.raises(jc.errors.ReplicaDivergenceError, match=words) as caught:
         train.run(lambda step, worker, workers: ROWS, 9)
     assert [len(groups) for groups in caught.value.divergent.values()] == [8]
-    assert jc.restore_checkpoint(tmp_path / "last.npz", np.float32(0))[1] == 2
+    assert jc.restore_checkpoint(path, np.float32(0))[1] == 2
 
 
 def test_change_says_what_callback_raised():
@@ -120,10 +119,7 @@ def test_change_says_what_callback_raised():
         x = jax.pure_callback(look_up, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         return w + jc.pmean(x.mean()), None
 
-    def batches(step, worker, workers):
-        attempts.append(step)
-        return ROWS
-
+    batches = lambda step, worker, workers: attempts.append(step) or ROWS
     train = jc.Elastic(jc.data_parallel(step), np.float32(0))
     train.run(batches, 2)
     assert attempts == [0, 0, 1]

@@ -18,7 +18,7 @@ from jaxcoll._job import coordinator_process
 from jaxcoll._job.coordinator import start_coordinator
 from jaxcoll._job.coordinator_process import STRANGERS, message, parse_news
 from jaxcoll._job.liveness import CoordinatorConnection
-from jaxcoll._job.specs import Member
+from jaxcoll._job.specs import Member, host_and_port
 from jaxcoll._job.startup import arrive
 
 HELLO = {"process_id": 1, "num_processes": 2, "patience": 60.0, "who": "there:1", "job": ""}
@@ -28,25 +28,27 @@ VALUES = st.recursive(SCALARS, lambda x: st.lists(x) | st.dictionaries(st.text()
 
 def is_one(name, value):
     """Whether a hello with this value in the place of its own is one that a process may send."""
-    text = json.dumps(HELLO | {name: value})
-    return coordinator_process._hello(text.encode()) is not None
+    return coordinator_process._hello(hello(**{name: value})) is not None
+
+
+def hello(**change):
+    return json.dumps(HELLO | change).encode() + b"\n"
 
 
 HELLOS = (
     st.tuples(st.sampled_from(sorted(HELLO)), VALUES)
     .filter(lambda pair: not is_one(*pair))
-    .map(lambda pair: json.dumps(HELLO | dict([pair])).encode() + b"\n")
+    .map(lambda pair: hello(**dict([pair])))
 )
 
 
 @pytest.fixture(scope="module")
 def waiting():
     """A coordinator that has waited for two processes all the while, and gets them in the end."""
-    started = start_coordinator("127.0.0.1:0", 2)
-    yield started
-    with joined(started) as connections:
-        assert [one.news() for one in connections] == [{}, {}]
-    started.close()
+    with starting(2) as started:
+        yield started
+        with joined(started) as connections:
+            assert [one.news() for one in connections] == [{}, {}]
 
 
 @contextlib.contextmanager
@@ -59,21 +61,27 @@ def joined(started):
         one.close()
 
 
+@contextlib.contextmanager
+def starting(n):
+    started = start_coordinator("127.0.0.1:0", n)
+    yield started
+    started.close()
+
+
 def connection(started):
-    host, port = started.address.split(":")
-    return socket.create_connection((host, int(port)), 20)
+    return socket.create_connection(host_and_port(started.address), 20)
 
 
 @settings(max_examples=15)
 @given(st.binary() | VALUES.map(lambda x: json.dumps(x).encode() + b"\n") | HELLOS)
 @example(b"[" * 1500 + b"\n")
 @example(b'{"a":' * 700 + b"\n")
-@example(json.dumps(HELLO | {"patience": float("inf")}).encode() + b"\n")
-@example(json.dumps(HELLO).replace("60.0", "1e999").encode() + b"\n")
-@example(json.dumps(HELLO | {"patience": float("nan")}).encode() + b"\n")
-@example(json.dumps(HELLO | {"patience": 2.2e6}).encode() + b"\n")
-@example(json.dumps(HELLO | {"num_processes": 10**4000}).encode() + b"\n")
-@example(json.dumps(HELLO | {"who": "\x1b[2J"}).encode() + b"\n")
+@example(hello(patience=float("inf")))
+@example(hello().replace(b"60.0", b"1e999"))
+@example(hello(patience=float("nan")))
+@example(hello(patience=2.2e6))
+@example(hello(num_processes=10**4000))
+@example(hello(who="\x1b[2J"))
 @example(b"\xff" * 5000)
 @example(b"\n")
 def test_coordinator_outlives_strangers(waiting, sent):
@@ -97,8 +105,7 @@ def test_received_lines_parse_or_vanish(sent):
 
 
 def test_silent_connections_keep_nobody_out():
-    started = start_coordinator("127.0.0.1:0", 2)
-    with contextlib.ExitStack() as open_ones:
+    with starting(2) as started, contextlib.ExitStack() as open_ones:
         silent = [open_ones.enter_context(connection(started)) for _ in range(STRANGERS + 40)]
         for each in silent[::2]:
             with contextlib.suppress(ConnectionError):  # the oldest were closed
@@ -108,7 +115,7 @@ def test_silent_connections_keep_nobody_out():
             assert time.monotonic() - began < 10
             for each in silent:
                 with contextlib.suppress(OSError):
-                    each.sendall(json.dumps(HELLO).encode() + b"\n")
+                    each.sendall(hello())
             there.report(done={"team": 3})
             time.sleep(0.2)
             assert not here.news()  # until it has ended
@@ -118,19 +125,15 @@ def test_silent_connections_keep_nobody_out():
                 time.sleep(0.01)
             assert here.news()[1]["done"] == {"team": 3}
             assert not here.is_broken
-    started.close()
 
 
 def test_refusal_reaches_silent_connections():
-    started = start_coordinator("127.0.0.1:0", 3)
-    wrong = HELLO | {"num_processes": 7}
-    with connection(started) as one, connection(started) as silent:
-        one.sendall(json.dumps(wrong).encode() + b"\n")
+    with starting(3) as started, connection(started) as one, connection(started) as silent:
+        one.sendall(hello(num_processes=7))
         assert b"expects 7 processes" in one.recv(1000)
         with connection(started), pytest.raises(ValueError, match="expects 7 processes"):
             arrive(Member(started.address, 3, 0), 20)
         assert b"expects 7 processes" in silent.recv(1000)
-    started.close()
 
 
 def test_port_is_taken_until_service(monkeypatch):
@@ -153,32 +156,21 @@ def test_port_is_taken_until_service(monkeypatch):
 
 @pytest.mark.slow
 def test_coordinators_early_death_ends_wait():
-    started = start_coordinator("127.0.0.1:0", 2)
-    threading.Timer(0.3, started.process.kill).start()
-    began = time.monotonic()
-    with pytest.raises(
-        jc.errors.PeerLostError, match="coordinator at .* died before all processes had arr"
-    ) as lost:
-        arrive(Member(started.address, 2, 1), 60)
+    began, words = time.monotonic(), "coordinator at .* died before all processes had arr"
+    with starting(2) as started:
+        threading.Timer(0.3, started.process.kill).start()
+        with pytest.raises(jc.errors.PeerLostError, match=words) as lost:
+            arrive(Member(started.address, 2, 1), 60)
     assert (lost.value.ranks, time.monotonic() - began < 20) == ((), True)
-    started.close()
 
 
 @pytest.mark.parametrize("seconds", [2_147_484, 1e9, sys.float_info.max])
 def test_longest_timeouts_still_wait(seconds):
-    started = start_coordinator("127.0.0.1:0", 2)
-    arrived = []
-
     def come(rank):
-        arrived.append(arrive(Member(started.address, 2, rank), seconds))
+        time.sleep(0.2 * rank)
+        assert started.process.poll() is None
+        return arrive(Member(started.address, 2, rank), seconds)
 
-    first = threading.Thread(target=come, args=(0,), daemon=True)
-    first.start()
-    time.sleep(0.2)
-    assert started.process.poll() is None
-    come(1)
-    first.join(20)
-    assert len(arrived) == 2
-    for one in arrived:
-        one.close()
-    started.close()
+    with starting(2) as started:
+        for one in at_once(lambda: come(0), lambda: come(1)):
+            one.close()

@@ -19,9 +19,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }  # fmt: skip
-HYDRA = {
-    "PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
-}  # fmt: skip
+HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 TRAINER = {
     "JAX_COORDINATOR_ADDRESS": "t-node-0-0.t:29500", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2",
 }  # fmt: skip
@@ -29,12 +27,8 @@ JAX_JOB = {
     "COORDINATOR_ADDRESS": "t-worker-0", "COORDINATOR_PORT": "6666", "NUM_PROCESSES": "4", "PROCESS_ID": "2",
 }  # fmt: skip
 TORCH = {
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "29500",
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "1",
-}
+    "MASTER_ADDR": "a", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
+}  # fmt: skip
 
 
 def gpus(visible, on_node, *, tasks="2(x5)", node="node007", local="1"):

@@ -26,14 +26,14 @@ def connection():
     coordinator.close()
 
 
+WAITS = {"connect": startup.connect_clients, "devices": startup.exchange_devices}
+
+
 def waits(kind, connection, timeout):
     """Enter a meeting of this kind, in which nothing comes about before the end of the test."""
     comes = threading.Event()
     try:
-        if kind == "connect":
-            startup.connect_clients(comes.wait, connection, timeout)
-        else:
-            startup.exchange_devices(comes.wait, connection, timeout)
+        WAITS[kind](comes.wait, connection, timeout)
     finally:
         comes.set()
 
@@ -82,24 +82,19 @@ def test_later_ends_are_no_loss(connection):
         waits("devices", connection, 60)
 
 
-def test_errors_while_connecting_reach_caller():
+@pytest.mark.parametrize("kind", WAITS)
+def test_errors_while_connecting_reach_caller(kind):
     with pytest.raises(ZeroDivisionError):
-        startup.connect_clients(lambda: 1 / 0, None, 5.0)
-    with pytest.raises(ZeroDivisionError):
-        startup.exchange_devices(lambda: 1 / 0, None, 5.0)
+        WAITS[kind](lambda: 1 / 0, None, 5.0)
 
 
 def test_late_devices_are_named(monkeypatch):
-    keys = LocalKeys(0, 2)
+    keys, late = LocalKeys(0, 2), jc.errors.DeadlineExceededError
     monkeypatch.setattr(startup, "store", lambda: keys)
-    with pytest.raises(
-        jc.errors.DeadlineExceededError, match="Process 1 of 2 did not .* 0.1 s of the f"
-    ):
+    with pytest.raises(late, match="Process 1 of 2 did not .* 0.1 s of the f"):
         startup.await_all(0.1, lambda: None)
     monkeypatch.setattr(startup, "store", lambda: dataclasses.replace(keys, process=1))
-    with pytest.raises(
-        jc.errors.DeadlineExceededError, match="after process 0 had stopped waiting for it"
-    ):
+    with pytest.raises(late, match="after process 0 had stopped waiting for it"):
         startup.await_all(60, lambda: None)
     keys.delete("jaxcoll/devices_left")
     startup.await_all(0.1, lambda: None)

@@ -100,40 +100,32 @@ def test_reused_number_is_left_alone(end, how):
     assert done.stdout == "it lives\n", done.stderr
 
 
+def shown(*chunks, pause=0.0):
+    """What a reader shows of chunks that are written into its pipe."""
+    found, (reader, writer) = [], os.pipe()
+    thread = _Reader(os.fdopen(reader, "rb"), found.append)
+    for chunk in chunks:
+        os.write(writer, chunk.encode())
+        time.sleep(pause)
+    os.close(writer)
+    thread.join(20)
+    return found
+
+
 @settings(max_examples=50)
 @given(st.lists(st.text("ab é\n\r", max_size=5), max_size=8), st.booleans())
 def test_output_is_cut_between_lines(chunks, slowly):
-    text, shown = "".join(chunks), []
-    reader, writer = os.pipe()
-    thread = _Reader(os.fdopen(reader, "rb"), shown.append)
-    for chunk in chunks:
-        os.write(writer, chunk.encode())
-        if slowly:
-            time.sleep(0.0005)
-    os.close(writer)
-    thread.join(20)
-    ends = "" if not text or text.endswith(("\n", "\r")) else "\n"
-    assert "".join(shown) == text + ends
-    assert shown == (text + ends).replace("\r\n", "\n").splitlines(keepends=True) or "\r\n" in text
-    assert all(piece.endswith(("\n", "\r")) for piece in shown)
+    text, lines = "".join(chunks), shown(*chunks, pause=0.0005 * slowly)
+    text += "" if not text or text.endswith(("\n", "\r")) else "\n"
+    assert "".join(lines) == text
+    assert lines == text.splitlines(keepends=True) or "\r\n" in text
+    assert all(line.endswith(("\n", "\r")) for line in lines)
 
 
 def test_gloos_lines_are_dropped():
     ends = " peer ranks. Expected number of connected peer ranks is : 5\n"
-    pieces = [
-        "[Gloo] Rank 0 is connected to 5",
-        "",
-        "5",
-        " is connected to 5",
-        "4 is connected to 5",
-    ]
-    reader, writer = os.pipe()
-    shown = []
-    thread = _Reader(os.fdopen(reader, "rb"), shown.append)
-    os.write(writer, "".join(f"{piece}{ends}" for piece in [*pieces, "mine: 5"]).encode())
-    os.close(writer)
-    thread.join(20)
-    assert shown == [f"mine: 5{ends}"]
+    connected = [f"{before} is connected to 5" for before in ("[Gloo] Rank 0", "", "4")]
+    assert shown(*(f"{x}{ends}" for x in (*connected, "", "5", "mine: 5"))) == [f"mine: 5{ends}"]
 
 
 def test_signals_have_names():

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,8 +9,10 @@ import time
 import forks
 import pytest
 
+from benchmarks.teams import free_port
 from jaxcoll._job.coordinator import start_coordinator
 
+pytestmark = pytest.mark.processes
 POD = ["unshare", "--pid", "--fork", "--mount-proc"]  # whose process 1 ends all others with it
 PROGRAM = """
 import sys, time
@@ -40,16 +41,9 @@ print("finished", flush=True)
 """
 
 
-def free_address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
 def run(around, *arguments):
     """Run two processes, each inside another command; return their statuses and outputs."""
-    host, port = free_address().split(":")
-    place = {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     started = [
         subprocess.Popen(
             [*around, sys.executable, "-c", PROGRAM, *arguments],
@@ -74,7 +68,6 @@ def run_forks(folder, code, places):
     return statuses, [log.read_text() for log in logs]
 
 
-@pytest.mark.processes
 def test_pods_process_0_ends_last():
     if os.geteuid() or subprocess.run([*POD, "true"], capture_output=True).returncode:
         pytest.skip("no PID namespace can be made here")
@@ -84,7 +77,6 @@ def test_pods_process_0_ends_last():
     assert "others 1: the coordinator" in said
 
 
-@pytest.mark.processes
 def test_failed_process_0_releases_others():
     statuses, ((_, failed), (out, _)) = run([], "fails")
     assert statuses == [1, 0]
@@ -112,9 +104,8 @@ except jc.errors.PeerLostError as lost:
 """
 
 
-@pytest.mark.processes
 def test_separate_coordinator_outlives_process_0(tmp_path):
-    address = free_address()
+    address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "jaxcoll", "coordinator", address, "-n", "2"]
     serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert serving.stdout.readline() == f"JAXCOLL_COORDINATOR={address} serves 2 processes\n"
@@ -149,7 +140,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.processes
 def test_loader_processes_do_not_join(tmp_path):
     (tmp_path / "train.py").write_text(LOADED)
     done = subprocess.run(
@@ -181,10 +171,9 @@ else:
 """
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("late", [True, False])
 def test_detected_clusters_have_deadlines(late, tmp_path):
-    place = {"AT": free_address(), "TIMEOUT": "2" if late else "90"}
+    place = {"AT": f"127.0.0.1:{free_port()}", "TIMEOUT": "2" if late else "90"}
     places = [{**place, "NUMBER": str(rank)} for rank in range(1 if late else 2)]
     statuses, printed = run_forks(tmp_path, FOUND, places)
     assert set(statuses) == {0}, printed

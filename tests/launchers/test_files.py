@@ -2,13 +2,13 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.teams import free_port
 from jaxcoll._job.launchers import read_member
 
 FILES = Path(__file__).parents[2] / "docs/examples/cluster"
@@ -72,14 +72,12 @@ def test_batch_script_has_gpu_tasks(stubs):
 
 def test_mpirun_script_sets_address(stubs):
     out = stubs("mpirun.sh", "mpirun", FIRST_HOST="node1")
-    assert (
-        "mpirun --bind-to none --hostfile hosts -n 16 -x JAX_COORDINATOR_ADDRESS python train.py"
-        in out
-    )
-    address = re.search(r"^JAX_COORDINATOR_ADDRESS=(.*)$", out, re.M)[1]
+    mpirun = "mpirun --bind-to none --hostfile hosts -n 16 -x JAX_COORDINATOR_ADDRESS"
+    assert f"{mpirun} python train.py" in out
     environment = {
-        "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "9", "JAX_COORDINATOR_ADDRESS": address,
+        "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "9",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "JAX_COORDINATOR_ADDRESS": re.search(r"^JAX_COORDINATOR_ADDRESS=(.*)$", out, re.M)[1],
     }  # fmt: skip
     assert read_place(environment) == ("node1:29500", 16, 9, (1,))
 
@@ -130,16 +128,12 @@ def test_image_copies_existing_files():
 
 @pytest.mark.processes
 def test_ssh_script_trains(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    (tmp_path / "ssh").write_text('#!/bin/sh\nshift\nexec "$@"\n')  # it stays on this host
-    (tmp_path / "ssh").chmod(0o755)
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (tmp_path / "python").chmod(0o755)
+    for name, text in (("ssh", 'shift\nexec "$@"'), ("python", f'exec "{sys.executable}" "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")  # it stays on this host
+        (tmp_path / name).chmod(0o755)
     done = subprocess.run(
         ["bash", FILES / "by_hand.sh"], cwd=FILES, capture_output=True, text=True, timeout=240,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PORT": port,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PORT": str(free_port()),
              "HOSTS": "127.0.0.1 127.0.0.1", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

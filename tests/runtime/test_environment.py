@@ -1,5 +1,7 @@
 """What decides the bits of a program beside its text is compared; what does not, is not."""
 
+import types
+
 import jax
 import pytest
 
@@ -52,20 +54,17 @@ def test_programs_differ_under_other_flags(monkeypatch, name, one, other):
     assert [line.partition(" ")[0] for line in differ[0]] == [name, name]
 
 
-def test_programs_differ_under_other_settings(monkeypatch):
+def test_programs_differ_under_other_settings(monkeypatch, optimized):
     before = marks()
     with jax.default_matmul_precision("highest"):
         assert marks() != before
         assert "setting jax_default_matmul_precision=highest" in lines()
     assert marks() == before
-    jax.config.update("jax_disable_most_optimizations", False)  # no attribute of `jax.config`
-    try:
-        assert marks() != before
-        assert "setting jax_disable_most_optimizations=False" in lines()
-    finally:
-        jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", True)  # no attribute of `jax.config`
+    assert (quick := marks()) != before
+    assert "setting jax_disable_most_optimizations=True" in lines()
     monkeypatch.setattr(fingerprint, "_processor", lambda: "another")
-    assert marks() != before
+    assert marks() != quick
     assert "processor another" in lines()
 
 
@@ -103,10 +102,6 @@ def test_processor_is_what_compilers_know():
 
 
 def test_accelerator_has_kind_and_driver():
-    class Client:
-        platform_version = "PJRT C API\ncuda 12090"
-
-    class Device:
-        platform, device_kind, client = "gpu", "NVIDIA H200", Client()
-
-    assert "processor NVIDIA H200, PJRT C API cuda 12090" in environment(Device())
+    client = types.SimpleNamespace(platform_version="PJRT C API\ncuda 12090")
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", client=client)
+    assert "processor NVIDIA H200, PJRT C API cuda 12090" in environment(gpu)

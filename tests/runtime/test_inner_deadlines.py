@@ -55,27 +55,20 @@ def waits(monkeypatch):
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 def test_inner_deadline_bounds_strategies(waits, entry):
-    value = jc.PerReplica(list(ROWS[:2]))
-    fn = lambda x: entry(LATE, "replica", x)
-    for own, want in (
-        (None, 300.0),
-        (jc.CommunicationOptions(timeout_seconds=0), 300.0),
-        (SOON, 200.0),
-        (jc.CommunicationOptions(timeout_seconds=400), 300.0),
-    ):
-        STRATEGY.run(fn, (value,), options=own)
+    for own, want in ((None, 300.0), (0, 300.0), (200, 200.0), (400, 300.0)):
+        options = own if own is None else jc.CommunicationOptions(timeout_seconds=own)
+        value = jc.PerReplica(list(ROWS[:2]))
+        STRATEGY.run(lambda x: entry(LATE, "replica", x), (value,), options=options)
         assert waits.pop() == want
 
 
 def test_inner_deadline_bounds_steps(waits):
-    entry = ENTRIES["value_and_grad"]
+    entry = lambda x: ENTRIES["value_and_grad"](LATE, "data", x)
     for own, want in ((None, 300.0), (SOON, 200.0)):
-        step = jc.data_parallel(
-            lambda x: entry(LATE, "data", x), options=own, varying_outputs="concatenate"
-        )
-        step(ROWS.repeat(2, 0).reshape(-1))
-        step(ROWS.repeat(2, 0).reshape(-1))
-        assert [waits.pop(), waits.pop()] == [want] * 2
+        step = jc.data_parallel(entry, options=own, varying_outputs="concatenate")
+        for _ in range(2):
+            step(ROWS.repeat(2, 0).reshape(-1))
+            assert waits.pop() == want
 
 
 @pytest.mark.parametrize(

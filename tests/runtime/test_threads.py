@@ -4,12 +4,23 @@ import gc
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import jax
 import pytest
 
 from jaxcoll._job import threads as _threads
 from jaxcoll._job.threads import Worker, any_blocked, call_with_timeout
+
+
+def threads_of(name):
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def ends(name):
+    for thread in threads_of(name):
+        thread.join(5)
+    return not threads_of(name)
 
 
 def test_worker_keeps_order_until_closed():
@@ -22,22 +33,20 @@ def test_worker_keeps_order_until_closed():
     with pytest.raises(ZeroDivisionError):
         raises.result()
     assert [task.result() for task in tasks] == made == [*range(5)]
-    (thread,) = [t for t in threading.enumerate() if t.name == "in order"] or [None]
-    assert thread is None or thread.join(5) is None
+    assert ends("in order")
     assert not worker.is_alive()
 
 
 def test_thread_ends_with_its_worker():
     worker = Worker("nobody's")
-    (thread,) = (t for t in threading.enumerate() if t.name == "nobody's")
+    assert threads_of("nobody's")
     task = worker.submit(lambda: 1)
     del worker
     assert task.wait(5)
     assert task.result() == 1
     del task
     gc.collect()
-    thread.join(5)
-    assert not thread.is_alive()
+    assert ends("nobody's")
 
 
 @pytest.mark.parametrize("check", ["debug_nans", "debug_infs"])
@@ -69,8 +78,7 @@ def test_abandoned_call_delays_the_next():
     assert second.wait(5)
     assert second.result() == 2
     worker.close()
-    (thread,) = [t for t in threading.enumerate() if t.name == "blocked"] or [None]
-    assert thread is None or thread.join(5) is None
+    assert ends("blocked")
     assert not any_blocked()
 
 
@@ -78,14 +86,7 @@ def test_interrupted_wait_abandons_the_call(monkeypatch):
     release = threading.Event()
     task = Worker("interrupted").submit(release.wait)
 
-    class Interrupted:
-        def acquire(self, timeout):
-            raise KeyboardInterrupt
-
-        def release(self):
-            pass
-
-    monkeypatch.setattr(task, "_running", Interrupted())
+    monkeypatch.setattr(task, "_running", Mock(**{"acquire.side_effect": KeyboardInterrupt}))
     with pytest.raises(KeyboardInterrupt):
         task.wait()
     assert any_blocked()
@@ -100,9 +101,7 @@ def test_timed_call_has_four_ends():
     with pytest.raises(TimeoutError, match=r"it did not answer within 0\.05 s"):
         call_with_timeout(release.wait, 0.05)
 
-    def die():
-        raise ConnectionError("it is dead")
-
+    die = Mock(side_effect=ConnectionError("it is dead"))
     with pytest.raises(ConnectionError, match="it is dead"):
         call_with_timeout(release.wait, 60, die)
     assert len([thread for thread in _threads._abandoned if thread.is_alive()]) == 2
