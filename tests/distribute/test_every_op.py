@@ -16,53 +16,19 @@ from cases import (
     devices,
     on,
 )
-from distribute.test_reductions import KINDS, all_reduce, workers
+from distribute.test_reductions import KINDS
 
 import jaxcoll as jc
 from jaxcoll import CommunicationOptions, PerReplica
 
 
 @pytest.mark.tensorflow("B8")
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_broadcast_copies_everywhere(n):
-    ops = jc.NcclAllReduce()
+def test_broadcast_copies_everywhere():
     for one in (1.0, np.float32(1), jnp.ones(())):
-        for to in (on(devices(n)), on(devices(1)), "/device:CPU:0"):
-            check(ops.broadcast(one, to), 1.0, to)
-            assert not any(x.weak_type for x in jax.tree.leaves(ops.broadcast(one, to)))
-
-
-# What options ask for is in the program
-
-
-RING, NATIVE = (CommunicationOptions(implementation=i) for i in ("ring", "nccl"))
-TIERED = CommunicationOptions(algorithm="nccl/xring")
-COUNTS = {
-    "native": ("nccl", None, {"all-reduce": 1}),
-    "no packs of one's own": ("nccl", CommunicationOptions(bytes_per_pack=0), {"all-reduce": 1}),
-    "ring": ("nccl", RING, {"collective-permute": 6}),
-    "ring in three packs of 12 + 16, 20 and 24 bytes":
-        ("nccl", RING.replace(bytes_per_pack=40), {"collective-permute": 18}),
-    "the object's": (all_reduce("xring"), None, {"collective-permute": 6}),
-    "over the object's": (all_reduce("xring"), NATIVE, {"all-reduce": 1}),
-    "two levels":
-        ("hierarchical-packs8", TIERED.replace(bytes_per_pack=99),
-         {"reduce-scatter": 1, "collective-permute": 2, "all-gather": 1}),
-    "of a group": ("collective-ring", NATIVE.replace(bytes_per_pack=99), {"all-reduce": 1}),
-    "two levels over a specification of two shards":
-        (workers("nccl"), TIERED.replace(bytes_per_pack=99),
-         {"reduce-scatter": 2, "collective-permute": 4, "all-gather": 2}),
-    "one level over a specification of two shards":
-        (workers("nccl"), RING.replace(bytes_per_pack=99), {"collective-permute": 12}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "options", "want"), COUNTS.values(), ids=COUNTS)
-def test_options_shape_the_program(programs, make, options, want):
-    value = PerReplica([[np.full((k + 3,), k, "f") for k in range(4)]] * 4)
-    result = KINDS.get(make, make)(4).reduce("sum", value, value, options)
-    assert [x.tolist() for x in result[3]] == [[4.0 * k] * (k + 3) for k in range(4)]
-    assert programs.count() == want
+        for to in (on(devices(5)), on(devices(1)), "/device:CPU:0"):
+            result = jc.NcclAllReduce().broadcast(one, to)
+            check(result, 1.0, to)
+            assert not any(x.weak_type for x in jax.tree.leaves(result))
 
 
 # Deadlines
@@ -108,56 +74,52 @@ def check_bounded(calls, release, **short):
 
 def calls_of(ops):
     """Every call of an op that waits, and how its errors begin."""
-    kind = type(ops).__name__
-    value = PerReplica([np.ones(2, "f")] * 8)
+    kind, value = type(ops).__name__, PerReplica([np.ones(2, "f")] * 8)
     sparse = PerReplica([jc.IndexedSlices([1.0], [0], (5,))] * 8)
     pairs = [(value, value), (value, "cpu:0")]
     return [
-        (f"`{kind}.reduce` (SUM of 1 value)", partial(ops.reduce, "sum", value, value)),
-        (f"`{kind}.reduce` (SUM of 1 value)", partial(ops.reduce, "sum", sparse, sparse)),
+        *(
+            (f"`{kind}.reduce` (SUM of 1 value)", partial(ops.reduce, "sum", x, x))
+            for x in (value, sparse)
+        ),
         (f"`{kind}.batch_reduce` (MEAN of 2 values)", partial(ops.batch_reduce, "mean", pairs)),
     ]
 
 
 @pytest.mark.tensorflow("G4", "G29", "G31")
 @pytest.mark.tensorflow("F25", "F26", "F28")
-@pytest.mark.parametrize("kind", ["one", "workers"])
+@pytest.mark.parametrize("kind", ["one", "workers", "collective"])
 def test_deadline_bounds_a_call(kind, release):
-    calls = calls_of(KINDS[kind](8))
-    check_bounded(calls, release, options=SHORT)
+    own = jc.distribute.CollectiveAllReduce(devices(8), 8, SHORT)
+    calls = calls_of(own if kind == "collective" else KINDS[kind](8))
+    check_bounded(calls, release, **({} if kind == "collective" else {"options": SHORT}))
     with CompileCounter() as compiled:
         for _, call in calls:
-            assert_trees_equal(call(options=PATIENT), call())
+            assert_trees_equal(
+                call(options=PATIENT), call(options=PATIENT.replace(timeout_seconds=99))
+            )
     assert compiled.count == 0, "a deadline is no part of a program"
-
-
-def test_objects_deadline_bounds_calls(release):
-    check_bounded(calls_of(jc.distribute.CollectiveAllReduce(devices(8), 8, SHORT)), release)
 
 
 @pytest.mark.parametrize("where", ["strategy", "call"])
 def test_strategys_deadline_bounds_calls(where, release):
     """Reductions, gathers, updates and runs alike."""
-    s = jc.MultiWorkerMirroredStrategy(communication_options=SHORT if where == "strategy" else None)
+    short, options = (SHORT, {}) if where == "strategy" else (None, {"options": SHORT})
+    s = jc.MultiWorkerMirroredStrategy(communication_options=short)
     value = PerReplica.from_function(lambda i: np.ones(2, "f"))
     one, several = (f"`CollectiveAllReduce.{m}` (SUM of 1 v" for m in ("reduce", "batch_reduce"))
-    to, pairs = s.extended, [(value, value)]
+    if short:
+        with overdue("extended.update`"):
+            s.extended.update(value, lambda v: v + 1)
     calls = [
         (one, partial(s.reduce, "sum", value, None)),
         (one, partial(s.reduce, "mean", value, 0)),
         ("`MultiWorkerMirroredStrategy.gather`", partial(s.gather, value, 0)),
-        (one, partial(to.reduce_to, "sum", value, value)),
-        (several, partial(to.batch_reduce_to, "sum", pairs)),
-        ("`MultiWorkerMirroredStrategy.run` of `ones`", partial(s.run, ones)),
+        (one, partial(s.extended.reduce_to, "sum", value, value)),
+        (several, partial(s.extended.batch_reduce_to, "sum", [(value, value)])),
+        ("`MultiWorkerMirroredStrategy.run` of `<lambda>`", partial(s.run, lambda: jnp.ones(()))),
     ]
-    if where == "strategy":
-        with overdue("extended.update`"):
-            s.extended.update(value, lambda v: v + 1)
-    check_bounded(calls, release, **({} if where == "strategy" else {"options": SHORT}))
-
-
-def ones():
-    return jnp.ones(())
+    check_bounded(calls, release, **options)
 
 
 @pytest.mark.tensorflow("F23")
@@ -175,17 +137,15 @@ def called_back(call):
     return lambda x: jax.pure_callback(lambda x: (call(), x)[1], jax.ShapeDtypeStruct((), "f"), x)
 
 
-def test_threads_overlap_under_deadlines():
+@pytest.mark.parametrize("inner", [CommunicationOptions(), PATIENT])
+def test_bounded_programs_may_overlap(inner):
+    """Those of threads on different devices, and one that another calls back."""
     run = called_back(threading.Barrier(2, timeout=15).wait)
     one, other = (jc.MirroredStrategy([name]) for name in ("cpu:0", "cpu:1"))
     calls = [lambda s=s: s.run(run, (2.0,), options=PATIENT)[0].item() for s in (one, other)]
     assert at_once(*calls) == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("inner", [CommunicationOptions(), PATIENT])
-def test_bounded_programs_may_call_back(inner):
-    outer, other = jc.MirroredStrategy(["cpu:0"]), jc.MirroredStrategy(["cpu:1", "cpu:2"])
-    value, found = PerReplica([1.0, 2.0], devices=other.devices), []
-    call = called_back(lambda: found.append(other.reduce("sum", value, None, inner).item()))
-    assert outer.run(call, (2.0,), options=PATIENT)[0].item() == 2.0
+    pair, found = jc.MirroredStrategy(["cpu:1", "cpu:2"]), []
+    value = PerReplica([1.0, 2.0], devices=pair.devices)
+    call = called_back(lambda: found.append(pair.reduce("sum", value, None, inner).item()))
+    assert one.run(call, (2.0,), options=PATIENT)[0].item() == 2.0
     assert found == [3.0]

@@ -25,16 +25,11 @@ B9 = [sparse([[1, 2]], [1], (5, 2)), sparse([[3, 4], [5, 6]], [1, 3], (5, 2))]
 def test_sparse_rows_keep_replica_order(ops):
     value = PerReplica(B9)
     for to in (value, "cpu:0"):
-        total, mean = (
-            ops.batch_reduce(op, [(value, to), (value, to)])[1] for op in ("sum", "mean")
-        )
-        if isinstance(total, Mirrored):
-            total, mean = total[1], mean[1]
-        exact, halves = total.without_padding(), mean.without_padding()
-        assert exact.values.tolist() == [[1, 2], [3, 4], [5, 6]]
-        assert exact.indices.tolist() == [1, 1, 3]
-        assert halves.values.tolist() == [[0.5, 1], [1.5, 2], [2.5, 3]]
-        assert exact.dense_shape == (5, 2)
+        for op, share in (("sum", 1), ("mean", 2)):
+            got = ops.batch_reduce(op, [(value, to), (value, to)])[1]
+            got = (got[1] if isinstance(got, Mirrored) else got).without_padding()
+            assert (share * got.values).tolist() == [[1, 2], [3, 4], [5, 6]]
+            assert (got.indices.tolist(), got.dense_shape) == ([1, 1, 3], (5, 2))
 
 
 @pytest.mark.tensorflow("E7")
@@ -45,18 +40,9 @@ def test_broadcast_needs_no_dense_shape():
     assert NcclAllReduce().broadcast(got, PerReplica([0, 0, 0]))[2].values.tolist() == [1.0]
 
 
-@SIMPLE
-def test_integer_slices_have_float_means(ops):
-    whole = IndexedSlices(np.array([3]), np.array([0]), (2,))
-    assert ops.reduce("mean", whole, "cpu:0").values.dtype == np.float32
-
-
 def test_slices_pad_to_the_longest():
     value = PerReplica([{"e": B9[0], "w": 1.0}, {"e": B9[1], "w": 2.0}])
-    assert repr(value) == (
-        "PerReplica({'e': IndexedSlices(values=float32[2, 2], indices=int32[2], "
-        "dense_shape=(5, 2)), 'w': float32[]} on 2: cpu:0, cpu:1)"
-    )
+    assert "'e': IndexedSlices(values=float32[2, 2], indices=int32[2], dense_sh" in repr(value)
     assert value[0]["e"].without_padding().indices.tolist() == [1]
     assert value[0]["e"].values.tolist() == [[1, 2], [0, 0]]
     there = [jax.device_put(x, d) for x, d in zip(B9, jax.devices()[2:4], strict=True)]
@@ -73,19 +59,17 @@ def test_replicas_that_disagree_are_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match="`PerReplica`.*" + message):
             PerReplica(values)
+    with pytest.raises(ValueError, match=r"`Mirrored` expects one shape .* has shape \(2, 2\)"):
+        Mirrored(B9)  # copies are not padded
 
 
 @SIMPLE
 def test_unsummable_slices_are_refused(ops):
-    with pytest.raises(ValueError, match=r"`Mirrored` expects one shape .* has shape \(2, 2\)"):
-        Mirrored(B9)  # copies are not padded
-    flags = PerReplica([{"e": IndexedSlices([True], [0])}] * 2)
-    with pytest.raises(ValueError, match=r"cannot reduce leaf \['e'\].values: booleans"):
-        ops.reduce("sum", flags, flags)
-    broken = jax.tree.map(lambda x: x[None], B9[0])
-    with pytest.raises(ValueError, match=r"`reduce` expects `values` of shape \(k, \*row\)"):
-        ops.reduce("sum", broken, "cpu:0")
-    value = PerReplica([{"e": B9[1], "w": 1.0}] * 2)
-    with pytest.raises(ValueError, match=r"adds arrays, but leaf \['e'\] is an IndexedSlices"):
-        ReductionToOneDevice(accumulation_fn=lambda xs: xs[0]).reduce("sum", value, value)
-    assert float(ops.reduce("sum", value, "cpu:0")["w"]) == 2
+    own = ReductionToOneDevice(accumulation_fn=lambda xs: xs[0])
+    for reduce, value, words in (
+        (ops.reduce, PerReplica([{"e": IndexedSlices([True], [0])}] * 2), r"cannot reduce leaf \['e'\].values: booleans"),
+        (ops.reduce, jax.tree.map(lambda x: x[None], B9[0]), r"`reduce` expects `values` of shape \(k, \*row\)"),
+        (own.reduce, PerReplica([{"e": B9[1], "w": 1.0}] * 2), r"adds arrays, but leaf \['e'\] is an IndexedSlices"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            reduce("sum", value, "cpu:0")

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
-import pytest
 
 from jaxcoll._plan.world import World
 from jaxcoll._step.mesh import world
@@ -16,27 +15,19 @@ def grid(inner, **kind):
     devices = [
         SimpleNamespace(process_index=k, slice_index=k // inner, **kind) for k in range(2 * inner)
     ]
-    return SimpleNamespace(
-        devices=np.array(devices).reshape(2, inner), axis_names=("outer", "inner")
-    )
+    line = np.array(devices).reshape(2, inner)
+    return SimpleNamespace(devices=line, axis_names=("outer", "inner"))
 
 
-def test_cpu_devices_share_a_host():
-    mesh = jax.make_mesh((2, 4), ("hosts", "chips"))
-    assert mesh_world(mesh, {"hosts": 2, "chips": 4}) == World("cpu", (2, 4))
-
-
-@pytest.mark.parametrize(
-    ("device", "host"),
-    [
-        ({"platform": "gpu", "process_index": 5, "slice_index": 2}, 2),
-        ({"platform": "gpu", "process_index": 5, "slice_index": None}, 5),
-        ({"platform": "tpu", "process_index": 5}, 5),
-        ({"platform": "cpu", "process_index": 5, "slice_index": 2}, 3),
-    ],
-)
-def test_hosts_are_slices_or_processes(device, host):
-    assert _host(SimpleNamespace(**device), (0, 0, 0, 3, 3, 3)) == host
+def test_hosts_are_slices_or_processes():
+    for platform, more, host in (
+        ("gpu", {"slice_index": 2}, 2),
+        ("gpu", {"slice_index": None}, 5),
+        ("tpu", {}, 5),
+        ("cpu", {"slice_index": 2}, 3),
+    ):
+        device = SimpleNamespace(platform=platform, process_index=5, **more)
+        assert _host(device, (0, 0, 0, 3, 3, 3)) == host
 
 
 def test_accelerators_count_their_hosts():
@@ -46,26 +37,25 @@ def test_accelerators_count_their_hosts():
     assert (both.processes, both.hosts) == (8, 2)
     assert mesh_world(mesh, {"inner": 4}).hosts == 1
     assert mesh_world(mesh, {"outer": 2}).hosts == 2
+    here = jax.make_mesh((2, 4), ("hosts", "chips"))
+    assert mesh_world(here, {"hosts": 2, "chips": 4}) == World("cpu", (2, 4))
 
 
-@pytest.mark.parametrize(
-    ("hosts", "axes", "met", "inner"),
-    [
-        ((0, 0, 2, 2), {"outer": 2, "inner": 2}, 2, 1),
-        ((0, 0, 0, 0), {"outer": 2, "inner": 2}, 1, 0),
-        ((0, 1, 0, 1), {"outer": 2, "inner": 2}, 2, 0),
+def test_inner_axes_stay_within_hosts(monkeypatch):
+    both = {"outer": 2, "inner": 2}
+    for hosts, axes, met, inner in (
+        ((0, 0, 2, 2), both, 2, 1),
+        ((0, 0, 0, 0), both, 1, 0),
+        ((0, 1, 0, 1), both, 2, 0),
         ((0, 1, 0, 1), {"inner": 2, "outer": 2}, 2, 1),
-        ((0, 0, 0, 3), {"outer": 2, "inner": 2}, 2, 0),
-        ((0, 0, 2, 2), {"outer": 2, "inner": 2, "of a vmap": 3}, 2, 0),
+        ((0, 0, 0, 3), both, 2, 0),
+        ((0, 0, 2, 2), {**both, "of a vmap": 3}, 2, 0),
         ((0, 0, 2, 2), {"inner": 2}, 1, 0),
         ((0, 0, 2, 2), {"outer": 2}, 2, 0),
-    ],
-    ids=str,
-)
-def test_inner_axes_stay_within_hosts(monkeypatch, hosts, axes, met, inner):
-    monkeypatch.setattr(world, "hosts_of_job", lambda: hosts)
-    found = mesh_world(grid(2, platform="cpu", device_kind="cpu"), axes)
-    assert (found.hosts, found.inner) == (met, inner)
+    ):
+        monkeypatch.setattr(world, "hosts_of_job", lambda hosts=hosts: hosts)
+        found = mesh_world(grid(2, platform="cpu", device_kind="cpu"), axes)
+        assert (found.hosts, found.inner) == (met, inner), axes
 
 
 def test_uneven_mesh_has_a_world():

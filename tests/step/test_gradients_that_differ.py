@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import close
 from jax import lax
 
 import jaxcoll as jc
@@ -13,16 +14,13 @@ X = np.random.default_rng(0).normal(size=(N, 6, 3)).astype("f")
 W = {"w": np.arange(3, dtype="f"), "b": np.float32(1)}
 
 
-def strategy():
-    return jc.MirroredStrategy(jax.devices()[:N])
+STRATEGY = jc.MirroredStrategy(jax.devices()[:N])
 
 
 def own(rows):
     """A PerReplica with one of the rows on each replica."""
-    return strategy().experimental_distribute_values_from_function(
-        lambda context: jax.tree.map(
-            lambda row: jnp.asarray(row[context.replica_id_in_sync_group]), rows
-        )
+    return STRATEGY.experimental_distribute_values_from_function(
+        lambda context: jax.tree.map(lambda row: row[context.replica_id_in_sync_group], rows)
     )
 
 
@@ -48,11 +46,10 @@ def in_scan(params, x):
 
 def trained(params, x):
     """The carry is the same everywhere before the first turn and different after it."""
-    f = lambda p, row: (
-        jax.tree.map(lambda w, g: w - g * row[0, 0], p, jc.grad(loss, AXIS)(p, row)),
-        None,
+    own = lambda p, row: jax.tree.map(
+        lambda w, g: w - g * row[0, 0], p, jc.grad(loss, AXIS)(p, row)
     )
-    return lax.scan(f, params, x[:, None])[0]["b"]
+    return lax.scan(lambda p, row: (own(p, row), None), params, x[:, None])[0]["b"]
 
 
 def in_while(params, x):
@@ -65,9 +62,8 @@ def in_while(params, x):
 def natural(params, x):
     """Steepest descent by curvature: `cg` runs the loss's second derivative in a solver's program."""
     gradient = jc.grad(loss, AXIS)
-    curvature = lambda v: jax.tree.map(
-        lambda h, v: h + v, jax.jvp(lambda p: gradient(p, x), (params,), (v,))[1], v
-    )
+    product = lambda v: jax.jvp(lambda p: gradient(p, x), (params,), (v,))[1]
+    curvature = lambda v: jax.tree.map(jnp.add, product(v), v)
     return jax.scipy.sparse.linalg.cg(curvature, gradient(params, x), maxiter=2)[0]
 
 
@@ -76,9 +72,8 @@ def by_ref(params, x):
     ref = jax.new_ref(jnp.zeros(()))
 
     def turn(total, row):
-        grads = jc.grad(loss, AXIS)(params, row)
         ref[...] += jnp.sum(row)
-        return jax.tree.map(jnp.add, total, grads), None
+        return jax.tree.map(jnp.add, total, jc.grad(loss, AXIS)(params, row)), None
 
     lax.scan(turn, jax.tree.map(jnp.zeros_like, params), x[:, None])
     return jc.all_reduce("sum", ref[...], AXIS)
@@ -108,40 +103,32 @@ ENTRIES = {
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_differing_parameter_is_refused(name):
-    entry = ENTRIES[name]
-    wrong = {"w": W["w"], "b": own(np.arange(N, dtype="f"))}
-    with pytest.raises(
-        ValueError,
-        match=r"`[\w.]+` over .replica.: leaf .*\['b'\] must be the same .*or jaxcoll cannot",
-    ):
-        strategy().run(entry, (wrong, own(X)))
-    right = strategy().run(entry, (W, own(X)))
+    words = r"`[\w.]+` over .replica.: leaf .*\['b'\] must be the same .*or jaxcoll cannot"
+    with pytest.raises(ValueError, match=words):
+        STRATEGY.run(ENTRIES[name], ({"w": W["w"], "b": own(np.arange(N, dtype="f"))}, own(X)))
+    right = STRATEGY.run(ENTRIES[name], (W, own(X)))
     assert all(isinstance(value, jc.distribute.Mirrored) for value in values(right))
 
 
 @pytest.mark.parametrize("step", [trained, in_while])
 def test_diverging_parameter_is_refused(step):
-    with pytest.raises(
-        ValueError, match=r"`jc.grad` over .replica.: leaf p.*\['b'\] must be the same"
-    ):
-        strategy().run(step, (W, own(X)))
+    with pytest.raises(ValueError, match=r"`jc.grad` over .replica.: leaf p.*\['b'\] must be the"):
+        STRATEGY.run(step, (W, own(X)))
 
 
 def test_proven_parameters_are_taken():
     """As after a broadcast, and after every step of training."""
+    descend = lambda p, g: jax.tree.map(lambda w, g: w - 0.1 * g, p, g)
 
     def step(p, x):
         p = jc.broadcast(p, AXIS)
         for _ in range(2):
-            p = jax.tree.map(lambda w, g: w - 0.1 * g, p, jc.grad(loss, AXIS)(p, x))
+            p = descend(p, jc.grad(loss, AXIS)(p, x))
         return p
 
-    mine = jax.tree.map(lambda w: np.stack([w] * N), W)
-    got = strategy().run(step, (own(mine), own(X)))
+    got = STRATEGY.run(step, (own(jax.tree.map(lambda w: np.stack([w] * N), W)), own(X)))
     want = W
     for _ in range(2):
-        grads = jax.grad(loss)(want, X.reshape(-1, 3))
-        want = jax.tree.map(lambda w, g: w - 0.1 * g, want, grads)
-    for a, b in zip(values(got), jax.tree.leaves(want), strict=True):
-        assert isinstance(a, jc.distribute.Mirrored)
-        np.testing.assert_allclose(strategy().experimental_local_results(a)[0], b, rtol=1e-5)
+        want = descend(want, jax.grad(loss)(want, X.reshape(-1, 3)))
+    assert all(isinstance(value, jc.distribute.Mirrored) for value in values(got))
+    close(STRATEGY.experimental_local_results(got)[0], want)

@@ -1,7 +1,5 @@
 """Parameters in shards: made, trained, saved, and brought to another number of devices."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,24 +67,22 @@ def one_device(tx):
     return jax.jit(step)
 
 
-@pytest.mark.parametrize("n", [3, 8])
-def test_shards_keep_every_bit(n):
+@pytest.mark.parametrize(("n", "stacked"), [(3, True), (8, False), (8, True)])
+def test_shards_keep_every_bit(n, stacked):
     value = {
         "w": normal(0, LAYERS, 50, 7),
         "half": np.ones((LAYERS, 11), jnp.bfloat16),
         "int": [np.arange(LAYERS, dtype=np.int32), None],
         "empty": np.zeros((LAYERS, 0), "f"),
     }
-    for stacked in (False, True):
-        shards = jc.shard(value, "data", stacked=stacked, mesh=mesh_of(n))
-        assert_trees_equal(jc.unshard(shards), value)
-        for part in shards.parts:
-            assert part.sharding.spec == (
-                PartitionSpec(None, "data") if stacked else PartitionSpec("data")
-            )
-            assert {s.data.nbytes for s in part.addressable_shards} == {part.nbytes // n}
-    one = jax.tree.map(lambda x: x[1], shards)
-    assert_trees_equal(jc.unshard(one), jax.tree.map(lambda x: x[1], value))
+    shards = jc.shard(value, "data", stacked=stacked, mesh=mesh_of(n))
+    assert_trees_equal(jc.unshard(shards), value)
+    for part in shards.parts:
+        assert part.sharding.spec == PartitionSpec(*[None] * stacked, "data")
+        assert {s.data.nbytes for s in part.addressable_shards} == {part.nbytes // n}
+    if stacked:
+        one = jax.tree.map(lambda x: x[1], shards)
+        assert_trees_equal(jc.unshard(one), jax.tree.map(lambda x: x[1], value))
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -101,10 +97,8 @@ def test_functions_and_shapes_make_shards(stacked):
     for given, over in ((jax.eval_shape(init), None), (init, mesh), (jax.eval_shape(init), mesh)):
         shapes = jc.shard(given, "data", stacked=stacked, mesh=over)
         assert jax.tree.structure(shapes) == jax.tree.structure(shards)
-        assert [(x.shape, x.dtype) for x in shapes.parts] == [
-            (x.shape, x.dtype) for x in shards.parts
-        ]
-        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in shapes.parts)
+        for x, part in zip(shapes.parts, shards.parts, strict=True):
+            assert (type(x), x.shape, x.dtype) == (jax.ShapeDtypeStruct, part.shape, part.dtype)
 
 
 @pytest.mark.slow
@@ -113,7 +107,7 @@ def test_training_moves_between_device_counts(tmp_path):
     optimizer = jc.sharded_optimizer(optax.adamw(1e-2), "data", max_norm=0.05)
     whole = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
     one, want, want_state = one_device(whole), PARAMS, whole.init(PARAMS)
-    shards = in_shards(8)
+    shards, last, plain = in_shards(8), tmp_path / "last.npz", tmp_path / "plain.npz"
     state = optimizer.init(shards)
     for n in (8, 3, 8):
         step = train_step(optimizer, n)
@@ -121,29 +115,23 @@ def test_training_moves_between_device_counts(tmp_path):
             shards, state, value = step(shards, state, BATCHES[i % 2])
             want, want_state, expected = one(want, want_state, BATCHES[i % 2])
             np.testing.assert_allclose(value, expected, rtol=1e-4)
-        jc.save_checkpoint(tmp_path / "last.npz", (shards, state), step=n)
+        jc.save_checkpoint(last, (shards, state), step=n)
         # Of other values and another number of devices, but the same tree.
         like = in_shards(3 if n == 8 else 8, jax.tree.map(np.zeros_like, PARAMS))
-        (shards, state), at = jc.restore_checkpoint(
-            tmp_path / "last.npz", (like, optimizer.init(like))
-        )
+        (shards, state), at = jc.restore_checkpoint(last, (like, optimizer.init(like)))
         assert at == n
-        assert jax.tree.map(lambda x: x.sharding, shards) == jax.tree.map(
-            lambda x: x.sharding, like
-        )
+        lies = [jax.tree.map(lambda x: x.sharding, tree) for tree in (shards, like)]
+        assert lies[0] == lies[1]
     alike(jc.unshard(shards), want, 1e-4)
     alike(optimizer.unshard(state)[0].nu, want_state[1][0].nu, 1e-4)
     # The file is that of the whole tree: without shards it is read as such, and written as well.
-    (plain, _), _ = jc.restore_checkpoint(
-        tmp_path / "last.npz", (PARAMS, optax.adamw(1e-2).init(PARAMS))
-    )
-    assert_trees_equal(plain, jc.unshard(shards))
-    jc.save_checkpoint(tmp_path / "plain.npz", PARAMS)
-    back, _ = jc.restore_checkpoint(tmp_path / "plain.npz", in_shards(8))
-    assert_trees_equal(jc.unshard(back), PARAMS)
-    shapes, _ = jc.restore_checkpoint(tmp_path / "plain.npz", jax.eval_shape(lambda: in_shards(3)))
-    assert {type(x) for x in jax.tree.leaves(shapes)} == {np.ndarray}
-    assert_trees_equal(jc.unshard(shapes), PARAMS)
+    (read, _), _ = jc.restore_checkpoint(last, (PARAMS, optax.adamw(1e-2).init(PARAMS)))
+    assert_trees_equal(read, jc.unshard(shards))
+    jc.save_checkpoint(plain, PARAMS)
+    for like in (in_shards(8), jax.eval_shape(lambda: in_shards(3))):
+        back, _ = jc.restore_checkpoint(plain, like)
+        assert_trees_equal(jc.unshard(back), PARAMS)
+    assert {type(x) for x in jax.tree.leaves(back)} == {np.ndarray}
 
 
 def test_plain_optimizers_run_on_shards():
@@ -167,25 +155,25 @@ def test_plain_optimizers_run_on_shards():
 def test_local_norms_are_refused(tx):
     """Each replica would take another number; those of all parts are taken."""
     shards = jc.shard(np.ones((4, 300), "f"), "data")
+    loss = lambda shards, x: jnp.mean((x @ jc.all_gather(shards, "data")) ** 2)
 
-    def loss(shards, x):
-        return jnp.mean((x @ jc.all_gather(shards, "data")) ** 2)
+    def local(shards, state, x):
+        return tx.update(jc.grad(loss, "data")(shards, x), state, shards)[0]
 
-    def step(shards, state, x, clips):
+    def clipped(shards, state, x):
         grads = jc.grad(loss, "data")(shards, x)
-        if clips:
-            less = jnp.minimum(1, 0.1 / jc.global_norm(grads, "data"))
-            good = jc.all_finite(grads, "data")
-            return jax.tree.map(lambda g: jnp.where(good, g * less, 0), grads)
-        return tx.update(grads, state, shards)[0]
+        less, good = (
+            jnp.minimum(1, 0.1 / jc.global_norm(grads, "data")),
+            jc.all_finite(grads, "data"),
+        )
+        return jax.tree.map(lambda g: jnp.where(good, g * less, 0), grads)
 
     given = shards, tx.init(shards), np.ones((8, 4), "f")
-    wrapped = [jc.data_parallel(functools.partial(step, clips=c), batch_argnums=2) for c in (0, 1)]
     with pytest.raises(
         ValueError, match="scaled, or selected, by a number of this replica's shard"
     ):
-        wrapped[0].lower(*given)
-    wrapped[1].lower(*given)
+        jc.data_parallel(local, batch_argnums=2).lower(*given)
+    jc.data_parallel(clipped, batch_argnums=2).lower(*given)
 
 
 def test_state_lies_beside_its_shards():
@@ -195,13 +183,11 @@ def test_state_lies_beside_its_shards():
     assert state[0].mu["layers"].parts[0].sharding == shards["layers"].parts[0].sharding
     shapes = optimizer.init(jax.eval_shape(lambda: shards))
     assert jax.tree.structure(shapes) == jax.tree.structure(state)
-    traced = jax.jit(optimizer.init)(shards)
-    assert_trees_equal(optimizer.unshard(traced), optimizer.unshard(state))
-    whole = jax.eval_shape(ADAM.init, PARAMS)
-    whole = jax.tree.map(lambda x: np.full(x.shape, 3, x.dtype), whole)
+    whole = jax.tree.map(lambda x: np.full(x.shape, 3, x.dtype), jax.eval_shape(ADAM.init, PARAMS))
     assert_trees_equal(optimizer.unshard(optimizer.shard(whole, shards)), whole)
     inside = jc.data_parallel(lambda s, x: optimizer.init(s), mesh=mesh_of(4))
-    assert_trees_equal(optimizer.unshard(inside(shards, BATCHES[0])), optimizer.unshard(state))
+    for made in (jax.jit(optimizer.init)(shards), inside(shards, BATCHES[0])):
+        assert_trees_equal(optimizer.unshard(made), optimizer.unshard(state))
 
 
 def test_foreign_states_are_refused():
@@ -239,45 +225,37 @@ def test_foreign_states_are_refused():
             call()
 
 
-REFUSED = [
-    # What JAX would refuse: its mask was dropped, or its upper bits.
-    (lambda: jc.shard(np.ma.masked_array([1.0, 2.0], mask=[True, False]), "data"),
-     "numpy masked arrays"),
-    (lambda: jc.shard({"w": 2**40}, "data"), "too large"),
-    (lambda: jc.shard({"a": np.zeros((3, 2)), "b": np.zeros((4, 2))}, "data", stacked=True),
-     r"leaf \['b'\] has shape \(4, 2\), and leaf \['a'\] \(3, 2\)\. Stack"),
-    (lambda: jc.shard({"a": np.float32(1)}, "data", stacked=True),
-     r"the layers as the leading dimension.* leaf \['a'\] has shape \(\)"),
-    (lambda: jc.shard({"a": "w"}, "data"), r"`shard` cannot cut leaf \['a'\] in shards: .* got str"),
-    (lambda: jc.shard(REST, "model", mesh=mesh_of(4)),
-     r"`shard` over axis 'model': the mesh has no such axis"),
-    (lambda: jc.shard("data", REST), "`jc.shard` takes the value first .*; got 'data' for the value"),
-    (lambda: jc.shard(REST, REST), "to be a string or a non-empty tuple of strings; got dict"),
-    (lambda: jc.Elastic(jc.data_parallel(lambda s, x: (s, x)), in_shards(8)),
-     r"`Elastic`: state\['layers'\] is `Shards`, of which each device has a part that no"),
-    (lambda: jc.sharded_optimizer(optax.flatten(optax.sgd(0.1, momentum=0.9)), "data"),
-     "expects an elementwise optimizer.*depends on several elements"),
-]  # fmt: skip
-
-
 def test_wrong_trees_are_refused():
-    for call, message in REFUSED:
+    shard = lambda value, axis="data", **how: lambda: jc.shard(value, axis, **how)
+    for call, message in (
+        # What JAX would refuse: its mask was dropped, or its upper bits.
+        (shard(np.ma.masked_array([1.0, 2.0], mask=[True, False])), "numpy masked arrays"),
+        (shard({"w": 2**40}), "too large"),
+        (shard({"a": np.zeros((3, 2)), "b": np.zeros((4, 2))}, stacked=True),
+         r"leaf \['b'\] has shape \(4, 2\), and leaf \['a'\] \(3, 2\)\. Stack"),
+        (shard({"a": np.float32(1)}, stacked=True), r"the layers as the leading dimension.* leaf \['a'\] has shape \(\)"),
+        (shard({"a": "w"}), r"`shard` cannot cut leaf \['a'\] in shards: .* got str"),
+        (shard(REST, "model", mesh=mesh_of(4)), r"`shard` over axis 'model': the mesh has no such axis"),
+        (shard("data", REST), "`jc.shard` takes the value first .*; got 'data' for the value"),
+        (shard(REST, REST), "to be a string or a non-empty tuple of strings; got dict"),
+        (lambda: jc.Elastic(jc.data_parallel(lambda s, x: (s, x)), in_shards(8)),
+         r"`Elastic`: state\['layers'\] is `Shards`, of which each device has a part that no"),
+        (lambda: jc.sharded_optimizer(optax.flatten(optax.sgd(0.1, momentum=0.9)), "data"),
+         "expects an elementwise optimizer.*depends on several elements"),
+    ):  # fmt: skip
         with pytest.raises((ValueError, OverflowError), match=message):
             call()
 
 
 @pytest.mark.slow
 def test_sharded_step_is_compared():
-    optimizer = jc.sharded_optimizer(optax.sgd(0.1), "data")
-    shards = in_shards(8)
-    jc.assert_same_as_one_device(
-        train_step(optimizer, 8), shards, optimizer.init(shards), BATCHES[0]
-    )
+    optimizer, shards = jc.sharded_optimizer(optax.sgd(0.1), "data"), in_shards(8)
+    args = shards, optimizer.init(shards), BATCHES[0]
+    jc.assert_same_as_one_device(train_step(optimizer, 8), *args)
 
     @jc.data_parallel
     def sums(shards, x):
-        grads = jax.grad(of_shards)(shards, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, shards, grads)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, shards, jax.grad(of_shards)(shards, x))
 
     with pytest.raises(AssertionError, match=r"its change by other rows is 8\.0 times as large"):
         jc.assert_same_as_one_device(sums, shards, BATCHES[0])
