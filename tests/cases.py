@@ -13,7 +13,8 @@ import jaxcoll as jc
 from jaxcoll._hlo.hlo import read_hlo
 from jaxcoll._report.shown_plan import Plan
 
-ROWS, WHOLE = PartitionSpec("data"), PartitionSpec()
+P = PartitionSpec
+ROWS, WHOLE = P("data"), P()
 RUNNERS = ("vmap", "pmap", "checked", "unchecked")
 
 OPTIONS = {

@@ -72,25 +72,6 @@ def test_numbers_are_arrays():
     np.testing.assert_array_equal(got["np"][0], [4, 4])
 
 
-@pytest.mark.parametrize(
-    ("leaf", "words"),
-    [
-        (np.ones(3, bool), "booleans have no sum of their own type"),
-        (True, "booleans have no sum"),
-        (np.zeros(3, jax.dtypes.float0), "float0 is the gradient of an integer input"),
-        (np.array(["a"]), "an array of <U1 holds no numbers"),
-        *((np.ones(3, name), f"{name} cannot hold the sum of two") for name in ("int2", "uint2")),
-        (jax.random.key(0), "a typed PRNG key has no"),
-        (jax.ShapeDtypeStruct((2,), "f"), "got ShapeDtypeStruct"),
-        ("text", "expected an array or a number, got str"),
-        (object(), "expected an array or a number, got object"),
-    ],
-)
-def test_leaves_without_sums_are_refused(leaf, words):
-    with pytest.raises(ValueError, match=rf"cannot reduce leaf \['a'\]\[1\]: .*{words}"):
-        run("vmap", lambda x: jc.all_reduce("sum", {"a": [x, leaf]}, "data"), 2, rows(2))
-
-
 def test_bfloat16_survives_partial_mapping():
     """XLA's CPU compiler would abort the process: it must travel as float32 there."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

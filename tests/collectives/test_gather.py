@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 from cases import (
     RUNNERS,
-    assert_trees_equal,
     grid,
     lowered,
     mapped,
-    per_replica,
-    refused,
     rows,
     run,
 )
@@ -20,66 +17,7 @@ import jaxcoll as jc
 
 P = jax.sharding.PartitionSpec
 
-OPTIONS = {
-    "auto": jc.CommunicationOptions(),
-    "packed": jc.CommunicationOptions(bytes_per_pack=40),
-    "ring": jc.CommunicationOptions(implementation="ring"),
-    "halving-packed": jc.CommunicationOptions(algorithm="halving_doubling", bytes_per_pack=40),
-    "shuffle": jc.CommunicationOptions(algorithm="shuffle", shards=2),
-}
 EVERY = pytest.mark.parametrize("runner", RUNNERS)
-
-
-def everything(n):
-    return {
-        "matrix": rows(n, 2, 3),
-        "odd": [rows(n, 7, 1), None, rows(n, 5, 1, dtype=np.int32)],
-        "empty": rows(n, 0, 4),
-        "half": rows(n, 1, 11, dtype=jnp.bfloat16),
-        "flags": rows(n, 3, 2) > 0,
-    }
-
-
-@pytest.mark.tensorflow("G20")
-@pytest.mark.parametrize(("runner", "n"), [*((r, 3) for r in RUNNERS), ("checked", 5)])
-def test_gather_is_concatenation(runner, n):
-    tree = everything(n)
-    names = OPTIONS if runner in ("checked", "pmap") else ["auto"]
-
-    def f(v):
-        gather = lambda name, axis: jc.all_gather(v, "data", axis=axis, options=OPTIONS[name])
-        return {name: [gather(name, axis) for axis in (-1, 0)] for name in names}
-
-    for outs in run(runner, f, n, tree).values():
-        for axis, out in zip((-1, 0), outs, strict=True):
-            want = jax.tree.map(lambda x, a=axis: np.concatenate(list(np.asarray(x)), a), tree)
-            for i in range(n):
-                assert_trees_equal(jax.tree.map(lambda x, i=i: x[i], out), want)
-
-
-@pytest.mark.tensorflow("K12", "K13")
-@EVERY
-def test_gather_cotangent_is_own_slice(runner):
-    """Of one array, and of one leaf of several; another c on each replica. Tangents are gathered."""
-    n = 5
-    names = OPTIONS if runner in ("checked", "pmap") else ["auto", "packed"]
-
-    def grads(x, other, c):
-        def loss(v, name):
-            gather = lambda tree: jc.all_gather(tree, "data", axis=-1, options=OPTIONS[name])
-            first, second = gather([v, other])
-            return jnp.sum(gather(v) * c) + jnp.sum(first * c) + jnp.sum(second)
-
-        tangent = jax.jvp(lambda v: jc.all_gather(v, "data"), (x,), (other[:, :3],))[1]
-        return [jax.grad(loss)(x, name) for name in names], tangent + 0 * c[0, 0]
-
-    weights, other = rows(n, 2, 3 * n), rows(n, 2, 4)
-    total = 2 * np.asarray(weights).sum(0)
-    found, tangent = per_replica(runner, grads, n, rows(n, 2, 3), other, weights)
-    np.testing.assert_array_equal(tangent[1], other[..., :3].reshape(-1, 3))
-    for got in found:
-        for i in range(n):
-            np.testing.assert_array_equal(got[i], total[:, 3 * i : 3 * i + 3])
 
 
 def test_options_shape_the_gather():
@@ -117,65 +55,7 @@ def test_invariant_values_are_repeated():
     assert found.tolist() == [0 + 2 + 4, 1 + 3 + 5]
 
 
-@pytest.mark.tensorflow("G16")
-def test_missing_dimension_is_refused():
-    tree = {"a": rows(2, 3, 4), "b": rows(2, 3)}
-    for value, axis, message in (
-        (tree, 1, r"`all_gather`: leaf \['b'\] has shape \(3,\) and so no axis 1; expected one from -1 to 0"),
-        (tree, -3, r"leaf \['a'\] has shape \(3, 4\) and so no axis -3; expected one from -2 to 1"),
-        *((tree, odd, f"expected `axis` to be an integer; got {odd}") for odd in (0.0, True, None)),
-        (rows(2), 0, r"the value is a scalar, which has no axis 0; .*`x\[None\]`"),
-    ):  # fmt: skip
-        refused(message, lambda v, axis=axis: jc.all_gather(v, "data", axis=axis), value)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda x: jc.all_gather({"k": "x"}, "data"), ValueError,
-         r"cannot gather leaf \['k'\]: expected an array, got str"),
-        (lambda x: jc.all_gather({"k": np.array([None])}, "data"), ValueError,
-         "expected an array, got an array of object"),
-        (lambda x: jc.all_gather({"k": jc.IndexedSlices(x[:, None], jnp.arange(3), (3, 1))}, "data"),
-         NotImplementedError, r"leaf \['k'\] is an IndexedSlices. To gather the rows"),
-        (lambda x: jc.all_gather(x, "nope"), NameError,
-         "`all_gather` over axis 'nope': no such axis here"),
-        (lambda x: jc.all_gather(x, "data", options=3), ValueError,
-         "`options` must be a CommunicationOptions"),
-        *((lambda x, source=source: jc.broadcast(x, "data", source=source), ValueError,
-           f"expects `source` to be an integer from 0 to 1, .* along 'data'; got {source}")
-          for source in (2, -1, 1.0, True, None)),
-    ],
-)  # fmt: skip
-def test_ungatherable_values_are_refused(call, error, words):
-    refused(words, call, rows(2, 3), error=error)
-
-
 # broadcast
-
-
-@pytest.mark.tensorflow("G10", "G11")
-@pytest.mark.parametrize(
-    ("runner", "name"), [*((r, "auto") for r in RUNNERS), ("checked", "ring"), ("pmap", "packed")]
-)
-def test_broadcast_sends_the_source(runner, name):
-    """What is not a number elsewhere does not spread, and the derivative goes to the source."""
-    n, source = 5, 3
-    tree = {**everything(n), "scalar": rows(n), "bad": np.full((n, 2), np.nan, "f")}
-    tree["bad"][source], tree["bad"][1] = [2, 3], np.inf
-    c = np.arange(n, dtype="f")
-
-    def f(v, c):
-        send = lambda v: jc.broadcast(v, "data", source=source, options=OPTIONS[name])
-        back = jax.grad(lambda x: jnp.sum(send(x) * c))(v["matrix"])
-        rank = jax.lax.axis_index("data")
-        return send(v), jc.psum(jnp.where(jnp.arange(n) == rank, back[0, 0], 0), "data")
-
-    out, back = run(runner, f, n, tree, c)
-    want = jax.tree.map(lambda x: x[source], tree)
-    for i in range(n):
-        assert_trees_equal(jax.tree.map(lambda x, i=i: x[i], out), want)
-        assert back[i].tolist() == [0, 0, 0, c.sum(), 0]
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

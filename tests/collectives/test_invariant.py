@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, WHOLE, grid, mapped, mesh_of, rows, run, vmapped
+from cases import RUNNERS, WHOLE, grid, mapped, mesh_of, rows, run
 from jax import lax
 
 import jaxcoll as jc
@@ -146,47 +146,3 @@ def test_other_axes_keep_their_variance(asked):
     )  # fmt: skip
     np.testing.assert_array_equal(got[0][0], rows(4, 3).sum(0))
     np.testing.assert_array_equal(got[1], rows(8, 3).reshape(4, 2, 3).sum(0))
-
-
-def test_untracked_types_infer_nothing():
-    f = lambda x: jc.all_reduce("sum", jnp.ones(3), "data") + 0 * x
-    for runner in ("pmap", "unchecked", "vmap"):
-        got = run(runner, f, 8, rows(8, 3))
-        np.testing.assert_array_equal(got[0], [8, 8, 8])
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_unknown_axis_lists_known_ones(runner):
-    for call, words in (
-        (
-            summed("dta"),
-            r"`all_reduce` over axis 'dta': no such axis here. Did you mean 'data'\? If",
-        ),
-        (lambda x: jc.pmean(x, "batch"), "`jc.pmean` over axis 'batch': .* mean 'data'?"),
-        (jc.value_and_grad(lambda v: v, "dta"), r"`jc.value_and_grad` over axis 'dta'"),
-    ):
-        with pytest.raises(NameError, match=words):
-            run(runner, call, 2, rows(2))
-    with pytest.raises(NameError, match="no such axis here. Call it inside `jax.shard_map`"):
-        summed("data")(jnp.ones(3))
-
-
-def summed(axis, **settings):
-    return lambda x: jc.all_reduce("sum", x, axis, **settings)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        *((lambda axis=axis: vmapped(summed(axis), rows(2)), words) for axis, words in (
-            (3, "a string or a non-empty tuple"), ((), "non-empty tuple"), (None, "needs an `axis_name` here"),
-            (("data", "data"), "an axis twice"),
-        )),
-        (lambda: jax.jit(lambda axis: summed(axis)(jnp.ones(3)))(3), "make the argument static"),
-        (lambda: vmapped(summed("data", invariant="skip"), rows(2)),
-         "`invariant` must be one of 'error', 'summed', 'replic"),
-    ],
-)  # fmt: skip
-def test_malformed_axes_are_refused(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()

@@ -3,12 +3,8 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from cases import (
-    OPTIONS,
-    RUNNERS,
     assert_trees_equal,
     gaussian,
     grid,
@@ -18,67 +14,19 @@ from cases import (
     plans_of,
     rows,
     run,
-    tree,
 )  # fmt: skip
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll._collectives.parts import describe_tree
 from jaxcoll._plan.packs.shard_layout import lay_out
 
 P = PartitionSpec
-HALVES = ("auto", "packed", "ring", "halving_doubling", "shuffle")
-CASES = [
-    ("vmap", 3, ("auto", "ring")), ("pmap", 3, ("packed", "halving_doubling")),
-    ("unchecked", 3, ("auto", "shuffle")), *(("checked", n, HALVES) for n in (1, 7, 8)),
-]  # fmt: skip
 
 
 def both(op, options=None):
     scatter = functools.partial(jc.reduce_scatter, op, axis_name="data", options=options)
     return lambda v: jc.all_gather(scatter(v), "data", options=options)
-
-
-@pytest.mark.parametrize(("runner", "n", "names"), CASES)
-def test_halves_make_an_all_reduce(runner, n, names):
-    def f(v):
-        found = [both("sum", OPTIONS[name])(v) for name in names]
-        return found, jc.all_reduce("sum", v, "data")
-
-    found, want = run(runner, f, n, tree(n))  # small integers and halves: sums of them are exact
-    for got in found:
-        assert_trees_equal(got, want)
-
-
-def test_means_have_all_reduce_types():
-    value = {**tree(4), "bytes": rows(4, 3, dtype=np.int8), "huge": np.full((4, 5), 4e4, "f2")}
-    f = lambda v: (both("mean")(v), jc.all_reduce("mean", v, "data"))
-    got, want = run("checked", f, 4, value)
-    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), got, want)
-    assert got["huge"].max() == 4e4
-
-
-@pytest.mark.parametrize(
-    ("runner", "name"),
-    [*((runner, "auto") for runner in RUNNERS), ("checked", "ring"), ("unchecked", "shuffle")],
-)
-def test_halves_are_transposes(runner, name):
-    """y = gather(2 scatter(x)) · c with another x and c on each replica."""
-    n, options = 3, OPTIONS[name]
-
-    def grads(x, c):
-        def loss(v):
-            shards = jc.reduce_scatter("mean", {"v": v}, "data", options=options)
-            doubled = jax.tree.map(lambda part: 2 * part, shards)
-            return jnp.sum(jc.all_gather(doubled, "data", options=options)["v"] * c)
-
-        return jax.grad(loss)(x)
-
-    c = rows(n, 5, 7)
-    got = per_replica(runner, grads, n, rows(n, 5, 7, seed=1), c)
-    for i in range(n):
-        np.testing.assert_allclose(got[i], 2 * np.asarray(c).sum(0) / n, rtol=1e-6)
 
 
 def test_shards_are_equal_and_lean():
@@ -175,47 +123,3 @@ def test_plan_costs_half_as_much():
     report = str(jc.inspect(step, value, np.ones(8, "f")))
     assert f"pack 1 of {scatter.name} (['w'])" in report
     assert f"pack 0 of {gather.name} (['b'])" in report
-
-
-def of_rows(f):
-    return lambda: per_replica("checked", f, 2, rows(2))
-
-
-def bad(leaf, **asked):
-    options = jc.CommunicationOptions(**asked)
-    return of_rows(lambda v: jc.reduce_scatter("sum", {"s": leaf(v)}, "data", options=options))
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (bad(lambda v: jc.IndexedSlices(v[None, None], jnp.zeros(1, int), (3, 1))),
-         r"`reduce_scatter` cannot cut leaf \['s'\] in shards: .* IndexedSlices. Call its `to_dense"),
-        (bad(lambda v: "x"), r"leaf \['s'\] in shards: expected an array or a number, got str"),
-        (bad(lambda v: jax.random.key(0)), r"leaf \['s'\] in shards: key<fry> holds no numbers"),
-        (bad(lambda v: v > 0), r"`reduce_scatter` cannot reduce leaf \['s'\]: booleans have no sum"),
-        (bad(lambda v: v, shards=2), r"one shard for each replica, and `shards=2`"),
-        (lambda: mapped(
-            lambda v: jc.all_gather(jc.reduce_scatter("sum", v, ("node", "data")), "data"),
-            P(("node", "data")), mesh=grid(2, 4))(np.ones(8, "f")),
-         r"over 'data' \(size 4\) got Shards of 8 replicas over 'node', 'data'"),
-        (lambda: jc.plan(np.ones(3), axis_size=2, collective="psum"),
-         r"`collective` must be 'all_reduce', 'reduce_scatter' or"),
-        (of_rows(lambda v: jc.all_gather(jc.reduce_scatter("sum", v, "data"), "data", axis=1)),
-         r"`all_gather` of Shards returns the whole tree, .* `axis` \(1\)"),
-        (of_rows(lambda v: jc.reduce_scatter("mean", {"w": jnp.ones(3), "v": v}, "data")),
-         r"leaf \['w'\] is already the same .* count it 2 times.*reduced=True.*scatter=True"),
-    ],
-)  # fmt: skip
-def test_uncuttable_leaves_are_refused(call, words):
-    with pytest.raises(ValueError, match=words) as caught:
-        call()
-    assert isinstance(caught.value, jc.errors.AlreadyReducedError) == ("already" in words)
-
-
-def test_leaf_sharded_elsewhere_is_refused():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    x = jax.device_put(np.ones((2, 8), "f"), jax.NamedSharding(mesh, P("data", "model")))
-    f = lambda v: jc.reduce_scatter("sum", v, "data").parts[0]
-    with pytest.raises(ValueError, match=r"the value in shards: it is sharded over another axis"):
-        mapped(f, outs=P("data"), mesh=mesh, axis_names={"data"})(x)

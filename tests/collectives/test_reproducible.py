@@ -159,14 +159,6 @@ def test_reproducible_names_follow_the_tree(names, over):
     assert flat.item() == joined(np.array(ranks, dtype=object).reshape(-1).tolist())
 
 
-def test_other_sums_depend_on_packing():
-    """What this file's laws are worth: the ring's sums change when the leaves meet in one pack."""
-    value = {k: noise(8, *shape, seed=i) for i, (k, shape) in enumerate(SHAPES.items())}
-    asked = [jc.CommunicationOptions(nbytes, algorithm="ring") for nbytes in (1, 1 << 20)]
-    f = lambda t: [jc.all_reduce("sum", t, "data", options=o) for o in asked]
-    assert sum(differing(*run("checked", f, 8, value)).values())
-
-
 @pytest.mark.parametrize(
     ("runner", "asked"),
     [("unchecked", "shuffle"), ("vmap", "one-pack"), ("pmap", "shuffled-pack")],
@@ -185,23 +177,6 @@ def test_cotangent_follows_the_same_tree(request, runner, asked):
 
     got = jax.tree.map(lambda x: x[0], per_replica(runner, f, n, (left, right)))
     assert not any(differing(got, wanted(left, right)).values())
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_gradients_ignore_the_packing(request, runner):
-    """Each of an argument of its own, so that nothing is computed once for both."""
-    if runner in ("checked", "pmap"):
-        request.getfixturevalue("optimized")
-    x = noise(8, 6, 5)
-    w = {"first": noise(5, 3), "second": noise(3)}
-    loss = lambda w, x: jnp.sum((x @ w["first"]) @ w["second"]) / 7
-
-    def f(*xs):
-        asked = [reproducible(**ASKED[s]) for s in ("one-pack", "shuffle")]
-        return [jc.grad(loss, "data", options=o)(w, x) for o, x in zip(asked, xs, strict=True)]
-
-    packed, shuffled = run(runner, f, 8, x, x)
-    assert not any(differing(packed, shuffled).values())
 
 
 def test_gather_and_derivative_stay_exact():
@@ -263,13 +238,3 @@ def test_shaped_leaf_is_refused():
     words = r"`reproducible` cannot hold for leaf \['w'\]: it is sharded over"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=words):
         mapped(f, mesh=mesh, axis_names={"data"}).lower(x)
-
-
-def test_the_plan_says_so():
-    plan = jc.plan(np.zeros(64, "f"), axis_size=8, options=reproducible())
-    assert plan.reproducible
-    assert plan.to_dict()["reproducible"] is True
-    assert (plan.algorithm, plan.steps) == ("halving_doubling", 5)
-    assert "every element is summed in pairs of replicas, then pairs of pairs" in str(plan)
-    assert jc.plan(np.zeros(64, "f"), axis_size=6, options=reproducible()).algorithm == "shuffle"
-    assert not jc.plan(np.zeros(64, "f"), axis_size=8).reproducible

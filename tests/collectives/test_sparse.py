@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, grid, lowered, mapped, noise, per_replica, plans_of, rows, run
+from cases import RUNNERS, grid, lowered, mapped, plans_of, rows, run
 
 import jaxcoll as jc
 from jaxcoll import IndexedSlices
@@ -75,48 +75,6 @@ def test_unbounded_rows_are_kept():
     assert sparse.without_padding().indices.tolist() == [7, 10**6]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("ab", [0]), r"`IndexedSlices` expects `values`.*got values str64\[\]"),
-        (([[1], [2, 3]], [0, 1]), r"expects `values` to be an array; got \[\[1\], \[2, 3\]\] \(list\)"),
-        (([1.0], [0.0]), r"expects `indices` to be integers; got float32\[1\]"),
-        (([1.0], [True]), r"expects `indices` to be integers; got bool\[1\]"),
-        ((1.0, 0), r"expects `values` of shape \(k, \*row\) and `indices` of shape \(k,\); got "
-                   r"values float32\[\] and indices int32\[\]"),
-        (([[1.0, 2.0]], [0, 1]), r"got values float32\[1, 2\] and indices int32\[2\]"),
-        (([[1.0, 2.0]], [[0]]), r"got values float32\[1, 2\] and indices int32\[1, 1\]"),
-        (([[1.0, 2.0]], [0], (5, 3)), r"the shape of a row of its values, \(2,\); got \(5, 3\)"),
-        (([[1.0, 2.0]], [0], (5,)), r"the shape of a row of its values, \(2,\); got \(5,\)"),
-        (([1.0], [0], ()), r"the shape of a row of its values, \(\); got \(\)"),
-        (([1.0], [0], 5), "expects `dense_shape` to be a tuple of integers, .* or None; got 5"),
-        (([1.0], [0], (-1,)), r"`dense_shape` .*; got \(-1,\)"),
-        (([1.0], [0], (5.0,)), r"`dense_shape` .*; got \(5.0,\)"),
-    ],
-)  # fmt: skip
-def test_unfit_parts_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        IndexedSlices(*arguments)
-
-
-def test_unanswerable_calls_say_why():
-    sparse = IndexedSlices([1.0, 2.0], [0, 1])
-    with pytest.raises(ValueError, match="`to_dense` needs to know how many rows there are"):
-        sparse.to_dense()
-    with pytest.raises(ValueError, match="`padded` got a bound of 1, but there are 2 rows already"):
-        sparse.padded(1)
-    with pytest.raises(ValueError, match="`padded` expects an integer `bound`; got 2.5"):
-        sparse.padded(2.5)
-    with pytest.raises(ValueError, match="`without_padding` needs the indices, which are being tr"):
-        jax.jit(lambda x: x.without_padding())(sparse)
-    for dtype, size in ((np.uint8, 256), (np.int8, 200)):
-        narrow = IndexedSlices(np.ones((1, 1), "f"), np.array([3], dtype), (size, 1))
-        words = r"`padded` needs an index outside of the .* make `indices` wider"
-        with pytest.raises(ValueError, match=words):
-            narrow.padded(2)
-    assert IndexedSlices(np.ones((1, 1), "f"), np.array([3], np.uint8), (255, 1)).padded(2)
-
-
 # Reduction
 
 
@@ -160,25 +118,6 @@ def test_sparse_reduction_equals_dense(runner, n):
     for r, j, k in np.ndindex(many.shape):
         want[j, many[r, j, k]] += many[r, j, k]
     np.testing.assert_array_equal(each, want)
-
-
-@pytest.mark.tensorflow("L44")
-@pytest.mark.parametrize(
-    ("runner", "op"), [*((runner, "mean") for runner in RUNNERS), ("checked", "sum")]
-)
-def test_sparse_derivative_equals_dense(runner, op):
-    n = 4
-
-    def f(v, i, w):
-        def loss(v, sparsely):
-            rows = IndexedSlices(v, i, (6, 2))
-            total = jc.all_reduce(op, rows if sparsely else rows.to_dense(), "data")
-            return jnp.sum((total.to_dense() if sparsely else total) * w)
-
-        return [jax.grad(loss)(v, sparsely) for sparsely in (True, False)]
-
-    got, want = per_replica(runner, f, n, noise(n, 3, 2), indices(n, 3), rows(n, 6, 2, seed=5))
-    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -284,23 +223,3 @@ def test_invariant_rows_need_a_word():
     ):  # fmt: skip
         got = invariantly(invariant, op)
         assert got.values[0].tolist() == [[want] * 3] * 2, "multiplied, not gathered"
-
-
-def test_bad_leaves_are_refused():
-    f = lambda value: lambda x: jc.all_reduce("sum", {"e": value(x), "x": x}, "data")
-    x = rows(2, 3)
-    for value, message in (
-        (lambda x: IndexedSlices(x > 0, jnp.arange(3)),
-         r"cannot reduce leaf \['e'\].values: booleans have no sum"),
-        (lambda x: jax.tree.map(lambda a: a[None], IndexedSlices(x, jnp.arange(3))),
-         r"`all_reduce`: leaf \['e'\] expects `values` of shape .*got values float32\[1, 3\]"),
-        (lambda x: jax.tree.map(lambda a: None, IndexedSlices(x, jnp.arange(3))),
-         r"`all_reduce`: leaf \['e'\] expects `values` to be an array; got None"),
-    ):  # fmt: skip
-        for runner in ("pmap", "checked"):
-            with pytest.raises(ValueError, match=message):
-                run(runner, f(value), 2, x)
-    with pytest.raises(ValueError, match=r"`plan`: leaf \[0\] expects `values`"):
-        jc.plan([jax.tree.map(lambda a: a[None], IndexedSlices([1.0], [0]))], axis_size=2)
-    with pytest.raises(ValueError, match=r"cannot reduce leaf \[0\].values: booleans"):
-        jc.plan([IndexedSlices([True], [0])], axis_size=2)

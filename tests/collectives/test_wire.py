@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_and_planned, grid, held, mapped, noise, refused, rows, vmapped
+from cases import compiled_and_planned, grid, held, mapped, noise, rows
 
 import jaxcoll as jc
 
@@ -169,12 +169,6 @@ def test_workers_own_shuffled_shards():
     words = r"`shards` is 5, but the shuffle of 'native/shuffle' runs over 4 replicas"
     with pytest.raises(ValueError, match=words):
         mapped(lambda v: reduced(["nccl/pscpu"], BOTH, v, shards=5), P(BOTH), mesh=mesh)(x)
-
-
-def test_pair_needs_two_axes():
-    words = r"'native/ring' is hierarchical.*a tuple of 2 axes .* \(outer, inner\), and got 1"
-    refused(words, lambda v: reduced(["nccl/xring"], "data", v), rows(2))
-    assert vmapped(lambda v: reduced([None], "data", v), rows(2))[0].tolist() == [sum(rows(2))] * 2
 
 
 @pytest.mark.parametrize(("order", "checks"), [("acb", True), ("cba", True), ("bca", False)])

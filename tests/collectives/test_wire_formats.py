@@ -14,7 +14,6 @@ from cases import (
     mapped,
     mesh_of,
     per_replica,
-    refused,
     run,
     vmapped,
 )
@@ -384,22 +383,6 @@ def test_bfloat16_travels_narrow_over_gloo():
     assert plan.wire_bytes < 0.51 * planned(jax.tree.map(lambda x: x.astype("f"), value)).wire_bytes
     assert "because XLA would widen them for Gloo" in str(plan)
     assert formats_of(value, algorithm="ring") == formats_of(value, reproducible=True) == {None}
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        *((getattr(jc, name), f"`{name}` sends every value exactly")
-          for name in ("all_gather", "broadcast", "global_norm")),
-        (functools.partial(jc.reduce_scatter, "sum"), "`reduce_scatter` sends values exactly"),
-        (lambda x, *_, options: jc.all_reduce("sum", x.astype(int), "data", options=options),
-         "reduces only int32, which travel exactly"),
-        (lambda x, *_, options: jc.plan(x.astype(int), axis_size=2, options=options),
-         "reduces only int32, which travel exactly"),
-    ],
-)  # fmt: skip
-def test_exact_calls_refuse_formats(call, words):
-    refused(words, lambda x: call(x, "data", options=OPTIONS["int8"]), np.zeros((2, 600), "f"))
 
 
 def test_defaults_round_gradients_only():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPTIONS, RUNNERS, close, grid, lowered, on_replicas, refused, rows, run, split
+from cases import OPTIONS, RUNNERS, close, grid, lowered, on_replicas, rows, run, split
 
 import jaxcoll as jc
 
@@ -232,40 +232,6 @@ def test_averaged_loss_has_means_gradient(runner):
         close(on_replicas(runner, f, 8, BATCH), whole(mean_loss))
 
 
-def test_loop_from_constant_is_refused():
-    f = lambda batch: jc.grad(scanned_loss, "data")(PARAMS, batch)
-    with pytest.raises(TypeError, match="manual axis types"):
-        on_replicas("checked", f, 8, BATCH)
-
-
-@pytest.mark.parametrize(
-    ("error", "loss", "settings", "words"),
-    [
-        (TypeError, lambda p, x: p * x, {}, r"scalar or a `jc.WeightedLoss`; got float32\[4\]"),
-        (TypeError, lambda p, x: {"loss": p}, {}, r"got dict\. Return its mean"),
-        (TypeError, lambda p, x: None, {}, "got NoneType"),
-        (TypeError, lambda p, x: (p * x, 1.0), {}, r"a tuple of 2.*has_aux=True.*jc.WeightedLoss\(total, weig"),
-        (TypeError, lambda p, x: jnp.mean(p * x), {"has_aux": True}, r"to return \(loss, aux\); got float32\[\]"),
-        (ValueError, lambda p, x: jc.WeightedLoss(p, 1.0), {"reduce_op": "sum"}, "got a WeightedLoss with reduce_op SUM"),
-        (ValueError, lambda p, x: jc.WeightedLoss(p, x), {}, "the weight of a WeightedLoss to be a scalar.*got shape"),
-        (ValueError, lambda p, x: jc.WeightedLoss(x, p), {}, "the total of a WeightedLoss to be a scalar.*got shape"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("made", [jc.value_and_grad, jc.grad, jc.accumulate])
-def test_wrong_losses_are_refused(error, loss, settings, words, made):
-    step = made(loss, "data", *[1] * (made is jc.accumulate), **settings)
-    words = f"`jc.{made.__name__}`.*{words}"
-    refused(words, step, np.ones(2, "f"), np.ones((2, 4), "f"), error=error)
-
-
-def test_users_type_error_passes_through():
-    def broken(p, x):
-        raise TypeError("mine")
-
-    with pytest.raises(TypeError, match="mine"):
-        run("checked", lambda x: jc.grad(broken, "data")(1.0, x), 2, jnp.ones(2))
-
-
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_loss_may_reduce_statistics(runner):
     """Batch normalisation over all replicas; with a constant carry too, where types allow it."""
@@ -367,40 +333,6 @@ def test_microbatches_send_once():
     every_turn = jc.inspect(jc.data_parallel(each), PARAMS, BATCH)
     assert every_turn.wire_bytes == 8 * report.wire_bytes > 0
     close(jc.data_parallel(each)(PARAMS, BATCH), once(PARAMS, BATCH))
-
-
-UNCUTTABLE = [
-    ({}, (1.0, np.ones((6, 2), "f")), r"x has 6 rows.*\(6 = 4 × 1 \+ 2\)"),
-    ({}, (1.0, {"x": np.ones(8, "f"), "t": 2.0}), r"x\['t'\] is a scalar"),
-    ({"batch_argnums": 2}, (1.0, np.ones(8, "f")), "argument 2 is named in `batch_argnums`"),
-    ({"argnums": (0, 1)}, (1.0, np.ones(8, "f")), "argument 'x' is in `argnums`, and is"),
-]  # fmt: skip
-
-
-def test_uncuttable_batches_are_refused():
-    for asked, args, message in UNCUTTABLE:
-        step = jc.accumulate(lambda w, x: jnp.mean(w * x), "data", 4, **asked)
-        with pytest.raises(ValueError, match=message):
-            run("vmap", lambda _, step=step, args=args: step(*args), 2, jnp.ones(2))
-
-
-WRONG_ARGUMENTS = [
-    *((jc.accumulate, {"num_microbatches": n}, "`num_microbatches` to be an integer above 0; got")
-      for n in (0, -1, True, 2.0)),
-    *((jc.accumulate, {"num_microbatches": 2, "batch_argnums": n}, words) for n, words in (
-        ((), r"needs an argument to split: `batch_argnums` is \(\)"),
-        (1.5, "`batch_argnums` must be a position or a name of an argument, .*; got 1.5"))),
-    *((jc.grad, {"argnums": n}, "`jc.grad` expects `argnums` to be a position or several")
-      for n in ((), "p", 1.0, None)),
-]  # fmt: skip
-
-
-def test_wrong_arguments_are_refused_early():
-    for call, settings, message in WRONG_ARGUMENTS:
-        with pytest.raises(ValueError, match=message):
-            call(mean_loss, "data", **settings)
-    with pytest.raises(ValueError, match="`jc.grad` expects a function, the loss, and returns one"):
-        jc.grad("p", "data")
 
 
 def test_accumulate_traces_the_loss_once():

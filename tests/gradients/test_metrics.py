@@ -86,21 +86,6 @@ def test_aux_metrics_travel_with_gradients(op):
     assert metrics["rows"] == 8
 
 
-WRONG_METRICS = [
-    ({"a": 1.0}, r"leaf \['a'\] is float, which does not say how it is added up"),
-    ([jnp.ones(2)], r"leaf \[0\] is an array of float32"),
-    (jc.Total("x"), "metric itself is made of str; expected numbers"),
-    ({"k": jc.Total(jax.random.key(0))}, r"metric \['k'\] is made of key<fry>"),
-    (jc.WeightedMean(np.ones(3), 1), r"a total of shape \(3,\) and a weight of shape \(\)"),
-]  # fmt: skip
-
-
-def test_wrong_metrics_are_refused():
-    for metric, message in WRONG_METRICS:
-        with pytest.raises(ValueError, match=message):
-            run("vmap", lambda _, metric=metric: jc.reduce_metrics(metric, "data"), 2, jnp.ones(2))
-
-
 def test_reduced_totals_are_refused():
     total = lambda x: jc.Total(jax.lax.psum(x, "data"))
     with pytest.raises(

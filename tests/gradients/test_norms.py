@@ -114,16 +114,3 @@ def test_reduction_keeps_nonfinite_elements(asked):
         if leaf:
             tree[leaf][5, 1] = value
         assert (step(tree) == (leaf is None)).all(), (leaf, value)
-
-
-@pytest.mark.parametrize("function", [jc.global_norm, jc.all_finite])
-def test_leaves_without_norm_are_refused(function):
-    for leaf, message in (
-        ("word", r"leaf \['a'\]: expected numbers, got str"),
-        (np.ones(2, bool), "expected numbers, got bool"),
-        (jc.IndexedSlices(np.ones((1, 2)), [0], (3, 2)), r"leaf \['a'\] is an IndexedSlices"),
-    ):
-        with pytest.raises(ValueError, match=f"`jc.{function.__name__}`.*{message}"):
-            function({"a": leaf})
-    with pytest.raises(NameError, match=f"`jc.{function.__name__}` over axis 'nowhere'"):
-        function(np.ones(3), "nowhere")

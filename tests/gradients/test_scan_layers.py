@@ -308,27 +308,6 @@ def test_keys_and_integers_pass_through(remat):
     close(got, jax.jit(jax.grad(plain, has_aux=True))(STACK["w"], X), rtol=2e-5)
 
 
-def test_many_leaves_keep_their_order():
-    """As a list, of which the eleventh and the twelfth come before the third by name."""
-    shapes = [(N, 2) if k == 2 else (2 * N, 1) if k == 10 else (N,) for k in range(12)]
-    stack = [normal(LAYERS, *shape) for shape in shapes]
-    whole_numbers = np.arange(LAYERS * N, dtype=np.int32).reshape(LAYERS, N)
-
-    def layer(h, p):
-        rows = [(k + 1) * jnp.ravel(each)[:N].astype(h.dtype) / 100 for k, each in enumerate(p)]
-        return jnp.sin(h + sum(rows)[None]) + p[2][1, 1] - p[11][5, 0], None
-
-    def loss(scan, stack, numbers, x):
-        h, _ = scan(layer, x, [*stack[:3], numbers, *stack[3:]])
-        return jnp.mean(h**2)
-
-    given, rows = (stack, whole_numbers, X[:, :N]), P(None, "data")
-    grad = jax.grad(functools.partial(loss, scan_of(sharded=True)))
-    program = mapped(grad, ([rows] * 12, rows, ROWS), [rows] * 12, N)
-    plain = jax.jit(jax.grad(functools.partial(loss, lax.scan)))
-    close(program(*given), plain(*given), rtol=2e-5)
-
-
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_traffic_is_gathers_and_scatter(ahead):
     """Less the gathers of the last layers, which the backward pass finds still there.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, close, grid, lowered, on_replicas, plans_of, refused, run, split
+from cases import RUNNERS, close, grid, lowered, on_replicas, plans_of, split
 
 import jaxcoll as jc
 
@@ -278,27 +278,3 @@ def test_undifferentiated_leaves_send_nothing():
 
     first, *_ = plans_of(jc.data_parallel(step), PARAMS, X)
     assert [leaf.path for leaf in first.leaves] == ["['w']"]
-
-
-NO_GRADIENT = [
-    ({"ids": np.ones(3, "i")}, r"leaf \['ids'\]: an array of int32 has no gradient.*None in place"),
-    ([np.ones(3, "f"), True], r"leaf \[1\]: an array of bool"),
-    (jax.random.key(0), r"the value: an array of key<fry>"),
-    ({"name": "w"}, r"leaf \['name'\]: expected a floating array, got str"),
-    (np.zeros(3, jax.dtypes.float0), r"an array of float0"),
-]  # fmt: skip
-
-
-def test_leaves_without_gradient_are_refused():
-    for tree, message in NO_GRADIENT:
-        refused(message, lambda x, tree=tree: sync(tree) and x, jnp.ones(2))
-    assert run("vmap", lambda x: (sync(None), sync({"a": None})) and x, 2, jnp.ones(2)).tolist()
-
-
-def test_sums_unmapped_axes_are_refused():
-    with pytest.raises(NameError, match="`sync_in_backward` over axis 'model': no such axis"):
-        jc.sync_in_backward(jnp.ones(2), "model")
-    loss = lambda w, x: jnp.mean(sync(w, reduce_op="sum") * x)
-    for gradient, name in ((jc.grad, "jc.grad"), (jc.value_and_grad, "value_and_grad")):
-        with pytest.raises(ValueError, match=rf"over 'data' with reduce_op SUM, inside.*{name}"):
-            run("vmap", lambda x, g=gradient: g(loss, "data")(2.0, x), 2, jnp.ones(2))
