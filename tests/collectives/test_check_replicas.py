@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import RUNNERS, lowered, mapped, mesh_of, program, run, tree, vmapped
-from jax.sharding import NamedSharding, PartitionSpec
+from cases import RUNNERS, P, lowered, mapped, mesh_of, program, run, tree, vmapped
+from jax.sharding import NamedSharding
 
 import jaxcoll as jc
 from jaxcoll._collectives.check_replicas import digest as _digest
 
-P = PartitionSpec
 M = 2**32
 digest = jax.jit(_digest)
 

@@ -10,6 +10,7 @@ import pytest
 from cases import (
     OPTIONS,
     RUNNERS,
+    P,
     assert_trees_equal,
     close,
     grid,
@@ -32,7 +33,6 @@ CASES = [
     ("checked", 5, OTHERS), ("checked", 8, BRIEF),
 ]  # fmt: skip
 ALONE = [(runner, 1, BRIEF[:1]) for runner in RUNNERS]
-P = jax.sharding.PartitionSpec
 
 
 def collectives(options):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import close, gaussian, grid, mapped, mesh_of, per_replica, refused, vmapped
+from cases import P, close, gaussian, grid, mapped, mesh_of, per_replica, refused, vmapped
 
 import jaxcoll as jc
 
@@ -15,7 +15,6 @@ FORMATS = ("bf16", "int8", "int4")
 OPTIONS = {name: jc.CommunicationOptions(compression=name) for name in FORMATS}
 INT4 = OPTIONS["int4"]
 N, STEPS = 4, 2
-P = jax.sharding.PartitionSpec
 
 
 def tree(n, seed=0):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, each_row, mapped, noise, per_replica, refused, rows, run
+from cases import RUNNERS, P, each_row, mapped, noise, per_replica, refused, rows, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,6 @@ from jaxcoll._plan.algorithms import DESCRIPTIONS, stages, sums_in_tree_order
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.world import World
 
-P = jax.sharding.PartitionSpec
 SHAPES = {"a": (301,), "b": (), "c": (32, 8)}
 ASKED = {
     "auto": {},

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, grid, lowered, mapped, plans_of, rows, run
+from cases import RUNNERS, P, grid, lowered, mapped, plans_of, rows, run
 
 import jaxcoll as jc
 from jaxcoll import IndexedSlices
 
-P = jax.sharding.PartitionSpec
 UNUSED = np.iinfo(np.int32).max
 
 

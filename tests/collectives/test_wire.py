@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_and_planned, grid, held, mapped, noise, rows
+from cases import P, compiled_and_planned, grid, held, mapped, noise, rows
 
 import jaxcoll as jc
 
-P = jax.sharding.PartitionSpec
 FLAT = ("ring", "halving_doubling", "shuffle")
 ALL = ("native", *FLAT)
 PAIRS = [f"{a}/{b}" for a, b in itertools.product(ALL, ALL)]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
+    P,
     assert_trees_equal,
     compiled_and_planned,
     gaussian,
@@ -32,7 +33,6 @@ BLOCK = {"bf16": 1, "int8": 256, "int4": 64}
 TOP = {"bf16": 127, "int8": 127, "int4": 7}
 ERROR = {"bf16": 0.0026, "int8": 0.0100, "int4": 0.125}
 N = 4
-P = jax.sharding.PartitionSpec
 
 
 def error(got, want):

@@ -10,7 +10,6 @@ from cases import OPTIONS, RUNNERS, close, grid, lowered, on_replicas, rows, run
 
 import jaxcoll as jc
 
-P = jax.sharding.PartitionSpec
 RNG = np.random.default_rng(3)
 # Uneven: microbatches and, of eight replicas, two of all padding.
 REAL = (RNG.random(64) < 0.6).astype("f")

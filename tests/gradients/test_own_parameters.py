@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import mapped
+from cases import P, mapped
 
 import jaxcoll as jc
 from jaxcoll import _compat
 
-P = jax.sharding.PartitionSpec
 ROW = P("data")
 X = np.random.default_rng(3).standard_normal((32, 3)).astype("f")
 PARAMS = {"expert": np.ones((12, 5), "f"), "shared": np.ones((3, 5), "f")}

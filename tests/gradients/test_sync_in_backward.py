@@ -10,7 +10,6 @@ from cases import RUNNERS, close, grid, lowered, on_replicas, plans_of, split
 
 import jaxcoll as jc
 
-P = jax.sharding.PartitionSpec
 RNG = np.random.default_rng(0)
 WIDTH, LAYERS = 4, 6
 X = RNG.standard_normal((16, WIDTH)).astype("f")

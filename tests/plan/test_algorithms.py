@@ -12,8 +12,6 @@ import jaxcoll as jc
 from jaxcoll import CommunicationOptions as Options
 from jaxcoll._plan.algorithms import (
     DESCRIPTIONS,
-    align,
-    canonical,
     stages,
     steps,
     wire_bytes,
@@ -25,38 +23,6 @@ from jaxcoll._report.shown_plan import Plan
 
 names = st.sampled_from(sorted(DESCRIPTIONS))
 sizes = st.integers(1, 9)
-
-
-@pytest.mark.parametrize(
-    ("given", "means"),
-    [
-        ("native", "native"),
-        ("Halving_Doubling", "halving_doubling"),
-        ("nccl", "native"),
-        ("xring", "ring"),
-        ("pscpu", "shuffle"),
-        ("psgpu", "shuffle"),
-        ("nccl/xring", "native/ring"),
-        ("nccl/rechd", "native/halving_doubling"),
-        ("nccl/pscpu", "native/shuffle"),
-        ("pscpu/pscpu", "shuffle/shuffle"),
-        ("ring/native/rechd", "ring/native/halving_doubling"),
-    ],
-)
-def test_tensorflows_names_and_ours(given, means):
-    assert canonical(given) == means
-    assert Options(algorithm=given).algorithm == means
-    assert Options(algorithm=given) == Options(algorithm=means)
-
-
-@pytest.mark.parametrize("bad", ["tree", "", "/", "ring/", "/ring", "nccl//xring", "ring/tree"])
-def test_unknown_algorithm_lists_known_ones(bad):
-    with pytest.raises(
-        ValueError,
-        match="`algorithm` must be None or one of native, ring, halving_doubling, shuffle "
-        r"\(TensorFlow's nccl, xring, rechd, pscpu, psgpu work too\).*got",
-    ):
-        Options(algorithm=bad)
 
 
 @given(names, sizes, st.integers(0, 1000))
@@ -83,45 +49,6 @@ def test_few_owners_send_more(n, owners, size):
     owners = min(owners, n)
     plan = stages("shuffle", owners, (n,))
     assert wire_bytes(plan, size, 1) == (owners + n - 2) * -(-size // owners) * (n > 1)
-
-
-@given(
-    st.integers(0, 10**6),
-    st.sampled_from([jc.compression.Int8(), jc.compression.Int4()]),
-    st.integers(2, 9),
-)
-def test_coded_shards_pad_to_blocks(size, coded, n):
-    padded = align(stages("native", 0, (n,), coded), size)
-    assert 0 <= padded - size < n * coded.block
-    assert padded % (n * coded.block) == 0
-
-
-def test_unsummed_axes_have_no_stage():
-    assert stages("ring/shuffle", 3, (1, 1)) == ()
-    assert [s.algorithm for s in stages("ring/shuffle", 3, (4, 1))] == ["shuffle"]
-    assert [s.shards for s in stages("ring/shuffle", 3, (2, 4))] == [4, 2]
-    (flat,) = stages("ring", 0, (2, 1, 3))
-    assert (flat.axes, flat.replicas) == ((0, 2), 6)
-
-
-def test_implementation_and_algorithm_agree():
-    assert Options(implementation="ring", algorithm="xring").algorithm == "ring"
-    assert Options(implementation="nccl", algorithm="nccl").algorithm == "native"
-    assert Options(implementation="auto", algorithm="rechd").algorithm == "halving_doubling"
-    with pytest.raises(
-        ValueError, match="`implementation` RING means the algorithm 'ring', but `algorithm` asks f"
-    ):
-        Options(implementation="ring", algorithm="rechd")
-    with pytest.raises(ValueError, match="NCCL means the algorithm 'native'.*'native/ring'"):
-        Options(implementation="nccl", algorithm="nccl/xring")
-
-
-def test_last_word_decides():
-    ring = Options(implementation="ring", bytes_per_pack=7)
-    assert ring.merge(Options(algorithm="rechd")) == Options(7, algorithm="rechd")
-    assert Options(algorithm="rechd").merge(ring) == ring
-    assert ring.merge(Options(algorithm=None)).implementation is jc.CommunicationImplementation.AUTO
-    assert ring.merge(Options(shards=2)).implementation is jc.CommunicationImplementation.RING
 
 
 def test_too_many_shards_are_refused():

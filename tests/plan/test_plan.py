@@ -101,6 +101,13 @@ def test_names_the_algorithm_and_why(options, words):
     tree = {"w": np.zeros(4096, "f"), "b": np.zeros(3, "f")}
     plan = jc.plan(tree, axis_size=8, options=jc.CommunicationOptions(**options))
     assert f"algorithm: {words}" in plan.reasons
+    in_order = any("every element is summed in pairs of replicas" in r for r in plan.reasons)
+    assert (
+        plan.reproducible
+        == plan.to_dict()["reproducible"]
+        == in_order
+        == ("reproducible" in options)
+    )
 
 
 def test_shows_what_travels_wider():
