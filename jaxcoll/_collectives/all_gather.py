@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,14 +21,18 @@ from jaxcoll._collectives.scope import (
     scope_here,
 )
 from jaxcoll._collectives.shards import axes_of_shards, is_shards, shards_in
-from jaxcoll._collectives.sparse import is_sparse
+from jaxcoll._collectives.sparse import check_dense
 from jaxcoll._compat import marks
-from jaxcoll._plan.checks import check_value_first
+from jaxcoll._plan.checks import check_value_first, is_integer
 from jaxcoll._plan.choose import packing_for, resolve_algorithm
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import flatten_with_paths, make_leaf, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.plan import CollectivePlan
+
+_SPARSE = """\
+`all_gather` expects dense arrays; {leaf} is an IndexedSlices. To gather the rows of all replicas, \
+call `all_reduce`; for a dense array, call its `to_dense()`."""
 
 
 def all_gather(
@@ -78,15 +81,14 @@ def all_gather(
       >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    scope, checked_options = scope_here(), check_options(options, exactly="all_gather")
+    scope, given = scope_here(), check_options(options, exactly="all_gather")
     check_value_first("jc.all_gather", value)
-    axes = scope.choose_axes(axis_name, "jc.all_gather")
+    names = scope.choose_axes(axis_name, "jc.all_gather")
     if not shards_in(value):
-        scope = scope.merge(checked_options)
-        return gather_tree(value, axes, axis=axis, scope=scope)
+        return gather_tree(value, names, axis=axis, scope=scope.merge(given))
     # The derivative's reduce-scatter is the reduction that an enclosing `value_and_grad` makes.
     inside = differentiation()
-    scope = scope.merge(inside.options if inside else None).merge(checked_options)
+    scope = scope.merge(inside.options if inside else None).merge(given)
     if axis != 0:
         raise ValueError(
             f"`all_gather` of Shards returns the whole tree, for which `axis` ({axis!r}) has no "
@@ -97,70 +99,53 @@ def all_gather(
             "`all_gather` got a tree of `Shards` and arrays, and the arrays would become n times "
             "as long: gather the Shards by themselves."
         )
-    return jax.tree.map(lambda x: gather_shards(x, axes, scope=scope), value, is_leaf=is_shards)
+    return jax.tree.map(lambda x: gather_shards(x, names, scope=scope), value, is_leaf=is_shards)
 
 
 def gather_tree(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope: Scope) -> Any:
     """Join every replica's leaves along `axis` in replica order; see `jc.all_gather`."""
     axes = resolve_axes(axis_name, "all_gather")
-    flat, treedef = flatten_with_paths(value, is_sparse)
-    paths = [path for path, _ in flat]
-    arrays = [_require_dense(path, leaf) for path, leaf in flat]
-    joints = [
-        find_dimension(axis, array.shape, f"`all_gather`: {where(path)}")
-        for path, array in zip(paths, arrays, strict=True)
-    ]
-    carried = [_compat.cast_varying(make_sendable(array), tuple(axes)) for array in arrays]
-    rows = _rows(paths, carried, axes, scope)
-    joined = [
-        restore_type(_compat.cast_invariant(_join(row, joint), tuple(axes), summed=True), array)
-        for row, joint, array in zip(rows, joints, arrays, strict=True)
-    ]
-    joined = marks.same(joined, tuple(axes))
-    return jax.tree_util.tree_unflatten(treedef, joined)
-
-
-def find_dimension(axis: Any, shape: Sequence[int], who: str) -> int:
-    """Return `axis`, counted from the front; raise an error about `who` if `shape` lacks it."""
-    try:
-        index = operator.index(axis)
-    except TypeError:
-        index = None
-    if index is None or isinstance(axis, bool):
-        raise ValueError(f"{who}: expected `axis` to be an integer; got {axis!r}.")
-    if not shape:
-        raise ValueError(
-            f"{who} is a scalar, which has no axis {axis}; give it one with `x[None]`."
-        )
-    if not -len(shape) <= index < len(shape):
-        raise ValueError(
-            f"{who} has shape {tuple(shape)} and so no axis {axis}; expected one from "
-            f"{-len(shape)} to {len(shape) - 1}."
-        )
-    return index % len(shape)
-
-
-def _rows(
-    paths: Sequence[str], arrays: Sequence[jax.Array], axes: dict[str, int], scope: Scope
-) -> list[jax.Array]:
-    """Gather each array from every replica: one row for each, in replica order."""
-    over = tuple(axes.values())
-    leaves = []
-    for path, array in zip(paths, arrays, strict=True):
-        kind, solid = _compat.varying_axes(array), _compat.must_keep_shape(array)
-        leaves.append(make_leaf(path, array, over, kind=kind, solid=solid))
+    check_dense(value, _SPARSE, NotImplementedError)
+    names, world = tuple(axes), scope.world(axes)
+    flat, treedef = flatten_with_paths(value)
+    arrays, joints, carried, leaves = [], [], [], []
+    for path, leaf in flat:
+        arrays.append(require_array(leaf, f"`all_gather` cannot gather {where(path)}"))
+        joints.append(find_dimension(axis, arrays[-1].shape, f"`all_gather`: {where(path)}"))
+        carried.append(sent := _compat.cast_varying(make_sendable(arrays[-1]), names))
+        kind, solid = _compat.varying_axes(sent), _compat.must_keep_shape(sent)
+        leaves.append(make_leaf(path, sent, world.sizes, kind=kind, solid=solid))
     # The option `shards` is for sums only.
-    world = scope.world(axes)
     options = scope.exactly.options.replace(shards=UNSET)
     algorithm = resolve_algorithm(options, world)
     packs = plan_packs(leaves, packing_for(options, world), lambda pack: algorithm)
     plan = CollectivePlan(
         ReduceOp.SUM, tuple(leaves), packs, world, options, collective="all_gather"
     )
-    return [
-        jnp.stack([array] * count(axes)) if row is None else row  # no pack carries it
-        for array, row in zip(arrays, rows_of_all(arrays, packs, plan, tuple(axes)), strict=True)
-    ]
+    joined = []
+    gathered = rows_of_all(carried, packs, plan, names)
+    for array, sent, rows, joint in zip(arrays, carried, gathered, joints, strict=True):
+        if rows is None:  # no pack carries it
+            rows = jnp.stack([sent] * count(axes))
+        n, *shape = rows.shape
+        shape[joint] *= n
+        whole = jnp.moveaxis(rows, 0, joint).reshape(shape)
+        joined.append(restore_type(_compat.cast_invariant(whole, names, summed=True), array))
+    return treedef.unflatten(marks.same(joined, names))
+
+
+def find_dimension(axis: Any, shape: Sequence[int], who: str) -> int:
+    """Return `axis`, counted from the front; raise an error about `who` if `shape` lacks it."""
+    if not is_integer(axis):
+        raise ValueError(f"{who}: expected `axis` to be an integer; got {axis!r}.")
+    if not shape:
+        raise ValueError(f"{who} is a scalar, which has no axis {axis}; pass `x[None]`.")
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"{who} has shape {tuple(shape)} and so no axis {axis}; expected one from "
+            f"{-len(shape)} to {len(shape) - 1}."
+        )
+    return int(axis) % len(shape)
 
 
 def rows_of_all(
@@ -180,18 +165,3 @@ def rows_of_all(
     packed = pack(arrays, packs, arrays)
     rows = carry_out(plan, packed, carry, leave=leave)
     return jax.vmap(lambda row: unpack(row, packs, arrays))(rows) if rows else [None] * len(arrays)
-
-
-def _join(rows: jax.Array, axis: int) -> jax.Array:
-    n, *shape = rows.shape
-    shape[axis] *= n
-    return jnp.moveaxis(rows, 0, axis).reshape(shape)
-
-
-def _require_dense(path: str, value: Any) -> jax.Array:
-    if is_sparse(value):
-        raise NotImplementedError(
-            f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. To gather the "
-            "rows of all replicas, call `all_reduce`; for a dense array, call its `to_dense()`."
-        )
-    return require_array(value, f"`all_gather` cannot gather {where(path)}")

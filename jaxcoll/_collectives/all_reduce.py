@@ -121,19 +121,15 @@ def all_reduce(
       [4.0, 5.0]
     """
     if invariant not in get_args(Invariant):
-        raise ValueError(
-            f"`invariant` must be one of {', '.join(map(repr, get_args(Invariant)))}; "
-            f"got {invariant!r}."
-        )
+        kinds = ", ".join(map(repr, get_args(Invariant)))
+        raise ValueError(f"`invariant` must be one of {kinds}; got {invariant!r}.")
     check_order(reduce_op, value)
     checked_options, op = check_options(options), ReduceOp.of(reduce_op)
     if checked_options.compression is not None:
         check_any_coded(checked_options.compression, value)
     scope = scope_here().merge(checked_options)
     axes = resolve_axes(scope.choose_axes(axis_name, "jc.all_reduce"), "all_reduce")
-    feedback = None
-    if residual is not None:
-        feedback = make_feedback(residual, value, axes, "all_reduce")
+    feedback = make_feedback(residual, value, axes, "all_reduce")
     return AllReduce(op, axes, scope, invariant).reduce(value, feedback)
 
 
@@ -179,9 +175,8 @@ class AllReduce:
             options = exactly if path in self.exact else self.scope.options
             ready = None if self.ready is None else self.ready[k]
             leaves.append(self._describe(path, x, world, options, ready, typed, automatic))
-        notes = self.notes
-        if automatic:
-            notes = (*notes, _LEAF_BY_LEAF.format(axes=show_axes(automatic)))
+        why = (_LEAF_BY_LEAF.format(axes=show_axes(automatic)),) if automatic else ()
+        notes = (*self.notes, *why)
         plan = make_plan(
             self.op, leaves, self.scope.options, world, self.packing,
             in_backward=self.in_backward, notes=notes,
@@ -295,15 +290,14 @@ def check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> No
     """Refuse swapped or missing arguments, and show the call that was probably meant."""
     if isinstance(reduce_op, ReduceOp | str) and not isinstance(value, ReduceOp | str):
         return
+    op, got = (
+        repr(x) if isinstance(x, ReduceOp | str) else describe_type(x) for x in (reduce_op, value)
+    )
     lax_ = ' `jc.pmean(value, "data")` takes them in the order of `jax.lax`.' * ("all" in caller)
     raise ValueError(
         f'`{caller}` takes the operation first: `{caller}("mean", value, "data")`; got '
-        f"{_show(reduce_op)} for it, and {_show(value)} for the value.{lax_}"
+        f"{op} for it, and {got} for the value.{lax_}"
     )
-
-
-def _show(x: Any) -> str:
-    return repr(x) if isinstance(x, ReduceOp | str) else describe_type(x)
 
 
 _NO_RESIDUAL = """\
@@ -315,7 +309,8 @@ def make_feedback(
     residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = ""
 ) -> Any:
     """Return the `Feedback` for a sum of `tree`, where its leaves' paths begin with `prefix`."""
-    feedback_for = getattr(residual, "feedback", None) if isinstance(residual, Whole) else None
-    if feedback_for is None:
+    if residual is None:
+        return None
+    if not hasattr(type(residual), "feedback"):
         raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))
-    return feedback_for(tree, axes, caller, prefix)
+    return residual.feedback(tree, axes, caller, prefix)

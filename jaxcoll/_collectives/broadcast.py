@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jaxcoll._collectives.scope import (
     show_axes,
 )
 from jaxcoll._collectives.shards import check_no_shards
-from jaxcoll._plan.checks import check_value_first
+from jaxcoll._plan.checks import check_value_first, is_integer
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 
@@ -70,28 +69,20 @@ def broadcast(
 def send_tree(value: Any, axis_name: str | tuple[str, ...], *, source: int, scope: Scope) -> Any:
     """Return the tree of replica `source`, *invariant* over the axes; see `jc.broadcast`."""
     axes = resolve_axes(axis_name, "broadcast")
-    try:
-        index = operator.index(source)
-    except TypeError:
-        index = -1
-    if not 0 <= index < count(axes) or isinstance(source, bool):
+    if not is_integer(source) or not 0 <= source < count(axes):
         raise ValueError(
             f"`broadcast` expects `source` to be an integer from 0 to {count(axes) - 1}, the "
             f"number of a replica along {show_axes(axes)}; got {source!r}."
         )
     # A sum with zeros from the others, for up to twice the bytes: JAX's own broadcast works on GPUs
     # only, and would ignore the options.
-    is_source = lax.axis_index(tuple(axes)) == index
-
+    is_source = lax.axis_index(tuple(axes)) == int(source)
     flat, treedef = flatten_with_paths(value)
-    expected = "an array of numbers"
-    leaves = [
-        require_array(x, f"`broadcast` cannot send {where(path)}", expected) for path, x in flat
-    ]
+    who = "`broadcast` cannot send {}"
+    leaves = [require_array(x, who.format(where(path)), "an array of numbers") for path, x in flat]
     masked = [_mask(is_source, leaf) for leaf in leaves]
     summed = AllReduce(ReduceOp.SUM, axes, scope.exactly).reduce(masked)
-    results = [_unmask(total, leaf) for total, leaf in zip(summed, leaves, strict=True)]
-    return jax.tree_util.tree_unflatten(treedef, results)
+    return treedef.unflatten(map(_unmask, summed, leaves))
 
 
 def _mask(is_source: jax.Array, x: jax.Array) -> jax.Array:
@@ -103,10 +94,10 @@ def _mask(is_source: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(is_source, x, jnp.zeros_like(x))
 
 
-def _unmask(total: jax.Array, x: jax.Array) -> jax.Array:
-    return (
-        lax.bitcast_convert_type(total, x.dtype) if _lacks_zero(x.dtype) else restore_type(total, x)
-    )
+def _unmask(total: jax.Array, like: jax.Array) -> jax.Array:
+    if _lacks_zero(like.dtype):
+        return lax.bitcast_convert_type(total, like.dtype)
+    return restore_type(total, like)
 
 
 def _lacks_zero(dtype: np.dtype) -> bool:

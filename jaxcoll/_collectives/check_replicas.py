@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll._collectives.scope import require_array
-from jaxcoll._plan.packs.leaves import flatten_with_paths, is_key, where
+from jaxcoll._plan.packs.leaves import flatten_with_paths, reveal_key, where
 from jaxcoll._show.units import pluralize
 from jaxcoll.errors import ReplicaDivergenceError
 
@@ -85,13 +85,14 @@ class ReplicaCheck:
         lines = [
             f"  {where(path)}: {_describe_groups(groups)}" for path, groups in divergent.items()
         ]
-        more = f"\n  … and {_leaves(len(lines) - 20)} more" if len(lines) > 20 else ""
+        if len(lines) > 20:
+            more = pluralize(len(lines) - 20, "leaf", "leaves")
+            lines[20:] = [f"  … and {more} more"]
         differ = "differs" if len(divergent) == 1 else "differ"
         raise ReplicaDivergenceError(
-            f"{len(divergent)} of {_leaves(len(self.paths))} {differ} "
-            f"between {pluralize(len(self.names), 'replica')} that should hold the same:\n"
-            + "\n".join(lines[:20])
-            + more,
+            f"{len(divergent)} of {pluralize(len(self.paths), 'leaf', 'leaves')} {differ} between "
+            f"{pluralize(len(self.names), 'replica')} that should hold the same:\n"
+            + "\n".join(lines),
             divergent=divergent,
         )
 
@@ -152,21 +153,14 @@ def _mix(word: jax.Array) -> jax.Array:
 
 def flatten_to_arrays(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
     """Return the paths and the leaves of a tree, as arrays; for typed keys their data."""
-    flat, _ = flatten_with_paths(tree)
-    return tuple(path for path, _ in flat), [_require_bits(path, leaf) for path, leaf in flat]
-
-
-def _require_bits(path: str, leaf: Any) -> Any:
-    dtype = getattr(leaf, "dtype", None)
-    if is_key(leaf):
-        return jax.random.key_data(leaf)
-    if dtype == jax.dtypes.float0:
-        raise ValueError(f"`check_replicas`: {where(path)}: expected an array, got {dtype}.")
-    return require_array(leaf, f"`check_replicas`: {where(path)}")
-
-
-def _leaves(n: int) -> str:
-    return pluralize(n, "leaf", "leaves")
+    paths, arrays = [], []
+    for path, leaf in flatten_with_paths(tree)[0]:
+        who = f"`check_replicas`: {where(path)}"
+        if getattr(leaf, "dtype", None) == jax.dtypes.float0:
+            raise ValueError(f"{who}: expected an array, got float0.")
+        paths.append(path)
+        arrays.append(require_array(reveal_key(leaf), who))
+    return tuple(paths), arrays
 
 
 def _describe_groups(groups: Sequence[Sequence[str]]) -> str:

@@ -28,10 +28,10 @@ from jaxcoll._plan.packs.shard_layout import ShardLayout, first_difference
 
 def describe_tree(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
     """Return the structure of a tree to be cut over `axes`, and the leaves of its layout."""
-    flat, treedef = flatten_with_paths(tree, _is_node)
+    flat, treedef = flatten_with_paths(tree, lambda x: isinstance(x, Whole))
     leaves = []
     for name, leaf in flat:
-        if (obstacle := _obstacle(leaf)) is not None:
+        if obstacle := _obstacle(leaf):
             raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
         dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype_or_none(leaf)))
         shape = jax.ShapeDtypeStruct(np.shape(leaf), dtype)
@@ -46,28 +46,19 @@ def describe_part(name: str, shape: jax.ShapeDtypeStruct, x: Any, axes: Mapping[
     return make_leaf(name, shape, tuple(axes.values()), kind=kind, in_shards=True)
 
 
-def _is_node(x: Any) -> bool:
-    """Return whether `x` is a pytree that must not be cut."""
-    return isinstance(x, Whole)
-
-
-def _obstacle(leaf: Any) -> str | None:
-    """Return the reason why a leaf cannot be cut into shards; None if it can."""
-    if _is_node(leaf):
+def _obstacle(leaf: Any) -> str:
+    """Return the reason why a leaf cannot be cut into shards; "" if it can."""
+    if isinstance(leaf, Whole):
         more = " Call its `to_dense()`." if is_sparse(leaf) else ""
         return f"expected an array, got {type(leaf).__name__}.{more}"
-    got = None if isinstance(leaf, jax.ShapeDtypeStruct) else no_array(leaf)
-    if got is not None:
+    if not isinstance(leaf, jax.ShapeDtypeStruct) and (got := no_array(leaf)):
         return f"expected an array or a number, got {got}."
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return f"{dtype} holds no numbers; put None in its place."
     if isinstance(leaf, jax.Array) and _compat.is_partially_sharded(leaf):
-        return (
-            "it is sharded over another axis of the mesh already. Map that axis, too, in "
-            "`jax.shard_map`."
-        )
-    return None
+        return "it is sharded over another axis of the mesh. Map that, too, in `jax.shard_map`."
+    return ""
 
 
 def all_parts(

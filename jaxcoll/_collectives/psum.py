@@ -84,16 +84,10 @@ def _reduce_like_lax(
     n = count(resolve_axes(axes, caller))
     leaves, treedef = jax.tree.flatten(value)
     # A Python number is the same on all replicas: its sum is known, and nothing is sent for it.
-    is_number = [isinstance(x, bool | int | float | complex) for x in leaves]
-    rest = treedef.unflatten(
-        [None if number else x for x, number in zip(leaves, is_number, strict=True)]
-    )
-    if not all(is_number) or not leaves:
+    numbers = [isinstance(x, bool | int | float | complex) for x in leaves]
+    rest = treedef.unflatten([None if k else x for x, k in zip(leaves, numbers, strict=True)])
+    if not all(numbers) or not leaves:
         rest = all_reduce(op, rest, axes, options=options, invariant=invariant)
-    arrays = iter(jax.tree.leaves(rest))
-    return treedef.unflatten(
-        [
-            (x * n if op is ReduceOp.SUM else x * n / n) if number else next(arrays)
-            for x, number in zip(leaves, is_number, strict=True)
-        ]
-    )
+    arrays, known = iter(jax.tree.leaves(rest)), n if op is ReduceOp.SUM else 1.0
+    sums = [x * known if k else next(arrays) for x, k in zip(leaves, numbers, strict=True)]
+    return treedef.unflatten(sums)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -114,14 +115,12 @@ def scatter_tree(
     for leaf, array in zip(leaves, arrays, strict=True):
         same = {a: axes[a] for a in _compat.same_axes(array, axes)}
         if same and array.size:
-            raise already_reduced(
-                "reduce_scatter", leaf.path, array, axes, same, value=_REDUCED, gradient=_SUMMED
-            )
+            advice = {"value": _REDUCED, "gradient": _SUMMED}
+            raise already_reduced("reduce_scatter", leaf.path, array, axes, same, **advice)
     if layout is not None:
         check_fits(layout, treedef, leaves, count(axes), "reduce_scatter")
-    plan, layout, recipes = plan_scatter(
-        treedef, leaves, reduce_op, axes, world, scope.options, layout
-    )
+    asked = reduce_op, axes, world, scope.options, layout
+    plan, layout, recipes = plan_scatter(treedef, leaves, *asked)
     scope.record(plan)
     parts = _scatter(arrays, plan, layout, recipes, axes)
     parts = tuple(marks.part_of_sum(part, tuple(axes)) for part in parts)
@@ -170,9 +169,12 @@ def plan_scatter(
     recipes = [make_recipe(leaf, reduce_op, axes, world) for leaf in leaves]
     if layout is None:
         # Shards hold results, whose types may be others: the mean of integers is a float.
-        results = zip(leaves, map(_result_dtype, recipes), strict=True)
-        ends = tuple(dataclasses.replace(leaf, dtype=end, wire=end) for leaf, end in results)
-        layout = lay_out(treedef, ends, count(axes), options.bytes_per_pack)
+        ends = []
+        for leaf, recipe in zip(leaves, recipes, strict=True):
+            wired = jax.ShapeDtypeStruct((), recipe.wire)
+            end = np.dtype(jax.eval_shape(functools.partial(scale_sum, recipe=recipe), wired).dtype)
+            ends.append(dataclasses.replace(leaf, dtype=end, wire=end))
+        layout = lay_out(treedef, tuple(ends), count(axes), options.bytes_per_pack)
     sent = set_wire_types(layout.leaves, recipes)
     plan = plan_half("reduce_scatter", reduce_op, layout.packs, sent, options, world)
     return plan, layout, recipes
@@ -279,8 +281,3 @@ def make_recipe(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world:
 def set_wire_types(leaves: Sequence[Leaf], recipes: Sequence[Recipe]) -> list[Leaf]:
     both = zip(leaves, recipes, strict=True)
     return [dataclasses.replace(leaf, wire=recipe.wire) for leaf, recipe in both]
-
-
-def _result_dtype(recipe: Recipe) -> np.dtype:
-    wired = jax.ShapeDtypeStruct((), recipe.wire)
-    return np.dtype(jax.eval_shape(lambda x: scale_sum(x, recipe), wired).dtype)

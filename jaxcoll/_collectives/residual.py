@@ -92,13 +92,9 @@ def layout_like(tree: Any, axes: Mapping[str, int], caller: str) -> SummedLayout
 def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Residual:
     """Return this replica's initial residual, zeros, in a program that maps the axis; *varying*."""
     axes = resolve_axes(axis_name, caller)
-    layout = layout_like(tree, axes, caller)
-    names = tuple(axes)
-    parts = [
-        _compat.cast_varying(jnp.zeros((layout.rows(pack), LANES), jnp.float32), names)
-        for pack in layout.packs
-    ]
-    return Residual(tuple(parts), layout, names)
+    layout, names = layout_like(tree, axes, caller), tuple(axes)
+    parts = (jnp.zeros((layout.rows(pack), LANES), jnp.float32) for pack in layout.packs)
+    return Residual(tuple(_compat.cast_varying(x, names) for x in parts), layout, names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,16 +153,11 @@ class Feedback:
         both = zip(plan.leaves, results, strict=True)
         with jax.named_scope(f"{plan.name}/finite"):
             is_finite = finite([result for leaf, result in both if leaf.path in self.owed])
-        coded = [
-            (pack, lost)
-            for pack, (_, lost) in zip(plan.packs, carried, strict=True)
-            if lost is not None
-        ]
-        packs, errors = [pack for pack, _ in coded], [lost for _, lost in coded]
-        errors = unpack(errors, packs, plan.leaves, plan.world.platform == "cpu")
-        paths = [leaf.path for leaf in plan.leaves]
-        error_of, parts = dict(zip(paths, errors, strict=True)), []
-        layout = self.residual.layout
+        lost = {pack: error for pack, (_, error) in zip(plan.packs, carried, strict=True)}
+        coded = {pack: error for pack, error in lost.items() if error is not None}
+        errors = unpack(coded.values(), [*coded], plan.leaves, plan.world.platform == "cpu")
+        error_of = dict(zip((leaf.path for leaf in plan.leaves), errors, strict=True))
+        layout, parts = self.residual.layout, []
         for pack, part in zip(layout.packs, self.residual.parts, strict=True):
             path = self.prefix + layout.leaves[pack.segments[0].leaf].path
             if path in error_of:

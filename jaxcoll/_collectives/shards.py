@@ -72,7 +72,6 @@ class Shards(Whole):
         raise AlreadyReducedError(_PARTS.format(caller=caller, leaf=where(path), axes=axes))
 
     def replace(self, parts: Sequence[Any]) -> Self:
-        """Return Shards of the same layout with other values."""
         return dataclasses.replace(self, parts=tuple(parts))
 
     @property
@@ -126,7 +125,6 @@ def is_shards(x: Any) -> TypeGuard[Shards]:
 
 
 def shards_in(tree: Any) -> list[Shards]:
-    """Return every `Shards` in a tree, in order."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_shards) if is_shards(x)]
 
 

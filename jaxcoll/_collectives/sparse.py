@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import operator
@@ -15,7 +16,7 @@ from jax.core import Tracer
 
 from jaxcoll import _compat
 from jaxcoll._collectives.pipeline import Recipe, finish_sum
-from jaxcoll._plan.checks import describe_type
+from jaxcoll._plan.checks import describe_type, is_integer
 from jaxcoll._plan.packs.leaves import (
     Whole,
     check_reducible,
@@ -57,11 +58,8 @@ class IndexedSlices(Whole):
     dense_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        values, indices = _array("values", self.values), _array("indices", self.indices)
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "indices", indices)
-        if self.dense_shape is not None:
-            object.__setattr__(self, "dense_shape", _shape(self.dense_shape))
+        dense_shape = None if self.dense_shape is None else _shape(self.dense_shape)
+        _set_fields(self, _array(self.values), _array(self.indices), dense_shape)
         check_slices(self)
 
     def _prepare(self, path: str, caller: str) -> IndexedSlices:
@@ -121,11 +119,10 @@ class IndexedSlices(Whole):
           >>> IndexedSlices([5.0], [2], (3,)).padded(2).indices.tolist()
           [2, 2147483647]
         """
+        if not is_integer(bound):
+            raise ValueError(f"`padded` expects an integer `bound`; got {bound!r}.")
         rows = self.indices.shape[0]
-        try:
-            added = operator.index(bound) - rows
-        except TypeError:
-            raise ValueError(f"`padded` expects an integer `bound`; got {bound!r}.") from None
+        added = int(bound) - rows
         if added < 0:
             raise ValueError(
                 f"`padded` got a bound of {bound}, but there are {rows} rows already, and it drops "
@@ -182,7 +179,7 @@ def check_slices(slices: IndexedSlices, who: str = "`IndexedSlices`") -> None:
     """Raise an error if the parts do not match, as after a transformation that replaced them."""
     values, indices, dense = slices.values, slices.indices, slices.dense_shape
     for name, part in (("values", values), ("indices", indices)):
-        if not hasattr(part, "dtype") or not hasattr(part, "shape"):
+        if not _is_array(part):
             raise ValueError(
                 f"{who} expects `{name}` to be an array; got {part!r} ({type(part).__name__})."
             )
@@ -202,37 +199,36 @@ def check_slices(slices: IndexedSlices, who: str = "`IndexedSlices`") -> None:
 
 def skip_checks(values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:
     """Return slices without checks: while JAX transforms a tree, its leaves may be anything."""
-    self = object.__new__(IndexedSlices)
-    for name, part in (("values", values), ("indices", indices), ("dense_shape", dense_shape)):
-        object.__setattr__(self, name, part)
-    return self
+    return _set_fields(object.__new__(IndexedSlices), values, indices, dense_shape)
 
+
+def _set_fields(slices: IndexedSlices, *parts: Any) -> IndexedSlices:
+    for name, part in zip(("values", "indices", "dense_shape"), parts, strict=True):
+        object.__setattr__(slices, name, part)  # they are frozen
+    return slices
+
+
+_KEYS = [jax.tree_util.GetAttrKey(name) for name in ("values", "indices")]
 
 jax.tree_util.register_pytree_with_keys(
     IndexedSlices,
-    lambda x: (
-        (
-            (jax.tree_util.GetAttrKey("values"), x.values),
-            (jax.tree_util.GetAttrKey("indices"), x.indices),
-        ),
-        x.dense_shape,
-    ),
+    lambda x: ([*zip(_KEYS, (x.values, x.indices), strict=True)], x.dense_shape),
     lambda dense_shape, parts: skip_checks(*parts, dense_shape=dense_shape),
 )
 
 
-def _array(name: str, part: Any) -> Any:
+def _is_array(part: Any) -> bool:
+    return hasattr(part, "shape") and hasattr(part, "dtype")
+
+
+def _array(part: Any) -> Any:
     """Return `part` unchanged if it has a shape and a dtype, else as an array on the host."""
-    if hasattr(part, "shape") and hasattr(part, "dtype"):
+    if _is_array(part):
         return part
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         array = np.asarray(part)
         return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"`IndexedSlices` expects `{name}` to be an array; got {part!r} "
-            f"({type(part).__name__})."
-        ) from None
+    return part  # for `check_slices`
 
 
 def _shape(dense_shape: Any) -> tuple[int, ...]:
@@ -250,7 +246,7 @@ def _shape(dense_shape: Any) -> tuple[int, ...]:
 
 def _type(part: Any) -> str:
     """Return an array's dtype and shape, or the `repr` of anything else, for a message."""
-    return describe_type(part) if hasattr(part, "dtype") and hasattr(part, "shape") else repr(part)
+    return describe_type(part) if _is_array(part) else repr(part)
 
 
 def is_sparse(leaf: Any) -> TypeGuard[IndexedSlices]:
@@ -266,7 +262,6 @@ def check_dense(tree: Any, message: str, error: type[Exception] = ValueError) ->
 
 
 def _gather_rows(rows: jax.Array, recipe: Recipe) -> jax.Array:
-    """Gather the rows of every replica, in replica order."""
     if not recipe.over:
         return rows
     if not rows.size:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._gradients.batch import Call, Signature, Slot, check_shares, slots
+from jaxcoll._gradients.batch import Signature, check_shares, slots
 from jaxcoll._gradients.gradient import Differentiator
 from jaxcoll._gradients.loss import Differentiate, Differentiated, Extras
 from jaxcoll._gradients.proof.retrace import trace_call
@@ -113,9 +113,20 @@ def _differentiate_pieces(
     averaged. `aux` is stacked along a new leading dimension. Sums are taken in float32: adding
     eight numbers in bfloat16 may cost three of its eight bits. In a weighted mean, a float16 value
     and its gradients are divided by 2^`halvings`, so that the sums over replicas fit.
+
+    Raises:
+      ValueError: an argument is both split and differentiated, or does not divide.
     """
     call = signature.call(args, kwargs)
-    pieces = [_split(call, slot, signature.name(slot), count, learned) for slot in call.batch]
+    pieces = []
+    for slot in call.batch:
+        if slot in learned:
+            raise ValueError(
+                f"`jc.accumulate`: argument {signature.name(slot)!r} is in `argnums`, and is the "
+                "batch; a differentiated argument cannot be split into microbatches."
+            )
+        cut = functools.partial(_cut, signature.name(slot), count)
+        pieces.append(jax.tree_util.tree_map_with_path(cut, call.get(slot)))
 
     def one(pieces: list[Any]) -> tuple[Any, Any]:
         piece = call.replace_batch(pieces)
@@ -154,30 +165,20 @@ def _differentiate_pieces(
     return (value, Extras(weight, aux)), grads
 
 
-def _split(call: Call, slot: Slot, name: str, count: int, learned: Sequence[int]) -> Any:
-    """Split an argument: each leaf gets the shape (count, rows / count, ...)."""
-    if slot in learned:
-        raise ValueError(
-            f"`jc.accumulate`: argument {name!r} is in `argnums`, and is the batch; a "
-            "differentiated argument cannot be split into microbatches."
-        )
-    cut = functools.partial(_cut, name, count)
-    return jax.tree_util.tree_map_with_path(cut, call.get(slot))
-
-
 def _cut(name: str, count: int, path: Any, leaf: Any) -> Any:
+    """Split a leaf of the batch: it gets the shape (count, rows / count, ...)."""
     name, shape = name + jax.tree_util.keystr(path), np.shape(leaf)
     if not shape:
         raise ValueError(
             f"`jc.accumulate`: {name} is a scalar and cannot be split into {count} microbatches; "
             "leave its argument out of `batch_argnums` to pass every microbatch the same value."
         )
-    if shape[0] % count:
+    rows, left = divmod(shape[0], count)
+    if left:
         raise ValueError(
             f"`jc.accumulate`: {name} has {shape[0]} rows on each replica, which do not divide "
-            f"into {count} microbatches ({shape[0]} = {count} × {shape[0] // count} + "
-            f"{shape[0] % count}); take a number that divides {shape[0]}, or pad the batch and "
-            "return a `jc.WeightedLoss`."
+            f"into {count} microbatches ({shape[0]} = {count} × {rows} + {left}); take a number "
+            f"that divides {shape[0]}, or pad the batch and return a `jc.WeightedLoss`."
         )
     array = leaf if hasattr(leaf, "reshape") else jnp.asarray(leaf)
-    return array.reshape(count, shape[0] // count, *shape[1:])
+    return array.reshape(count, rows, *shape[1:])

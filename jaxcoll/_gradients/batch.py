@@ -336,5 +336,4 @@ def _may_broadcast(few: tuple[int, ...], many: tuple[int, ...], shares: int) -> 
 
 
 def _fit(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """True if arrays of these shapes can be added."""
     return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))

@@ -115,17 +115,13 @@ class Differentiator:
     def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """Name the differentiated leaves, in the order of the gradients' leaves."""
         return {
-            f"{self._name(i)}{path}": leaf
+            f"{self._names[i] if i < len(self._names) else f'args[{i}]'}{path}": leaf
             for i in self.positions(args)
             for path, leaf in flatten_with_paths(args[i])[0]
         }
 
-    def _name(self, i: int) -> str:
-        return self._names[i] if i < len(self._names) else f"args[{i}]"
-
     @functools.cached_property
     def _names(self) -> list[str]:
-        """Names of the loss's positional parameters."""
         return positional_names(self.fun)
 
     def halvings(self, axes: Mapping[str, int]) -> int:
@@ -156,20 +152,15 @@ class Differentiator:
             weight = jax.tree.map(lambda x: _compat.cast_varying(x, tuple(axes)), extras.weight)
             return (value, extras._replace(weight=weight)), grads
 
+        times = self.halvings(axes)
         if self.over_pieces is not None:
+            mean = self.reduce_op is ReduceOp.MEAN
             return self.over_pieces(
-                differentiate,
-                args,
-                kwargs,
-                learned=self.positions(args),
-                mean=self.reduce_op is ReduceOp.MEAN,
-                halvings=self.halvings(axes),
+                differentiate, args, kwargs, learned=self.positions(args), mean=mean, halvings=times
             )
         (value, extras), grads = differentiate(args, kwargs)
         if extras.weight is not None:
-            value, grads = jax.tree.map(
-                lambda x: scale_down(x, self.halvings(axes)), (value, grads)
-            )
+            value, grads = jax.tree.map(lambda x: scale_down(x, times), (value, grads))
         return (value, extras), grads
 
     def reduce(
@@ -239,27 +230,21 @@ class Differentiator:
             common = treedef.unflatten(_compat.depend_on_all(leaves, parts))
         ends = " … ".join(dict.fromkeys([*[*same][:1], *[*same][-1:]]))
         synced = _SYNCED.format(what=pluralize(len(same), "leaf", "leaves"), paths=ends)
-        feedback = None
-        if residual is not None:
-            feedback = make_feedback(residual, local.grads, axes, self.caller, ".grads")
         reduction = AllReduce(
-            op,
-            axes,
-            scope,
-            ready=ready,
-            same=same,
-            notes=(synced,) if same else (),
+            op, axes, scope, ready=ready, same=same, notes=(synced,) if same else (),
             exact=frozenset(path for path, _ in others),
             repeats=local.weight is not None or bool(same),
-        )
+        )  # fmt: skip
+        feedback = make_feedback(residual, local.grads, axes, self.caller, ".grads")
         reduced = reduction.reduce(common, feedback)
         if residual is not None:
             reduced, residual = reduced
         if any(sharded):
             exactly = scope if residual is None else scope.exactly  # these have no residual
-            grads = reduced.grads
-            grads = insert_shard_gradients(grads, op, local.grads, sharded, axes, scope=exactly)
-            reduced = reduced._replace(grads=grads)
+            inserted = insert_shard_gradients(
+                reduced.grads, op, local.grads, sharded, axes, scope=exactly
+            )
+            reduced = reduced._replace(grads=inserted)
         return reduced, residual
 
 

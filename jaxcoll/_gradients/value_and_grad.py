@@ -120,6 +120,7 @@ def make_gradient(
     """Implement `jc.value_and_grad`, `jc.grad` and `jc.accumulate`."""
     caller = gradient.caller
 
+    @functools.wraps(gradient.fun, updated=())
     def differentiate(*args: Any, **kwargs: Any) -> Any:
         here = scope()
         axes = resolve_axes(here.choose_axes(axis_name, caller), caller)
@@ -142,16 +143,11 @@ def make_gradient(
         program = trace_call(local_gradient)
         return gradient.reduce(program, args, axes, here.merge(options), residual)
 
-    return _copy_signature(differentiate, gradient)
-
-
-def _copy_signature(reduced: Callable[..., Any], gradient: Differentiator) -> Callable[..., Any]:
-    """Give `reduced` the name and the signature of the loss, with `residual` under feedback."""
-    functools.update_wrapper(reduced, gradient.fun, updated=())
     if gradient.feedback:
         with contextlib.suppress(TypeError, ValueError):  # a C function may have no signature
             signature = inspect.signature(gradient.fun)
             more = inspect.Parameter("residual", inspect.Parameter.KEYWORD_ONLY, default=None)
             others = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
-            reduced.__signature__ = signature.replace(parameters=[*others, more])  # pyright: ignore[reportFunctionMemberAccess]
-    return reduced
+            signature = signature.replace(parameters=[*others, more])
+            differentiate.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+    return differentiate

@@ -113,56 +113,6 @@ def test_plain_grad_reduces_rows(runner, schedules):
     close(whole(of_one), jax.jit(alone)(first, X, MASK), rtol=2e-5)
 
 
-def weighted(scan, stack, x, mask):
-    h, _ = scan(functools.partial(layer_of, mask), x, stack)
-    return jc.WeightedLoss(jnp.sum(x[:, 0] ** 2 * jnp.mean(h**2, -1)), jnp.sum(x[:, 0] ** 2))
-
-
-def in_shards(axis="data", mesh=None):
-    """The stack with its matrices in `Shards`, and the layer that takes them so."""
-    cut = {name: STACK[name] for name in ("w", "v")}
-    return {"cut": jc.shard(cut, axis, stacked=True, mesh=mesh), "b": STACK["b"]}
-
-
-def of_shards(scan):
-    """The same scan of a stack in shards."""
-
-    def scanned(layer, x, stack):
-        return scan(lambda h, p: layer(h, {**p["cut"], "b": p["b"]}), x, stack)
-
-    return scanned
-
-
-def test_rows_are_reduced_once():
-    """Inside the calls that reduce everything else; mean, sum and weighted mean."""
-
-    def step(stack, x, mask):
-        def take(call, loss, ahead=1, remat=True, **how):
-            scan = of_shards(scan_of(ahead=ahead, remat=remat, sharded=None))
-            f = call(functools.partial(loss, scan), "data", argnums=(0, 2), **how)
-            return f(stack, x, mask)
-
-        pieces = functools.partial(jc.accumulate, num_microbatches=2, batch_argnums=1)
-        return [
-            take(jc.value_and_grad, loss_of),
-            take(pieces, loss_of, 9, False),
-            take(jc.value_and_grad, loss_of, reduce_op="sum"),
-            take(jc.value_and_grad, weighted),
-        ]
-
-    def mean_of_weighted(stack, mask):
-        loss = weighted(lax.scan, stack, X, mask)
-        return loss.total / loss.weight
-
-    value, (of_stack, _, of_mask) = one_device()
-    want = [(value, (of_stack, of_mask))] * 2
-    want.append(jax.tree.map(lambda g: N * g, want[0]))
-    want.append(jax.jit(jax.value_and_grad(mean_of_weighted, argnums=(0, 1)))(STACK, MASK))
-    got = jc.data_parallel(step, batch_argnums=1)(in_shards(), X, MASK)
-    for (value, (stack, mask)), each in zip(got, want, strict=True):
-        close((value, ({**jc.unshard(stack["cut"]), "b": stack["b"]}, mask)), each, rtol=2e-5)
-
-
 ODD = normal(LAYERS, 70, WIDTH) / 4
 
 
@@ -232,22 +182,12 @@ HYBRID = grid(2, 4)
 WORDS = {"w": "data", "v": "data", "b": False}
 
 
-@pytest.mark.parametrize("how", ["checked", "step"])
-def test_hybrid_sharding_is_right(how):
+def test_hybrid_sharding_is_right():
+    """Types alone, without Shards; with them: test_shards_in_a_loss.py."""
     both = ("node", "data")
-
-    def scan(layer, x, stack):
-        words = None if how == "step" else WORDS
-        return jc.scan_layers(layer, x, stack, both, sharded=words)
-
-    if how == "step":
-        loss = functools.partial(loss_of, of_shards(scan))
-        step = jc.data_parallel(jc.grad(loss, both), mesh=HYBRID, axis_name=both, batch_argnums=1)
-        got = step(in_shards(mesh=HYBRID), X, MASK)
-        got = {**jc.unshard(got["cut"]), "b": got["b"]}
-    else:
-        grad = jax.grad(functools.partial(loss_of, scan))
-        got = mapped(grad, (SPECS, P(both), P()), SPECS, HYBRID)(STACK, X, MASK)
+    scan = lambda layer, x, stack: jc.scan_layers(layer, x, stack, both, sharded=WORDS)
+    grad = jax.grad(functools.partial(loss_of, scan))
+    got = mapped(grad, (SPECS, P(both), P()), SPECS, HYBRID)(STACK, X, MASK)
     close(got, one_device()[1][0], rtol=2e-5)
 
 

@@ -6,41 +6,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPTIONS, RUNNERS, grid, mapped, mesh_of, per_replica, plans_of, split
+from cases import OPTIONS, RUNNERS, P, grid, mapped, mesh_of, per_replica, plans_of, split
 from cases import close as nearly
 from jax import lax
-from jax.sharding import PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll import _compat
 
 RNG = np.random.default_rng(0)
-LAYERS, WIDTH = 3, 20
+LAYERS, WIDTH = 3, 24
 close = functools.partial(nearly, shapes=True, rtol=1e-4)
 
 
 def normal(*shape):
-    return (RNG.standard_normal(shape) * 0.3).astype("f")
+    return (RNG.standard_normal(shape) / 4).astype("f")
 
 
 PARAMS = {
-    "embedding": {"w": normal(5, WIDTH), "scale": np.float32(2)},
-    "layers": {"w": normal(LAYERS, WIDTH, WIDTH), "b": normal(LAYERS, WIDTH)},
+    "ends": {"w": normal(5, WIDTH), "scale": np.float32(2)},
+    "layers": {"w": normal(LAYERS, WIDTH, WIDTH), "v": normal(LAYERS, 7, WIDTH)},
+    "b": normal(LAYERS, WIDTH),
 }
-X = normal(24, 5)
-MASK = (RNG.random(24) < 0.6).astype("f")
+X, MASK = normal(24, 5), (RNG.random(24) < 0.6).astype("f")
 
 
-def errors(params, x, of_layer=lambda layer: layer):
-    """A number for each row: what all layers, run through by a scan, make of it."""
-    hidden = x @ params["embedding"]["w"] * params["embedding"]["scale"]
+def layer(h, p):
+    cut = p["cut"]
+    return jnp.tanh(h @ cut["w"] + p["b"][None]) + h @ cut["v"].T @ cut["v"], None
 
-    def layer(hidden, weights):
-        weights = of_layer(weights)
-        return jnp.tanh(hidden @ weights["w"] + weights["b"][None]), None
 
-    hidden, _ = lax.scan(jax.checkpoint(layer), hidden, params["layers"])
-    return jnp.sum(hidden**2, -1)
+def gathered(layer, h, stack, options=None):
+    """A scan that gathers each layer in its turn."""
+
+    def step(h, p):
+        return layer(h, {**p, "cut": jc.all_gather(p["cut"], "data", options=options)})
+
+    return lax.scan(jax.checkpoint(step), h, stack)
+
+
+def ahead(layer, h, stack, options=None):
+    return jc.scan_layers(layer, h, stack, "data", options=options)
 
 
 def mean(errors, mask):
@@ -55,39 +60,46 @@ def weighted(errors, mask):
     return jc.WeightedLoss(jnp.sum(errors * mask), jnp.sum(mask))
 
 
-def in_shards(n=8, mesh=None):
-    mesh = mesh or mesh_of(n)
-    embedding = jc.shard(PARAMS["embedding"], "data", mesh=mesh)
-    return {
-        "embedding": embedding,
-        "layers": jc.shard(PARAMS["layers"], "data", stacked=True, mesh=mesh),
-    }
+def loss_of(kind, scan, gather=lambda tree: tree):
+    """Of a number for each row: what all layers, run through by a scan, make of it."""
+
+    def loss(params, x, mask):
+        ends, stack = gather(params["ends"]), {"cut": params["layers"], "b": params["b"]}
+        h, _ = scan(layer, x @ ends["w"] * ends["scale"], stack)
+        return kind(jnp.sum(h**2, -1), mask)
+
+    return loss
 
 
-def gathering(loss, options=None):
-    """The same loss of parameters in shards: the embedding at once, each layer in its turn."""
+def gathering(kind=mean, scan=gathered, options=None):
+    """The same loss of parameters in shards."""
     gather = functools.partial(jc.all_gather, axis_name="data", options=options)
-
-    def of_shards(shards, x, mask):
-        params = {**shards, "embedding": gather(shards["embedding"])}
-        return loss(errors(params, x, gather), mask)
-
-    return of_shards
+    return loss_of(kind, functools.partial(scan, options=options), gather)
 
 
 @functools.cache
-def on_one_device(loss):
+def on_one_device(kind):
     def number(params):
-        results = loss(errors(params, X), MASK)
-        return results.total / results.weight if isinstance(results, jc.WeightedLoss) else results
+        found = loss_of(kind, lax.scan)(params, X, MASK)
+        return found.total / found.weight if isinstance(found, jc.WeightedLoss) else found
 
     return jax.jit(jax.value_and_grad(number))(PARAMS)
 
 
-def is_right(value, grads, loss=mean):
-    want, want_grads = on_one_device(loss)
+def in_shards(n=8, mesh=None):
+    mesh = mesh or mesh_of(n)
+    ends = jc.shard(PARAMS["ends"], "data", mesh=mesh)
+    return {
+        **PARAMS,
+        "ends": ends,
+        "layers": jc.shard(PARAMS["layers"], "data", stacked=True, mesh=mesh),
+    }
+
+
+def is_right(value, grads, kind=mean):
+    want, want_grads = on_one_device(kind)
     np.testing.assert_allclose(value, np.full(np.shape(value), want), rtol=1e-5)
-    close(jc.unshard(grads), want_grads)
+    close({k: jc.unshard(x) if k != "b" else x for k, x in grads.items()}, want_grads)
 
 
 def in_rows(n, tree):
@@ -110,38 +122,69 @@ def out_of_rows(shards):
     return jax.tree.map(whole, shards)
 
 
+CASES = {
+    "vmap": [(mean, gathered, "auto"), (weighted, ahead, "auto")],
+    "pmap": [(total, gathered, "halving_doubling"), (mean, ahead, "auto")],
+    "checked": [(weighted, gathered, "auto"), (total, ahead, "ring")],
+    "unchecked": [(mean, gathered, "shuffle"), (weighted, ahead, "packed")],
+}
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_gradients_keep_their_shards(runner):
-    n = 3
-    cases = [(mean, "auto"), (weighted, "auto")]
-    cases += {"checked": [(total, "ring")], "unchecked": [(mean, "shuffle")],
-              "pmap": [(total, "halving_doubling")]}.get(runner, [])  # fmt: skip
+    n, whole = 3, in_shards(3)
+    cut = {k: whole[k] for k in ("ends", "layers")}
 
-    def steps(shards, x, mask):
+    def steps(cut, x, mask):
         results = []
-        for loss, name in cases:
-            options, op = OPTIONS[name], "sum" if loss is total else "mean"
-            f = gathering(loss, options=options)
-            take = jc.value_and_grad(f, "data", reduce_op=op, options=options)
-            results.append(take(shards, x, mask))
+        for kind, scan, name in CASES[runner]:
+            options, op = OPTIONS[name], "sum" if kind is total else "mean"
+            loss = gathering(kind, scan, options)
+            take = jc.value_and_grad(loss, "data", reduce_op=op, options=options)
+            results.append(take({**cut, "b": PARAMS["b"]}, x, mask))
         return results
 
-    shards = in_shards(n)
-    results = per_replica(runner, steps, n, in_rows(n, shards), *split(n, (X, MASK)))
-    for (loss, _), (value, grads) in zip(cases, results, strict=True):
-        assert jax.tree.structure(grads) == jax.tree.structure(shards)
-        is_right(value, out_of_rows(grads), loss)
+    results = per_replica(runner, steps, n, in_rows(n, cut), *split(n, (X, MASK)))
+    for (kind, _, _), (value, grads) in zip(CASES[runner], results, strict=True):
+        assert jax.tree.structure(grads) == jax.tree.structure(whole)
+        grads = {k: x[0] if k == "b" else out_of_rows(x) for k, x in grads.items()}
+        is_right(value, grads, kind)
+
+
+@pytest.mark.parametrize("scan", [gathered, ahead])
+def test_microbatches_add_in_shards(scan):
+    """Each piece's gradients are reduce-scattered: whole ones would have no room."""
+    ring, kinds = OPTIONS["ring"], (mean, weighted)
+
+    def steps(*args):
+        more = {"batch_argnums": (1, 2), "options": ring}
+        losses = [gathering(kind, scan, ring) for kind in kinds]
+        return [jc.accumulate(loss, "data", 3, **more)(*args) for loss in losses]
+
+    step = jc.data_parallel(steps, mesh=mesh_of(4), batch_argnums=(1, 2))
+    for kind, results in zip(kinds, step(in_shards(4), X, MASK), strict=True):
+        is_right(*results, kind)
+
+
+@pytest.mark.parametrize("scan", [gathered, ahead])
+def test_hybrid_shards_are_right(scan):
+    """Hybrid sharding: the gradients of the copies are reduced, and nothing else is."""
+    mesh, both = grid(2, 4), ("node", "data")
+    over = lambda *args, options: jc.scan_layers(*args, both) if scan is ahead else scan(*args)
+    step = jc.value_and_grad(gathering(scan=over), both)
+    step = jc.data_parallel(step, mesh=mesh, axis_name=both, batch_argnums=(1, 2))
+    is_right(*step(in_shards(mesh=mesh), X, MASK))
 
 
 def test_traffic_is_gathers_and_scatters():
-    step = jc.data_parallel(jc.value_and_grad(gathering(mean), "data"), batch_argnums=(1, 2))
+    step = jc.data_parallel(jc.value_and_grad(gathering(), "data"), batch_argnums=(1, 2))
     shards = in_shards()
     value, grads = step(shards, X, MASK)
     is_right(value, grads)
-    assert grads["layers"].parts[0].sharding.spec == PartitionSpec(None, "data")
-    # Of an embedding the backward pass needs nothing again; of layers it does.
-    sizes = {name: x.layout.nbytes for name, x in shards.items()}
-    expected = 7 * (2 * sizes["embedding"] + LAYERS * 3 * sizes["layers"])
+    assert grads["layers"].parts[0].sharding.spec == P(None, "data")
+    # Of the ends the backward pass needs nothing again; of layers it does.
+    ends, layers = (shards[name].layout.nbytes for name in ("ends", "layers"))
+    expected = 7 * (2 * ends + LAYERS * 3 * layers) + 2 * 7 * PARAMS["b"].nbytes // 8
     report = jc.inspect(step, shards, X, MASK)
     loss_alone = 2 * 7 * 4  # of which all replicas have the mean; 7/8 of it rounds up
     assert expected <= report.wire_bytes <= expected + loss_alone
@@ -149,48 +192,24 @@ def test_traffic_is_gathers_and_scatters():
     assert kinds == ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter", "all_reduce"]
 
 
-def test_microbatches_add_in_shards():
-    """Each piece's gradients are reduce-scattered: whole ones would have no room."""
-    ring, losses = OPTIONS["ring"], (mean, weighted)
-    more = {"batch_argnums": (1, 2), "options": ring}
-
-    def steps(*args):
-        calls = [jc.accumulate(gathering(f, options=ring), "data", 3, **more) for f in losses]
-        return [call(*args) for call in calls]
-
-    step = jc.data_parallel(steps, mesh=mesh_of(4), batch_argnums=(1, 2))
-    for loss, results in zip(losses, step(in_shards(4), X, MASK), strict=True):
-        is_right(*results, loss)
-
-
-def test_hybrid_shards_are_right():
-    """Hybrid sharding: the gradients of the copies are reduced, and nothing else is."""
-    mesh, both = grid(2, 4), ("node", "data")
-    step = jc.value_and_grad(gathering(mean), both)
-    step = jc.data_parallel(step, mesh=mesh, axis_name=both, batch_argnums=(1, 2))
-    is_right(*step(in_shards(mesh=mesh), X, MASK))
-
-
 def test_plain_grad_follows_types():
     """In a checked program the gathered tree is the same everywhere, and its derivative too."""
-    loss = gathering(mean)
+    loss = gathering()
 
     def step(shards, x, mask):
-        assert not _compat.varying_axes(jc.all_gather(shards["embedding"], "data")["w"])
+        assert not _compat.varying_axes(jc.all_gather(shards["ends"], "data")["w"])
         mine = jax.grad(lambda s: lax.pmean(loss(s, x, mask), "data"))(shards)
         return mine, jax.grad(lambda s: loss(s, x, mask))(shards)
 
-    rows, of = PartitionSpec("data"), {"embedding": PartitionSpec("data")}
-    of["layers"] = PartitionSpec(None, "data")
+    rows, of = P("data"), {"ends": P("data"), "layers": P(None, "data"), "b": P()}
     of_mean, of_sum = mapped(step, (of, rows, rows), (of, of))(in_shards(4), X, MASK)
-    _, want = on_one_device(mean)
-    close(jc.unshard(of_mean), want)
-    close(jc.unshard(of_sum), jax.tree.map(lambda x: 4 * x, want))
+    is_right(on_one_device(mean)[0], of_mean)
+    is_right(on_one_device(mean)[0], jax.tree.map(lambda x: x / 4, of_sum))
 
 
 def test_cast_before_gather_travels():
     def loss(shards, x, mask):
-        half = jax.tree.map(lambda part: part.astype(jnp.bfloat16), shards["embedding"])
+        half = jax.tree.map(lambda part: part.astype(jnp.bfloat16), shards["ends"])
         tree = jc.all_gather(half, "data")
         assert {leaf.dtype.name for leaf in jax.tree.leaves(tree)} == {"bfloat16"}
         return jnp.mean((x.astype(jnp.bfloat16) @ tree["w"]).astype("f") ** 2)
@@ -199,8 +218,8 @@ def test_cast_before_gather_travels():
     shards = in_shards()
     _, grads = step(shards, X, MASK)
     assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
-    want = jax.grad(lambda w: jnp.mean((X @ w) ** 2))(PARAMS["embedding"]["w"])
-    got = jc.unshard(grads)["embedding"]["w"]
+    want = jax.grad(lambda w: jnp.mean((X @ w) ** 2))(PARAMS["ends"]["w"])
+    got = jc.unshard(grads)["ends"]["w"]
     np.testing.assert_allclose(got, want, rtol=0.05, atol=0.02 * np.abs(want).max())
     requested = step.lower(shards, X, MASK).as_text()
     gathers = [line for line in requested.splitlines() if "stablehlo.all_gather" in line]
@@ -221,14 +240,14 @@ REDUCTIONS = {
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_sharded_gradients_are_reduced_once(name):
     def step(shards, x, mask):
-        _, grads = jc.value_and_grad(gathering(mean), "data")(shards, x, mask)
+        _, grads = jc.value_and_grad(gathering(), "data")(shards, x, mask)
         return REDUCTIONS[name](grads, axis_name="data")
 
     wrapped = jc.data_parallel(step, batch_argnums=(1, 2))
     match = (
         r"`lax.psum` over 'data' .*: these are shards of a sum that is already reduced"
         if name == "lax"
-        else rf"`{name}`: leaf \['embedding'\] is `Shards` along 'data': each .* reduced already"
+        else rf"`{name}`: leaf \['ends'\] is `Shards` along 'data': each .* reduced already"
     )
     with pytest.raises(ValueError, match=match):
         wrapped(in_shards(), X, MASK)
@@ -236,12 +255,12 @@ def test_sharded_gradients_are_reduced_once(name):
 
 def test_wrong_shard_uses_are_refused():
     shards, mine = in_shards(), functools.partial(jc.data_parallel, batch_argnums=1)
-    scattered = jc.value_and_grad(gathering(mean), "data", scatter=True)
+    scattered = jc.value_and_grad(gathering(), "data", scatter=True)
     for message, step, args in (
         (r"Shards of 3 stacked layers, too large to gather at once",
-         mine(lambda s, x: jc.all_gather(s, "data")), (shards, X)),
+         mine(lambda s, x: jc.all_gather(s["layers"], "data")), (shards, X)),
         (r"`Shards` and arrays, and the arrays would become n",
-         mine(lambda s, x: jc.all_gather((s["embedding"], x), "data")), (shards, X)),
+         mine(lambda s, x: jc.all_gather((s["ends"], x), "data")), (shards, X)),
         (r"scatter=True: .* `Shards` along 'data'. The gradient of Shards is Shards without",
          jc.data_parallel(scattered, batch_argnums=(1, 2)), (shards, X, MASK)),
         (r"Shards of 8 replicas along 'data' do not fit the mesh \(data=4\)",

@@ -51,13 +51,10 @@ class Traffic:
         """Make the gather of each group of leaves that share packs; its result is *varying*."""
         layers = self.stack.layers
         ahead = min(ahead, layers)
-        when = (
-            f"gathered {pluralize(ahead, 'layer')} ahead of its use"
-            if ahead
-            else "where it is used"
-        )
+        of_use = f"gathered {pluralize(ahead, 'layer')} ahead of its use"
         # The backward pass begins with the last layers, which are still gathered then.
-        when += f" in the forward pass ({layers}), and again in the backward pass"
+        when = f"{of_use if ahead else 'where it is used'} in the forward pass ({layers}), "
+        when += "and again in the backward pass"
 
         def make_gather(members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
             leaves = self._leaves(members, axes)
@@ -81,10 +78,8 @@ class Traffic:
 
         Gradients have the type of the gathered leaves on the wire, and then the leaves' own.
         """
-        return {
-            members: self._make_scatter(members, axes)
-            for members, axes in self._groups(wanted).items()
-        }
+        groups = self._groups(wanted)
+        return {members: self._make_scatter(members, axes) for members, axes in groups.items()}
 
     def _make_scatter(self, members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
         world, over = self.scope.world(axes), tuple(axes)

@@ -5,9 +5,8 @@ Each layer's parameters are gathered before it runs; its gradients are reduce-sc
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +14,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from jaxcoll import _compat
-from jaxcoll._collectives.scope import (
-    Differentiation,
-    differentiation,
-    resolve_axes,
-    scope_here,
-    show_axes,
-)
+from jaxcoll._collectives.scope import differentiation, resolve_axes, scope_here, show_axes
 from jaxcoll._gradients.layers.exchange import Arrays, Traffic
 from jaxcoll._gradients.layers.layer_program import (
     Residuals,
@@ -32,7 +25,7 @@ from jaxcoll._gradients.layers.layer_program import (
 )
 from jaxcoll._gradients.layers.schedule import Schedule
 from jaxcoll._gradients.layers.stack import CALLER, make_stack
-from jaxcoll._plan.checks import count, show
+from jaxcoll._plan.checks import count, refuse
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 
 _PARTLY = """\
@@ -41,30 +34,15 @@ must reduce gradients over the same axes. Give both the same `axis_name`; if a l
 only some of the axes, say so in `sharded`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ScanOptions:
-    """The checked arguments of `jc.scan_layers`."""
-
-    reduce_op: ReduceOp
-    gather_dtype: Any = None
-    ahead: int = 1
-    remat: Any = True
-    unroll: int = 1
-
-    def __post_init__(self) -> None:
-        count("ahead", " number of layers (0: gathered where they are used)", self.ahead)
-        if count("unroll", " number of layers", self.unroll) < 1:
-            raise ValueError(f"`unroll` must be at least 1; got {self.unroll!r}.")
-        if not isinstance(self.remat, bool) and not callable(self.remat):
-            raise ValueError(
-                "`remat` must be True, False or a policy of `jax.checkpoint_policies`; got "
-                f"{show(self.remat)}."
-            )
-        if self.gather_dtype is not None and not _is_float(self.gather_dtype):
-            raise ValueError(
-                "`gather_dtype` must be None or a floating type, such as `jnp.bfloat16`; got "
-                f"{show(self.gather_dtype)}."
-            )
+def _check_arguments(gather_dtype: Any, ahead: Any, remat: Any, unroll: Any) -> None:
+    count("ahead", " number of layers (0: gathered where they are used)", ahead)
+    if count("unroll", " number of layers", unroll) < 1:
+        refuse("unroll", "at least 1", unroll)
+    if not isinstance(remat, bool) and not callable(remat):
+        refuse("remat", "True, False or a policy of `jax.checkpoint_policies`", remat)
+    if gather_dtype is not None and not _is_float(gather_dtype):
+        what = "None or a floating type, such as `jnp.bfloat16`"
+        refuse("gather_dtype", what, gather_dtype)
 
 
 def _is_float(dtype: Any) -> bool:
@@ -148,31 +126,25 @@ def scan_layers(
       >>> jax.vmap(replica, axis_name="data")(rows, jnp.ones((2, 2)))[0].tolist()
       [789.0, 1785.0]
     """
-    scan = ScanOptions(ReduceOp.of(reduce_op), gather_dtype, ahead, remat, unroll)
-    scope = scope_here()
+    op, scope, inside = ReduceOp.of(reduce_op), scope_here(), differentiation()
+    _check_arguments(gather_dtype, ahead, remat, unroll)
     axes = resolve_axes(scope.choose_axes(axis_name, "jc.scan_layers"), CALLER)
-    inside = _enclosing(axes, scan.reduce_op)
-    scope = scope.merge(inside.options if inside else None).merge(check_options(options))
+    # Inside of a loss, the enclosing `value_and_grad` reduces gradients over the same axes.
+    if inside is not None and set(inside.axes).isdisjoint(axes):
+        inside = None
+    if inside is not None:
+        if set(inside.axes) != set(axes):
+            raise ValueError(_PARTLY.format(axes=show_axes(axes), outer=show_axes(inside.axes)))
+        inside.check_mean(op, axes, CALLER)
+        op, scope = ReduceOp.SUM, scope.merge(inside.options)
+    scope = scope.merge(check_options(options))
     stack = make_stack(stacked, sharded, axes)
     user_layer = UserLayer(layer, *flatten_carry(carry), stack)
-    first, varying, program, captured = user_layer.program(axes, scan.gather_dtype)
-    op = ReduceOp.SUM if inside else scan.reduce_op
-    traffic = Traffic(stack, axes, op, scan.gather_dtype, bool(inside), scope)
-    gathers = traffic.gathers(scan.ahead)
-    schedule = Schedule(stack.layers, scan.ahead, scan.unroll, program, gathers, varying)
-    run = _differentiable(schedule, traffic, scan.remat)
+    first, varying, program, captured = user_layer.program(axes, gather_dtype)
+    traffic = Traffic(stack, axes, op, gather_dtype, bool(inside), scope)
+    schedule = Schedule(stack.layers, ahead, unroll, program, traffic.gathers(ahead), varying)
+    run = _differentiable(schedule, traffic, remat)
     return user_layer.result(*run(first, traffic.retype(varying), captured))
-
-
-def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
-    """Find the differentiation around this call, which reduces gradients over `axes`, if any."""
-    inside = differentiation()
-    if inside is None or not set(inside.axes).intersection(axes):
-        return None
-    if set(inside.axes) != set(axes):
-        raise ValueError(_PARTLY.format(axes=show_axes(axes), outer=show_axes(inside.axes)))
-    inside.check_mean(reduce_op, axes, CALLER)
-    return inside
 
 
 def _differentiable(

@@ -87,8 +87,11 @@ def make_stack(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
     _check_layers(names, arrays)
     if not any(over):
         raise ValueError(_NOTHING)
-    treedef = jax.tree.structure(stacked)
-    return Stack(tuple(names), tuple(_check_whole(names, arrays, over, axes)), tuple(over), treedef)
+    # Whole leaves must be equal on all replicas; without types, a mark on the first array says so.
+    leaves = zip(names, arrays, over, strict=True)
+    whole = {k: x for k, x, cut in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and not cut}
+    arrays[0] = check_same(arrays[0], whole, axes, CALLER)
+    return Stack(tuple(names), tuple(arrays), tuple(over), jax.tree.structure(stacked))
 
 
 def _leaf_range(shards: Shards, k: int) -> str:
@@ -106,8 +109,7 @@ def _notes(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
         ]
     misfit = f"`{CALLER}`: `sharded` is a tree that does not fit `stacked`"
     notes = broadcast_prefix(sharded, stacked, misfit, _is_names)
-    odd = [note for note in notes if not (isinstance(note, bool | str) or _is_names(note))]
-    if odd:
+    if odd := [x for x in notes if not (isinstance(x, bool | str) or _is_names(x))]:
         raise ValueError(
             f"`{CALLER}` expects `sharded` to be True, False, an axis or a tuple of axes, or a "
             f"tree of these; got {odd[0]!r}."
@@ -173,8 +175,7 @@ def _axes_of_rows(
     inside = differentiation()
     typed = [a for a in axes if _compat.tracks_variance(a) and a not in loss_axes()]
     over = () if note is False else tuple(axes) if note in (None, True) else _list_names(note)
-    unknown = [a for a in over if a not in axes]
-    if unknown:
+    if unknown := [a for a in over if a not in axes]:
         raise ValueError(
             f"`{CALLER}` over {show_axes(axes)}: `sharded` names {unknown[0]!r} for {where(name)}, "
             "which is not among these axes."
@@ -189,29 +190,17 @@ def _axes_of_rows(
     varying = _compat.varying_axes(array)
     # Rows of one replica differ from those of others. What is the same on all is whole: a gather
     # would put it n times behind itself.
-    same = [a for a in over if a in typed and a not in varying and axes[a] > 1]
-    if same:
-        raise AlreadyReducedError(
-            _WHOLE.format(axis=same[0], leaf=where(name), n=count({a: axes[a] for a in same}))
-        )
-    differ = [a for a in axes if a not in over and a in typed and a in varying]
-    if differ:
+    if same := {a: axes[a] for a in over if a in typed and a not in varying and axes[a] > 1}:
+        fields = {"axis": next(iter(same)), "leaf": where(name), "n": count(same)}
+        raise AlreadyReducedError(_WHOLE.format(**fields))
+    if differ := [a for a in axes if a not in over and a in typed and a in varying]:
         raise ValueError(_DIFFERS.format(leaf=where(name), axes=show_axes(differ)))
-    untyped = [a for a in over if not _compat.tracks_variance(a)]
-    if inside is not None and set(untyped) & set(inside.axes):
-        raise ValueError(_UNTYPED_GRADIENT.format(axis=untyped[0], leaf=where(name)))
-    if note is None and untyped:
-        raise ValueError(_UNSAID.format(axis=untyped[0], leaf=where(name)))
+    if untyped := [a for a in over if not _compat.tracks_variance(a)]:
+        is_mixed = inside is not None and not set(untyped).isdisjoint(inside.axes)
+        if is_mixed or note is None:
+            words = _UNTYPED_GRADIENT if is_mixed else _UNSAID
+            raise ValueError(words.format(axis=untyped[0], leaf=where(name)))
     return over
-
-
-def _check_whole(
-    names: Sequence[str], arrays: list[jax.Array], over: Sequence[Any], axes: Mapping[str, int]
-) -> list[jax.Array]:
-    """Check that whole leaves are equal on all replicas; return the arrays, the first marked."""
-    leaves = zip(names, arrays, over, strict=True)
-    whole = {k: x for k, x, cut in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and not cut}
-    return [check_same(arrays[0], whole, axes, CALLER), *arrays[1:]]
 
 
 def _join(shards: Shards) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -31,6 +31,15 @@ class Dataflow:
     iteration: bits are only added, so that the analysis ends.
     """
 
+    constant: Callable[[Any], int]  # the fact of a program's constant
+    # From an equation and the facts of its operands to those of its results
+    equation: Callable[[JaxprEqn, list[int], Jaxpr], list[int]]
+    opaque: Callable[[JaxprEqn, list[int]], list[int]]  # the same, if it runs programs somehow
+    # The fact of a value that depends on a condition with the first fact
+    select: Callable[[int, int, JaxprEqn], int]
+    # Refuses programs of a branch or loop for the fact of its condition
+    check_choice: Callable[[int, Sequence[Any], JaxprEqn, Sequence[int]], None]
+
     def __init__(self) -> None:
         # From a program's id and the facts of its inputs to the program, kept alive for its id, and
         # the facts of its outputs
@@ -53,27 +62,6 @@ class Dataflow:
     def forget(self) -> None:
         """Read programs anew, after a fact changed that is none of their inputs."""
         self._read.clear()
-
-    def constant(self, var: Any) -> int:
-        raise NotImplementedError
-
-    def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
-        """Find the facts of an equation's results, from those of its operands."""
-        raise NotImplementedError
-
-    def select(self, by: int, fact: int, eqn: JaxprEqn) -> int:
-        """Find the fact of a value that depends on a condition with the fact `by`."""
-        raise NotImplementedError
-
-    def check_choice(
-        self, by: int, bodies: Sequence[Any], eqn: JaxprEqn, ins: Sequence[int]
-    ) -> None:
-        """Check the programs of a branch or loop, whose condition has the fact `by`."""
-        raise NotImplementedError
-
-    def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
-        """Find the facts of the results of an equation that runs programs in an unknown way."""
-        raise NotImplementedError
 
     def read_programs(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         """Find the facts of the results of an equation that runs programs."""

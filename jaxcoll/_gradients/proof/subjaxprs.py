@@ -72,7 +72,6 @@ def ends_in_error(program: Any) -> bool:
 
 
 def is_ref(atom: Any) -> bool:
-    """True if a variable is a mutable reference."""
     return hasattr(atom.aval, "inner_aval")
 
 

@@ -238,17 +238,14 @@ def check_reducible(path: str, dtype: np.dtype, caller: str = "all_reduce") -> N
 
 
 def is_reducible(dtype: np.dtype) -> bool:
-    """Return whether `check_reducible` accepts the type."""
     return not _why_not_reducible(dtype)
 
 
 def is_array(value: Any) -> bool:
-    """True if `value` is an array or a number."""
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
 def is_key(value: Any) -> bool:
-    """True if `value` is an array of typed PRNG keys."""
     return jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
 
 
