@@ -61,32 +61,35 @@ def test_page_code_runs(page, tmp_path, python):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.product
-def test_shown_report_is_printed(tmp_path, python):
-    page = (ROOT / "docs/reading_a_report.md").read_text()
-    code, shown = (
+def shown_first(path):
+    """The first Python of a page, and the first text that it shows."""
+    page = (ROOT / path).read_text("utf8")
+    return page, *(
         re.search(f"^```{kind}\n(.*?)^```", page, re.M | re.S)[1] for kind in ("python", "text")
     )
+
+
+def run_as_users(python, code, tmp_path, form, *words):
     # A file, because Python from 3.13 on finds the lines of `-c` as well, and older ones do not.
     (tmp_path / "train.py").write_text(code)
-    as_users_do = AS_USERS_COMPILE + forks.SCRIPT
-    done = python.run(as_users_do, "train.py", cwd=tmp_path, XLA_FLAGS="")
+    done = python.run(AS_USERS_COMPILE + form, *words, cwd=tmp_path, XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.product
+def test_shown_report_is_printed(tmp_path, python):
+    _, code, shown = shown_first("docs/reading_a_report.md")
+    done = run_as_users(python, code, tmp_path, forks.SCRIPT, "train.py")
     # What differs from machine to machine is left out, by "…".
     assert re.fullmatch(re.escape(shown).replace("…", ".*"), done.stdout), done.stdout
 
 
 @pytest.mark.product
 def test_readme_table_is_printed(tmp_path, python):
-    readme = (ROOT / "README.md").read_text("utf8")
-    code, shown = (
-        re.search(f"^```{kind}\n(.*?)^```", readme, re.M | re.S)[1] for kind in ("python", "text")
-    )
+    readme, code, shown = shown_first("README.md")
     command = re.search(r"^jaxcoll (inspect .*?train\.py)", readme, re.M)[1].split()
-    (tmp_path / "train.py").write_text(code)
-    as_users_do = AS_USERS_COMPILE + forks.COMMAND
-    done = python.run(as_users_do, "jaxcoll", *command, cwd=tmp_path, XLA_FLAGS="")
-    assert done.returncode == 0, done.stderr
+    done = run_as_users(python, code, tmp_path, forks.COMMAND, "jaxcoll", *command)
     columns, row, place = (line.split() for line in shown.splitlines())
     table = [line.split() for line in done.stderr.splitlines()]
     begin = table.index(columns)

@@ -93,12 +93,12 @@ def check_limits(limits: Mapping[str, Any]) -> dict[str, Any]:
     for name, limit in limits.items():
         if limit is None:
             continue
-        if name in _NUMBERS and (type(limit) is not int or limit < 0):
-            raise ValueError(f"`{name}` must be None or an integer of at least 0; got {limit!r}.")
         if name in _NAMES:
             limit = {limit} if isinstance(limit, str) else set(limit)
             for invalid in (x for x in limit if not _is_name(name, x)):
                 raise ValueError(f"`{name}` may name {_NAMES[name]}; got {invalid!r}.")
+        elif name in _NUMBERS and (type(limit) is not int or limit < 0):
+            raise ValueError(f"`{name}` must be None or an integer of at least 0; got {limit!r}.")
         given[name] = limit
     if not given:
         names = ", ".join([*_NUMBERS, "none_in_loops", *_NAMES])

@@ -99,11 +99,6 @@ def sharded_optimizer(x, w):
     return w - lax.psum_scatter(g, "d", tiled=True)
 
 
-@mapped([((8 * 4096, 512), F32), ((8 * 1000, 7), F32)], (P("d"), P("d")), (P("d"), P("d")))
-def scatters(x, y):
-    return lax.psum_scatter(x, "d", tiled=True), lax.psum_scatter(y, "d", tiled=True)
-
-
 @mapped(
     [((8 * 8 * 64, 128), BF16), ((8, 128, 512), BF16), ((8, 512, 128), BF16)], (P("d"),) * 3, P("d")
 )
@@ -111,15 +106,6 @@ def experts(tokens, up, down):
     routed = lax.all_to_all(tokens.reshape(8, 64, 128), "d", 0, 0, tiled=True)
     done = jnp.tanh(routed.reshape(-1, 128) @ up[0]) @ down[0]
     return lax.all_to_all(done.reshape(8, 64, 128), "d", 0, 0, tiled=True).reshape(-1, 128)
-
-
-@mapped([((8, 128, 512), BF16), ((8 * 8 * 64, 128), BF16)], (P("d"), P("d")), P("d"))
-def expert_gradients(up, tokens):
-    def loss(up):
-        routed = lax.all_to_all(tokens.reshape(8, 64, 128), "d", 0, 0, tiled=True)
-        return jnp.sum(lax.all_to_all(jnp.tanh(routed @ up[0]), "d", 0, 0, tiled=True).astype(F32))
-
-    return jax.grad(loss)(up)
 
 
 @mapped([((8 * 64, 128), F32), ((8 * 64, 128), F32), ((64,), jnp.int32)], (P("d"),) * 3, P("d"))
@@ -141,16 +127,6 @@ def zeros(q):
 ROWS = [((8 * 128, 256), BF16)] * 3
 
 
-@mapped(ROWS, (P("d"),) * 3, P("d"))
-def ring_attention_unrolled(q, k, v):
-    state = zeros(q)
-    for turn in range(8):
-        state = attend(q, k, v, state)
-        if turn < 7:
-            k, v = lax.ppermute((k, v), "d", AROUND)
-    return state[0] / state[1]
-
-
 def attend_in_turns(q, k, v):
     def turn(carry, _):
         k, v, state = carry
@@ -166,25 +142,6 @@ mapped(ROWS, (P("d"),) * 3, P("d"))(attend_in_turns)
 @mapped(ROWS, (P("d"),) * 3, P("d"))
 def ring_attention_gradients(q, k, v):
     return jax.grad(lambda q: jnp.sum(attend_in_turns(q, k, v)))(q)
-
-
-@mapped([((8, 256, 256), BF16), ((6, 64, 256), BF16)], (P("d"), P()), P(), check_vma=False)
-def pipeline_scanned(w, batches):
-    def tick(x, batch):
-        x = jnp.tanh(jnp.where(lax.axis_index("d") == 0, batch, x) @ w[0])
-        return lax.ppermute(x, "d", AROUND[:-1]), x
-
-    _, out = lax.scan(tick, jnp.zeros_like(batches[0]), batches)
-    return lax.psum(out, "d")
-
-
-@mapped([((8, 64, 256), F32), ((256, 256), F32)], (P("d"), P()), P(), check_vma=False)
-def accumulated(x, w):
-    def micro(total, x):
-        return total + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), None
-
-    total, _ = lax.scan(micro, jnp.zeros_like(w), jnp.broadcast_to(x, (4, *x.shape)))
-    return lax.psum(total, "d")
 
 
 @mapped([((8, 256), F32)], (P("d"),), P("d"), check_vma=False)
@@ -209,12 +166,6 @@ def nested_loops(x):
         return lax.ppermute(x, "d", AROUND), None
 
     return lax.scan(outer, x, None, length=4)[0]
-
-
-@mapped([((8 * 512, 256), F32)], (P(("a", "b")),), P(), axes="ab", check_vma=False)
-def hierarchical(x):
-    part = lax.psum(lax.psum_scatter(x, "b", tiled=True), "a")
-    return lax.all_gather(part, "b", tiled=True)
 
 
 @mapped(

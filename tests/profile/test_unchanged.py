@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import json
 import os
 import re
 import signal
@@ -167,30 +166,6 @@ def test_run_changes_no_program(case, tmp_path):
         assert plain[0] == 0, plain[2]
     if case != "listeners removed":
         assert "failed" not in " ".join(under[2]), "none of our hooks fails"
-
-
-IN_A_BLOCK = """
-import contextlib, io, json, pathlib, re
-import jaxcoll as jc
-for case, code in json.loads(pathlib.Path("cases.json").read_text()).items():
-    seen = []
-    for watched in (contextlib.nullcontext(jc), jc.inspecting()):
-        said = io.StringIO()
-        with watched as programs, contextlib.redirect_stdout(said):
-            exec(compile(code, case, "exec"), {"__name__": "other"})
-        seen.append(re.sub("0x[0-9a-f]+", "", said.getvalue()))
-    assert seen[0] == seen[1], (case, seen)
-    assert programs.notes == (), (case, programs.notes)
-    print(case)
-"""
-
-
-def test_block_changes_no_program(tmp_path):
-    ended = {*ALONE, "forks", "signals", "listeners removed"}
-    cases = {case: source(case) for case in PROGRAMS if case not in ended}
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    done = forks.with_commands().run(IN_A_BLOCK, "", cwd=tmp_path, JAX_PLATFORMS="cpu")
-    assert done.stdout.splitlines() == [*cases], done.stderr
 
 
 def summed(fun):

@@ -59,30 +59,20 @@ def cost(name, sizes, nbytes, rates=None, shards=0):
     return price_array(stages(name, shards, sizes), nbytes, sizes, rates or example())
 
 
-@pytest.mark.parametrize(
-    ("name", "n", "calls", "steps"),
-    [
-        ("native", 8, 1, 6),
-        ("ring", 8, 14, 14),
-        ("halving_doubling", 8, 5, 5),
-        ("shuffle", 8, 2, 6),
-        ("ring", 6, 10, 10),
-    ],
-)
-def test_the_standard_formulas(name, n, calls, steps):
-    found = cost(name, (n,), 48_000_000)
-    assert found.latency == pytest.approx(calls * 1e-7 + steps * 1e-6)
-    assert found.bandwidth == pytest.approx(2 * (n - 1) / n * 48e6 * 1e-9)
-    assert found.reduction == pytest.approx((n - 1) / n * 48e6 * 1e-10)
-
-
-def test_few_owners_send_more():
-    found = cost("shuffle", (8,), 8_000_000, shards=2)
-    assert found.latency == pytest.approx(14 * 1.1e-6)
-    assert found.bandwidth == pytest.approx((1 + 7) * 4e6 * 1e-9)
+def test_the_standard_formulas():
+    for name, n, calls, steps in [
+        ("native", 8, 1, 6), ("ring", 8, 14, 14), ("halving_doubling", 8, 5, 5),
+        ("shuffle", 8, 2, 6), ("ring", 6, 10, 10),
+    ]:  # fmt: skip
+        found = cost(name, (n,), 48_000_000)
+        assert found.latency == pytest.approx(calls * 1e-7 + steps * 1e-6)
+        assert found.bandwidth == pytest.approx(2 * (n - 1) / n * 48e6 * 1e-9)
+        assert found.reduction == pytest.approx((n - 1) / n * 48e6 * 1e-10)
 
 
 def test_hierarchy_sends_shards_between_hosts():
+    few = cost("shuffle", (8,), 8_000_000, shards=2)  # few owners send more
+    assert (few.latency, few.bandwidth) == pytest.approx((14 * 1.1e-6, (1 + 7) * 4e6 * 1e-9))
     nbytes = 64_000_000
     two = cost("native/ring", (4, 8), nbytes)
     assert two.bandwidth == pytest.approx(1.75 * nbytes * 1e-9 + 1.5 * nbytes / 8 * 1e-8)
@@ -133,20 +123,17 @@ def test_single_leaf_is_not_copied():
     assert plan.predicted.copy == pytest.approx(2 * rates.slice + 2 * 48 * rates.copy)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "times", "calls", "of"),
-    [
+def test_combined_arrays_are_one_call():
+    rates = example(array=1e-9, combine=10**7)
+    for nbytes, times, calls, of in [
         (1000, 200, 1, 200_000),
         (8, 600, 3, 1600),  # 256 operands at most
         (10**8, 1, 1, 10**8),
         (5 * 10**6, 4, 2, 10**7),
-    ],
-)
-def test_combined_arrays_are_one_call(nbytes, times, calls, of):
-    rates = example(array=1e-9, combine=10**7)
-    found = price_loads({(NATIVE, nbytes, 0): times}, (8,), rates)
-    together = calls * cost("native", (8,), of, rates).seconds
-    assert found.seconds == pytest.approx(together + times * 1e-9)
+    ]:
+        found = price_loads({(NATIVE, nbytes, 0): times}, (8,), rates)
+        together = calls * cost("native", (8,), of, rates).seconds
+        assert found.seconds == pytest.approx(together + times * 1e-9)
 
 
 @given(
@@ -288,20 +275,18 @@ def test_law_hosts_bytes_cost_more(kind):
     assert seconds(kind, INNER) < seconds(kind, INNER, size=1 << 26)
 
 
-def test_halves_cost_equal_bytes():
-    whole, shard = 1 << 26, 1 << 22
-    parts = seconds("reduce-scatter", ALL, whole), seconds("all-gather", ALL, shard)
-    added = 15 / 16 * 4 * whole * TWO_HOSTS.reduce  # a gather adds nothing up
-    assert parts[0] == pytest.approx(parts[1] + added)
-
-
-@pytest.mark.parametrize("size", [256, 1 << 26])
-def test_halves_cost_one_call_more(size):
+def test_halves_cost_one_call_more():
     rates = dataclasses.replace(TWO_HOSTS, native=())  # what was measured is of all-reduces alone
-    halves = (("reduce-scatter", size), ("all-gather", size // 16))
-    found = sum(seconds(kind, ALL, each, rates) for kind, each in halves)
-    want = seconds("all-reduce", ALL, size, rates) + rates.call + rates.array
-    assert found == pytest.approx(want, rel=1e-9)
+    for size in (256, 1 << 26):
+        halves = (("reduce-scatter", size), ("all-gather", size // 16))
+        found = sum(seconds(kind, ALL, each, rates) for kind, each in halves)
+        want = seconds("all-reduce", ALL, size, rates) + rates.call + rates.array
+        assert found == pytest.approx(want, rel=1e-9)
+    parts = [
+        seconds(kind, ALL, n) for kind, n in (("reduce-scatter", 1 << 26), ("all-gather", 1 << 22))
+    ]
+    added = 15 / 16 * (4 << 26) * TWO_HOSTS.reduce  # a gather adds nothing up
+    assert parts[0] == pytest.approx(parts[1] + added)
 
 
 def test_group_of_one_costs_nothing():
