@@ -230,31 +230,22 @@ def count_flops(instruction: Instruction, inside: Computation) -> int | None:
         return None
     if opcode == "convolution":
         return _count_convolution(attributes, operands[0], operands[1], results[0])
-    read = (
-        _kernel_size(attributes, operands[1])
-        if convolves
-        else _count_terms(attributes, operands[0])
-    )
-    return None if read is None else 2 * results[0].size * read
+    terms = _count_terms(attributes, operands[0], operands[1] if convolves else None)
+    return None if terms is None else 2 * results[0].size * terms
 
 
-def _count_terms(attributes: str, left: Operand) -> int | None:
-    """Multiply the left operand's contracted dimensions; None if they are not known."""
-    match = _CONTRACTED.search(attributes) or _CONTRACTED_IN_CONFIG.search(attributes)
-    if not match:
+def _count_terms(attributes: str, left: Operand, kernel: Operand | None) -> int | None:
+    """Count the terms of an element: of a product, or of a convolution; None if not known."""
+    if kernel is not None:
+        labels = _LABELS.search(attributes)
+        if not labels or len(labels[2]) != len(kernel.shape) or "o" not in labels[2]:
+            return None
+        return math.prod(n for n, x in zip(kernel.shape, labels[2], strict=True) if x != "o")
+    if not (match := _CONTRACTED.search(attributes) or _CONTRACTED_IN_CONFIG.search(attributes)):
         return None
     dims = [int(d) for d in re.findall(r"\d+", match[1])]
-    if any(d >= len(left.shape) for d in dims):
-        return None
-    return math.prod(left.shape[d] for d in dims)
-
-
-def _kernel_size(attributes: str, kernel: Operand) -> int | None:
-    """Count the elements of a convolution's kernel for one output feature."""
-    labels = _LABELS.search(attributes)
-    if not labels or len(labels[2]) != len(kernel.shape) or "o" not in labels[2]:
-        return None
-    return math.prod(n for n, label in zip(kernel.shape, labels[2], strict=True) if label != "o")
+    known = all(d < len(left.shape) for d in dims)
+    return math.prod(left.shape[d] for d in dims) if known else None
 
 
 def _count_convolution(

@@ -108,7 +108,10 @@ def _read_body(
             (token[2] or token[3]) and not depth and text[copied:start].rstrip()[-1:] != ","
         ):
             if instruction:
-                rest = _SPACES.sub(_respace, "".join([*parts, text[copied:start]]).strip())
+                written = "".join([*parts, text[copied:start]]).strip()
+                rest = _SPACES.sub(
+                    lambda x: x[1].replace("\n", " ") if x[1] else " " * bool(x[2]), written
+                )
                 lines[-1] += _SPACED.sub(r" \1(", rest, count=1)
             if mark == "}":
                 title = f"\n{'ENTRY ' * is_entry}%{name} {{\n"
@@ -120,7 +123,3 @@ def _read_body(
             before = len(laid_out)
             lines.append(f"  {'ROOT ' * bool(token[1])}%{instruction} = ")
     raise ValueError(f"the HLO text looks truncated: it ends inside the computation {name!r}.")
-
-
-def _respace(match: re.Match[str]) -> str:
-    return match[1].replace("\n", " ") if match[1] else " " * bool(match[2])

@@ -241,13 +241,13 @@ def _abstract_argument(x: Any, mesh: AbstractMesh | None) -> Any:
     shape, sharding = abstract_shape(x), getattr(x, "sharding", None)
     if not isinstance(shape, jax.ShapeDtypeStruct):
         return x
-    if not isinstance(sharding, NamedSharding):
-        if mesh is None:
-            return shape
-        # The compiler chooses, unless the axis types are explicit.
-        free = all(kind == AxisType.Auto for kind in mesh.axis_types)
-        unknown = [PartitionSpec.UNCONSTRAINED] * (len(shape.shape) * free)
-        return shape.update(sharding=NamedSharding(mesh, PartitionSpec(*unknown)))
-    if mesh is not None and sharding.mesh.axis_names == mesh.axis_names:
-        return shape.update(sharding=NamedSharding(mesh, sharding.spec))
-    return shape.update(sharding=sharding)
+    if isinstance(sharding, NamedSharding):
+        if mesh is not None and sharding.mesh.axis_names == mesh.axis_names:
+            sharding = NamedSharding(mesh, sharding.spec)
+        return shape.update(sharding=sharding)
+    if mesh is None:
+        return shape
+    # The compiler chooses, unless the axis types are explicit.
+    free = all(kind == AxisType.Auto for kind in mesh.axis_types)
+    unknown = [PartitionSpec.UNCONSTRAINED] * (len(shape.shape) * free)
+    return shape.update(sharding=NamedSharding(mesh, PartitionSpec(*unknown)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxcoll._hlo.collective import Collective, Groups
+from jaxcoll._hlo.collective import Groups
 from jaxcoll._report.rows import Row
 from jaxcoll._show.units import milliseconds, percent, pluralize
 
@@ -157,8 +157,12 @@ def compare(rows: Sequence[Row], ranks: Mapping[int, dict[str, Any]]) -> Measure
         ]
         last = max((one for one, _ in found if one), key=lambda one: one.seconds, default=None)
         late_here = [one for _, some in found for one in some]
-        size = sum(median(executed[k]) * _size(rows[k].compiled) for k in positions)
-        sent = sum(median(executed[k]) * rows[k].compiled.wire_bytes for k in positions)
+        size = sent = 0.0
+        for k in positions:
+            c, often = rows[k].compiled, median(executed[k])
+            # As nccl-tests counts bytes: for an all-gather, those of all devices.
+            size += often * c.nbytes * (c.group_size if c.kind == "all-gather" else 1)
+            sent += often * c.wire_bytes
         measured = Times(
             tuple(positions), transfer, tuple(np.median(waiting, 0).tolist()), last,
             *(nbytes / transfer if transfer else 0.0 for nbytes in (size, sent)),
@@ -225,11 +229,6 @@ def _find_meetings(
     for i, name in enumerate(names):
         meetings.setdefault(min(meets[name]), []).append(i)
     return list(meetings.values())
-
-
-def _size(c: Collective) -> int:
-    """Count bytes as nccl-tests does: for an all-gather, those of all devices."""
-    return c.nbytes * (c.group_size if c.kind == "all-gather" else 1)
 
 
 def _find_last(names: Sequence[int], total: Any, step: float) -> tuple[Last | None, list[Last]]:

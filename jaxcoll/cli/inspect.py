@@ -22,8 +22,6 @@ from jaxcoll._show.units import WIDTH, shorten
 from jaxcoll.cli import flags
 
 if TYPE_CHECKING:  # JAX, and what needs it, is imported by the script or once there is a target
-    from jax.sharding import AbstractMesh, Mesh
-
     from jaxcoll._report.profile.watch import Watch
     from jaxcoll._report.programs import Programs
     from jaxcoll._report.report import Report
@@ -256,7 +254,8 @@ def _report(target: str, args: argparse.Namespace) -> Report:
 def _program(
     module: str, name: str, topology: str | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    from jaxcoll._step.mesh.mesh import takes_mesh
+    from jaxcoll._step.mesh.clusters import abstract_mesh, topology_named
+    from jaxcoll._step.mesh.mesh import check_mesh, takes_mesh
 
     path = Path(module)
     is_file = path.suffix == ".py"
@@ -273,7 +272,10 @@ def _program(
         raise ValueError(f"{module}:{name} is not a function; it is {type(target).__name__}.")
     # A missing platform, for example, raises errors of its own.
     with _explain_errors(f"no mesh for {module}:{name}"):
-        mesh = {"mesh": _mesh(topology)} if takes_mesh(target, {}) else {}
+        mesh: dict[str, Any] = {}
+        if takes_mesh(target, {}):
+            of_cluster = topology and abstract_mesh(topology_named(topology), ("data",))
+            mesh["mesh"] = of_cluster or check_mesh(None, "data", "jaxcoll inspect")
     arguments = "with only a `mesh`" if mesh else "without arguments"
     script = module if module.endswith(".py") else f"-m {module}"
     instead = (
@@ -288,15 +290,6 @@ def _program(
     if len(made) not in (2, 3) or not isinstance(made[1], tuple | list):
         raise ValueError(f"{module}:{name} should return (fun, args) or (fun, args, kwargs).")
     return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
-
-
-def _mesh(topology: str | None) -> Mesh | AbstractMesh:
-    from jaxcoll._step.mesh.clusters import abstract_mesh, topology_named
-    from jaxcoll._step.mesh.mesh import check_mesh
-
-    if topology is None:
-        return check_mesh(None, "data", "jaxcoll inspect")
-    return abstract_mesh(topology_named(topology), ("data",))
 
 
 @contextlib.contextmanager

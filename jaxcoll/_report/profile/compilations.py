@@ -110,7 +110,8 @@ class Compilations:
                 if is_new:
                     self._read(key, module, executable)
                 if n == 0:  # JAX compiles a program anew for each function that has it
-                    self.calls.join(key, name if _is_module_named(module.name, name) else "")
+                    made = re.sub(r"[^\w.\-]", "_", name).rstrip("_")  # from "jit(step)"
+                    self.calls.join(key, name if module.name.rstrip("_") == made else "")
                 elif is_new:
                     self.calls.join(key, "")
 
@@ -134,10 +135,6 @@ class Compilations:
 def _key(executable: Any) -> Any:
     module = executable.hlo_modules
     return executable.fingerprint or module()[0].as_serialized_hlo_module_proto()
-
-
-def _is_module_named(module: str, name: str) -> bool:
-    return module.rstrip("_") == re.sub(r"[^\w.\-]", "_", name).rstrip("_")
 
 
 def _count_by_program(calls: Calls, prints: Mapping[Any, str]) -> dict[str, int]:

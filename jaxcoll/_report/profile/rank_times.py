@@ -68,6 +68,7 @@ def time_runs(
     edges = np.searchsorted(events.run, np.arange(len(numbers) + 1)).tolist()
     by_run = [events.select(slice(*edge)) for edge in itertools.pairwise(edges)]
     starts = [int(run.start[0]) for run in by_run]
+    lengths = [int(run.end.max()) - start for run, start in zip(by_run, starts, strict=True)]
     ends = np.zeros(len(numbers), int)
     np.maximum.at(ends, transfers.run, transfers.end)
     unbounded = [k for k, row in enumerate(report.rows) if row.compiled.trips is None]
@@ -77,7 +78,7 @@ def time_runs(
         "runs": numbers,
         "starts": starts,
         "ends": ends.tolist(),
-        "step": find_step(starts) or _measure_length(by_run, backend),
+        "step": find_step(starts) or (median(lengths) if backend.has_ends else None),
         "turns": _count_turns(transfers, unbounded, len(numbers)),
         "devices": len(np.unique(events.device)),
         "exposed": [_measure_exposed(run) for run in by_run],
@@ -107,10 +108,6 @@ def _events(
             run[own] = _count_runs(events.select(own), order[own], regular)
         events = events._replace(run=run, row=np.where(run == _NO_RUN, -1, events.row))
     return events
-
-
-def _measure_length(runs: Sequence[_Events], backend: Backend) -> float | None:
-    return median(int(run.end.max() - run.start[0]) for run in runs) if backend.has_ends else None
 
 
 def find_step(starts: Sequence[int]) -> float | None:

@@ -57,7 +57,11 @@ class Script:
             exec(self._code, vars(self._main))
             return self._end(0)
         except SystemExit as end:
-            return self._end(_status(end.code))
+            code: Any = end.code
+            if code is None or isinstance(code, int):
+                return self._end((code or 0) & 0xFF)
+            print(code, file=sys.stderr)
+            return self._end(1)
         except KeyboardInterrupt as error:
             self._show(error)
             return 130  # after Ctrl-C
@@ -122,13 +126,6 @@ class OnImport(MetaPathFinder):
 
             spec.loader.exec_module = exec_module
         return spec
-
-
-def _status(code: Any) -> int:
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
-    return 1
 
 
 def _find_spec(module: str) -> ModuleSpec:
