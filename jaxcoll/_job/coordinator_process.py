@@ -24,7 +24,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -202,8 +202,8 @@ class _Coordinator:
         absent = [rank for rank in range(self._expected) if rank not in self._arrived]
         patience = min(hello["patience"] for hello in self._arrived.values())
         text = (
-            f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of {self._expected} "
-            f"did not arrive within {patience:.1f} s, when the first timeout expired."
+            f"{name_processes(absent)} of {self._expected} did not arrive within {patience:.1f} s, "
+            "when the first timeout expired."
         )
         if self._refused:
             text += f" This is {self._settings['job']}; {self._refused} came and was refused."
@@ -236,7 +236,7 @@ class _Coordinator:
             return self._refuse({"error": f"the service did not start: {error}", "kind": "world"})
         for stranger in self._strangers():  # the job is already complete
             self._close(stranger)
-        return _send({"go": True}, self._members)
+        _send({"go": True}, self._members)
 
     def _refuse(self, reply: dict[str, Any]) -> NoReturn:
         """Tell all processes, also those that connect a little later, the error, and exit."""
@@ -271,6 +271,10 @@ def _load_service() -> Callable[..., Any]:
     """Load `start_service` of `_compat` from its file: importing the package would import JAX."""
     path = Path(__file__).parents[1] / "_compat" / "service.py"
     return runpy.run_path(str(path))["start_service"]
+
+
+def name_processes(ranks: Sequence[int]) -> str:
+    return f"process{'es' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def message(line: bytes | str) -> dict[str, Any]:

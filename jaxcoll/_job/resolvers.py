@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -186,21 +187,17 @@ class SlurmClusterResolver(ClusterResolver):
                 "this process is not a task of a Slurm step. Start it with `srun`."
             )
         hosts = parse_hosts(env[names[0]])
+        counts = [tasks_per_node or 0] * len(hosts)
         if tasks_per_node is None:
             counts = parse_counts(env[names[2]])
-        else:
-            counts = [tasks_per_node] * len(hosts)
         if len(counts) != len(hosts):
             raise ValueError(
                 f"`SlurmClusterResolver`: Slurm lists {len(hosts)} hosts ({env[names[0]]}), but "
                 f"the tasks of {len(counts)} ({env[names[2]]})."
             )
         # Slurm numbers tasks host by host, and `jobs` take them in that order, as in TensorFlow.
-        tasks = [
-            f"{host}:{port_base + k}"
-            for host, count in zip(hosts, counts, strict=True)
-            for k in range(count)
-        ]
+        pairs = zip(hosts, counts, strict=True)
+        tasks = [f"{host}:{port_base + k}" for host, count in pairs for k in range(count)]
         jobs = {"worker": len(tasks)} if jobs is None else dict(jobs)
         if sum(jobs.values()) != len(tasks):
             raise ValueError(
@@ -233,39 +230,28 @@ def member_in_cluster(resolver: ClusterResolver, source: str) -> Member | None:
     kind, index = resolver.task_type, resolver.task_id
     if not cluster or kind == "evaluator":
         return None
-    unknown = sorted(set(cluster) - set(_JOBS))
-    if unknown:
-        raise ValueError(f"{source}: jobs are {', '.join(_JOBS)}; got {', '.join(unknown)}.")
-    for job in ("chief", "evaluator"):
-        if len(cluster.get(job, ())) > 1:
-            raise ValueError(
-                f"{source}: there can be only one {job}; got "
-                f"{', '.join(cluster[job])}. Make the others workers."
-            )
-    if cluster.get("ps") or kind == "ps":
-        raise ValueError(
-            f"{source} has parameter servers (job 'ps'), which no jaxcoll strategy uses. Start "
-            "only a chief and workers."
-        )
-    if kind is None or index is None:
-        missing = "type" if kind is None else "index"
-        raise ValueError(
-            f"{source} has a cluster, but does not say which task this process is: "
-            f"'{missing}' is missing from 'task'."
-        )
-    if kind not in cluster:
-        raise ValueError(
-            f"{source}: this is a task of job {kind!r}, but the cluster has only "
-            f"the jobs {', '.join(cluster)}."
-        )
-    tasks = len(cluster[kind])
-    if not 0 <= index < tasks:
-        raise ValueError(
-            f"{source}: this is task {index} of job {kind!r}, which has only {tasks}, from task 0."
-        )
-    addresses = [address for job in cluster.values() for address in job]
-    if twice := sorted({a for a in addresses if addresses.count(a) > 1}):
-        raise ValueError(f"{source}: two tasks have the address {', '.join(twice)}.")
+    unknown = ", ".join(sorted(set(cluster) - set(_JOBS)))
+    several = next((job for job in ("chief", "evaluator") if len(cluster.get(job, ())) > 1), "")
+    count = Counter(address for tasks in cluster.values() for address in tasks)
+    twice = ", ".join(sorted(address for address, times in count.items() if times > 1))
+    tasks = len(cluster.get(kind or "", ()))
+    for is_wrong, text in (
+        (unknown, f": jobs are {', '.join(_JOBS)}; got {unknown}."),
+        (several, f": there can be only one {several}; got {', '.join(cluster.get(several, ()))}. "
+         "Make the others workers."),
+        (cluster.get("ps") or kind == "ps", " has parameter servers (job 'ps'), which no jaxcoll "
+         "strategy uses. Start only a chief and workers."),
+        (kind is None or index is None, " has a cluster, but does not say which task this process "
+         f"is: '{'type' if kind is None else 'index'}' is missing from 'task'."),
+        (kind not in cluster, f": this is a task of job {kind!r}, but the cluster has only the "
+         f"jobs {', '.join(cluster)}."),
+        (index not in range(tasks), f": this is task {index} of job {kind!r}, which has only "
+         f"{tasks}, from task 0."),
+        (twice, f": two tasks have the address {twice}."),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ValueError(f"{source}{text}")
+    assert index is not None
     # Process 0 is the chief, or else the first worker; the coordinator listens at its address.
     ordered = [*cluster.get("chief", ()), *cluster.get("worker", ())]
     rank = index + (0 if kind == "chief" else len(cluster.get("chief", ())))

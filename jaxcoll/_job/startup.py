@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from jaxcoll._compat.coordination import Store, store
-from jaxcoll._job.coordinator_process import LONGEST, LONGEST_SECONDS, message
+from jaxcoll._job.coordinator_process import LONGEST, LONGEST_SECONDS, message, name_processes
 from jaxcoll._job.coordinator_proxy import give_up_coordinator
 from jaxcoll._job.exchange import LateError, exchange
 from jaxcoll._job.liveness import CONNECTED, DEVICES, LEFT, CoordinatorConnection
@@ -34,6 +34,7 @@ from jaxcoll._job.timing import (
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _HERE, _LEFT = "jaxcoll/devices", "jaxcoll/devices_left"
+_LONGER = "A larger `initialization_timeout_seconds` waits longer."
 
 
 def arrive(member: Member, timeout: float) -> socket.socket:
@@ -72,8 +73,8 @@ def arrive(member: Member, timeout: float) -> socket.socket:
         time.sleep(min(REACH_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise DeadlineExceededError(
         f"{title(member)}: could not reach the coordinator at {member.coordinator_address} within "
-        f"{timeout:g} s ({refused}). Is process 0 running there, and can this host reach it? A "
-        "larger `initialization_timeout_seconds` waits longer."
+        f"{timeout:g} s ({refused}). Is process 0 running there, and can this host reach it? "
+        f"{_LONGER}"
     )
 
 
@@ -98,10 +99,6 @@ def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[s
                 break
             # Take only the reply: the lines after it report who has ended, and are read later.
             received += connection.recv(ahead.find(b"\n") + 1 or len(ahead))
-        if not received:
-            return None
-        if (reply := message(received)) or member.elsewhere:
-            return reply or None
     except TimeoutError:
         text = (
             f"whatever listens at {member.coordinator_address} did not answer in time. Does "
@@ -110,12 +107,15 @@ def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[s
         return {"error": text, "kind": "deadline"}
     except OSError:
         return None
-    connection.close()
-    raise ValueError(
-        f"{title(member)}: whatever answers at {member.coordinator_address} is not a coordinator "
-        "that waits for processes: another program uses that port, or the job has begun without "
-        "this process. Choose another port."
+    reply = message(received)
+    if reply or member.elsewhere or not received:
+        return reply or None
+    text = (
+        f"whatever answers at {member.coordinator_address} is not a coordinator that waits for "
+        "processes: another program uses that port, or the job has begun without this process. "
+        "Choose another port."
     )
+    return {"error": text}
 
 
 def _check_reply(connection: socket.socket, reply: dict[str, Any], member: Member) -> socket.socket:
@@ -158,15 +158,14 @@ def connect_clients(
     try:
         with _barrier(connection, CONNECTED, DEVICES) as check:
             call_with_timeout(connect, timeout, check)
-    except TimeoutError:
+    except (TimeoutError, KeyboardInterrupt, PeerLostError) as error:
         give_up_coordinator()
+        if not isinstance(error, TimeoutError):
+            raise
         raise DeadlineExceededError(
             "`initialize`: all processes arrived, but did not all connect to each other within "
             f"{timeout:g} s: one is stopped, or cut off.",
         ) from None
-    except (KeyboardInterrupt, PeerLostError):
-        give_up_coordinator()
-        raise
 
 
 def exchange_devices(
@@ -182,8 +181,7 @@ def exchange_devices(
     except TimeoutError:
         raise DeadlineExceededError(
             f"Processes did not finish exchanging their devices within {timeout:g} s, though all "
-            "had begun to: one is stopped, or cut off. A larger `initialization_timeout_seconds` "
-            "waits longer."
+            f"had begun to: one is stopped, or cut off. {_LONGER}"
         ) from None
 
 
@@ -202,16 +200,15 @@ def _barrier(connection: CoordinatorConnection | None, *stages: str) -> Iterator
 
 
 def _check_live(connection: CoordinatorConnection, stages: Sequence[str]) -> None:
-    if lost := connection.find_lost(*stages):
+    lost = connection.find_lost(*stages)
+    if lost or connection.is_broken:
+        who = "The coordinator died, or was cut off,"
+        if lost:
+            who = f"{name_processes(lost).capitalize()} ended"
         raise PeerLostError(
-            f"Process{'es' * (len(lost) > 1)} {', '.join(map(str, lost))} ended during startup, "
-            "after all had arrived, while they waited for each other. Start the job again.",
+            f"{who} during startup, after all processes had arrived, while they waited for each "
+            "other. Start the job again.",
             ranks=lost,
-        )
-    if connection.is_broken:
-        raise PeerLostError(
-            "The coordinator died, or was cut off, during startup, after all processes had "
-            "arrived, while they waited for each other. Start the job again.",
         )
 
 
@@ -239,13 +236,14 @@ def await_all(timeout: float, check: Callable[[], None] | None = None) -> None:
 
 def _give_up(keys: Store, absent: Sequence[int], left: list[int], timeout: float) -> NoReturn:
     keys.set(f"{_LEFT}/{keys.process}", "")  # for processes that come later
-    raise DeadlineExceededError(
-        f"Process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of {keys.processes} did "
-        f"not begin to use devices within {timeout:g} s of the first; all must begin before any "
-        "can. A larger `initialization_timeout_seconds` waits longer."
-        if absent
-        else "This process began to use devices after "
-        f"process{'es' * (len(left) > 1)} {', '.join(map(str, left))} had stopped waiting for it. "
-        "A larger `initialization_timeout_seconds` waits longer.",
-        ranks=absent or left,
-    )
+    if absent:
+        text = (
+            f"{name_processes(absent).capitalize()} of {keys.processes} did not begin to use "
+            f"devices within {timeout:g} s of the first; all must begin before any can."
+        )
+    else:
+        text = (
+            f"This process began to use devices after {name_processes(left)} had stopped waiting "
+            "for it."
+        )
+    raise DeadlineExceededError(f"{text} {_LONGER}", ranks=absent or left)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxcoll._compat.coordination import StoreUnreachableError
+from jaxcoll._job.coordinator_process import name_processes
 from jaxcoll._job.liveness import coordinator_connection
 from jaxcoll._job.stacks import main_place
 from jaxcoll._job.threads import Task, Worker
@@ -84,12 +85,11 @@ class ProcessGroup:
           ProgramMismatchError: the processes are out of step.
         """
         if self.failure or self._peers.lost or self._peers.ended:
-            self.raise_if_lost()
+            self._raise_if_lost()
         # A weak reference, because results are large.
         self._waiting.add(weakref.ref(task, self._waiting.discard))
 
-    def raise_if_lost(self) -> None:
-        """Raise the error with which the next call would fail."""
+    def _raise_if_lost(self) -> None:
         self._check_failure()
         lost = self._peers.lost.intersection(self.processes)
         if lost := lost or self._find_ended(self.position + 1):
@@ -110,7 +110,7 @@ class ProcessGroup:
           PeerLostError: the call failed, and a process has died or no longer answers.
         """
         if self.failure or self._peers.lost or self._peers.ended:
-            self.raise_if_lost()
+            self._raise_if_lost()
         self.position += 1
         self._started = 0.0
         self.call, self._program, self._since = call, program, time.monotonic()
@@ -196,10 +196,8 @@ class ProcessGroup:
 
     def _find_ended(self, position: int) -> set[int]:
         """Find the processes that ended before they did their part of the call at `position`."""
-        if not (ended := self._peers.ended):  # the usual case
-            return set()
-        done = {p: ended[p].get(self.name, 0) for p in self.processes if p in ended}
-        return {p for p in done if done[p] < position}
+        ended = self._peers.ended
+        return {p for p in self.processes if p in ended and ended[p].get(self.name, 0) < position}
 
     def _report_lost(self, lost: Iterable[int], why: str) -> PeerLostError:
         """Make the error that names lost processes, and send it to all others."""
@@ -318,9 +316,9 @@ class ProcessGroup:
         if not states:
             return (), "All processes have arrived: the call is slow, or its transport is stuck."
         late = sorted(states)
-        who = f"Process{'es' * (len(late) > 1)} {', '.join(map(str, late))}"
+        who = f"{name_processes(late).capitalize()} of {len(self.processes)} {what}"
         details = "; ".join(f"process {p} {states[p]}" for p in late)
-        return tuple(late), f"{who} of {len(self.processes)} {what}: {details}."
+        return tuple(late), f"{who}: {details}."
 
     def beat(self) -> None:
         """Give up waiting in a call for processes that were already over at the previous heartbeat.
