@@ -67,7 +67,6 @@ def main(folder: Path) -> None:
 
 
 def compiler_options(traced: Any) -> dict[str, Any]:
-    """Read the `compiler_options` that a function was jitted with."""
     return dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
 
 

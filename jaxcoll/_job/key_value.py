@@ -111,7 +111,6 @@ class CoordinatorClient:
             task.abandon(StoreUnreachableError(_LOST))  # no effect if its reply has come
 
     def close(self) -> None:
-        """Make no more requests, and end the thread."""
         self.lost = True
         self._worker.close()
 

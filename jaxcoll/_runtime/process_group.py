@@ -74,7 +74,6 @@ class ProcessGroup:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The processes except this one."""
         return tuple(p for p in self.processes if p != self._peers.process)
 
     def begin(self, task: Task) -> None:

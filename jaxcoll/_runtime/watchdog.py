@@ -98,7 +98,6 @@ class Watchdog:
             self._release()
 
     def _serve(self) -> None:
-        """Handle messages and make heartbeats until this process ends."""
         peers, keys = self.peers, self.peers.store
         inbox, bell = (peers.key(x, peers.process) for x in ("inbox", "bell"))
         keys.delete(inbox)  # messages to a process that this one replaces

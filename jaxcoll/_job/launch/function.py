@@ -120,7 +120,6 @@ def work() -> None:
 def _results(
     outcomes: list[tuple[Any, bytes] | None], job: Job, timeout: float | None
 ) -> list[Any]:
-    """Unpack every rank's result, or raise an error for the first failure."""
     n = len(outcomes)
     failures = [(*of[0], rank) for rank, of in enumerate(outcomes) if of and of[0]]
     if failures:
@@ -140,9 +139,9 @@ def _results(
             how = f"was killed by {signal_name(-status)}"
         else:
             how = f"ended with status {status}" + " before the function returned" * (status == 0)
-        its = "their" if len(wrong) > 1 else "its"
-        text = f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} of {n} {how}"
-        raise LaunchError(f"{text}; see {its} output above.", ranks=wrong)
+        who, its = ("ranks", "their") if len(wrong) > 1 else ("rank", "its")
+        text = f"{who} {', '.join(map(str, wrong))} of {n} {how}; see {its} output above."
+        raise LaunchError(text, ranks=wrong)
     results = []
     for rank, (_, result) in enumerate(filter(None, outcomes)):
         try:
@@ -175,7 +174,6 @@ def _pickle(fn: Any) -> bytes:
 
 
 def _to_numpy(x: Any) -> Any:
-    """Convert a JAX array to a numpy array, and return anything else unchanged."""
     if not hasattr(x, "addressable_shards"):
         return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
@@ -187,6 +185,5 @@ def _to_numpy(x: Any) -> Any:
 
 
 def _show(rank: int, stream: str, line: str) -> None:
-    """Print a line of a process on the caller's standard output or error, if that is open."""
     with contextlib.suppress(OSError, ValueError):
         (sys.stdout if stream == "out" else sys.stderr).write(f"[{rank}] {line}")

@@ -35,7 +35,6 @@ class Generation:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The process numbers of the members."""
         return tuple(map(parse_rank, self.members))
 
     def concerns(self, name: str) -> bool:

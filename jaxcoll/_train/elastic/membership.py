@@ -190,7 +190,6 @@ class Membership:
         self._keys.set(self._key(number, what), value)
 
     def read_shared(self, number: int, folder: str) -> dict[str, str]:
-        """Read what workers wrote in a folder, by their names in it."""
         return self._keys.all(self._key(number, folder))
 
     def _has_left(self, name: str) -> bool:

@@ -122,12 +122,9 @@ class ReplicatedState:
             self.reset(state, step)
             self.term = read_stamp(path).term
 
-    def save(self, path: Path, step: int, patience: float) -> int:
-        """Write the state after `step` unless the file has a later one. Return the file's step."""
-        return self.prepare_save(path, step, patience)()
-
     def prepare_save(self, path: Path, step: int, patience: float) -> Callable[[], int]:
-        """Copy what `save` would write now; the result writes it, in any thread."""
+        """Copy the state after `step`. The result writes it, unless the file has a later one."""
+        # In any thread; and returns the step of the file's.
         if step not in self._held:
             raise OSError(f"worker {jax.process_index()} does not hold the state after step {step}")
         state, stamp = self.restore_weak_types(self.collect(step)), Stamp(step, self.term)
@@ -177,7 +174,6 @@ class ReplicatedState:
         self._begun = {k: sums for k, sums in self._begun.items() if k in self._held}
 
     def like(self) -> Any:
-        """Make the tree that a checkpoint must match."""
         return self.copy_to_host(self.finished)
 
     def restore_weak_types(self, state: Any) -> Any:

@@ -71,7 +71,6 @@ def divide(total: Shards, workers: int, replicas: int) -> Shards:
 
 
 def place_rows(rows: Shards, mesh: Mesh) -> Shards:
-    """Place this worker's rows beside those of all others on a mesh."""
     with no_mesh():
         parts = place(rows.parts, NamedSharding(mesh, make_spec(rows.axes, ())))
     return _like(parts, rows)

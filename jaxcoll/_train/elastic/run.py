@@ -69,7 +69,7 @@ class Job:
         if self.file is None:
             return "The state was not saved, because there is no `checkpoint` file."
         try:
-            step = self.state.save(self.file, self.state.finished, LAST_LOCK_SECONDS)
+            step = self.state.prepare_save(self.file, self.state.finished, LAST_LOCK_SECONDS)()
         except OSError as error:
             return f"The state after step {self.state.finished} could not be saved: {error}."
         return f"The state after step {step} is saved in {self.file}."
@@ -126,8 +126,7 @@ class Run:
                         self._state.finished, self._state.held, self._state.residual_norm
                     )
                     attempted = generation.step, frozenset(generation.members)
-                    again = attempted == self._attempted
-                    self._attempts = self._attempts + 1 if again else 1
+                    self._attempts = 1 + (attempted == self._attempted) * self._attempts
                     self._attempted = attempted
                     self._failed, self._failing = self._failing, None
         finally:
@@ -185,33 +184,26 @@ class Run:
     def _check_place(self) -> None:
         """End this worker if the generation cannot train, or does so without this worker."""
         job, name = self._job, self._membership.name
-        generation = self._generation
+        generation, ranks = self._generation, list_ranks(self._generation.ranks)
         if generation.ends_for_its_program(name):
-            goes_on = f"Workers {list_ranks(generation.ranks)} continue."
-            who = goes_on if generation.members else "All workers end."
+            who = f"Workers {ranks} continue." if generation.members else "All workers end."
             raise ProgramMismatchError(f"{generation.mismatch} {who}")
-        is_member = name in generation.members
-        if is_member:
+        if name in generation.members:
             self._state.term = generation.term
         few = len(generation.members) < job.fewest and generation.step < self._steps
-        few = few and not generation.ended
-        if few:
-            self._give_up(
-                PeerLostError(
-                    f"Too few workers are left: {len(generation.ranks)} (rank "
-                    f"{list_ranks(generation.ranks)}); `min_workers` is {job.fewest}: "
-                    f"{generation.why}.",
-                    ranks=tuple(map(parse_rank, generation.lost)),
+        if few and not generation.ended:
+            text = (
+                f"Too few workers are left: {len(generation.ranks)} (rank {ranks}); `min_workers` "
+                f"is {job.fewest}: {generation.why}."
+            )
+            self._give_up(PeerLostError(text, ranks=tuple(map(parse_rank, generation.lost))))
+        if name not in generation.members:
+            outcome = "they have finished, and nothing is left to do."
+            if not generation.ended:
+                outcome = (
+                    f"they continued from step {generation.step} as workers {ranks}, because "
+                    f"{generation.why}. Start this worker again; it must not continue alone."
                 )
-            )
-        if not is_member:
-            outcome = (
-                "they have finished, and nothing is left to do."
-                if generation.ended
-                else f"they continued from step {generation.step} as workers "
-                f"{list_ranks(generation.ranks)}, because {generation.why}. Start this worker "
-                "again; it must not continue alone."
-            )
             self._is_saved = True
             raise PeerLostError(
                 f"The other workers dropped worker {parse_rank(name)}: {outcome}",
@@ -220,13 +212,12 @@ class Run:
         if self._failed and self._attempts > 1:  # another attempt is pointless
             raise self._failed  # alone: the others may go on
         if self._attempts >= MOST_ATTEMPTS:
-            late = DeadlineExceededError(
-                f"Workers {list_ranks(generation.ranks)} began the step after step "
-                f"{generation.step} {MOST_ATTEMPTS} times in a row and never finished it, though "
-                f"all are alive. The last time, {generation.why}. A larger `timeout_seconds` "
-                "waits longer."
+            text = (
+                f"Workers {ranks} began the step after step {generation.step} {MOST_ATTEMPTS} "
+                "times in a row and never finished it, though all are alive. The last time, "
+                f"{generation.why}. A larger `timeout_seconds` waits longer."
             )
-            self._give_up(late)
+            self._give_up(DeadlineExceededError(text))
 
     def _announce(self) -> None:
         generation = self._generation
@@ -235,12 +226,12 @@ class Run:
         self._job.workers = generation.ranks
         if not generation.number:
             return
-        lost = tuple(map(parse_rank, generation.lost))
-        joined = tuple(map(parse_rank, generation.joined))
+        lost, joined = (
+            tuple(map(parse_rank, names)) for names in (generation.lost, generation.joined)
+        )
         _LOG.warning(
             "After step %d: %s. Lost: %s; joined: %s; workers %s continue.",
-            *(generation.step, generation.why, list_ranks(lost), list_ranks(joined)),
-            list_ranks(generation.ranks),
+            *(generation.step, generation.why, *map(list_ranks, (lost, joined, generation.ranks))),
         )
         residual = generation.residual if lost else 0.0
         if residual:

@@ -27,10 +27,9 @@ from jaxcoll._train.elastic.generation import WorldChange
 from jaxcoll._train.elastic.membership import Membership
 from jaxcoll._train.elastic.replicated_state import ReplicatedState
 from jaxcoll._train.elastic.residuals import find_residuals
-from jaxcoll._train.elastic.rounds import Rounds, RoundsState
 from jaxcoll._train.elastic.rows import convert_batches, describe_source
 from jaxcoll._train.elastic.run import Job, Run
-from jaxcoll._train.elastic.steps import Steps
+from jaxcoll._train.elastic.steps import Rounds, RoundsState, Steps
 from jaxcoll.errors import DeadlineExceededError, PeerLostError
 
 _runs = itertools.count()

@@ -57,7 +57,7 @@ class Checkpoints:
         def write() -> None:
             if self._file:  # only writers have one; the others wait for them
                 self._await_writing()
-                self._state.save(self._file, step, LAST_LOCK_SECONDS)
+                self._state.prepare_save(self._file, step, LAST_LOCK_SECONDS)()
 
         return write_once(self._membership, self.writers, write)
 
