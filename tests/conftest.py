@@ -173,7 +173,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from jaxcoll._job.launch import supervisor
 
-    monkeypatch.setattr(supervisor, "killed_on_exit", lambda: forks.running(forks.OfAJob))
+    monkeypatch.setattr(supervisor, "killed_on_exit", forks.running)
 
 
 @pytest.fixture

@@ -171,9 +171,17 @@ class Running:
         self.processes = []
 
     def start(self, command, env, *, stdout, cwd=Path(), **_):
-        """Start one more; `env` is added to the environment, and both streams to this file."""
-        log = Path(stdout.name).absolute()
-        return self._fork(command, env, log, log, cwd)
+        """Start one more; `env` is added. Both streams go to a file, or each has a pipe."""
+        if stdout is not subprocess.PIPE:
+            log = Path(stdout.name).absolute()
+            return self._fork(command, env, log, log, cwd)
+        with tempfile.TemporaryDirectory() as folder:
+            pipes = [Path(folder, name) for name in ("out", "err")]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            child = self._fork(command, env, *pipes, cwd)
+            child.stdout, child.stderr = (pipe.open("rb") for pipe in pipes)  # as soon as it has
+        return child
 
     def _fork(self, command, env, out, err, cwd):
         _, *words = map(str, command)
@@ -187,19 +195,6 @@ class Running:
         self.processes.append(child)
         return child
 
-
-class OfAJob(Running):
-    """Forks in the place of a job's own processes: each stream is a pipe."""
-
-    def start(self, command, env, **_):
-        with tempfile.TemporaryDirectory() as folder:
-            pipes = [Path(folder, name) for name in ("out", "err")]
-            for pipe in pipes:
-                os.mkfifo(pipe)
-            child = self._fork(command, env, *pipes, Path())
-            child.stdout, child.stderr = (pipe.open("rb") for pipe in pipes)  # as soon as it has
-        return child
-
     def signal(self, number):
         for child in self.processes:
             if child.poll() is None:
@@ -207,16 +202,15 @@ class OfAJob(Running):
 
 
 @contextlib.contextmanager
-def running(kind=Running):
+def running():
     """Start processes in here: at the end all are killed, with those that they started."""
-    started = kind()
+    started = Running()
     try:
         yield started
     finally:
+        started.signal(signal.SIGKILL)
         for child in started.processes:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+            child.wait()
 
 
 @functools.cache
@@ -233,18 +227,15 @@ def with_commands():
 
 
 _OWN = {
-    "PYTHONPATH": str(Path(jaxcoll.__file__).parents[1]),
-    "PYTHONUNBUFFERED": "",
-    "COLUMNS": "100",
-}
+    "PYTHONPATH": str(Path(jaxcoll.__file__).parents[1]), "PYTHONUNBUFFERED": "", "COLUMNS": "100",
+}  # fmt: skip
 
 
 @functools.cache
 def _with_commands():
     commands = (f"jaxcoll.cli.{name}" for name in ("main", *COMMANDS))
-    modules = ("jaxcoll", *commands, "matplotlib", "optax", "sklearn.datasets",
-               "sklearn.model_selection")  # fmt: skip
-    return Python(modules, {**os.environ, **_OWN}, "-W", "error")
+    others = ("matplotlib", "optax", "sklearn.datasets", "sklearn.model_selection")
+    return Python(("jaxcoll", *commands, *others), {**os.environ, **_OWN}, "-W", "error")
 
 
 def gone(pids):

@@ -62,6 +62,7 @@ class _Joined:
 report_hangs: Callable[[float], Any] | None = None
 """Started by `hang_seconds`. The package sets it: a watch of programs stands above processes."""
 
+_PLACE = ("coordinator_address", "num_processes", "process_id")
 _joined: _Joined | None = None
 _leaving = threading.Lock()
 
@@ -147,19 +148,16 @@ def initialize(
         assert report_hangs is not None
         report_hangs(_seconds("hang_seconds", hang_seconds))
     limits = {
-        "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
-        "shutdown_timeout_seconds": shutdown_timeout_seconds,
+        name: math.ceil(_seconds(name, value))  # in whole seconds, as JAX takes them
+        for name, value in (
+            ("heartbeat_timeout_seconds", heartbeat_timeout_seconds),
+            ("shutdown_timeout_seconds", shutdown_timeout_seconds),
+        )
     }
-    # In whole seconds, as JAX takes them.
-    limits = {name: math.ceil(_seconds(name, value)) for name, value in limits.items()}
-    given = {
-        "coordinator_address": coordinator_address,
-        "num_processes": num_processes,
-        "process_id": process_id,
-    }
+    place = zip(_PLACE, (coordinator_address, num_processes, process_id), strict=True)
     given = {
         name: int(value) if checks.is_integer(value) else value
-        for name, value in given.items()
+        for name, value in place
         if value is not None
     }
     member = _member(given, local_device_ids, cluster_resolver)
@@ -299,9 +297,9 @@ def _member(
             "`cluster_resolver` must be a ClusterResolver, such as "
             f"`jc.distribute.TFConfigClusterResolver()`, or None; got {resolver!r}."
         )
-    member, names = None, ("coordinator_address", "num_processes", "process_id")
+    member = None
     if len(given) < 3:
-        address = {JAX_COORDINATOR: coordinator} if (coordinator := given.get(names[0])) else {}
+        address = {JAX_COORDINATOR: at} if (at := given.get("coordinator_address")) else {}
         member = read_member({**os.environ, **address}) if resolver is None else resolver.member()
     if member is not None:
         member = dataclasses.replace(member, **given)
@@ -310,7 +308,7 @@ def _member(
             given = {"coordinator_address": address} | given
         if not given:
             return None
-        if missing := [name for name in names if name not in given]:
+        if missing := [name for name in _PLACE if name not in given]:
             raise ValueError(
                 f"`initialize` needs `{'` and `'.join(missing)}`, which no known launcher has set "
                 "in the environment. Pass all three arguments."

@@ -63,7 +63,7 @@ def check_same(got, want):
         assert bits(one) == bits(other)
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(tree=TREES, step=st.integers(0, 1 << 40))
 def test_trees_come_back_whole(tmp_path, tree, step):
     path = tmp_path / "deep" / "last.npz"
@@ -129,7 +129,8 @@ def test_older_files_are_read(tmp_path, monkeypatch):
 
 
 def test_bfloat16_run_resumes_exactly(tmp_path):
-    start = {"w": jnp.ones(4, jnp.bfloat16), "rate": 0.3, "count": 0}
+    """By `Elastic`; with files alone tests/processes/test_gloo.py has it."""
+    start, path = {"w": jnp.ones(4, jnp.bfloat16), "rate": 0.3, "count": 0}, tmp_path / "e.npz"
     rows = np.arange(8, dtype="f") / 8
 
     @jc.data_parallel
@@ -138,26 +139,16 @@ def test_bfloat16_run_resumes_exactly(tmp_path):
         w = state["w"] - state["rate"] * mean * state["w"]
         return {"w": w, "rate": state["rate"] * 0.5, "count": state["count"] + 1}, mean
 
-    def steps(state, n):
-        return functools.reduce(lambda state, _: step(state, rows)[0], range(n), state)
-
-    want = steps(start, 4)
-    jc.save_checkpoint(tmp_path / "c.npz", steps(start, 2))
-    check_same(steps(jc.restore_checkpoint(tmp_path / "c.npz", start)[0], 2), want)
+    want = functools.reduce(lambda state, _: step(state, rows)[0], range(4), start)
     for total in (2, 4):  # with a start from the file between them
-        trainer = jc.Elastic(step, start, checkpoint=tmp_path / "e.npz")
-        got = trainer.run(lambda _: rows, total)
+        got = jc.Elastic(step, start, checkpoint=path).run(lambda _: rows, total)
     check_same(got, want)
-    for found in (got, jc.restore_checkpoint(tmp_path / "e.npz", start)[0]):
+    for found in (got, jc.restore_checkpoint(path, start)[0]):
         assert typed(found) == typed(want)
 
 
-def test_every_dtype_keeps_every_bit(tmp_path):
-    every = {n: np.arange(1 << 8 * n).astype(f"u{n}") for n in (1, 2)}
-    tree = {str(dtype): every[min(dtype.itemsize, 2)].view(dtype) for dtype in ADDED}
-    tree["A"] = np.arange(6.0).reshape(2, 3)
-    jc.save_checkpoint(tmp_path / "x.npz", tree)
-    check_same(jc.restore_checkpoint(tmp_path / "x.npz", tree)[0], tree)
+def test_numpy_reads_files(tmp_path):
+    jc.save_checkpoint(tmp_path / "x.npz", {"A": np.arange(6.0).reshape(2, 3)})
     with np.load(tmp_path / "x.npz", allow_pickle=False) as archive:
         np.testing.assert_array_equal(archive["leaf0"], np.arange(6.0).reshape(2, 3))
 

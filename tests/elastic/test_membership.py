@@ -26,15 +26,27 @@ from jaxcoll._train.elastic.membership import KEPT_STEPS, Membership
 from jaxcoll._train.elastic.writers import choose_writers, write_once
 from jaxcoll.errors import ProgramMismatchError
 
+MADE = []
+"""The members of a test's runs, which end with it."""
+
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
     for module in (memberships, key_value, watchdog):
         monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
+    yield
+    while MADE:
+        end(MADE.pop())
+
+
+def end(one):
+    one.close()
+    one._watchdog.end()
 
 
 def worker(keys, most=None, startup=5.0):
-    return Membership(Watchdog(keys), "run", patience=5.0, startup=startup, most=most)
+    MADE.append(Membership(Watchdog(keys), "run", patience=5.0, startup=startup, most=most))
+    return MADE[-1]
 
 
 def members_of_a_run(n, most=None, startup=5.0):
@@ -48,9 +60,9 @@ def keys_of(membership):
 
 def wait_for(condition):
     until = time.monotonic() + 10
-    while not condition() and time.monotonic() < until:
+    while not condition():
+        assert time.monotonic() < until
         time.sleep(0.01)
-    assert condition()
 
 
 def in_thread(call):
@@ -80,25 +92,11 @@ def each(members, call):
     return at_once(*(lambda one=one: call(one) for one in members))
 
 
-@pytest.fixture
-def working():
-    """From a number to so many members of a run that work together; all end with the test."""
-    made = []
-
-    def make(n):
-        members = members_of_a_run(n)
-        each(members, lambda one: one.enter(0))
-        made.extend(members)
-        return members
-
-    yield make
-    ended(made)
-
-
-def ended(members):
-    for one in members:
-        one.close()
-        one._watchdog.end()
+def working(n):
+    """So many members of a run that work together."""
+    members = members_of_a_run(n)
+    each(members, lambda one: one.enter(0))
+    return members
 
 
 def test_end_is_the_last_record():
@@ -135,7 +133,6 @@ def test_survivors_agree_on_the_rest():
     assert (second[0].ranks, second[0].step, second[0].sends_state) == ((0, 2, 3), 6, False)
     assert tuple(map(parse_rank, second[0].lost)) == (1,)
     assert second[0].why == "somebody died"
-    ended(membership)
 
 
 def test_newcomers_are_given_the_state():
@@ -156,7 +153,6 @@ def test_newcomers_are_given_the_state():
     membership[0].finish()
     late = worker(dataclasses.replace(keys_of(membership[0]), process=2), most=2)
     assert late.enter(0) is None
-    ended([*membership, again, late])
 
 
 def test_stateless_newcomer_moves_nobody_back():
@@ -167,18 +163,15 @@ def test_stateless_newcomer_moves_nobody_back():
     )
     assert len(set(third)) == 1
     assert (third[0].ranks, third[0].step, third[0].sends_state) == ((0, 2), 9, True)
-    ended(membership)
 
 
 def test_ended_workers_are_not_awaited():
-    first = members_of_a_run(2)
-    each(first, lambda c: c.enter(0))
-    ended(first)
+    first = working(2)
+    each(first, end)
     again = worker(dataclasses.replace(keys_of(first[0]), process=1))
     words = r"\(workers 0, 1\), so worker 1 has no run to join"
     with pytest.raises(jc.errors.PeerLostError, match=words):
         again.enter(0)
-    ended([again])
 
 
 @pytest.mark.slow
@@ -189,7 +182,6 @@ def test_newcomer_is_not_its_predecessor(monkeypatch):
         one._peers.ended = {1: {}}
     each(members, lambda one: one.enter(0))
     assert [one._peers.ended for one in members] == [{}, {}]
-    ended(members)
 
 
 def test_silent_spare_is_left_out(monkeypatch):
@@ -208,10 +200,9 @@ def test_silent_spare_is_left_out(monkeypatch):
     time.sleep(0.2)
     assert membership[0].regroup(10, (9, 10)).ranks == (0, 2)
     spare.join(10)
-    ended(membership)
 
 
-def test_end_after_gather_loses_none(working, monkeypatch):
+def test_end_after_gather_loses_none(monkeypatch):
     here, gone = working(2)
     look, looks = here._keys.all, []
 
@@ -241,7 +232,7 @@ def make_call(one, digest, collective):
         return error
 
 
-def test_program_is_new_to_all(working):
+def test_program_is_new_to_all():
     membership, meet = working(3), threading.Barrier(3)
     for _ in range(2):
         each(membership, lambda one: make_call(one, "known", meet.wait))
@@ -272,10 +263,9 @@ def test_newcomers_other_program_ends_alone():
     assert one.ends_for_its_program(newcomer.name)
     assert "process 0: theirs\nprocess 2: other" in one.mismatch
     assert make_call(staying, "theirs", dict) == {}
-    ended(membership)
 
 
-def test_new_generation_ends_agreements_wait(working):
+def test_new_generation_ends_agreements_wait():
     early, other = working(2)
     caller, found = in_thread(lambda: at_once(lambda: make_call(early, "a", dict)))
     wait_for(lambda: early.group.position)
@@ -325,7 +315,7 @@ def writes(membership, having, fails):
     ("having", "fails"),
     [("012", ""), ("012", "0"), ("012", "01"), ("012", "1"), ("012", "012"), ("1", ""), ("12", ""), ("", "")],
 )  # fmt: skip
-def test_first_able_writer_writes(working, having, fails):
+def test_first_able_writer_writes(having, fails):
     having, fails = ([int(rank) for rank in ranks] for ranks in (having, fails))
     found, wrote = writes(working(3), having, fails)
     able = [rank for rank in having if rank not in fails]
@@ -337,7 +327,7 @@ def test_first_able_writer_writes(working, having, fails):
         assert steps == (10 + having[0] if having else 0)
 
 
-def test_next_writer_follows_dead_one(working):
+def test_next_writer_follows_dead_one():
     membership = working(3)
     membership[0].close()  # before it had written
     found, wrote = writes(membership[1:], (0, 1, 2), ())
@@ -347,7 +337,7 @@ def test_next_writer_follows_dead_one(working):
     assert ([parse_rank(name) for name, *_ in found], wrote) == ([1, 1], [1])
 
 
-def test_agreements_on_joins_are_bounded(working):
+def test_agreements_on_joins_are_bounded():
     one, other = working(2)
     for step in range(0, 30 * KEPT_STEPS, 10):
         assert not one.joins_at(step)
@@ -362,10 +352,9 @@ def test_late_starters_are_named():
     with pytest.raises(jc.errors.DeadlineExceededError, match=words) as e:
         membership[0].meet()
     assert e.value.ranks == (1, 2)
-    ended(membership)
 
 
-def test_silent_coordinator_is_lost(working, monkeypatch):
+def test_silent_coordinator_is_lost(monkeypatch):
     monkeypatch.setattr(memberships, "COORDINATOR_REPLY_SECONDS", 1.0)
     late, goes_on = working(2)
     stopped = threading.Event()

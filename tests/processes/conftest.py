@@ -16,7 +16,7 @@ def launch(request):
     from jaxcoll._job.launch import supervisor
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor, "killed_on_exit", lambda: forks.running(forks.OfAJob))
+        patch.setattr(supervisor, "killed_on_exit", forks.running)
         cloudpickle.register_pickle_by_value(request.module)
         yield functools.partial(jc.launch, timeout_seconds=120.0)
         cloudpickle.unregister_pickle_by_value(request.module)

@@ -1,5 +1,6 @@
 """A worker of `jc.Elastic` that comes late, or dies and is started again, as often as it is told."""
 
+import collections
 import hashlib
 import json
 import os
@@ -62,11 +63,27 @@ def descriptors():
     return counts[-1]
 
 
-class Late:
+def train_alone_until_taken_in(at, world):
+    """Wait where a worker may join for one that was started again."""
+    while world < 3 and at % 10 == 9 and not MEMBERSHIPS[0]._waiting():
+        time.sleep(0.02)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Job:
+    step, start, steps, settings = staticmethod(step), START, 60, {"timeout_seconds": 20}
+
+    def result(self, state):
+        return {}
+
+
+class Late(Job):
     """Process 1 brings the rows of four steps in a row only when the other waits no longer."""
 
-    settings = {"timeout_seconds": 1.5}  # noqa: RUF012
-    steps = 8
+    steps, settings = 8, {"timeout_seconds": 1.5}
 
     def __init__(self):
         self.late, self.begun, self.open = 4, -1, []
@@ -83,20 +100,17 @@ class Late:
         return rows(at, place)
 
     def result(self, state):
-        mesh = state.sharding.mesh  # whose connections work after training, too
-        plain, w = step.on(mesh), START
+        plain, w = step.on(state.sharding.mesh), START  # whose connections work afterwards, too
         for at in range(self.steps):
             w = plain(w, rows(at, RANK))[0]
         return {"plain": bits(w), "late": self.late, "open": self.open}
 
 
-class Owing:
+class Owing(Job):
     """Sums of 4 bits with feedback: process 1 kills itself in step 12, and is taken in again."""
 
-    steps = 60
-
     def __init__(self):
-        self.settings = {"timeout_seconds": 20, "checkpoint": FOLDER / "last.npz"}
+        self.settings = {**self.settings, "checkpoint": FOLDER / "last.npz"}
         self.start = {"sum": np.zeros(600, "f"), "r": jc.compression.residual(np.zeros(600, "f"))}
 
     @staticmethod
@@ -110,9 +124,8 @@ class Owing:
         if RANK == 1 and at == 12 and not AGAIN:
             for step in trainer._job.state.held:
                 self.owed(trainer._job.state.copy_to_host(step), f"{step}.npy")
-            os.kill(os.getpid(), signal.SIGKILL)
-        while world < 3 and at % 10 == 9 and not MEMBERSHIPS[0]._waiting():
-            time.sleep(0.02)
+            die()
+        train_alone_until_taken_in(at, world)
         return owing_rows(at, RANK)
 
     def owed(self, state, name):
@@ -125,20 +138,17 @@ class Owing:
         return {"residual": [change.residual for change in trainer.changes]}
 
 
-class Rounds:
+class Rounds(Job):
     """Local updates: process 1 kills itself in the middle of a round, and is taken in again."""
 
-    steps, settings = 60, {"timeout_seconds": 20}
-
     def __init__(self):
-        self.step = jc.diloco(local_step, every=5)
-        self.start, self.begun = self.step.init(*local_start()), []
+        self.step, self.begun = jc.diloco(local_step, every=5), []
+        self.start = self.step.init(*local_start())
 
     def batches(self, at, place, world):
         if RANK == 1 and at == 18 and not AGAIN:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while world < 3 and at % 10 == 9 and not MEMBERSHIPS[0]._waiting():
-            time.sleep(0.02)
+            die()
+        train_alone_until_taken_in(at, world)
         self.begun.append(at)
         return owing_rows(at, RANK)
 
@@ -147,46 +157,38 @@ class Rounds:
         return {"begun": self.begun}
 
 
-class Lost:
+class Lost(Job):
     """Those whose turn it is kill themselves, two steps after all are there again."""
 
-    settings = {"timeout_seconds": 20}  # noqa: RUF012
     steps = 200
 
     def __init__(self):
-        self.steps_of, self.turns = {}, FOLDER / "turns"
+        self.steps_of, self.turns = collections.Counter(), FOLDER / "turns"
 
     def batches(self, at, place, world):
         generation = MEMBERSHIPS[0].generation.number
-        steps = self.steps_of[generation] = self.steps_of.get(generation, 0) + (world == 3)
+        self.steps_of[generation] += world == 3
         (last, *turns) = map(int, self.turns.read_text().split())
-        if steps > 2 and generation > last and turns and turns[0] == RANK:
+        if self.steps_of[generation] > 2 and generation > last and turns and turns[0] == RANK:
             written = FOLDER / "written"
             written.write_text(" ".join(map(str, (generation, *turns[1:]))))
             written.replace(self.turns)
-            os.kill(os.getpid(), signal.SIGKILL)
-        while world < 3 and at % 10 == 9 and not MEMBERSHIPS[0]._waiting():
-            time.sleep(0.02)
+            die()
+        train_alone_until_taken_in(at, world)
         return rows(at, place)
-
-    def result(self, state):
-        return {}
 
 
 job = {"late": Late, "lost": Lost, "owing": Owing, "rounds": Rounds}[WHAT]()
-found = {}
 try:
-    start = getattr(job, "start", START)
-    trainer = jc.Elastic(getattr(job, "step", step), start, **job.settings)
+    trainer = jc.Elastic(job.step, job.start, **job.settings)
     state = trainer.run(job.batches, job.steps)
     found = {
         "bits": bits(jax.tree.leaves(getattr(state, "shared", state))[-1]),
         "workers": trainer.workers,
+        "changes": [[c.step, c.lost, c.joined] for c in trainer.changes],
         **job.result(state),
     }
-    found["changes"] = [[c.step, c.lost, c.joined] for c in trainer.changes]
 except Exception as error:
     found = {"error": type(error).__name__, "message": str(error)}
 print("RESULT " + json.dumps(found), flush=True)
-if "error" in found:
-    sys.exit(3)
+sys.exit(3 if "error" in found else 0)

@@ -1,5 +1,6 @@
 """Several real processes over Gloo: the same laws where something leaves the process."""
 
+import itertools
 import os
 import tempfile
 import time
@@ -33,23 +34,23 @@ def bits(x):
     return np.asarray(x).tobytes()
 
 
-def over(rows, devices, dtype=None):
-    """An array of which each of these devices has a row."""
-    sharding = NamedSharding(jax.sharding.Mesh(devices, ("data",)), PartitionSpec("data"))
+def mesh_of(*shape, axes=("data",)):
+    return jax.sharding.Mesh(np.array(jax.devices()).reshape(shape or -1), axes)
+
+
+def over(mesh, rows, dtype=None):
+    """An array of which each device of a mesh has a row."""
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     get = lambda at: jnp.asarray(rows[at], dtype)
     return jax.make_array_from_callback(rows.shape, sharding, get)
 
 
-def summed(mesh, axes, **options):
-    """The program that adds up rows over a mesh."""
-    options = jc.CommunicationOptions(**options)
-    add = lambda x: jc.all_reduce("sum", jax.tree.map(lambda x: x[0], x), axes, options=options)
+def summed(mesh, of=lambda x: x[0], **options):
+    """The program that adds up what a function makes of each replica's rows."""
+    options, axes = jc.CommunicationOptions(**options), mesh.axis_names
+    add = lambda x: jc.all_reduce("sum", of(x), axes, options=options)
     every = PartitionSpec(axes)
     return jax.jit(jax.shard_map(add, mesh=mesh, in_specs=every, out_specs=jax.P()))
-
-
-def line():
-    return jax.sharding.Mesh(np.array(jax.devices()), ("data",))
 
 
 def raised(call, *kinds):
@@ -271,8 +272,8 @@ def test_codes_travel_narrow(launch):
             (None, jnp.bfloat16, "u16", 3000 * 2, 0.002),
             ("int4", jnp.float32, "u8", 48 * 34, 0.13),
         ):
-            x = over(whole, jax.devices(), dtype)
-            compiled = summed(line(), "data", compression=compression).lower(x).compile()
+            x = over(mesh_of(), whole, dtype)
+            compiled = summed(mesh_of(), compression=compression).lower(x).compile()
             report = jc.inspect(compiled)
             wire = {(c.kind, *c.dtypes) for c in report.collectives}
             assert wire == {("all-gather", kind), ("all-to-all", kind)}
@@ -310,7 +311,7 @@ def test_first_arguments_are_compared(launch):
                 assert "all 2 processes pass the same rows in x." in str(each.message)
             return result
 
-        def refuse(function, p=differ, first=r"p['w']", **groups):
+        def refuse(function, p=differ, first="p['w']"):
             with pytest.raises(jc.errors.ReplicaDivergenceError) as caught:
                 attempt(function, p)
             assert f"The first is {first}: processes 0 | 1. Nothing was run." in str(caught.value)
@@ -345,28 +346,23 @@ def test_first_arguments_are_compared(launch):
 
 def test_every_algorithm_over_processes(launch):
     """Over one axis and over two, three processes with two devices each."""
-    flat = [(("data",), name) for name in ("native", "ring", "halving_doubling", "shuffle")]
-    flat += [(("data",), "pscpu", 2), (("data",), "rechd", 3)]
-    names = ["nccl/xring", "nccl/rechd", "pscpu/pscpu", "nccl/pscpu", "rechd/nccl"]
-    cases = [*flat, *((("node", "data"), name) for name in names)]
+    names = ("native", "ring", "halving_doubling", "shuffle")
+    two = ("nccl/xring", "nccl/rechd", "pscpu/pscpu", "nccl/pscpu", "rechd/nccl")
+    cases = [*(((6,), {"algorithm": name}) for name in names), *(((3, 2), {"algorithm": name}) for name in two),
+             ((6,), {"algorithm": "pscpu", "shards": 2}), ((6,), {"algorithm": "rechd", "shards": 3})]  # fmt: skip
 
     def run():
         values = RNG.standard_normal((6, 1009)).astype("f")
         exact, size = values.astype("f8").sum(0), np.abs(values.astype("f8")).sum(0)
         found = []
-        for axes, algorithm, *shards in cases:
-            shape = (6,) if len(axes) == 1 else (3, 2)
-            mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), axes)
-            asked = {"algorithm": algorithm, **({"shards": shards[0]} if shards else {})}
-            x = jax.make_array_from_callback(
-                values.shape, NamedSharding(mesh, PartitionSpec(axes)), lambda at: values[at]
-            )
-            out = summed(mesh, axes, **asked)(x)
+        for shape, asked in cases:
+            mesh = mesh_of(*shape, axes=("node", "data")[-len(shape) :])
+            out = summed(mesh, **asked)(over(mesh, values))
             got = [np.asarray(s.data) for s in out.addressable_shards]
             assert max(float(np.max(np.abs(g - exact) / size)) for g in got) <= 6 * 2.0**-23, asked
             options = jc.CommunicationOptions(**asked)
-            plan = jc.plan(values[0], mesh=mesh, axis_name=axes, options=options)
-            assert algorithm != "nccl/xring" or plan.algorithm == "shuffle/ring"
+            plan = jc.plan(values[0], mesh=mesh, axis_name=mesh.axis_names, options=options)
+            assert asked["algorithm"] != "nccl/xring" or plan.algorithm == "shuffle/ring"
             found.append({bits(g) for g in got})
         return found
 
@@ -379,28 +375,21 @@ def test_reproducible_sums_ignore_processes(launch):
     """Those of one process are in tests/collectives/test_reproducible.py, and float16 is as wide."""
 
     def run():
-        names = [
-            f"{name} {dtype}" for dtype in ("float32", "bfloat16") for name in ("long", "short")
-        ]
-        draw = lambda k: RNG.standard_normal((4, 1009 if "long" in k else 5))
-        factors = {k: [draw(k).astype(jnp.dtype(k.split()[1])) for _ in range(2)] for k in names}
-        want = {}
+        kinds = itertools.product(("float32", "bfloat16"), (1009, 5))
+        factors = {
+            (dtype, n): RNG.standard_normal((2, 4, n)).astype(jnp.dtype(dtype))
+            for dtype, n in kinds
+        }
+        names, want = [*factors], {}
         for k, (x, y) in factors.items():
             a, b, c, d = x * y
             want[k] = bits((a + b) + (c + d))
 
         def sums(chosen, **asked):
-            options = jc.CommunicationOptions(**asked)
-
-            def add(t):
-                products = [x[0] * y[0] for x, y in t]
-                return jc.all_reduce("sum", products, "data", options=options)
-
-            step = jax.jit(
-                jax.shard_map(add, mesh=line(), in_specs=jax.P("data"), out_specs=jax.P())
-            )
-            given = [[over(x, jax.devices(), x.dtype) for x in factors[k]] for k in chosen]
-            return {k: bits(here(x)) for k, x in zip(chosen, step(given), strict=True)}
+            products = lambda pairs: [x[0] * y[0] for x, y in pairs]
+            given = [[over(mesh_of(), x, x.dtype) for x in factors[k]] for k in chosen]
+            out = summed(mesh_of(), products, **asked)(given)
+            return {k: bits(here(x)) for k, x in zip(chosen, out, strict=True)}
 
         for chosen, asked in (
             (names[1::-1], {"bytes_per_pack": 1 << 20}),
