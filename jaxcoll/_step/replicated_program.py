@@ -98,14 +98,8 @@ class ReplicaMapping:
         """
         axes = self.scope.axes
         manual = choose_mapped_axes(self.mesh, axes)
-        mapped = jax.shard_map(
-            replica,
-            mesh=self.mesh,
-            in_specs=self.in_specs,
-            out_specs=out_specs,
-            axis_names=manual,
-            check_vma=self.check_vma,
-        )
+        specs: Any = {"in_specs": self.in_specs, "out_specs": out_specs, "axis_names": manual}
+        mapped = jax.shard_map(replica, mesh=self.mesh, check_vma=self.check_vma, **specs)
         jitted = jax.jit(mapped, inline=True)
         others = sorted(set(self.mesh.axis_names) - manual)
         with entered(self.scope):
@@ -113,9 +107,8 @@ class ReplicaMapping:
                 program = jitted.trace(*arguments).jaxpr
             except NameError as error:
                 if others and any(a in str(error) for a in others):
-                    error.add_note(
-                        _AUTOMATIC.format(axes=show_axes(axes), others=show_axes(others))
-                    )
+                    names = {"axes": show_axes(axes), "others": show_axes(others)}
+                    error.add_note(_AUTOMATIC.format(**names))
                 raise
             proven = None if self.check_vma else _prove(program, self.mesh, axes, bool(others))
             # The call uses the cached trace that the proof has read.
@@ -130,13 +123,8 @@ def _prove(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool) 
     proven = prove(eqn.params["jaxpr"], inputs, sizes, narrow_sums_abort=beside_others and on_cpu)
     for repeated in proven.repeated:
         maker = f"the reduction at {repeated.maker}" if repeated.maker else "a reduced value"
-        message = _REPEATED.format(
-            axis=repeated.axis,
-            at=show_line(repeated.line),
-            like=repeated.like,
-            n=sizes[repeated.axis],
-            maker=maker,
-        )
+        facts = {"axis": repeated.axis, "like": repeated.like, "n": sizes[repeated.axis]}
+        message = _REPEATED.format(at=show_line(repeated.line), maker=maker, **facts)
         settings.warn(message, RepeatedSumWarning, repeated.line)
     return proven
 
@@ -146,10 +134,8 @@ def check_rule(rule: Any) -> Any:
     values = get_args(VaryingOutputs)
     invalid = [x for x in jax.tree.leaves(rule) if x not in values]
     if invalid:
-        raise ValueError(
-            f"`varying_outputs` must be one of {', '.join(map(repr, values))}, or a tree of them; "
-            f"got {invalid[0]!r}."
-        )
+        must = f"one of {', '.join(map(repr, values))}, or a tree of them"
+        raise ValueError(f"`varying_outputs` must be {must}; got {invalid[0]!r}.")
     return rule
 
 
@@ -191,10 +177,9 @@ class Outputs:
             if is_shards(leaf):
                 spec = make_spec(leaf.axes, leaf.stack)
                 if spec not in self.specs:
-                    raise ValueError(
-                        f"`data_parallel`: {_name(path)} of the step holds Shards along "
-                        f"{show_axes(leaf.axes)}, but the step runs over {show_axes(self._axes)}."
-                    )
+                    along, over = show_axes(leaf.axes), show_axes(self._axes)
+                    has = f"{_name(path)} of the step holds Shards along {along}"
+                    raise ValueError(f"`data_parallel`: {has}, but the step runs over {over}.")
             else:
                 rows = rule == "concatenate" and np.ndim(leaf)
                 spec = PartitionSpec(self._axes) if rows else PartitionSpec()

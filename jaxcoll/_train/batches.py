@@ -74,20 +74,18 @@ def batches(
       [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     batch_size = positive("batches", "batch_size", batch_size)
+    expects = "`batches` expects"
     if seed is not None and not (is_integer(seed) and 0 <= seed < 1 << 63):
-        raise ValueError(
-            f"`batches` expects `seed` to be an integer from 0, or None; got {seed!r}."
-        )
+        raise ValueError(f"{expects} `seed` to be an integer from 0, or None; got {seed!r}.")
     if uneven not in ("drop", "pad"):
-        raise ValueError(f"`batches` expects `uneven` to be 'drop' or 'pad'; got {uneven!r}.")
+        raise ValueError(f"{expects} `uneven` to be 'drop' or 'pad'; got {uneven!r}.")
     if mesh is not None:
         check_mesh(mesh, axis_name, "batches")
     rows, read = _rows(source)
     if rows < (batch_size if uneven == "drop" else 1):
         advice = "Make batches smaller, or pad: `uneven='pad'`." if rows else "Give it rows."
-        raise ValueError(
-            f"`batches`: the source has {rows} rows, fewer than one batch of {batch_size}. {advice}"
-        )
+        few = f"the source has {rows} rows, fewer than one batch of {batch_size}"
+        raise ValueError(f"`batches`: {few}. {advice}")
     return Batches(rows, read, batch_size, seed, uneven == "pad", mesh, axis_name)
 
 
@@ -134,8 +132,7 @@ class Batches:
         self._compare(mesh)
         sharding = NamedSharding(mesh, PartitionSpec(self._axis_name))
         size = self._pad_size(math.prod(mesh.shape[a] for a in axis_names(self._axis_name)))
-        # Positions in a batch of the rows on this process's devices
-        # Devices along the mesh's other axes hold the same rows: each span once.
+        # Of the rows on this process's devices. Those along other axes hold the same: each once.
         slices = sharding.addressable_devices_indices_map((size,)).values()
         spans = sorted({x[0].indices(size) for x in slices if x is not None})
         positions = np.concatenate([np.arange(*span) for span in spans])
@@ -169,10 +166,8 @@ class Batches:
         except (KeyError, TypeError, ValueError):
             epoch, row, identity = -1, 0, []
         if epoch < 0 or not 0 <= row < self._rows or identity != [*self._identity.values()]:
-            raise ValueError(
-                "`state` must be a `batches(...).state` for these rows in this order (seed -1: "
-                f"that of the source), {self._identity}; got {state!r}."
-            )
+            must = "a `batches(...).state` for these rows in this order (seed -1: the source's)"
+            raise ValueError(f"`state` must be {must}, {self._identity}; got {state!r}.")
         self._next = self._position = (epoch, row)
 
     @property
@@ -213,10 +208,10 @@ class Batches:
     def _pad_size(self, replicas: int) -> int:
         size = self._size
         if size % replicas and not self._pads:
+            sum_ = f"{size} = {replicas} × {size // replicas} + {size % replicas}"
             raise ValueError(
                 f"`batches`: a batch of {size} rows does not divide over {replicas} replicas "
-                f"({size} = {replicas} × {size // replicas} + {size % replicas}). Choose a "
-                "`batch_size` that does, or pad: `uneven='pad'`."
+                f"({sum_}). Choose a `batch_size` that does, or pad: `uneven='pad'`."
             )
         return -(-size // replicas) * replicas
 
@@ -232,9 +227,8 @@ class Batches:
         first = agree(keys, f"jaxcoll/batches/{next(_counter)}", here)
         if first != here:
             raise ProgramMismatchError(
-                f"`batches`: process {keys.process} splits {here}, but another one splits {first}: "
-                "some rows would be read several times and others never. Give all processes the "
-                "same source and the same seed, not one made from the time or the process id."
+                f"`batches`: process {keys.process} splits {here}, but another one splits {first}. "
+                "Give all processes the same source and seed, not one of the time or the process."
             )
 
 
@@ -244,10 +238,8 @@ _PAD = "`jc.batches(..., uneven='pad')` uses all."
 def count_divisible(rows: int, replicas: int, advice: str = _PAD) -> int:
     # The others are left out: a mean over replicas is that over rows only if each has equally many.
     if 0 < rows < replicas:
-        raise ValueError(
-            f"`Elastic`: a batch has {pluralize(rows, 'row')}, fewer than one for each of "
-            f"{replicas} replicas."
-        )
+        few = f"fewer than one for each of {replicas} replicas"
+        raise ValueError(f"`Elastic`: a batch has {pluralize(rows, 'row')}, {few}.")
     if rest := rows % replicas:
         _log_once(
             f"A batch of {pluralize(rows, 'row')} does not divide over {replicas} replicas: each "
@@ -279,11 +271,10 @@ def _rows(source: Any) -> tuple[int, Callable[[np.ndarray], Any]]:
     is_one = len(leaves) == 1 and leaves[0] is source
     if not is_one or not all(hasattr(source, name) for name in ("__len__", "__getitem__")):
         shapes = [str(getattr(x, "shape", type(x).__name__)) for x in leaves]
+        got = f"{type(source).__name__} of {', '.join(some(shapes, 4)) or 'nothing'}"
         raise ValueError(
-            "`batches` expects rows that it can read in any order: a pytree of arrays with equally "
-            "many rows (for a list: `np.asarray(rows)`), or one object with `len` and `[i]` that "
-            f"returns a row; got {type(source).__name__} of "
-            f"{', '.join(some(shapes, 4)) or 'nothing'}."
+            "`batches` expects a pytree of arrays with equally many rows (for a list: "
+            f"`np.asarray(rows)`), or an object with `len` and `[i]` that returns a row; got {got}."
         )
 
     def read(numbers: np.ndarray) -> Any:

@@ -178,14 +178,13 @@ class DiLoCo:
         """
         for name, leaf in _name_leaves(params, opt_state):
             if not is_array(leaf):
-                raise ValueError(
-                    f"`diloco`: {name} is not an array of numbers; got {describe_type(leaf)}."
-                )
+                got = describe_type(leaf)
+                raise ValueError(f"`diloco`: {name} is not an array of numbers; got {got}.")
             dtype = jnp.result_type(leaf)
             if name.startswith("params") and not jnp.issubdtype(dtype, jnp.inexact):
+                advice = "Put counters into `opt_state`, of which each replica has its own"
                 raise ValueError(
-                    f"`diloco`: {name} has dtype {dtype}, and its mean another one. Put counters "
-                    "and the like into `opt_state`, of which each replica keeps its own copy."
+                    f"`diloco`: {name} has dtype {dtype}, and its mean another one. {advice}."
                 )
         with no_mesh():
             shared, opt_state = self._places.place_copies((params, opt_state))
@@ -223,10 +222,8 @@ class DiLoCo:
         here = len(self._places.devices)
         for path, x in flatten_with_paths(batch)[0]:
             if not np.ndim(x) or np.shape(x)[0] % here:
-                raise ValueError(
-                    f"`diloco`: batch{path} has shape {np.shape(x)}, whose rows do not divide over "
-                    f"{here} replicas of this process."
-                )
+                rows = f"whose rows do not divide over {here} replicas of this process"
+                raise ValueError(f"`diloco`: batch{path} has shape {np.shape(x)}, {rows}.")
         with no_mesh():
             replicas, metrics = self.step(*map(self._places.place_rows, (state.replicas, batch)))
         steps = np.asarray(int(state.steps) + 1)
@@ -264,24 +261,19 @@ class DiLoCo:
 
 def check_state(state: Any, here: int) -> None:
     if not isinstance(state, DiLoCoState):
-        raise ValueError(
-            f"`diloco` expects the state that `init` returned; got {describe_type(state)}."
-        )
+        got = describe_type(state)
+        raise ValueError(f"`diloco` expects the state that `init` returned; got {got}.")
     if isinstance(state.steps, Tracer):
         raise ValueError("`diloco` cannot be traced: pass its `step` or its `sum` to `jc.inspect`.")
     if rows := {len(x) for x in jax.tree.leaves(state.replicas)} - {here}:
-        raise ValueError(
-            f"`diloco`: the state has rows for {max(rows)} replicas, and this process has {here}. "
-            "`restart(state)` makes a state for these."
-        )
+        has = f"the state has rows for {max(rows)} replicas, and this process has {here}"
+        raise ValueError(f"`diloco`: {has}. `restart(state)` makes a state for these.")
 
 
 def _name_leaves(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
-    trees = ("params", params), ("opt_state", opt_state)
-    refuse_tied(dict(trees), "diloco")
-    return [
-        (name + path, leaf) for name, tree in trees for path, leaf in flatten_with_paths(tree)[0]
-    ]
+    trees = {"params": params, "opt_state": opt_state}
+    refuse_tied(trees, "diloco")
+    return [(name + p, x) for name, tree in trees.items() for p, x in flatten_with_paths(tree)[0]]
 
 
 def _step_of_row(

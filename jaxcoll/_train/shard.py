@@ -123,7 +123,6 @@ def _layers(leaves: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:
             raise ValueError(
                 f"`{_CALLER}` with stacked=True expects the layers as the leading dimension, "
                 f"equally many in every leaf: {where(path)} has shape {shape}, and {where(first)} "
-                f"{leaves[0][1]}. Stack the layers' trees with `jax.tree.map(lambda *x: "
-                "np.stack(x), *layers)`, and make separate Shards of leaves outside of the layers."
+                f"{leaves[0][1]}. Stack the layers' trees, and shard other leaves separately."
             )
     return leaves[0][1][:1] if leaves else ()

@@ -87,10 +87,8 @@ def sharded_optimizer(
       (1.0, [0.9, 0.9, 0.9])
     """
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise ValueError(
-            "`sharded_optimizer` expects an optax transformation, an object with `init` and "
-            f"`update`; got {type(tx).__name__}."
-        )
+        expected = "an optax transformation, an object with `init` and `update`"
+        raise ValueError(f"`sharded_optimizer` expects {expected}; got {type(tx).__name__}.")
     if mesh is not None:
         check_any_mesh(mesh, axis_name, CALLER)
     if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
@@ -278,9 +276,9 @@ class ShardedOptimizer:
         try:
             values = treedef.flatten_up_to(state)
         except (ValueError, TypeError) as error:
+            expected = "a state of the unsharded optimizer for these parameters"
             raise ValueError(
-                "`shard` expects a state that `unshard` returned, or a state of the unsharded "
-                f"optimizer for these parameters; this one has another structure: {error}"
+                f"`shard` expects {expected}; this one has another structure: {error}"
             ) from error
         mesh = self.mesh
         assert isinstance(mesh, Mesh), "an abstract mesh holds no values"
@@ -298,10 +296,8 @@ class ShardedOptimizer:
         layout, stack = like.layout, like.stack
         wanted = {leaf.path: (*stack, *leaf.shape) for leaf in layout.leaves}
         if treedef != layout.treedef or shapes != list(wanted.values()):
-            raise ValueError(
-                "`shard`: a part of the state is not like the parameters. It has leaves of shapes "
-                f"{shapes[:5]}; the parameters have {list(wanted.items())[:5]}."
-            )
+            has = f"It has leaves of shapes {shapes[:5]}; these have {list(wanted.items())[:5]}"
+            raise ValueError(f"`shard`: a part of the state is not like the parameters. {has}.")
         return cut(leaves, layout, mesh, self._axes, stack)
 
     def _lay_out(self, state: Any) -> Any:
@@ -326,14 +322,12 @@ class ShardedOptimizer:
         expected = jax.eval_shape(self._tx.init, grads)
         if jax.tree.structure(expected) == jax.tree.structure(state):
             return
+        like = f"like {jax.tree.structure(expected)}; got {jax.tree.structure(state)}"
         if shards_in(expected) and not shards_in(state):
-            raise ValueError(
-                f"`{CALLER}.update` expects a state with Shards in it, but this one has none: make "
-                "it with this optimizer's `init`, or `shard` the state of the unsharded optimizer."
-            )
+            like = "with Shards in it, but this one has none"
         raise ValueError(
-            f"`{CALLER}.update` expects a state like {jax.tree.structure(expected)}; got "
-            f"{jax.tree.structure(state)}. Make it with this optimizer's `init` or `shard`."
+            f"`{CALLER}.update` expects a state {like}. Make it with this optimizer's `init` or "
+            "`shard` the state of the unsharded optimizer."
         )
 
 
@@ -356,9 +350,8 @@ def _check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> Non
         return
     check_fits(layout, grads.layout.treedef, grads.layout.leaves, replicas, f"{CALLER}.update")
     raise ValueError(
-        f"`{CALLER}.update`: the shards of the gradients are packed differently from those of the "
-        f"state ({grads.layout} and {layout}). Set the same `bytes_per_pack` in the options of "
-        "`sharded_optimizer` and of `data_parallel` or `value_and_grad`, or in neither."
+        f"`{CALLER}.update`: the gradients are packed differently from the state ({grads.layout} "
+        f"and {layout}). Set the same `bytes_per_pack` in the options of both, or in neither."
     )
 
 
@@ -368,8 +361,7 @@ def _check_all_in_shards(params: Any) -> None:
         if not is_shards(x):
             raise ValueError(
                 f"`{CALLER}`: {where(path)} of the parameters is an array, while others are "
-                "`Shards`. Make Shards of it too, by `jc.shard`, which takes any shapes; or use "
-                "another optimizer for parameters that every replica holds whole."
+                "`Shards`. Make Shards of it too, by `jc.shard`, or use another optimizer for it."
             )
 
 
@@ -380,10 +372,9 @@ def _check_gradients_in_shards(grads: Any, params: Any) -> None:
     if not shards_in(grads):
         raise ValueError(
             f"`{CALLER}.update` got parameters in `Shards` and whole gradients, which are those of "
-            "the gathered tree. Differentiate the Shards: `jc.value_and_grad(loss, axis)"
-            "(shards, ...)`, where the loss calls `jc.all_gather` or `jc.scan_layers`."
+            "the gathered tree. Differentiate the Shards, and gather them in the loss."
         )
+    both = f"{jax.tree.structure(grads)} and {jax.tree.structure(params)}"
     raise ValueError(
-        f"`{CALLER}.update`: the gradients are not in the shards of the parameters: "
-        f"{jax.tree.structure(grads)} and {jax.tree.structure(params)}."
+        f"`{CALLER}.update`: the gradients are not in the shards of the parameters: {both}."
     )

@@ -22,6 +22,7 @@ from jaxcoll._step.mesh.mesh import bind_mesh, check_mesh, takes_mesh
 from jaxcoll._step.mesh.shard_arrays import cut, join_shards
 from jaxcoll._step.step import DataParallel
 
+_CALLER = "assert_same_as_one_device"
 _ORDERS, _ROUNDINGS = 3, 12  # runs with reordered rows; most runs with perturbed arguments
 _TIMES = 4  # rounding on many devices may be this many times the largest seen in those runs
 _BY_ORDER = "changes on one device too when the rows of the batch are reordered"
@@ -97,7 +98,7 @@ def assert_same_as_one_device(
         the output: its change by other rows is 8.0 times as large
     """
     on, mesh = _runner(step, mesh, batch_argnums, kwargs)
-    refuse_tied((args, kwargs), "assert_same_as_one_device")
+    refuse_tied((args, kwargs), _CALLER)
     args, kwargs = jax.tree.map(_copy_to_host, (args, kwargs))  # host arrays cannot be donated
     first = mesh.devices[(slice(1),) * mesh.devices.ndim]
     together, alone = on(mesh), on(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types))
@@ -125,11 +126,9 @@ def assert_same_as_one_device(
 
     many, one = pairs(together), pairs(alone)
     if [*one] != [*many]:
-        raise AssertionError(
-            f"on {mesh.size} devices the step returns {pluralize(len(many), 'output')}, "
-            f"{', '.join(many)}; on one it returns {pluralize(len(one), 'output')}, "
-            f"{', '.join(one)}"
-        )
+        found = [f"{pluralize(len(x), 'output')}, {', '.join(x)}" for x in (many, one)]
+        where = f"on {mesh.size} devices the step returns {found[0]}; on one it returns {found[1]}"
+        raise AssertionError(where)
     outputs = [
         _Output(path, one[path], many[path], tolerance, narrowest)
         for path in _drop_ignored([*one], (ignore,) if isinstance(ignore, str) else ignore)
@@ -228,42 +227,35 @@ def _runner(
     if isinstance(step, DataParallel):
         mesh, on = mesh or step.mesh, step.on
         if batch_argnums is not None:
-            raise ValueError(
-                "`assert_same_as_one_device`: a `jc.data_parallel` step names its own batch."
-            )
+            raise ValueError(f"`{_CALLER}`: a `jc.data_parallel` step names its own batch.")
     elif takes_mesh(step, kwargs):
-        mesh = check_mesh(mesh, mesh.axis_names if mesh else "data", "assert_same_as_one_device")
+        mesh = check_mesh(mesh, mesh.axis_names if mesh else "data", _CALLER)
         on = functools.partial(bind_mesh, step)
     else:
         raise ValueError(
-            "`assert_same_as_one_device` expects a `jc.data_parallel` step, or a function with a "
-            "parameter `mesh` that maps itself over it; a function that is already mapped over a "
-            "mesh cannot be run on one device."
+            f"`{_CALLER}` expects a `jc.data_parallel` step, or a function with a parameter `mesh` "
+            "that maps itself over it; one that is mapped already cannot be run on one device."
         )
     if mesh.size < 2:
         raise ValueError(
-            "`assert_same_as_one_device` compares one device with several, but there is only one. "
-            'Simulate devices by `jax.config.update("jax_num_cpu_devices", n)` at the start of the '
-            "program."
+            f"`{_CALLER}` compares one device with several, but there is only one. Begin with "
+            '`jax.config.update("jax_num_cpu_devices", n)`.'
         )
     return on, mesh
 
 
 def _signature(step: Callable[..., Any], batch_argnums: Any) -> Signature:
     batch = None if batch_argnums is None else slots("batch_argnums", batch_argnums)
-    caller = "assert_same_as_one_device"
-    line = f"jc.{caller}({{name}}, *args, batch_argnums={{batch}})"
-    return Signature(step, batch, caller, line, "on every device")
+    line = f"jc.{_CALLER}({{name}}, *args, batch_argnums={{batch}})"
+    return Signature(step, batch, _CALLER, line, "on every device")
 
 
 def _drop_ignored(paths: list[str], ignore: Sequence[str]) -> list[str]:
     for part in ignore:
         rest = [path for path in paths if not path.startswith(part) and not path.endswith(part)]
         if not part or rest == paths:
-            raise ValueError(
-                f"`assert_same_as_one_device`: no output's path begins or ends with {part!r}, "
-                f"which is in `ignore`; there are {', '.join(paths)}."
-            )
+            none = f"no output's path begins or ends with {part!r}, which is in `ignore`"
+            raise ValueError(f"`{_CALLER}`: {none}; there are {', '.join(paths)}.")
         paths = rest
     return paths
 

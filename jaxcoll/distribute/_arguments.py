@@ -63,9 +63,8 @@ def distribute_value(
         )
     elif isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
         raise ValueError(
-            f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which may "
-            "hold rows or copies: pass `PerReplica.from_global(value)` if every replica has a row "
-            "of it, or `Mirrored.from_global(value)` if every replica has a copy."
+            f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which may be "
+            "rows or copies: pass `PerReplica.from_global` or `Mirrored.from_global` of it."
         )
     if span_processes(group):
         firsts = first_of_each_process(group)
@@ -100,10 +99,11 @@ def fit_to_group(
     if spans and lies_on == {group[i] for i in here}:
         part_on = dict(zip(devices, value, strict=True))
         return Uneven._wrap({i: part_on[group[i]] for i in here}, group)
-    hint = " Or let every process pass a value over its own share of these devices."
     raise ValueError(
         f"`{name}` reduces over its own {len(group)} devices, {', '.join(map(str, group))}; got a "
-        f"value over {', '.join(map(str, devices))}." + hint * spans
+        f"value over {', '.join(map(str, devices))}."
+        + " Or pass this process's share of these devices."
+        * spans
     )
 
 
@@ -123,10 +123,9 @@ def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...
     if isinstance(destinations, str):
         return (device_named(destinations, caller),)
     raise ValueError(
-        f"`{caller}` expects destinations to be a PerReplica, a Mirrored, a jax.Array, a device "
-        f'or a device string such as "cpu:0"; got {destinations!r} '
-        f"({type(destinations).__name__}). For several devices, pass a value that lies on them, "
-        "such as `Mirrored.from_function(lambda i: 0, devices=devices)`."
+        f"`{caller}` expects destinations to be a PerReplica, a Mirrored, a jax.Array, a device or "
+        f'a device string such as "cpu:0"; got {destinations!r} ({type(destinations).__name__}). '
+        "Several devices: a value on them, as `Mirrored.from_function(lambda i: 0, devices=...)`."
     )
 
 
@@ -219,9 +218,8 @@ def check_here(device: jax.Device) -> None:
     """Refuse a device of another process, where this one can place nothing."""
     if device.process_index != jax.process_index():
         raise ValueError(
-            f"{device} belongs to process {device.process_index}, and this is process "
-            f"{jax.process_index()}, whose devices are {', '.join(map(str, jax.local_devices()))}. "
-            "Pass one of these, or a value that lies on the devices of all processes."
+            f"{device} belongs to process {device.process_index}. Pass a device of this process, "
+            f"{', '.join(map(str, jax.local_devices()))}, or a value on those of all processes."
         )
 
 
@@ -236,13 +234,11 @@ def call_options(options: Any, experimental_hints: Any) -> CommunicationOptions:
     if experimental_hints is None:
         return check_options(options)
     if options is not None:
-        raise ValueError(
-            "`experimental_hints` is the older name of `options`: pass only one of them."
-        )
-    if isinstance(experimental_hints, CommunicationOptions):
-        return experimental_hints
-    what = "a CollectiveHints, a CommunicationOptions or None"
-    refuse("experimental_hints", what, experimental_hints)
+        raise ValueError("`experimental_hints` is the older name of `options`: pass only one.")
+    if not isinstance(experimental_hints, CommunicationOptions):
+        what = "a CollectiveHints, a CommunicationOptions or None"
+        refuse("experimental_hints", what, experimental_hints)
+    return experimental_hints
 
 
 @jax.tree_util.register_static

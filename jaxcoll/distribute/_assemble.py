@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,10 +45,8 @@ def assemble(
     """
     here = local_positions(devices)
     if not here:
-        raise ValueError(
-            f"`{name}` expects a device of process {jax.process_index()} among its devices; "
-            "all belong to other processes."
-        )
+        of = f"a device of process {jax.process_index()}"
+        raise ValueError(f"`{name}` expects {of} among its devices; all are of other processes.")
     values = {i: value_of(i) for i in here}
     first = values[here[0]]
     # Under the caller's mesh JAX refuses eager operations on other devices.
@@ -73,11 +72,8 @@ def assemble(
             if not differs[-1]:
                 check_alike(name, path, by_replica, axes=(0,) * padded)
         if any(to_pad):
-            lengths = [
-                max(shape.shape[0] for shape in by_replica.values())
-                for by_replica, padded in zip(shapes, to_pad, strict=True)
-                if padded
-            ]
+            padded = itertools.compress(shapes, to_pad)
+            lengths = [max(x.shape[0] for x in by_replica.values()) for by_replica in padded]
             # The values and the indices of an IndexedSlices are neighbours, of one length.
             values = {i: _pad(value, lengths[::2]) for i, value in values.items()}
             arrays = {i: _arrays(name, i, value) for i, value in values.items()}
@@ -98,16 +94,12 @@ def assemble(
 
 def own_devices(values: Sequence[Any]) -> tuple[jax.Device, ...] | None:
     """Find the device of each value, if each lies on one device, different from all others."""
-    devices: list[jax.Device] = []
-    for value in values:
-        leaves = jax.tree.leaves(value)
-        if any(not isinstance(x, jax.Array) or isinstance(x, Tracer) for x in leaves):
-            return None
-        of_one_value = {device for x in leaves for device in x.sharding.device_set}
-        if len(of_one_value) != 1:
-            return None
-        devices += of_one_value
-    return tuple(devices) if len(set(devices)) == len(devices) else None
+    leaves = [jax.tree.leaves(value) for value in values]
+    if any(not isinstance(x, jax.Array) or isinstance(x, Tracer) for xs in leaves for x in xs):
+        return None
+    of_value = [{device for x in xs for device in x.sharding.device_set} for xs in leaves]
+    devices = tuple(device for found in of_value if len(found) == 1 for device in found)
+    return devices if len(set(devices)) == len(values) else None
 
 
 def describe(tree: Any) -> str:
@@ -121,35 +113,34 @@ def describe(tree: Any) -> str:
 
 
 def _check_structures(name: str, values: Mapping[int, Any]) -> None:
-    structures = {i: jax.tree.structure(value) for i, value in values.items()}
-    first = min(structures)
-    for i, structure in structures.items():
-        if structure != structures[first]:
+    first = min(values)
+    expected = jax.tree.structure(values[first])
+    for i, value in values.items():
+        if (structure := jax.tree.structure(value)) != expected:
             raise ValueError(
                 f"`{name}` expects one structure for all replicas; replica {i} has {structure}, "
-                f"replica {first} {structures[first]}."
+                f"replica {first} {expected}."
             )
 
 
 def _read_array(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
     """Check one leaf of a replica's value: a host array, or an array on one device."""
-    leaf = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
+    leaf = f"`{name}`: {f'leaf {path} of ' if path else ''}replica {replica}"
     if isinstance(value, Tracer):
         refuse_traced(leaf)
     if isinstance(value, jax.Array):
         if len(value.sharding.device_set) > 1:
             raise ValueError(
-                f"{leaf} spans {len(value.sharding.device_set)} devices; expected an array on "
-                f"one. `{name}.from_global` takes arrays that span the devices."
+                f"{leaf} spans {len(value.sharding.device_set)} devices; expected an array on one. "
+                f"`{name}.from_global` takes arrays that span the devices."
             )
         return value
     if isinstance(value, np.ndarray | np.generic | bool | int | float | complex):
         array = np.asarray(host_array(value))
         if jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == bool:
             return array
-    raise ValueError(
-        f"{leaf} must be an array or a number; got {value!r} ({type(value).__name__})."
-    )
+    got = f"{value!r} ({type(value).__name__})"
+    raise ValueError(f"{leaf} must be an array or a number; got {got}.")
 
 
 def check_alike(
@@ -160,26 +151,26 @@ def check_alike(
     expected = shapes[first]
     along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {', '.join(map(str, axes))}"
     but = f" (except along {along})" if axes else ""
+
+    def fixed(shape: Sequence[int]) -> list[int]:
+        return [-1 if k in axes else size for k, size in enumerate(shape)]
+
     for i, shape in shapes.items():
-        if _drop_axes(shape.shape, axes) != _drop_axes(expected.shape, axes):
-            what, mine, theirs = "shape", shape.shape, expected.shape
-        elif shape.dtype != expected.dtype:
-            what, mine, theirs = "dtype", shape.dtype, expected.dtype
-        elif shape.digest != expected.digest:
+        for what, differs in (
+            ("shape", fixed(shape.shape) != fixed(expected.shape)),
+            ("dtype", shape.dtype != expected.dtype),
+        ):
+            if differs:
+                mine, theirs = getattr(shape, what), getattr(expected, what)
+                raise ValueError(
+                    f"`{name}` expects one shape{but} and one dtype for all replicas; "
+                    f"{where(path)} has {what} {mine} on replica {i}, {theirs} on replica {first}."
+                )
+        if shape.digest != expected.digest:
             raise ValueError(
                 f"`{name}` expects equal copies; {where(path)} of replica {i} differs from that "
                 f"of replica {first}. Use a `PerReplica` for values that should differ."
             )
-        else:
-            continue
-        raise ValueError(
-            f"`{name}` expects one shape{but} and one dtype for all replicas; {where(path)} has "
-            f"{what} {mine} on replica {i}, {theirs} on replica {first}."
-        )
-
-
-def _drop_axes(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
-    return [-1 if k in axes else size for k, size in enumerate(shape)]
 
 
 def _arrays(name: str, replica: int, value: Any) -> list[np.ndarray | jax.Array]:

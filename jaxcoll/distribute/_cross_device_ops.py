@@ -133,10 +133,11 @@ class CrossDeviceOps(abc.ABC):
           4.0
         """
         check_cross_replica("reduce", INSTEAD)
-        options = call_options(options, experimental_hints)
-        return self._reduce_pairs(
-            "reduce", reduce_op, [(per_replica_value, destinations)], options
-        )[0]
+        pairs, options = (
+            [(per_replica_value, destinations)],
+            call_options(options, experimental_hints),
+        )
+        return self._reduce_pairs("reduce", reduce_op, pairs, options)[0]
 
     @final
     def batch_reduce(
@@ -187,9 +188,9 @@ class CrossDeviceOps(abc.ABC):
                 if isinstance(leaf, Tracer):
                     refuse_traced(f"`broadcast`: {where(path)}")
                 if not is_array(leaf):
+                    got = f"{where(path)} is {leaf!r} ({type(leaf).__name__})"
                     raise ValueError(
-                        f"`broadcast` expects arrays or numbers, or a Mirrored; {where(path)} is "
-                        f"{leaf!r} ({type(leaf).__name__})."
+                        f"`broadcast` expects arrays or numbers, or a Mirrored; {got}."
                     )
             tree = jax.tree.map(host_array, tensor)
             return broadcast_to(tree, devices, options.timeout_seconds)
@@ -242,8 +243,8 @@ class CrossDeviceOps(abc.ABC):
         wanted = destination_devices(destinations, caller)
         if isinstance(value, Uneven):
             raise ValueError(
-                f"`{caller}` got parts of unequal shapes, which only `strategy.reduce` along an "
-                "axis and `strategy.gather` accept. Pad them to equal shapes."
+                f"`{caller}` got parts of unequal shapes. Pad them, or use `strategy.gather` or "
+                "`strategy.reduce` along an axis."
             )
         name = type(self).__name__
         whole = distribute_value(caller, name, value, self._group, wanted[0])._make_global()
@@ -266,29 +267,23 @@ def check_own_devices(devices: Sequence[jax.Device]) -> None:
         if device.process_index != jax.process_index():
             raise ValueError(
                 f"This reduction copies between the devices of one process; {device} belongs to "
-                f"process {device.process_index}. Reduce to the value's own devices with "
-                "`NcclAllReduce` instead."
+                f"process {device.process_index}. Reduce to the value's devices by `NcclAllReduce`."
             )
 
 
 def _has_integers(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree, is_leaf=is_sparse)
-    dtypes = (leaf.values.dtype if is_sparse(leaf) else leaf.dtype for leaf in leaves)
-    return any(jax.dtypes.issubdtype(dtype, np.integer) for dtype in dtypes)
+    leaves = (x.values if is_sparse(x) else x for x in jax.tree.leaves(tree, is_leaf=is_sparse))
+    return any(jax.dtypes.issubdtype(leaf.dtype, np.integer) for leaf in leaves)
 
 
 def list_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     """Check the pairs of a value and its destinations that `batch_reduce` gets."""
     expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
-    try:
-        iterator = iter(pairs)
-    except TypeError:
-        raise ValueError(f"{expected}; got {pairs!r}.") from None
-    items = list(iterator)
+    if not isinstance(pairs, Iterable):
+        raise ValueError(f"{expected}; got {pairs!r}.")
+    items = list(pairs)
     for i, pair in enumerate(items):
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(
-                f"{expected}; item {i} is a {type(pair).__name__}"
-                + (f" of {len(pair)}." if isinstance(pair, tuple) else ".")
-            )
+            of = f" of {len(pair)}" if isinstance(pair, tuple) else ""
+            raise ValueError(f"{expected}; item {i} is a {type(pair).__name__}{of}.")
     return items

@@ -29,10 +29,8 @@ class DistributedDataset:
 
     def __init__(self, batches: Iterable[Any], devices: tuple[jax.Device, ...]) -> None:
         if not isinstance(batches, Iterable):
-            raise ValueError(
-                f"`{_CALLER}` expects an iterable of batches, pytrees of arrays; got "
-                f"{type(batches).__name__}."
-            )
+            what = "an iterable of batches, pytrees of arrays"
+            raise ValueError(f"`{_CALLER}` expects {what}; got {type(batches).__name__}.")
         self._batches = batches
         self._devices = devices
 
@@ -72,10 +70,8 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
             if not jax.dtypes.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
                 raise ValueError(f"{name} holds no numbers: it is an array of {leaf.dtype}.")
         if not leaf.ndim:
-            raise ValueError(
-                f"{name} is a scalar and has no rows to split over {len(here)} replicas; pass what "
-                "all replicas share to `run` as a separate argument."
-            )
+            advice = "pass what all replicas share to `run`"
+            raise ValueError(f"{name} is a scalar and has no rows to split; {advice}.")
         # A global array has the rows of all processes, any other array those of this process.
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
         if is_global or (len(here) == len(devices) and not leaf.shape[0] % len(here)):
@@ -87,11 +83,10 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
             continue
         if isinstance(leaf, jax.Array):
             leaf = jax.device_put(leaf, SingleDeviceSharding(devices[here[0]]))
-        start = 0
+        share, rest = divmod(leaf.shape[0], len(here))
         for k, i in enumerate(here):
-            end = start + leaf.shape[0] // len(here) + (k < leaf.shape[0] % len(here))
-            pieces[i][path] = leaf[start:end]
-            start = end
+            start = k * share + min(k, rest)
+            pieces[i][path] = leaf[start : start + share + (k < rest)]
     own = distribute_parts(_CALLER, pieces, devices) if any(pieces.values()) else {}
     return treedef.unflatten([{**whole, **own}[path] for path, _ in flat])
 

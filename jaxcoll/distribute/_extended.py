@@ -106,18 +106,9 @@ class StrategyExtended:
                 f"`{caller}` expects a Mirrored or a PerReplica, or a pytree of them; got "
                 f"{value!r}. For plain values, call the function itself."
             )
-        devices = parts[0].devices
-        arguments = ((value, *args), dict(kwargs or {}))
-        return run_on_replicas(
-            caller,
-            f"`{caller}`",
-            fn,
-            arguments,
-            devices,
-            self._options,
-            None,
-            as_one=is_distributed(value),
-        )
+        arguments, one = ((value, *args), dict(kwargs or {})), is_distributed(value)
+        over = parts[0].devices, self._options, None
+        return run_on_replicas(caller, f"`{caller}`", fn, arguments, *over, as_one=one)
 
     def _reduce_pairs(
         self,
@@ -129,17 +120,17 @@ class StrategyExtended:
         caller = f"{self._name}.{method}_to"
         check_cross_replica(caller, "call `jc.get_replica_context().all_reduce(...)`")
         op = ReduceOp.of(reduce_op)
-        if op is ReduceOp.SUM:
-            for i, (value, _) in enumerate(pairs):
-                number = f"[{i}]" if method == "batch_reduce" else ""
-                check_has_sum(caller + number, value, self._devices)
+        for i, (value, _) in enumerate(pairs):
+            number = f"[{i}]" if method == "batch_reduce" else ""
+            check_has_sum(caller + number, op, value, self._devices)
         return self._ops._reduce_pairs(method, op, pairs, self._options.merge(options))
 
 
-def check_has_sum(caller: str, value: Any, devices: tuple[jax.Device, ...]) -> None:
+def check_has_sum(caller: str, op: ReduceOp, value: Any, devices: tuple[jax.Device, ...]) -> None:
     """Refuse the SUM of a plain value over several replicas: it may be held by one, or by all."""
     # Over several processes a plain value is one of each.
-    if isinstance(value, DistributedValues) or len(devices) == 1 or span_processes(devices):
+    has_parts = isinstance(value, DistributedValues) or span_processes(devices)
+    if op is not ReduceOp.SUM or has_parts or len(devices) == 1:
         return
     # Reading a value that lies on a device would wait for it.
     on_host = isinstance(value, int | float | np.generic | np.ndarray)
@@ -147,6 +138,6 @@ def check_has_sum(caller: str, value: Any, devices: tuple[jax.Device, ...]) -> N
     if is_sparse(value) or (is_array(value) and not is_zero):
         raise ValueError(
             f"`{caller}` got the plain value {value!r}, whose SUM over {len(devices)} replicas "
-            "could be itself or that many times it. Pass a `Mirrored` for a value that every "
-            "replica holds, or a `PerReplica` for the parts of a sum."
+            "could be itself or that many times it. Pass a `Mirrored`, held by every replica, or a "
+            "`PerReplica`, the parts of a sum."
         )

@@ -111,14 +111,13 @@ def one_device_program(
 
     def sum_replicas(components: list[Any]) -> Any:
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)
+
         # Replicas of a `vmap` share a device, and their arithmetic is that of all reductions.
-        replicas = jax.vmap(
-            lambda x: AllReduce(
-                reduce_op, resolve_axes(AXIS, "all_reduce"), scope, packing=UNPACKED
-            ).reduce(x),
-            axis_name=AXIS,
-        )(stacked)
-        return jax.tree.map(lambda x: x[0], replicas)
+        def reduce(x: Any) -> Any:
+            axes = resolve_axes(AXIS, "all_reduce")
+            return AllReduce(reduce_op, axes, scope, packing=UNPACKED).reduce(x)
+
+        return jax.tree.map(lambda x: x[0], jax.vmap(reduce, axis_name=AXIS)(stacked))
 
     def program(components: list[Any]) -> list[Any]:
         if rows:
@@ -127,12 +126,10 @@ def one_device_program(
             return [sum_replicas(components)]
         check_dense(
             components[0],
-            "`accumulation_fn` adds arrays, but {leaf} is an IndexedSlices, which is reduced by "
-            "gathering its rows: reduce it without an `accumulation_fn`, or make it dense with "
-            "`to_dense` first.",
+            "`accumulation_fn` adds arrays, but {leaf} is an IndexedSlices. Reduce it without an "
+            "`accumulation_fn`, or make it dense with `to_dense` first.",
         )
-        accumulated = functools.partial(_accumulate, reduce_op, accumulate)
-        return [jax.tree.map(accumulated, *components)]
+        return [jax.tree.map(functools.partial(_accumulate, reduce_op, accumulate), *components)]
 
     return jax.jit(program)
 
@@ -144,8 +141,6 @@ def _accumulate(reduce_op: ReduceOp, accumulate: Accumulation, *arrays: jax.Arra
     expected = jax.typeof(arrays[0])
     shape, dtype = getattr(total, "shape", None), getattr(total, "dtype", None)
     if (shape, dtype) != (expected.shape, expected.dtype):
-        raise ValueError(
-            "`accumulation_fn` must return an array like each of its arguments, "
-            f"{expected.str_short()}; got {total!r}."
-        )
+        like = f"like each of its arguments, {expected.str_short()}"
+        raise ValueError(f"`accumulation_fn` must return an array {like}; got {total!r}.")
     return total if reduce_op is ReduceOp.SUM else jnp.true_divide(total, len(arrays))

@@ -65,16 +65,12 @@ class DistributedValues:
 
     def __new__(cls, values: Sequence[Any], *, devices: Sequence[jax.Device] | None = None) -> Any:
         if cls is DistributedValues:
-            raise TypeError(
-                "`DistributedValues` is the base class of `PerReplica` and `Mirrored`; make one of "
-                "these."
-            )
+            raise TypeError("`DistributedValues` is the base class of `PerReplica` and `Mirrored`.")
         name = cls.__name__
         if not isinstance(values, list | tuple):
             raise ValueError(
                 f"`{name}` expects a list or tuple with one value for each replica; got "
-                f"{type(values).__name__}. `{name}.from_global` takes arrays that lie over the "
-                f"devices already, `{name}.from_function` makes a value from each replica id."
+                f"{type(values).__name__}. `{name}.from_global` takes arrays over the devices."
             )
         if not values:
             raise ValueError(f"`{name}` got no values; it needs at least one replica.")
@@ -84,10 +80,8 @@ class DistributedValues:
             devices = own_devices(values) or default
         line = check_devices(devices, name)
         if len(line) != len(values):
-            raise ValueError(
-                f"`{name}` expects one device for each value; got "
-                f"{pluralize(len(values), 'value')} and {pluralize(len(line), 'device')}."
-            )
+            got = f"{pluralize(len(values), 'value')} and {pluralize(len(line), 'device')}"
+            raise ValueError(f"`{name}` expects one device for each value; got {got}.")
         return cls._make(values.__getitem__, line)
 
     @final
@@ -113,17 +107,12 @@ class DistributedValues:
         """Make the value of replicas; an `Uneven` if their rows differ in shape."""
         uneven = Uneven._wrap if cls._rows else None
         tree = assemble(cls.__name__, line, value_of, rows=cls._rows, uneven=uneven)
-        if not any(map(is_distributed, jax.tree.leaves(tree, is_leaf=is_distributed))):
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_distributed)
+        if not any(map(is_distributed, leaves)):
             return cls._wrap(tree, line)
-
-        def part(i: int, leaf: Any) -> Any:
-            return (leaf if is_distributed(leaf) else cls._wrap(leaf, line))[i]
-
-        parts = {
-            i: jax.tree.map(functools.partial(part, i), tree, is_leaf=is_distributed)
-            for i in local_positions(line)
-        }
-        return Uneven._wrap(parts, line)
+        values = [x if is_distributed(x) else cls._wrap(x, line) for x in leaves]
+        here = local_positions(line)
+        return Uneven._wrap({i: treedef.unflatten(x[i] for x in values) for i in here}, line)
 
     @final
     @classmethod
@@ -180,17 +169,15 @@ class DistributedValues:
         try:
             replica = operator.index(replica)
         except TypeError:
-            raise TypeError(
-                f"{type(self).__name__} is indexed by a replica id, an integer; got {replica!r}."
-            ) from None
+            what = f"{type(self).__name__} is indexed by a replica id, an integer"
+            raise TypeError(f"{what}; got {replica!r}.") from None
         if not -len(devices) <= replica < len(devices):
             raise IndexError(f"There are replicas 0 to {len(devices) - 1}; got {replica}.")
         device = devices[replica]
         if device.process_index != jax.process_index():
-            raise ValueError(
-                f"Replica {replica} lies on {device} of process {device.process_index}, where "
-                f"process {jax.process_index()} cannot read it; all-reduce or gather it first."
-            )
+            lies = f"Replica {replica} lies on {device} of process {device.process_index}"
+            here = f"process {jax.process_index()}"
+            raise ValueError(f"{lies}, where {here} cannot read it; all-reduce or gather it first.")
         with no_mesh():
             part = self._part(device)
             return drop_row(part) if self._rows else part
@@ -204,10 +191,8 @@ class DistributedValues:
         return jax.tree.map(here, self.tree)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"A {type(self).__name__} lies on devices and cannot be pickled; pickle the values, as "
-            "in `jax.tree.map(np.asarray, value[0])`, and place them again."
-        )
+        what = f"A {type(self).__name__} lies on devices and cannot be pickled"
+        raise TypeError(f"{what}; pickle `jax.tree.map(np.asarray, value[0])`, and place it again.")
 
     def __copy__(self) -> Self:
         return jax.tree.map(lambda leaf: leaf, self)
@@ -241,12 +226,11 @@ class DistributedValues:
         def settle(path: Any, leaf: Any) -> jax.Array:
             if getattr(leaf, "sharding", None) == sharding:
                 return leaf
-            of_leaf = self._find_devices(path, leaf)
-            if of_leaf != devices:
+            if (of_leaf := self._find_devices(path, leaf)) != devices:
+                mine, first = (", ".join(map(str, line)) for line in (of_leaf, devices))
                 raise ValueError(
-                    f"`{type(self).__name__}`: leaf {jax.tree_util.keystr(path)} lies on "
-                    f"{', '.join(map(str, of_leaf))}, but the first leaf on "
-                    f"{', '.join(map(str, devices))}; all must lie on the same, in the same order."
+                    f"`{type(self).__name__}`: leaf {jax.tree_util.keystr(path)} lies on {mine}, "
+                    f"but the first leaf on {first}; all must lie on the same, in the same order."
                 )
             return view(leaf, sharding)
 
@@ -273,24 +257,20 @@ class DistributedValues:
         name = where(jax.tree_util.keystr(path))
         if isinstance(leaf, Tracer):
             refuse_traced(f"`{type(self).__name__}`: {name}")
+        expects = f"`{type(self).__name__}` expects {name}"
         if not isinstance(leaf, jax.Array):
-            raise ValueError(
-                f"`{type(self).__name__}` expects {name} to be a global jax.Array; "
-                f"got {type(leaf).__name__}."
-            )
+            raise ValueError(f"{expects} to be a global jax.Array; got {type(leaf).__name__}.")
         parts = leaf.sharding.devices_indices_map(leaf.shape)
         if not self._rows:
             fits, expected = leaf.sharding.is_fully_replicated, "to be replicated over its devices"
         else:
-            one_row = (1, *leaf.shape[1:])
-            fits = (
-                leaf.shape[:1] == (len(parts),) and leaf.sharding.shard_shape(leaf.shape) == one_row
-            )
+            is_row = leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
+            fits = leaf.shape[:1] == (len(parts),) and is_row
             expected = "to have a leading replica dimension, one row on each of its devices"
         if not fits:
+            over = pluralize(len(parts), "device")
             raise ValueError(
-                f"`{type(self).__name__}` expects {name} {expected}; got shape {leaf.shape} over "
-                f"{pluralize(len(leaf.sharding.device_set), 'device')}: {leaf.sharding}."
+                f"{expects} {expected}; got shape {leaf.shape} over {over}: {leaf.sharding}."
             )
         if not self._rows:
             return tuple(parts)
@@ -360,12 +340,10 @@ def is_distributed(value: Any) -> bool:
 
 def _show(tree: Any, skipped: int = 0) -> str:
     """Describe the arrays of a tree, without the first `skipped` dimensions; or count many."""
-    count = len(jax.tree.leaves(tree))
-    if count > 16:
-        return f"{count} arrays"
-    return repr(
-        jax.tree.map(lambda leaf: _Plain(f"{leaf.dtype.name}{[*leaf.shape[skipped:]]}"), tree)
-    )
+    leaves, treedef = jax.tree.flatten(tree)
+    if len(leaves) > 16:
+        return f"{len(leaves)} arrays"
+    return repr(treedef.unflatten(_Plain(f"{x.dtype.name}{[*x.shape[skipped:]]}") for x in leaves))
 
 
 class _Plain(str):

@@ -61,7 +61,7 @@ def refuse_traced(what: str) -> NoReturn:
     """Raise the ValueError for a traced value, in a call that belongs between programs."""
     raise ValueError(
         f"{what} is being traced, so it lies on no device. Call this between programs; inside one, "
-        "`jc.all_reduce` and the other collectives work on the value of one replica."
+        "`jc.all_reduce` and the like work on the value of one replica."
     )
 
 

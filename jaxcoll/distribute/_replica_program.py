@@ -122,10 +122,9 @@ class ReplicaContext:
     def _check_here(self) -> None:
         if get_replica_context() is not self:
             raise RuntimeError(
-                "This ReplicaContext was used outside the function that `strategy.run` called, "
-                "where it has no replica. Inside that function, call `jc.get_replica_context()`; "
-                "between programs, `strategy.reduce` or `strategy.gather`; in any other mapped "
-                "function, `jc.all_reduce`."
+                "This ReplicaContext was used outside the function that `strategy.run` called. "
+                "Inside it, call `jc.get_replica_context()`; between programs, `strategy.reduce` "
+                "or `strategy.gather`; in any other mapped function, `jc.all_reduce`."
             )
 
 
@@ -149,9 +148,8 @@ def check_one_replica(caller: str, value: Any) -> None:
     for leaf in jax.tree.leaves(value, is_leaf=is_distributed):
         if is_distributed(leaf):
             raise ValueError(
-                f"`{caller}` works on the value of one replica; it got a {type(leaf).__name__}, "
-                "which holds the values of all. If the function captures it from outside, pass it "
-                "to `run` in `args` instead: each replica then gets its own part."
+                f"`{caller}` works on the value of one replica; it got a {type(leaf).__name__}. "
+                "Pass it to `run` in `args`, not by capture: each replica then gets its own part."
             )
 
 
@@ -165,10 +163,8 @@ def check_call(caller: str, fn: Any, args: Any) -> None:
     try:
         hash(fn)
     except TypeError:
-        raise ValueError(
-            f"`{caller}` caches the program of each function, and a {type(fn).__name__} cannot "
-            "be a key: it has no hash. Wrap it in a function."
-        ) from None
+        what = f"a {type(fn).__name__} cannot be a key: it has no hash. Wrap it in a function."
+        raise ValueError(f"`{caller}` caches the program of each function; {what}") from None
 
 
 def run_on_replicas(
@@ -338,28 +334,23 @@ def place_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> 
             refuse_traced(name())
         if isinstance(value, Uneven):
             raise ValueError(
-                f"{name()} has parts of unequal shapes, but one compiled program has one shape for "
-                "all. Pad them to equal shapes, or use `strategy.reduce` or `strategy.gather`."
+                f"{name()} has parts of unequal shapes, and a program one shape for all replicas. "
+                "Pad them, or use `strategy.reduce` or `strategy.gather`."
             )
         if not is_array(value):
             raise ValueError(
                 f"{name()} is {value!r} ({type(value).__name__}); expected a PerReplica, a "
-                "Mirrored, an array or a number, or a pytree of these. Bind anything else to the "
-                "function with `functools.partial`, only once, because each new function is "
-                "compiled again."
+                "Mirrored, an array or a number. Bind anything else with `functools.partial`, only "
+                "once, because each new function is compiled again."
             )
         return place(value, copies)
 
     values = jax.tree_util.tree_map_with_path(place_value, tree, is_leaf=is_distributed)
-    check_not_empty(caller, _shapes_per_replica(values))
-    return values
-
-
-def _shapes_per_replica(values: Any) -> list[Any]:
-    """List the shapes of one replica's part of each `PerReplica`; without any, all leaves."""
     leaves = jax.tree.leaves(values, is_leaf=is_distributed)
     trees = [leaf.tree for leaf in leaves if isinstance(leaf, PerReplica)]
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees) or leaves
+    of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees)
+    check_not_empty(caller, of_one or leaves)
+    return values
 
 
 def _check_devices(
@@ -369,8 +360,8 @@ def _check_devices(
         return value
     if value.devices == tuple(devices[i] for i in local_positions(devices)):  # this one's share
         return fit_to_group(name(), value, devices)._make_global()
+    lies, wanted = (", ".join(map(str, line)) for line in (value.devices, devices))
     raise ValueError(
-        f"{name()} is a PerReplica over {', '.join(map(str, value.devices))}; the replicas are "
-        f"on {', '.join(map(str, devices))}, in this order. Make it with "
-        "`strategy.experimental_distribute_values_from_function`, or pass `devices`."
+        f"{name()} is a PerReplica over {lies}; the replicas are on {wanted}, in this order. Make "
+        "it with `strategy.experimental_distribute_values_from_function`, or pass `devices`."
     )

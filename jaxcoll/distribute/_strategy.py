@@ -187,8 +187,7 @@ class Strategy:
         merged = self._options.merge(options)
         flat, treedef = flatten_with_paths(value, is_one_value)
         for _, leaf in flat:
-            if op is ReduceOp.SUM:
-                check_has_sum(caller, leaf, self._devices)
+            check_has_sum(caller, op, leaf, self._devices)
         # Without a comparison, processes that pass different trees would add leaves by position.
         paths = [path for path, _ in flat]
         structure = f"{op.name} of {paths} along {axis}" * (len(self._here) < len(self._devices))
@@ -226,9 +225,8 @@ class Strategy:
         for _, leaf in flat:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
                 raise ValueError(
-                    f"`{caller}` got the plain value {leaf!r}, which belongs to no replica and has "
-                    "no parts to join. Pass a `Mirrored` for a value that every replica holds, or "
-                    "a `PerReplica` for parts."
+                    f"`{caller}` got the plain value {leaf!r}, which belongs to no replica. Pass a "
+                    "`PerReplica`, of the parts to join, or a `Mirrored`, held by every replica."
                 )
         return treedef.unflatten(gather_along(self._ops, name, flat, axis, self._first, merged))
 
@@ -255,10 +253,8 @@ class Strategy:
         def component(k: int, part: Any) -> Any:
             return part[self._replicas_here(part)[k]] if is_distributed(part) else part
 
-        return tuple(
-            jax.tree.map(functools.partial(component, k), value, is_leaf=is_distributed)
-            for k in range(len(self._here))
-        )
+        every = [functools.partial(component, k) for k in range(len(self._here))]
+        return tuple([jax.tree.map(of, value, is_leaf=is_distributed) for of in every])
 
     def _replicas_here(self, value: DistributedValues) -> list[int]:
         """Find the replicas of a value on this process's devices, in the strategy's order."""
@@ -267,10 +263,10 @@ class Strategy:
             return [devices.index(device) for device in own]
         here = local_positions(devices)
         if len(here) != len(own):
+            has = pluralize(len(own), "replica")
             raise ValueError(
-                f"`{type(self).__name__}.experimental_local_results` has "
-                f"{pluralize(len(own), 'replica')} in this process, and got {value!r}, which has "
-                f"{len(here)} here, on other devices. Read these with `value[i]`."
+                f"`{type(self).__name__}.experimental_local_results` has {has} in this process, "
+                f"and got {value!r}, which has {len(here)} here. Read it by `value[i]`."
             )
         return here
 
@@ -343,8 +339,7 @@ class Strategy:
         other = _entered.get()
         if other not in (None, self):
             raise RuntimeError(
-                f"`{caller}` was called under the scope of another strategy, {other!r}, so it is "
-                "not clear whose replicas are meant. Leave that scope first."
+                f"`{caller}` was called under the scope of another strategy, {other!r}. Leave it."
             )
         return caller
 
@@ -380,13 +375,12 @@ class MirroredStrategy(Strategy):
         if not isinstance(cross_device_ops, CrossDeviceOps | None):
             meaning = "a CrossDeviceOps, such as `jc.NcclAllReduce()`, or None"
             refuse("cross_device_ops", meaning, cross_device_ops)
-        line = devices_named(
-            jax.local_devices() if devices is None else devices, "MirroredStrategy"
-        )
+        given = jax.local_devices() if devices is None else devices
+        line = devices_named(given, "MirroredStrategy")
         if span_processes(line):
             raise ValueError(
-                "`MirroredStrategy` has its replicas in one process; these devices belong to "
-                f"several: {', '.join(map(str, line))}. Use `MultiWorkerMirroredStrategy` instead."
+                f"`MirroredStrategy` has its replicas in one process; {', '.join(map(str, line))} "
+                "belong to several. Use `MultiWorkerMirroredStrategy` instead."
             )
         check_here(line[0])
         super().__init__(line, cross_device_ops or NcclAllReduce(), CommunicationOptions())

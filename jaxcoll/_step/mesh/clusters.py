@@ -100,8 +100,7 @@ class Topology:
         if axes > 2:
             raise ValueError(
                 f"The topology {self.name!r} does not say how its {self.size} replicas lie along "
-                f"{axes} axes; it has {self.hosts} hosts of {self.size // self.hosts} each. Give "
-                "the sizes: `jax.sharding.AbstractMesh(sizes, names)` as `mesh`, or `axis_size`."
+                f"{axes} axes. Give `mesh`, an `AbstractMesh(sizes, names)`, or `axis_size`."
             )
         return (self.size,) if axes == 1 else (self.hosts, self.size // self.hosts)
 
@@ -216,17 +215,14 @@ def abstract_mesh(topology: Topology, axes: tuple[str, ...]) -> AbstractMesh:
 def fit_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
     """Strip `mesh` of its devices, and enlarge it to the topology's size if it has one axis."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise ValueError(
-            "`mesh` must be a jax.sharding.Mesh or AbstractMesh for a program that is compiled "
-            f"for {topology.name!r}; got {type(mesh).__name__}."
-        )
+        must = f"a jax.sharding.Mesh or AbstractMesh to compile for {topology.name!r}"
+        raise ValueError(f"`mesh` must be {must}; got {type(mesh).__name__}.")
     if mesh.size == topology.size:
         return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     if len(mesh.axis_names) == 1:
         return AbstractMesh((topology.size,), mesh.axis_names, mesh.axis_types)
     had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     raise ValueError(
-        f"The mesh ({had}) does not fit {topology}, and it is unknown which of its axes to "
-        f"enlarge. Pass `mesh=jax.sharding.AbstractMesh(sizes, {tuple(mesh.axis_names)!r})` with "
-        f"sizes that multiply to {topology.size}."
+        f"The mesh ({had}) does not fit {topology}. Pass `mesh=jax.sharding.AbstractMesh(sizes, "
+        f"{tuple(mesh.axis_names)!r})` with sizes that multiply to {topology.size}."
     )

@@ -24,10 +24,8 @@ def check_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]
         raise ValueError(f"`{caller}` got no devices; it needs at least one.")
     for device in result:
         if not isinstance(device, jax.Device):
-            raise ValueError(
-                f"`{caller}` expects devices, as in `jax.devices()`; got {device!r} "
-                f"({type(device).__name__})."
-            )
+            got = f"{device!r} ({type(device).__name__})"
+            raise ValueError(f"`{caller}` expects devices, as in `jax.devices()`; got {got}.")
     twice = [str(device) for device, times in Counter(result).items() if times > 1]
     if twice:
         raise ValueError(f"`{caller}` got a device twice: {', '.join(twice)}.")
@@ -65,10 +63,10 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
     if mesh.empty:
         return contextlib.nullcontext()
     if mesh.manual_axes:
+        axes = ", ".join(map(repr, mesh.manual_axes))
         raise RuntimeError(
-            "This function works between programs, on the values of several devices, but a program "
-            f"that maps {', '.join(map(repr, mesh.manual_axes))} is being traced. Pass the value "
-            "to the program as an argument; each replica then gets its part."
+            f"This function works between programs, but a program that maps {axes} is being "
+            "traced. Pass the value to the program as an argument; each replica then gets its part."
         )
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
@@ -125,16 +123,12 @@ def check_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str)
         if isinstance(ambient := ambient_mesh(axes), Mesh):
             return ambient
         if len(axes) > 1:
-            raise ValueError(
-                f"`{caller}` over the axes {axis_name!r} needs a `mesh` that has them, given or by "
-                "`jax.set_mesh`; without one it lays all devices on a single axis."
-            )
+            needs = "needs a `mesh` that has them, given or by `jax.set_mesh`"
+            raise ValueError(f"`{caller}` over the axes {axis_name!r} {needs}.")
         return make_line(jax.devices(), *axes)
     if not isinstance(mesh, Mesh):
-        raise ValueError(
-            f"`{caller}` expects `mesh` to be a jax.sharding.Mesh or None; "
-            f"got {type(mesh).__name__}."
-        )
+        expected = "`mesh` to be a jax.sharding.Mesh or None"
+        raise ValueError(f"`{caller}` expects {expected}; got {type(mesh).__name__}.")
     check_devices(list(mesh.devices.flat), caller)
     return has_axes(mesh, axes, caller)
 
@@ -143,10 +137,8 @@ def has_axes(mesh: AnyMesh, axes: Sequence[str], caller: str) -> AnyMesh:
     """Check that `mesh` has all of `axes`."""
     missing = [a for a in axes if a not in mesh.axis_names]
     if missing:
-        raise ValueError(
-            f"`{caller}` over axis {missing[0]!r}: the mesh has no such axis. "
-            f"Its axes: {', '.join(map(repr, mesh.axis_names))}."
-        )
+        has = f"the mesh has no such axis. Its axes: {', '.join(map(repr, mesh.axis_names))}"
+        raise ValueError(f"`{caller}` over axis {missing[0]!r}: {has}.")
     return mesh
 
 

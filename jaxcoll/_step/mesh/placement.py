@@ -84,8 +84,7 @@ def place_leaf(x: Any, sharding: NamedSharding) -> Any:
         if x.is_deleted():  # with several devices, XLA would end the process
             raise ValueError(
                 f"An array {x.dtype}{list(x.shape)} in the arguments is deleted: it was donated to "
-                "an earlier call, by `donate_argnums`, or deleted by hand. Nothing was run. Pass "
-                "the result of that call instead."
+                "an earlier call, or deleted by hand. Nothing was run. Pass that call's result."
             )
         if _is_placed(x, sharding):
             return x
@@ -108,11 +107,10 @@ def view(x: jax.Array, sharding: NamedSharding, shape: tuple[int, ...] | None = 
 def _join_shares(x: Any, sharding: NamedSharding) -> jax.Array:
     """Make the global array of the processes' shares."""
     if not sharding.addressable_devices:
-        owners = sorted({d.process_index for d in sharding.device_set})
+        owners = ", ".join(map(str, sorted({d.process_index for d in sharding.device_set})))
         raise ValueError(
             f"This is process {jax.process_index()}, but all devices of the mesh belong to process "
-            f"{', '.join(map(str, owners))}. Only processes that have devices in a mesh may call "
-            "programs on it."
+            f"{owners}. Only processes with devices in a mesh may call programs on it."
         )
     if is_key(x):
         data = _join_shares(jax.random.key_data(x), sharding)
@@ -158,17 +156,16 @@ def place_shards(shards: Shards, mesh: Mesh) -> Shards:
         had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
         raise ValueError(
             f"`data_parallel`: Shards of {shards.layout.replicas} replicas along "
-            f"{show_axes(shards.axes)} do not fit the mesh ({had}). Restore a checkpoint for this "
-            "mesh. Or convert parameters with `jc.unshard` and then `jc.shard`, and an optimizer's "
-            "state with its `unshard` and then `shard` of an optimizer made for this mesh."
+            f"{show_axes(shards.axes)} do not fit the mesh ({had}). Convert them by `jc.unshard` "
+            "and then `jc.shard`, a state by its optimizer's `unshard` and `shard`, or restore "
+            "a checkpoint for this mesh."
         )
     for pack, part in zip(shards.layout.packs, shards.parts, strict=True):
         expected = (n * shards.layout.rows(pack), LANES)
         if np.shape(part) != (*shards.stack, *expected):
             raise ValueError(
                 "`data_parallel`: the parts of Shards between programs are global arrays, here of "
-                f"shape {expected}; got {np.shape(part)}. Stacked layers come before that shape. A "
-                "result of `pmap` is only for `pmap`."
+                f"shape {expected}; got {np.shape(part)}. A result of `pmap` is only for `pmap`."
             )
     sharding = NamedSharding(mesh, make_spec(shards.axes, shards.stack))
     return shards.replace([_place_part(part, sharding) for part in shards.parts])
@@ -185,41 +182,31 @@ def _place_part(part: Any, sharding: NamedSharding) -> Any:
 
 def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: Any) -> None:
     """Refuse a batch whose rows do not divide over the replicas."""
+    over = f"{replicas} replicas along {axis!r}"
     for i, leaf in enumerate(jax.tree.leaves(tree)):
-        shape = np.shape(leaf)
-        if not shape:
-            is_listed = isinstance(tree, list | tuple) and isinstance(leaf, int | float)
-            raise ValueError(
-                f"`data_parallel`: {argument}{_path(tree, i)} is a scalar and cannot be split over "
-                f"{replicas} replicas along {axis!r}; "
-                + (
-                    f"a list of numbers is not an array: pass `np.asarray({argument})`."
-                    if is_listed
-                    else "leave its argument out of `batch_argnums` to give every replica the same "
-                    "value."
-                )
+        shape, is_local = np.shape(leaf), _is_share(leaf)
+        rows = shape[0] * (processes if is_local else 1) if shape else 0
+        if not shape and isinstance(tree, list | tuple) and isinstance(leaf, int | float):
+            wrong = f"is a scalar and cannot be split over {over}; pass `np.asarray({argument})`"
+        elif not shape:
+            wrong = f"is a scalar and cannot be split over {over}; leave it out of `batch_argnums`"
+        elif is_local and not processes:
+            wrong = (
+                "is this process's share of the batch, but the processes of the mesh have "
+                f"different numbers of devices, so equal shares do not fit {axis!r}. Give every "
+                "process equally many (`jaxcoll doctor` lists them), or pass global arrays"
             )
-        is_local = _is_share(leaf)
-        if is_local and not processes:
-            raise ValueError(
-                f"`data_parallel`: {argument}{_path(tree, i)} is this process's share of the "
-                "batch, but the processes of the mesh have different numbers of devices, so equal "
-                f"shares do not fit {axis!r}. Give every process equally many devices (`jaxcoll "
-                "doctor`, run in each process, lists them), or pass global arrays."
-            )
-        rows = shape[0] * (processes if is_local else 1)
-        if not rows:
-            raise ValueError(
-                f"`data_parallel`: {argument}{_path(tree, i)} has no rows (its shape is "
-                f"{list(shape)}); pass at least {replicas}, one for each replica along {axis!r}."
-            )
-        if rows % replicas:
-            raise ValueError(
-                f"`data_parallel`: {argument}{_path(tree, i)} has {rows} rows, which do not divide "
-                f"over {replicas} replicas along {axis!r} ({rows} = {replicas} × "
+        elif not rows:
+            wrong = f"has no rows (its shape is {list(shape)}); pass at least {replicas}"
+        elif rows % replicas:
+            wrong = (
+                f"has {rows} rows, which do not divide over {over} ({rows} = {replicas} × "
                 f"{rows // replicas} + {rows % replicas}). Drop the remainder, or pad the batch "
-                "and give the padding weight 0 with `jc.WeightedLoss`."
+                "and give the padding weight 0 with `jc.WeightedLoss`"
             )
+        else:
+            continue
+        raise ValueError(f"`data_parallel`: {argument}{_path(tree, i)} {wrong}.")
 
 
 def check_concrete(args: Any, kwargs: Any, name_of: Callable[[int | str], str]) -> None:
@@ -233,35 +220,34 @@ def check_concrete(args: Any, kwargs: Any, name_of: Callable[[int | str], str]) 
     of_host = any(issubclass(kind, np.ndarray | np.generic) for kind in kinds)
     if not invalid and not of_host:
         return
-    at = (i for i, leaf in enumerate(leaves) if type(leaf) in invalid or _is_not_numeric(leaf))
-    i = next(at, None)
-    if i is None:
-        return
-    name = argument_name(jax.tree_util.tree_leaves_with_path((args, kwargs))[i][0], name_of)
-    if isinstance(leaves[i], Tracer):
-        raise ValueError(
-            f"`data_parallel`: {name} is being traced. A wrapped step is a program of its own and "
-            "cannot be called inside another: use `jax.jit`, `jax.grad` or `jax.vmap` inside the "
-            "step instead of around it. In place of `jax.eval_shape(step, ...)` write "
-            "`step.trace(...).out_info`, and of `jax.make_jaxpr(step)(...)` "
-            "`step.trace(...).jaxpr`; both take `jax.ShapeDtypeStruct`s, too."
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        if type(leaf) in invalid or _is_not_numeric(leaf):
+            raise ValueError(f"`data_parallel`: {argument_name(path, name_of)} {_explain(leaf)}")
+
+
+def _explain(leaf: Any) -> str:
+    """Say why a step cannot take a leaf, and what to pass instead."""
+    if isinstance(leaf, Tracer):
+        return (
+            "is being traced. A wrapped step is a program of its own: use `jax.jit`, `jax.grad` or "
+            "`jax.vmap` inside the step instead of around it. In place of `jax.eval_shape(step, "
+            "...)` write `step.trace(...).out_info`, and of `jax.make_jaxpr(step)(...)` "
+            "`step.trace(...).jaxpr`."
         )
-    if _is_not_numeric(leaves[i]):
-        raise ValueError(
-            f"`data_parallel`: {name} has elements of dtype {leaves[i].dtype}, which no device can "
-            "hold; expected numbers. Leave it out of the tree, or convert it to numbers (tokens, "
-            "categories, `.astype`)."
+    if _is_not_numeric(leaf):
+        return (
+            f"has elements of dtype {leaf.dtype}, which no device can hold; expected numbers. "
+            "Leave it out of the tree, or convert it to numbers."
         )
-    if isinstance(leaves[i], jax.Ref):
-        raise ValueError(
-            f"`data_parallel`: {name} is a `jax.Ref`, but replicas would write to separate copies. "
-            "Pass the array in it, `ref[...]`, return the new value, and write that back."
+    if isinstance(leaf, jax.Ref):
+        return (
+            "is a `jax.Ref`, but replicas would write to separate copies. Pass the array in it, "
+            "`ref[...]`, return the new value, and write that back."
         )
-    raise ValueError(
-        f"`data_parallel`: {name} is not an array or a number; got {type(leaves[i]).__name__}. If "
-        "it is a setting of the step, bind it with `functools.partial` before you wrap the step. "
-        "If it is in a module, pass only the module's arrays, as from `eqx.partition(module, "
-        "eqx.is_array)` or `nnx.split(module)`, and rebuild the module in the step."
+    return (
+        f"is not an array or a number; got {type(leaf).__name__}. Bind a setting with "
+        "`functools.partial` before you wrap the step. Of a module pass only the arrays, as from "
+        "`eqx.partition(module, eqx.is_array)` or `nnx.split(module)`, and rebuild it in the step."
     )
 
 

@@ -34,9 +34,9 @@ class ReplicaRows:
         all_devices = list(mesh.devices.transpose(*order, *rest).flat)
         self.replicas = local_positions(all_devices)  # replica numbers
         if not self.replicas:
+            here = f"this process, number {jax.process_index()}"
             raise ValueError(
-                f"`diloco`: no device of the mesh belongs to this process, number "
-                f"{jax.process_index()}. Only processes that have devices in a mesh train on it."
+                f"`diloco`: no device of the mesh belongs to {here}, which cannot train."
             )
         self.devices = tuple(all_devices[i] for i in self.replicas)  # in the same order
         self.mesh = make_line(self.devices, DILOCO_AXIS)
