@@ -1,6 +1,15 @@
 """Several calls at the same time, each in a thread, in the place of processes."""
 
 import threading
+import time
+
+
+def wait_for(condition, within=60.0, why=lambda: ""):
+    """Wait until a condition holds."""
+    until = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < until, why()
+        time.sleep(0.01)
 
 
 def at_once(*calls):

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from at_once import wait_for
+
 import jaxcoll
 from jaxcoll._job.launch.subprocesses import OF_A_LAUNCH
 from jaxcoll.cli.main import COMMANDS
@@ -239,15 +241,11 @@ def _with_commands():
 
 
 def gone(pids):
-    """Return True once none of these processes is left; False after 20 s.
+    """True once none of these processes is left.
 
     A zombie has ended: only whoever inherited it has not looked yet.
     """
-    until = time.monotonic() + 20
-    while any(map(_lives, pids)):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
+    wait_for(lambda: not any(map(_lives, pids)))
     return True
 
 

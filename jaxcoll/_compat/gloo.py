@@ -79,12 +79,8 @@ class SecondClient:
     It has a coordination service of its own, used only by this process. To connect several
     processes, copy the addresses that Gloo wrote in each to all others, by `addresses` and `learn`.
 
-    Attributes:
-      client: a client with the options of JAX's own; it has the devices of all processes.
-
-    Args:
-      host: the address at which Gloo listens; None: the address of the host name.
-      make_folder: as in `let_gloo_listen_at`.
+    Its `client` has the options of JAX's own, and the devices of all processes. Gloo listens at
+    `host`; None: at the address of the host name. `make_folder` is as in `let_gloo_listen_at`.
 
     Raises:
       RuntimeError: JAX's own devices are not yet known to all processes.

@@ -31,12 +31,9 @@ def same(
 ) -> list[Any]:
     """Mark `results` as the same on every replica along `axes`, unless types show that already.
 
-    Args:
-      results: arrays.
-      axes: mapped axes.
-      before: for each result the array that was reduced or gathered to make it; empty if the
-        results are the same for another reason.
-      sums: True if the results are sums, which count a value repeatedly if all replicas hold it.
+    `before` has for each result the array that was reduced or gathered to make it; it is empty if
+    the results are the same for another reason. `sums`: they are sums, which count a value
+    repeatedly if all replicas hold it.
     """
     if not results or not axes or types_tracked():
         return list(results)

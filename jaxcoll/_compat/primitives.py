@@ -57,12 +57,9 @@ def cast_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
     collective (`psum`, or `all_gather(to="invarying")`), which is not needed for an axis of size
     one, an empty leaf, or an algorithm that ends with the same bits on all replicas.
 
-    Args:
-      x: an array.
-      axes: mapped axes; those without tracked types are left out.
-      summed: True if `x` is the result of a hand-written sum over replicas. The cotangent of an
-        invariant value is already the total, so only the first replica sends it back through the
-        sum. If False, each replica keeps the cotangent.
+    Axes without tracked types are left out. `summed`: `x` is the result of a hand-written sum over
+    replicas. The cotangent of an invariant value is already the total, so only the first replica
+    sends it back through the sum. Otherwise each replica keeps the cotangent.
     """
     varying = tuple(a for a in axes if a in varying_axes(x))
     return _cast_invariant_p.bind(x, axes=varying, summed=summed) if varying else x

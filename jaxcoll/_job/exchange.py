@@ -42,17 +42,11 @@ def exchange(
     check: Callable[[list[Who]], None] = lambda late: None,
     woken: threading.Event | None = None,
 ) -> dict[Who, Any]:
-    """Write this process's value, and return those of all in `group`.
+    """Write this process's JSON value, and return those of all in `group`: numbers, or other names.
 
-    Args:
-      keys: the store.
-      name: unique to this exchange.
-      value: a JSON value.
-      group: process numbers, or other names, of those that write one.
-      seconds: the time limit.
-      me: this one's name in the group; None: its process number.
-      check: called with those that are late so far, after each look; it may raise.
-      woken: an event after which to look at once.
+    `name` is unique to this exchange, and `me` this process's name in the group, if that is not its
+    number. `check` gets those that are late so far, after each look, and may raise; `woken` makes
+    it look at once.
 
     Raises:
       LateError: the time is up.

@@ -68,9 +68,7 @@ def run(call: Call, until: float | None = None) -> Any:
     does with small ones. Over several processes it always does, so that another process's failure
     can end the wait.
 
-    Args:
-      call: the call.
-      until: its deadline, by `time.monotonic`. None: `call.timeout_seconds` from now.
+    `until` is its deadline, by `time.monotonic`; None: `call.timeout_seconds` from now.
 
     Raises:
       PeerLostError: another process has died, or was cut off.

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from at_once import at_once
+from at_once import at_once, wait_for
 
 import jaxcoll as jc
 from jaxcoll._compat.coordination import StoreUnreachableError
@@ -56,13 +56,6 @@ def members_of_a_run(n, most=None, startup=5.0):
 
 def keys_of(membership):
     return membership._keys.keys
-
-
-def wait_for(condition):
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def in_thread(call):

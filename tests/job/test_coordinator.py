@@ -9,7 +9,7 @@ import time
 from unittest import mock
 
 import pytest
-from at_once import at_once
+from at_once import at_once, wait_for
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -120,9 +120,7 @@ def test_silent_connections_keep_nobody_out():
             time.sleep(0.2)
             assert not here.news()  # until it has ended
             there.close()
-            until = time.monotonic() + 20
-            while not here.news() and time.monotonic() < until:
-                time.sleep(0.01)
+            wait_for(here.news)
             assert here.news()[1]["done"] == {"team": 3}
             assert not here.is_broken
 

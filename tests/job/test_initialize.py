@@ -291,22 +291,6 @@ def test_tf_config_resolver_reads_arguments():
         typed.master("worker", 7)
 
 
-@pytest.mark.tensorflow("K22")
-@pytest.mark.parametrize(
-    ("cluster", "kind", "index", "message"),
-    [
-        ({"worker": ["a:1", "b:1"]}, "worker", 9, "TFConfigClusterResolver: this is task 9 of .*, which has only 2"),
-        ({"worker": ["a:1", "b:1"]}, "chief", 0, "a task of job 'chief', but the cluster has only the"),
-        (TWO_JOBS, "ps", 0, "TFConfigClusterResolver has parameter servers"),
-        ({"chief": ["a:1", "b:1"]}, "chief", 0, "there can be only one chief; got a:1, b:1"),
-        (["a:1"], "worker", 0, "'cluster' must be a JSON object"),
-    ],
-)  # fmt: skip
-def test_tf_config_resolver_refuses(cluster, kind, index, message):
-    with pytest.raises(ValueError, match=message):
-        tf_config(cluster, kind, index).member()
-
-
 @pytest.mark.parametrize(
     ("jobs", "change", "message"),
     [

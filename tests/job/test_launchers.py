@@ -140,6 +140,11 @@ IMPOSSIBLE = [
         (tf({**WORKERS, "master": ["p:1"]}, "worker", 0), "jobs are chief, worker, ps, evaluator; got master"),
         (tf({"chief": ["a:1"], "worker": ["a:1"]}, "chief", 0), "two tasks have the address a:1"),
         (tf({"worker": ["a", "b"]}, "worker", 0), "an address must be 'host:port'.* got 'a'. It came from TF_CONFIG"),
+        (tf({"worker": ["a:1", "b:1"]}, "worker", 9), "TF_CONFIG: this is task 9 of .*, which has only 2"),
+        (tf({"worker": ["a:1", "b:1"]}, "chief", 0), "a task of job 'chief', but the cluster has only the"),
+        (tf({"ps": ["p:1"], "worker": ["w:1"]}, "ps", 0), "TF_CONFIG has parameter servers"),
+        (tf({"chief": ["a:1", "b:1"]}, "chief", 0), "there can be only one chief; got a:1, b:1"),
+        (tf(["a:1"], "worker", 0), "'cluster' must be a JSON object"),
         ({**LAUNCH, "JAXCOLL_PROCESSES": ""}, "jaxcoll launch: the environment variable JAXCOLL_PROCESSES is missing"),
         ({**SLURM, "SLURM_PROCID": "10"}, r"Slurm gave process 10 of 10"),
         ({**SLURM, "SLURM_NTASKS": "many"}, "Slurm: SLURM_NTASKS must be a whole number; got 'many'"),
@@ -149,6 +154,7 @@ IMPOSSIBLE = [
     ]  # fmt: skip
 
 
+@pytest.mark.tensorflow("K22")
 def test_impossible_variables_are_refused():
     for environment, message in IMPOSSIBLE:
         with pytest.raises(ValueError, match=message):

@@ -4,11 +4,11 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from at_once import wait_for
 from processes.hosts import hosts, listening, pids, pull_cable
 
 import jaxcoll as jc
@@ -27,14 +27,17 @@ def test_coordinators_side_goes_on(tmp_path):
             alone = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
             with log.open("wb") as out:
                 running.start(command, alone, stdout=out, stderr=subprocess.STDOUT)
-        wait_for(lambda: all("TRAINING" in log.read_text() for log in logs), logs)
+        said = lambda: "\n".join(log.read_text() for log in logs)
+        wait_for(lambda: all("TRAINING" in log.read_text() for log in logs), 100, said)
         for host in range(2):
             own = {two.address(host), "127.0.0.1"}
             assert listening(two, host) <= own, "its own address, and no other"
         pull_cable(two, 1)
-        wait_for(lambda: all(process.poll() is not None for process in running.processes), logs)
+        wait_for(
+            lambda: all(process.poll() is not None for process in running.processes), 100, said
+        )
         # The coordinator cannot see the process beyond a cut end, and leaves all the same.
-        wait_for(lambda: not pids(two, 0), logs)
+        wait_for(lambda: not pids(two, 0), 100, said)
     texts = [log.read_text() for log in logs]
     assert [process.returncode for process in running.processes] == [0, 0], "\n".join(texts)
     found = [json.loads(text.partition("RESULT ")[2].splitlines()[0]) for text in texts]
@@ -48,10 +51,3 @@ def test_coordinators_side_goes_on(tmp_path):
         int(re.search(r"The state after step (\d+) is saved", cut["error"])[1]) >= cut["finished"]
     )
     assert jc.restore_checkpoint(saved, np.float32(0))[1] == 60
-
-
-def wait_for(condition, logs):
-    until = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < until, "\n".join(log.read_text() for log in logs)
-        time.sleep(0.05)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import forks
 import pytest
+from at_once import wait_for
 
 from benchmarks.teams import free_port
 from jaxcoll._job.launch import supervisor
@@ -109,14 +110,6 @@ def started(tmp_path, *flags, out=None, err=None, code=forks.COMMAND):
     command = ("jaxcoll", "launch", *flags)
     child = forks.with_jaxcoll().start(code, command, dict(os.environ), out, err, Path.cwd())
     return child, out, err
-
-
-def wait_for(condition, within=60):
-    until = time.monotonic() + within
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    return found
 
 
 def test_job_listens_on_loopback_only(tmp_path, launched):

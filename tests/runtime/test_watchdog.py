@@ -2,9 +2,9 @@
 
 import dataclasses
 import threading
-import time
 
 import pytest
+from at_once import wait_for
 
 from jaxcoll._job.key_value import LocalKeys
 from jaxcoll._runtime import watchdog
@@ -35,9 +35,8 @@ def meet(monkeypatch):
         met.append(
             Watchdog(dataclasses.replace(keys, process=process) if keys.processes > 1 else keys)
         )
-        peers, until = met[-1].peers, time.monotonic() + 5
-        while listens and peers.find_state(process) != "here" and time.monotonic() < until:
-            time.sleep(0.01)
+        if listens:
+            wait_for(lambda: met[-1].peers.find_state(process) == "here")
         return met[-1]
 
     yield start
@@ -102,10 +101,7 @@ def test_few_reads_time_out_running(meet, monkeypatch):
 
     keys.get = get
     meet(keys, listens=False)
-    until = time.monotonic() + 10
-    while len(rows) < 20 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert len(rows) >= 20
+    wait_for(lambda: len(rows) >= 20)
     assert 0 < max(rows) <= 6
 
 

@@ -158,9 +158,7 @@ class Membership:
         Once all values are there it returns, even if the generation is over, so that all members
         get the same result.
 
-        Args:
-          what: a name that is used only once in a generation.
-          value: this worker's, as JSON can have it.
+        `what` is used only once in a generation, and `value` as JSON can have it.
 
         Raises:
           RegroupError: the generation is over.
