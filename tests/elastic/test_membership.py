@@ -221,8 +221,13 @@ def make_call(one, digest, collective):
         return task.result()
     except ProgramMismatchError as error:
         one.mismatch = str(error)
-        one.request_regroup("workers have different programs")
         return error
+
+
+def regroup_for_programs(members, finished, held):
+    """What members agree on, once each has learned of the programs."""
+    each(members, lambda one: one.request_regroup("workers have different programs"))
+    return each(members, lambda one: one.regroup(finished, held))
 
 
 def test_program_is_new_to_all():
@@ -235,7 +240,7 @@ def test_program_is_new_to_all():
     meet.abort()
     assert [type(error) for error in found] == [ProgramMismatchError] * 3
     assert {"process 0: known", "process 2: new"} <= {*str(found[2]).splitlines()}
-    next_ones = each(membership, lambda one: one.regroup(2, (1, 2)))
+    next_ones = regroup_for_programs(membership, 2, (1, 2))
     assert len(set(next_ones)) == 1
     assert next_ones[0].members == ()
     assert all(next_ones[0].ends_for_its_program(one.name) for one in membership)
@@ -249,7 +254,7 @@ def test_newcomers_other_program_ends_alone():
     digests = {staying: "theirs", newcomer: "other"}
     found = each(digests, lambda one: make_call(one, digests[one], dict))
     assert [type(error) for error in found] == [ProgramMismatchError] * 2
-    one, other = each((staying, newcomer), lambda c: c.regroup(9, (8, 9)))
+    one, other = regroup_for_programs((staying, newcomer), 9, (8, 9))
     assert one == other
     assert (one.ranks, tuple(map(parse_rank, one.lost))) == ((0,), (2,))
     assert not one.ends_for_its_program(staying.name)
