@@ -10,14 +10,9 @@ from collections.abc import Iterable
 Groups = tuple[tuple[int, ...], ...]
 
 KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
 
 _BITS = re.compile(r"(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?")
 

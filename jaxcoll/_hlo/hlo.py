@@ -12,13 +12,7 @@ from jaxcoll._hlo.arithmetic import Arithmetic
 from jaxcoll._hlo.calls import Call, Item, flatten_calls
 from jaxcoll._hlo.chains import Chains, check_chains, find_chains
 from jaxcoll._hlo.collective import KINDS, Collective, Loop, Matmul
-from jaxcoll._hlo.hlo_text import (
-    Computation,
-    Instruction,
-    Module,
-    parse_module,
-    sends,
-)
+from jaxcoll._hlo.hlo_text import Computation, Instruction, Module, parse_module, sends
 from jaxcoll._hlo.loops import count_turns
 from jaxcoll._hlo.replica_groups import count_group, find_groups, read_groups
 from jaxcoll._hlo.sources import Source, StackFrames
@@ -120,17 +114,11 @@ class _Reader:
             # The condition runs once more than the body.
             is_condition = opcode == "while" and attribute == "condition"
             yield Call(
-                site=instruction.name,
-                callee=name,
-                trips=None if turns is None else turns + is_condition,
-                is_async=opcode.endswith("-start"),
-                branch=k if opcode == "conditional" else None,
-                is_loop=opcode == "while",
-                is_part=opcode not in ("while", "call", "conditional"),
-                scatters=bool(_SCATTERS.search(attributes)),
-                at=at,
-                until=at,
-            )
+                instruction.name, name, None if turns is None else turns + is_condition,
+                is_async=opcode.endswith("-start"), branch=k if opcode == "conditional" else None,
+                is_loop=opcode == "while", is_part=opcode not in ("while", "call", "conditional"),
+                scatters=bool(_SCATTERS.search(attributes)), at=at, until=at,
+            )  # fmt: skip
 
     def _collective(
         self, name: str, inside: Computation, instruction: Instruction, at: int
@@ -153,20 +141,11 @@ class _Reader:
         source = self._frames.source(attributes)
         near = source if source.user else self._nearest_source(inside, instruction.name)
         return Collective(
-            kind=kind,
-            name=instruction.name,
-            operands=operands,
-            group_size=count_group(kind, groups),
-            groups=groups,
-            computation=name,
+            kind, instruction.name, operands, count_group(kind, groups), groups, name,
             is_async=instruction.opcode != kind and not _IS_SYNC.search(attributes),
             op_name=_find_op_name(inside, instruction, len(operands)),
-            source=near.user,
-            library=near.library,
-            is_near=near != source,
-            at=at,
-            until=at,
-        )
+            source=near.user, library=near.library, is_near=near != source, at=at, until=at,
+        )  # fmt: skip
 
     def _nearest_source(self, inside: Computation, name: str) -> Source:
         """Search the instructions that use a result, then those that made its operands."""

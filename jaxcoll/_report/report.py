@@ -315,7 +315,7 @@ def side_by_side(reports: Mapping[str, Report]) -> str:
 def _figures(report: Report) -> dict[str, tuple[str, float | None]]:
     """Format each figure; add its number if a ratio of it is meaningful."""
     payload = sum(c.turns * c.nbytes for c in report.executed)
-    mark = least(*report.executed)
+    mark, often = least(*report.executed), runs(report.executed)
     before = sum(r.turns for r in report.requested or ())
     requested = "" if report.requested is None else pluralize(before, "collective")
     reduced, exposed, seconds = report.overlap.reduced, report.exposed_seconds, report.seconds
@@ -325,10 +325,7 @@ def _figures(report: Report) -> dict[str, tuple[str, float | None]]:
     asynchronous = sum(c.turns for c in report.collectives if c.is_async)
     return {
         "requested": (requested, None),
-        "compiled, per run": (
-            mark + pluralize(runs(report.executed), "collective"),
-            runs(report.executed),
-        ),
+        "compiled, per run": (mark + pluralize(often, "collective"), often),
         "asynchronous": (f"{asynchronous:,}", None),
         "payload per device": (mark + size(payload), payload),
         "wire bytes per device": (describe_sent(report), wire_bytes(report.executed)),

@@ -77,22 +77,13 @@ def make_rows(
             changes = [*_changes(before, c, is_split, origin.repeats), *changes]
         elif requested is not None:
             changes = [added, *changes]
-        row = Row(
-            compiled=c,
-            requested=origin.requested,
-            matched_by=origin.by,
-            changes=tuple(changes),
-            packs=packs,
-            leaves=tuple(  # `_distinct` would drop "", the path of a single array
-                dict.fromkeys(
-                    path for pack, paths in leaves.items() if pack in packs for path in paths
-                )
-            ),
-            sources=_distinct(x.source for x in carried),
-            seconds=prices[k],
-            exposed_seconds=hidden[k],
-        )
-        rows.append(row)
+        # `_distinct` would drop "", the path of a single array.
+        paths = dict.fromkeys(x for pack, of in leaves.items() if pack in packs for x in of)
+        sources = _distinct(x.source for x in carried)
+        rows.append(Row(
+            c, origin.requested, origin.by, tuple(changes), packs, tuple(paths), sources,
+            seconds=prices[k], exposed_seconds=hidden[k],
+        ))  # fmt: skip
     return tuple(rows)
 
 

@@ -182,6 +182,19 @@ def test_send_to_targets_is_permute(quote):
     assert (found.is_async, found.meanwhile.matmuls) == (True, 1)
 
 
+def test_convolution_counts_no_padding():
+    for window, n, pairs in [
+        ("size=3", 2, 6), ("size=3 pad=1_1", 4, 10), ("size=3 stride=2 pad=1_1", 2, 5),
+        ("size=3 pad=1_1 lhs_dilate=2", 7, 10), ("size=2 pad=1_1 rhs_dilate=2", 4, 6),
+    ]:  # fmt: skip
+        line = (
+            f"%c = f32[5,{n},2] convolution(f32[5,4,3] %a, f32[{window[5]},3,2] %k), "
+            f"window={{{window}}}, dim_labels=b0f_0io->b0f"
+        )
+        (product,) = read_hlo(module(entry(line))).matmuls
+        assert product.flops == 2 * 5 * 3 * 2 * pairs
+
+
 def test_operand_is_a_tuple_element():
     """XLA since JAX 0.12 dumps elements of tuples so, without instructions of their own."""
     lines = (

@@ -69,15 +69,12 @@ class Compilations:
         texts = {key: zlib.decompress(packed).decode() for key, (packed, *_) in self._texts.items()}
         prints = {key: fingerprint(text) for key, text in texts.items()}
         calls = _count_by_program(self.calls, prints)
-        return [
-            Compiled(
-                text,
-                None if self._from_cache else self._texts[key][1],
-                calls.get(prints[key]),
-                *self._texts[key][2:4],
-            )
-            for key, text in texts.items()
-        ]
+        found = []
+        for key, text in texts.items():
+            _, number, wrapped, runs_here, _ = self._texts[key]
+            number = None if self._from_cache else number
+            found.append(Compiled(text, number, calls.get(prints[key]), wrapped, runs_here))
+        return found
 
     def find_text(self, is_wanted: Callable[[str], bool]) -> str:
         """Find the text of the newest program with such a name; "" if there is none."""
