@@ -1,4 +1,7 @@
-"""Steps in the styles of public training code: each does what `jax.pmap` does, on every replica."""
+"""Steps in the styles of public training code: each does what `jax.pmap` does, on every replica.
+
+proof/random_programs.py has every exchange and control flow, each by itself.
+"""
 
 import functools
 
@@ -123,69 +126,12 @@ def conjugate_gradient(p, b):
     return jax.scipy.sparse.linalg.cg(product, g, maxiter=5)[0]
 
 
-def own_directions(p, b):
-    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(KEY)), lax.axis_index(AXIS))
-    z = jax.tree.map(lambda x: jax.random.normal(key, jnp.shape(x)), p)
-    _, slope = jax.jvp(lambda p: loss(p, b), (p,), (z,))
-    return descend(p, pmean(jax.tree.map(lambda z: slope * z, z)))
-
-
-def zero_by_hand(p, b):
-    g = jax.grad(loss)(p, b)["w"].reshape(N, -1)
-    mine = lax.psum_scatter(g, AXIS) / N
-    own = jnp.reshape(p["w"], (N, -1))[lax.axis_index(AXIS)] - 0.1 * mine
-    return lax.all_gather(own, AXIS).reshape(4, 2)
-
-
-def experts(p, b):
-    sent = lax.all_to_all(jnp.tile(b["x"], (4, 1)), AXIS, 0, 0, tiled=True)
-    back = lax.all_to_all(jnp.tanh(sent @ p["w"]), AXIS, 0, 0, tiled=True)
-    return pmean(back.mean(0))
-
-
-def ring(p, b):
-    shift = [(i, (i + 1) % N) for i in range(N)]
-
-    def turn(state, _):
-        keys, best = state
-        best = jnp.maximum(best, (b["x"] @ keys.T).max())
-        return (lax.ppermute(keys, AXIS, shift), best), None
-
-    (_, best), _ = lax.scan(turn, (b["x"], jnp.float32(-1e9)), None, length=N)
-    return lax.pmax(best, AXIS)
-
-
-def metrics(p, b):
-    right = jnp.sum((b["x"] @ p["w"] > 0) == (b["y"] > 0))
-    counts = psum({"right": right, "all": jnp.float32(b["y"].size)})
-    return counts["right"] / counts["all"], lax.pmax(right, AXIS), lax.pmin(right, AXIS)
-
-
-def through_scan(p, b):
-    def layers(p):
-        stack = jnp.stack([p["w"] @ p["w"].T] * 3)
-        h, _ = lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), b["x"], stack)
-        return jnp.mean(h**2)
-
-    return descend(p, pmean(jax.grad(layers)(p)))
-
-
 def implicit(p, b):
     def solved(p):
         a = b["x"].T @ b["x"] + jnp.eye(4) * (1 + jnp.sum(p["b"] ** 2))
         return jnp.sum(jnp.linalg.solve(a, p["w"]) ** 2) + jnp.linalg.slogdet(a)[1]
 
     return descend(p, pmean(jax.grad(solved)(p)))
-
-
-def barrier(p, b):
-    return lax.optimization_barrier(descend(p, pmean(jax.grad(loss)(p, b))))
-
-
-def accumulated(p, b):
-    add = lambda total, row: (
-        jax.tree.map(jnp.add, total, jax.grad(loss)(p, jax.tree.map(lambda x: x[None], row))), None)  # fmt: skip
-    return pmean(pmean(lax.scan(add, jax.tree.map(jnp.zeros_like, p), b)[0]))
 
 
 @jax.custom_vjp
@@ -211,8 +157,8 @@ TRANSFORMS = {  # whose states are unlike one another's: factors, choices, count
 }  # fmt: skip
 GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 STYLES = {f.__name__: f for f in (
-    vmapped_batch_norm, contrastive, cross_correlation, private, proximal_policy, conjugate_gradient, own_directions,
-    zero_by_hand, experts, metrics, through_scan, implicit, barrier, ring, accumulated, backward,
+    vmapped_batch_norm, contrastive, cross_correlation, private, proximal_policy,
+    conjugate_gradient, implicit, backward,
 )}  # fmt: skip
 STYLES |= {f"optax {name}": by_optax(tx) for name, tx in TRANSFORMS.items()}
 STYLES |= {
