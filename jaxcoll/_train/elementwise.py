@@ -122,8 +122,10 @@ def _results(
             raise ValueError(f"expected updates like the gradients; got {type(updates).__name__}")
         return updates, new_state, tx.init(params)
 
+    wanted = jax.tree.structure(parts)
+
     def is_like_parts(tree: Any) -> bool:
-        return jax.tree.structure(tree) == jax.tree.structure(parts)
+        return jax.tree.structure(tree) == wanted
 
     try:
         with _default_settings():

@@ -220,9 +220,8 @@ class ShardedOptimizer:
         elif reduced:
             grads = local_part(grads, self._axis_name, CALLER, scope=scope, layout=layout)
         else:
-            grads = scatter_tree(
-                self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
-            )
+            of = self._reduce_op, grads, self._axis_name
+            grads = scatter_tree(*of, scope=scope, layout=layout)
         self._check_state(grads, state)
         # The proof of the step finds the mark; it stands on a leaf of the gradients.
         arrays = {path: x for path, x in flatten_with_paths(extra)[0] if isinstance(x, jax.Array)}
@@ -267,10 +266,7 @@ class ShardedOptimizer:
         Raises:
           ValueError: the state is not that of `tx` for such parameters.
         """
-        if shards_in(params):
-            parts = jax.eval_shape(lambda: params)
-        else:
-            parts = abstract(self._layout(params)[0], self._axes)
+        parts = params if shards_in(params) else abstract(self._layout(params)[0], self._axes)
         template = jax.eval_shape(self._tx.init, parts)
         nodes, treedef = jax.tree.flatten(template, is_leaf=is_shards)
         try:
@@ -334,10 +330,11 @@ class ShardedOptimizer:
 def _varying(state: Any) -> Any:
     """Type all shards of a state as varying, even those that are constants."""
 
-    def retype(x: Shards) -> Shards:
-        return x.replace([_compat.cast_varying(part, x.axes) for part in x.parts])
+    def retype(x: Any) -> Any:
+        cast = _compat.cast_varying
+        return x.replace([cast(part, x.axes) for part in x.parts]) if is_shards(x) else x
 
-    return jax.tree.map(lambda x: retype(x) if is_shards(x) else x, state, is_leaf=is_shards)
+    return jax.tree.map(retype, state, is_leaf=is_shards)
 
 
 def _whole(tree: Any) -> Any:

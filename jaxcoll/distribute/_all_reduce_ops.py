@@ -65,13 +65,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         agg_small_grads_max_group: int = 10,
     ) -> None:
         self._algorithm = _algorithm(all_reduce_alg)
-        bytes_of_small = " number of bytes (0: no grouping)"
-        arguments = (
-            ("num_packs", " (0: no packing)", num_packs),
-            ("agg_small_grads_max_bytes", bytes_of_small, agg_small_grads_max_bytes),
-            ("agg_small_grads_max_group", " (0: no grouping)", agg_small_grads_max_group),
-        )
-        sizes = {name: count(name, meaning, value) for name, meaning, value in arguments}
+        sizes = {
+            "num_packs": num_packs,
+            "agg_small_grads_max_bytes": agg_small_grads_max_bytes,
+            "agg_small_grads_max_group": agg_small_grads_max_group,
+        }
+        meanings = " (0: no packing)", " number of bytes (0: no grouping)", " (0: no grouping)"
+        sizes = {name: count(name, m, sizes[name]) for name, m in zip(sizes, meanings, strict=True)}
         packs, max_bytes, max_group = sizes.values()
         small = GroupSmall(max_bytes, max_group) if max_bytes and max_group else UNPACKED
         self._packing: PackingRule | None = NumPacks(packs) if packs else small
@@ -207,12 +207,13 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
         if group_size > len(worker):
             every = jax.devices()
             if set(worker) != set(jax.local_devices()) or group_size != len(every):
+                there = (
+                    "there is 1" if jax.process_count() == 1 else f"there are {jax.process_count()}"
+                )
                 raise ValueError(
                     f"`group_size` {group_size} needs {group_size // len(worker)} workers of "
-                    f"{len(worker)} devices; there {'is' if jax.process_count() == 1 else 'are'} "
-                    f"{jax.process_count()}, with {len(every)} devices in total, "
-                    f"{len(jax.local_devices())} of them here. Pass group_size={len(worker)}, or "
-                    f"this process's devices and group_size={len(every)}."
+                    f"{len(worker)} devices; {there}, with {len(every)} devices in total, "
+                    f"{len(jax.local_devices())} of them here."
                 )
             # In the order of processes, each of which passes the parts of its own devices.
             self._group = tuple(sorted(every, key=lambda device: (device.process_index, device.id)))
@@ -332,16 +333,16 @@ def _list_workers(
             raise ValueError(
                 f"`{caller}` needs {wanted} devices for {len(workers)} workers of {per_worker} "
                 f"each; there are {len(every)}: {', '.join(map(str, every))}. To simulate more, "
-                'begin the program with `jax.config.update("jax_num_cpu_devices", n)`.'
+                '`jax.config.update("jax_num_cpu_devices", n)`.'
             )
         devices = tuple(every[:wanted])
     elif all(isinstance(worker, list | tuple) for worker in workers):
         devices = devices_named([device for worker in workers for device in worker], caller)
         for i, worker in enumerate(workers):
             if len(worker) != per_worker:
+                is_ = f"`num_gpus_per_worker` devices, which is {num_gpus_per_worker}"
                 raise ValueError(
-                    f"`{caller}` expects every worker to have `num_gpus_per_worker` devices, which "
-                    f"is {num_gpus_per_worker}; worker {i} has {len(worker)}."
+                    f"`{caller}` expects every worker to have {is_}; worker {i} has {len(worker)}."
                 )
     else:
         refuse("worker_devices", expected, workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -53,14 +54,9 @@ class _Parts(NamedTuple):
 
 
 def _check_parts(
-    ops: CrossDeviceOps,
-    caller: str,
-    path: str,
-    value: Any,
-    axis: Any,
-    first: jax.Device,
-    timeout_seconds: float | None,
-) -> _Parts:
+    ops: CrossDeviceOps, caller: str, path: str, value: Any, axis: Any, first: jax.Device,
+    options: CommunicationOptions,
+) -> _Parts:  # fmt: skip
     """Make the same checks of a strategy's argument on all processes."""
     tree = value.tree if is_distributed(value) else value
     check_dense(tree, _SPARSE[caller], NotImplementedError if caller == "gather" else ValueError)
@@ -69,10 +65,9 @@ def _check_parts(
     if isinstance(whole, Uneven):
         like, shift = next(iter(whole.tree.values())), 0
         rows = {i: jax.tree.leaves(part) for i, part in whole.tree.items()}
-        structure = f"{path} along {axis} of {describe(like)}"
-        shapes = [
-            *shapes_of_all(caller, rows, whole.devices, structure, timeout_seconds=timeout_seconds)
-        ]
+        structure, seconds = f"{path} along {axis} of {describe(like)}", options.timeout_seconds
+        of_all = shapes_of_all(caller, rows, whole.devices, structure, timeout_seconds=seconds)
+        shapes = [*of_all]
     else:
         like, shift = whole.tree, int(whole._rows)
         shapes = [
@@ -84,10 +79,8 @@ def _check_parts(
         name = path + name
         what = f"`{caller}`: {where(name)}"
         if is_key(leaf) and caller == "gather":
-            raise ValueError(
-                "`gather` expects arrays; a part is a typed PRNG key. Pass its "
-                "`jax.random.key_data`."
-            )
+            what = "a part is a typed PRNG key. Pass its `jax.random.key_data`"
+            raise ValueError(f"`gather` expects arrays; {what}.")
         named = axis if caller == "reduce" and isinstance(axis, tuple | list) else [axis]
         shape = by_replica[min(by_replica)].shape
         dimensions = tuple(find_dimension(k, shape, what) for k in named)
@@ -133,10 +126,7 @@ def reduce_along(
     `values` are pairs of a path and a value from `Strategy.reduce`; results lie on `first`.
     """
     with no_mesh():
-        parts = [
-            _check_parts(ops, "reduce", path, value, axis, first, options.timeout_seconds)
-            for path, value in values
-        ]
+        parts = [_check_parts(ops, "reduce", *value, axis, first, options) for value in values]
         # A mean of means would weigh small parts like large ones, so divide only the total.
         pairs = [(_sums(reduce_op, parts_of_one), first) for parts_of_one in parts]
         totals = ops._reduce_pairs("reduce", ReduceOp.SUM, pairs, options, structure)
@@ -147,37 +137,28 @@ def reduce_along(
 
 def _sums(reduce_op: ReduceOp, parts: _Parts) -> Any:
     """Sum each replica's value, on its device, in the dtype that a mean is computed in."""
-    value, shift = parts.value, int(parts.value._rows)
+    value, shift = parts.value, int(parts.value._rows)  # rows have the replicas first
     leaves, treedef = jax.tree.flatten(value.tree)
-    sums = treedef.unflatten(
-        # The first dimension of rows is that of the replicas.
-        jnp.sum(
-            x,
-            tuple(k + shift for k in axes),
-            accumulation_dtype(_mean_dtype(x)) if reduce_op is ReduceOp.MEAN else None,
-        )
-        for x, axes in zip(leaves, parts.axes, strict=True)
-    )
+    sums = []
+    for x, axes in zip(leaves, parts.axes, strict=True):
+        dtype = accumulation_dtype(_mean_dtype(x)) if reduce_op is ReduceOp.MEAN else None
+        sums.append(jnp.sum(x, tuple(k + shift for k in axes), dtype))
+    tree = treedef.unflatten(sums)
     if not shift and len(value) == 1 and isinstance(value.tree, jax.Array):
-        return sums  # of a plain value, which belongs to no group of devices
+        return tree  # of a plain value, which belongs to no group of devices
     # XLA replicates a sum of no elements, whatever the layout of its argument.
-    return type(value)._wrap(
-        jax.device_put(sums, value._sharding_over(value.devices)), value.devices
-    )
+    tree = jax.device_put(tree, value._sharding_over(value.devices))
+    return type(value)._wrap(tree, value.devices)
 
 
 def _mean(total: Any, parts: _Parts) -> Any:
     """Divide the sum of all elements by their number."""
-    counts = [
-        sum(math.prod(x.shape[k] for k in axes) for x in by_replica.values())
-        for by_replica, axes in zip(parts.shapes, parts.axes, strict=True)
-    ]
     leaves, treedef = jax.tree.flatten(total)
-    arrays = jax.tree.leaves(parts.value.tree)
-    return treedef.unflatten(
-        (x / count).astype(_mean_dtype(array))
-        for x, count, array in zip(leaves, counts, arrays, strict=True)
-    )
+    arrays, means = jax.tree.leaves(parts.value.tree), []
+    for x, array, axes, shapes in zip(leaves, arrays, parts.axes, parts.shapes, strict=True):
+        count = sum(math.prod(part.shape[k] for k in axes) for part in shapes.values())
+        means.append((x / count).astype(_mean_dtype(array)))
+    return treedef.unflatten(means)
 
 
 def _mean_dtype(array: Any) -> np.dtype:
@@ -199,17 +180,13 @@ def gather_along(
     `values` are pairs of a path and a value from `Strategy.gather`.
     """
     with no_mesh():
-        parts = [
-            _check_parts(ops, "gather", path, value, axis, first, options.timeout_seconds)
-            for path, value in values
-        ]
+        parts = [_check_parts(ops, "gather", *value, axis, first, options) for value in values]
         compiled_with, joined = drop_deadline(options), {}
         for devices in dict.fromkeys(x.value.devices for x in parts):
             ks = [k for k, x in enumerate(parts) if x.value.devices == devices]
             replicated, mesh = tuple(not parts[k].value._rows for k in ks), make_line(devices, AXIS)
-            program = make_program(
-                "gathered", mesh, _gather, replicated, axis, options=compiled_with
-            )
+            given = "gathered", mesh, _gather, replicated, axis
+            program = make_program(*given, options=compiled_with)
             trees = tuple(parts[k].value.tree for k in ks)
             settings = (tuple(values[k][0] for k in ks), axis, compiled_with)
             call = Call(program, trees, devices, f"`{name}.gather`", options, settings=settings)
@@ -225,18 +202,10 @@ def _gather(trees: Sequence[Any], scope: Scope, axis: int) -> Any:
 def _drop_padding(tree: Any, parts: _Parts) -> Any:
     """Remove the padding between parts that are joined along one dimension of each array."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(
-        _concatenate(array, axis, [shapes[i].shape[axis] for i in range(len(shapes))])
-        for array, (axis,), shapes in zip(leaves, parts.axes, parts.shapes, strict=True)
-    )
-
-
-def _concatenate(array: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
-    longest = max(sizes)
-    if min(sizes) == longest:
-        return array
-    pieces = [
-        jax.lax.slice_in_dim(array, i * longest, i * longest + size, axis=axis)
-        for i, size in enumerate(sizes)
-    ]
-    return jnp.concatenate(pieces, axis)
+    for k, ((axis,), shapes) in enumerate(zip(parts.axes, parts.shapes, strict=True)):
+        sizes = [shapes[i].shape[axis] for i in range(len(shapes))]
+        if min(sizes) < (longest := max(sizes)):
+            cut = functools.partial(jax.lax.slice_in_dim, leaves[k], axis=axis)
+            pieces = [cut(i * longest, i * longest + size) for i, size in enumerate(sizes)]
+            leaves[k] = jnp.concatenate(pieces, axis)
+    return treedef.unflatten(leaves)

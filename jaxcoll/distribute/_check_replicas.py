@@ -22,10 +22,6 @@ from jaxcoll._step.mesh.mesh import local_positions, no_mesh
 from jaxcoll.distribute._per_replica import PerReplica
 from jaxcoll.distribute._replica_axis import exchange_facts
 
-_TRACED = """\
-`check_replicas`: {leaf} is being traced, so there are no copies to read. Name the axis, as in \
-`check_replicas(tree, 'data')`, or call it between programs."""
-
 
 def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) -> ReplicaCheck:
     """Compare the values that replicas hold bit by bit, through digests of a few bytes.
@@ -74,7 +70,10 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
     ]
     for path, leaf in flatten_with_paths(tree)[0]:
         if isinstance(leaf, Tracer):
-            raise ValueError(_TRACED.format(leaf=where(path)))
+            raise ValueError(
+                f"`check_replicas`: {where(path)} is being traced, so there are no copies to read. "
+                "Name the axis, as in `check_replicas(tree, 'data')`, or call it between programs."
+            )
     with no_mesh():
         paths, arrays = _check.flatten_to_arrays(tree)
         leaves = [
@@ -128,11 +127,9 @@ def _check_copies(leaves: Sequence[_Leaf], passed: Sequence[Any]) -> None:
         return
     raise ValueError(
         "`check_replicas` compares copies, and these leaves have only one copy:\n"
-        + "\n".join(lines[:10])
-        + (f"\n  and {len(lines) - 10} more" if len(lines) > 10 else "")
-        + "\nPass values that every replica holds, as `jc.data_parallel` returns them, and the "
-        "result of `jax.pmap`, whose rows are the replicas' values, as `jc.PerReplica.from_global("
-        "tree)`. Leave out what is sharded on purpose, such as a batch or an optimizer's `Shards`."
+        + "\n".join(lines[:10] + [f"  and {len(lines) - 10} more"] * (len(lines) > 10))
+        + "\nPass values that every replica holds, and the result of `jax.pmap` as "
+        "`jc.PerReplica.from_global(tree)`. Leave out a batch, and an optimizer's `Shards`."
     )
 
 
@@ -190,9 +187,10 @@ def _exchange(leaves: Sequence[_Leaf], row: Mapping[jax.Device, int], table: np.
     devices = tuple(sorted({d for k in shared for d in leaves[k].part}, key=lambda d: d.id))
     here = local_positions(devices)
     if not here:
+        there = ", ".join(map(str, devices[:4]))
         raise ValueError(
             "`check_replicas`: all copies of these leaves lie in other processes, and only these "
-            f"can compare them. The copies are on {', '.join(map(str, devices[:4]))}."
+            f"can compare them. The copies are on {there}."
         )
     cells = np.ix_([row[device] for device in devices], shared)
     digests = {i: table[cells][i].tolist() for i in here}

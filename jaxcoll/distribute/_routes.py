@@ -42,18 +42,13 @@ def reduce_batch(
     def choose_route(leaf: Any) -> int:
         array = leaf.values if is_sparse(leaf) else leaf
         nbytes = array.size * array.dtype.itemsize
-        return next(
-            k for k, route in enumerate(routes) if route.limit == -1 or nbytes <= route.limit
-        )
+        return next(k for k, r in enumerate(routes) if r.limit == -1 or nbytes <= r.limit)
 
     axes = resolve_axes(scope.axes, "all_reduce")
     leaves, treedef = jax.tree.flatten(trees, is_leaf=is_sparse)
-    route_taken = [choose_route(leaf) for leaf in leaves]
+    taken = [choose_route(leaf) for leaf in leaves]
     for k, route in enumerate(routes):
-        mine = [
-            leaf if of_leaf == k else None
-            for leaf, of_leaf in zip(leaves, route_taken, strict=True)
-        ]
+        mine = [leaf if at == k else None for leaf, at in zip(leaves, taken, strict=True)]
         here = dataclasses.replace(scope, options=route.options)
         reduction = AllReduce(reduce_op, axes, here, "replicated", route.packing)
         # The whole tree, so that messages have the leaves' paths
@@ -74,11 +69,8 @@ def parse_routes(spec: Any, packing: PackingRule | None, world: World) -> tuple[
         spec = (spec,)
     tuples = [spec] if isinstance(spec, tuple) else spec
     if not isinstance(tuples, list) or not tuples or not all(map(_may_be_route, tuples)):
-        expected = (
-            'a name such as "nccl/xring", a tuple (name, shards, limit in bytes) whose last two '
-            "items are optional, or a list of such tuples"
-        )
-        refuse("all_reduce_spec", expected, spec)
+        forms = 'a name such as "nccl/xring", a tuple (name, shards, limit in bytes) whose last two'
+        refuse("all_reduce_spec", f"{forms} are optional, or a list of such tuples", spec)
     routes = []
     for item in tuples:
         # A short tuple leaves out the limit (-1: any size), or also the number of shards (1).

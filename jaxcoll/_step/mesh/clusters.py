@@ -34,22 +34,17 @@ class Gpu:
     shared_memory_per_core: int = 233472
     shared_memory_per_block_optin: int = 232448
     most_per_host: int = 8
-    threads_per_block_limit: int = 1024
-    threads_per_warp: int = 32
-    threads_per_core_limit: int = 2048
-    shared_memory_per_block: int = 49152
-    block_dim_limit_x: int = 2**31 - 1
-    block_dim_limit_y: int = 65535
-    block_dim_limit_z: int = 65535
-    registers_per_core_limit: int = 65536
-    registers_per_block_limit: int = 65536
 
     def description(self) -> str:
         """Write its `GpuTargetConfigProto` as text."""
         ours = ("kind", "capability", "most_per_host")
         body = " ".join(f"{k}: {number}" for k, number in vars(self).items() if k not in ours)
         return (
-            f"gpu_device_info {{ {body} cuda_compute_capability {{ major: {self.capability} }} }} "
+            f"gpu_device_info {{ {body} threads_per_block_limit: 1024 threads_per_warp: 32 "
+            "threads_per_core_limit: 2048 shared_memory_per_block: 49152 block_dim_limit_x: "
+            "2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 "
+            "registers_per_core_limit: 65536 registers_per_block_limit: 65536 "
+            f"cuda_compute_capability {{ major: {self.capability} }} }} "
             'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } '
             "runtime_version { major: 12 minor: 8 patch: 0 } "
             f'device_description_str: "{self.kind}"'
