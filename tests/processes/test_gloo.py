@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll._compat.coordination import store
@@ -40,7 +39,7 @@ def mesh_of(*shape, axes=("data",)):
 
 def over(mesh, rows, dtype=None):
     """An array of which each device of a mesh has a row."""
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    sharding = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
     get = lambda at: jnp.asarray(rows[at], dtype)
     return jax.make_array_from_callback(rows.shape, sharding, get)
 
@@ -49,8 +48,7 @@ def summed(mesh, of=lambda x: x[0], **options):
     """The program that adds up what a function makes of each replica's rows."""
     options, axes = jc.CommunicationOptions(**options), mesh.axis_names
     add = lambda x: jc.all_reduce("sum", of(x), axes, options=options)
-    every = PartitionSpec(axes)
-    return jax.jit(jax.shard_map(add, mesh=mesh, in_specs=every, out_specs=jax.P()))
+    return jax.jit(jax.shard_map(add, mesh=mesh, in_specs=jax.P(axes), out_specs=jax.P()))
 
 
 def raised(call, *kinds):
@@ -194,9 +192,9 @@ def test_process_without_devices_may_call(launch):
         mesh = jax.sharding.Mesh(np.array(jax.devices()[2:]), ("data",))
         w, x = (
             jax.make_array_from_callback(
-                (4,), NamedSharding(mesh, s), lambda at: np.arange(4, dtype="f")[at], dtype="f"
+                (4,), jax.NamedSharding(mesh, s), lambda at: np.arange(4, dtype="f")[at], dtype="f"
             )
-            for s in (PartitionSpec(), PartitionSpec("data"))
+            for s in (jax.P(), jax.P("data"))
         )
         add = lambda w, x: w + jc.all_reduce("sum", x.sum(), "data")
         step = jc.data_parallel(add, mesh=mesh, batch_argnums=1)
@@ -375,11 +373,9 @@ def test_reproducible_sums_ignore_processes(launch):
     """Those of one process are in tests/collectives/test_reproducible.py, and float16 is as wide."""
 
     def run():
+        draw = lambda dtype, n: RNG.standard_normal((2, 4, n)).astype(jnp.dtype(dtype))
         kinds = itertools.product(("float32", "bfloat16"), (1009, 5))
-        factors = {
-            (dtype, n): RNG.standard_normal((2, 4, n)).astype(jnp.dtype(dtype))
-            for dtype, n in kinds
-        }
+        factors = {kind: draw(*kind) for kind in kinds}
         names, want = [*factors], {}
         for k, (x, y) in factors.items():
             a, b, c, d = x * y
