@@ -165,7 +165,8 @@ class ProcessGroup:
             disagreement = self._report_lost(error.ranks, str(error))
         self._order.interrupt()
         if agreement.is_run:
-            self._fail(disagreement)
+            self.end(disagreement)  # every process raises this error from now on
+            self._alarm(disagreement)
         raise disagreement
 
     def explain(self, error: Exception) -> Exception:
@@ -239,11 +240,6 @@ class ProcessGroup:
         # As text and numbers, because processes never unpickle messages.
         alarm = {"error": type(failure).__name__, "text": str(failure), **more}
         self._peers.alarm(self.name, [p for p in self.others if p not in self._peers.lost], alarm)
-
-    def _fail(self, failure: Exception) -> None:
-        """Make every process of the group raise this error from now on."""
-        self.end(failure)
-        self._alarm(failure)
 
     def end(self, failure: Exception) -> None:
         """Make all calls in this process raise this error from now on, those in progress too."""

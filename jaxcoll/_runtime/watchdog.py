@@ -48,7 +48,10 @@ class Watchdog:
     def __init__(self, keys: Keys) -> None:
         self.keys, self.peers = keys, Peers(CoordinatorClient(keys))
         if (connection := coordinator_connection()) is not None:
-            connection.before_close.append(lambda: connection.report(done=self._list_done()))
+            # The calls that this process finished, for the others to read when it ends
+            connection.before_close.append(
+                lambda: connection.report(done={g.name: g.done for g in self.groups.values()})
+            )
         self.groups: dict[tuple[int, ...], ProcessGroup] = {}  # by their processes
         # Everything it serves, by names that are the same on all processes
         self.watched: dict[str, Watched] = {}
@@ -76,10 +79,6 @@ class Watchdog:
             pass
         self._thread.join(SIGN_OFF_SECONDS)
         self.peers.store.close()
-
-    def _list_done(self) -> dict[str, int]:
-        """List the calls that this process finished, for the others to read when it ends."""
-        return {group.name: group.done for group in self.groups.values()}
 
     def _sign_off(self, keys: Keys) -> None:
         keys.set(self.peers.key("state", self.peers.process), self.peers.write_record(ended=True))

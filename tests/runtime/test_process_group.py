@@ -70,7 +70,7 @@ def test_call_without_ended_gives_up(three):
     assert "the coordinator reported it" in str(error)
     assert peers.lost == {2}
     waiting.is_done.return_value = True  # what has its result is left alone
-    one._fail(ProgramMismatchError("another"))
+    one.end(ProgramMismatchError("another"))
     assert waiting.abandon.call_count == 1
     del waiting  # and what nobody has is forgotten
     gc.collect()

@@ -37,9 +37,6 @@ class Generation:
     def ranks(self) -> tuple[int, ...]:
         return tuple(map(parse_rank, self.members))
 
-    def concerns(self, name: str) -> bool:
-        return name in self.members or self.ends_for_its_program(name)
-
     def ends_for_its_program(self, name: str) -> bool:
         # Without members nobody knows whose program is right.
         return name in self.ejected or (bool(self.ejected) and not self.members)

@@ -132,7 +132,7 @@ class Membership:
           The generation that this worker is in; None: training ended without it.
         """
         generation = self._agree(step, (step,), term)
-        while not generation.concerns(self.name):
+        while not (self.name in generation.members or generation.ends_for_its_program(self.name)):
             if generation.ended:
                 return None
             generation = self._wait_for_next(generation)

@@ -279,7 +279,9 @@ class Run:
             connections.settle()
             self._date_changes()
             self._job.report(step, metrics)
-            self._save_if_due(before, step)
+            if step < self._steps and self._checkpoints.are_due(before, step):
+                self._compare()
+                self._checkpoints.save(step)  # `_end` saves the last state
 
     def _together(
         self,
@@ -331,11 +333,6 @@ class Run:
         if isinstance(error, DeadlineExceededError):
             return lines[0][:200].rstrip(".")
         return f"{what} failed on worker {name}: {lines[-1][:200]}"  # where a callback's error is
-
-    def _save_if_due(self, before: int, finished: int) -> None:
-        if finished < self._steps and self._checkpoints.are_due(before, finished):
-            self._compare()
-            self._checkpoints.save(finished)  # `_end` saves the last state
 
 
 def _batches_error(sources: dict[str, str]) -> ProgramMismatchError:
