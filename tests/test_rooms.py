@@ -1,7 +1,6 @@
 """Each room imports downward only, and says only its own words (docs/design.md)."""
 
 import ast
-import textwrap
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -172,38 +171,34 @@ def test_circles_are_found():
             TopologicalSorter(imports_among(modules)).prepare()
 
 
+RIGHT = """
+import re
+from jax import lax
+from jaxcoll._plan.packs import packing
+
+PATTERN = re.compile("all-reduce")
+
+def all_gather(self, timeout):
+    return self.strategy.all_gather(lax.axis_index, packing)
+"""
+
+
 def test_wrong_words_are_found():
     for room, source, expected in (
+        ("_step", RIGHT, None),
+        ("_hlo", 'import re\nre.compile("all-reduce")', None),
         ("_plan", "import jax\nn = len(jax.devices())", "f.py:2: _plan may not say 'devices'"),
         ("_plan", "import jax.numpy as jnp\njnp.ones(3)", "f.py:2: _plan may not say 'jnp'"),
         ("_plan", "def f(devices): ...", "f.py:1: _plan may not say 'devices'"),
         ("_plan", "import jaxcoll", "f.py:1: _plan may not import jaxcoll"),
         ("_plan", "from . import packing", "f.py:1: _plan may not import a relative path"),
-        ("_gradients", "import os\nos.environ['A']", "f.py:2: _gradients may not say 'environ'"),
         ("_gradients", "import jax\n@jax.jit\ndef f(): ...", "f.py:2: _gradients may not say 'jit'"),
         ("_step", "import jax\njax.lax.psum(1, 'i')", "f.py:2: _step may not say 'lax.psum'"),
         ("_step", "from jax.lax import pmean", "f.py:1: _step may not say 'lax.pmean'"),
         ("_step", "import jax.lax as l\nl.pmax", "f.py:2: _step may not say 'lax.pmax'"),
         ("_hlo", "f.lower().compile()", "f.py:1: _hlo may not say 'compile'"),
-        ("cli", "from jax._src import core", "f.py:1: _src is private to JAX"),
         ("cli", "import jax\njax._src", "f.py:2: _src is private to JAX"),
-        ("_job", "from jaxlib import _jax", "f.py:1: _jax is private to JAX"),
         ("_compat", "from jax._src import core", "f.py:1: _src is private to JAX"),
     ):  # fmt: skip
-        assert expected in complaints(room, "f.py", ast.parse(source)), source
-
-
-def test_right_words_pass():
-    source = """
-        import re
-        from jax import lax
-        from jaxcoll._plan.packs import packing
-
-        PATTERN = re.compile("all-reduce")
-
-        def all_gather(self, timeout):
-            return self.strategy.all_gather(lax.axis_index, packing)
-    """
-    assert complaints("_step", "f.py", ast.parse(textwrap.dedent(source))) == []
-    pattern = ast.parse('import re\nre.compile("all-reduce")')
-    assert complaints("_hlo", "f.py", pattern) == []
+        found = complaints(room, "f.py", ast.parse(source))
+        assert expected in found if expected else not found, source

@@ -18,9 +18,8 @@ from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 
 _DIFFERS = """\
 `{caller}` over {axes}: {leaf} must be the same on every replica, and differs between them by its \
-type. The reduction would mix gradients of different values. If it is the same, say so with \
-`jc.same`, or make it so with `jc.broadcast`; if it is meant to differ (an expert, the batch), \
-take its gradient with `jax.grad`, or pass it as `Shards`."""
+type. If it is the same, say so with `jc.same`, or make it so with `jc.broadcast`; if it is meant \
+to differ (an expert, the batch), take its gradient with `jax.grad`, or pass it as `Shards`."""
 
 
 def check_same(x: Any, leaves: Mapping[str, Any], axes: Iterable[str], caller: str) -> Any:

@@ -82,8 +82,7 @@ def check_fits(
         raise ValueError(
             f"`{caller}`: these shards were made for {layout.replicas} replicas, but there are "
             f"{replicas} here. Convert them between programs: an optimizer's state with its "
-            "`unshard`, then `shard` of an optimizer for the new number; parameters with "
-            "`jc.unshard` and `jc.shard`."
+            "`unshard` and the new one's `shard`; parameters with `jc.unshard` and `jc.shard`."
         )
     difference = first_difference(leaves, layout.leaves)
     if not difference and treedef != layout.treedef:

@@ -56,9 +56,8 @@ class Scope:
         if seconds and self.deadline is None:
             raise ValueError(
                 f"`timeout_seconds` {seconds:g} was given inside a program that jaxcoll does not "
-                "call, so it cannot enforce the deadline. It can inside `jc.data_parallel` and "
-                "`strategy.run`, and in calls between programs. Use one of these, or options "
-                "without `timeout_seconds`."
+                "call, so it cannot enforce the deadline. Use `jc.data_parallel`, `strategy.run` "
+                "or a call between programs; or leave it out."
             )
         if seconds and self.deadline is not None:
             self.deadline(seconds)
@@ -94,8 +93,7 @@ class Differentiation:
         if reduce_op is not ReduceOp.MEAN:
             raise ValueError(
                 f"`{caller}` over {show_axes(axes)} with reduce_op SUM, inside the loss of "
-                "`jc.value_and_grad`, `jc.grad` or `jc.accumulate`: these differentiate this "
-                "replica's own loss, and compute the sum or the weighted mean of its gradients "
+                "`jc.value_and_grad`, `jc.grad` or `jc.accumulate`, which sum gradients "
                 'themselves. Leave reduce_op at "mean" here, even if theirs is "sum".'
             )
 

@@ -114,9 +114,8 @@ def _not_gathered(shards: Shards, what: str) -> str:
 
 _NOT_GATHERED = """\
 `Shards` have {what}: each replica holds another part of the tree, in rows of 128. Gather it \
-first: `params = jc.all_gather(shards, {axis})` in a step (inside the loss, where it is \
-differentiated), `params = jc.unshard(shards)` outside. To map an elementwise function, do not \
-gather: `jax.tree.map(f, shards)`."""
+first: `params = jc.all_gather(shards, {axis})` in a step (in the loss, if differentiated), \
+`jc.unshard(shards)` outside. An elementwise function needs no gather: `jax.tree.map(f, shards)`."""
 
 
 def is_shards(x: Any) -> TypeGuard[Shards]:

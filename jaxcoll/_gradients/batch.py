@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -34,15 +35,13 @@ All others are whole {where}."""
 
 _BROADCAST = """\
 `{caller}`: {one} has {rows} rows and {other} has {others}. The whole arrays do not fit each \
-other, but their shares, {share} and {another}, broadcast, which would give other numbers than one \
-device does: with more rows in each share this fails, {error} Pass equally many rows of both. If \
-you mean one row for each share, as for a state, index it where it is used: `{one}[0]`."""
+other, but their shares, {share} and {another}, broadcast; with more rows this fails, {error} Pass \
+equally many rows of both. If you mean one row for each share, index it: `{one}[0]`."""
 
 _HALF_NAMED = """\
 `{caller}`: {other} has {others} rows, like the whole batch, but is not named as a part of it. A \
-share of {one}, {share}, broadcasts against all of it, {another}, where one device would pair \
-rows: with more rows in each share this fails, {error} Name both arguments in `batch_argnums`. If \
-every share means all rows of {other}, index the one row: `{one}[0]`."""
+share of {one}, {share}, broadcasts against all of it, {another}; with more rows this fails, \
+{error} Name both in `batch_argnums`. If every share means all rows of {other}, index `{one}[0]`."""
 
 
 class Call(NamedTuple):
@@ -99,31 +98,20 @@ class Signature:
         self._function, self._batch = function, batch
         self._caller, self._line, self._where = caller, line, where
         self._batch_by_count: dict[int, tuple[Slot, ...]] = {}
+        self._signature = None
+        with contextlib.suppress(TypeError, ValueError):  # functions in C may have none
+            self._signature = inspect.signature(function)
+        parameters = self._signature.parameters.values() if self._signature else ()
+        # The parameters that may be passed by position, and those that every call passes
+        self._names = tuple(p.name for p in parameters if p.kind in _POSITIONAL)
+        passed = (p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC)
+        self._needed = tuple(p.name for p in passed)
 
     def __str__(self) -> str:
         batch = self._batch
         if batch is None and len(self._needed) in (1, 2):
             batch = (self._needed[-1],)
         return f"{self._named}, batch_argnums={batch}"
-
-    @functools.cached_property
-    def _signature(self) -> inspect.Signature | None:
-        try:
-            return inspect.signature(self._function)
-        except (TypeError, ValueError):  # functions in C may have none
-            return None
-
-    @functools.cached_property
-    def _names(self) -> tuple[str, ...]:
-        """Names of the parameters that may be passed by position."""
-        parameters = self._signature.parameters.values() if self._signature else ()
-        return tuple(p.name for p in parameters if p.kind in _POSITIONAL)
-
-    @functools.cached_property
-    def _needed(self) -> tuple[str, ...]:
-        """Names of the parameters that every call passes."""
-        parameters = self._signature.parameters.values() if self._signature else ()
-        return tuple(p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC)
 
     @property
     def _named(self) -> str:
@@ -145,9 +133,8 @@ class Signature:
         call = Call(args, kwargs, ())
         if self._batch is None and (len(self._needed) not in (1, 2) or _has_rows(others)):
             raise ValueError(self._explain_unnamed(call))
-        slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
         places = self._needed[-1:] if self._batch is None else self._batch
-        batch = dict.fromkeys(self._slot(place, slots, call) for place in places)
+        batch = dict.fromkeys(self._slot(place, call) for place in places)
         call = call._replace(batch=tuple(batch))
         # Arguments with defaults are judged by their values, so in each call.
         if passed is not None and (self._batch is not None or not others):
@@ -187,8 +174,9 @@ class Signature:
                 f"({passed})."
             ) from None
 
-    def _slot(self, place: Slot, slots: list[Slot], call: Call) -> Slot:
+    def _slot(self, place: Slot, call: Call) -> Slot:
         args, kwargs = call.args, call.kwargs
+        slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
         if isinstance(place, str):
             named = self._signature.parameters if self._signature else {}
             if named and place not in {*named, *kwargs}:

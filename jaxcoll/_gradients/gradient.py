@@ -44,9 +44,8 @@ from jaxcoll.errors import AlreadyReducedError
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica along {missing}, so its \
-gradient would be wrong by a factor of their number. Probably the loss itself calls `lax.pmean`, \
-`lax.psum` or `jc.all_reduce`, or depends neither on the batch nor on the parameters. Return the \
-loss of this replica's share of the batch; `{caller}` reduces it."""
+gradient would be wrong by a factor of their number. Return the loss of this replica's share, \
+without `lax.pmean`, `lax.psum` or `jc.all_reduce`; `{caller}` reduces it."""
 
 _NO_SHARD = """\
 `{caller}` with scatter=True: {leaf} is a part of `Shards` along {axes}. The gradient of Shards is \

@@ -19,8 +19,7 @@ from jaxcoll._plan.packs.leaves import accumulation_dtype
 _TUPLE_LOSS = """\
 `{caller}`: the loss returned a tuple of {n}. If the rest is auxiliary output, \
 `jc.value_and_grad` takes it with `has_aux=True`. If it is a weight (tokens, unpadded examples), \
-return `jc.WeightedLoss(total, weight)`: the sum of this replica's weighted losses and the sum of \
-their weights."""
+return `jc.WeightedLoss(total, weight)`, the sums of weighted losses and of weights."""
 
 _NO_SCALAR = """\
 `{caller}` expects the loss to be a scalar or a `jc.WeightedLoss`; got {got}. Return its mean over \
@@ -118,9 +117,8 @@ def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:
             got = type(leaf).__name__ if dtype is None else dtype
             raise TypeError(
                 f"`{caller}` differentiates arrays of floating point or complex numbers; {name} is "
-                f"{got}. Pass only the trainable part, for example from `eqx.partition(module, "
-                "eqx.is_inexact_array)` or `nnx.split(module, nnx.Param, ...)`, and combine the "
-                "module in the loss."
+                f"{got}. Pass only the trainable part, as from `eqx.partition(module, "
+                "eqx.is_inexact_array)` or `nnx.split(module, nnx.Param, ...)`."
             )
 
 

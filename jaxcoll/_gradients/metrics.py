@@ -22,9 +22,8 @@ from jaxcoll.errors import AlreadyReducedError
 
 _ALREADY_REDUCED = """\
 `{caller}`: the total of metric {path} is already the same on every replica along {missing}, so \
-adding it up would count it {n} times. Pass this replica's own numbers, and let `{caller}` reduce \
-them. If every replica's copy does count, pass \
-`jax.lax.pcast(x, {missing}, to="varying")`."""
+adding it up would count it {n} times. Pass this replica's own numbers; if every replica's copy \
+does count, pass `jax.lax.pcast(x, {missing}, to="varying")`."""
 
 
 @jax.tree_util.register_dataclass

@@ -324,65 +324,52 @@ def test_impossible_formats_are_refused(asked, words):
         jc.plan(value, axis_size=size, options=options)
 
 
-GLOO = World("cpu", (4,), 4)
+GLOO, DEVICES, GPUS = World("cpu", (4,), 4), World("cpu", (4,)), World("gpu", (8,), 2)
+HOSTS = World("cpu", (2, 2), 4, hosts=2, inner=1)
+LARGE = {"w": np.zeros((1000, 3000), "f"), "b": np.zeros(3, "f"), "i": np.zeros(9, np.int32)}
+NARROW = {"w": np.zeros((100, 300), jnp.bfloat16), "b": np.zeros(3, jnp.bfloat16)}
 
 
 def planned(value, world=GLOO, **asked):
     return plan_in(value, world, jc.CommunicationOptions(**asked))
 
 
-def formats_of(value, world=GLOO, **asked):
-    return {pack.format for pack in planned(value, world, **asked).packs}
-
-
-def test_gloo_alone_gets_bf16():
-    value = {"w": np.zeros((1000, 3000), "f"), "b": np.zeros(3, "f"), "i": np.zeros(9, np.int32)}
-    few = {**value, "w": np.zeros((100, 100), "f")}  # not worth an array
-    auto = planned(value, compression="auto")
-    assert [p.shown_type for p in auto.packs if p.format] == ["float32 as bf16"]
-    assert "format: bf16 for 1 leaf, which is faster over Gloo" in str(auto)
-    for of, asked in (
-        (value, {}), (few, {"compression": "auto"}), (np.zeros(9, np.int32), {"compression": "auto"}),
-        *((value, {"compression": "auto", **more}) for more in (
-            {"algorithm": "ring"}, {"reproducible": True}, {"shards": 2},
-            {"world": World("gpu", (8,), 2)}, {"world": World("cpu", (8,))})),
-    ):  # fmt: skip
-        assert formats_of(of, **asked) == {None}
+@pytest.mark.parametrize(
+    ("value", "world", "asked", "types", "words"),
+    [
+        (LARGE, GLOO, {"compression": "auto"}, "float32 as bf16", "which is faster over Gloo"),
+        (NARROW, GLOO, {}, "float32 as bf16", "because XLA would widen them for Gloo"),
+        ({"half": np.zeros(700, "f2"), "w": np.zeros(700, "f")}, GLOO, {"compression": "bf16"},
+         "float32 as bf16", ""),
+        *((LARGE, world, {"compression": "auto"}, "", "") for world in (GPUS, DEVICES)),
+        *((value, GLOO, {**auto, **more}, "", "") for value, auto, more in (
+            (LARGE, {}, {}), (LARGE, {"compression": "auto"}, {"shards": 2}),
+            ({"w": np.zeros((100, 100), "f")}, {"compression": "auto"}, {}),  # not worth an array
+            *((v, auto, more) for v, auto in ((LARGE, {"compression": "auto"}), (NARROW, {}))
+              for more in ({"algorithm": "ring"}, {"reproducible": True})))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gloo_alone_gets_bf16(value, world, asked, types, words):
+    plan = planned(value, world, **asked)
+    assert {p.shown_type for p in plan.packs if p.format} == {*filter(None, [types])}
+    assert words in str(plan)
 
 
 @pytest.mark.parametrize("name", [None, *FORMATS])
-def test_automatic_levels_can_be_asked(name):
+def test_codes_get_packs_of_their_own(name):
+    """Few sizes between simulated devices; and what is automatic between hosts can be asked for."""
     tree = list(read_tree("resnet50", "float32").values())
-    hosts = World("cpu", (2, 2), 4, hosts=2, inner=1)
-    by_itself = planned(tree, hosts, compression=name)
-    asked = planned(tree, hosts, compression=name, algorithm="nccl/nccl")
-    small = choose(jc.CommunicationOptions(), hosts).limit
+    by_itself = planned(tree, HOSTS, compression=name)
+    asked = planned(tree, HOSTS, compression=name, algorithm="nccl/nccl")
+    small = choose(jc.CommunicationOptions(), HOSTS).limit
     for pack, same in zip(by_itself.packs, asked.packs, strict=True):
         assert pack == same or (pack.nbytes <= small and "/" in pack.algorithm)
-
-
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_simulated_devices_get_few_packs(name):
-    tree = list(read_tree("resnet50", "float32").values())
-    plan = planned(tree, World("cpu", (4,)), compression=name)
-    assert len({pack.size for pack in plan.packs if pack.format}) == 2
-    assert "packs: at most 64 MiB, because no compiler combines" in str(plan)
-    alone = planned(tree, World("gpu", (8,), 2), compression=name)
-    assert "leaves over 2 MiB alone" in str(alone)
-
-
-def test_bf16_spares_float16():
-    plan = planned({"half": np.zeros(700, "f2"), "w": np.zeros(700, "f")}, compression="bf16")
-    assert sorted(p.shown_type for p in plan.packs) == ["float16", "float32 as bf16"]
-
-
-def test_bfloat16_travels_narrow_over_gloo():
-    value = {"w": np.zeros((100, 300), jnp.bfloat16), "b": np.zeros(3, jnp.bfloat16)}
-    plan = planned(value)
-    assert [p.shown_type for p in plan.packs] == ["bfloat16", "float32 as bf16"]
-    assert plan.wire_bytes < 0.51 * planned(jax.tree.map(lambda x: x.astype("f"), value)).wire_bytes
-    assert "because XLA would widen them for Gloo" in str(plan)
-    assert formats_of(value, algorithm="ring") == formats_of(value, reproducible=True) == {None}
+    if name in ("int8", "int4"):
+        plan = planned(tree, DEVICES, compression=name)
+        assert len({pack.size for pack in plan.packs if pack.format}) == 2
+        assert "packs: at most 64 MiB, because no compiler combines" in str(plan)
+        assert "leaves over 2 MiB alone" in str(planned(tree, GPUS, compression=name))
 
 
 def test_defaults_round_gradients_only():

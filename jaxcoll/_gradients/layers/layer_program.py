@@ -172,12 +172,9 @@ class UserLayer:
         if pair and jax.tree.structure(result[0]) == self._carry:
             return result
         got = jax.tree.structure(result[0] if pair else result)
-        raise TypeError(
-            _CARRY.format(
-                what=f"its structure is {got}, and was {self._carry}",
-                fix="Return that carry, or a pair of it and another result.",
-            )
-        )
+        what = f"its structure is {got}, and was {self._carry}"
+        fix = "Return that carry, or a pair of it and another result."
+        raise TypeError(_CARRY.format(what=what, fix=fix))
 
     def _note(self, params: Arrays) -> str:
         stack = self._stack
@@ -197,14 +194,9 @@ class UserLayer:
         flat, _ = flatten_with_paths(self._carry.unflatten(carry))
         for (path, before), after in zip(flat, avals, strict=False):
             if (before.shape, before.dtype) != (after.shape, after.dtype):
-                raise TypeError(
-                    _CARRY.format(
-                        what=f"{where(path)} was {describe_type(before)}, and is "
-                        f"{describe_type(after)}",
-                        fix="Cast it at the end of the layer, or before the first one; "
-                        "`gather_dtype` is only the type of the gathered parameters.",
-                    )
-                )
+                what = f"{where(path)} was {describe_type(before)}, and is {describe_type(after)}"
+                fix = "Cast it at the end of the layer, or before the first one."
+                raise TypeError(_CARRY.format(what=what, fix=fix))
 
     def result(self, carry: Arrays, results: Arrays) -> tuple[Any, Any]:
         return self._carry.unflatten(carry), self._result.unflatten(results)

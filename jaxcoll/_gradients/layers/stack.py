@@ -23,10 +23,9 @@ CALLER = "scan_layers"
 
 _WHOLE = """\
 `scan_layers` over {axis!r}: {leaf} of `stacked` is the same on every replica, so gathering it \
-would repeat it {n} times. If every replica holds it whole (a bias, a norm), put False in its \
-place in `sharded`, as in sharded={{"w": True, "b": False}}; if it is cut only over other axes, \
-put their names there. To cut it, pass it in rows with `in_specs=P(None, {axis!r})`, or as \
-`Shards`."""
+would repeat it {n} times. If it is whole (a bias, a norm), put False in its place in `sharded`, \
+as in sharded={{"w": True, "b": False}}; if it is cut only over other axes, put their names \
+there. To cut it, pass it in rows with `in_specs=P(None, {axis!r})`, or as `Shards`."""
 
 _DIFFERS = """\
 `scan_layers`: {leaf} of `stacked` differs between replicas along {axes} by its type, and \

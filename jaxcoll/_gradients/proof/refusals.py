@@ -21,9 +21,9 @@ loss, even if the loss is averaged. Take it of `jc.mean_loss(loss, {axis!r})`, o
 
 DIFFERENT = """\
 `{caller}` over {axis!r}: {leaf} must be the same on every replica, but differs between them, or \
-jaxcoll cannot prove that it is the same. Its gradients would belong to different values. If it is \
-the same, mark it with `jc.same`, or make it the same with `jc.broadcast`; if it should differ (an \
-expert, the batch), take its gradient with `jax.grad`, or pass it as `Shards`."""
+jaxcoll cannot prove that it is the same. If it is, mark it with `jc.same`, or make it so with \
+`jc.broadcast`; if it should differ (an expert, the batch), take its gradient with `jax.grad`, or \
+pass it as `Shards`."""
 
 WHOLE = """\
 `{caller}` over {axis!r}: {leaf} is declared as one replica's rows, but it is the same on every \
@@ -37,10 +37,10 @@ not reduce them again."""
 
 LOCAL_NORM = """\
 Gradients in shards over {axis!r} are scaled, or selected, by a number of this replica's shard \
-alone{at}, such as its norm: each replica would use a different number, and none would use that of \
-the whole gradient. Give `jc.sharded_optimizer` an elementwise optimizer and `max_norm` instead of \
-`optax.clip_by_global_norm` and the like; or compute the number over all shards, with \
-`jc.global_norm(gradients, {axis!r})` or `jc.all_finite(gradients, {axis!r})`."""
+alone{at}, such as its norm, which differs between replicas. Give `jc.sharded_optimizer` an \
+elementwise optimizer and `max_norm` instead of `optax.clip_by_global_norm` and the like; or \
+compute the number over all shards, with `jc.global_norm(gradients, {axis!r})` or \
+`jc.all_finite(gradients, {axis!r})`."""
 
 NARROW = """\
 `{name}` over {axis!r}{at} of {like}, in a `shard_map` with a mesh axis that is left to the \

@@ -110,9 +110,8 @@ def argument_name(path: tuple[Any, ...], name_of: Callable[[int | str], str]) ->
 
 _TIED = """\
 `{caller}`: {one} and {other} are one variable of a flax nnx module, and would become two, trained \
-apart. Pass its state instead: `graph, state = nnx.split(module)`, and use \
-`nnx.merge(graph, state)` in the step, or in the loss. If they should be two, copy one, by \
-`nnx.clone`."""
+apart. Pass its state: `graph, state = nnx.split(module)`, and use `nnx.merge(graph, state)` in \
+the step or the loss. If they should be two, copy one, by `nnx.clone`."""
 
 
 def refuse_tied(tree: Any, caller: str) -> None:
