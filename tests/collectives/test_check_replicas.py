@@ -176,9 +176,7 @@ def test_rows_per_replica_are_compared(kind):
 ROWS = np.arange(8.0, dtype="f")
 ALONE = {
     "numpy": (lambda: ROWS, "ndarray of this process"),
-    "number": (lambda: 2, "int of this process"),
     "one device": (lambda: jnp.ones(3), "on cpu:0 only"),
-    "another device": (lambda: jax.device_put(ROWS, jax.devices()[3]), "on cpu:3 only"),
     "batch": (
         lambda: jax.device_put(ROWS, NamedSharding(mesh_of(8), P("data"))),
         r"float32\[8\] in 8 parts, one on each device",
