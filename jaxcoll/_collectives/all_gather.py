@@ -23,7 +23,7 @@ from jaxcoll._collectives.scope import (
 from jaxcoll._collectives.shards import axes_of_shards, is_shards, shards_in
 from jaxcoll._collectives.sparse import check_dense
 from jaxcoll._compat import marks
-from jaxcoll._plan.checks import check_value_first, is_integer
+from jaxcoll._plan.checks import as_index, check_value_first
 from jaxcoll._plan.choose import packing_for, resolve_algorithm
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import flatten_with_paths, make_leaf, where
@@ -136,16 +136,16 @@ def gather_tree(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scop
 
 def find_dimension(axis: Any, shape: Sequence[int], who: str) -> int:
     """Return `axis`, counted from the front; raise an error about `who` if `shape` lacks it."""
-    if not is_integer(axis):
+    if (index := as_index(axis)) is None:
         raise ValueError(f"{who}: expected `axis` to be an integer; got {axis!r}.")
     if not shape:
         raise ValueError(f"{who} is a scalar, which has no axis {axis}; pass `x[None]`.")
-    if not -len(shape) <= axis < len(shape):
+    if not -len(shape) <= index < len(shape):
         raise ValueError(
             f"{who} has shape {tuple(shape)} and so no axis {axis}; expected one from "
             f"{-len(shape)} to {len(shape) - 1}."
         )
-    return int(axis) % len(shape)
+    return index % len(shape)
 
 
 def rows_of_all(

@@ -20,7 +20,7 @@ from jaxcoll._collectives.scope import (
     show_axes,
 )
 from jaxcoll._collectives.shards import check_no_shards
-from jaxcoll._plan.checks import check_value_first, is_integer
+from jaxcoll._plan.checks import as_index, check_value_first
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, check_options
 from jaxcoll._plan.packs.leaves import flatten_with_paths, where
 
@@ -69,14 +69,15 @@ def broadcast(
 def send_tree(value: Any, axis_name: str | tuple[str, ...], *, source: int, scope: Scope) -> Any:
     """Return the tree of replica `source`, *invariant* over the axes; see `jc.broadcast`."""
     axes = resolve_axes(axis_name, "broadcast")
-    if not is_integer(source) or not 0 <= source < count(axes):
+    index = as_index(source)
+    if index is None or not 0 <= index < count(axes):
         raise ValueError(
             f"`broadcast` expects `source` to be an integer from 0 to {count(axes) - 1}, the "
             f"number of a replica along {show_axes(axes)}; got {source!r}."
         )
     # A sum with zeros from the others, for up to twice the bytes: JAX's own broadcast works on GPUs
     # only, and would ignore the options.
-    is_source = lax.axis_index(tuple(axes)) == int(source)
+    is_source = lax.axis_index(tuple(axes)) == index
     flat, treedef = flatten_with_paths(value)
     who = "`broadcast` cannot send {}"
     leaves = [require_array(x, who.format(where(path)), "an array of numbers") for path, x in flat]

@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from jaxcoll import _compat
 from jaxcoll._collectives.pipeline import Recipe, finish_sum
-from jaxcoll._plan.checks import describe_type, is_integer
+from jaxcoll._plan.checks import as_index, describe_type
 from jaxcoll._plan.packs.leaves import (
     Whole,
     check_reducible,
@@ -119,10 +119,10 @@ class IndexedSlices(Whole):
           >>> IndexedSlices([5.0], [2], (3,)).padded(2).indices.tolist()
           [2, 2147483647]
         """
-        if not is_integer(bound):
+        rows, wanted = self.indices.shape[0], as_index(bound)
+        if wanted is None:
             raise ValueError(f"`padded` expects an integer `bound`; got {bound!r}.")
-        rows = self.indices.shape[0]
-        added = int(bound) - rows
+        added = wanted - rows
         if added < 0:
             raise ValueError(
                 f"`padded` got a bound of {bound}, but there are {rows} rows already, and it drops "

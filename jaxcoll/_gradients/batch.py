@@ -127,7 +127,14 @@ class Signature:
             return Call(args, kwargs, self._batch_by_count[len(args)])
         passed, others = None if kwargs else len(args), {}
         if self._signature is not None:
-            bound = self._bind(self._signature, args, kwargs)
+            try:
+                bound = self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                given = ", ".join([*map(describe_type, args), *(f"{n}=" for n in kwargs)])
+                raise TypeError(
+                    f"`{self._caller}`: {error}: the function is {self._named}, but was called "
+                    f"with ({given})."
+                ) from None
             args, kwargs = bound.args, bound.kwargs
             others = {n: x for n, x in bound.arguments.items() if n not in self._needed}
         call = Call(args, kwargs, ())
@@ -162,18 +169,6 @@ class Signature:
             caller=self._caller, function=self._named, line=line, where=self._where
         )
 
-    def _bind(
-        self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> inspect.BoundArguments:
-        try:
-            return signature.bind(*args, **kwargs)
-        except TypeError as error:
-            passed = ", ".join([*map(describe_type, args), *(f"{n}=" for n in kwargs)])
-            raise TypeError(
-                f"`{self._caller}`: {error}: the function is {self._named}, but was called with "
-                f"({passed})."
-            ) from None
-
     def _slot(self, place: Slot, call: Call) -> Slot:
         args, kwargs = call.args, call.kwargs
         slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
@@ -200,16 +195,15 @@ class Signature:
         """
         for place in places:
             if isinstance(place, str) and place not in self._names:
-                raise ValueError(
-                    self._explain_lack("donate_argnums", place, self._names) + " by position."
-                )
+                lack = self._explain_lack("donate_argnums", place, self._names)
+                raise ValueError(f"{lack} by position.")
         return tuple(self._names.index(p) if isinstance(p, str) else p for p in places)
 
     def explain_missing(self, call: Call, place: Slot, setting: str) -> str:
+        more = f" and {', '.join(map(repr, call.kwargs))}" if call.kwargs else ""
         return (
             f"`{self._caller}`: argument {place!r} is named in `{setting}`, but the function was "
-            f"called with {len(call.args)} positional arguments"
-            + (f" and {', '.join(map(repr, call.kwargs))}." if call.kwargs else ".")
+            f"called with {len(call.args)} positional arguments{more}."
         )
 
     def _explain_lack(self, setting: str, place: str, names: Iterable[str]) -> str:

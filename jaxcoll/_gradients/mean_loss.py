@@ -145,9 +145,8 @@ class _TracedLoss:
         self, average: Callable[..., Any], primals: Any, tangents: Any
     ) -> tuple[Any, Any]:
         """Compute the mean and its derivative along the tangents, by the gradient of the mean."""
-        argnums = [
-            i for i, tree in enumerate(tangents) if not all(map(_is_zero, jax.tree.leaves(tree)))
-        ]
+        leaves = [*map(jax.tree.leaves, tangents)]
+        argnums = [i for i, ts in enumerate(leaves) if not all(map(_is_zero, ts))]
         if not argnums:
             value = average(*primals)
             return value, jnp.zeros_like(value)
@@ -170,12 +169,10 @@ class _TracedLoss:
         value, grads = take(*operands.values())
         # The derivative along the tangents is the product with the gradient, linear in them: JAX
         # transposes it for reverse mode, and the gradient itself can be differentiated again.
-        products = jax.tree.map(
-            lambda g, t: 0 if _is_zero(t) else jnp.sum(g * t),
-            grads,
-            tuple(tangents[i] for i in argnums),
-        )
-        tangent = sum(jax.tree.leaves(products), jnp.zeros((), value.dtype))
+        along = (t for i in argnums for t in leaves[i])
+        pairs = zip(jax.tree.leaves(grads), along, strict=True)
+        products = (jnp.sum(g * t) for g, t in pairs if not _is_zero(t))
+        tangent = sum(products, jnp.zeros((), value.dtype))
         return value, jnp.real(tangent).astype(value.dtype)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -69,11 +68,29 @@ def global_norm(
 def _norm(tree: Any, axis_name: Any, scope: Scope) -> jax.Array:
     caller = "jc.global_norm"
     axes = {} if axis_name is None else resolve_axes(axis_name, caller)
-    leaves = _pair_with_axes(tree, _arrays(tree, caller), axes, caller)
-    if not any(over for _, over in leaves):
-        return jnp.sqrt(_add([_sum_squares(x) for x, _ in leaves]))
-    squares = [_count_once(_sum_squares(x), axes, over) for x, over in leaves]
-    return jnp.sqrt(_sum_over_replicas(_add(squares), axes, scope))
+    _check_axes_of_shards(tree, axes, caller)
+    leaves, in_shards = _arrays(tree, caller), axes_of_shards(tree)
+    # Types say along which axes replicas hold different parts of a leaf. Where JAX tracks none, the
+    # parts of `Shards` are sharded if the tree has any; otherwise every leaf counts as sharded.
+    untyped = [a for a in axes if not _compat.tracks_variance(a)]
+    over = []
+    for (_, x), along in zip(leaves, in_shards, strict=True):
+        assumed, varying = along if any(in_shards) else untyped, _compat.varying_axes(x)
+        over.append([a for a in axes if a in varying or a in assumed])
+    arrays = [x for _, x in leaves]
+    if any(in_shards):
+        # That whole leaves are the same on all replicas is marked on a leaf that the norm reads.
+        whole = {name: x for (name, x), cut in zip(leaves, over, strict=True) if not cut}
+        arrays[0] = check_same(arrays[0], whole, axes, caller)
+    squares = []
+    for x, cut in zip(arrays, over, strict=True):
+        square = jnp.sum(jnp.square(jnp.abs(x.astype(accumulation_dtype(x.dtype)))))
+        # Of the replicas that hold the same leaf, the first one counts it.
+        same = tuple(a for a in axes if a not in cut) if any(over) else ()
+        squares.append(jnp.where(lax.axis_index(same) == 0, square, 0) if same else square)
+    widest = np.result_type(np.float32, *(x.dtype for x in squares))
+    total = sum((x.astype(widest) for x in squares), jnp.zeros((), widest))
+    return jnp.sqrt(_sum_over_replicas(total, axes, scope) if any(over) else total)
 
 
 def clip_shards(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope) -> Any:
@@ -151,51 +168,11 @@ def _sum_over_replicas(
     return AllReduce(ReduceOp.SUM, axes, scope.exactly, repeats=repeats).reduce(total)
 
 
-def _pair_with_axes(
-    tree: Any, leaves: list[tuple[str, jax.Array]], axes: dict[str, int], caller: str
-) -> list[tuple[jax.Array, tuple[str, ...]]]:
-    """Pair each leaf with the axes along which replicas hold, or may hold, different parts of it.
-
-    Types say so where JAX tracks them. Where it does not, only the parts of `Shards` are sharded if
-    the tree has any; otherwise every leaf counts as sharded.
-    """
-    _check_axes_of_shards(tree, axes, caller)
-    in_shards = axes_of_shards(tree)
-    untyped = [a for a in axes if not _compat.tracks_variance(a)]
-    arrays = []
-    for (_, x), shard_axes in zip(leaves, in_shards, strict=True):
-        assumed = shard_axes if any(in_shards) else untyped
-        varying = _compat.varying_axes(x)
-        over = tuple(a for a in axes if a in varying or a in assumed)
-        arrays.append((x, over))
-    if any(in_shards):
-        # That whole leaves are the same on all replicas is marked on a leaf that the norm reads.
-        whole = {name: x for (name, x), (_, over) in zip(leaves, arrays, strict=True) if not over}
-        first, over = arrays[0]
-        arrays[0] = check_same(first, whole, axes, caller), over
-    return arrays
-
-
 def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
     """Raise an error for Shards along mapped axes that the call does not name."""
     for path, x in flatten_with_paths(tree, is_shards)[0]:
         if is_shards(x) and x.parts and set(x.axes) & set(_compat.axes_in_scope()) - set(axes):
             raise ValueError(_PART.format(caller=caller, leaf=where(path), axes=show_axes(x.axes)))
-
-
-def _count_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) -> jax.Array:
-    """Keep `square` on the first of the replicas that hold the same leaf; 0 on the others."""
-    same = tuple(a for a in axes if a not in over)
-    return jnp.where(lax.axis_index(same) == 0, square, 0) if same else square
-
-
-def _sum_squares(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(jnp.abs(x.astype(accumulation_dtype(x.dtype)))))
-
-
-def _add(numbers: Sequence[jax.Array]) -> jax.Array:
-    widest = np.result_type(np.float32, *(x.dtype for x in numbers))
-    return sum((x.astype(widest) for x in numbers), jnp.zeros((), widest))
 
 
 def _arrays(tree: Any, caller: str) -> list[tuple[str, jax.Array]]:

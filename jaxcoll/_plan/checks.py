@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import numbers
+import operator
 from typing import Any, NoReturn
 
 import jax
@@ -14,6 +16,12 @@ from jax.core import Tracer
 def is_integer(value: Any) -> bool:
     """Return whether `value` is an integer, NumPy's included; True and False are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def as_index(value: Any) -> int | None:
+    """Return an integer, or an array of one, as an `int`; None for anything else."""
+    with contextlib.suppress(TypeError):
+        return None if isinstance(value, bool) else operator.index(value)
 
 
 def is_number(value: Any) -> bool:

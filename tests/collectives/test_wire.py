@@ -66,28 +66,25 @@ def test_algorithms_send_the_least(algorithm, shape):
         assert plan.steps == 2 * math.ceil(math.log2(n)) - in_pairs, "the fewest"
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5])
-def test_plan_prices_few_owners(shards):
-    plan = summed_as_planned((6,), np.zeros(37, "f"), algorithm="pscpu", shards=shards)
-    assert plan.wire_bytes == (shards - 1 + 5) * -(-37 // shards) * 4
-    assert plan.steps == 10
-
-
 @pytest.mark.parametrize("algorithm", FLAT)
-def test_trees_are_counted_by_pack(algorithm):
+def test_packs_and_shards_are_counted(algorithm):
+    """Packs of a tree; shards side by side; and few owners of a shuffle."""
     tree = {"a": np.zeros((3, 5), "f"), "b": np.zeros(1, "f"), "c": np.zeros(7, np.int32)}
     plan = summed_as_planned((5,), tree, algorithm=algorithm, bytes_per_pack=60)
     assert len(plan.packs) == 3
+    if algorithm != "shuffle":
+        plan = summed_as_planned((3,), np.zeros(30, "f"), algorithm=algorithm, shards=4)
+        assert [pack.size for pack in plan.packs] == [8, 8, 7, 7]
+    for shards in (1, 2, 5) if algorithm == "shuffle" else ():
+        plan = summed_as_planned((6,), np.zeros(37, "f"), algorithm="pscpu", shards=shards)
+        assert plan.wire_bytes == (shards - 1 + 5) * -(-37 // shards) * 4
+        assert plan.steps == 10
 
 
-@pytest.mark.parametrize("algorithm", ["native", "ring", "halving_doubling"])
-def test_shards_travel_side_by_side(algorithm):
+def test_native_shards_are_combined():
     value = np.zeros(30, "f")
-    if algorithm == "native":  # which XLA combines
-        _, (combined,), plan = compiled_and_planned((3,), value, algorithm=algorithm, shards=4)
-        assert (len(combined.operands), combined.wire_bytes) == (4, plan.wire_bytes)
-    else:
-        plan = summed_as_planned((3,), value, algorithm=algorithm, shards=4)
+    _, (combined,), plan = compiled_and_planned((3,), value, algorithm="native", shards=4)
+    assert (len(combined.operands), combined.wire_bytes) == (4, plan.wire_bytes)
     assert [pack.size for pack in plan.packs] == [8, 8, 7, 7]
 
 

@@ -152,32 +152,6 @@ def test_shards_of_layers_train(how):
     assert not np.asarray(got["large"].parts[0]).reshape(LAYERS, -1)[:, ODD[0].size :].any()
 
 
-def test_scanned_shards_stay_reduced():
-    """A mean of different rows would be a number without meaning."""
-    shards = jc.shard({"u": ODD}, "data", stacked=True)
-
-    def step(stack, x):
-        loss = functools.partial(tied_loss, scan_of(sharded=None))
-        return jax.tree.map(lambda g: lax.pmean(g, "data"), jc.grad(loss, "data")(stack, x))
-
-    with pytest.raises(ValueError, match="these are shards of a sum that is already reduced"):
-        jc.data_parallel(step).lower({"large": shards, "norm": STACK["b"]}, X)
-
-
-def test_whole_rows_are_refused():
-    """Gathered, they would be n times as many, and nothing of the layer's shapes need show it."""
-
-    def step(stack, x):
-        layer = lambda h, p: h + jnp.sum(p["v"] ** 2)
-        return jc.scan_layers(layer, x, stack, "data", sharded=True)[0].mean()
-
-    words = (
-        r"leaf \['v'\] of `stacked` is declared as one replica's rows, but it is the same on every"
-    )
-    with pytest.raises(ValueError, match=words):
-        jc.data_parallel(step).lower({"v": STACK["v"]}, X)
-
-
 HYBRID = grid(2, 4)
 WORDS = {"w": "data", "v": "data", "b": False}
 
@@ -399,16 +373,6 @@ def test_wrong_input_is_refused(words, given):
         assert "`sharded` says which leaves are whole" in note
 
 
-def test_second_derivative_is_refused():
-    def replica(w, x):
-        scan = lambda x: jnp.sum(jc.scan_layers(lambda h, p: h @ p, x, w, "data")[0] ** 2)
-        return jnp.sum(jax.grad(scan)(x) ** 2)
-
-    rows = P(None, "data")
-    with pytest.raises(NotImplementedError, match="`scan_layers` has first derivatives only"):
-        mapped(jax.grad(replica), (rows, ROWS), rows, N)(STACK["w"], X)
-
-
 def test_scan_nests_in_transformations():
     layer = lambda h, p: (jnp.tanh(h @ p), None)
     within = {
@@ -427,31 +391,46 @@ def test_scan_nests_in_transformations():
     close(got, jax.jit(plain)(STACK["w"], X), rtol=2e-5)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ({"sharded": False}, "holds Shards along 'data', and `sharded` says False"),
-    ({"axis": "other"}, "got Shards of 8 replicas along 'data'"),
-    ({"flat": True}, r"whose parts have the shape \(2, 128\); expected \(layers, 2, 128\)"),
-])  # fmt: skip
-def test_foreign_shards_are_refused(words, message):
-    words = dict(words)
-    axis, flat = words.pop("axis", "data"), words.pop("flat", False)
+def test_misplaced_scans_are_refused():
+    both, rows = ("node", "data"), P(None, "data")
     shards = jc.shard({"u": ODD}, "data", stacked=True)
 
-    def replica(shards):
-        shards = shards.replace([shards.parts[0][0] if flat else shards.parts[0]])
-        return jc.scan_layers(lambda h, p: h, jnp.ones(()), shards, axis, **words)[0]
+    def reduced_again(stack, x):
+        loss = functools.partial(tied_loss, scan_of(sharded=None))
+        return jax.tree.map(lambda g: lax.pmean(g, "data"), jc.grad(loss, "data")(stack, x))
 
-    spec = shards.replace([P(None, axis)])
-    with pytest.raises(ValueError, match=message):
-        mapped(replica, (spec,), mesh=mesh_of(N, axis))(shards)
+    def of_whole(stack, x):  # of which nothing in the layer's shapes need show it
+        layer = lambda h, p: h + jnp.sum(p["v"] ** 2)
+        return jc.scan_layers(layer, x, stack, "data", sharded=True)[0].mean()
 
-
-def test_partial_axes_are_refused():
-    both = ("node", "data")
-
-    def replica(stack, x):
+    def along_one(stack, x):
         scan = lambda layer, x, stack: jc.scan_layers(layer, x, stack, both, sharded=WORDS)
         return jc.grad(functools.partial(loss_of, scan), "data")(stack, x, MASK)
 
-    with pytest.raises(ValueError, match="Give both the same `axis_name`"):
-        mapped(replica, (SPECS, P(both)), SPECS, HYBRID)(STACK, X)
+    def second(w, x):
+        scan = lambda x: jnp.sum(jc.scan_layers(lambda h, p: h @ p, x, w, "data")[0] ** 2)
+        return jnp.sum(jax.grad(scan)(x) ** 2)
+
+    def of_others(cut=lambda part: part, axis="data", **how):
+        def replica(shards):
+            cut_again = shards.replace([cut(shards.parts[0])])
+            return jc.scan_layers(lambda h, p: h, jnp.ones(()), cut_again, axis, **how)[0]
+
+        return mapped(replica, (shards.replace([P(None, axis)]),), mesh=mesh_of(N, axis)), shards
+
+    step = lambda f: jc.data_parallel(f).lower
+    for words, f, *args in (
+        ("these are shards of a sum that is already reduced", step(reduced_again),
+         {"large": shards, "norm": STACK["b"]}, X),
+        (r"leaf \['v'\] of `stacked` is declared as one replica's rows, but it is the same on every",
+         step(of_whole), {"v": STACK["v"]}, X),
+        ("Give both the same `axis_name`", mapped(along_one, (SPECS, P(both)), SPECS, HYBRID), STACK, X),
+        ("`scan_layers` has first derivatives only",
+         mapped(jax.grad(second), (rows, ROWS), rows, N), STACK["w"], X),
+        ("holds Shards along 'data', and `sharded` says False", *of_others(sharded=False)),
+        ("got Shards of 8 replicas along 'data'", *of_others(axis="other")),
+        (r"whose parts have the shape \(2, 128\); expected \(layers, 2, 128\)",
+         *of_others(lambda part: part[0])),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError if "first" in words else ValueError, match=words):
+            f(*args)
