@@ -129,7 +129,8 @@ def all_reduce(
         check_any_coded(checked_options.compression, value)
     scope = scope_here().merge(checked_options)
     axes = resolve_axes(scope.choose_axes(axis_name, "jc.all_reduce"), "all_reduce")
-    feedback = make_feedback(residual, value, axes, "all_reduce")
+    given = residual is not None
+    feedback = make_feedback(residual, value, axes, "all_reduce") if given else None
     return AllReduce(op, axes, scope, invariant).reduce(value, feedback)
 
 
