@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
-import heapq
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -116,17 +116,16 @@ class _Pool:
         self._members, self._requested, self._unmatched = members, requested, unmatched
         self._first = 0  # of the members that have elements left
         self._total = 0
-        self._by_size: dict[int, list[int]] = defaultdict(list)  # a heap, with some that are past
+        self._by_size: dict[int, list[int]] = defaultdict(list)  # in order
         # How many there are of each size and of each look; equal looks are interchangeable
         self._looks: dict[int, Counter] = defaultdict(Counter)
         for i in members:
             self._add(i)
 
     def _add(self, i: int) -> None:
-        size = self._unmatched[i]
-        if size:
+        if size := self._unmatched[i]:
             self._total += size
-            heapq.heappush(self._by_size[size], i)
+            bisect.insort(self._by_size[size], i)
             self._looks[size][self._look(i)] += 1
 
     def _look(self, i: int) -> tuple:
@@ -137,12 +136,13 @@ class _Pool:
         """Take note that member `i` had `before` unmatched elements."""
         if before and before != self._unmatched[i]:
             self._total -= before
-            looks = self._looks[before]
-            looks[self._look(i)] -= 1
-            if not looks[self._look(i)]:
-                del looks[self._look(i)]
-            if not looks:
-                del self._looks[before]
+            alike, looks, look = self._by_size[before], self._looks[before], self._look(i)
+            del alike[bisect.bisect_left(alike, i)]
+            if not alike:
+                del self._by_size[before]
+            looks[look] -= 1
+            if not looks[look]:
+                del looks[look]
             self._add(i)
 
     def _remaining(self) -> Iterator[int]:
@@ -151,16 +151,6 @@ class _Pool:
             self._first += 1
         return (members[k] for k in range(self._first, len(members)) if unmatched[members[k]])
 
-    def _take(self, size: int, most: int) -> list[int]:
-        heap, taken = self._by_size[size], []
-        while heap and len(taken) < most:
-            i = heapq.heappop(heap)
-            if self._unmatched[i] == size:
-                taken.append(i)
-        for i in taken:
-            heapq.heappush(heap, i)
-        return taken
-
     def choose(self, c: Collective) -> tuple[list[int], bool]:
         """Choose members whose elements add up to `c`'s; False if others fit as well."""
         total = _size(c)
@@ -168,21 +158,20 @@ class _Pool:
         if self._total == total:
             return list(self._remaining()), True
         wanted = Counter(operand.size for operand in c.operands)
-        chosen = [i for size, n in wanted.items() for i in self._take(size, n)]
+        chosen = [i for size, n in wanted.items() for i in self._by_size.get(size, [])[:n]]
         if sum(self._unmatched[i] for i in chosen) == total:
             return chosen, all(
-                looks.total() == n or len(looks) == 1
+                len(self._by_size.get(size, ())) == n or len(self._looks[size]) == 1
                 for size, n in wanted.items()
-                for looks in [self._looks.get(size, Counter())]
             )
         if chosen := self._find_neighbours(total):
             return chosen, False
-        larger = [size for size in self._looks if size > total]  # `c` may be a part of one of these
-        parts = sorted(i for size in larger for i in self._take(size, 2))
+        # It may be a part of a larger one.
+        parts = sorted(i for n, alike in self._by_size.items() if n > total for i in alike[:2])
         return parts[:1], len(parts) == 1
 
     def _find_neighbours(self, total: int) -> list[int]:
-        if min(self._looks, default=total + 1) > total:
+        if min(self._by_size, default=total + 1) > total:
             return []
         # All sizes are above 0, so a sliding window finds every range that adds up to `total`.
         window: deque[int] = deque()
