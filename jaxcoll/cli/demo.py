@@ -47,12 +47,9 @@ def load() -> Digits:
 
 def batches(digits: Digits, size: int, steps: int, seed: int) -> Iterator[tuple[np.ndarray, ...]]:
     """Yield `steps` batches of images and labels, reproducible from `seed`."""
-    rng = np.random.default_rng(seed)
-    order = np.array([], dtype=np.int64)
-    for _ in range(steps):
-        if len(order) < size:
-            order = rng.permutation(len(digits.labels))
-        chosen, order = order[:size], order[size:]
+    rng, n = np.random.default_rng(seed), len(digits.labels)
+    epochs = [rng.permutation(n) for _ in range(-(-steps * size // n))]
+    for chosen in np.split(np.concatenate(epochs)[: steps * size], steps):
         yield digits.images[chosen], digits.labels[chosen]
 
 
