@@ -218,8 +218,9 @@ def check_here(device: jax.Device) -> None:
     """Refuse a device of another process, where this one can place nothing."""
     if device.process_index != jax.process_index():
         raise ValueError(
-            f"{device} belongs to process {device.process_index}. Pass a device of this process, "
-            f"{', '.join(map(str, jax.local_devices()))}, or a value on those of all processes."
+            f"{device} belongs to process {device.process_index}, and this is another, whose "
+            f"devices are {', '.join(map(str, jax.local_devices()))}. Pass one of these, or a "
+            "value that lies on the devices of all processes."
         )
 
 
