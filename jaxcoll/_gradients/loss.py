@@ -14,7 +14,7 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._collectives.scope import Differentiation, differentiated
 from jaxcoll._plan.checks import describe_type
-from jaxcoll._plan.packs.leaves import accumulation_dtype
+from jaxcoll._plan.packs.leaves import accumulation_dtype, dtype_or_none
 
 _TUPLE_LOSS = """\
 `{caller}`: the loss returned a tuple of {n}. If the rest is auxiliary output, \
@@ -59,9 +59,7 @@ def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
     if not isinstance(out, WeightedLoss):
         if isinstance(out, tuple):
             raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(out)))
-        is_array = hasattr(out, "shape") and hasattr(out, "dtype")
-        is_number = is_array or isinstance(out, bool | int | float | complex)
-        if not is_number or np.shape(out):
+        if dtype_or_none(out) is None or np.shape(out):
             raise TypeError(_NO_SCALAR.format(caller=caller, got=describe_type(out)))
         return out, None
     for name, shape in (("total", jnp.shape(out.total)), ("weight", jnp.shape(out.weight))):
@@ -100,10 +98,11 @@ def value_and_local_grad(
     chosen = {argnums} if isinstance(argnums, int) else set(argnums)
     chosen = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
     if _compat.types_tracked():
-        args = tuple(
-            _vary(jax.tree.map(jnp.asarray, a), differentiation.axes) if i in chosen else a
-            for i, a in enumerate(args)
-        )
+
+        def vary(x: Any) -> jax.Array:
+            return _compat.cast_varying(jnp.asarray(x), differentiation.axes)
+
+        args = tuple(jax.tree.map(vary, a) if i in chosen else a for i, a in enumerate(args))
     with differentiated(differentiation):
         return jax.value_and_grad(loss, argnums, has_aux=True)(*args, **kwargs)
 
@@ -120,12 +119,6 @@ def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:
                 f"{got}. Pass only the trainable part, as from `eqx.partition(module, "
                 "eqx.is_inexact_array)` or `nnx.split(module, nnx.Param, ...)`."
             )
-
-
-def _vary(tree: Any, axes: Sequence[str]) -> Any:
-    return jax.tree.map(
-        lambda x: _compat.cast_varying(x, axes) if isinstance(x, jax.Array) else x, tree
-    )
 
 
 class Extras(NamedTuple):

@@ -168,13 +168,6 @@ def test_reduction_happens_inside_the_loop():
     assert all("when: in the backward pass" in str(plan) for plan in report.plans[:-1])
 
 
-def test_unsynced_leaves_are_sent_after():
-    step = jc.grad(functools.partial(mean_loss, partly, sync), "data")
-    *_, last = plans_of(jc.data_parallel(step), PARAMS, X)
-    sent = {last.leaves[s.leaf].path for pack in last.packs for s in pack.segments}
-    assert sent == {".grads['ends']", ".grads['stack']['b']"}
-
-
 def test_parameter_dtype_travels():
     """The sum that autodiff makes by itself travels in the type of the computation."""
 
@@ -254,26 +247,21 @@ def test_other_axis_is_reduced_after():
     assert [leaf.over for leaf in last[0].leaves if "stack" in leaf.path] == [(2, 1)] * 2
 
 
-def test_options_come_from_inside_out():
+def test_plans_say_what_is_sent():
+    def plans(loss, gradient=None, program=None, part=lambda p: p):
+        step = lambda p, x: jc.grad(loss, "data", options=gradient)(part(p), x)
+        return plans_of(jc.data_parallel(step, options=program), PARAMS, X)
+
+    *_, last = plans(functools.partial(mean_loss, partly, sync))
+    sent = {last.leaves[s.leaf].path for pack in last.packs for s in pack.segments}
+    assert sent == {".grads['ends']", ".grads['stack']['b']"}, "what is not synced, after"
     loss = functools.partial(mean_loss, scanned, sync)
-    ring = jc.CommunicationOptions(algorithm="ring")
-
-    def permutes(gradient=None, program=None):
-        step = jc.data_parallel(jc.grad(loss, "data", options=gradient), options=program)
-        return [plan.algorithm for plan in plans_of(step, PARAMS, X)]
-
-    shuffle = jc.CommunicationOptions(algorithm="shuffle")
-    assert permutes() == ["native", "native"]
-    assert permutes(gradient=ring) == permutes(program=ring) == ["ring", "ring"]
-    assert permutes(gradient=ring, program=shuffle) == ["ring", "ring"]
-
-
-def test_undifferentiated_leaves_send_nothing():
-    def step(p, x):
-        def loss(w):
-            return mean_loss(scanned, sync, {**p, "stack": {**p["stack"], "w": w}}, x)
-
-        return jc.grad(loss, "data")(p["stack"]["w"])
-
-    first, *_ = plans_of(jc.data_parallel(step), PARAMS, X)
-    assert [leaf.path for leaf in first.leaves] == ["['w']"]
+    of_w = lambda w, x: loss({**PARAMS, "stack": {**PARAMS["stack"], "w": w}}, x)
+    first, *_ = plans(of_w, part=lambda p: p["stack"]["w"])
+    assert [leaf.path for leaf in first.leaves] == ["['w']"], "what is differentiated"
+    ring, shuffle = (jc.CommunicationOptions(algorithm=a) for a in ("ring", "shuffle"))
+    for options, algorithm in (
+        ({}, "native"), ({"gradient": ring}, "ring"), ({"program": ring}, "ring"),
+        ({"gradient": ring, "program": shuffle}, "ring"),
+    ):  # fmt: skip
+        assert [plan.algorithm for plan in plans(loss, **options)] == [algorithm] * 2
