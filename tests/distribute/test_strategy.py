@@ -249,19 +249,15 @@ def test_update_runs_on_each_component(s):
 @TWO
 def test_gathers_join_the_parts(s):
     """Inside; between programs the next test does."""
-    given = {
-        axis: [np.arange(k * 6.0, dtype="f").reshape(k, 2, 3)[..., 0 if axis > 1 else slice(None)]]
-        for axis, k in ((0, 2), (1, 1), (-1, 2))
-    }
-    n = s.num_replicas_in_sync
-    inside = s.run(
-        lambda tree: {axis: all_gather(values, axis) for axis, values in tree.items()},
-        (of_replica(s, lambda i: given),),
-    )
-    for axis, (value,) in given.items():
-        assert isinstance(inside[axis][0], Mirrored)
-        for result in s.experimental_local_results(inside[axis][0]):
-            np.testing.assert_array_equal(result, np.concatenate([value] * n, axis))
+    n, x = s.num_replicas_in_sync, np.arange(12.0, dtype="f").reshape(2, 2, 3)
+    gather = lambda x: {axis: all_gather([x + replica_id()], axis)[0] for axis in (0, 1, -1, 2)}
+    with jax.numpy_dtype_promotion("standard"):
+        inside = s.run(gather, (x,))
+    for axis, value in inside.items():
+        assert isinstance(value, Mirrored)
+        for result in s.experimental_local_results(value):
+            want = np.concatenate([x + i for i in range(n)], axis)
+            np.testing.assert_array_equal(result, want)
 
 
 @pytest.mark.tensorflow("H5", "H8", "K5", "L32", "L34", "L49", "L50")

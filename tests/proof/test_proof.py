@@ -145,11 +145,13 @@ PROGRAMS = {
             *lax.cond(x > 0, lambda: (w, 1 * w), lambda: (w, 2 * w)),
             *lax.while_loop(lambda c: c[1] < 9, lambda c: (c[0], 2 * c[1] + 2), (w, x)),
             lax.while_loop(lambda c: c < 5, lambda c: total(x) + c, w),
+            # Replicas take different numbers of turns, so what these change is different.
+            lax.while_loop(lambda c: c[0] < x, lambda c: (c[0] + 1, 2 * c[1]), (w, w))[1],
         ),
-        [False, True, False, True, False, True, False],
+        [False, True, False, True, False, True, False, True],
     ),
     "a carry becomes another": (
-        lambda x, w: lax.fori_loop(0, 3, lambda _, c: (c[1], c[0]), (w, x)), [True, True]),
+        lambda x, w: lax.fori_loop(0, 3, lambda _, c: (c[1], c[2], c[0]), (w, w, x)), [True] * 3),
     "scan": (
         lambda x, w: (
             *lax.scan(lambda c, v: (c + total(v), v), w, x * jnp.ones(3)),
