@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from benchmarks.rank_pool import Entry, Team
-from benchmarks.teams import PEERS, add_world, peer, team_of
+from benchmarks.teams import PEERS, add_world, jax_alone, peer, team_of
 from jaxcoll._show.table import Table
 from jaxcoll._show.units import scale
 from jaxcoll.cli import flags
@@ -266,8 +266,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     add("--algorithms", default="auto", metavar="LIST", help="as for jaxcoll bench (default: auto)")
     add("--rounds", type=flags.minimum(1), default=20, help="timed rounds (default: 20)")
     add_world(parser)
-    words = "torch (torch.distributed over Gloo, in place) or tensorflow (RING); not with --rate"
-    add("--against", choices=PEERS, action="append", default=[], help=words)
+    words = (
+        "torch (torch.distributed over Gloo, in place), tensorflow (RING), or jax (one psum per "
+    )
+    words += "leaf in processes that jaxcoll did not set up); not with --rate"
+    add("--against", choices=("jax", *PEERS), action="append", default=[], help=words)
     for name in PEERS:
         add(f"--{name}-python", metavar="PATH", help=f"Python with {name} (default: this one)")
     add("--json", metavar="FILE", help="one JSON line per result; - for standard output")
@@ -281,6 +284,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         teams = [stack.enter_context(team_of(args, entries))]
         for name in args.against:
+            if name == "jax":
+                teams.append(stack.enter_context(jax_alone(args.processes, args.timeout)))
+                continue
             python = getattr(args, f"{name}_python")
             teams.append(stack.enter_context(peer(name, python, args.processes, args.timeout)))
         for workload in workloads_of(args):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.lab import Lab, Network, lab
 from benchmarks.rank_pool import Entry, Team, launched
+from benchmarks.ranks.jax_rank import ALONE
 
 HERE = Path(__file__).parent
 PEERS = ("torch", "tensorflow")
@@ -86,6 +87,12 @@ def ours(devices: int) -> dict[str, str]:
     """Return the environment variables of a rank of JAX, with the path of this checkout."""
     path = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
     return {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+def jax_alone(processes: int, timeout: float) -> contextlib.AbstractContextManager[Team]:
+    """Start a team of JAX ranks that join through `jax.distributed`, with the baseline alone."""
+    variables = [{**ours(1), **world} for world in worlds(processes)]
+    return launched(ALONE, [(ALONE,)], [*_JAX, ALONE], variables, timeout)
 
 
 @contextlib.contextmanager

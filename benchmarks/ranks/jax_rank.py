@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +17,9 @@ from benchmarks.ranks.data import Exact, block, held, leaf
 from benchmarks.ranks.rank import Rank, serve
 from jaxcoll.cli.bench import AGAIN, BASELINE, make_mesh, make_program
 from jaxcoll.cli.flags import parse_options
+
+ALONE = "JAX alone"
+"""The baseline in processes that jaxcoll did not set up."""
 
 FEEDBACK = "+feedback"
 """Suffix of an algorithm with a wire format: keep a residual from call to call."""
@@ -97,6 +102,7 @@ class JaxRank(Rank):
         if plain != algorithm:
             self._compiled[name] = WithResidual(plain, self._mesh, self._reduce_op, arrays)
             return
+        algorithm = BASELINE if algorithm == ALONE else algorithm
         program = make_program(algorithm, self._mesh, self._reduce_op)
         self._compiled[name] = program.lower(arrays).compile()
 
@@ -155,5 +161,12 @@ def enter() -> JaxRank:
     return JaxRank(jax.devices())
 
 
+def enter_alone() -> JaxRank:
+    """Join the same job as plain JAX does."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    jax.distributed.initialize(address, *(int(os.environ[k]) for k in ("WORLD_SIZE", "RANK")))
+    return JaxRank(jax.devices())
+
+
 if __name__ == "__main__":
-    serve(enter)
+    serve(enter_alone if sys.argv[1:] == [ALONE] else enter)

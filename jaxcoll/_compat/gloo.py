@@ -8,10 +8,12 @@ key-value store inside this process, because keys of the coordination service ca
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import shutil
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxcoll._compat import private
@@ -173,4 +175,28 @@ def _devices_of_all() -> dict[str, bytes] | None:
 
 
 def _gloo_over(client: Any, host: str | None) -> Any:
-    return jaxlib.make_gloo_tcp_collectives(client, hostname=host)
+    with start_threads_that_wait():
+        return jaxlib.make_gloo_tcp_collectives(client, hostname=host)
+
+
+@contextlib.contextmanager
+def start_threads_that_wait() -> Iterator[None]:
+    """On Linux, let threads that this one starts wait their turn when they wake (SCHED_BATCH).
+
+    Gloo's thread polls a connection for as long as another thread holds it to send. If it wakes in
+    that thread's place, it polls in vain until the scheduler takes the core away again, for
+    milliseconds. A thread of SCHED_BATCH has the same share of the cores. A policy that this
+    thread was given stays.
+    """
+    policy = getattr(os, "SCHED_OTHER", None)
+    try:
+        is_default = policy is not None and os.sched_getscheduler(0) == policy
+        if is_default:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError:  # the sandbox forbids it, or the C library lacks it
+        is_default = False
+    try:
+        yield
+    finally:
+        if is_default:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

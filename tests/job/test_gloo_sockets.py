@@ -1,8 +1,12 @@
-"""A connection of Gloo's is told from others by where Gloo listens, and shut from this end."""
+"""A connection of Gloo's is told from others by where Gloo listens; Gloo's thread waits its turn."""
 
 import os
 import socket
+import threading
 
+import pytest
+
+from jaxcoll._compat.gloo import start_threads_that_wait
 from jaxcoll._job import gloo_sockets
 
 
@@ -30,3 +34,41 @@ def test_only_given_connections_are_shut():
         gloo_sockets.shut_down([(foreign.fileno(), at, at)])  # as is what has the number of another
         foreign.sendall(b"still there")
     assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux")
+def test_threads_wait_their_turn_unless_told_otherwise(monkeypatch):
+    def policies(own):
+        """The policy of a thread that one of policy `own` starts, and that one's afterwards."""
+        found = []
+        note = lambda: found.append(os.sched_getscheduler(0))
+
+        def start():
+            os.sched_setscheduler(0, own, os.sched_param(0))
+            with start_threads_that_wait():
+                thread = threading.Thread(target=note)
+                thread.start()
+                thread.join()
+            note()
+
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+        return found
+
+    assert policies(os.SCHED_OTHER) == [os.SCHED_BATCH, os.SCHED_OTHER]
+    assert policies(os.SCHED_IDLE) == [os.SCHED_IDLE] * 2
+
+    default = os.SCHED_OTHER
+
+    def refuse(*args):
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_setscheduler", refuse)
+        with start_threads_that_wait():
+            assert os.sched_getscheduler(0) == default
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "SCHED_OTHER")
+        with start_threads_that_wait():
+            assert os.sched_getscheduler(0) == default

@@ -21,7 +21,7 @@ from jaxcoll.cli.main import main
 pytestmark = pytest.mark.processes
 
 JOB = """
-import os, platform, pytest, sys, time, warnings
+import contextlib, os, platform, pytest, sys, time, warnings
 warnings.simplefilter("ignore")
 import jaxcoll as jc
 from jaxcoll._job.malloc import keeps_freed_memory
@@ -33,6 +33,13 @@ jc.initialize()
 with pytest.raises(RuntimeError, match="and cannot also become process 0 of 3 at 127.0.0.1:1."):
     jc.initialize("127.0.0.1:1", 3, 0)
 assert len(jax.local_devices()) == 2
+if hasattr(os, "SCHED_BATCH"):
+    policies = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            policies.append(os.sched_getscheduler(int(thread)))
+    assert policies.count(os.SCHED_BATCH) == 1, "Gloo's thread, and no other"
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 print("devices", jax.device_count(), *sys.argv[1:])
 print("aside", file=sys.stderr)
 asked = jc.CommunicationOptions(timeout_seconds=60)
