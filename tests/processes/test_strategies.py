@@ -199,8 +199,8 @@ def test_workers_get_their_parts(workers):
         for call, words in (
             (lambda: strategy.gather(wrong, axis=0), f"shape (2, 3) on replica {DEVICES}, (2, 2) on replica 0"),
             (lambda: jc.MirroredStrategy([*strategy.devices]), "Use `MultiWorkerMirroredStrategy` instead"),
-            (lambda: jc.MirroredStrategy([elsewhere]), f"belongs to process {1 - rank}. Pass a device of this process, cpu:"),
-            (lambda: nccl.broadcast(1.0, elsewhere), f"belongs to process {1 - rank}. Pass a device of this process, cpu:"),
+            (lambda: jc.MirroredStrategy([elsewhere]), f"belongs to process {1 - rank}, and this is another, whose devices are cpu:"),
+            (lambda: nccl.broadcast(1.0, elsewhere), f"belongs to process {1 - rank}, and this is another, whose devices are cpu:"),
             (lambda: nccl.reduce("sum", ones, ids), "between the devices of one process; cpu:"),
             (lambda: strategy.gather(keys, axis=0), "a part is a typed PRNG key. Pass its"),
         ):  # fmt: skip
