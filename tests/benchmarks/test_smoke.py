@@ -3,6 +3,9 @@
 import itertools
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -188,3 +191,20 @@ def test_transmitted_bytes():
     assert [transmitted_bytes(text, name) for name in ("lo", "eth0")] == [4000, 77]
     with pytest.raises(ValueError, match=r"expected the text of /proc/net/dev with a line for 'lo"):
         transmitted_bytes("lo: 1 2 3", "lo")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("call_cost 2 2 10", "| 10 |"),
+        ("compile_cost 1 1:2", "| 1 over 2 |"),
+        ("watch_cost 1 2 4", "a call of 4 KiB over 2 processes takes"),
+        ("hang_cost 6", "watched ÷ unwatched"),
+    ],
+)
+def test_costs(command, shown):
+    words = [sys.executable, "-m", *f"benchmarks.{command}".split()]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=200)
+    assert shown in done.stdout, done.stderr

@@ -1,6 +1,6 @@
 """What it costs to compile an exchange and its update, beside one `pmean` per leaf.
 
-    python -m tests.collectives.compile_cost [ROUNDS [TREE:PROCESSES ...]]
+    python -m benchmarks.compile_cost [ROUNDS [TREE:PROCESSES ...]]
 
 The gradients of a TREE of `jaxcoll bench`, or one array of so many KiB, are averaged over PROCESSES
 (resnet50:2 200x1KiB:2 1024:8), and each parameter takes a step of gradient descent. The first of
@@ -39,7 +39,8 @@ def compiled_in(reduce, params, grads, mesh):
     return ended - cpu, time.perf_counter() - wall, ended - began
 
 
-def row(tree, rounds):
+def measure(tree, rounds):
+    """Measure on the first process, and return its row of the table."""
     if jax.process_index():
         return None
     shapes = {"": jax.ShapeDtypeStruct((int(tree) << 8,), "f")} if tree.isdigit() else None
@@ -47,9 +48,12 @@ def row(tree, rounds):
     n = jax.device_count()
     grads = [jax.ShapeDtypeStruct((n, *x.shape), x.dtype) for x in params]
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    leaf_by_leaf = lambda grads: [jax.lax.pmean(g, "data") for g in grads]
-    packed = lambda grads: jc.pmean(grads, "data")
-    ways = {"hand": leaf_by_leaf, "again": leaf_by_leaf, "ours": packed}
+
+    def leaf_by_leaf(grads):
+        return [jax.lax.pmean(g, "data") for g in grads]
+
+    ours = functools.partial(jc.pmean, axis_name="data")
+    ways = {"hand": leaf_by_leaf, "again": leaf_by_leaf, "ours": ours}
     turns = {w: functools.partial(compiled_in, f, params, grads, mesh) for w, f in ways.items()}
     for turn in turns.values():
         turn()
@@ -64,12 +68,12 @@ def row(tree, rounds):
 
 
 if __name__ == "__main__":
-    from tests.collectives import compile_cost  # which the other processes can import, too
+    from benchmarks import compile_cost  # which the other processes can import, too
 
     rounds, *cases = sys.argv[1:] or ["5"]
     print("| | CPU s by hand | ours | ÷ | again | wall ÷ | with tracing ÷ |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for case in cases or ("resnet50:2", "200x1KiB:2", "1024:8"):
         tree, processes = case.split(":")
-        work = functools.partial(compile_cost.row, tree, int(rounds))
+        work = functools.partial(compile_cost.measure, tree, int(rounds))
         print(jc.launch(work, int(processes))[0], flush=True)

@@ -1,6 +1,6 @@
 """Cost of a call of a `data_parallel` step beside the bare jitted call of the same program.
 
-    python -m tests.runtime.call_cost [ROUNDS [DEVICES [LEAVES ...]]]
+    python -m benchmarks.call_cost [ROUNDS [DEVICES [LEAVES ...]]]
 
 In one process, for trees of so many LEAVES (10, 100, 1000) of 4 floats over so many DEVICES (2), in
 ROUNDS (200) of one call each. Prints the microseconds until the bare call and ours return, without
@@ -25,11 +25,12 @@ import jaxcoll as jc  # noqa: E402
 from jaxcoll.cli.bench import interleave, ratio  # noqa: E402
 
 
-def row(leaves):
+def measure(leaves):
+    """Measure a tree of so many leaves, and return a row of the table."""
     tree = {f"leaf{i:04d}": jnp.full(4, i, "f") for i in range(leaves)}
     step = jc.data_parallel(lambda w, x: jax.tree.map(lambda a: a + 1, w))
-    over = lambda *axes: jax.NamedSharding(step.mesh, jax.sharding.PartitionSpec(*axes))
-    w, x = jax.device_put((tree, np.ones((DEVICES, 2), "f")), (over(), over("data")))
+    whole, rows = (jax.NamedSharding(step.mesh, jax.P(*axes)) for axes in ((), ("data",)))
+    w, x = jax.device_put((tree, np.ones((DEVICES, 2), "f")), (whole, rows))
     made, _ = step.prepare(w, x)
 
     def seconds(call):
@@ -39,7 +40,9 @@ def row(leaves):
         jax.block_until_ready(result)
         return taken
 
-    bare = lambda: seconds(lambda: made.program(*made.args, **made.kwargs))
+    def bare():
+        return seconds(lambda: made.program(*made.args, **made.kwargs))
+
     turns = {"bare": bare, "bare again": bare, "ours": lambda: seconds(lambda: step(w, x))}
     for turn in [*turns.values()] * 5:
         turn()
@@ -59,4 +62,4 @@ if __name__ == "__main__":
         sep="\n",
     )
     for leaves in GIVEN[2:] or (10, 100, 1000):
-        print(row(leaves), flush=True)
+        print(measure(leaves), flush=True)

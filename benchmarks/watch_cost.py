@@ -1,11 +1,11 @@
 """What it costs that calls over several processes are watched.
 
-    python -m tests.processes.watch_cost [ROUNDS [PROCESSES [KIB ...]]]
+    python -m benchmarks.watch_cost [ROUNDS [PROCESSES [KIB ...]]]
 
-So many processes (2) all-reduce so many KiB (4, 64, 1024, 4096) by a `data_parallel` step, in ROUNDS
-(50) of some calls each: with a deadline, without, and as if there were no other processes to watch,
-which is measured twice. Prints the ratios of what a call takes to what it takes unwatched, and that
-of the twin; and that of the compiled program, called by itself.
+So many processes (2) all-reduce so many KiB (4, 64, 1024, 4096) by a `data_parallel` step, in
+ROUNDS (50) of some calls each: with a deadline, without, and as if there were no other processes to
+watch, which is measured twice. Prints the ratios of what a call takes to what it takes unwatched,
+and that of the twin; and that of the compiled program, called by itself.
 """
 
 import functools
@@ -25,7 +25,9 @@ ROUND_SECONDS = 0.04
 """About how long the calls of one round take."""
 
 
-def measured(kib, rounds):
+def measure(kib, rounds):
+    """Measure one size, and describe it in a line."""
+
     def total(x):
         return jc.all_reduce("sum", x[0], "data")
 
@@ -35,8 +37,10 @@ def measured(kib, rounds):
     step = jc.data_parallel(total, mesh=mesh)
     timed = jc.data_parallel(total, mesh=mesh, options=jc.CommunicationOptions(timeout_seconds=60))
     program = step.lower(x).compile()
-    alone = lambda devices: None
     calls = 10
+
+    def find_none(devices):
+        return None
 
     def seconds(call, find_group=WATCHED):
         dispatch.find_group = find_group
@@ -46,8 +50,8 @@ def measured(kib, rounds):
         return (time.perf_counter() - start) / calls
 
     turns = {
-        "unwatched": lambda: seconds(step, alone),
-        "twin": lambda: seconds(step, alone),
+        "unwatched": lambda: seconds(step, find_none),
+        "twin": lambda: seconds(step, find_none),
         "watched": lambda: seconds(step),
         "with a deadline": lambda: seconds(timed),
         "the program alone": lambda: seconds(program),
@@ -70,12 +74,13 @@ def measured(kib, rounds):
 
 
 def measure_all(sizes, rounds):
-    return [measured(kib, rounds) for kib in sizes]
+    """Measure on every process of a job, which all call this."""
+    return [measure(kib, rounds) for kib in sizes]
 
 
 if __name__ == "__main__":
     given = [int(word) for word in sys.argv[1:]]
     rounds, processes = [*given, *(50, 2)[len(given) :]][:2]
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    measure = functools.partial(measure_all, given[2:] or (4, 64, 1024, 4096), rounds)
-    print(*jc.launch(measure, processes)[0], sep="\n")
+    work = functools.partial(measure_all, given[2:] or (4, 64, 1024, 4096), rounds)
+    print(*jc.launch(work, processes)[0], sep="\n")
