@@ -86,7 +86,7 @@ def on_this_host(
 def ours(devices: int) -> dict[str, str]:
     """Return the environment variables of a rank of JAX, with the path of this checkout."""
     path = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
-    # A rank reads requests in a thread that is older than `jc.initialize`. With an arena of its own,
+    # A rank reads requests in a thread older than `jc.initialize`. With an arena of its own,
     # it would leave malloc two, as no thread of a usual program does.
     arena = {"MALLOC_ARENA_MAX": "1"}
     return arena | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
