@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COPY = ROOT / ".pytest_cache" / "mutants" / "copy"
 ROOMS = ("_plan", "_collectives", "_gradients")
-TESTS = ("tests/plan", "tests/collectives", "tests/gradients")
+TESTS = ("tests/plan", "tests/collectives", "tests/gradients", "tests/proof")
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
