@@ -1,19 +1,24 @@
 """The laboratory: eight CPU devices, strict promotion, warnings are errors (pyproject.toml)."""
 
 import collections
+import functools
 import gc
 import os
+import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+from jax._src import compilation_cache
 
 DURATIONS = Path(__file__).with_name("durations.txt")
+write_program = compilation_cache.put_executable_and_time
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -36,10 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # A folder that stays from run to run: Matplotlib keeps its list of fonts there.
     os.environ["XDG_CACHE_HOME"] = str(cache / "user")
     if not hasattr(config, "workerinput"):
-        forget_much(cache / "xla")
+        forget_much(cache / "programs")
         if config.getoption("--record-durations"):
             config.pluginmanager.register(Recorder())
-    keep_compiled(config, cache / "xla")
+    keep_compiled(config, cache / "programs")
 
 
 def keep_compiled(config: pytest.Config, folder: Path) -> None:
@@ -51,10 +56,29 @@ def keep_compiled(config: pytest.Config, folder: Path) -> None:
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.put_executable_and_time = keep_in_order(write_program)
     # Workers share the folder, and JAX does not write a file in one go: who reads half compiles.
     config.addinivalue_line(
         "filterwarnings", "ignore:Error (reading|writing) persistent compilation cache"
     )
+
+
+def keep_in_order(write: Callable[..., None]) -> Callable[..., None]:
+    """Of tests' own programs JAX would keep some that, loaded, have no order (`cached_order`)."""
+
+    @functools.wraps(write)
+    def write_in_order(key: str, name: str, program: Any, *more: Any) -> None:
+        if not may_lose_order(program):
+            write(key, name, program, *more)
+
+    return write_in_order
+
+
+def may_lose_order(program: Any) -> bool:
+    """True if several computations have collectives: loaded, XLA runs those in any order."""
+    text = "".join(module.to_string() for module in program.hlo_modules())
+    collective = re.compile(r" (all-|collective-|reduce-scatter|ragged-)[\w-]*\(")
+    return sum(map(bool, map(collective.search, text.split("\n}")))) > 1
 
 
 def forget_much(folder: Path) -> None:

@@ -15,6 +15,8 @@ from jaxlib.xla_client import DeviceList as DeviceList
 
 backends_are_initialized = xla_bridge.backends_are_initialized  # asking for backends makes them
 boundary: Any = traceback_util.api_boundary  # shortens users' tracebacks, as in JAX's functions
+cache_names_lines: Any = config.compilation_cache_include_metadata_in_key  # of this thread, too
+cache_seconds: Any = config.persistent_cache_min_compile_time_secs  # as a context: of this thread
 checks_types: Any = config._check_vma  # true in a trace whose types tell replicas apart
 cluster_env: Any = clusters.ClusterEnv  # what JAX itself finds of a cluster
 hide_frames: Any = traceback_util.register_exclusion

@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -66,6 +66,17 @@ def checks_of_thread() -> Callable[[], contextlib.ExitStack] | None:
         return stack
 
     return enter
+
+
+@contextlib.contextmanager
+def past_cache() -> Iterator[None]:
+    """Compile what this thread compiles anew: JAX neither writes it to its cache nor reads it.
+
+    No other compilation has its key, which names the program's lines if those of others do not.
+    """
+    names_lines = private.cache_names_lines
+    with private.cache_seconds(float("inf")), names_lines(not names_lines.value):
+        yield
 
 
 def line_here() -> str:

@@ -14,6 +14,7 @@ import jax
 
 from jaxcoll._compat import settings
 from jaxcoll._job.threads import Task, Worker, abandon_and_watch_exit
+from jaxcoll._runtime.cached_order import compiled_in_order
 from jaxcoll._runtime.call import Call
 from jaxcoll._runtime.executable import Compile, Program, compile_once
 from jaxcoll.errors import DeadlineExceededError, SameRowsWarning
@@ -79,13 +80,15 @@ def run(call: Call, until: float | None = None) -> Any:
     """
     group = call.group or find_group(call.devices)
     if group is None and not call.timeout_seconds and not has_queue():
-        return call.program(*call.args, **call.kwargs)
+        with compiled_in_order(call):
+            return call.program(*call.args, **call.kwargs)
     # Compile in this thread, because tracing uses the JAX configuration of its thread. Read the
     # deadline afterwards, because the trace may request a shorter one.
     if call.program is None and group is not None:
         program = group.describe(call)
     else:
-        program = compile_once(call, None if group is None else group.compiled)
+        with compiled_in_order(call):
+            program = compile_once(call, None if group is None else group.compiled)
     seconds, begun = call.timeout_seconds or math.inf, time.monotonic()
     ends = begun + seconds if until is None else until
     worker = _own_worker() if group is None else group.worker

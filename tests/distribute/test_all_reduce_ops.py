@@ -41,6 +41,7 @@ def collectives(monkeypatch):
             texts.append(program.lower(*values).as_text(dialect="hlo"))
             return program(*values)
 
+        run.trace = program.trace
         return run
 
     monkeypatch.setattr(all_reduce_ops, "make_program", spy)
