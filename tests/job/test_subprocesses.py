@@ -126,6 +126,10 @@ def test_gloos_lines_are_dropped():
     ends = " peer ranks. Expected number of connected peer ranks is : 5\n"
     connected = [f"{before} is connected to 5" for before in ("[Gloo] Rank 0", "", "4")]
     assert shown(*(f"{x}{ends}" for x in (*connected, "", "5", "mine: 5"))) == [f"mine: 5{ends}"]
+    two = f"{connected[0]}{ends[:-2]}{connected[0]}{ends}"  # two threads print at once
+    for rest in ("5\n", "\n"):
+        assert shown("5\n", two, rest, rest) == ["5\n", rest], "of two lines, one end is left"
+    assert shown(two, "mine\n", "5\n") == ["mine\n", "5\n"]
 
 
 def test_signals_have_names():

@@ -39,6 +39,7 @@ _GLOO = re.compile(
     r"\[Gloo\] Rank |[\d ]*(is connected to )?[\d ]*(peer ranks\. )?"
     r"Expected number of connected peer ranks is : \d+$"
 )
+_GLOOS_END = re.compile(r"\d*\n")
 
 
 @dataclasses.dataclass
@@ -154,9 +155,12 @@ class _Reader(threading.Thread):
 
     def run(self) -> None:
         with io.TextIOWrapper(self._pipe, "utf-8", "replace", newline="") as lines:
+            unended = 0  # lines of Gloo that began in one line; their ends are the next
             while line := lines.readline(_LONGEST_LINE):
-                if _GLOO.match(line):
+                if _GLOO.match(line) or (unended and _GLOOS_END.fullmatch(line)):
+                    unended = max(0, unended + line.count("[Gloo]") - 1)
                     continue
+                unended = 0
                 self.is_showing = True
                 self.show(line if line.endswith(("\n", "\r")) else f"{line}\n")
                 self.is_showing = False
