@@ -64,7 +64,7 @@ def keep_compiled(config: pytest.Config, folder: Path) -> None:
 
 
 def keep_in_order(write: Callable[..., None]) -> Callable[..., None]:
-    """Of tests' own programs JAX would keep some that, loaded, have no order (`cached_order`)."""
+    """Keep no program of a test that would have no order once loaded (`cached_order`)."""
 
     @functools.wraps(write)
     def write_in_order(key: str, name: str, program: Any, *more: Any) -> None:

@@ -22,7 +22,7 @@ from jaxcoll._runtime.call import Call, describe_kind
 
 _SEQUENCES = {"while", "scan", "cond"}
 _found: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
-"""Whether each jitted program has nested collectives, by the types of its arguments."""
+"""Remembers if a jitted program has nested collectives, by the types of its arguments."""
 
 
 def compiled_in_order(call: Call) -> contextlib.AbstractContextManager[Any]:
