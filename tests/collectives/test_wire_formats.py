@@ -341,7 +341,9 @@ def planned(value, world=GLOO, **asked):
         (NARROW, GLOO, {}, "float32 as bf16", "because XLA would widen them for Gloo"),
         ({"half": np.zeros(700, "f2"), "w": np.zeros(700, "f")}, GLOO, {"compression": "bf16"},
          "float32 as bf16", ""),
-        *((LARGE, world, {"compression": "auto"}, "", "") for world in (GPUS, DEVICES)),
+        *((LARGE, world, {"compression": "auto"}, "", "") for world in (
+            GPUS, DEVICES, World("cpu", (4,), 2))),  # two devices a process: all would code
+        ({"half": np.zeros(3_000_000, "f2")}, GLOO, {"compression": "auto"}, "", ""),
         *((value, GLOO, {**auto, **more}, "", "") for value, auto, more in (
             (LARGE, {}, {}), (LARGE, {"compression": "auto"}, {"shards": 2}),
             ({"w": np.zeros((100, 100), "f")}, {"compression": "auto"}, {}),  # not worth an array
