@@ -87,8 +87,7 @@ def run(call: Call, until: float | None = None) -> Any:
     if call.program is None and group is not None:
         program = group.describe(call)
     else:
-        with compiled_in_order(call):
-            program = compile_once(call, None if group is None else group.compiled)
+        program = compile_once(call, None if group is None else group.compiled)
     seconds, begun = call.timeout_seconds or math.inf, time.monotonic()
     ends = begun + seconds if until is None else until
     worker = _own_worker() if group is None else group.worker

@@ -12,6 +12,7 @@ import jax
 
 from jaxcoll._compat import settings
 from jaxcoll._plan.plan import CollectivePlan
+from jaxcoll._runtime.cached_order import compiled_in_order
 from jaxcoll._runtime.call import Call
 
 
@@ -70,13 +71,14 @@ def compile_once(call: Call, shared: Compile | None = None) -> Program:
     if last != key:
         program = programs.get(key)
     if program is None:
-        lowered = call.program.lower(*call.args, **call.kwargs)
         name = getattr(call.program, "__name__", "program")
-        if shared is None:
-            program = Program(lowered.compile(), describe_call(name, leaves))
-        else:
-            program = shared(lowered, name, leaves, call.settings_text())
-            program.is_first = not programs  # later ones get state that the first one returned
+        with compiled_in_order(call):
+            lowered = call.program.lower(*call.args, **call.kwargs)
+            if shared is None:
+                program = Program(lowered.compile(), describe_call(name, leaves))
+            else:
+                program = shared(lowered, name, leaves, call.settings_text())
+                program.is_first = not programs  # later ones get state that the first one returned
         programs[key] = program
     programs[_LAST] = key, program
     return program
